@@ -463,7 +463,12 @@ def experts_replay(setting: Setting) -> Figures:
     compiled each. The first step's loss does not depend on the length."""
     longest, samples = setting.sizes.row_length, routed_samples(setting)
     shapes = RowShapes.of(1, longest)
-    config = trainer_config(setting, compile=True, router_replay="ids")
+    config = trainer_config(
+        setting,
+        compile=True,
+        activation_checkpoint="full",
+        router_replay="ids",
+    )
     by_length: dict[str, Figures] = {}
     with one_rank(setting, config, TINY_MOE) as built:
         for row_length in (longest, longest // 2):
@@ -505,13 +510,15 @@ def planned_gib(config: TrainerConfig, setting: Setting) -> float:
 
 def two_ranks(setting: Setting, *, model: str = "", **options: Any) -> Figures:
     """Take optimizer steps by a trainer of two processes, as a run starts them: each sees one GPU.
-    The first step's loss is that of one rank.
+    The first step's loss is that of one rank. On GPUs blocks are compiled and computed again in the
+    backward pass, as the registered configs have it.
 
     Args:
         model: folder of the model; the smoke's own where it is empty.
         options: of the trainer's config.
     """
-    config = trainer_config(setting, ranks=2, compile=setting.device == "cuda", **options)
+    compiled = setting.device == "cuda"
+    config = trainer_config(setting, ranks=2, compile=compiled, activation_checkpoint="full", **options)
     return asyncio.run(_two_ranks(setting, config, model or setting.model))
 
 
@@ -750,7 +757,7 @@ STEPS: dict[str, Callable[[Setting], Figures]] = {
     "learner-chunks": functools.partial(learner, activation_checkpoint="full", logprob_chunk_tokens=4096),
     "learner-reference": functools.partial(learner, activation_checkpoint="full", reference=ReferenceConfig(kl_coef=0.1)),
     "learner-offload": functools.partial(learner, activation_checkpoint="full", enable_cpu_offload=True),
-    "learner-two-ranks-fsdp": functools.partial(two_ranks, activation_checkpoint="full"),
+    "learner-two-ranks-fsdp": two_ranks,
     "learner-two-ranks-tp": functools.partial(
         two_ranks,
         parallelism=Parallelism(tensor_parallel_degree=2),
