@@ -24,7 +24,7 @@ from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.gateway.chains import Chains, Match
 from torchtitan.experiments.rl.gateway.request import ModelReply, ModelRequest, Refusal, reply_of
 from torchtitan.experiments.rl.printable import shown
-from torchtitan.experiments.rl.rollouts.policy import PolicySession
+from torchtitan.experiments.rl.rollouts.policy import PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout
 
@@ -36,16 +36,20 @@ POLICY, AUXILIARY = "policy", "auxiliary"
 UNDELIVERED = "undelivered"
 CLOSE_S = 1.0
 """How long the end of a rollout waits for calls that are cancelled, and for answers that are being sent."""
-ENDED = {
-    "length": RolloutStatus.TRUNCATED_LENGTH,
-    "context_length_exceeded": RolloutStatus.TRUNCATED_PROMPT_OVERFLOW,
-    "call_budget_exceeded": RolloutStatus.TRUNCATED_MAX_TURNS,
+CONTEXT_EXCEEDED = "context_length_exceeded"
+BUDGET_EXCEEDED = "call_budget_exceeded"
+LIMITS = {
+    CONTEXT_EXCEEDED: RolloutStatus.TRUNCATED_PROMPT_OVERFLOW,
+    BUDGET_EXCEEDED: RolloutStatus.TRUNCATED_MAX_TURNS,
 }
-"""Status of a rollout whose agent ended after such an answer."""
+"""Status of a rollout that ended because a call was refused with this code."""
 
 
 class Sampler(PolicySession, Protocol):
     """The policy, for one rollout: a session, and more of them beside it."""
+
+    sampling: SamplingConfig
+    """How the rollout is sampled: the task's settings, or those of a validation."""
 
     def branch(self, key: str) -> PolicySession:
         """Another session of the same rollout. Its seed follows from the rollout's and the key."""
@@ -60,13 +64,15 @@ class Said:
     conversation: Conversation | None
     """As it stands after the turn; None: a request has gone on from it."""
     session: PolicySession
+    cut: bool = False
+    """True if a limit of the run cut the policy's answer, and the client did not ask for that."""
 
 
 @dataclass(eq=False, slots=True)
 class Call:
     """A request that is being answered, or was."""
 
-    answer: "asyncio.Task[tuple[RolloutTurn, ModelReply]]"
+    answer: "asyncio.Task[tuple[Said, ModelReply]]"
     readers: int = 0
     """Connections that wait for it, or are being sent it."""
 
@@ -110,11 +116,14 @@ class AgentRollout:
         self._calls: dict[bytes, Call] = {}
         """By digest of the body, the last of each."""
         self._policy: Sampler | None = None
+        self._sampling: SamplingConfig | None = None
         self._keys: Counter[str] = Counter()
         self._begun = self._sampled = self._chain_count = 0
         self._began_at = 0.0
-        self._last_end = ""
-        """How the last call ended: a finish reason, or a refusal's code."""
+        self._refusal_code = ""
+        """Code that the last call was refused with; "" if it was answered."""
+        self._budget_spent = False
+        """True if a call to the policy was refused because the rollout's budget was spent."""
         self._sessions: list[PolicySession] = []
         self._readers = 0
         """Of all calls together."""
@@ -133,7 +142,9 @@ class AgentRollout:
 
     def open(self, policy: Sampler) -> None:
         """Take calls from now on."""
-        self._policy, self._began_at = policy, time.perf_counter()
+        self._policy = policy
+        self._sampling = policy.sampling
+        self._began_at = time.perf_counter()
 
     def finish(self, status: RolloutStatus, error: str | None = None) -> None:
         """The first terminal status stays."""
@@ -141,11 +152,11 @@ class AgentRollout:
             self.status, self.error = status, error
 
     def ended(self, failure: UserCodeError | None) -> None:
-        """The agent has returned, or has failed. One that failed because it met a limit of ours was truncated."""
-        limit = ENDED.get(self._last_end)
+        """Set the status of a rollout whose agent has returned or failed (docs/agents.md says when it is truncated)."""
+        limit = LIMITS.get(self._refusal_code) if failure is not None else self._truncation()
         if isinstance(failure, UserCodeTimeout):
             self.finish(RolloutStatus.TIMEOUT, str(failure))
-        elif failure is not None and (limit is None or self._last_end == "length"):
+        elif failure is not None and limit is None:
             self.finish(RolloutStatus.ERROR, str(failure))
         elif not self._begun:
             self.finish(RolloutStatus.ERROR, "the agent ended and had not asked the model anything")
@@ -153,6 +164,21 @@ class AgentRollout:
             self.finish(RolloutStatus.ERROR, "the agent ended, and none of its calls had been answered")
         else:
             self.finish(limit or RolloutStatus.COMPLETED)
+
+    def _truncation(self) -> RolloutStatus | None:
+        """Return how the run's limits cut short an agent that has returned; None if they did not.
+
+        An agent that went on from a cut answer has dealt with it, and so has one that caught a refusal
+        and had an answer of the policy's already.
+        """
+        nodes = list(self._chains.in_order())
+        if any(node.value.cut and not node.children for node in nodes):
+            return RolloutStatus.TRUNCATED_LENGTH
+        if self._budget_spent:
+            return RolloutStatus.TRUNCATED_MAX_TURNS
+        if any(node.value.turn.untrained in (None, UNDELIVERED) for node in nodes):
+            return None
+        return LIMITS.get(self._refusal_code)
 
     async def close(self) -> None:
         """Take no more calls. Those that are open end in the engine, and are not trained."""
@@ -190,10 +216,10 @@ class AgentRollout:
             return known
         if self._policy is None:
             raise Refusal("the rollout of this key has ended", status=401, code="rollout_ended")
-        if self._begun >= self._config.max_turns:
-            raise self._over_budget(f"made its {self._begun} calls (env.max_turns)")
-        if self._max_sampled_tokens is not None and self._sampled >= self._max_sampled_tokens:
-            raise self._over_budget(f"sampled its {self._sampled} tokens (max_sampled_tokens)")
+        spent = self._spent_budget()
+        if spent is not None:
+            self._budget_spent |= self._models.get(request.model, POLICY) == POLICY
+            raise self._refused(Refusal(f"the rollout has {spent}", code=BUDGET_EXCEEDED))
         self._begun += 1
         self._readers += 1
         call = Call(asyncio.create_task(self._answered(request, dialect, first=self._begun == 1)), readers=1)
@@ -211,11 +237,15 @@ class AgentRollout:
             if not call.readers:
                 call.answer.cancel()
         elif not _failed(call.answer):
-            turn, _ = call.answer.result()
-            if delivered and turn.untrained == UNDELIVERED:
-                turn.untrained = None
+            said, _ = call.answer.result()
+            if said.turn.untrained != UNDELIVERED:
+                return
+            if delivered:
+                said.turn.untrained = None
                 self.counts[UNDELIVERED] -= 1
                 self.counts["answered"] += 1
+            elif not call.readers:
+                said.cut = False  # The agent never saw it.
 
     async def count_tokens(self, request: ModelRequest) -> int:
         """Of the request's prompt."""
@@ -226,7 +256,7 @@ class AgentRollout:
             raise Refusal(str(error)) from error
         return len(conversation.prompt.ids) if conversation.prompt else self._config.max_rollout_tokens
 
-    async def _answered(self, request: ModelRequest, dialect: str, *, first: bool) -> tuple[RolloutTurn, ModelReply]:
+    async def _answered(self, request: ModelRequest, dialect: str, *, first: bool) -> tuple[Said, ModelReply]:
         about = {"at_s": round(time.perf_counter() - self._began_at, 4), "dialect": dialect, "model": request.model}
         try:
             return await self._sampled_for(request, about, first=first)
@@ -240,9 +270,7 @@ class AgentRollout:
             self.counts["lost"] += 1
             raise Refusal(str(error), status=500, code="generation_failed") from error
 
-    async def _sampled_for(
-        self, request: ModelRequest, about: dict[str, Any], *, first: bool
-    ) -> tuple[RolloutTurn, ModelReply]:
+    async def _sampled_for(self, request: ModelRequest, about: dict[str, Any], *, first: bool) -> tuple[Said, ModelReply]:
         kind = self._models.get(request.model, POLICY)
         messages = self._quiet(request.messages)
         match = self._chains.match((kind, request.tools), messages)
@@ -253,10 +281,11 @@ class AgentRollout:
         if session is None:
             chain, self._chain_count = self._chain_count, self._chain_count + 1
             session = self._session(kind, prompt.token_ids, first=first)
-        room = min(conversation.max_completion_tokens, request.max_tokens or conversation.max_completion_tokens)
-        completion = await session.generate(prompt.token_ids, max_tokens=room)
+        room = conversation.max_completion_tokens
+        wanted = min(room, request.max_tokens or room)
+        completion = await session.generate(prompt.token_ids, max_tokens=wanted)
         self._sampled += len(completion.token_ids)
-        self._last_end = completion.finish_reason
+        self._refusal_code = ""
         # What was sampled is in the record whatever comes next: parsing may fail, and the client go meanwhile.
         untrained, answer = "aborted", None
         try:
@@ -274,7 +303,8 @@ class AgentRollout:
             turn = conversation.turns[-1]
             turn.untrained = untrained
             turn.call = about | {"chain": chain, "depth": len(match.node.path()) if match.node else 0}
-            self._chains.add(match, new, answer, Said(turn, chain, conversation, session), extends=prompt.extends)
+            said = Said(turn, chain, conversation, session)
+            self._chains.add(match, new, answer, said, extends=prompt.extends)
         reply = reply_of(
             answer,
             length=completion.finish_reason == "length",
@@ -284,7 +314,10 @@ class AgentRollout:
             prompt_tokens=len(prompt.ids),
             completion_tokens=len(completion.token_ids),
         )
-        return turn, reply
+        if kind == POLICY and reply.finish == "length":
+            assert self._sampling is not None
+            said.cut = wanted >= min(room, self._sampling.max_tokens)
+        return said, reply
 
     async def _prompted(
         self, match: "Match[Said]", new: list[Message], request: ModelRequest
@@ -317,7 +350,7 @@ class AgentRollout:
             seen = f"{tokens} tokens" if tokens > self.max_prompt_tokens else "more tokens"
             cure = "compact the conversation, or begin a new one"
             message = f"{seen} > {self.max_prompt_tokens} maximum (env.max_rollout_tokens): {cure}"
-            raise Refusal(message, code="context_length_exceeded", field="messages")
+            raise Refusal(message, code=CONTEXT_EXCEEDED, field="messages")
         return conversation, session, chain
 
     def _session(self, kind: str, prompt: np.ndarray, *, first: bool) -> PolicySession:
@@ -348,12 +381,17 @@ class AgentRollout:
                     quiet[index] = quiet[index] | {"content": rest}
         return quiet
 
-    def _over_budget(self, spent: str) -> Refusal:
-        return self._refused(Refusal(f"the rollout has {spent}", code="call_budget_exceeded"))
+    def _spent_budget(self) -> str | None:
+        """Return which budget of the rollout is spent; None if it may make another call."""
+        if self._begun >= self._config.max_turns:
+            return f"made its {self._begun} calls (env.max_turns)"
+        if self._max_sampled_tokens is not None and self._sampled >= self._max_sampled_tokens:
+            return f"sampled its {self._sampled} tokens (max_sampled_tokens)"
+        return None
 
     def _refused(self, refusal: Refusal) -> Refusal:
         self.counts["refused"] += 1
-        self._last_end = refusal.code
+        self._refusal_code = refusal.code
         return refusal
 
 

@@ -91,13 +91,24 @@ def derive_seed(seed: int, group_id: str, index_in_group: int, attempt: int, bra
 class CheckedSession:
     """Implements rollouts.policy.PolicySession. An engine may be the user's own."""
 
-    def __init__(self, session: PolicySession, *, vocab_size: int | None, branch: Callable[[str], "CheckedSession"]):
+    def __init__(
+        self,
+        session: PolicySession,
+        *,
+        sampling: SamplingConfig,
+        vocab_size: int | None,
+        branch: Callable[[str], "CheckedSession"],
+    ):
         """
         Args:
+            sampling: settings that the session was opened with.
             vocab_size: ids that the model has; None: not known.
             branch: opens another session of the rollout, for another chain. Its seed follows from the rollout's and the key.
         """
-        self._session, self._vocab_size, self.branch = session, vocab_size, branch
+        self.sampling = sampling
+        self.branch = branch
+        self._session = session
+        self._vocab_size = vocab_size
         self._closed = False
         self.waits = 0
         """Completions that the generator has not answered."""
@@ -659,8 +670,9 @@ class GroupRun:
             stop_token_ids=self._stop_token_ids,  # one list for all: a message then holds it once
         )
         another = functools.partial(self._open_session, rollout, attempt)
-        self._sessions.append(CheckedSession(session, vocab_size=self.task.vocab_size, branch=another))
-        return self._sessions[-1]
+        checked = CheckedSession(session, sampling=self.sampling, vocab_size=self.task.vocab_size, branch=another)
+        self._sessions.append(checked)
+        return checked
 
 
 def _fail(group: RolloutGroup, cause: str) -> str:
