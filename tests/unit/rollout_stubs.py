@@ -45,7 +45,7 @@ class ScriptedSession:
         self.prompts: list[list[int]] = []
         self.closed = 0
 
-    async def generate(self, prompt_token_ids, *, max_tokens):
+    async def generate(self, prompt_token_ids, *, max_tokens, seed=None):
         assert isinstance(prompt_token_ids, np.ndarray) and prompt_token_ids.dtype == np.int32
         self.prompts.append(prompt_token_ids.tolist())
         await asyncio.sleep(0)

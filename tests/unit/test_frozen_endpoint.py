@@ -189,6 +189,13 @@ async def test_session_sends_tokens_and_gets_tokens_without_a_policy_version(ser
     talk.close()
 
 
+async def test_a_completions_own_seed_is_sent_as_it_is(server, connect):
+    talk = session(connect())
+    for seed in (7, -1):
+        await talk.generate(tokens(1), max_tokens=3, seed=seed)
+    assert [request["seed"] for request in server.requests] == [7, 2**63 - 1]
+
+
 async def test_a_trailing_slash_in_the_url_changes_nothing(server):
     client = EndpointClient(FrozenModel(name="big", base_url=server.url + "/"))
     await client.score(tokens(1, 2))

@@ -31,6 +31,8 @@ class ModelRequest:
     tools: list[ToolSpec] | None
     model: str
     max_tokens: int | None = None
+    seed: int | None = None
+    """Seed that the client wants; None: it sent none."""
     stop: list[str] = field(default_factory=list)
     """Texts at which the answer that the client sees ends."""
     stream: bool = False
@@ -123,7 +125,7 @@ def checked_request(body: Mapping[str, Any], messages: list[Any], tools: list[An
         said = [text(message.get("content"), "messages") for message in messages[:begin]]
         messages = [{"role": "system", "content": "\n\n".join(said)}, *messages[begin:]]
     messages = [message | {"role": "system"} if message.get("role") == "developer" else message for message in messages]
-    model, limit = body.get("model"), fields.get("max_tokens")
+    model, limit, seed = body.get("model"), fields.get("max_tokens"), body.get("seed")
     try:
         checked = checked_messages(messages, "messages")
         known_tools = checked_tools(tools, "tools") if body.get("tool_choice") != "none" else None
@@ -143,7 +145,9 @@ def checked_request(body: Mapping[str, Any], messages: list[Any], tools: list[An
         raise Refusal(f'model is {shown(model)}, want a name such as "policy"', field="model")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise Refusal(f"max_tokens is {shown(limit)}, want an integer from 1 up", field="max_tokens")
-    return ModelRequest(messages=checked, tools=known_tools, model=model, stream=bool(body.get("stream")), **fields)
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise Refusal(f"seed is {shown(seed)}, want an integer", field="seed")
+    return ModelRequest(messages=checked, tools=known_tools, model=model, seed=seed, stream=bool(body.get("stream")), **fields)
 
 
 def function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:

@@ -54,6 +54,9 @@ class Sampler(PolicySession, Protocol):
     def branch(self, key: str) -> PolicySession:
         """Another session of the same rollout. Its seed follows from the rollout's and the key."""
 
+    def branch_seed(self, key: str) -> int:
+        """Return the seed that a branch with this key has."""
+
 
 @dataclass(eq=False, slots=True)
 class Said:
@@ -88,7 +91,7 @@ class AgentRollout:
         config: RendererEnvConfig,
         max_sampled_tokens: int | None,
         models: Mapping[str, str],
-        frozen: Callable[[str], PolicySession],
+        frozen: Callable[[str, int], PolicySession],
         noise: Mapping[str, str],
         group: GroupPrompts,
     ):
@@ -99,7 +102,7 @@ class AgentRollout:
             max_sampled_tokens: of all calls together; None: as many as the calls give.
             models: what the names that an agent asks for stand for: POLICY, AUXILIARY, or else a name that ``frozen`` is called
                 with. Others stand for the policy.
-            frozen: opens a session of a frozen model.
+            frozen: opens a session of the frozen model of this name, with this seed.
             noise: patterns by name; what they match in a system message is left out.
         """
         self.sample = sample
@@ -272,6 +275,9 @@ class AgentRollout:
 
     async def _sampled_for(self, request: ModelRequest, about: dict[str, Any], *, first: bool) -> tuple[Said, ModelReply]:
         kind = self._models.get(request.model, POLICY)
+        if request.seed is not None and kind in (POLICY, AUXILIARY):
+            cure = "leave it out: the seeds of the policy follow from the run's"
+            raise Refusal(f"seed = {request.seed}: {cure}", code="unsupported_value", field="seed")
         messages = self._quiet(request.messages)
         match = self._chains.match((kind, request.tools), messages)
         new = messages[match.known :]
@@ -283,7 +289,8 @@ class AgentRollout:
             session = self._session(kind, prompt.token_ids, first=first)
         room = conversation.max_completion_tokens
         wanted = min(room, request.max_tokens or room)
-        completion = await session.generate(prompt.token_ids, max_tokens=wanted)
+        options: dict[str, Any] = {} if request.seed is None else {"seed": request.seed}
+        completion = await session.generate(prompt.token_ids, max_tokens=wanted, **options)
         self._sampled += len(completion.token_ids)
         self._refusal_code = ""
         # What was sampled is in the record whatever comes next: parsing may fail, and the client go meanwhile.
@@ -363,7 +370,7 @@ class AgentRollout:
         key = f"{key}/{self._keys[key]}"
         if kind in (POLICY, AUXILIARY):
             return self._policy.branch(key)
-        self._sessions.append(self._frozen(kind))
+        self._sessions.append(self._frozen(kind, self._policy.branch_seed(f"{kind}/{key}")))
         return self._sessions[-1]
 
     def _quiet(self, messages: list[Message]) -> list[Message]:

@@ -136,7 +136,8 @@ class GeneratorSession:
         """Whether the model is no version of the policy."""
         self.adapter = ""
 
-    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
+    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int, seed: int | None = None) -> Completion:
+        """See PolicySession.generate."""
         sampling = self._sampling
         if max_tokens < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=max_tokens)
@@ -147,7 +148,7 @@ class GeneratorSession:
             prompt_token_ids=prompt,
             sampling=sampling,
             # Each turn has its own stream of random numbers. vLLM takes 63 bits.
-            seed=(self._seed + self._turn * 0x9E3779B97F4A7C15) % 2**63,
+            seed=(self._seed + self._turn * 0x9E3779B97F4A7C15 if seed is None else seed) % 2**63,
             stop_token_ids=self._stop_token_ids,
             # Whether a prefix is read from the cache or computed changes the last bits. What is cached must not depend on what
             # ran before, in this process or in one that the run was resumed from.

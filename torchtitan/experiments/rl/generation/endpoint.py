@@ -255,7 +255,7 @@ class EndpointSession:
         self._sampling, self._stop_token_ids = sampling, stop_token_ids + sampling.stop_token_ids
         self._turn = 0
 
-    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
+    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int, seed: int | None = None) -> Completion:
         """The log-probabilities are what the server reports: by vLLM's default at temperature 1, whatever was sampled at."""
         sampling = self._sampling
         self._turn += 1
@@ -266,7 +266,7 @@ class EndpointSession:
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
-                "seed": (self._seed + self._turn) % 2**63,
+                "seed": (self._seed + self._turn if seed is None else seed) % 2**63,
                 "stop": sampling.stop,
                 "include_stop_str_in_output": True,
                 "skip_special_tokens": False,

@@ -56,10 +56,13 @@ class ModelReference:
 class PolicySession(Protocol):
     """A model for one rollout. It holds the seed, the sampling settings and the replica that caches the prefix."""
 
-    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
+    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int, seed: int | None = None) -> Completion:
         """Sample one completion of at most ``max_tokens`` tokens (and at most SamplingConfig.max_tokens).
 
         A frozen model's tokens have policy version -1.
+
+        Args:
+            seed: seed of this completion; None: it follows from the session's and the turn.
         """
 
     def close(self) -> None: ...

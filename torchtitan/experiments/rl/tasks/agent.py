@@ -48,7 +48,7 @@ from torchtitan.experiments.rl.rollouts.records import json_value
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn
 from torchtitan.experiments.rl.tasks.questions import fill, row_task
-from torchtitan.experiments.rl.tasks.task import Task, derive_seed
+from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_user
 
 logger = logging.getLogger(__name__)
@@ -171,10 +171,10 @@ class AgentTask(Task):
             answer = rollout.answer
             rollout.answer = json_value(asdict(answer) if isinstance(answer, CommandResult) else answer)
 
-    def _frozen_session(self, sample: DataSample, name: str) -> PolicySession:
+    def _frozen_session(self, sample: DataSample, name: str, seed: int) -> PolicySession:
         return self._frozen[name].session(
             rollout_id=f"{self.name}/{sample.sample_id}/0",
-            seed=derive_seed(0, sample.sample_id, 0, 0, name),
+            seed=seed,
             sampling=self.config.sampling,
             stop_token_ids=self.renderer.get_stop_token_ids(),
         )

@@ -61,7 +61,7 @@ class ScriptedSession:
         self._policy, self._index, self._sampling, self._stop = policy, index, sampling, stop
         self._turn = 0
 
-    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
+    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int, seed: int | None = None) -> Completion:
         """See PolicySession.generate."""
         policy = self._policy
         policy.prompts.append(str(policy.tokenizer.decode(prompt_token_ids)))

@@ -98,23 +98,29 @@ class CheckedSession:
         sampling: SamplingConfig,
         vocab_size: int | None,
         branch: Callable[[str], "CheckedSession"],
+        branch_seed: Callable[[str], int],
     ):
         """
         Args:
             sampling: settings that the session was opened with.
             vocab_size: ids that the model has; None: not known.
             branch: opens another session of the rollout, for another chain. Its seed follows from the rollout's and the key.
+            branch_seed: returns the seed that a branch with this key has.
         """
         self.sampling = sampling
         self.branch = branch
+        self.branch_seed = branch_seed
         self._session = session
         self._vocab_size = vocab_size
         self._closed = False
         self.waits = 0
         """Completions that the generator has not answered."""
 
-    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
+    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int, **options: Any) -> Completion:
         """See PolicySession.generate.
+
+        Args:
+            options: its other arguments, handed on.
 
         Raises:
             UserCodeError: the generator failed, or its completion can't be trained on; names the generator.
@@ -127,7 +133,7 @@ class CheckedSession:
         self.waits += 1
         try:
             with trace.span("generate", prompt_tokens=len(prompt)):
-                completion = await self._session.generate(prompt, max_tokens=max_tokens)
+                completion = await self._session.generate(prompt, max_tokens=max_tokens, **options)
             check_completion(completion)
             self._check_ids(completion.token_ids, "a completion has")
         except BaseException as error:
@@ -663,14 +669,20 @@ class GroupRun:
         return [UserCodeError(f"{name} returned {len(made)} of {kinds}, want a list of {n} MessageEnv")] * n
 
     def _open_session(self, rollout: Rollout, attempt: int, branch: str = "") -> CheckedSession:
+        seed = functools.partial(derive_seed, self.seed, rollout.group_id, rollout.index_in_group, attempt)
         session = self.source.session(
             rollout_id=f"{rollout.rollout_id}~{attempt}" if attempt else rollout.rollout_id,
-            seed=derive_seed(self.seed, rollout.group_id, rollout.index_in_group, attempt, branch),
+            seed=seed(branch),
             sampling=self.sampling,
             stop_token_ids=self._stop_token_ids,  # one list for all: a message then holds it once
         )
-        another = functools.partial(self._open_session, rollout, attempt)
-        checked = CheckedSession(session, sampling=self.sampling, vocab_size=self.task.vocab_size, branch=another)
+        checked = CheckedSession(
+            session,
+            sampling=self.sampling,
+            vocab_size=self.task.vocab_size,
+            branch=functools.partial(self._open_session, rollout, attempt),
+            branch_seed=seed,
+        )
         self._sessions.append(checked)
         return checked
 

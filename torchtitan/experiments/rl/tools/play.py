@@ -127,7 +127,7 @@ class PlayedSession(ScriptedSession):
         self._player, self._stops, self._ask = player, stops, ask
         self._model: PolicySession | None = None
 
-    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
+    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int, seed: int | None = None) -> Completion:
         """See PolicySession.generate. A model that fails or is interrupted leaves the turn to the person."""
         player = self._player
         async with player.one_turn:  # the terminal shows one rollout at a time
