@@ -47,6 +47,7 @@ class ScriptedShell:
     """Calls the shell with each line of SCRIPT, then answers. Where there is none, as in a call for a title, it says "ok"."""
 
     version = 0
+    stops_at_texts = True
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -57,7 +58,7 @@ class ScriptedShell:
     def branch(self, key: str) -> "ScriptedShell":
         return self
 
-    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
+    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int, **_: Any) -> Completion:
         prompt = self.tokenizer.decode(prompt_token_ids)
         shell = next((name for name in SHELLS if f'"name": "{name}"' in prompt), None)
         done = prompt.count("<tool_response>")

@@ -38,14 +38,22 @@ class ScriptedPolicy:
         return self.sessions[-1]
 
 
+def tokens_to_stop(tokenizer, ids, stops):
+    """How many tokens complete the first of the texts, as an engine finds it; all of them if none is there."""
+    found = (count for count in range(1, len(ids) + 1) if any(stop in tokenizer.decode(ids[:count]) for stop in stops))
+    return next(found, len(ids)) if stops else len(ids)
+
+
 class ScriptedSession:
+    stops_at_texts = True
+
     def __init__(self, policy, rollout_id, seed, sampling, stop_token_ids):
         self.policy, self.rollout_id, self.seed = policy, rollout_id, seed
         self.sampling, self.stop_token_ids = sampling, stop_token_ids
         self.prompts: list[list[int]] = []
         self.closed = 0
 
-    async def generate(self, prompt_token_ids, *, max_tokens, seed=None):
+    async def generate(self, prompt_token_ids, *, max_tokens, stop=(), seed=None):
         assert isinstance(prompt_token_ids, np.ndarray) and prompt_token_ids.dtype == np.int32
         self.prompts.append(prompt_token_ids.tolist())
         await asyncio.sleep(0)
@@ -56,6 +64,14 @@ class ScriptedSession:
             await asyncio.sleep(3600)
         sampled = completion_of(self.policy.tokenizer, reply, version=self.policy.version)
         limit = min(max_tokens, self.sampling.max_tokens)
+        at_text = tokens_to_stop(self.policy.tokenizer, sampled.token_ids, stop)
+        if at_text < len(sampled.token_ids) and at_text <= limit:
+            return Completion(
+                token_ids=sampled.token_ids[:at_text],
+                logprobs=sampled.logprobs[:at_text],
+                policy_versions=sampled.policy_versions[:at_text],
+                finish_reason="stop",
+            )
         if len(sampled.token_ids) > limit:
             return Completion(
                 token_ids=sampled.token_ids[:limit],

@@ -334,12 +334,10 @@ async def test_models_are_the_policy_auxiliary_or_frozen(renderer, tokenizer):
     assert rollout.calls == {"answered": 2, "auxiliary": 1, "frozen model": 1}
 
 
-async def test_stop_texts_cut_what_is_seen_and_noise_is_left_out(renderer, tokenizer):
+async def test_noise_in_a_system_message_is_left_out(renderer, tokenizer):
     async def agent(sample, endpoint):
         async with client_of(endpoint) as ask:
-            _, reply = await ask([HELLO], stop=["END", "never"])
-            said = reply["choices"][0]["message"]["content"]
-            assert said == "before " and reply["usage"]["completion_tokens"] == len(policy_tokens)
+            await ask([HELLO])
             for date in ("Monday", "Tuesday"):
                 system = {"role": "system", "content": f"billing: {date}\nBe brief."}
                 history = [system, HELLO]
@@ -348,9 +346,7 @@ async def test_stop_texts_cut_what_is_seen_and_noise_is_left_out(renderer, token
                 await ask(history)
 
     policy = Policy(tokenizer, "before END after")
-    policy_tokens = tokenizer.encode("before END after<|im_end|>", add_special_tokens=False)
     rollout = await run_agent(agent, policy, renderer, noise={"billing": r"billing: .*\n"})
-    assert rollout.turns[0].completion.token_ids.tolist() == policy_tokens
     assert rollout.calls["noise/billing"] == 2 and len(rollout.samples) == 2
 
 

@@ -247,19 +247,26 @@ class RolloutWorker(WatchedActor):
         limits: UserCodeLimits,
         index: int,
         client_id: int,
+        stops_at_texts: bool,
     ):
         """
         Args:
             index: of the worker.
             client_id: distinct among all clients of the generators that there were in this run: answers to a worker that has
                 died must not be taken for answers to the next.
+            stops_at_texts: see EngineConfig.
         """
         super().__init__()
         self.part = f"rollout_worker {index}"
         set_up_logging(run_dir, f"rollout_worker-{index}")
         # The controller makes a replica again whose engine has stopped; its requests wait here meanwhile.
         self._frozen = FrozenClients(hosted_models(tasks), client_id=client_id)
-        self._policy = GeneratorClient(client_id=client_id, frozen=self._frozen.find, on_stopped=lambda replica, cause: None)
+        self._policy = GeneratorClient(
+            client_id=client_id,
+            stops_at_texts=stops_at_texts,
+            frozen=self._frozen.find,
+            on_stopped=lambda replica, cause: None,
+        )
         self._clients = {"": self._policy} | self._frozen.generators
         self._runner = LocalRunner(self._policy, seed=seed)
         self._renderer = build_renderer(renderer, tokenizer_path)

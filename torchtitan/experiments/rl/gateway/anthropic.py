@@ -36,7 +36,7 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
     tools = [function_tool(tool, "input_schema") for tool in listed(body.get("tools"), "tools") if "input_schema" in tool]
     stops = texts(body.get("stop_sequences"), "stop_sequences")
     body = {**body, "tool_choice": kind, "output_config": form}
-    return checked_request(body, messages, tools, max_tokens=body.get("max_tokens"), stop=stops)
+    return checked_request(body, messages, tools, max_tokens=body.get("max_tokens"), stop=stops, stop_field="stop_sequences")
 
 
 def _messages(message: Mapping[str, Any], field: str) -> Iterator[dict[str, Any]]:

@@ -105,21 +105,34 @@ class Chains(Generic[T]):
                 match = Match(min(said.nodes, key=lambda node: node.taken), index + 1, said)
         return match
 
-    def add(self, match: Match[T], new: Sequence[Message], said: Message | None, value: T, *, extends: bool) -> Node[T]:
+    def add(
+        self,
+        match: Match[T],
+        new: Sequence[Message],
+        said: Message | None,
+        value: T,
+        *,
+        extends: bool,
+        kept: Message | None = None,
+    ) -> Node[T]:
         """A turn that has ended.
 
         Args:
             new: the request's messages after ``match.known``.
             said: the turn's answer; None: no client has it, so none goes on from it.
             extends: see ``Node``.
+            kept: the answer with the stop text that ended it, which some clients put back.
         """
         node = Node(value, match.node, extends and match.node is not None)
         (self.roots if match.node is None else match.node.children).append(node)
         if said is not None:
             place = match.place
-            for message in (*new, said):
+            for message in new:
                 place = place.add(message)
-            place.nodes.append(node)
+            for answer in (said, kept):
+                ended = None if answer is None else place.add(answer)
+                if ended is not None and node not in ended.nodes:
+                    ended.nodes.append(node)
         return node
 
     def in_order(self) -> Iterator[Node[T]]:

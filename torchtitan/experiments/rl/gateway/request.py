@@ -1,7 +1,7 @@
 """What every dialect turns a request into, what it makes its reply of, and what it refuses."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,9 @@ class ModelRequest:
     seed: int | None = None
     """Seed that the client wants; None: it sent none."""
     stop: list[str] = field(default_factory=list)
-    """Texts at which the answer that the client sees ends."""
+    """Texts at which the model ends its answer. The client does not see them."""
+    stop_field: str = "stop"
+    """Name of that field in the client's dialect."""
     stream: bool = False
     stream_usage: bool = False
     """Whether a stream of chat completions ends with the usage."""
@@ -58,21 +60,36 @@ class ModelReply:
     completion_tokens: int
 
 
-def reply_of(message: Message, *, length: bool, request: ModelRequest, **fields: Any) -> ModelReply:
-    """What the client sees of an answer: all of it, or what comes before the first of its stop texts.
+def cut_at_stop(content: str, stops: Sequence[str], *, at_text: bool) -> tuple[str, str | None]:
+    """Return what comes before the first stop text, and that text; all of it and None if there is none.
 
     Args:
-        length: whether the answer ended at a limit of tokens.
+        at_text: True if the model ended at a text. Renderers strip the space around an answer, and
+            with it that of a stop text at its end.
+    """
+    places = {content.find(stop): stop for stop in stops if stop in content}
+    if not places and at_text:
+        bare = {stop: stop.strip() for stop in stops}
+        places = {len(content) - len(bare[stop]): stop for stop in stops if content.endswith(bare[stop])}
+    if not places:
+        return content, None
+    return content[: min(places)], places[min(places)]
+
+
+def reply_of(message: Message, *, length: bool, request: ModelRequest, stopped_at: str | None, **fields: Any) -> ModelReply:
+    """Make the reply of an answer.
+
+    Args:
+        message: the answer without its stop text.
+        length: True if the answer ended at a limit of tokens.
+        stopped_at: the client's stop text that ended it.
         fields: the other fields of a ModelReply.
     """
-    content, calls = message["content"], list(message.get("tool_calls") or ())
-    found = {at: stop for stop in request.stop if (at := content.find(stop)) >= 0}
-    stopped_at = found[min(found)] if found else None
-    if stopped_at is not None:
-        content, calls, length = content[: min(found)], [], False
+    calls = list(message.get("tool_calls") or ())
+    length = length and stopped_at is None
     return ModelReply(
         model=request.model,
-        content=content,
+        content=message["content"],
         reasoning=message.get("reasoning_content") or "",
         tool_calls=calls,
         finish="length" if length else "tool_calls" if calls else "stop",

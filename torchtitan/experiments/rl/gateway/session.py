@@ -14,7 +14,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from renderers import Message, Renderer
@@ -22,10 +22,10 @@ from renderers import Message, Renderer
 from torchtitan.experiments.rl.envs.conversation import Conversation, GroupPrompts
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.gateway.chains import Chains, Match
-from torchtitan.experiments.rl.gateway.request import ModelReply, ModelRequest, Refusal, reply_of
+from torchtitan.experiments.rl.gateway.request import ModelReply, ModelRequest, Refusal, cut_at_stop, reply_of
 from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.rollouts.policy import PolicySession, SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import RolloutStatus, RolloutTurn
+from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout
 
 logger = logging.getLogger(__name__)
@@ -290,11 +290,16 @@ class AgentRollout:
         room = conversation.max_completion_tokens
         wanted = min(room, request.max_tokens or room)
         options: dict[str, Any] = {} if request.seed is None else {"seed": request.seed}
+        if request.stop:
+            _check_stop(request, session)
+            options["stop"] = request.stop
         completion = await session.generate(prompt.token_ids, max_tokens=wanted, **options)
         self._sampled += len(completion.token_ids)
         self._refusal_code = ""
         # What was sampled is in the record whatever comes next: parsing may fail, and the client go meanwhile.
-        untrained, answer = "aborted", None
+        untrained = "aborted"
+        answer = None
+        shown_answer = None
         try:
             turn = await conversation.add_completion(completion)
             if completion.finish_reason == "abort":
@@ -303,6 +308,8 @@ class AgentRollout:
             untrained = {POLICY: UNDELIVERED, AUXILIARY: AUXILIARY}.get(kind, "frozen model")
             self.counts[untrained] += 1
             answer = turn.assistant_message
+            seen, stopped_at = cut_at_stop(answer["content"], request.stop, at_text=self._ended_at_text(completion))
+            shown_answer = cast(Message, answer | {"content": seen})
         except UserCodeError:
             untrained = "lost"
             raise
@@ -311,9 +318,10 @@ class AgentRollout:
             turn.untrained = untrained
             turn.call = about | {"chain": chain, "depth": len(match.node.path()) if match.node else 0}
             said = Said(turn, chain, conversation, session)
-            self._chains.add(match, new, answer, said, extends=prompt.extends)
+            self._chains.add(match, new, shown_answer, said, extends=prompt.extends, kept=answer)
         reply = reply_of(
-            answer,
+            shown_answer,
+            stopped_at=stopped_at,
             length=completion.finish_reason == "length",
             request=request,
             id=uuid.uuid4().hex,
@@ -373,6 +381,11 @@ class AgentRollout:
         self._sessions.append(self._frozen(kind, self._policy.branch_seed(f"{kind}/{key}")))
         return self._sessions[-1]
 
+    def _ended_at_text(self, completion: Completion) -> bool:
+        """Return whether a text ended the completion, and not the model's own end of turn."""
+        last = completion.token_ids[-1:]
+        return completion.finish_reason == "stop" and not np.isin(last, self._renderer.get_stop_token_ids()).any()
+
     def _quiet(self, messages: list[Message]) -> list[Message]:
         """The messages without what the task calls noise."""
         if not self._noise:
@@ -400,6 +413,14 @@ class AgentRollout:
         self.counts["refused"] += 1
         self._refusal_code = refusal.code
         return refusal
+
+
+def _check_stop(request: ModelRequest, session: PolicySession) -> None:
+    """Raise Refusal if the engine of the model that is asked does not look for the client's stop texts."""
+    if not session.stops_at_texts:
+        cure = "the run's engine does not look for texts: leave it out, or name tokens in the task's sampling.stop_token_ids"
+        name = request.stop_field
+        raise Refusal(f"{name} = {shown(request.stop)}: {cure}", code="unsupported_value", field=name)
 
 
 def _failed(answer: "asyncio.Task[Any]") -> bool:

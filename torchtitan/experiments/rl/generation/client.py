@@ -111,6 +111,7 @@ class Sender(Protocol):
     """What a session needs of its client: ``GeneratorClient`` describes each."""
 
     lockstep: bool
+    stops_at_texts: bool
 
     def next_id(self) -> int: ...
 
@@ -135,12 +136,17 @@ class GeneratorSession:
         self.frozen = False
         """Whether the model is no version of the policy."""
         self.adapter = ""
+        self.stops_at_texts = client.stops_at_texts
 
-    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int, seed: int | None = None) -> Completion:
+    async def generate(
+        self, prompt_token_ids: np.ndarray, *, max_tokens: int, stop: Sequence[str] = (), seed: int | None = None
+    ) -> Completion:
         """See PolicySession.generate."""
         sampling = self._sampling
         if max_tokens < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=max_tokens)
+        if stop:
+            sampling = replace(sampling, stop=[*sampling.stop, *stop])
         prompt, before = np.asarray(prompt_token_ids, np.int32), self._last_tokens
         goes_on = len(before) and np.array_equal(prompt[: len(before)], before)
         request = GenerateRequest(
@@ -215,6 +221,7 @@ class GeneratorClient:
         *,
         client_id: int = 0,
         lockstep: bool = False,
+        stops_at_texts: bool = False,
         on_failure: Callable[[RunError], None] = lambda failure: None,
         on_stopped: Callable[[int, str], None] | None = None,
         frozen: Callable[[ModelReference], ModelClient] | None = None,
@@ -223,6 +230,7 @@ class GeneratorClient:
         """
         Args:
             client_id: distinct among the clients of the same replicas.
+            stops_at_texts: see EngineConfig.
             on_failure: called with what every open request has failed with.
             on_stopped: called with a replica whose engine can't go on, and the cause; its requests wait until someone calls
                 ``lose``. None: every request fails.
@@ -234,6 +242,7 @@ class GeneratorClient:
         self._find_frozen = frozen
         self.version = 0
         self.lockstep = lockstep
+        self.stops_at_texts = stops_at_texts
         self._sessions: Counter[str] = Counter()
         """Open ones, by group."""
         self._ids = itertools.count(client_id << CLIENT_BITS)

@@ -250,12 +250,16 @@ class EndpointClient:
 class EndpointSession:
     """Implements rollouts.policy.PolicySession."""
 
+    stops_at_texts = True
+
     def __init__(self, client: EndpointClient, *, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]):
         self._client, self._seed = client, seed
         self._sampling, self._stop_token_ids = sampling, stop_token_ids + sampling.stop_token_ids
         self._turn = 0
 
-    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int, seed: int | None = None) -> Completion:
+    async def generate(
+        self, prompt_token_ids: np.ndarray, *, max_tokens: int, stop: Sequence[str] = (), seed: int | None = None
+    ) -> Completion:
         """The log-probabilities are what the server reports: by vLLM's default at temperature 1, whatever was sampled at."""
         sampling = self._sampling
         self._turn += 1
@@ -267,7 +271,7 @@ class EndpointSession:
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
                 "seed": (self._seed + self._turn if seed is None else seed) % 2**63,
-                "stop": sampling.stop,
+                "stop": [*sampling.stop, *stop],
                 "include_stop_str_in_output": True,
                 "skip_special_tokens": False,
                 "stop_token_ids": self._stop_token_ids,
@@ -491,7 +495,7 @@ class HostedClient(GeneratorClient):
     is_frozen = True
 
     def __init__(self, model: HostedModel, **options: Any):
-        super().__init__(**options)
+        super().__init__(stops_at_texts=model.engine.stops_at_texts, **options)
         self.model = model
         self._places = asyncio.Semaphore(model.max_concurrency)
 

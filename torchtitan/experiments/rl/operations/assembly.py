@@ -106,7 +106,11 @@ class RunActors:
         self.supervisor = Supervisor(context.restarts, context.console, on_failure=self.fail)
         self._frozen = FrozenClients(self._hosted, lockstep=lockstep, on_failure=on_failure, on_stopped=self._stopped)
         self.policy = GeneratorClient(
-            lockstep=lockstep, on_failure=on_failure, on_stopped=partial(self._stopped, ""), frozen=self._frozen.find
+            lockstep=lockstep,
+            stops_at_texts=config.generator.engine.stops_at_texts,
+            on_failure=on_failure,
+            on_stopped=partial(self._stopped, ""),
+            frozen=self._frozen.find,
         )
         self._replicas = Replicas({"": self.policy} | self._frozen.generators)
         self._generating: dict[tuple[str, int], Part] = {}
@@ -346,6 +350,7 @@ class RunActors:
                 limits=config.user_code,
                 index=index,
                 client_id=next(self._client_ids),
+                stops_at_texts=config.generator.engine.stops_at_texts,
             ),
             set_up=set_up,
             connect=connect,

@@ -3,6 +3,7 @@
 Implemented by ``generation/client.py`` (the policy), ``generation/endpoint.py`` (frozen models).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol
 
@@ -56,12 +57,19 @@ class ModelReference:
 class PolicySession(Protocol):
     """A model for one rollout. It holds the seed, the sampling settings and the replica that caches the prefix."""
 
-    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int, seed: int | None = None) -> Completion:
+    @property
+    def stops_at_texts(self) -> bool:
+        """Return whether the model's engine ends a completion at texts."""
+
+    async def generate(
+        self, prompt_token_ids: np.ndarray, *, max_tokens: int, stop: Sequence[str] = (), seed: int | None = None
+    ) -> Completion:
         """Sample one completion of at most ``max_tokens`` tokens (and at most SamplingConfig.max_tokens).
 
         A frozen model's tokens have policy version -1.
 
         Args:
+            stop: texts that end this completion too, as those of ``SamplingConfig.stop`` do.
             seed: seed of this completion; None: it follows from the session's and the turn.
         """
 

@@ -57,17 +57,22 @@ class ScriptedPolicy:
 class ScriptedSession:
     """Implements rollouts.policy.PolicySession."""
 
+    stops_at_texts = True
+
     def __init__(self, policy: ScriptedPolicy, index: int, sampling: SamplingConfig, stop: int):
         self._policy, self._index, self._sampling, self._stop = policy, index, sampling, stop
         self._turn = 0
 
-    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int, seed: int | None = None) -> Completion:
+    async def generate(
+        self, prompt_token_ids: np.ndarray, *, max_tokens: int, stop: Sequence[str] = (), seed: int | None = None
+    ) -> Completion:
         """See PolicySession.generate."""
         policy = self._policy
         policy.prompts.append(str(policy.tokenizer.decode(prompt_token_ids)))
         text = policy.reply(self._index, self._turn)
         self._turn += 1
         ids = [*policy.tokenizer.encode(text, add_special_tokens=False), self._stop]
+        ids = ids[: self._tokens_to_stop(ids, stop)]
         limit = min(max_tokens, self._sampling.max_tokens)
         kept = np.asarray(ids[:limit], np.int32)
         return Completion(
@@ -76,6 +81,13 @@ class ScriptedSession:
             policy_versions=np.full(len(kept), policy.version, np.int32),
             finish_reason="stop" if len(ids) <= limit else "length",
         )
+
+    def _tokens_to_stop(self, ids: list[int], stop: Sequence[str]) -> int:
+        """Return how many of the tokens complete the first stop text; all of them if there is none."""
+        for count in range(1, len(ids) if stop else 0):
+            if any(text in self._policy.tokenizer.decode(ids[:count]) for text in stop):
+                return count
+        return len(ids)
 
     def close(self) -> None:
         pass

@@ -116,6 +116,11 @@ class CheckedSession:
         self.waits = 0
         """Completions that the generator has not answered."""
 
+    @property
+    def stops_at_texts(self) -> bool:
+        """See PolicySession."""
+        return self._session.stops_at_texts
+
     async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int, **options: Any) -> Completion:
         """See PolicySession.generate.
 

@@ -61,7 +61,12 @@ class LocalModel:
     lockstep = False
     """See GeneratorClient."""
 
-    def __init__(self, build: Callable[[], Engine]):
+    def __init__(self, build: Callable[[], Engine], *, stops_at_texts: bool = False):
+        """
+        Args:
+            stops_at_texts: see EngineConfig.
+        """
+        self.stops_at_texts = stops_at_texts
         self._build = build
         self._engine: Engine | None = None
         self._thread = ThreadPoolExecutor(1, "engine")
@@ -127,15 +132,17 @@ class PlayedSession(ScriptedSession):
         self._player, self._stops, self._ask = player, stops, ask
         self._model: PolicySession | None = None
 
-    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int, seed: int | None = None) -> Completion:
+    async def generate(
+        self, prompt_token_ids: np.ndarray, *, max_tokens: int, stop: Sequence[str] = (), seed: int | None = None
+    ) -> Completion:
         """See PolicySession.generate. A model that fails or is interrupted leaves the turn to the person."""
         player = self._player
         async with player.one_turn:  # the terminal shows one rollout at a time
             while True:
                 try:
-                    return await super().generate(prompt_token_ids, max_tokens=max_tokens)
+                    return await super().generate(prompt_token_ids, max_tokens=max_tokens, stop=stop)
                 except ModelAsked:
-                    answering = asyncio.ensure_future(self._of_model(prompt_token_ids, max_tokens))
+                    answering = asyncio.ensure_future(self._of_model(prompt_token_ids, max_tokens, stop))
                 loop = asyncio.get_running_loop()
                 loop.add_signal_handler(signal.SIGINT, answering.cancel)
                 player.say("(the model answers)")
@@ -154,9 +161,10 @@ class PlayedSession(ScriptedSession):
                 player.say(f"model> {player.answered(self._index, str(player.tokenizer.decode(shown)))}")
                 return completion
 
-    async def _of_model(self, prompt_token_ids: np.ndarray, max_tokens: int) -> Completion:
+    async def _of_model(self, prompt_token_ids: np.ndarray, max_tokens: int, stop: Sequence[str]) -> Completion:
         self._model = self._model or self._ask()
-        return await self._model.generate(prompt_token_ids, max_tokens=max_tokens)
+        options: dict[str, Any] = {"stop": stop} if stop else {}
+        return await self._model.generate(prompt_token_ids, max_tokens=max_tokens, **options)
 
     def close(self) -> None:
         if self._model is not None:
@@ -318,7 +326,8 @@ def answering_model(config: RunConfig, server: FrozenModel | None) -> EndpointCl
     checks.check_model_folder(config.model)
     config.generator.engine.check_present(field="generator.engine")
     device, path = config.provision.resolve(), config.model.hf_assets_path
-    return LocalModel(lambda: config.generator.engine.build(model_path=path, device=device))
+    engine = config.generator.engine
+    return LocalModel(lambda: engine.build(model_path=path, device=device), stops_at_texts=engine.stops_at_texts)
 
 
 def result_lines(group: RolloutGroup, player: Player) -> list[str]:
