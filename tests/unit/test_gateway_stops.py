@@ -68,6 +68,16 @@ async def test_anthropics_clients_are_told_at_which_text_it_stopped_and_what_was
     assert rollout.status is RolloutStatus.COMPLETED, rollout.error
 
 
+async def test_stop_texts_of_responses_end_the_answer_too(renderer, tokenizer):
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            status, reply = await ask.raw("responses", {"model": "policy", "input": [TASK], "stop": STOP})
+            assert status == 200 and reply["output"][0]["content"][0]["text"] == THOUGHT, reply
+
+    rollout = await run_agent(agent, ScriptedPolicy(tokenizer, says), renderer)
+    assert rollout.status is RolloutStatus.COMPLETED, rollout.error
+
+
 async def test_a_call_of_a_tool_before_the_stop_text_is_delivered(renderer, tokenizer):
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 

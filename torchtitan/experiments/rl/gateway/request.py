@@ -33,6 +33,8 @@ class ModelRequest:
     max_tokens: int | None = None
     seed: int | None = None
     """Seed that the client wants; None: it sent none."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Values of TASKS_OWN that change something, unless the rollout has the same."""
     stop: list[str] = field(default_factory=list)
     """Texts at which the model ends its answer. The client does not see them."""
     stop_field: str = "stop"
@@ -101,6 +103,9 @@ def reply_of(message: Message, *, length: bool, request: ModelRequest, stopped_a
 FORM = "say in the prompt which form you want"
 RECORDED = "leave it out: they are in the run's records"
 WHOLE = "send the whole input with each request"
+TEMPLATE = "leave it out: the run's renderer makes the prompt (the config's `renderer`)"
+UNTRUNCATED = "leave it out: the task samples from the whole distribution"
+NO_END = "leave it out: an answer ends where the model ends it, or at `stop`"
 UNAVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "ask once for each answer"),
     "logit_bias": (({},), "leave it out"),
@@ -118,9 +123,51 @@ UNAVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "conversation": ((), WHOLE),
     "background": ((False,), "leave it out, and wait for the answer"),
     "prompt": ((), "send instructions and input"),
+    # vLLM's and SGLang's names.
+    "best_of": ((1,), "ask once for each answer"),
+    "use_beam_search": ((False,), "leave it out"),
+    "length_penalty": ((1,), "leave it out, or 1"),
+    "repetition_penalty": ((1,), "leave it out, or 1"),
+    "min_p": ((0,), UNTRUNCATED),
+    "typical_p": ((1,), UNTRUNCATED),
+    "bad_words": (([],), UNTRUNCATED),
+    "allowed_token_ids": ((), UNTRUNCATED),
+    "logits_processors": (([],), UNTRUNCATED),
+    "min_tokens": ((0,), NO_END),
+    "ignore_eos": ((False,), NO_END),
+    "include_stop_str_in_output": ((False,), "leave it out, and add the stop text yourself"),
+    "thinking_token_budget": ((), "leave it out, and send max_tokens"),
+    "structured_outputs": (({},), FORM),
+    "guided_json": ((), FORM),
+    "guided_regex": ((), FORM),
+    "guided_choice": ((), FORM),
+    "guided_grammar": ((), FORM),
+    "structural_tag": ((), FORM),
+    "json_schema": ((), FORM),
+    "regex": ((), FORM),
+    "ebnf": ((), FORM),
+    "prompt_logprobs": ((), RECORDED),
+    "echo": ((False,), RECORDED),
+    "chat_template": ((), TEMPLATE),
+    "add_generation_prompt": ((True,), TEMPLATE),
+    "continue_final_message": ((False,), TEMPLATE),
+    "truncate_prompt_tokens": ((), TEMPLATE),
 }
 """By field: the values that change nothing, None aside, and the way out. With others the answer's probabilities would not be
 those that the trainer computes, or nothing here serves them."""
+TASKS_OWN: dict[str, tuple[tuple[Any, ...], str]] = {
+    "top_p": ((1,), UNTRUNCATED),
+    "top_k": ((-1, 0), UNTRUNCATED),
+    "stop_token_ids": (([],), NO_END),
+    "chat_template_kwargs": (({},), TEMPLATE),
+}
+"""Fields that a client may also send with the value that the rollout has, beside those that change nothing: as UNAVAILABLE."""
+
+
+def unavailable(name: str, value: Any, cure: str) -> Refusal:
+    """Return the refusal of a field that would change what the model is trained on."""
+    why = "not available here, where the model is trained on what it samples"
+    return Refusal(f"{name} = {shown(value)}: {why}; {cure}", code="unsupported_value", field=name)
 
 
 def checked_request(body: Mapping[str, Any], messages: list[Any], tools: list[Any], **fields: Any) -> ModelRequest:
@@ -134,8 +181,12 @@ def checked_request(body: Mapping[str, Any], messages: list[Any], tools: list[An
     """
     for name, (harmless, cure) in UNAVAILABLE.items():
         if (value := body.get(name)) is not None and value not in harmless:
-            why = "not available here, where the model is trained on what it samples"
-            raise Refusal(f"{name} = {shown(value)}: {why}; {cure}", code="unsupported_value", field=name)
+            raise unavailable(name, value, cure)
+    sampling = {
+        name: value
+        for name, (harmless, _) in TASKS_OWN.items()
+        if (value := body.get(name)) is not None and value not in harmless
+    }
     # Templates know one system message, at the beginning. What the clients' developers say is one.
     begin = next((i for i, message in enumerate(messages) if message.get("role") not in ("system", "developer")), len(messages))
     if begin:
@@ -164,7 +215,15 @@ def checked_request(body: Mapping[str, Any], messages: list[Any], tools: list[An
         raise Refusal(f"max_tokens is {shown(limit)}, want an integer from 1 up", field="max_tokens")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise Refusal(f"seed is {shown(seed)}, want an integer", field="seed")
-    return ModelRequest(messages=checked, tools=known_tools, model=model, seed=seed, stream=bool(body.get("stream")), **fields)
+    return ModelRequest(
+        messages=checked,
+        tools=known_tools,
+        model=model,
+        seed=seed,
+        sampling=sampling,
+        stream=bool(body.get("stream")),
+        **fields,
+    )
 
 
 def function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:

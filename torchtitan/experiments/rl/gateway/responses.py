@@ -12,6 +12,7 @@ from torchtitan.experiments.rl.gateway.request import (
     listed,
     openai_error,
     text,
+    texts,
     typed_event,
 )
 
@@ -35,7 +36,9 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
         _add(messages, item, f"input[{index}]")
     # Tools that the provider would run itself, such as its web search, are not there: the model is not told of them.
     tools = [function_tool(tool, "parameters") for tool in listed(body.get("tools"), "tools") if tool.get("type") == "function"]
-    return checked_request({**body, "text": form}, messages, tools, max_tokens=body.get("max_output_tokens"))
+    # OpenAI's API has no stop texts here; vLLM's has.
+    stops = texts(body.get("stop"), "stop")
+    return checked_request({**body, "text": form}, messages, tools, max_tokens=body.get("max_output_tokens"), stop=stops)
 
 
 def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], field: str) -> None:

@@ -22,7 +22,15 @@ from renderers import Message, Renderer
 from torchtitan.experiments.rl.envs.conversation import Conversation, GroupPrompts
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.gateway.chains import Chains, Match
-from torchtitan.experiments.rl.gateway.request import ModelReply, ModelRequest, Refusal, cut_at_stop, reply_of
+from torchtitan.experiments.rl.gateway.request import (
+    TASKS_OWN,
+    ModelReply,
+    ModelRequest,
+    Refusal,
+    cut_at_stop,
+    reply_of,
+    unavailable,
+)
 from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.rollouts.policy import PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
@@ -275,9 +283,7 @@ class AgentRollout:
 
     async def _sampled_for(self, request: ModelRequest, about: dict[str, Any], *, first: bool) -> tuple[Said, ModelReply]:
         kind = self._models.get(request.model, POLICY)
-        if request.seed is not None and kind in (POLICY, AUXILIARY):
-            cure = "leave it out: the seeds of the policy follow from the run's"
-            raise Refusal(f"seed = {request.seed}: {cure}", code="unsupported_value", field="seed")
+        self._check_fields(request, kind)
         messages = self._quiet(request.messages)
         match = self._chains.match((kind, request.tools), messages)
         new = messages[match.known :]
@@ -380,6 +386,22 @@ class AgentRollout:
             return self._policy.branch(key)
         self._sessions.append(self._frozen(kind, self._policy.branch_seed(f"{kind}/{key}")))
         return self._sessions[-1]
+
+    def _check_fields(self, request: ModelRequest, kind: str) -> None:
+        """Raise Refusal if the client wants another sampling than the task's."""
+        if request.seed is not None and kind in (POLICY, AUXILIARY):
+            cure = "leave it out: the seeds of the policy follow from the run's"
+            raise Refusal(f"seed = {request.seed}: {cure}", code="unsupported_value", field="seed")
+        for name, value in request.sampling.items():
+            if value != self._own_value(name, value):
+                raise unavailable(name, value, TASKS_OWN[name][1])
+
+    def _own_value(self, name: str, value: Any) -> Any:
+        """Return what the rollout has of a field of TASKS_OWN; of arguments of a template, those that ``value`` has."""
+        if name != "chat_template_kwargs":
+            return getattr(self._sampling, name)
+        settings = getattr(self._renderer, "config", None)
+        return {key: getattr(settings, key, None) for key in value} if isinstance(value, dict) else {}
 
     def _ended_at_text(self, completion: Completion) -> bool:
         """Return whether a text ended the completion, and not the model's own end of turn."""
