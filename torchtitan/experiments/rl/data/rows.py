@@ -31,6 +31,20 @@ Row = dict[str, Any]
 """Values by column."""
 
 
+def is_missing(value: Any) -> bool:
+    """Return whether a value stands for none: None, NaN, and NaT and NA of pandas."""
+    if value is None:
+        return True
+    if isinstance(value, str | bool | int | list | dict | tuple):
+        return False
+    if type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    try:
+        return bool(value != value)  # only NaN differs from itself
+    except (TypeError, ValueError):  # an array
+        return False
+
+
 class MemoryRows:
     """Rows that a config holds itself. Its own class, so that a saved config says how many there are and not what they are."""
 

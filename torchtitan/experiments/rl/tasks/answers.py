@@ -8,10 +8,14 @@ list them all. What a model thought does not count, and thinking that never ende
 
 import re
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+from torchtitan.experiments.rl.data.rows import is_missing
+from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import last_assistant_text
+from torchtitan.experiments.rl.tasks.answer_forms import quantity_of, readable, same_form
 
 LAST_CHARACTERS = 2000
 """Where an answer that is not marked is looked for. It also bounds the time that takes."""
@@ -22,7 +26,7 @@ _BOX = re.compile(r"(?P<box>\\boxed\s*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DO
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _LINE = re.compile(
     r"^[ \t>#*_-]*(?:(?:the|my) )?(?:final |correct )?answer[ *_]*(?:[:=][ \t*]*+(?=\S)|[:=]?[ \t*_]*\n\s*)(\S.*)$"
-    r"|^[ \t]*####[ \t]*([^\s:]*\d[^\s:]*)[ \t]*$",  # other lines of four # are headings
+    r"|(?:^|(?<=\s))[ \t]*####[ \t]*([^\s:]*\d[^\s:]*)[ \t]*$",  # other lines of four # are headings
     re.IGNORECASE | re.MULTILINE,
 )
 _FENCE = re.compile(r"^[ \t]*(?:\$\$|\\\[|\\\]|```\w*)[ \t]*$", re.MULTILINE)
@@ -35,9 +39,11 @@ _WRAPPED = re.compile(
     r"|\\(?:text|textbf|mathrm|mathbf|boldsymbol)\s*\{([^{}]*)\}|</?answer>(.*)",
     re.DOTALL,
 )
-_GROUPS = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!]|[\u2009\u202f])(?=\d{3})")
+_GROUPS = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])(?=\d{3})")
 """Thousands separators of LaTeX, and thin spaces."""
-_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\.?\d)")
+_NUMBER = re.compile(
+    r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?!(?:\.|_|[eE][-+]?)?\d)"
+)
 _ALONE = re.compile(rf"[$€£]?{_NUMBER.pattern}\s*[%°]?")
 _STATES = (
     r"(?:[=≈:→⇒]|['’]s\b|\b(?:is|was|be|equals?|gives?|makes?|get|got|becomes?|finally|then|with|guess|try|pick|choose"
@@ -168,13 +174,42 @@ def plain(answer: str) -> str:
 
 
 def right_answer(completion: str, example: Any) -> float:
-    """A reward function: 1 where the final answer is the row's ``answer``, else 0. Where that is a number, any way to write it
-    counts; a text counts without its case."""
-    wanted = plain(str(example["answer"]))
-    if _ALONE.fullmatch(wanted):
-        return float(final_number(completion) == number_in(wanted))
-    given = {plain(text).casefold().strip("()") for text in (written_answer(completion) or "", _said(completion))}
-    return float(wanted.casefold().strip("()") in given)
+    """Reward a reply with 1 where its final answer is the row's ``answer``, else with 0.
+
+    Both are read alike (``answer_forms``): a number counts however it is written, a text without its case.
+
+    Raises:
+        ValueError: the row has no answer.
+    """
+    wanted = row_answer(example["answer"])
+    said = _said(completion)
+    written = plain(written_answer(completion) or "")
+    whole = plain(said) if len(said) <= LAST_CHARACTERS + len(wanted) else ""
+    if any(candidate and same_form(wanted, candidate) for candidate in (written, whole)):
+        return 1.0
+    quantity = quantity_of(wanted)
+    if quantity is None or quantity_of(written) is not None or quantity.unit not in said.casefold():
+        return 0.0
+    number = final_number(completion)
+    return float(number is not None and quantity.value == Fraction(number))
+
+
+def row_answer(value: Any) -> str:
+    """Return the answer that a row holds, read as a reply is: behind the last mark, and without what only sets it.
+
+    Raises:
+        ValueError: the value is missing, or holds no answer.
+    """
+    text = "" if is_missing(value) else _said(str(value))
+    _, marker, behind = text.rpartition("####")
+    marked = behind if marker else _marked(text, finished=True)
+    if marked is None:
+        named = _NAMED.fullmatch(text)
+        marked = named[1] if named else text
+    answer = plain(marked)
+    if not answer:
+        raise ValueError(f"the row's answer is {text_of(value)}, which no reply can be compared with: fill it in")
+    return answer
 
 
 def last_boxed(text: str) -> str | None:
@@ -218,7 +253,7 @@ def _said(reply: str) -> str:
     *_, last = [None, *_THINKING.finditer(reply)]
     if last is not None:
         reply = reply[last.end() :] if last[1] else ""
-    return _GROUPS.sub(",", _FENCE.sub("", reply).replace("−", "-")).strip()
+    return _GROUPS.sub(",", readable(_FENCE.sub("", reply))).strip()
 
 
 def _sentences(text: str) -> list[str]:

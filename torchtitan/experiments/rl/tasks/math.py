@@ -4,25 +4,32 @@ Answers are compared by math-verify in child processes: comparing 1 with 9^{9^{9
 """
 
 import functools
+import re
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 from torchtitan.experiments.rl.bounds import NonEmptyStr, PositiveFloat
-from torchtitan.experiments.rl.data.rows import RowDataset
+from torchtitan.experiments.rl.data.rows import RowDataset, is_missing
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Rollout
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
+from torchtitan.experiments.rl.tasks.answer_forms import canonical, same_form
 from torchtitan.experiments.rl.tasks.answers import answer_of, last_boxed, plain
 from torchtitan.experiments.rl.tasks.questions import QuestionTask
 
 
+_WORDS = re.compile(r"[^\W\d_]{2,}(?:[ '-][^\W\d_]+)*")
+_DATE = re.compile(r"\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2\d{4}")
+
+
 def answer_in(row: dict[str, Any], *, column: str, marker: str | None) -> str:
     """What the column holds behind the last marker; "" where that is no text or number, or where there is no marker."""
-    text = "" if isinstance(row.get(column), bool | list | dict | None) else str(row[column])
+    value = row.get(column)
+    text = "" if is_missing(value) or isinstance(value, bool | list | dict) else str(value)
     answer = text if marker is None else text.rpartition(marker)[2] if marker in text else ""
     return answer.strip()
 
@@ -43,14 +50,22 @@ def correct(
 
 
 def same_answer(expected: str, given: str) -> bool:
-    """Whether they are equal as numbers, expressions, sets, intervals or text. Not symmetric: "x = 2" is a right answer where
-    "2" is expected. Two that can't be compared are not equal.
+    """Return whether two answers are equal as numbers, expressions, sets, intervals or text.
+
+    This is not symmetric: "x = 2" is a right answer where "2" is expected. Two that can't be compared are not equal.
 
     Raises:
         ValueError: ``expected`` can't be read.
     """
     from math_verify import parse, verify
 
+    if same_form(expected, given):
+        return True
+    # As mathematics a word is a product of its letters, and a date a difference.
+    wanted_text = canonical(expected)
+    given_text = canonical(given)
+    if _DATE.fullmatch(wanted_text) or (_WORDS.fullmatch(wanted_text) and _WORDS.fullmatch(given_text)):
+        return False
     # math-verify's own limits make a late answer a wrong one, and raise outside the main thread: the child's limit is enough.
     wanted = parse(f"\\boxed{{{expected}}}", parsing_timeout=None)
     if not wanted:
