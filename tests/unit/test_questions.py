@@ -143,7 +143,7 @@ def test_odd_rows_are_counted_in_one_warning_with_the_first_ones_line(folder, ca
         {"question": "long " * 2000, "answer": "1"},
     ]
     (folder / "mine.jsonl").write_text("\n".join(map(json.dumps, [*good, *odd])))
-    (folder / "my_rewards.py").write_text("def exact(completion, example): return 0\n")
+    (folder / "my_rewards.py").write_text("def exact(completion, example): return len(completion)\n")
     words = "--tasks.questions.dataset mine.jsonl --tasks.questions.rubric my_rewards.py:exact --dry-run"
     assert main(["--config", "rl_questions_qwen3_debug", *words.split()]) == 0
     err = capsys.readouterr().err
@@ -154,6 +154,59 @@ def test_odd_rows_are_counted_in_one_warning_with_the_first_ones_line(folder, ca
         "1 have no 'answer' (first: line 10), "
         f"1 leave no room for an answer in env.max_rollout_tokens = {limit} (first: line 12)\n"
     )
+
+
+EXACT = "def exact(completion, example): return completion.strip() == example['answer']\n"
+BOXED = "def boxed(completion, example): return completion == '\\\\boxed{' + example['answer'] + '}'\n"
+ANSWERS = {
+    "texts": ("mine.jsonl", '{"question": "1?", "answer": "42"}\n', EXACT, None),
+    "numbers of a CSV": ("mine.csv", "question,answer\n1?,42\n2?,4\n", EXACT, None),
+    "a form that the reward asks for": ("mine.jsonl", '{"question": "1?", "answer": "42"}\n', BOXED, None),
+    "no column of answers": ("mine.jsonl", '{"question": "1?"}\n', "def none(c, e): return 0\n", None),
+    "numbers": (
+        "mine.jsonl",
+        '{"question": "1?", "answer": "42"}\n{"question": "2?", "answer": "7"}\n\n{"question": "3?", "answer": 4}\n',
+        EXACT,
+        "of the first 3 rows 1 are not rewarded for their own answer (line 4); line 4: the reply '4' earns 0, and an empty "
+        "reply 0; see to the row's answer, and to how exact compares it with a text",
+    ),
+    "an empty answer": (
+        "mine.jsonl",
+        '{"question": "1?", "answer": ""}\n{"question": "2?", "answer": "4"}\n',
+        EXACT,
+        "of the first 2 rows 1 are not rewarded for their own answer (line 1); line 1: the reply '' earns 1, and an empty "
+        "reply 1;",
+    ),
+    "a function that fails": (
+        "mine.jsonl",
+        '{"question": "1?", "answer": "4"}\n',
+        "def last(completion, example): return completion.split()[-1] == example['answer']\n",
+        "(line 1); line 1: reward function 'last': IndexError",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "rows", "code", "warning"), ANSWERS.values(), ids=ANSWERS)
+def test_each_rows_own_answer_is_tried_as_the_reply_before_a_run(folder, capsys, name, rows, code, warning):
+    (folder / name).write_text(rows)
+    (folder / "my_rewards.py").write_text(code)
+    function = code.partition("(")[0].removeprefix("def ")
+    words = f"--tasks.questions.dataset {name} --tasks.questions.rubric my_rewards.py:{function} --dry-run"
+    assert main(["--config", "rl_questions_qwen3_debug", *words.split()]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "own answer" in line]
+    assert len(lines) == (warning is not None)
+    if warning is not None:
+        assert lines[0].startswith("warning: tasks.questions.rubric: ") and warning in lines[0]
+
+
+def test_a_column_of_numbers_and_texts_is_warned_of_by_the_row_of_the_rarer_kind(renderer):
+    answers = ["1", "2", 3, "4", None]
+    rows = [{"question": f"{index}?", "answer": answer} for index, answer in enumerate(answers)]
+    task = question_task(rows, exact).build(name="mine", renderer=renderer)
+    task.check_examples(field="tasks.mine")
+    assert task.examples_warning is not None
+    wanted = "1 have a number as 'answer' where the others have a text, which are never equal (first: row 2)"
+    assert wanted in task.examples_warning
 
 
 def test_rows_that_are_chats_are_answered_as_they_stand(renderer):

@@ -143,7 +143,10 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
     warnings = [_checkpoint_warning(config, checkpoint_s), trial.learning_rate_warning(config, plan.sizes.parameters)]
     if config.generator.engine.warning is not None:
         warnings.append(f"generator.engine.{config.generator.engine.warning}")
-    warnings += [*(task.examples_warning for task in tasks.values()), *(seen.warning for seen in tried.values())]
+    warnings += [
+        *(task.examples_warning for task in tasks.values()),
+        *(line for seen in tried.values() for line in seen.warnings()),
+    ]
     if here and plan.device == "cuda":
         warnings.append(machine.memory_warning(plan))
     for warning in warnings:

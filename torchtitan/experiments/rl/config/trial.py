@@ -21,10 +21,11 @@ from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.checks import call_part
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.data.dataset import fault_of_example
+from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.envs.renderer import AUTO, build_renderer, renderer_name
 from torchtitan.experiments.rl.errors import ConfigError, inside, user_code
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
-from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.printable import printable_line, text_of
 from torchtitan.experiments.rl.rollouts.filters import matches_of
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
@@ -134,6 +135,12 @@ def _example(field: str, owner: Any, method: str, *arguments: Any) -> DataSample
 
 
 REPLY = "The answer is 42."
+ANSWERS = 100
+"""Maximum number of rows whose answer is tried as the reply."""
+ANSWERS_S = 3.0
+"""Time after which no further row's answer is tried, so that a slow judge does not hold up the run."""
+ANSWER_FORMS = ("{}", "\\boxed{{{}}}", "<answer>{}</answer>", "Answer: {}")
+SHOWN_ROWS = 5
 MOST_TURNS = 4
 GRACE_S = 3.0
 """Beyond the limit, after which code that blocks without awaiting is left alone."""
@@ -187,11 +194,18 @@ class Trial:
     warning: str | None = None
     """What could not be tried, in one line, and what to do about it."""
 
+    answers_warning: str | None = None
+    """Rows whose own answer earns no more than an empty reply, in one line."""
+
     cure: ClassVar[str] = "user_code.preflight_timeout_s = 0 leaves this check out"
 
     def __post_init__(self) -> None:
         env = self.task.config.env
         self.task.config = replace(self.task.config, env=replace(env, max_turns=min(env.max_turns, MOST_TURNS)))
+
+    def warnings(self) -> list[str]:
+        """Return what a person should know before the run, one line each."""
+        return [line for line in (self.warning, self.answers_warning) if line is not None]
 
     def run_in_a_thread(self, limit_s: float) -> None:
         """In an event loop of its own, in a thread that is abandoned where it hangs."""
@@ -234,6 +248,7 @@ class Trial:
             if group is not None:
                 await self._score(group)
                 self._filter(group, vocab_size=len(policy.tokenizer))
+                self.answers_warning = await self._answers_fault(policy)
         except BaseException:
             with contextlib.suppress(UserCodeError):  # the first failure is the cause
                 await call_user(task.close, timeout_s=None)
@@ -288,6 +303,68 @@ class Trial:
         self._try("the credit of a group of scripted replies")
         if (failure := await task.give_credit(group)) is not None:
             raise self._refusal(failure, "algorithm")
+
+    async def _answers_fault(self, policy: ScriptedPolicy) -> str | None:
+        """Try the answer of each of the first rows as the reply, and return what is wrong with their rewards.
+
+        Each should earn more than an empty reply does, written alone or in one of the usual forms.
+        """
+        task = self.task
+        own = type(task).run_group is not Task.run_group or type(task).score_group is not Task.score_group
+        if own or task.rubric.compares_group:
+            return None
+        end = asyncio.get_running_loop().time() + ANSWERS_S
+        faults: dict[str, str] = {}
+        tried = 0
+        for index in range(min(len(task.dataset), ANSWERS)):
+            sample = task.dataset[index]
+            answer = task.known_answer(sample)
+            if answer is None:
+                continue
+            place = task.dataset.rows.place(index) if isinstance(task.dataset, RowDataset) else f"row {index}"
+            self._try(f"the reward of the answer of {place}")
+            if (fault := await self._answer_fault(policy, sample, answer)) is not None:
+                faults[place] = fault
+            tried += 1
+            if asyncio.get_running_loop().time() > end:
+                break
+        if not faults:
+            return None
+        places = ", ".join([*faults][:SHOWN_ROWS]) + ", ..." * (len(faults) > SHOWN_ROWS)
+        first, cause = next(iter(faults.items()))
+        functions = ", ".join(task.rubric.names) or type(task.rubric).__name__
+        return (
+            f"{self.field}.rubric: of the first {tried:,} rows {len(faults):,} are not rewarded for their own "
+            f"answer ({places}); {first}: {cause}; see to the row's answer, and to how {functions} compares it with a text"
+        )
+
+    async def _answer_fault(self, policy: ScriptedPolicy, sample: DataSample, answer: str) -> str | None:
+        """Return why a reply that is the answer teaches nothing; None where it earns more than an empty one."""
+        empty = await self._reward_of("", policy, sample)
+        if isinstance(empty, str) or empty is None:
+            return empty
+        first: float | None = None
+        for form in ANSWER_FORMS:
+            reward = await self._reward_of(form.format(answer), policy, sample)
+            if isinstance(reward, str):
+                return reward
+            if reward is None and first is None:  # the limits of the rollout cut it off
+                return None
+            if reward is not None and reward > empty:
+                return None
+            first = reward if first is None else first
+        return f"the reply {text_of(answer)!r} earns {first:g}, and an empty reply {empty:g}"
+
+    async def _reward_of(self, reply: str, policy: ScriptedPolicy, sample: DataSample) -> float | str | None:
+        """Return the reward of a reply, why it has none, or None where it was cut off."""
+        scripted = copy.copy(policy)
+        scripted.reply = lambda rollout, turn: reply
+        group = await self.task.run_group(sample, scripted, group_id="preflight", seed=self.config.seed, group_size=1)
+        await self.task.score_rewards(group)
+        (rollout,) = group.rollouts
+        if rollout.status.is_error():
+            return str(rollout.error)
+        return None if rollout.status.is_truncated() else rollout.reward
 
     def _filter(self, group: RolloutGroup, *, vocab_size: int) -> None:
         self._try("the filters")

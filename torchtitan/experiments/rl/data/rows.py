@@ -22,9 +22,7 @@ from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.user_code.calls import cause_of
 
 FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
-_WHOLE = re.compile(r"-?(0|[1-9]\d*)")
 _SHARE = re.compile(r"(0?\.\d+)")
-_NUMBER = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 
 Row = dict[str, Any]
@@ -269,8 +267,11 @@ def _json(text: str) -> Rows:
 
 
 def _csv(text: str) -> Rows:
-    """A column whose values are all whole numbers, or all numbers, has numbers; 007 is none. An empty value is None."""
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    """Return the rows of a CSV file. Every value is the file's text, and None where that is empty.
+
+    A guess that a column holds numbers would depend on all its rows, and ``"42" == 42`` is False in a reward function.
+    """
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
     limit = csv.field_size_limit(sys.maxsize)
     columns: list[str] = []
     lines: dict[int, list[str]] = {}
@@ -278,7 +279,8 @@ def _csv(text: str) -> Rows:
     try:
         for row in reader:
             if not columns:
-                columns = row
+                columns = [column.strip() for column in row]
+                _check_separator(columns)
             elif row and len(row) != len(columns):
                 counts = f"line {line} has {len(row)} values, and the header {len(columns)} columns ({', '.join(columns)})"
                 raise _Unreadable(f"{counts}: quote a value that has a comma")
@@ -291,15 +293,18 @@ def _csv(text: str) -> Rows:
         csv.field_size_limit(limit)
     if len(set(columns)) < len(columns):
         raise _Unreadable(f"its first line names a column twice ({', '.join(columns)}): it must be a header of different names")
-    typed = zip(*map(_typed, zip(*lines.values(), strict=True)), strict=True)
-    return Rows((dict(zip(columns, row, strict=True)) for row in typed), [*lines])
+    rows = (dict(zip(columns, (value or None for value in row), strict=True)) for row in lines.values())
+    return Rows(rows, [*lines])
 
 
-def _typed(column: tuple[str, ...]) -> list[Any]:
-    given = [value for value in column if value]
-    whole = all(_WHOLE.fullmatch(value) for value in given)
-    kind = int if whole else float if all(_NUMBER.fullmatch(value) for value in given) else str
-    return [kind(value) if value else None for value in column]
+def _check_separator(columns: list[str]) -> None:
+    """Refuse a header that is one column with the separators of another kind of file in it."""
+    for separator, name in ((";", "semicolons"), ("\t", "tabs")):
+        if len(columns) == 1 and separator in columns[0]:
+            raise _Unreadable(
+                f"its columns are separated by {name} ({columns[0]!r}), want commas: "
+                f"pandas.read_csv(path, sep={separator!r}).to_csv(path, index=False) writes them"
+            )
 
 
 def _parquet(file: Path) -> Rows:

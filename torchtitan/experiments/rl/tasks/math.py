@@ -15,12 +15,11 @@ from torchtitan.experiments.rl.data.rows import RowDataset, is_missing
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import Rollout
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
 from torchtitan.experiments.rl.tasks.answer_forms import canonical, same_form
 from torchtitan.experiments.rl.tasks.answers import answer_of, last_boxed, plain
 from torchtitan.experiments.rl.tasks.questions import QuestionTask
-
 
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[ '-][^\W\d_]+)*")
 _DATE = re.compile(r"\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2\d{4}")
@@ -117,6 +116,13 @@ class MathTask(QuestionTask):
             if isinstance(self.rubric, MathRubric.Config) and find_spec("math_verify") is None:
                 raise MissingError(f"{field}.rubric", "math-verify", "is not installed: pip install math-verify")
             super(MathTask.Config, self).check_present(field=field)
+
+    def known_answer(self, sample: DataSample) -> str | None:
+        """Return the answer that the rubric compares with."""
+        rubric = self.config.rubric
+        if not isinstance(rubric, MathRubric.Config):
+            return super().known_answer(sample)
+        return answer_in(sample.env_input, column=rubric.answer_column, marker=rubric.answer_marker) or None
 
     def check_examples(self, *, field: str) -> None:
         """See Task. Refuses a row without an answer."""

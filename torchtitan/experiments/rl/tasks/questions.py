@@ -24,7 +24,7 @@ from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import Cure, NonEmptyStr
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.data.rows import RowDataset, Rows, row_datasets
+from torchtitan.experiments.rl.data.rows import RowDataset, Rows, is_missing, row_datasets
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
@@ -35,6 +35,9 @@ from torchtitan.experiments.rl.tasks.task import Task
 
 _COLUMN = re.compile(r"\{(\w+)\}")
 """A column's name in a template. Other braces, such as those of \\boxed{}, are text."""
+
+ANSWER_COLUMN = "answer"
+"""Column that the preflight tries as the reply."""
 
 TEMPLATE_TOKENS = 256
 """What a chat template adds to a question, at most. Prompts that are clearly shorter than a rollout are not rendered here."""
@@ -104,6 +107,11 @@ class QuestionTask(Task):
         ]
         self.examples_warning = "; ".join(warnings) or None
 
+    def known_answer(self, sample: DataSample) -> str | None:
+        """Return the row's ``answer`` as text; None where the row has none."""
+        answer = sample.env_input.get(ANSWER_COLUMN) if isinstance(sample.env_input, dict) else None
+        return None if is_missing(answer) or isinstance(answer, bytes) else str(answer)
+
     def asked(self, row: dict[str, Any]) -> str | list[Message]:
         """What an example asks the model."""
         column = self.config.messages_column
@@ -129,6 +137,7 @@ class QuestionTask(Task):
             if not self._has_room(row, place=rows.place(index), field=field):
                 limit = self.config.env.max_rollout_tokens
                 found.setdefault(f"leave no room for an answer in env.max_rollout_tokens = {limit}", []).append(index)
+        found |= _mixed_types(rows)
         return ", ".join(f"{len(odd):,} {what} (first: {rows.place(odd[0])})" for what, odd in found.items())
 
     def _has_room(self, row: dict[str, Any], *, place: str, field: str) -> bool:
@@ -193,6 +202,18 @@ def row_task(
 def fill(template: str, row: dict[str, Any]) -> str:
     """``template`` with each {column} replaced by the row's value. Other braces stay."""
     return _COLUMN.sub(lambda found: str(row[found[1]]), template)
+
+
+def _mixed_types(rows: Rows) -> dict[str, list[int]]:
+    """Return the rows whose value is a text where most of the column are numbers, or the other way round."""
+    mixed: dict[str, list[int]] = {}
+    for column in dict.fromkeys(column for row in rows for column in row):
+        texts = [index for index, row in enumerate(rows) if isinstance(row.get(column), str)]
+        numbers = [index for index, row in enumerate(rows) if isinstance(row.get(column), int | float)]
+        if texts and numbers:
+            fewer, kinds = (texts, ("text", "number")) if len(texts) < len(numbers) else (numbers, ("number", "text"))
+            mixed[f"have a {kinds[0]} as {column!r} where the others have a {kinds[1]}, which are never equal"] = fewer
+    return mixed
 
 
 def _check_column(dataset: RowDataset, column: str, field: str, value: str) -> None:

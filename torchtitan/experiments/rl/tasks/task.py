@@ -387,6 +387,10 @@ class Task(UserConfigurable):
             ConfigError: naming the field at fault; its ``lines`` name the examples.
         """
 
+    def known_answer(self, sample: DataSample) -> str | None:
+        """Return the right answer to a sample, which the preflight tries as the reply; None where none is known."""
+        return None
+
     # ---- what the controller calls
 
     @property
