@@ -16,7 +16,7 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.operations.alarms import StallDetectors
 from torchtitan.experiments.rl.rollouts.filters import Filter, Truncated, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import RolloutStatus
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 
 
@@ -145,6 +145,32 @@ def test_a_rollout_of_its_own_counts_as_its_share_of_a_group_towards_a_stall():
         detectors.group_dropped(["failed/error"], group, signal=False, taken=False)
     with pytest.raises(RunError, match="^none of the first 4 groups teaches anything"):
         detectors.group_scored(group, signal=False)
+
+
+def test_a_run_without_a_signal_ends_with_one_reply_its_row_its_reward_and_the_share_that_was_cut_off():
+    detectors = StallDetectors(4, {"free": 1})
+    group = group_of(0.5, 0.5, task="free")
+    group.data_sample = DataSample(sample_id="17", env_input={"question": "6 * 7?", "answer": 42})
+    first, second = group.rollouts
+    first.answer = "it is\n42"
+    second.status = RolloutStatus.TRUNCATED_LENGTH
+    for _ in range(3):
+        detectors.group_scored(group, signal=False)
+    with pytest.raises(RunError) as error:
+        detectors.group_scored(group, signal=False)
+    text = str(error.value)
+    assert "; 50% of the rollouts were cut off by a limit; " in text and "look at the rubric" in text
+    assert "says 'it is 42' to example 17 ({'question': '6 * 7?', 'answer': 42}) and earns 0.5;" in text
+
+
+def test_where_most_rollouts_were_cut_off_the_error_blames_the_limits_and_not_the_rubric():
+    detectors = StallDetectors(1, {"free": 1})
+    group = group_of(0.5, 0.5, task="free")
+    for rollout in group.rollouts:
+        rollout.status = RolloutStatus.TRUNCATED_LENGTH
+    with pytest.raises(RunError, match="; 100% of the rollouts were cut off .* raise sampling.max_tokens") as error:
+        detectors.group_scored(group, signal=False)
+    assert "look at the rubric" not in str(error.value)
 
 
 async def test_tasks_with_and_without_a_barrier_share_a_run():

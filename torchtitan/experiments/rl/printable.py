@@ -41,10 +41,10 @@ def printable_json(text: str) -> str:
     return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def text_of(value: Any) -> str:
-    """The beginning of a value's text. The value may be of a user's class, whose methods raise or exit."""
+def text_of(value: Any, length: int = 60) -> str:
+    """Return the beginning of a value's text. The value may be of a user's class, whose methods raise or exit."""
     try:
-        return printable_line(str(value)[:60])
+        return printable_line(str(value)[:length])
     except BaseException:
         return "?"
 

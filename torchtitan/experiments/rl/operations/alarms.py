@@ -23,7 +23,7 @@ from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
 from torchtitan.experiments.rl.controller.saved_state import DropsState, MasteryState, MismatchState, NoSignalState, StallState
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.printable import one_sentence
+from torchtitan.experiments.rl.printable import one_sentence, text_of
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 T = TypeVar("T")
@@ -32,6 +32,8 @@ FEW_GROUPS = 8
 """The first groups of a run. If all of them fail in one way, more would too."""
 MOST_KINDS = 20
 """That are printed."""
+SHOWN_CHARACTERS = 200
+"""Maximum length of a reply, and of a row, in an error."""
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
 
 _METRIC = re.compile(r"mismatch/replica/(\d+)/age/(\d+)")
@@ -90,6 +92,10 @@ class StallDetectors(FirstFailures):
         self._limit, self._groups_in_slot = limit, groups_in_slot
         self._failed = Fraction(0) if limit > FEW_GROUPS else None
         """Groups that failed; None from the first on that did not, and where more than FEW_GROUPS have."""
+        self._rollouts = 0
+        """Number of rollouts without a signal that this process has seen."""
+        self._cut_off = 0
+        """Number of those that a limit cut off."""
         self._state = StallState(
             drops=_no_drops(),
             emptied=_no_drops(),
@@ -115,12 +121,23 @@ class StallDetectors(FirstFailures):
         elif group.scored and not start.signal_seen:
             start.groups += Fraction(1, self._groups_in_slot[task])
             start.mean_rewards = _counted(start.mean_rewards, [fmean(group.rewards)])
+            self._rollouts += len(group.rollouts)
+            self._cut_off += sum(rollout.status.is_truncated() for rollout in group.rollouts)
             if start.groups >= self._limit:
                 raise RunError(
                     f"none of the first {float(start.groups):g} groups teaches anything: all rollouts of a group got the same "
-                    f"reward ({_shares(start.mean_rewards)}), so every advantage is 0; look at the rubric, and whether the "
-                    "examples are too hard or too easy for this model (max_drops_in_a_row sets how many groups are waited for)"
+                    f"reward ({_shares(start.mean_rewards)}), so every advantage is 0; {self._cut_off / self._rollouts:.0%} of "
+                    f"the rollouts were cut off by a limit{_one_reply(group)}; {self._no_signal_cure()} "
+                    "(max_drops_in_a_row sets how many groups are waited for)"
                 )
+
+    def _no_signal_cure(self) -> str:
+        if 2 * self._cut_off > self._rollouts:
+            return (
+                "raise sampling.max_tokens or env.max_rollout_tokens, and if replies should have ended before, see that the "
+                "model's end of a turn is among sampling.stop_token_ids"
+            )
+        return "look at the rubric, and whether the examples are too hard or too easy for this model"
 
     def group_kept(self) -> None:
         self._state.drops = _no_drops()
@@ -260,6 +277,17 @@ def _no_drops() -> DropsState:
 
 def _counted(before: list[tuple[T, int]], more: Iterable[T]) -> list[tuple[T, int]]:
     return list((Counter(dict(before)) + Counter(more)).items())
+
+
+def _one_reply(group: RolloutGroup) -> str:
+    """Return one scored reply of a group with its reward and its row, as a part of a sentence."""
+    rollout = next((rollout for rollout in group.scored if rollout.turns or rollout.answer is not None), None)
+    if rollout is None:
+        return ""
+    answered = rollout.turns[-1].assistant_message["content"] if rollout.answer is None else rollout.answer
+    sample = group.data_sample
+    row = f"example {sample.sample_id} ({text_of(sample.env_input, SHOWN_CHARACTERS)})"
+    return f"; the last of them says {text_of(answered, SHOWN_CHARACTERS)!r} to {row} and earns {rollout.reward:.4g}"
 
 
 def _shares(values: list[tuple[float, int]]) -> str:
