@@ -25,7 +25,7 @@ class Nothing(Filter):
 def ties():
     "Every reward is the same."
     config = rl_grpo_qwen3_debug()
-    config.tasks["sum_digits"].rubric = Rubric.Config(reward_fns=[RewardFn(constant)])
+    config.tasks["sum_digits"].rubric = Rubric.Config(reward_fns=[RewardFn(constant, takes="rollout")])
     return config
 
 
@@ -118,7 +118,7 @@ def exits():
 def mastered():
     "A policy that has soon mastered its task, and a filter that drops what teaches nothing."
     config = rl_grpo_qwen3_debug()
-    config.tasks["sum_digits"].rubric = Rubric.Config(reward_fns=[RewardFn(mastered_after_512)])
+    config.tasks["sum_digits"].rubric = Rubric.Config(reward_fns=[RewardFn(mastered_after_512, takes="rollout")])
     config.pre_batch_filters = [ZeroAdvantage.Config()]
     return config
 """

@@ -125,7 +125,9 @@ class BadTask(Task):
     class Config(Task.Config):
         algorithm: Algorithm.Config = field(default_factory=GRPO.Config)
         dataset: Dataset.Config = field(default_factory=Kinds.Config)
-        rubric: Rubric.Config = field(default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(good_is_better)]))
+        rubric: Rubric.Config = field(
+            default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(good_is_better, takes="rollout")])
+        )
         env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(step_timeout_s=STEP_LIMIT_S))
         group_size: int = 4
 
@@ -201,9 +203,9 @@ async def test_each_is_counted_under_its_cause_closed_once_and_never_trained_on(
 
 
 async def test_opening_prompt_that_overflows_is_in_no_statistic_even_with_a_truncation_reward(renderer, tokenizer):
-    task = BadTask.Config(rubric=Rubric.Config(reward_fns=[RewardFn(good_is_better)], truncation_reward=-1.0)).build(
-        name="bad", renderer=renderer
-    )
+    task = BadTask.Config(
+        rubric=Rubric.Config(reward_fns=[RewardFn(good_is_better, takes="rollout")], truncation_reward=-1.0)
+    ).build(name="bad", renderer=renderer)
     task.made = []
     index = list(KINDS).index("a million characters in reset")
     group = await task.run_group(task.dataset[index], ScriptedPolicy(tokenizer), group_id="g", seed=0)

@@ -215,7 +215,7 @@ async def test_failed_rollout_with_an_error_reward_is_trained_on_only_with_credi
     if kind == "OPSD":
         config = Shown.Config()
     policy = Scorer(tokenizer, frozen=Scorer(tokenizer))
-    rubric = Rubric.Config(reward_fns=[RewardFn(lambda r, e: 1.0, name="one")], error_reward=-1.0)
+    rubric = Rubric.Config(reward_fns=[RewardFn(lambda r, e: 1.0, name="one", takes="rollout")], error_reward=-1.0)
     task = build(algorithm=config, envs=[failing_env()], max_retries=0, rubric=rubric)
     await task.setup(policy)
     group = await run(task, policy)
@@ -245,7 +245,7 @@ async def test_algorithm_without_methods_gives_no_credit_and_is_left_alone(build
 
 
 async def test_reward_that_float32_does_not_hold_fails_by_the_functions_name(build, tokenizer):  # noqa: F811
-    task = build(rubric=Rubric.Config(reward_fns=[RewardFn(lambda r, e: 1e300, name="huge")]))
+    task = build(rubric=Rubric.Config(reward_fns=[RewardFn(lambda r, e: 1e300, name="huge", takes="rollout")]))
     group = await run(task, ScriptedPolicy(tokenizer))
     assert "reward function 'huge': returned 1e+300 (float)" in await task.score_group(group)
 
@@ -254,6 +254,6 @@ async def test_difference_of_rewards_that_overflows_fails_the_group_by_the_algor
     def by_index(rollouts, env_input):
         return [3e38, -3e38, -3e38]  # each is within float32, but not 3e38 less their mean of -1e38
 
-    task = build(rubric=Rubric.Config(reward_fns=[RewardFn(by_index, group_level=True)]))
+    task = build(rubric=Rubric.Config(reward_fns=[RewardFn(by_index, group_level=True, takes="rollout")]))
     failure = await task.score_group(await run(task, ScriptedPolicy(tokenizer)))
     assert "task talk: GRPO.score_group: ValueError: rollout g/0: the advantage 4e+38 is not a finite number" in failure

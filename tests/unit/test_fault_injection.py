@@ -68,7 +68,7 @@ class FatedTask(Task):
     class Config(Task.Config):
         algorithm: Algorithm.Config = field(default_factory=GRPO.Config)
         dataset: Dataset.Config = field(default_factory=Fates.Config)
-        rubric: Rubric.Config = field(default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(reward)]))
+        rubric: Rubric.Config = field(default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(reward, takes="rollout")]))
         env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(step_timeout_s=0.02, rollout_timeout_s=0.1))
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=200))
         group_size: int = 2

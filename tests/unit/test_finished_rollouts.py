@@ -85,7 +85,7 @@ async def test_reward_function_that_changes_a_rollout_fails_it_by_name_and_in_pl
     def turns(rollout, env_input):
         return len(rollout.turns)
 
-    rubric = Rubric.Config(reward_fns=[RewardFn(vandal), RewardFn(turns)])
+    rubric = Rubric.Config(reward_fns=[RewardFn(vandal, takes="rollout"), RewardFn(turns, takes="rollout")])
     task, group = await finished_group(build, tokenizer, rubric=rubric)
     before = [line(rollout) for rollout in group.rollouts]
     assert await task.score_group(group) is None
@@ -105,7 +105,7 @@ async def test_what_is_done_to_messages_and_the_example_reaches_nobody_else(buil
     async def untouched(rollout, env_input):
         return float(line(rollout) == before[rollout.index_in_group])
 
-    rubric = Rubric.Config(reward_fns=[RewardFn(vandal), RewardFn(untouched)])
+    rubric = Rubric.Config(reward_fns=[RewardFn(vandal, takes="rollout"), RewardFn(untouched, takes="rollout")])
     task, group = await finished_group(build, tokenizer, rubric=rubric)
     before = [line(rollout) for rollout in group.rollouts]
     assert await task.score_group(group) is None and [rollout.reward for rollout in group.rollouts] == [1.0] * 3
@@ -117,7 +117,9 @@ async def test_group_level_function_that_changes_one_rollout_fails_all_that_it_s
         rollouts[2].status = RolloutStatus.ABORTED
         return [1.0] * len(rollouts)
 
-    task, group = await finished_group(build, tokenizer, rubric=Rubric.Config(reward_fns=[RewardFn(vandal, group_level=True)]))
+    task, group = await finished_group(
+        build, tokenizer, rubric=Rubric.Config(reward_fns=[RewardFn(vandal, group_level=True, takes="rollout")])
+    )
     assert "reward function 'vandal'" in await task.score_group(group)
     assert [rollout.reward for rollout in group.rollouts] == [None] * 3
     assert all("reward function 'vandal': AttributeError: can't change status" in r.error for r in group.rollouts)
@@ -133,7 +135,11 @@ async def test_an_example_is_every_functions_own(build, tokenizer):  # noqa: F81
         return float(len(row["names"]))
 
     example, open_file = {"names": ["a", "b"], "file": object()}, None
-    task, group = await finished_group(build, tokenizer, rubric=Rubric.Config(reward_fns=[RewardFn(clears), RewardFn(counts)]))
+    task, group = await finished_group(
+        build,
+        tokenizer,
+        rubric=Rubric.Config(reward_fns=[RewardFn(clears, takes="rollout"), RewardFn(counts, takes="rollout")]),
+    )
     open_file = example["file"]
     group.data_sample.env_input = example
     assert await task.score_group(group) is None and [rollout.reward for rollout in group.rollouts] == [1.5] * 3

@@ -76,7 +76,7 @@ async def test_bare_functions_and_reward_fns_mix_and_may_be_async(renderer, toke
     async def by_rollout(rollout, row):
         return float(len(rollout.turns) == 1 and row["answer"] == "42")
 
-    config = question_task(ROWS, exact, short, RewardFn(by_rollout, weight=2.0))
+    config = question_task(ROWS, exact, short, RewardFn(by_rollout, weight=2.0, takes="rollout"))
     group, rewards = await rewards_of(config, renderer, tokenizer, "4")
     assert group.rollouts[0].reward_components == {"exact": 0.0, "short": 0.5, "by_rollout": 1.0}
     assert rewards == [pytest.approx((0.0 + 0.5 + 2.0) / 4)] * 2

@@ -472,7 +472,7 @@ async def test_echos_credit_is_grpos(run, tokenizer):
     def by_index(rollouts, env_input):
         return [rollout.index_in_group for rollout in rollouts]
 
-    rubric = Rubric.Config(reward_fns=[RewardFn(by_index, group_level=True)])
+    rubric = Rubric.Config(reward_fns=[RewardFn(by_index, group_level=True, takes="rollout")])
     groups = [
         await run(algorithm, ScriptedPolicy(tokenizer), turns=2, rubric=rubric)
         for algorithm in (Echo.Config(alpha={"user": 0.1}), GRPO.Config())
@@ -501,7 +501,7 @@ class Judged(Rubric):
         self.judge = policy.frozen(self.config.judge)
 
     def register_funcs(self):
-        return [RewardFn(self.likely)]
+        return [RewardFn(self.likely, takes="rollout")]
 
     async def likely(self, rollout, env_input):
         return float((await self.judge.score(rollout.samples[0].token_ids))[-1])

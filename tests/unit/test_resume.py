@@ -360,7 +360,7 @@ def test_a_new_run_begins_with_the_weights_of_another(resumed, tmp_path):
 def test_what_decides_the_data_and_the_learning_stays_and_how_far_and_where_may_change(field, may):
     config = rl_mixed_qwen3_debug()
     task = config.tasks["sums"] = config.tasks.pop("sum_digits_distilled")
-    task.rubric = Rubric.Config(reward_fns=[RewardFn(len)])
+    task.rubric = Rubric.Config(reward_fns=[RewardFn(len, takes="rollout")])
     saved = resolved_config(config)
     inside, words = saved, re.sub(r"\[(\d+)\]", r".\1", field).split(".")
     for word in words[:-1]:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,7 +15,8 @@ import pytest
 
 from tests.unit.test_samples import turn_of
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
+from torchtitan.experiments.rl.rollouts.sealed import sealed_rollout
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_component, last_assistant_text
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout
 from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls
@@ -51,7 +53,10 @@ def rank(rollouts, env_input):
 async def test_reward_is_the_weighted_mean_and_components_are_raw():
     rollouts = [rollout_of("a"), rollout_of("bbb")]
     first, second = await rewards_of(
-        rollouts, RewardFn(length, weight=1), RewardFn(doubled, weight=2), RewardFn(rank, weight=1, group_level=True)
+        rollouts,
+        RewardFn(length, weight=1, takes="rollout"),
+        RewardFn(doubled, weight=2, takes="rollout"),
+        RewardFn(rank, weight=1, group_level=True, takes="rollout"),
     )
     assert first.reward == pytest.approx((1 * 1 + 2 * 2 + 1 * 0) / 4)
     assert second.reward == pytest.approx((1 * 3 + 2 * 6 + 1 * 1) / 4)
@@ -60,7 +65,9 @@ async def test_reward_is_the_weighted_mean_and_components_are_raw():
 
 async def test_functions_get_the_rollout_and_the_env_input():
     rollout, seen = rollout_of("a"), []
-    await rewards_of([rollout], RewardFn(lambda *args: seen.append(args) or 1, name="f"), env_input={"answer": 7})
+    await rewards_of(
+        [rollout], RewardFn(lambda *args: seen.append(args) or 1, name="f", takes="rollout"), env_input={"answer": 7}
+    )
     ((given, example),) = seen
     assert given.rollout_id == rollout.rollout_id and example == {"answer": 7}
 
@@ -74,22 +81,24 @@ async def test_sync_functions_run_off_the_event_loop_and_async_ones_on_it():
         return threading.current_thread() is threading.main_thread()
 
     all_four = threading.Barrier(4)  # passed by four calls that run side by side, and by none alone
-    (reward, *_) = await rewards_of([rollout_of()] * 4, RewardFn(where), RewardFn(blocking))
+    (reward, *_) = await rewards_of([rollout_of()] * 4, RewardFn(where, takes="rollout"), RewardFn(blocking, takes="rollout"))
     assert reward.components == {"where": 1.0, "blocking": 0.0}
 
 
 async def test_numpy_and_bool_values_are_numbers():
     (reward,) = await rewards_of(
         [rollout_of()],
-        RewardFn(lambda r, e: np.float32(0.5), name="a"),
-        RewardFn(lambda r, e: True, name="b"),
-        RewardFn(lambda rs, e: np.ones(1), name="c", group_level=True),
+        RewardFn(lambda r, e: np.float32(0.5), name="a", takes="rollout"),
+        RewardFn(lambda r, e: True, name="b", takes="rollout"),
+        RewardFn(lambda rs, e: np.ones(1), name="c", group_level=True, takes="rollout"),
     )
     assert reward.reward == pytest.approx(2.5 / 3)
 
 
 async def test_weight_zero_is_only_logged():
-    (reward,) = await rewards_of([rollout_of("abc")], RewardFn(length, weight=0), RewardFn(lambda r, e: 1, name="one"))
+    (reward,) = await rewards_of(
+        [rollout_of("abc")], RewardFn(length, weight=0, takes="rollout"), RewardFn(lambda r, e: 1, name="one", takes="rollout")
+    )
     assert reward.reward == 1.0 and reward.components["length"] == 3.0
 
 
@@ -101,9 +110,9 @@ async def test_no_functions_give_reward_zero():
 async def test_subclass_registers_its_own_functions():
     class Mine(Rubric):
         def register_funcs(self):
-            return [*super().register_funcs(), RewardFn(length)]
+            return [*super().register_funcs(), RewardFn(length, takes="rollout")]
 
-    rubric = Mine.Config(reward_fns=[RewardFn(doubled)]).build()
+    rubric = Mine.Config(reward_fns=[RewardFn(doubled, takes="rollout")]).build()
     assert isinstance(rubric, Mine)
     (reward,) = await rubric.score_group([rollout_of("ab")], None)
     assert reward.reward == 3.0
@@ -119,7 +128,7 @@ async def test_env_component_is_summed_over_turns():
 
 
 async def test_env_components_nobody_weighs_are_logged_apart():
-    (reward,) = await rewards_of([rollout_of("ab", env_rewards=[{"correct": 1.0}])], RewardFn(length))
+    (reward,) = await rewards_of([rollout_of("ab", env_rewards=[{"correct": 1.0}])], RewardFn(length, takes="rollout"))
     assert reward.reward == 2.0 and reward.components == {"length": 2.0, "env/correct": 1.0}
 
 
@@ -146,16 +155,16 @@ FAILED = [status for status in RolloutStatus if status.is_error()]
 
 @pytest.mark.parametrize("status", TRUNCATED)
 async def test_truncated_rollouts_are_scored_or_given_the_truncation_reward(status):
-    (scored,) = await rewards_of([rollout_of("abc", status=status)], RewardFn(length))
+    (scored,) = await rewards_of([rollout_of("abc", status=status)], RewardFn(length, takes="rollout"))
     assert scored.reward == 3.0
-    (fixed,) = await rewards_of([rollout_of("abc", status=status)], RewardFn(length), truncation_reward=-0.5)
+    (fixed,) = await rewards_of([rollout_of("abc", status=status)], RewardFn(length, takes="rollout"), truncation_reward=-0.5)
     assert fixed.reward == -0.5 and fixed.components == {}
 
 
 @pytest.mark.parametrize("status", FAILED)
 async def test_failed_rollouts_are_excluded_or_given_the_error_reward(status):
     seen = []
-    fn = RewardFn(lambda r, e: seen.append(r) or 1, name="f")
+    fn = RewardFn(lambda r, e: seen.append(r) or 1, name="f", takes="rollout")
     (excluded,) = await rewards_of([rollout_of(status=status)], fn)
     (fixed,) = await rewards_of([rollout_of(status=status)], fn, error_reward=-1.0)
     assert excluded.reward is None and fixed.reward == -1.0 and seen == []
@@ -163,7 +172,7 @@ async def test_failed_rollouts_are_excluded_or_given_the_error_reward(status):
 
 async def test_group_functions_see_only_what_is_to_be_scored():
     rollouts = [rollout_of("a"), rollout_of(status=RolloutStatus.ERROR), rollout_of("bbb")]
-    first, excluded, third = await rewards_of(rollouts, RewardFn(rank, group_level=True))
+    first, excluded, third = await rewards_of(rollouts, RewardFn(rank, group_level=True, takes="rollout"))
     assert (first.reward, excluded.reward, third.reward) == (0.0, None, 1.0)
 
 
@@ -204,7 +213,13 @@ BAD_FUNCTIONS = [
 @pytest.mark.parametrize(("fn", "cause"), BAD_FUNCTIONS)
 async def test_failed_function_is_an_error_with_its_name_and_no_zero(fn, cause):
     rollout = rollout_of("ab")
-    (reward,) = await rewards_of([rollout], RewardFn(length), RewardFn(fn, name="judge"), timeout_s=0.2, error_reward=0.0)
+    (reward,) = await rewards_of(
+        [rollout],
+        RewardFn(length, takes="rollout"),
+        RewardFn(fn, name="judge", takes="rollout"),
+        timeout_s=0.2,
+        error_reward=0.0,
+    )
     assert reward.reward is None and reward.components == {"length": 2.0}
     assert rollout.status is RolloutStatus.ERROR and "reward function 'judge'" in rollout.error and cause in rollout.error
 
@@ -214,7 +229,7 @@ async def test_function_that_fails_on_one_rollout_leaves_the_others():
         return 1 / len(last_assistant_text(rollout))
 
     rollouts = [rollout_of("ab"), rollout_of(""), rollout_of("abcd")]
-    rewards = await rewards_of(rollouts, RewardFn(picky))
+    rewards = await rewards_of(rollouts, RewardFn(picky, takes="rollout"))
     assert [reward.reward for reward in rewards] == [0.5, None, 0.25]
     assert [rollout.status.is_error() for rollout in rollouts] == [False, True, False]
 
@@ -239,7 +254,7 @@ async def test_function_that_fails_on_one_rollout_leaves_the_others():
 )
 async def test_group_function_with_a_wrong_answer_fails_every_rollout(answer):
     rollouts = [rollout_of("a"), rollout_of("b")]
-    rewards = await rewards_of(rollouts, RewardFn(lambda rs, e: answer, name="all", group_level=True))
+    rewards = await rewards_of(rollouts, RewardFn(lambda rs, e: answer, name="all", group_level=True, takes="rollout"))
     assert [reward.reward for reward in rewards] == [None, None]
     assert all("'all'" in rollout.error and "want a list of 2 numbers" in rollout.error for rollout in rollouts)
 
@@ -258,9 +273,9 @@ async def test_group_function_that_changes_its_list_changes_no_others(spoil):
     rollouts = [rollout_of("a"), rollout_of("bbb")]
     rewards = await rewards_of(
         rollouts,
-        RewardFn(spoils, group_level=True, weight=0),
-        RewardFn(lengths, group_level=True),
-        RewardFn(rank, group_level=True, weight=0),
+        RewardFn(spoils, group_level=True, weight=0, takes="rollout"),
+        RewardFn(lengths, group_level=True, takes="rollout"),
+        RewardFn(rank, group_level=True, weight=0, takes="rollout"),
     )
     assert [reward.reward for reward in rewards] == [1.0, 3.0]
     assert [reward.components["rank"] for reward in rewards] == [0.0, 1.0]
@@ -268,24 +283,26 @@ async def test_group_function_that_changes_its_list_changes_no_others(spoil):
 
 @pytest.mark.parametrize("answer", [(1.0, 2.0), np.array([1.0, 2.0]), np.array([1, 2])])
 async def test_group_function_may_answer_with_a_list_a_tuple_or_an_array(answer):
-    rewards = await rewards_of([rollout_of(), rollout_of()], RewardFn(lambda rs, e: answer, name="all", group_level=True))
+    rewards = await rewards_of(
+        [rollout_of(), rollout_of()], RewardFn(lambda rs, e: answer, name="all", group_level=True, takes="rollout")
+    )
     assert [reward.reward for reward in rewards] == [1.0, 2.0]
 
 
 def test_what_is_no_function_is_refused_when_the_rubric_is_built():
     class Own(Rubric):
         def register_funcs(self):
-            return [RewardFn(0.5, name="half")]
+            return [RewardFn(0.5, name="half", takes="rollout")]
 
     with pytest.raises(ConfigError, match=r"reward_fns\[0\].fn = 0.5: must be a Callable"):
-        Rubric.Config(reward_fns=[RewardFn(0.5)]).build()
+        Rubric.Config(reward_fns=[RewardFn(0.5, takes="rollout")]).build()
     with pytest.raises(ConfigError, match="'half'.fn = 0.5: must be a Callable"):
         Own.Config().build()
 
 
 async def test_group_function_with_one_bad_number_fails_that_rollout():
     rollouts = [rollout_of("a"), rollout_of("b")]
-    rewards = await rewards_of(rollouts, RewardFn(lambda rs, e: [1.0, math.nan], name="all", group_level=True))
+    rewards = await rewards_of(rollouts, RewardFn(lambda rs, e: [1.0, math.nan], name="all", group_level=True, takes="rollout"))
     assert [reward.reward for reward in rewards] == [1.0, None]
 
 
@@ -312,9 +329,9 @@ def spins(rollout, env_input):
 async def test_isolated_functions_run_hang_and_crash_in_a_process_that_is_replaced():
     rubric = Rubric.Config(
         reward_fns=[
-            RewardFn(alarmed, isolate=True),
-            RewardFn(spins, isolate=True, timeout_s=0.5),
-            RewardFn(crashes, isolate=True),
+            RewardFn(alarmed, isolate=True, takes="rollout"),
+            RewardFn(spins, isolate=True, timeout_s=0.5, takes="rollout"),
+            RewardFn(crashes, isolate=True, takes="rollout"),
         ],
         isolated_workers=1,
     ).build()
@@ -351,7 +368,7 @@ def test_isolated_calls_reuse_a_process_and_report_its_errors():
 
 
 def test_saved_config_names_its_functions():
-    config = Rubric.Config(reward_fns=[RewardFn(length, weight=2), env_component("correct")]).to_dict()
+    config = Rubric.Config(reward_fns=[RewardFn(length, weight=2, takes="rollout"), env_component("correct")]).to_dict()
     assert config["reward_fns"][0]["fn"] == f"{__name__}.length" and config["reward_fns"][0]["weight"] == 2
     assert json.loads(json.dumps(config)) == config
 
@@ -359,13 +376,19 @@ def test_saved_config_names_its_functions():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Rubric.Config(reward_fns=[RewardFn(length), RewardFn(length)]), "two functions named 'length'"),
         (
-            Rubric.Config(reward_fns=[RewardFn(length, weight=-1)]),
+            Rubric.Config(reward_fns=[RewardFn(length, takes="rollout"), RewardFn(length, takes="rollout")]),
+            "two functions named 'length'",
+        ),
+        (
+            Rubric.Config(reward_fns=[RewardFn(length, weight=-1, takes="rollout")]),
             r"rubric.reward_fns\[0\].weight = -1: must be at least 0; a penalty",
         ),
-        (Rubric.Config(reward_fns=[RewardFn(length, weight=math.nan)]), "must be a finite number and at least 0; a penalty"),
-        (Rubric.Config(reward_fns=[RewardFn(length, weight=0)]), "every weight is 0"),
+        (
+            Rubric.Config(reward_fns=[RewardFn(length, weight=math.nan, takes="rollout")]),
+            "must be a finite number and at least 0; a penalty",
+        ),
+        (Rubric.Config(reward_fns=[RewardFn(length, weight=0, takes="rollout")]), "every weight is 0"),
         (Rubric.Config(truncation_reward=math.inf), "finite"),
         (Rubric.Config(isolated_workers=0), "at least 1"),
         (Rubric.Config(isolated_workers=10**20), "at most 1024"),
@@ -374,3 +397,54 @@ def test_saved_config_names_its_functions():
 def test_config_errors_name_the_cure(config, message):
     with pytest.raises(ConfigError, match=message):
         config.build()
+
+
+# ---- one convention of arguments
+
+
+def holds_42(completion, example):
+    return float("42" in str(completion))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [holds_42, RewardFn(holds_42), RewardFn(holds_42, name="other"), RewardFn(holds_42, weight=2.0)],
+    ids=["bare", "wrapped", "named", "weighed"],
+)
+async def test_a_wrapper_does_not_change_what_a_reward_function_is_given(entry):
+    wrong, right = rollout_of("I say seven"), rollout_of("it is 42")
+    for rollout in (wrong, right):
+        rollout.data_sample = DataSample(sample_id="0", env_input={"answer": "42"})
+    rewards = await rewards_of([wrong, right], entry, env_input={"answer": "42"})
+    assert [reward.reward for reward in rewards] == [0.0, 1.0]
+
+
+async def test_a_group_level_function_of_completions_gets_their_texts():
+    def longest(completions, example):
+        return [float(len(text) == max(map(len, completions))) for text in completions]
+
+    rewards = await rewards_of([rollout_of("abc"), rollout_of("a")], RewardFn(longest, group_level=True))
+    assert [reward.reward for reward in rewards] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("first", ["rollout", "rollouts"])
+def test_a_function_whose_argument_is_named_a_rollout_is_refused_where_it_would_get_a_text(first):
+    functions = {"rollout": lambda rollout, example: 1.0, "rollouts": lambda rollouts, example: [1.0]}
+    cure = re.escape('would be given the text of the completion: write RewardFn(fn, takes="rollout")')
+    for entry in (functions[first], RewardFn(functions[first], group_level=first == "rollouts", name="named")):
+        with pytest.raises(ConfigError, match=cure):
+            Rubric.Config(reward_fns=[entry]).build()
+
+
+def test_an_unknown_argument_of_reward_functions_is_refused_by_its_field():
+    with pytest.raises(ConfigError, match="takes = 'text'"):
+        Rubric.Config(reward_fns=[RewardFn(holds_42, takes="text")]).build()
+
+
+def test_the_text_of_a_rollout_holds_neither_its_answer_nor_what_was_said():
+    rollout = rollout_of("no, forty-two")
+    rollout.data_sample = DataSample(sample_id="0", env_input={"answer": "forty-two"})
+    rollout.metadata = {"solution": "forty-two"}
+    rollout.answer = "forty-two"
+    for record in (rollout, sealed_rollout(rollout)):
+        assert "forty-two" not in f"{record} {record!r}"

@@ -42,7 +42,7 @@ class ListTask(Task):
     class Config(Task.Config):
         algorithm: Algorithm.Config = field(default_factory=GRPO.Config)
         dataset: Dataset.Config = field(default_factory=Questions.Config)
-        rubric: Rubric.Config = field(default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(length)]))
+        rubric: Rubric.Config = field(default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(length, takes="rollout")]))
         env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(step_timeout_s=0.2, rollout_timeout_s=5.0))
         group_size: int = 3
 
@@ -473,7 +473,7 @@ async def test_rewards_and_records_see_what_an_env_says_of_its_rollout_before_it
         rollout.metadata["files"].append("b.txt")  # a copy
         return len(rollout.metadata["files"])
 
-    task = build(envs=[Sandbox() for _ in range(3)], rubric=Rubric.Config(reward_fns=[RewardFn(files)]))
+    task = build(envs=[Sandbox() for _ in range(3)], rubric=Rubric.Config(reward_fns=[RewardFn(files, takes="rollout")]))
     group = await run(task, policy := ScriptedPolicy(tokenizer))
     assert await task.score_group(group) is None
     assert [rollout.reward for rollout in group.rollouts] == [2.0] * 3

@@ -80,12 +80,12 @@ PARTS = {
     ),
     "two reward functions of one name": (
         "async def right(rollout, answer): return 1.0",
-        "task.rubric = Rubric.Config(reward_fns=[RewardFn(right), RewardFn(right)])",
+        "task.rubric = Rubric.Config(reward_fns=[RewardFn(right, takes='rollout'), RewardFn(right, takes='rollout')])",
         "error: tasks.sum_digits.rubric.reward_fns = ['right', 'right']: two functions named 'right'",
     ),
     "no reward function has a weight": (
         "async def right(rollout, answer): return 1.0",
-        "task.rubric = Rubric.Config(reward_fns=[RewardFn(right, weight=0)])",
+        "task.rubric = Rubric.Config(reward_fns=[RewardFn(right, weight=0, takes='rollout')])",
         "error: tasks.sum_digits.rubric.reward_fns = ['right']: every weight is 0",
     ),
     "rubric raises": (

@@ -73,8 +73,8 @@ MISTAKES = {
         f"{RUBRIC}.reward_fns = 'bad(completion)': too many positional arguments; want fn(completion, example)",
     ),
     "a rollout's function of one argument": (
-        ("def bad(rollout): return 1.0", "asks(RewardFn(bad))"),
-        f"{RUBRIC}.reward_fns = 'bad(rollout)': too many positional arguments; want fn(rollout, env_input)",
+        ("def bad(rollout): return 1.0", "asks(RewardFn(bad, takes='rollout'))"),
+        f"{RUBRIC}.reward_fns = 'bad(rollout)': too many positional arguments; want fn(rollout, example)",
     ),
     "a reward that is text": (reward("return 'good'"), RUBRIC, "function 'bad': returned good (str), want a finite number"),
     "a reward function that forgets to return": (reward("pass"), RUBRIC, "'bad': returned None (NoneType)"),
@@ -83,7 +83,7 @@ MISTAKES = {
     "a reward function of a missing column": (reward("return example['anser']"), RUBRIC, "KeyError: 'anser' ("),
     "a reward function that exits": (reward("raise SystemExit(1)"), RUBRIC, "'bad': SystemExit: 1 ("),
     "a group's function that gives one number": (
-        ("def bad(rollouts, env_input): return 1.0", "asks(RewardFn(bad, group_level=True))"),
+        ("def bad(rollouts, env_input): return 1.0", "asks(RewardFn(bad, group_level=True, takes='rollout'))"),
         RUBRIC,
         "returned a float, want a list of 8 numbers",
     ),

@@ -56,7 +56,7 @@ class AskTask(Task):
         algorithm: Algorithm.Config = field(default_factory=NoCredit.Config)
         dataset: Dataset.Config = field(default_factory=Numbers.Config)
         validation: Dataset.Config | None = field(default_factory=Numbers.Config)
-        rubric: Rubric.Config = field(default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(length)]))
+        rubric: Rubric.Config = field(default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(length, takes="rollout")]))
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.7, max_tokens=9))
         max_retries: int = 0
 

@@ -235,7 +235,7 @@ class OwnCredit(OPD):
         (OPSD.Config(), {}, False),
         (SFT.Config(teacher=TEACHER), {}, False),
         (OwnCredit.Config(teacher=TEACHER), {}, True),
-        (OPSD.Config(), {"rubric": Rubric.Config(reward_fns=[RewardFn(longest, group_level=True)])}, True),
+        (OPSD.Config(), {"rubric": Rubric.Config(reward_fns=[RewardFn(longest, group_level=True, takes="rollout")])}, True),
     ],
 )
 def test_a_group_is_waited_for_where_something_compares_its_rollouts(renderer, algorithm, changes, needed):

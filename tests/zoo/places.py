@@ -99,8 +99,11 @@ def reward(*, group_level: bool = False, plain: bool = False, isolate: bool = Fa
         when = (lambda rollouts, env_input: True) if group_level else of_bad_rollout
         culprit = meddled(honest, kind, when=when, plain=plain)
         culprit.__name__ = culprit.__qualname__ = "culprit_reward"
-        entries = [RewardFn(culprit, group_level=group_level, isolate=isolate), RewardFn(world.honest_reward)]
-        entries.append(RewardFn(world.honest_rewards, group_level=True))
+        entries = [
+            RewardFn(culprit, group_level=group_level, isolate=isolate, takes="rollout"),
+            RewardFn(world.honest_reward, takes="rollout"),
+        ]
+        entries.append(RewardFn(world.honest_rewards, group_level=True, takes="rollout"))
         stage.bad.rubric = world.HonestRubric.Config(reward_fns=entries, timeout_s=world.LIMIT_S)
 
     return Place(scope="group" if group_level else "rollout", culprit="culprit_reward", install=install, waits=not plain)
@@ -109,7 +112,7 @@ def reward(*, group_level: bool = False, plain: bool = False, isolate: bool = Fa
 def rubric(method: str, *, scope: Scope = "group") -> Place:
     def install(stage: Any, kind: Kind) -> None:
         culprit: Any = misbehaving(world.HonestRubric, method, kind, name="CulpritRubric", when=always)
-        stage.bad.rubric = culprit.Config(reward_fns=[RewardFn(world.honest_reward)])
+        stage.bad.rubric = culprit.Config(reward_fns=[RewardFn(world.honest_reward, takes="rollout")])
 
     # What register_funcs gives is checked function by function: the error may name the function.
     culprit = "CulpritRubric|reward register_funcs|function" if method == "register_funcs" else f"CulpritRubric {method}"

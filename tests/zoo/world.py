@@ -143,7 +143,9 @@ class HonestTask(Task):
         algorithm: Algorithm.Config = field(default_factory=HonestAlgorithm.Config)
         dataset: Dataset.Config = field(default_factory=HonestDataset.Config)
         rubric: Rubric.Config = field(
-            default_factory=lambda: HonestRubric.Config(reward_fns=[RewardFn(honest_reward)], timeout_s=LIMIT_S)
+            default_factory=lambda: HonestRubric.Config(
+                reward_fns=[RewardFn(honest_reward, takes="rollout")], timeout_s=LIMIT_S
+            )
         )
         sampler: SampleStrategy.Config = field(default_factory=HonestSampler.Config)
         env: RendererEnvConfig = field(

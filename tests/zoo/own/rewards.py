@@ -134,8 +134,8 @@ SCORE_GROUP: Own = (
 )
 REGISTER_FUNCS: Own = wrong_types("an empty list") | refused(
     gives_numbers=answering(lambda: [0.5]),
-    gives_a_RewardFn_of_a_number=answering(lambda: [RewardFn(0.5)]),
+    gives_a_RewardFn_of_a_number=answering(lambda: [RewardFn(0.5, takes="rollout")]),
     gives_functions=answering(lambda: [world.honest_reward]),
-    gives_a_weight_of_nan=answering(lambda: [RewardFn(world.honest_reward, weight=float("nan"))]),
-    gives_a_text_for_a_name=answering(lambda: [RewardFn(world.honest_reward, name=7)]),
+    gives_a_weight_of_nan=answering(lambda: [RewardFn(world.honest_reward, weight=float("nan"), takes="rollout")]),
+    gives_a_text_for_a_name=answering(lambda: [RewardFn(world.honest_reward, name=7, takes="rollout")]),
 )

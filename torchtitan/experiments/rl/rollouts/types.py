@@ -117,26 +117,29 @@ class RolloutTurn:
 
 @dataclass(kw_only=True, slots=True)
 class Rollout:
-    """One env from reset to a terminal status."""
+    """One env from reset to a terminal status.
+
+    Its text (``str``) leaves out the example, with its answer, and what was said: ``"42" in str(rollout)`` measures nothing.
+    """
 
     group_id: str
     index_in_group: int
     task_name: str
-    data_sample: DataSample | None = None
+    data_sample: DataSample | None = field(default=None, repr=False)
     """What its env was made from; the group's."""
-    turns: list[RolloutTurn] = field(default_factory=list)
+    turns: list[RolloutTurn] = field(default_factory=list, repr=False)
     status: RolloutStatus = RolloutStatus.ONGOING
     reward: float | None = None
     """None until scored, and for good on a rollout excluded from its group."""
     reward_components: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict, repr=False)
     """What its env said of it at its end (``MessageEnv.metadata``), for rewards and credit."""
     static: bool = False
     """A conversation of a dataset: nothing was sampled, and its reward says nothing."""
-    samples: list[TrainingSample] = field(default_factory=list)
-    answer: Any = None
+    samples: list[TrainingSample] = field(default_factory=list, repr=False)
+    answer: Any = field(default=None, repr=False)
     """What an agent returned."""
     calls: dict[str, int] = field(default_factory=dict)
     """An agent's calls by what became of them: "answered", "undelivered", "auxiliary", "frozen model", "aborted", "lost",
@@ -182,7 +185,7 @@ class RolloutGroup:
 
     group_id: str
     task_name: str
-    data_sample: DataSample
+    data_sample: DataSample = field(repr=False)
     rollouts: list[Rollout]
     admitted_version: int = 0
     """Policy version the generators held when the group was admitted."""

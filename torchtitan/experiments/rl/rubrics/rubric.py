@@ -1,8 +1,9 @@
 """Rubrics: how rollouts become rewards.
 
-A rubric weighs reward functions. A bare function gets ``(completion, example)``: the text of the last assistant message and
-the ``env_input`` of the data sample. The function of a ``RewardFn`` gets ``(rollout, env_input)`` or, where it is group-level,
-``(rollouts, env_input)``. Each returns a number, group-level one number per rollout, and may be async. What an env itself
+A rubric weighs reward functions. Each gets ``(completion, example)``: the text of the last assistant message and the
+``env_input`` of the data sample. A ``RewardFn`` adds a weight or a name to a function, and changes its arguments only where it
+says so: with ``takes="rollout"`` the function gets ``(rollout, example)``. A group-level function gets a list in place of the
+completion or the rollout. Each returns a number, group-level one number per rollout, and may be async. What an env itself
 rewarded counts only where a rubric names it, with ``env_component(name)``.
 
 A function that raises, hangs or returns anything but finite numbers makes its rollout an ERROR that names the function.
@@ -17,7 +18,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import permutations
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge
@@ -58,9 +59,12 @@ class RewardFn:
     """0 or more; a rubric's weights are normalised to sum to 1. With weight 0 a function is only logged."""
     name: str | None = None
     """None: the function's own name."""
+    takes: Literal["completion", "rollout"] = "completion"
+    """First argument of the function: the text that the model said last (what an agent returned, if it returned something), or
+    the whole Rollout. A group-level function gets a list of them."""
     group_level: bool = False
-    """Called once per group with a list of the rollouts that are to be scored; returns a list, a tuple or an array [G] of
-    numbers, in their order."""
+    """True if the function is called once per group, with a list of the completions or rollouts that are to be scored. It
+    returns a list, a tuple or an array [G] of numbers, in their order."""
     timeout_s: Changeable[PositiveFloat | None] = None
     """Per call; None: the rubric's."""
     isolate: bool = False
@@ -188,13 +192,20 @@ class Rubric(UserConfigurable):
         except UserCodeError as error:
             return str(error)
 
-    async def _call(self, entry: RewardFn, subject: Rollout | list[Rollout], env_input: Any) -> Any:
+    async def _call(self, entry: RewardFn, rollouts: Rollout | list[Rollout], env_input: Any) -> Any:
+        """Call a function with what it takes of one rollout, or of a list of them."""
+        subject: Any = rollouts
+        if entry.takes == "completion":
+            subject = [*map(completion_of, rollouts)] if isinstance(rollouts, list) else completion_of(rollouts)
         timeout_s = self.config.timeout_s if entry.timeout_s is None else entry.timeout_s
         if entry.isolate:  # the child has the time limit; waiting for a free one doesn't count
             call = functools.partial(self._isolated.call, entry.fn, (subject, env_input), timeout_s=timeout_s)
             return await call_bounded(lambda: self._isolated_threads.call(call, timeout_s=None), timeout_s=None)
         if not is_own(entry.fn):
-            subject = [sealed_rollout(r) for r in subject] if isinstance(subject, list) else sealed_rollout(subject)
+            if entry.takes == "completion":
+                subject = copied_example(subject)
+            else:
+                subject = [*map(sealed_rollout, rollouts)] if isinstance(rollouts, list) else sealed_rollout(rollouts)
             env_input = copied_example(env_input)
         return await call_user(entry.fn, subject, env_input, timeout_s=timeout_s)
 
@@ -225,7 +236,8 @@ def env_component(name: str, *, weight: float = 1.0, default: float | None = Non
     ``default`` stands for a component the env never gave. Without one, a rollout that ended early has earned 0 and a completed
     rollout is an error, which is how a misspelt name shows.
     """
-    return RewardFn(functools.partial(_env_component, component=name, default=default), weight=weight, name=name)
+    component = functools.partial(_env_component, component=name, default=default)
+    return RewardFn(component, weight=weight, name=name, takes="rollout")
 
 
 async def _env_component(rollout: Rollout, env_input: Any, *, component: str, default: float | None) -> float:
@@ -241,7 +253,7 @@ async def _env_component(rollout: Rollout, env_input: Any, *, component: str, de
 
 
 def _as_reward_fn(entry: RewardFn | Callable[..., Any]) -> RewardFn:
-    return entry if isinstance(entry, RewardFn) else RewardFn(CompletionReward(entry))
+    return entry if isinstance(entry, RewardFn) else RewardFn(entry)
 
 
 def _name_of(fn: Callable[..., Any]) -> str:
@@ -261,52 +273,37 @@ def _check(named: list[tuple[str, RewardFn]]) -> None:
         raise ConfigError("rubric.reward_fns", names, f"two functions named {twice[0]!r}: give one RewardFn(..., name=...)")
     for name, entry in named:
         check_fields(entry, field=f"reward function {name!r}")
-        if not isinstance(entry.fn, CompletionReward):  # it has checked its own
-            subject = "rollouts" if entry.group_level else "rollout"
-            check_two_arguments(entry.fn, name, f"want fn({subject}, env_input)")
+        _check_arguments(entry, name)
     if named and not any(entry.weight for _, entry in named):
         raise ConfigError("rubric.reward_fns", names, "every weight is 0: give at least one a weight")
 
 
-WANTED = "want fn(completion, example), or RewardFn(fn) where fn(rollout, env_input)"
+def completion_of(rollout: Rollout) -> Any:
+    """Return what a reward function of the completion is given: the content of the last assistant message, without its
+    reasoning, or what the agent returned where it returned something."""
+    return last_assistant_text(rollout) if rollout.answer is None else rollout.answer
 
 
-class CompletionReward:
-    """``fn(completion, example)`` in the form that a rubric calls: ``(rollout, env_input)``.
-
-    The completion is the content of the rollout's last assistant message, without its reasoning; of an agent that returned
-    something, that. The example is the ``env_input`` of the data sample, a row's dict in a RowDataset.
-    """
-
-    def __init__(self, fn: Callable[[str, Any], Any]):
-        """
-        Raises:
-            ConfigError: ``fn`` can't be called with two arguments.
-        """
-        self.fn = fn
-        self.__name__ = _name_of(fn)
-        self.__module__ = getattr(fn, "__module__", __name__)
-        self.__qualname__ = getattr(fn, "__qualname__", self.__name__)
-        check_two_arguments(fn, self.__name__, WANTED)
-
-    def __call__(self, rollout: Rollout, env_input: Any) -> Any:
-        """What ``fn`` returns: a number, or an awaitable of one."""
-        return self.fn(last_assistant_text(rollout) if rollout.answer is None else rollout.answer, env_input)
-
-
-def check_two_arguments(fn: Callable[..., Any], name: str, wanted: str) -> None:
+def _check_arguments(entry: RewardFn, name: str) -> None:
     """
     Raises:
-        ConfigError: ``fn`` can't be called with two arguments; the cure is ``wanted``.
+        ConfigError: the function can't be called with two arguments, or names the first a rollout and is given a completion.
     """
     try:
-        signature = inspect.signature(fn)
+        signature = inspect.signature(entry.fn)
     except (TypeError, ValueError):  # a builtin without one
         return
     try:
         signature.bind(None, None)
     except TypeError as error:
+        wanted = f"want fn({entry.takes}{'s' * entry.group_level}, example)"
+        if entry.takes == "completion":
+            wanted += ', or RewardFn(fn, takes="rollout") where it takes the rollout'
         raise ConfigError("rubric.reward_fns", f"{name}{signature}", f"{error}; {wanted}") from None
+    first = next(iter(signature.parameters), "")
+    if first in ("rollout", "rollouts") and entry.takes == "completion":
+        cure = f'its argument {first!r} would be given the text of the completion: write RewardFn(fn, takes="rollout")'
+        raise ConfigError("rubric.reward_fns", f"{name}{signature}", cure)
 
 
 def last_assistant_text(rollout: Rollout) -> str:

@@ -113,7 +113,10 @@ class AlphabetSortRubric(Rubric):
     config: Config
 
     def register_funcs(self) -> list[RewardFn]:
-        return [RewardFn(self.exact), RewardFn(self.similarity, weight=self.config.similarity_weight)]
+        return [
+            RewardFn(self.exact, takes="rollout"),
+            RewardFn(self.similarity, weight=self.config.similarity_weight, takes="rollout"),
+        ]
 
     # Async, so they run on the event loop: for lists this short, a sync function's thread would cost more than the work.
     async def exact(self, rollout: Rollout, rounds: Rounds) -> float:

@@ -69,7 +69,11 @@ class CalculatorEnv(MessageEnv):
 
 class CalculatorRubric(Rubric):
     def register_funcs(self) -> list[RewardFn]:
-        return [RewardFn(solved), RewardFn(right, weight=0.0), RewardFn(called, weight=0.0)]
+        return [
+            RewardFn(solved, takes="rollout"),
+            RewardFn(right, weight=0.0, takes="rollout"),
+            RewardFn(called, weight=0.0, takes="rollout"),
+        ]
 
 
 async def solved(rollout: Rollout, expression: str) -> float:

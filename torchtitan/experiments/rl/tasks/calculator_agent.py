@@ -50,7 +50,7 @@ class ForkingCalculatorTask(AgentTask):
 
 class VotedRubric(Rubric):
     def register_funcs(self) -> list[RewardFn]:
-        return [RewardFn(voted), RewardFn(called, weight=0.0)]
+        return [RewardFn(voted, takes="rollout"), RewardFn(called, weight=0.0, takes="rollout")]
 
 
 async def voted(rollout: Rollout, expression: str) -> float:

@@ -124,7 +124,7 @@ class GuessNumberRubric(Rubric):
     config: Config
 
     def register_funcs(self) -> list[RewardFn]:
-        return [RewardFn(self.discounted), RewardFn(found, weight=0.0)]
+        return [RewardFn(self.discounted, takes="rollout"), RewardFn(found, weight=0.0, takes="rollout")]
 
     async def discounted(self, rollout: Rollout, game: Game) -> float:
         return await found(rollout, game) * self.config.discount ** (len(rollout.turns) - 1)

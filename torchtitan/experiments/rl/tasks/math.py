@@ -90,8 +90,8 @@ class MathRubric(Rubric):
         column, marker = self.config.answer_column, self.config.answer_marker
         compare = functools.partial(correct, column=column, marker=marker, loaded=math_verify)
         return [
-            RewardFn(compare, name="correct", isolate=True),
-            RewardFn(boxed, weight=0.0),
+            RewardFn(compare, name="correct", isolate=True, takes="rollout"),
+            RewardFn(boxed, weight=0.0, takes="rollout"),
             *super().register_funcs(),
         ]
 

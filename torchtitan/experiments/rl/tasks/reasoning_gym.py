@@ -143,8 +143,13 @@ class PuzzleRubric(Rubric):
         import reasoning_gym  # takes a second: only runs that need it wait for it
 
         return [
-            RewardFn(functools.partial(solved, exact=self.config.exact, loaded=reasoning_gym), name="solved", isolate=True),
-            RewardFn(tagged, weight=0.0),
+            RewardFn(
+                functools.partial(solved, exact=self.config.exact, loaded=reasoning_gym),
+                name="solved",
+                isolate=True,
+                takes="rollout",
+            ),
+            RewardFn(tagged, weight=0.0, takes="rollout"),
             *super().register_funcs(),
         ]
 

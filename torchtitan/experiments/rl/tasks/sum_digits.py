@@ -75,7 +75,7 @@ class SumDigitsRubric(Rubric):
     config: Config
 
     def register_funcs(self) -> list[RewardFn]:
-        return [RewardFn(exact if self.config.exact else found, name="correct")]
+        return [RewardFn(exact if self.config.exact else found, name="correct", takes="rollout")]
 
 
 # Async, so they run on the event loop: for one comparison, the thread a sync function gets would cost more than the work.
@@ -149,10 +149,10 @@ class JudgedSumDigitsRubric(Rubric):
         self.judge: Judge = config.judge.build()
 
     def register_funcs(self) -> list[RewardFn]:
-        truth = RewardFn(exact, weight=0.0, name="correct")
+        truth = RewardFn(exact, weight=0.0, name="correct", takes="rollout")
         if self.config.mode == "each":
-            return [RewardFn(self.agrees), truth]
-        return [RewardFn(self.wins, group_level=True), truth]
+            return [RewardFn(self.agrees, takes="rollout"), truth]
+        return [RewardFn(self.wins, group_level=True, takes="rollout"), truth]
 
     async def setup(self, policy: PolicyClient) -> None:
         await self.judge.setup(policy)
