@@ -156,6 +156,73 @@ def test_odd_rows_are_counted_in_one_warning_with_the_first_ones_line(folder, ca
     )
 
 
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        ("{question}", "6 * 7?"),
+        ("{question} {q-2} {a b} {x.y}", "6 * 7? hyphen space dot"),
+        ("{question} \\frac{1 - n}{2 n} x^{n - 1} {}", "6 * 7? \\frac{1 - n}{2 n} x^{n - 1} {}"),
+        ("{question}{q-2}, \\boxed{{answer}}", "6 * 7?hyphen, \\boxed{42}"),
+        ('{question} as {"answer": 1}', '6 * 7? as {"answer": 1}'),
+    ],
+)
+def test_a_column_of_any_name_fills_its_braces_and_other_braces_are_text(renderer, template, prompt):
+    rows = [{"question": "6 * 7?", "answer": "42", "q-2": "hyphen", "a b": "space", "x.y": "dot"}]
+    task = question_task(rows, exact, template=template).build(name="mine", renderer=renderer)
+    assert task.asked(rows[0]) == prompt
+
+
+@pytest.mark.parametrize("name", ["q-2", "the question", "reward_model.ground_truth", " question", "quest"])
+def test_braces_that_look_like_a_column_and_are_none_are_refused(renderer, name):
+    message = re.escape(f"the data has no column {name!r}; it has question, answer")
+    with pytest.raises(ConfigError, match=message):
+        question_task(ROWS, exact, template=f"{{question}}{{{name}}}").build(name="mine", renderer=renderer)
+
+
+MISSING = {
+    "NaN": (float("nan"), "rows: row 1 has no 'question'"),
+    "NaT": (pandas.NaT, "rows: row 1 has no 'question'"),
+    "NA": (pandas.NA, "rows: row 1 has no 'question'"),
+    "bytes": (b"abc", "rows: row 1 has bytes as 'question', want a text"),
+}
+
+
+@pytest.mark.parametrize(("value", "message"), MISSING.values(), ids=MISSING)
+def test_a_value_that_is_no_text_is_refused_by_its_row_and_never_asked(renderer, value, message):
+    rows = [ROWS[0], {"question": value, "answer": "1"}]
+    for data in (rows, pandas.DataFrame(rows)):
+        with pytest.raises(ConfigError, match=message):
+            question_task(data, exact).build(name="mine", renderer=renderer)
+
+
+def test_columns_of_a_frame_that_are_no_texts_are_refused():
+    with pytest.raises(ConfigError, match="dataset.rows = 0: row 0 has a column that is named by no text: rename it"):
+        question_task(pandas.DataFrame([["6 * 7?", "42"]]), exact)
+
+
+CONTROL = [*ROWS, {"question": "What does <|im_end|> mean?", "answer": "the end"}]
+
+
+def test_a_row_that_would_write_a_control_token_is_refused_by_its_row_unless_a_field_allows_it():
+    run = rl_questions_qwen3_debug()
+    run.tasks = {"mine": question_task(CONTROL, exact)}
+    message = re.escape("tasks.mine.dataset = '<|im_end|>': row 2 has it in 'question', where it would be a control token")
+    with pytest.raises(ConfigError, match=message):
+        build_tasks(run)
+    run.tasks = {"mine": question_task(CONTROL, exact, control_tokens=True)}
+    assert len(build_tasks(run)["mine"].dataset) == 3
+
+
+def test_a_control_token_in_a_message_of_a_chat_is_refused_and_one_in_the_template_is_not():
+    run = rl_questions_qwen3_debug()
+    chats = [{"messages": [{"role": "user", "content": row["question"]}], "answer": "1"} for row in CONTROL]
+    run.tasks = {"mine": question_task(chats, exact, messages_column="messages")}
+    with pytest.raises(ConfigError, match="row 2 has it in 'messages'"):
+        build_tasks(run)
+    run.tasks = {"mine": question_task(ROWS, exact, template="{question}<|im_end|>")}
+    assert list(build_tasks(run)) == ["mine"]
+
+
 EXACT = "def exact(completion, example): return completion.strip() == example['answer']\n"
 BOXED = "def boxed(completion, example): return completion == '\\\\boxed{' + example['answer'] + '}'\n"
 ANSWERS = {

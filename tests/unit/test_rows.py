@@ -93,6 +93,13 @@ def test_a_parquet_file_has_pythons_types(tmp_path):
     assert read(tmp_path, "a.parquet", (tmp_path / "a.parquet").read_bytes()) == [{"a": 1, "b": ["x"]}, {"a": 2, "b": []}]
 
 
+def test_nan_in_a_file_and_missing_values_in_a_frame_are_none(tmp_path):
+    assert read(tmp_path, "a.jsonl", '{"a": NaN, "b": "nan"}') == [{"a": None, "b": "nan"}]
+    frame = pandas.DataFrame([{"a": "x", "b": pandas.NaT}, {"a": float("nan"), "b": pandas.Timestamp("2024-01-05")}])
+    rows = load_rows(RowDataset.Config(rows=MemoryRows(frame)), field="dataset")
+    assert rows == [{"a": "x", "b": None}, {"a": None, "b": pandas.Timestamp("2024-01-05")}]
+
+
 def test_a_column_that_a_row_lacks_is_none_and_rows_are_found_by_their_line(tmp_path):
     rows = read(tmp_path, "a.jsonl", '\n{"a": 1}\n\n{"b": 2}')
     assert rows == [{"a": 1, "b": None}, {"a": None, "b": 2}]

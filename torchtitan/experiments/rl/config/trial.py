@@ -69,6 +69,7 @@ def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> dict[st
         ConfigError: one can't be built; the error names its field.
     """
     renderer, tasks = checked_renderer(config), {}
+    control_tokens = control_tokens_of(config.model.hf_assets_path)
     for name, task_config in config.tasks.items():
         if name in left_out:
             continue
@@ -87,6 +88,7 @@ def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> dict[st
             _example(f"{field}.{part}", dataset, "__getitem__", 0)
         first = _example(f"{field}.sampler", task.sampler, "next")
         call_part(field, task, "check_examples", field=field)
+        call_part(field, task, "check_control_tokens", control_tokens, field=field)
         limits = {
             "max_rollout_tokens": task_config.env.max_rollout_tokens,
             "max_model_len": config.generator.engine.max_model_len,
@@ -121,6 +123,13 @@ def checked_renderer(config: RunConfig) -> Renderer:
         cure = f"its tokenizer has the id {highest}, and the model a vocab_size of {vocab_size}: they are of different models"
         raise ConfigError("model.hf_assets_path", path, cure)
     return renderer
+
+
+def control_tokens_of(path: str) -> set[str]:
+    """Return the texts that the tokenizer of a folder reads as special tokens, wherever they stand."""
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    added = tokenizer.added_tokens_decoder.values()
+    return {token.content for token in added if token.special and token.content}
 
 
 def _example(field: str, owner: Any, method: str, *arguments: Any) -> DataSample:

@@ -43,6 +43,13 @@ def is_missing(value: Any) -> bool:
         return False
 
 
+def _without_missing(row: Row) -> Row:
+    """Return the row with None for each value that stands for none, so that NaN is never asked or compared as "nan"."""
+    if any(value is not None and is_missing(value) for value in row.values()):
+        return {column: None if is_missing(value) else value for column, value in row.items()}
+    return row
+
+
 class MemoryRows:
     """Rows that a config holds itself. Its own class, so that a saved config says how many there are and not what they are."""
 
@@ -60,6 +67,9 @@ class MemoryRows:
         for index, row in enumerate(records):
             if not isinstance(row, Mapping):
                 raise ConfigError("dataset.rows", row, f"row {index} is a {type(row).__name__}, want a dict")
+            if unnamed := [column for column in row if not isinstance(column, str)]:
+                cure = f"row {index} has a column that is named by no text: rename it, such as df.columns = [...]"
+                raise ConfigError("dataset.rows", unnamed[0], cure)
         self.records: list[Row] = [dict(row) for row in records]
 
     def __repr__(self) -> str:
@@ -71,7 +81,7 @@ class Rows(list[Row]):
 
     def __init__(self, rows: Iterable[Row], lines: Sequence[int] | None = None):
         """``lines``: of the rows in their file, from 1; None: they have none."""
-        super().__init__(rows)
+        super().__init__(map(_without_missing, rows))
         self._lines = lines
 
     def place(self, index: int) -> str:
@@ -148,7 +158,7 @@ class RowDataset(Dataset):
 
 
 def load_rows(config: RowDataset.Config, *, field: str) -> Rows:
-    """The rows, in their order. A column that a row of a file lacks is None there.
+    """The rows, in their order. A column that a row of a file lacks is None there, and so is NaN, and pandas' NaT and NA.
 
     Raises:
         MissingError: no such file.

@@ -14,7 +14,7 @@ task = env_task("mine.jsonl", AddEnv, exact)
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
@@ -33,8 +33,12 @@ from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.demonstrations import conversation_of
 from torchtitan.experiments.rl.tasks.task import Task
 
-_COLUMN = re.compile(r"\{(\w+)\}")
-"""A column's name in a template. Other braces, such as those of \\boxed{}, are text."""
+_BRACES = re.compile(r"\{([^{}]+)\}")
+_WORD = re.compile(r"\w+")
+_NAME = re.compile(r"\s*\w[\w .-]*")
+"""Text between braces that looks like the name of a column."""
+_COMMAND = re.compile(r"(?:\\[A-Za-z]+\*?(?:\{[^{}]*\}|\[[^\[\]]*\])*|[\^_])$")
+"""End of a text behind which braces are LaTeX's."""
 
 ANSWER_COLUMN = "answer"
 """Column that the preflight tries as the reply."""
@@ -70,11 +74,15 @@ class QuestionTask(Task):
         messages_column: NonEmptyStr | None = None
         """Where the rows are chats: the column of the messages that the model answers, in place of the template."""
         system_prompt: str | None = None
+        control_tokens: bool = False
+        """True if special tokens in the text of a row, such as "<|im_end|>", are meant as control tokens of the prompt.
+        Renderers can't write them as text, so a row that has one is refused otherwise. Those of the template and of the
+        system prompt always are control tokens."""
         env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=1))
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             super(QuestionTask.Config, self).validate(field=field, policy_path=policy_path)
-            if self.messages_column is None and not _COLUMN.search(self.template):
+            if self.messages_column is None and not _BRACES.search(self.template):
                 raise ConfigError(f"{field}.template", self.template, "names no column of the data, such as {question}")
 
         def check_present(self, *, field: str) -> None:
@@ -88,12 +96,16 @@ class QuestionTask(Task):
     def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
         super().__init__(config, name=name, renderer=renderer, seed=seed)
         chats = config.messages_column
-        self._columns = _COLUMN.findall(config.template) if chats is None else [chats]
+        self._columns: list[str] = []
         of, value = ("template", config.template) if chats is None else ("messages_column", chats)
         for dataset in (self.dataset, self.validation):
             if isinstance(dataset, RowDataset):
+                columns = {column for row in dataset.rows for column in row}
+                self._columns = placeholders(config.template, columns) if chats is None else [chats]
                 for column in self._columns:
                     _check_column(dataset, column, f"{name}.{of}", value)
+                if not self._columns:
+                    raise ConfigError(f"{name}.{of}", value, "names no column of the data, such as {question}")
 
     def make_env(self, sample: DataSample) -> MessageEnv:
         return QuestionEnv(self.asked(sample.env_input), system_prompt=self.config.system_prompt)
@@ -106,6 +118,26 @@ class QuestionTask(Task):
             if isinstance(dataset, RowDataset) and (found := self._odd_rows(dataset.rows, field=field))
         ]
         self.examples_warning = "; ".join(warnings) or None
+
+    def check_control_tokens(self, tokens: Collection[str], *, field: str) -> None:
+        """See Task. Reads the columns of which prompts are made."""
+        if self.config.control_tokens or not tokens:
+            return
+        pattern = re.compile("|".join(map(re.escape, sorted(tokens))))
+        for part, dataset in (("dataset", self.dataset), ("validation", self.validation)):
+            if not isinstance(dataset, RowDataset):
+                continue
+            for column in (*self._columns, dataset.config.demonstration_column):
+                texts = (pattern.search(str(row.get(column))) for row in dataset.rows)
+                found = {index: seen[0] for index, seen in enumerate(texts) if seen is not None}
+                if found:
+                    index, token = next(iter(found.items()))
+                    others = f" ({len(found) - 1:,} others have one too)" if len(found) > 1 else ""
+                    cure = (
+                        f"{dataset.rows.place(index)} has it in {column!r}, where it would be a control token and could end "
+                        f"the message{others}: change the text, or set {field}.control_tokens = True if that is meant"
+                    )
+                    raise ConfigError(f"{field}.{part}", token, cure)
 
     def known_answer(self, sample: DataSample) -> str | None:
         """Return the row's ``answer`` as text; None where the row has none."""
@@ -200,8 +232,28 @@ def row_task(
 
 
 def fill(template: str, row: dict[str, Any]) -> str:
-    """``template`` with each {column} replaced by the row's value. Other braces stay."""
-    return _COLUMN.sub(lambda found: str(row[found[1]]), template)
+    """Return ``template`` with each {column} replaced by the row's value. Other braces stay.
+
+    Raises:
+        KeyError: a word between braces is no column of the row.
+    """
+
+    def filled(found: re.Match[str]) -> str:
+        name = found[1]
+        return str(row[name]) if name in row or _WORD.fullmatch(name) else found[0]
+
+    return _BRACES.sub(filled, template)
+
+
+def placeholders(template: str, columns: Collection[str]) -> list[str]:
+    """Return the names between braces that are columns, or look like one: "q-2", and "the question", but not ``^{n - 1}``."""
+    return [
+        found[1]
+        for found in _BRACES.finditer(template)
+        if found[1] in columns
+        or _WORD.fullmatch(found[1])
+        or (_NAME.fullmatch(found[1]) and not _COMMAND.search(template[: found.start()]))
+    ]
 
 
 def _mixed_types(rows: Rows) -> dict[str, list[int]]:
@@ -226,6 +278,10 @@ def _check_column(dataset: RowDataset, column: str, field: str, value: str) -> N
         others = f", and {len(lacking) - 1:,} others" if len(lacking) > 1 else ""
         place = f"{dataset.config.path or 'rows'}: {dataset.rows.place(lacking[0])}"
         raise ConfigError(field, value, f"{place} has no {column!r}{others}: fill it in, or remove the row")
+    for index, row in enumerate(dataset.rows):
+        if isinstance(row[column], bytes | bytearray | memoryview):
+            place = f"{dataset.config.path or 'rows'}: {dataset.rows.place(index)}"
+            raise ConfigError(field, value, f"{place} has bytes as {column!r}, want a text: decode it before, or leave it out")
 
 
 _WANTED = "want a class derived from MessageEnv, or a function that makes an env from a row"

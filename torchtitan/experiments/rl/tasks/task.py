@@ -17,7 +17,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, cast
@@ -390,6 +390,17 @@ class Task(UserConfigurable):
     def known_answer(self, sample: DataSample) -> str | None:
         """Return the right answer to a sample, which the preflight tries as the reply; None where none is known."""
         return None
+
+    def check_control_tokens(self, tokens: Collection[str], *, field: str) -> None:
+        """Refuse examples in which the tokenizer would read a piece of text as a control token.
+
+        Args:
+            tokens: texts of the tokenizer's special tokens, such as "<|im_end|>".
+            field: path of this task's config.
+
+        Raises:
+            ConfigError: naming the example.
+        """
 
     # ---- what the controller calls
 
