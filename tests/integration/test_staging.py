@@ -33,7 +33,7 @@ from torchtitan.experiments.rl.training.staging import StagingError
 from torchtitan.experiments.rl.training.trainer import init_process_group
 
 PARAMETERS = 886_144
-"""Of the tiny model."""
+"""Number of parameters of the tiny model."""
 STATE = 3 * 4 * PARAMETERS
 """Bytes of its checkpoint: float32 weights and two moments."""
 QWEN3_0_6B = 3 * 4 * 596_049_920
@@ -49,7 +49,7 @@ def step(learner: Learner, number: int) -> dict[str, float]:
 
 @dataclass
 class Device:
-    """What torch was asked to do for a GPU, in order."""
+    """Operations that torch was asked for on a GPU, in order."""
 
     locked: list[int] = field(default_factory=list)
     """Bytes of each buffer that was page-locked."""

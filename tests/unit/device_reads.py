@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map_only
 
 ATEN = torch.ops.aten
 DEVICE = torch.device("meta")
-"""What the device calls itself: the only one beside the CPU that torch has everywhere."""
+"""Device that the CPU plays: the only other one that torch has everywhere."""
 
 
 class Device(TorchDispatchMode):

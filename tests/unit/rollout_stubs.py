@@ -39,7 +39,7 @@ class ScriptedPolicy:
 
 
 def tokens_to_stop(tokenizer, ids, stops):
-    """How many tokens complete the first of the texts, as an engine finds it; all of them if none is there."""
+    """Return the number of tokens that complete the first of the texts; all if none is there."""
     found = (count for count in range(1, len(ids) + 1) if any(stop in tokenizer.decode(ids[:count]) for stop in stops))
     return next(found, len(ids)) if stops else len(ids)
 

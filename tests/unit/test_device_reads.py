@@ -1,4 +1,4 @@
-"""How often a version's proof waits for a device: each wait may be as long as the kernels that are queued there."""
+"""Count of the reads for which a version's proof waits: each may be as long as the kernels queued."""
 
 from types import SimpleNamespace
 

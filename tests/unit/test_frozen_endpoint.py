@@ -294,7 +294,7 @@ def connect_both(connect, server, other):
 
 
 def said_of_servers(caplog) -> list[str]:
-    """What the log says of servers that are set aside, or back."""
+    """Return the log's lines about servers that are set aside, or back."""
     return [record.message for record in caplog.records if record.levelno == logging.WARNING]
 
 

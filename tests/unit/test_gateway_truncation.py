@@ -1,4 +1,4 @@
-"""When an agent's rollout is truncated: by a limit of the run that cut the policy, and by nothing else."""
+"""An agent's rollout is truncated by a limit of the run that cut the policy, and by nothing else."""
 
 import pytest
 

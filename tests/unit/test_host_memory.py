@@ -1,4 +1,4 @@
-"""How much memory hosts have, how much of it a run on GPUs takes, and what is said of too little."""
+"""Memory of hosts: what there is, what a run on GPUs takes of it, and the refusal of too little."""
 
 import os
 import resource
@@ -32,9 +32,9 @@ QWEN3_0_6B, QWEN3_8B, QWEN3_32B = 596_049_920, 8_190_735_360, 32_762_123_264
 # ---- what a host has
 
 MEMINFO = f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {60 * 2**20} kB\n"
-"""Of a machine of 64 GiB, of which 60 are free."""
+"""Excerpt of /proc/meminfo on a machine of 64 GiB, of which 60 are free."""
 UNLIMITED = str(2**63 - 4096)
-"""What the first version says where there is no limit."""
+"""Limit that version 1 of control groups has where there is none."""
 
 
 def group(limit: str, used_gib: int, *, unused_gib: int = 0, version: int = 2) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What this machine must have before a run's processes are spawned: file descriptors, room on the disk, memory."""
+"""Checks of this machine before a run's processes are spawned: descriptors, room on the disk, memory."""
 
 import contextlib
 import hashlib

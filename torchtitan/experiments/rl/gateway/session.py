@@ -57,7 +57,7 @@ class Sampler(PolicySession, Protocol):
     """The policy, for one rollout: a session, and more of them beside it."""
 
     sampling: SamplingConfig
-    """How the rollout is sampled: the task's settings, or those of a validation."""
+    """Sampling settings of the rollout: the task's, or those of a validation."""
 
     def branch(self, key: str) -> PolicySession:
         """Another session of the same rollout. Its seed follows from the rollout's and the key."""
