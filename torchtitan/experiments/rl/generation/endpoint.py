@@ -1,7 +1,10 @@
-"""Clients of frozen models: of vLLM servers (token ids in, token ids and log-probabilities out, over /v1/completions), and of
-a checkpoint that the run serves. ``FrozenClients`` has one for each distinct model, however many tasks name it.
+"""Clients of frozen models: over HTTP to servers, or over a mesh of generators that this run hosts.
 
-``served_model`` asks a server what it has, before anything depends on it.
+``EndpointClient`` generates and scores by token ids, and chats. ``HostedClient`` does so on the run's own
+generators. ``FrozenClients`` has one client for each distinct model, however many tasks name it.
+
+``served_model``, ``check_served_tokenizer`` and ``check_same_model`` ask servers before anything depends on
+them.
 """
 
 import asyncio
@@ -32,14 +35,16 @@ from torchtitan.experiments.rl.rollouts.types import Completion, add_cost
 logger = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 30.0
+"""Longest pause between two attempts, in seconds."""
 
 ASK_TIMEOUT_S = 20.0
+"""Seconds that a server has to answer a question before a run."""
 
 CONNECT_TIMEOUT_S = 10.0
 """Seconds to wait for a connection. A host that has gone answers nothing at all."""
 
 SET_ASIDE_S = 30.0
-"""Seconds for which a server that failed is asked only where no other answers."""
+"""Seconds for which a server that failed is avoided, unless no other answers."""
 
 PROBE = "The sum of 4, 17 and 260 is 281.\n\t{'größer': [数, 🙂]} don't\n\nI'LL  see_what  x+=1"
 """Text that tokenizers divide differently."""
@@ -51,12 +56,12 @@ class Server:
 
     url: str
     in_flight: int = 0
-    last_turn: int = 0
+    last_request: int = 0
     """Number of the last request that it was chosen for."""
     fault: str = ""
     """Cause of the last failure of a server that is set aside; empty while the server works."""
-    due_s: float = 0.0
-    """Time of the event loop at which a request tries a server that is set aside."""
+    retry_from_s: float = 0.0
+    """Time of the event loop from which a single request may try a server that is set aside."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,7 +71,7 @@ class Answer:
     choice: dict[str, Any]
     """The only entry of its ``choices``."""
     usage: dict[str, Any]
-    """Empty where the server counts no tokens."""
+    """Token counts as the server reports them; empty where it reports none."""
     url: str
     """URL of the server."""
 
@@ -76,22 +81,22 @@ class ServerFault(Exception):
 
 
 class ServerBusy(ServerFault):
-    """A refusal of a server that works and has too much to do."""
+    """A refusal by a server that works and is overloaded (HTTP 429). It is not set aside."""
 
 
 class EndpointClient:
-    """Implements rollouts.policy.ModelClient over HTTP.
+    """Client of one frozen model over HTTP (rollouts.policy.ModelClient), with failover among its servers.
 
-    A request goes to the server with the fewest requests in flight, to servers with equally many in
-    turn. Where that one fails, the next is asked at once. A server that failed is set aside: for
-    SET_ASIDE_S seconds it is asked only where no other answers. Then one request tries it, and an
-    answer brings it back.
+    Each request goes to the server with the fewest requests in flight; ties go to the one that was
+    asked longest ago. Where a server fails, the next is asked at once. A server that failed is set
+    aside: it is avoided for SET_ASIDE_S seconds, unless no other answers. Then one request tries it,
+    and an answer brings it back.
     """
 
     def __init__(self, model: FrozenModel):
         self.model = model
         self._servers = [Server(url) for url in model.urls]
-        self._turns = itertools.count(1)
+        self._request_numbers = itertools.count(1)
         self._places = asyncio.Semaphore(model.max_concurrency)
         limits = httpx.Limits(max_connections=model.max_concurrency, max_keepalive_connections=model.max_concurrency)
         timeout = httpx.Timeout(model.timeout_s, connect=min(model.timeout_s, CONNECT_TIMEOUT_S))
@@ -117,7 +122,10 @@ class EndpointClient:
         return logprobs
 
     async def chat(self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig) -> Reply:
-        """See ChatClient.chat. The server renders the messages by its model's template; any OpenAI-compatible one will do."""
+        """Return the server's reply to messages, which it renders by its model's template (ChatClient.chat).
+
+        Any OpenAI-compatible server will do.
+        """
         request: dict[str, Any] = {"messages": list(messages), "max_tokens": sampling.max_tokens, "seed": seed}
         request |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         request |= {name: value for name in ("stop", "stop_token_ids") if (value := getattr(sampling, name))}
@@ -133,10 +141,10 @@ class EndpointClient:
         )
 
     async def complete(self, request: dict[str, Any], path: str = "/completions") -> Answer:
-        """POST one request, and return the answer of the first server that gives one.
+        """POST one request to the servers in turn, and return the answer of the first that gives one.
 
-        Wait for a place first. Where every server fails, try them all again after a pause, up to
-        ``max_retries`` times.
+        At most ``max_concurrency`` requests are under way; others wait. Where every server fails, all
+        are tried again after a pause, up to ``max_retries`` times.
 
         Raises:
             RunError: a server refused or answered with rubbish, or every server failed at every
@@ -168,26 +176,30 @@ class EndpointClient:
         await self._http.aclose()
 
     def error(self, what: str, url: str) -> RunError:
-        """Return the error that the server at ``url`` did ``what``."""
+        """Return an error that names the model and its server at ``url``, followed by ``what`` it did."""
         return RunError(f"frozen model {self.model.name!r} at {url} {what}")
 
     def _choose(self, servers: Sequence[Server]) -> Server:
-        """Return the server to ask next: one whose time aside is over, or a working one, or any."""
+        """Return the server to ask next.
+
+        A server that is due to be tried again goes first, then working ones, then any: an answer to
+        the trial is what brings it back.
+        """
         now = asyncio.get_running_loop().time()
-        due = [server for server in servers if server.fault and server.due_s <= now]
+        due = [server for server in servers if server.fault and server.retry_from_s <= now]
         working = [server for server in servers if not server.fault]
-        chosen = min(due or working or servers, key=lambda server: (server.in_flight, server.last_turn))
-        chosen.last_turn = next(self._turns)
+        chosen = min(due or working or servers, key=lambda server: (server.in_flight, server.last_request))
+        chosen.last_request = next(self._request_numbers)
         return chosen
 
     async def _ask_server(self, server: Server, path: str, body: dict[str, Any]) -> Answer:
         """Send a request to one server, and note whether the server works.
 
         Raises:
-            ServerFault: it may be worth to ask another server, or this one later.
+            ServerFault: another server, or this one later, may succeed.
         """
         server.in_flight += 1
-        server.due_s = math.inf  # a single request tries a server that is set aside
+        server.retry_from_s = math.inf  # if it is set aside, no other request tries it meanwhile
         try:
             answer = await self._attempt(server.url, path, body)
         except ServerBusy:
@@ -197,7 +209,7 @@ class EndpointClient:
             raise
         finally:
             server.in_flight -= 1
-            server.due_s = asyncio.get_running_loop().time() + SET_ASIDE_S
+            server.retry_from_s = asyncio.get_running_loop().time() + SET_ASIDE_S
         self._bring_back(server)
         return answer
 
@@ -223,7 +235,7 @@ class EndpointClient:
         """
         try:
             response = await self._http.post(url + path, json=body, headers=_headers(self.model))
-        except LookupError as error:
+        except LookupError as error:  # of the model's api_key
             raise self.error(f"has no key: {self.model.api_key_env}: {error}", url) from None
         except httpx.TransportError as error:
             said = self.model.quoted(str(error))  # it may quote a broken answer
@@ -243,12 +255,12 @@ class EndpointClient:
             raise self.error(f"answered what is no completion: {self.model.quoted(response.text)}", url) from None
 
     def _wait_s(self, attempt: int) -> float:
-        # Drawn, so that requests that failed together don't come back together.
+        # Random, so that requests that failed together don't come back together.
         return min(self.model.backoff_s * 2 ** (attempt - 1), LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
 
 
 class EndpointSession:
-    """Implements rollouts.policy.PolicySession."""
+    """Session of one rollout with an EndpointClient (rollouts.policy.PolicySession). Its turns have seeds in a row."""
 
     stops_at_texts = True
 
@@ -260,7 +272,13 @@ class EndpointSession:
     async def generate(
         self, prompt_token_ids: np.ndarray, *, max_tokens: int, stop: Sequence[str] = (), seed: int | None = None
     ) -> Completion:
-        """The log-probabilities are what the server reports: by vLLM's default at temperature 1, whatever was sampled at."""
+        """Generate one turn's tokens, with the log-probabilities that the server reports.
+
+        vLLM's are at temperature 1 by default, whatever the sampling temperature.
+
+        Args:
+            seed: in place of the session's seed of this turn.
+        """
         sampling = self._sampling
         self._turn += 1
         answer = await self._client.complete(
@@ -284,7 +302,8 @@ class EndpointSession:
         try:
             token_ids = np.asarray(choice["token_ids"], np.int32)
             logprobs = np.asarray(choice["logprobs"]["token_logprobs"], np.float32)
-            if (finish_reason := choice["finish_reason"]) not in FINISH_REASONS:  # any text else, which is recorded
+            finish_reason = choice["finish_reason"]
+            if finish_reason not in FINISH_REASONS:  # it is recorded: not any text that a server sends
                 raise ValueError
         except (KeyError, TypeError, ValueError):
             what = "answered without token_ids, logprobs and finish_reason: is it a vLLM server?"
@@ -300,12 +319,12 @@ class EndpointSession:
 
 
 def _count(said: Any) -> int:
-    """0 where the server does not say it."""
+    """Return a reported count of tokens, or 0 where none is reported."""
     return said if isinstance(said, int) else 0
 
 
 def served_model(url: str, *, field: str, name: str | None, key_env: str | None, tokenizer_path: str) -> FrozenModel:
-    """Return the model behind a server, or behind several of one model.
+    """Ask one server, or several that serve one model, for that model, and return a reference to it.
 
     Args:
         url: the server's URL; several have commas between them.
@@ -317,8 +336,8 @@ def served_model(url: str, *, field: str, name: str | None, key_env: str | None,
     Raises:
         ConfigError: a server can't be asked, has no such model or several, or its tokenizer is another one.
     """
-    urls = tuple(url.split(","))
-    model = FrozenModel(name=name or "?", base_url=urls if len(urls) > 1 else url, api_key_env=key_env)
+    urls = tuple(part.strip() for part in url.split(","))
+    model = FrozenModel(name=name or "?", base_url=urls if len(urls) > 1 else urls[0], api_key_env=key_env)
     try:
         model.validate(field=field)
         model.api_key()
@@ -341,7 +360,7 @@ def served_model(url: str, *, field: str, name: str | None, key_env: str | None,
 
 
 def _names(model: FrozenModel, url: str, field: str) -> list[str]:
-    """Return the names of a server's models; none where it tells none and the model has a name already."""
+    """Return the names of a server's models; an empty list only where the model has a name already."""
     try:
         answer = _ask(model, "GET", f"{url}/models")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -360,7 +379,7 @@ def _names(model: FrozenModel, url: str, field: str) -> list[str]:
 
 
 def _listed(answer: httpx.Response) -> list[str]:
-    """Return the names in a server's list of models; none where the answer is no such list."""
+    """Return the names in a server's list of models; an empty list where the answer is no such list."""
     try:
         return [str(entry["id"]) for entry in answer.json()["data"]] if answer.status_code == 200 else []
     except (ValueError, KeyError, TypeError):
@@ -443,7 +462,10 @@ def _some(model: FrozenModel, names: list[str]) -> str:
 
 
 class FrozenClients:
-    """Reached through ``policy.frozen``. Whoever makes it admits the replicas of the hosted models to ``generators``."""
+    """Registry of the clients of frozen models, one for each distinct reference (``policy.frozen``).
+
+    Whoever makes it admits the replicas of each hosted model to that model's client in ``generators``.
+    """
 
     def __init__(
         self,
@@ -452,7 +474,8 @@ class FrozenClients:
         on_stopped: Callable[[str, int, str], None] = lambda path, replica, cause: None,
         **options: Any,
     ):
-        """
+        """Make a client for each hosted model. Those of servers are made when they are first asked for.
+
         Args:
             hosted: by path, what the run hosts.
             on_stopped: as GeneratorClient's; called with the path first.
@@ -466,6 +489,11 @@ class FrozenClients:
         self._endpoints: dict[tuple, EndpointClient] = {}
 
     def find(self, model: ModelReference) -> ModelClient:
+        """Return the client of a frozen model.
+
+        Raises:
+            RunError: the run does not host it, or it is no frozen model.
+        """
         if isinstance(model, FrozenModel):
             key = dataclasses.astuple(model)
             if key not in self._endpoints:
@@ -478,7 +506,7 @@ class FrozenClients:
         raise RunError(f"{type(model).__name__} is no frozen model: name a FrozenModel or a HostedModel")
 
     def fail(self, failure: RunError) -> None:
-        """Answer every open and future request to a hosted model with ``failure``."""
+        """Answer every open and future request to hosted models with ``failure``. Servers are not concerned."""
         for client in self.generators.values():
             client.fail(failure)
 
@@ -489,8 +517,7 @@ class FrozenClients:
 
 
 class HostedClient(GeneratorClient):
-    """Implements rollouts.policy.ModelClient over a Generator mesh that stays at its checkpoint, which is no version of the
-    policy."""
+    """Client of a frozen checkpoint that this run hosts (rollouts.policy.ModelClient). Its weights never change."""
 
     is_frozen = True
 
