@@ -1,5 +1,6 @@
 """For all tests."""
 
+import logging
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from torchtitan.experiments.rl.compat.monarch import keep_messages_as_written
 from torchtitan.experiments.rl.process.setup import set_up_process
 
 set_up_process()
@@ -20,6 +22,16 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # An example's time limit of its own would make a test depend on what else the machine does.
 settings.register_profile("here", deadline=None)
 settings.load_profile("here")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """Have ``caplog`` show each message as it was logged, whichever tests ran before in this process.
+
+    Once a test has used an actor of its own process, Monarch writes ``[actor=<root>]`` before every message of the tests after it.
+    """
+    for handler in logging.getLogger().handlers:
+        keep_messages_as_written(handler)
 
 
 @pytest.hookimpl(wrapper=True)
