@@ -37,6 +37,7 @@ from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.policy import ModelReference
 from torchtitan.experiments.rl.tasks import Dataset, MemoryRows, RowDataset, Task, question_task
 from torchtitan.experiments.rl.tasks.questions import QuestionTask
+from torchtitan.experiments.rl.training.recompute import CompiledFullAC
 
 CONFIGS = config_functions(DEFAULT_MODULE)
 
@@ -95,8 +96,8 @@ def shipped_config_classes() -> set[type]:
     add(ModelReference)
     for function in CONFIGS.values():
         found |= {type(holder) for holder, _, _, _ in fields_of(function()) if dataclasses.is_dataclass(holder)}
-    # The library fills in a model's config from its checkpoint: nobody sets it.
-    return {config_class for config_class in found if not builds_a_module(config_class)}
+    # Nobody sets these: the library reads a model's config from its checkpoint, and the learner makes the other one itself.
+    return {config_class for config_class in found - {CompiledFullAC.Config} if not builds_a_module(config_class)}
 
 
 def builds_a_module(config_class: type) -> bool:
