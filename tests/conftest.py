@@ -28,7 +28,7 @@ settings.load_profile("here")
 def pytest_runtest_call() -> None:
     """Have ``caplog`` show each message as it was logged, whichever tests ran before in this process.
 
-    Once a test has used an actor of its own process, Monarch writes ``[actor=<root>]`` before every message of the tests after it.
+    Once a test has used an actor of its own process, Monarch writes ``[actor=<root>]`` before every later message.
     """
     for handler in logging.getLogger().handlers:
         keep_messages_as_written(handler)
