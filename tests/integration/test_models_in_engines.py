@@ -7,7 +7,7 @@ A generator for each model, and one learner in this process, in float32.
 import asyncio
 import itertools
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,27 +15,20 @@ import numpy as np
 import pytest
 import torch
 import torchstore
-from monarch.actor import Channel
 
+from tests.integration.deliveries import LENGTH, deliver, random_tokens, sampler
 from tests.integration.learners import full, fused_config, learner_of, samples_of
 from tests.integration.models import MOE_MODEL
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
-from torchtitan.experiments.rl.generation.engine import GenerateRequest
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on
-from torchtitan.experiments.rl.process.host import host_identity
-from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.training.learner import Learner
-from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.reader import start_store
-from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
 
-LENGTH = 300
-"""Tokens of a prompt: many times as long as the Llama's unscaled rotary frequencies reach."""
 LLAMA, FUSED, MOE, ADAPTED = "Llama 3", "fused flavor of Qwen3", "mixture of experts", "adapters of a Llama 3"
 TWO = "two adapters of a Llama 3, in an engine of two processes"
 NAMES = ("code", "math")
@@ -80,44 +73,6 @@ def generators(models, tmp_path_factory) -> Iterator[dict[str, Any]]:
     made = asyncio.run(build())
     yield made
     asyncio.run(close(made))
-
-
-def random_tokens(count: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 768, count).astype(np.int32)
-
-
-async def sampler(generator: Any) -> Callable[..., Awaitable[tuple[np.ndarray, np.ndarray, set[int]]]]:
-    """Samples by seed, adapter and length of prompt. Returns prompt with completion, the engine's log-probabilities of the
-    completion, and the versions on its tokens."""
-    port, receiver = Channel.open()
-    await generator.attach.call_one(0, port)
-    ids = itertools.count()
-
-    async def sample(seed: int, adapter: str = "", length: int = LENGTH) -> tuple[np.ndarray, np.ndarray, set[int]]:
-        prompt = random_tokens(length, seed)
-        request = GenerateRequest(
-            request_id=next(ids),
-            prompt_token_ids=prompt,
-            sampling=SamplingConfig(max_tokens=40),
-            seed=seed,
-            stop_token_ids=[],
-            adapter=adapter,
-        )
-        generator.submit.broadcast([request])
-        async with asyncio.timeout(60):
-            (result,) = await receiver.recv()
-        completion = result.completion
-        return np.concatenate([prompt, completion.token_ids]), completion.logprobs, set(completion.policy_versions.tolist())
-
-    return sample
-
-
-async def deliver(learner: Learner, generator: Any, version: int, canary: np.ndarray) -> WeightReceipt:
-    publisher = SnapshotPublisher(rank=0, host=host_identity(), dtype=torch.float32)
-    publisher.write(version, learner.hub_tensors)
-    await publisher.announce(False)
-    await publisher.prove()
-    return await generator.update_weights.call_one(version, canary)
 
 
 async def test_adapters_that_add_nothing_leave_engine_and_trainer_as_they_are_bit_for_bit(

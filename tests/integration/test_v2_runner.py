@@ -4,13 +4,16 @@ Log-probabilities are compared with transformers', which reads the whole prefix.
 """
 
 import asyncio
+import itertools
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.integration.deliveries import deliver, random_tokens, sampler
 from tests.integration.fleets import (
     CANARY,
     SEATS,
@@ -23,13 +26,17 @@ from tests.integration.fleets import (
     prompt_of,
     running,
 )
-from tests.integration.learners import learner_of
+from tests.integration.learners import learner_of, samples_of
 from tests.integration.models import MOE_MODEL
 from tests.integration.test_router_replay import MOE, RoutedGenerator, assert_completions_have_their_experts
 from tests.v2_engine import ENVIRONMENT, V2EngineConfig
+from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.engine import GenerateRequest, ScoreRequest
+from torchtitan.experiments.rl.generation.generator import Generator
+from torchtitan.experiments.rl.models.lora import LoRA
+from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.operations import provision
 from torchtitan.experiments.rl.operations.provision import shut_down
 from torchtitan.experiments.rl.process.setup import launch_environment
@@ -38,19 +45,42 @@ from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 MAX_LEN = 256
 
 
-async def launched(procs: Any) -> None:
-    await procs.initialized
+def engine_config() -> V2EngineConfig:
+    return V2EngineConfig(max_model_len=MAX_LEN, max_num_seqs=SEATS, cpu_kv_cache_gib=0.01)
+
+
+def launched(name: str) -> Any:
+    """Return a mesh of one process in which Triton interprets its kernels."""
+
+    async def started(procs: Any) -> None:
+        await procs.initialized
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(provision, "launch_environment", lambda *given: launch_environment(*given) | ENVIRONMENT)
+        procs = provision.spawn_on(None, name, [Place(0, (min(os.sched_getaffinity(0)),))], "cpu")[0]
+        asyncio.run(started(procs))
+    return procs
+
+
+def serving(procs: Any, actor: Any) -> Iterator[Any]:
+    """Set up a generator for a fixture, and end it with its process."""
+
+    async def set_up() -> None:
+        await actor.setup.call_one()
+
+    async def close() -> None:
+        await shut_down([actor], [procs])
+
+    asyncio.run(set_up())
+    yield actor
+    asyncio.run(close())
 
 
 @pytest.fixture(scope="module")
 def fleet(untied_model, tmp_path_factory) -> Iterator[Fleet]:
-    """One replica."""
-    engine = V2EngineConfig(max_model_len=MAX_LEN, max_num_seqs=SEATS, cpu_kv_cache_gib=0.01)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(provision, "launch_environment", lambda *given: launch_environment(*given) | ENVIRONMENT)
-        procs = provision.spawn_on(None, "generator", [Place(0, (min(os.sched_getaffinity(0)),))], "cpu")[0]
-        asyncio.run(launched(procs))
-    yield from running(procs, GeneratorConfig(engine=engine), untied_model, str(tmp_path_factory.mktemp("v2")))
+    """One replica, and the store that every test of this file publishes to."""
+    config, run_dir = GeneratorConfig(engine=engine_config()), str(tmp_path_factory.mktemp("v2"))
+    yield from running(launched("generator"), config, untied_model, run_dir)
 
 
 def request(fleet: Fleet, prompt: np.ndarray, tokens: int, *, seed: int = 0, **sampling: Any) -> GenerateRequest:
@@ -171,26 +201,49 @@ async def test_whole_blocks_of_a_prompt_are_cached_for_their_version_alone(fleet
 
 @pytest.fixture(scope="module")
 def routed(tmp_path_factory) -> Iterator[RoutedGenerator]:
-    engine = V2EngineConfig(max_model_len=MAX_LEN, max_num_seqs=SEATS, cpu_kv_cache_gib=0.01)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(provision, "launch_environment", lambda *given: launch_environment(*given) | ENVIRONMENT)
-        procs = provision.spawn_on(None, "routed", [Place(0, (min(os.sched_getaffinity(0)),))], "cpu")[0]
-        asyncio.run(launched(procs))
-    options = dict(model_path=str(MOE_MODEL), device="cpu", run_dir=str(tmp_path_factory.mktemp("routed")), routes=True)
-    actor = procs.spawn("routed", SwitchedGenerator, GeneratorConfig(engine=engine), **options)
-
-    async def set_up() -> None:
-        await actor.setup.call_one()
-
-    async def close() -> None:
-        await shut_down([actor], [procs])
-
-    asyncio.run(set_up())
-    yield RoutedGenerator(actor)
-    asyncio.run(close())
+    procs, options = launched("routed"), dict(model_path=str(MOE_MODEL), device="cpu", routes=True)
+    config, run_dir = GeneratorConfig(engine=engine_config()), str(tmp_path_factory.mktemp("routed"))
+    actor = procs.spawn("routed", SwitchedGenerator, config, run_dir=run_dir, **options)
+    for served in serving(procs, actor):
+        yield RoutedGenerator(served)
 
 
 async def test_the_v2_runner_returns_the_experts_of_each_token(routed, one_rank, tmp_path):
     learner = learner_of(tmp_path, **MOE)
     await assert_completions_have_their_experts(routed, learner)
+    learner.close()
+
+
+# ---- adapters
+
+LORA, ADAPTERS = LoRA.Config(rank=3, alpha=6), ("code", "math")
+ADAPTED_VERSION = 1000
+"""Later than any version that the fleet's tests publish to the same store."""
+
+
+@pytest.fixture(scope="module")
+def adapted(llama_model, fleet, tmp_path_factory) -> Iterator[Any]:
+    """A generator that serves two adapters of a Llama 3."""
+    procs, config = launched("adapted"), GeneratorConfig(engine=engine_config())
+    options = dict(model_path=llama_model, device="cpu", adapters=dict.fromkeys(ADAPTERS, LORA.rank))
+    actor = procs.spawn("adapted", Generator, config, run_dir=str(tmp_path_factory.mktemp("adapted")), **options)
+    yield from serving(procs, actor)
+
+
+async def test_the_v2_runner_serves_two_adapters_each_to_its_own_requests(adapted, llama_model, one_rank, tmp_path):
+    """Each adapter is asked twice for the same prompts of several chunks, with and without a prefix in the cache."""
+    model = ModelConfig(hf_assets_path=llama_model)
+    learner = learner_of(tmp_path, model=model, lr=0.1, lora=LORA, adapters=ADAPTERS)
+    samples = [replace(sample, adapter=ADAPTERS[index % 2]) for index, sample in enumerate(samples_of(16))]
+    learner.forward_backward(Batcher.Config(row_length=512).build().plan(samples, 1).microbatches[0], 0)
+    learner.optim_step()
+    canary, sample = random_tokens(8), await sampler(adapted, max_tokens=8)
+    receipt = await deliver(learner, adapted, ADAPTED_VERSION, canary)
+    assert_agree(receipt.canary_logprobs, learner.canary(canary))
+    for seed, adapter in itertools.product((1, 1, 2), ADAPTERS):
+        tokens, sampled, versions = await sample(seed, adapter, length=150)
+        assert versions == {ADAPTED_VERSION} and len(sampled) == 8
+        (other,) = set(ADAPTERS) - {adapter}
+        assert_agree(sampled, learner.score(tokens, adapter)[150:])
+        assert np.abs(sampled - learner.score(tokens, other)[150:]).max() > 0.1
     learner.close()
