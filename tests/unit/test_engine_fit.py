@@ -105,6 +105,20 @@ def test_an_argument_that_the_library_sets_is_refused_by_the_name_of_its_field()
         VLLMEngineConfig(args={"seed": object()}).validate(field="generator.engine")
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"), [("pipeline_parallel_size", 2), ("data_parallel_size", 2), ("enable_expert_parallel", True)]
+)
+def test_an_engine_divided_otherwise_than_by_tensor_parallelism_is_refused(argument, value):
+    message = rf"^generator.engine.args.{argument} = {value}: .*set generator.engine.tensor_parallel_degree$"
+    with pytest.raises(ConfigError, match=message):
+        VLLMEngineConfig(args={argument: value}).validate(field="generator.engine")
+
+
+def test_an_argument_that_divides_nothing_is_accepted():
+    args = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False}
+    VLLMEngineConfig(args=args).validate(field="generator.engine")
+
+
 def test_arguments_that_are_set_here_are_those_that_no_user_may_give():
     seen: dict = {}
 

@@ -68,6 +68,17 @@ OWN_ARGUMENTS = {
 }
 """vLLM's arguments that are not for ``VLLMEngineConfig.args``, and the field that sets each; None: the library itself does."""
 
+OTHER_DIVISIONS = {
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "decode_context_parallel_size": 1,
+    "prefill_context_parallel_size": 1,
+    "enable_expert_parallel": False,
+    "enable_eplb": False,
+}
+"""vLLM's arguments that divide a model otherwise than by tensor parallelism, each with its value where it divides nothing.
+Weights are delivered to tensor-parallel engines alone, and proven there."""
+
 
 @dataclass(kw_only=True, slots=True)
 class VLLMEngineConfig(EngineConfig):
@@ -142,6 +153,10 @@ class VLLMEngineConfig(EngineConfig):
             if name in self.args:
                 set_by = f"{field}.{owner}" if owner else "the library"
                 raise ConfigError(f"{field}.args.{name}", self.args[name], f"is set by {set_by}: leave it out here")
+        for name, undivided in OTHER_DIVISIONS.items():
+            if self.args.get(name, undivided) != undivided:
+                cure = f"weights reach tensor-parallel engines alone: leave it out, and set {field}.tensor_parallel_degree"
+                raise ConfigError(f"{field}.args.{name}", self.args[name], cure)
         try:
             json.dumps(self.args)
         except TypeError as error:
