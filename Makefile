@@ -30,6 +30,8 @@ test: $(STAMP) ## all tests; WORKERS=0 runs one at a time
 test-all: test ## all tests, then the matrices that take longer than a change can wait (CONTRIBUTING.md lists them)
 	.venv/bin/python -m tests.zoo
 	.venv/bin/python -m tests.sabotage
+	.venv/bin/python -m tests.sabotage --adapters
+	.venv/bin/python -m tests.sabotage --experts
 	.venv/bin/python -m tests.fake_step
 	.venv/bin/python -m tests.first_steps
 	.venv/bin/python tests/resume_matrix.py --kills 10 --seed 0

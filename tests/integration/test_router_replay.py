@@ -93,7 +93,7 @@ def test_a_routers_gradient_with_replay_is_that_of_finite_differences(exact):
 
 def test_prefix_trees_whose_routes_part_anywhere_are_the_samples_apart(exact):
     learner, trees = exact(**MOE), 0
-    for seed in range(300):
+    for seed in range(100):
         samples = random_routed(seed * 100, 2 + seed % 9, LAYERS)
         layout = dict(row_length=256, rows_per_microbatch=4)
         (batch,) = Batcher.Config(**layout).build().plan(samples, 1).microbatches[0]
@@ -104,7 +104,7 @@ def test_prefix_trees_whose_routes_part_anywhere_are_the_samples_apart(exact):
         scale = max(float(gradient.abs().max()) for gradient in apart[1].values())
         # torchtitan rotates queries and keys in float32.
         assert_same(together[1], apart[1], rtol=1e-6, atol=1e-7 * scale)
-    assert trees > 200
+    assert trees > 60
     learner.close()
 
 
