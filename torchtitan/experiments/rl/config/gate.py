@@ -120,8 +120,8 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
         name = str(command.config_name)
         start.run_dir = make_run_folder(command.run_dir, config.output_dir, name, keep=not dry_run, may_hold=job.files)
     start.plan, start.script = plan, job.script(command.words_in(start.run_dir), start.run_dir, plan.hosts)
-    renderer = next((renderer_name(task.renderer) for task in tasks.values()), None)
-    if config.renderer.name == AUTO and renderer == DEFAULT and not dry_run:
+    renderer = next((task.renderer for task in tasks.values()), None)
+    if config.renderer.name == AUTO and renderer is not None and renderer_name(renderer) == DEFAULT and not dry_run:
         lines.append("renderer    default: no family's makes the prompts that the tokenizer's own template does")
     for line in lines:
         write_line(sys.stdout, printable_line(line))
@@ -143,6 +143,8 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
     warnings = [_checkpoint_warning(config, checkpoint_s), trial.learning_rate_warning(config, plan.sizes.parameters)]
     if config.generator.engine.warning is not None:
         warnings.append(f"generator.engine.{config.generator.engine.warning}")
+    if renderer is not None:
+        warnings.append(trial.turn_end_warning(config))
     warnings += [
         *(task.examples_warning for task in tasks.values()),
         *(line for seen in tried.values() for line in seen.warnings()),

@@ -22,7 +22,7 @@ from torchtitan.experiments.rl.config.checks import call_part
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.data.dataset import fault_of_example
 from torchtitan.experiments.rl.data.rows import RowDataset
-from torchtitan.experiments.rl.envs.renderer import AUTO, build_renderer, renderer_name
+from torchtitan.experiments.rl.envs.renderer import AUTO, build_renderer, renderer_name, template_turn_end
 from torchtitan.experiments.rl.errors import ConfigError, inside, user_code
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
 from torchtitan.experiments.rl.printable import printable_line, text_of
@@ -101,7 +101,8 @@ def checked_renderer(config: RunConfig) -> Renderer:
     """The renderer of the policy's tokenizer.
 
     Raises:
-        ConfigError: no such renderer, the tokenizer can't be loaded, or it has ids that the model does not have.
+        ConfigError: no such renderer, the tokenizer can't be loaded, nothing says where the model's turn ends, or the folder
+            names ids that the model does not have.
     """
     path = config.model.hf_assets_path
     try:
@@ -119,6 +120,9 @@ def checked_renderer(config: RunConfig) -> Renderer:
             raise ConfigError(
                 f"tasks.{name}.sampling.stop_token_ids", last, f"the model has {vocab_size} ids: name one of those"
             )
+    if (last := max(renderer.get_stop_token_ids())) >= vocab_size:
+        cure = f"it ends a turn at the id {last}, and the model has {vocab_size} ids: see eos_token_id in its config files"
+        raise ConfigError("model.hf_assets_path", path, cure)
     if highest >= vocab_size:
         cure = f"its tokenizer has the id {highest}, and the model a vocab_size of {vocab_size}: they are of different models"
         raise ConfigError("model.hf_assets_path", path, cure)
@@ -452,12 +456,27 @@ def learning_rate_warning(config: RunConfig, parameters: int) -> str | None:
     )
 
 
-def shown_tasks(config: RunConfig, tried: Mapping[str, Trial], *, renderer: str | None) -> list[str]:
+def turn_end_warning(config: RunConfig) -> str | None:
+    """Return what a person should know where the model may end its turns with a text, which no stop token is."""
+    tokenizer = AutoTokenizer.from_pretrained(config.model.hf_assets_path, local_files_only=True)
+    if not tokenizer.chat_template or template_turn_end(tokenizer) is not None:
+        return None
+    open_ended = [name for name, task in config.tasks.items() if not task.sampling.stop and not task.sampling.stop_token_ids]
+    if not open_ended:
+        return None
+    return (
+        f"model.hf_assets_path = {config.model.hf_assets_path!r}: its chat template ends the model's turn with no token of its "
+        "tokenizer; if the model writes a text there, replies run to their limit: name that text in "
+        f"tasks.{open_ended[0]}.sampling.stop"
+    )
+
+
+def shown_tasks(config: RunConfig, tried: Mapping[str, Trial], *, renderer: Renderer | None) -> list[str]:
     """Lines for people, safe to print.
 
     Args:
         tried: what the preflight saw of the tasks that it could try.
-        renderer: the name of the renderer; None: there is no tokenizer to build it of.
+        renderer: None where there is no tokenizer to build it of.
     """
     optimizer, schedule = config.trainer.optimizer, config.trainer.lr_scheduler
     lines = [
@@ -465,11 +484,17 @@ def shown_tasks(config: RunConfig, tried: Mapping[str, Trial], *, renderer: str 
         f"learning rate  {optimizer.lr:g}, {schedule.warmup_steps} steps of warm-up",
     ]
     if renderer is not None:
-        lines.append(f"renderer       {renderer}{' (auto: the one that fits the tokenizer)' * (config.renderer.name == AUTO)}")
+        chosen = " (auto: the one that fits the tokenizer)" * (config.renderer.name == AUTO)
+        lines.append(f"renderer       {renderer_name(renderer)}{chosen}")
+        tokenizer = AutoTokenizer.from_pretrained(config.model.hf_assets_path, local_files_only=True)
+        stops = [f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in renderer.get_stop_token_ids()]
+        lines.append(f"turn ends      at {', '.join(stops)}")
     for name, task in config.tasks.items():
         parts = f"{built_class(task).__name__}, {built_class(task.algorithm).__name__}, groups of {task.group_size}"
         limits = f"{task.env.max_turns} turns and {task.env.max_rollout_tokens:,} tokens a rollout at most"
         lines.append(f"task           {name}: {parts}, {limits}")
+        if more := [*map(repr, task.sampling.stop), *map(str, task.sampling.stop_token_ids)]:
+            lines.append(f"turn ends      of {name} at {', '.join(more)} too")
         if (trial := tried.get(name)) is not None and trial.prompt:
             ids = trial.prompt_token_ids
             lines.append(f"prompt         the first of {name}, {len(ids)} tokens, as the model sees it:")

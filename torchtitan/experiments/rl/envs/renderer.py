@@ -1,13 +1,14 @@
 """Builds the renderer, which alone depends on a model's chat template."""
 
 import contextlib
+import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import renderers
-from renderers import Message, Renderer, ToolSpec
+from renderers import Message, ParsedResponse, RenderedTokens, Renderer, ToolSpec
 from transformers import AutoTokenizer
 
 from torchtitan.experiments.rl.errors import ConfigError
@@ -31,6 +32,10 @@ _PROBES: tuple[tuple[list[Message], list[ToolSpec]], ...] = (
     ([_QUESTION], [_TOOL]),
 )
 """Prompts by which "auto" compares a family's renderer with the tokenizer's own template."""
+_REPLY: Message = {"role": "assistant", "content": "The answer is 42."}
+"""Reply behind which a template's end of the assistant's turn is looked for."""
+_GENERATION_FILES = ("generation_config.json", "config.json")
+"""Files that name the ids at which generation ends. The second is read where the first is not there."""
 _NEVER_PICKED = (DEFAULT, "gpt-oss")
 """gpt-oss downloads a vocabulary when it is built, so it has to be named."""
 SHORT_TEXT = 64
@@ -57,8 +62,11 @@ class RendererConfig:
 def build_renderer(config: RendererConfig, tokenizer_path: str | Path) -> Renderer:
     """Make the renderer from a local tokenizer folder, without asking the hub.
 
+    Its stop tokens are those of the renderer, of the tokenizer, of the folder's generation config and of the chat template.
+
     Raises:
-        ConfigError: no such folder or renderer name, or the renderer and the tokenizer don't fit.
+        ConfigError: no such folder or renderer name, the renderer and the tokenizer don't fit, or nothing says which token ends
+            the model's turn.
     """
     classes = _config_classes()
     if config.name not in (AUTO, *classes):
@@ -77,14 +85,124 @@ def build_renderer(config: RendererConfig, tokenizer_path: str | Path) -> Render
         raise ConfigError("renderer.name", config.name, cure)
     _remember_short_texts(tokenizer)
     if config.name == AUTO:
-        return _fitting(config, tokenizer)
+        return _with_all_stops(_fitting(config, tokenizer), tokenizer, Path(tokenizer_path))
     try:
-        return _made(config, config.name, tokenizer)
+        return _with_all_stops(_made(config, config.name, tokenizer), tokenizer, Path(tokenizer_path))
     # The package asserts that the tokenizer has the template's special tokens.
     except (AssertionError, ValueError) as error:
         cause = " ".join(str(error).split())
         cure = f'does not fit the tokenizer in {tokenizer_path}: {cause}; "{AUTO}" takes the one that fits'
         raise ConfigError("renderer.name", config.name, cure) from error
+
+
+class StopRenderer:
+    """Renderer whose turns end at more tokens than those that its family, or the tokenizer, knows of.
+
+    A fine-tuned model may end its turn at <|im_end|>, and its tokenizer still name the <|endoftext|> of its base as the end.
+    """
+
+    def __init__(self, renderer: Renderer, stop_token_ids: list[int]):
+        self._renderer = renderer
+        self._stop_token_ids = stop_token_ids
+        self._unknown = set(stop_token_ids) - set(renderer.get_stop_token_ids())
+        """Stop tokens that the wrapped renderer would read as a part of the reply."""
+        self.config = getattr(renderer, "config", None)
+        self.supports_tools = getattr(renderer, "supports_tools", True)
+
+    @property
+    def is_prefix_stable(self) -> bool:
+        return self._renderer.is_prefix_stable
+
+    def get_stop_token_ids(self) -> list[int]:
+        return self._stop_token_ids
+
+    def parse_response(
+        self, token_ids: list[int], *, tools: list[ToolSpec] | None = None, prompt_ids: list[int] | None = None
+    ) -> ParsedResponse:
+        end = next((place for place, token in enumerate(token_ids) if token in self._unknown), len(token_ids))
+        return self._renderer.parse_response(token_ids[:end], tools=tools, prompt_ids=prompt_ids)
+
+    def render(
+        self, messages: list[Message], *, tools: list[ToolSpec] | None = None, add_generation_prompt: bool = False
+    ) -> RenderedTokens:
+        return self._renderer.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    def render_ids(
+        self, messages: list[Message], *, tools: list[ToolSpec] | None = None, add_generation_prompt: bool = False
+    ) -> list[int]:
+        return self._renderer.render_ids(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Message],
+        *,
+        tools: list[ToolSpec] | None = None,
+    ) -> RenderedTokens | None:
+        return self._renderer.bridge_to_next_turn(previous_prompt_ids, previous_completion_ids, new_messages, tools=tools)
+
+
+def _with_all_stops(renderer: Renderer, tokenizer: Any, folder: Path) -> Renderer:
+    """Return a renderer that ends a turn at every token that the model's folder names as its end.
+
+    Raises:
+        ConfigError: there is no such token.
+    """
+    known = renderer.get_stop_token_ids()
+    turn_end = template_turn_end(tokenizer)
+    # Scripted replies end at the first of them, which the default renderer does not know by itself.
+    first = [turn_end, *known] if renderer_name(renderer) == DEFAULT else [*known, turn_end]
+    named = [*first, tokenizer.eos_token_id, *_generation_ends(folder)]
+    stops = [token for token in dict.fromkeys(named) if token is not None]
+    if not stops:
+        cure = (
+            "nothing in it says which token ends the model's turn, neither its tokenizer's eos_token nor eos_token_id of its "
+            "generation_config.json, and its chat template writes no such token: add one of these"
+        )
+        raise ConfigError("tokenizer_path", str(folder), cure)
+    return renderer if set(stops) == set(known) else StopRenderer(renderer, stops)
+
+
+def template_turn_end(tokenizer: Any) -> int | None:
+    """Return the token with which the chat template ends the assistant's turn, or None where it writes none.
+
+    The turn ends with the first token after the reply that is no ordinary text. Templates that write none after the last reply
+    end it with the header of the next message.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    control = {token for token, added in tokenizer.added_tokens_decoder.items() if added.content.strip()}
+    for following in ([], [_QUESTION]):
+        with contextlib.suppress(Exception):  # a template may refuse a conversation, each in its own way
+            text = tokenizer.apply_chat_template([_QUESTION, _REPLY, *following], tokenize=False)
+            _, _, after_reply = text.rpartition(_REPLY["content"])
+            ids = tokenizer.encode(after_reply, add_special_tokens=False) if after_reply != text else []
+            if (end := next((token for token in ids if token in control), None)) is not None:
+                return end
+    return None
+
+
+def _generation_ends(folder: Path) -> list[int]:
+    """Return ``eos_token_id`` of the folder's generation config, one or several ids.
+
+    Raises:
+        ConfigError: the file can't be read, or its field holds no ids.
+    """
+    file = next((folder / name for name in _GENERATION_FILES if (folder / name).is_file()), None)
+    if file is None:
+        return []
+    try:
+        value = json.loads(file.read_bytes()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError("tokenizer_path", str(folder), f"its {file.name} can't be read: {error}") from error
+    if value is None:
+        return []
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        cure = f"its {file.name} has eos_token_id = {value!r}, want an id or a list of ids"
+        raise ConfigError("tokenizer_path", str(folder), cure)
+    return ids
 
 
 def renderer_name(renderer: Renderer) -> str:
