@@ -1,6 +1,7 @@
 """Adapters: which matrices have them, what they are outside of the trainer, and the folders that are read and written."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.models.lora import (
     Adapters,
     LoRA,
+    adapter_shapes,
     trained_state,
     write_adapter,
     write_merged,
@@ -145,17 +147,28 @@ def test_a_peft_folder_is_read_as_it_was_written(tmp_path):
         assert torch.equal(tensor, tensors[name]), name
 
 
-def test_an_adapter_of_some_matrices_leaves_the_others_at_zero(tmp_path):
+def test_an_adapter_of_some_matrices_asks_for_these_as_targets(tmp_path):
     lora = LoRA.Config(rank=4)
     tensors = {name: tensor for name, tensor in built(lora)[2].peft()[""].items() if "q_proj" in name}
     write_adapter(tmp_path / "adapter", tensors, lora, base=PATH)
-    _, _, adapters = built(LoRA.Config(rank=4, init_from=str(tmp_path / "adapter")))
+    whole = LoRA.Config(rank=4, init_from=str(tmp_path / "adapter"))
+    with pytest.raises(ConfigError, match=r"lacks 48 of the 56 tensors.*train the matrices that it has: .*targets wq$"):
+        built(whole)[2].start()
+    _, _, adapters = built(replace(whole, targets=("wq",)))
     adapters.start()
-    for name, tensor in adapters.peft()[""].items():
-        if name in tensors:
-            assert torch.equal(tensor, tensors[name])
-        elif "lora_B" in name:
-            assert not tensor.any()
+    started = adapters.peft()[""]
+    assert started.keys() == tensors.keys() and all(torch.equal(started[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("kind", ["folder", "llama", "fused"])
+@pytest.mark.parametrize("targets", ["all-linear", ("wo", "w1")])
+def test_the_shapes_of_a_peft_folder_are_known_before_a_model_is_made(kind, targets, tmp_path):
+    llama = ModelConfig(hf_assets_path=llama_folder(tmp_path / "llama", num_key_value_heads=2))
+    model = {"folder": FOLDER, "llama": llama, "fused": FUSED}[kind]
+    lora = LoRA.Config(rank=3, targets=targets)
+    _, spec, adapters = built(lora, model)
+    shapes = {name: shape for of_target in adapter_shapes(spec, lora).values() for name, shape in of_target.items()}
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in adapters.peft()[""].items()}
 
 
 @pytest.mark.parametrize(
@@ -166,8 +179,8 @@ def test_an_adapter_of_some_matrices_leaves_the_others_at_zero(tmp_path):
         (dict(use_dora=True), "use_dora"),
         (dict(r=None), "no folder of PEFT"),
         (dict(rename=("q_proj", "x_proj")), "x_proj.*trainer.lora.targets"),
-        (dict(cut="q_proj"), "do not fit"),
-        (dict(torn=True), "can't be read"),
+        (dict(cut="q_proj"), "does not fit"),
+        (dict(torn=True), "is no readable safetensors file"),
     ],
 )
 def test_a_peft_folder_that_does_not_fit_is_refused_by_what_is_wrong(tmp_path, change, named):

@@ -11,7 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.rl.config.command_line import Command, find_model, load_config, parse_with_own, served_by
+from torchtitan.experiments.rl.config.command_line import (
+    Command,
+    check_whole_policy,
+    find_model,
+    load_config,
+    parse_with_own,
+    served_by,
+)
 from torchtitan.experiments.rl.config.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
@@ -112,6 +119,7 @@ def _prepare(options: argparse.Namespace, command: Command) -> list[Any]:
 
     find_model(command)
     config = measure.evaluated_config(load_config(command), tasks=options.tasks, attempts=options.attempts)
+    check_whole_policy(options, config)
     keep_imported()
 
     endpoints = [None if options.endpoint is None else served_by(options, options.endpoint, "--endpoint", config)]
@@ -119,7 +127,9 @@ def _prepare(options: argparse.Namespace, command: Command) -> list[Any]:
     if options.against is not None:
         is_url = options.against.startswith(("http://", "https://"))
         endpoints.append(served_by(options, options.against, "--against", config) if is_url else None)
-        model = config.model if is_url else replace(config.model, hf_assets_path=model_folder(options.against))
+        model = (
+            config.model if is_url else replace(config.model, hf_assets_path=model_folder(options.against, field="--against"))
+        )
         configs.append(replace(config, model=model))
     plans = [measure.checked_plan(config, endpoint) for config, endpoint in zip(configs, endpoints, strict=True)]
     folder = Path(make_run_folder(command.run_dir, config.output_dir, f"evaluate-{command.config_name}", keep=True))

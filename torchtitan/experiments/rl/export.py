@@ -1,6 +1,7 @@
-"""Turns a checkpoint into a hub folder, which transformers loads and ``--model FOLDER`` begins a run with::
+"""Turns a checkpoint, or a PEFT folder and its base, into a hub folder, which transformers loads and every command takes::
 
     python -m torchtitan.experiments.rl.export RUN_OR_CHECKPOINT --to FOLDER [--push-to-hub NAME]
+    python -m torchtitan.experiments.rl.export PEFT_FOLDER --to FOLDER [--model BASE]
 
 Exit codes: 0 done; 1 the folder is whole and was not pushed; 2 nothing was written.
 """
@@ -12,8 +13,9 @@ from pathlib import Path
 import msgspec
 
 from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
-from torchtitan.experiments.rl.config.hub import push
+from torchtitan.experiments.rl.config.hub import model_folder, push
 from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.models.hub import HubConfig, is_adapter
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.setup import of_command, quiet_libraries, run_command, set_up_process
@@ -41,7 +43,9 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m torchtitan.experiments.rl.export", description="Turn a checkpoint of a run into a hub folder."
     )
     options.add_argument(
-        "checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run folder (its newest checkpoint), or a checkpoint"
+        "checkpoint",
+        metavar="RUN_OR_CHECKPOINT",
+        help="a run folder (its newest checkpoint), or a checkpoint; or a folder of PEFT, which is merged into its base",
     )
     options.add_argument(
         "--to",
@@ -58,13 +62,15 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--push-to-hub", metavar="NAME", help="upload it to this model of the hub, such as me/my-model")
     options.add_argument(
-        "--model", metavar="FOLDER", help="the hub folder of the model that the run began with, if it has moved since"
+        "--model",
+        metavar="FOLDER",
+        help="the hub folder of the model that the run began with, if it has moved since; of a PEFT folder the base",
     )
     return options
 
 
 def _export(options: argparse.Namespace, target: Path) -> Path:
-    """Returns the checkpoint's folder."""
+    """Return what was exported: the checkpoint's folder, or the PEFT folder."""
     from torchtitan.experiments.rl.checkpointing.folder import TRAINER_FOLDER
     from torchtitan.experiments.rl.config.resume import find_checkpoint, read_saved
     from torchtitan.experiments.rl.models.lora import LoRA
@@ -72,7 +78,14 @@ def _export(options: argparse.Namespace, target: Path) -> Path:
     from torchtitan.experiments.rl.training.checkpoints import export_checkpoint
 
     given: str = options.checkpoint
+    if is_adapter(given):
+        if options.adapter:
+            raise ConfigError("--adapter", True, f"{given} is a folder of PEFT already: leave it out")
+        _merge(given, options.model, target)
+        return Path(given)
     run_dir, checkpoint = find_checkpoint(given)
+    if options.model is not None:
+        HubConfig.read(options.model, field="--model")
     _, config = read_saved(run_dir, checkpoint)
     values, trainer = (config or {}).get("model"), (config or {}).get("trainer")
     if config is None or not isinstance(values, dict):
@@ -86,6 +99,16 @@ def _export(options: argparse.Namespace, target: Path) -> Path:
     model = ModelConfig(hf_assets_path=options.model or values["hf_assets_path"], flavor=values.get("flavor"))
     export_checkpoint(checkpoint / TRAINER_FOLDER, model, target, lora=lora, names=names, adapter=options.adapter)
     return checkpoint
+
+
+def _merge(given: str, base: str | None, target: Path) -> None:
+    """Merge the PEFT folder ``given`` into ``base``, or into the model that it names itself as its base."""
+    from torchtitan.experiments.rl.models.lora import adapter_base, merge_adapter
+
+    name = base or adapter_base(Path(given), field="RUN_OR_CHECKPOINT")
+    folder = model_folder(name, field="--model")
+    HubConfig.read(folder, field="--model")
+    merge_adapter(Path(given), Path(folder), target, field="RUN_OR_CHECKPOINT")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,14 @@ Exit codes: 0 the rollouts ended, or the person ended the session; 1 a rollout f
 import argparse
 from pathlib import Path
 
-from torchtitan.experiments.rl.config.command_line import Command, find_model, load_config, parse_with_own, served_by
+from torchtitan.experiments.rl.config.command_line import (
+    Command,
+    check_whole_policy,
+    find_model,
+    load_config,
+    parse_with_own,
+    served_by,
+)
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.setup import of_command, quiet_libraries, run_command, set_up_process
@@ -55,6 +62,7 @@ def _play(known: argparse.Namespace, command: Command) -> int:
 
         find_model(command)
         config = load_config(command)
+        check_whole_policy(known, config)
         task = known.task or next(iter(config.tasks))
         if task not in config.tasks:
             raise ConfigError("--task", task, f"name one of {', '.join(config.tasks)}")

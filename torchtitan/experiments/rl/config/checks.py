@@ -24,7 +24,7 @@ from torchtitan.experiments.rl.generation.judge import Judge
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, find_references, hosted_models
 from torchtitan.experiments.rl.losses import check_corrections
 from torchtitan.experiments.rl.models.hub import HubConfig, check_weights, has_config
-from torchtitan.experiments.rl.models.lora import with_lora
+from torchtitan.experiments.rl.models.lora import adapter_shapes, check_adapter, with_lora
 from torchtitan.experiments.rl.models.policy import (
     FAMILIES,
     ModelConfig,
@@ -228,6 +228,18 @@ def check_model_folder(model: ModelConfig) -> None:
     check_weights(path, hub_shapes(policy_spec(model, device="cpu", max_seq_len=1)), field=field)
     if not any(Path(path).glob("tokenizer*.json")):
         raise MissingError(field, path, "has no tokenizer (tokenizer*.json); download the whole model")
+
+
+def check_first_adapters(config: RunConfig) -> None:
+    """Compare the adapters that training begins with, where the config names some, with those of the model.
+
+    Raises:
+        ConfigError: the folder has no adapters, or others, or not all of them.
+    """
+    lora = config.trainer.lora
+    if lora is not None and lora.init_from is not None:
+        spec = policy_spec(config.model, device="cpu", max_seq_len=1, lora=lora)
+        check_adapter(Path(lora.init_from), lora, adapter_shapes(spec, lora))
 
 
 def check_hosted_model(model: HostedModel, *, field: str) -> None:

@@ -10,21 +10,26 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import tyro
 
 from torchtitan.experiments.rl.bounds import walk
-from torchtitan.experiments.rl.config.hub import model_folder, words_of_run
+from torchtitan.experiments.rl.config.hub import adapter_folder, model_folder, words_of_run
 from torchtitan.experiments.rl.errors import ConfigError, cause_of, user_code
 from torchtitan.experiments.rl.observability.console import typed_command
 
 DEFAULT_MODULE = "torchtitan.experiments.rl.config_registry"
 
-OF_A_RUN = ("--resume", "--init-from", "--dry-run", "--list")
+OF_A_RUN = ("--resume", "--init-from", "--push-to-hub", "--dry-run", "--list")
 """Options that mean nothing to a tool."""
+OF_TRAINING = (*OF_A_RUN, "--init-adapter", "--gpus")
+"""Options that mean nothing to a tool that trains nothing, and asks one model."""
+MERGE = (
+    "whole models are asked here, and it would be left out: `{} ADAPTER --to FOLDER` merges it into its base for --model FOLDER"
+)
+"""Way to ask a model with an adapter where nothing is trained, with the command of an export."""
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -99,7 +104,7 @@ def parse_command(arguments: list[str]) -> Command:
     add(
         "--init-adapter",
         metavar="FOLDER",
-        help="train adapters, which begin as those of this PEFT folder, with its rank and alpha",
+        help="train adapters, with the rank and alpha of this PEFT folder or of this run's newest policy, and begin with those",
     )
     add("--push-to-hub", metavar="NAME", help="at the end upload the policy to this model of the hub")
     known, overrides = own_options(parser, arguments)
@@ -116,8 +121,11 @@ def parse_command(arguments: list[str]) -> Command:
     if known.init_adapter is not None:
         from torchtitan.experiments.rl.models.lora import adapter_sizes  # torch: seconds
 
-        rank, alpha = adapter_sizes(Path(known.init_adapter), field="--init-adapter")
-        given = {"rank": rank, "alpha": alpha, "init-from": os.path.abspath(known.init_adapter)}
+        if known.init_from is not None:
+            raise ConfigError("--init-from", known.init_from, "the adapters begin as --init-adapter's: leave one of them out")
+        adapter = adapter_folder(known.init_adapter)
+        rank, alpha = adapter_sizes(adapter, field="--init-adapter")
+        given = {"rank": rank, "alpha": alpha, "init-from": adapter}
         overrides = [word for name, value in given.items() for word in (f"--trainer.lora.{name}", str(value))] + overrides
     overrides = [*([] if known.size is None else ["--size", known.size]), *overrides]
     del known.size, known.init_adapter
@@ -131,7 +139,7 @@ def own_options(
 
     Args:
         arguments: None: those of this process.
-        refused: options that may not be among the other words.
+        refused: options that may not be among the other words, as a word of their own or with "=".
 
     Raises:
         ConfigError: an option lacks its value, or is refused.
@@ -140,9 +148,13 @@ def own_options(
         known, rest = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error.argument_name), None, error.message) from None
-    for option in refused:
-        if option in rest:
-            raise ConfigError(option, None, "is of a run's command, and means nothing here")
+    for word in rest:
+        option, _, value = word.partition("=")
+        if option in refused:
+            why = "is of a run's command, and means nothing here"
+            if option == "--init-adapter":
+                why = MERGE.format(typed_command("export"))
+            raise ConfigError(option, value or None, why)
     return known, rest
 
 
@@ -155,7 +167,7 @@ def parse_with_own(parser: argparse.ArgumentParser, arguments: list[str] | None)
     parser.add_argument("--config", metavar="NAME", help="a named config; it gives tasks, sampling and engine")
     parser.add_argument("--endpoint-model", metavar="NAME", help="what the server calls the model (default: its only one)")
     parser.add_argument("--endpoint-key-env", metavar="NAME", help="environment variable that holds the server's key")
-    known, rest = own_options(parser, arguments, refused=OF_A_RUN)
+    known, rest = own_options(parser, arguments, refused=OF_TRAINING)
     named = ["--config", known.config] if known.config is not None else words_of_run(known.model)
     if named is None:
         raise ConfigError(
@@ -184,6 +196,21 @@ def find_model(command: Command) -> None:
     if command.model is not None:
         path = ["--model.hf-assets-path", model_folder(command.model)]
         command.overrides = ["--model.flavor", "None", *command.overrides, *path]  # the config's flavor is another model's
+
+
+def check_whole_policy(options: argparse.Namespace, config: Any) -> None:
+    """Refuse a config whose policy begins with adapters, for tools that ask the model of a folder.
+
+    The adapters of a run are in the policy that it has saved, whatever it began with.
+
+    Raises:
+        ConfigError: ``trainer.lora.init_from`` is set, and would be left out.
+    """
+    lora = config.trainer.lora
+    if options.config is None or options.endpoint is not None or lora is None or lora.init_from is None:
+        return
+    cure = f"{MERGE.format(typed_command('export'))} --trainer.lora.init-from None"
+    raise ConfigError("trainer.lora.init_from", lora.init_from, cure)
 
 
 def config_functions(module_name: str) -> dict[str, Callable[[], Any]]:

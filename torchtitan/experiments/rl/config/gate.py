@@ -24,7 +24,6 @@ from torchtitan.experiments.rl.config.run_folder import (
 )
 from torchtitan.experiments.rl.envs.renderer import AUTO, DEFAULT, renderer_name
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
-from torchtitan.experiments.rl.models.lora import read_adapter
 from torchtitan.experiments.rl.observability.console import typed_command, write_line
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.host import raise_descriptor_limit
@@ -65,6 +64,8 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
             raise
         note(error)
     without_model = bool(notes)
+    if resumed is None:
+        checks.check_first_adapters(config)
     if dry_run and config.provision.device == "cuda" and here:
         plan = checks.plan_run(config, device="cuda", available=list(range(needed_gpus(config))))
     else:
@@ -115,8 +116,6 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
         start.init_from, refused = find_initial(command.init_from, config)
         lines = [*(f"refused     {reason}" for reason in refused), f"weights     of {start.init_from}", *lines]
     if resumed is None:
-        if config.trainer.lora is not None and config.trainer.lora.init_from is not None:
-            read_adapter(Path(config.trainer.lora.init_from), config.trainer.lora)
         name = str(command.config_name)
         start.run_dir = make_run_folder(command.run_dir, config.output_dir, name, keep=not dry_run, may_hold=job.files)
     start.plan, start.script = plan, job.script(command.words_in(start.run_dir), start.run_dir, plan.hosts)

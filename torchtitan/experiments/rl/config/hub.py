@@ -17,6 +17,7 @@ from torchtitan.experiments.rl.checkpointing.folder import (
 from torchtitan.experiments.rl.compat.huggingface_hub import hub_fault, push_folder, without_hub
 from torchtitan.experiments.rl.config.run_folder import read_command
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.models.hub import ADAPTER_CONFIG, ADAPTER_FOLDER, has_config, is_adapter
 from torchtitan.experiments.rl.observability.console import near, typed_command, write_line
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 
@@ -25,19 +26,23 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*"]
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def model_folder(model: str) -> str:
-    """The hub folder that holds ``model``: of a run its newest policy, of a run's checkpoint the policy of that step.
+def model_folder(model: str, *, field: str = "--model") -> str:
+    """Return the hub folder that holds ``model``: of a run its newest policy, of a run's checkpoint the policy of that step.
 
-    Downloads a model of the hub into the hub's own cache, with its progress on stderr.
+    The folder of PEFT in a run's policy stands for that policy, which has the same adapters merged. A model of the hub is
+    downloaded into the hub's own cache, with its progress on stderr.
+
+    Args:
+        field: the option that names ``model``; errors name it.
 
     Raises:
         ConfigError: it is neither a folder nor a model of the hub that can be downloaded or was before, or a run that has
-            saved no policy.
+            saved no policy, or adapters without their model.
     """
     if os.path.isdir(model):
-        return str(_policy_in(Path(os.path.abspath(model))))
+        return str(_policy_in(Path(os.path.abspath(model)), field))
     if not _NAME.fullmatch(model):
-        raise ConfigError("--model", model, "no such folder, and no name of the hub, such as Qwen/Qwen3-0.6B")
+        raise ConfigError(field, model, "no such folder, and no name of the hub, such as Qwen/Qwen3-0.6B")
     from huggingface_hub import snapshot_download
 
     fault = hub_fault()
@@ -53,7 +58,27 @@ def model_folder(model: str) -> str:
             download = f"`hf download {model} --local-dir {name}`"
             why = f"no such folder, and never downloaded here ({fault}): where there is a hub, run {download}, "
             why += f"bring the folder {name} here, and name it"
-        raise ConfigError("--model", model, why) from error
+        raise ConfigError(field, model, why) from error
+
+
+def adapter_folder(given: str) -> Path:
+    """Return the folder of PEFT that ``--init-adapter`` names: one, or that of a run's newest policy.
+
+    Raises:
+        ConfigError: there is no such folder, or it holds no adapters.
+    """
+    path, option = Path(os.path.abspath(given)), "--init-adapter"
+    if is_adapter(path):
+        return path
+    if not path.is_dir():
+        raise ConfigError(option, given, "no such folder; name a folder of PEFT, or a run that has trained adapters")
+    policy = _policy_in(path, option)
+    if is_adapter(policy / ADAPTER_FOLDER):
+        return policy / ADAPTER_FOLDER
+    cure = f"is no folder of PEFT, for it has no {ADAPTER_CONFIG}"
+    if has_config(str(policy)):
+        cure += f"; of a whole model all weights are trained, or new adapters by --trainer.lora.rank: --model {near(policy)}"
+    raise ConfigError(option, given, cure)
 
 
 def words_of_run(model: str | None) -> list[str] | None:
@@ -63,7 +88,13 @@ def words_of_run(model: str | None) -> list[str] | None:
     return None if saved is None else ["--config", saved.config_name, "--module", saved.module, *saved.overrides]
 
 
-def _policy_in(path: Path) -> Path:
+def _policy_in(path: Path, option: str) -> Path:
+    if is_adapter(path):
+        if path.name == ADAPTER_FOLDER and has_config(str(path.parent)):
+            return path.parent
+        words = f"{typed_command('export')} {near(path)} --to FOLDER"
+        cure = f"a folder of PEFT, which has no whole model: this merges it into its base: {words} (--init-adapter trains on)"
+        raise ConfigError(option, str(path), cure)
     run = _run_with(path)
     if run is None or path.parent.name in (POLICY_FOLDER, OLD_POLICY_FOLDER):
         return path
@@ -74,13 +105,13 @@ def _policy_in(path: Path) -> Path:
     if found:
         if (one := next(found[-1].glob("*/config.json"), None)) is not None:
             raise ConfigError(
-                "--model", str(path), f"its tasks trained an adapter each: name one of them, such as {near(one.parent)}"
+                option, str(path), f"its tasks trained an adapter each: name one of them, such as {near(one.parent)}"
             )
         return found[-1]
     if not saved:
-        raise ConfigError("--model", str(path), "a run that has saved neither a policy nor a checkpoint: name another")
+        raise ConfigError(option, str(path), "a run that has saved neither a policy nor a checkpoint: name another")
     words = f"{typed_command('export')} {near(saved[-1])} --to FOLDER"
-    raise ConfigError("--model", str(path), f"no policy was saved there; this makes one of the checkpoint: {words}")
+    raise ConfigError(option, str(path), f"no policy was saved there; this makes one of the checkpoint: {words}")
 
 
 def _run_with(path: Path) -> Path | None:

@@ -37,6 +37,7 @@ from torchtitan.experiments.rl.config.run_folder import (
 )
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import hosted_models
+from torchtitan.experiments.rl.models.hub import is_adapter
 from torchtitan.experiments.rl.observability.console import near
 
 ABSENT = "(absent)"
@@ -228,7 +229,30 @@ def find_initial(given: str, config: RunConfig) -> tuple[Path, list[str]]:
             f"its model ({old_path}) has another config.json than {config.model.hf_assets_path}: name a run of the same model"
         )
         raise ConfigError(INIT_FROM, given, cure)
+    if saved_config is not None:
+        _check_adapters(given, saved_config, config)
     return path, refused
+
+
+def _check_adapters(given: str, saved: dict[str, Any], config: RunConfig) -> None:
+    """Refuse a checkpoint of adapters for a run of a whole model or of others, and one of a whole model for adapters.
+
+    Raises:
+        ConfigError: what the checkpoint holds is not what is trained.
+    """
+    before, now = ((side.get("trainer") or {}).get("lora") for side in (saved, resolved_config(config)))
+    if before is None and now is None:
+        return
+    if before is None:
+        cure = "it has trained the whole model, and this run trains adapters: --model takes its policy"
+        raise ConfigError(INIT_FROM, given, cure)
+    if now is None:
+        cure = "it has trained adapters, and this run the whole model: --model takes its policy, or set trainer.lora"
+        raise ConfigError(INIT_FROM, given, cure)
+    for name in ("rank", "targets"):
+        if before[name] != now[name]:
+            cure = f"its adapters have {name} {before[name]!r}: set this to it"
+            raise ConfigError(f"trainer.lora.{name}", now[name], cure)
 
 
 def find_checkpoint(given: str) -> tuple[Path, Path]:
@@ -290,6 +314,10 @@ def _located(given: str, option: str) -> tuple[Path, Path | None]:
         raise ConfigError(
             option, given, f"a run's policy, and a hub folder already: --model takes it as it is, and the run is {near(run)}"
         )
+    if is_adapter(path):
+        raise ConfigError(option, given, "a folder of PEFT, and no run: --init-adapter takes it, and rl-export merges it")
+    if not named and any(path.glob("*.safetensors")):
+        raise ConfigError(option, given, "a hub folder, and no run: --model takes it as it is")
     return (path.parent.parent, path) if named else (path, None)
 
 

@@ -13,6 +13,10 @@ from torchtitan.experiments.rl.errors import ConfigError, MissingError
 _DTYPES = ("float32", "bfloat16", "float16")
 
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_FOLDER = "adapter"
+"""Folder in that of a run's policy with its adapters as PEFT keeps them. The policy itself has them merged."""
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 Shape = tuple[int, ...]
 
@@ -26,6 +30,11 @@ _NOT_PARAMETERS = ("rotary_emb.inv_freq",)
 def has_config(path: str) -> bool:
     """Whether ``path`` is a folder with a config.json, readable or not."""
     return os.path.isfile(os.path.join(path, "config.json"))
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Return whether ``path`` is a folder of PEFT: adapters, without the model that they belong to."""
+    return os.path.isfile(os.path.join(path, ADAPTER_CONFIG))
 
 
 def copy_beside(folder: Path, target: Path) -> None:
@@ -57,10 +66,16 @@ class HubConfig:
         try:
             values = json.loads((Path(path) / "config.json").read_bytes())
         except (OSError, ValueError, RecursionError) as error:
+            if is_adapter(path):
+                cure = "a folder of PEFT, which has no whole model: merge it into its base by rl-export, or name the base"
+                raise ConfigError(field, path, cure) from None
             kind = MissingError if isinstance(error, FileNotFoundError) else ConfigError
             raise kind(field, path, f"no readable config.json in it ({type(error).__name__})") from None
         if not isinstance(values, dict):
             raise ConfigError(field, path, f"its config.json holds a {type(values).__name__}, not an object")
+        if {"tasks", "trainer", "model"} <= values.keys():
+            cure = "a run or a checkpoint of one: its policies are the folders in the run's policy/, and rl-export makes others"
+            raise ConfigError(field, path, cure)
         return cls(path, values, field=field)
 
     def __getitem__(self, name: str) -> Any:
@@ -169,20 +184,25 @@ def read_shapes(folder: str, *, field: str) -> dict[str, Shape]:
         raise MissingError(field, folder, "has no weights (*.safetensors); download the whole model")
     shapes: dict[str, Shape] = {}
     for file in files:
-        try:
-            with safe_open(file, framework="np") as weights:  # torch would map the file writable, against the memory there is
-                for name in weights.keys():  # noqa: SIM118  # it is no dict
-                    part = weights.get_slice(name)
-                    if (dtype := part.get_dtype()) not in _TRAINABLE:
-                        cure = f"its tensor {name!r} has dtype {dtype}; want one of {', '.join(_TRAINABLE)}"
-                        raise ConfigError(field, folder, f"{file.name}: {cure}")
-                    shapes[name] = tuple(part.get_shape())
-        except FileNotFoundError:
-            raise MissingError(field, folder, f"has no {file.name}, which {INDEX_FILE} names; download it") from None
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(
-                field, folder, f"{file.name} is no readable safetensors file ({error}); download it again"
-            ) from None
+        shapes |= read_header(file, folder, field=field)
+    return shapes
+
+
+def read_header(file: Path, folder: str, *, field: str) -> dict[str, Shape]:
+    """Return the shape of each tensor in a safetensors file of a folder. Raises as ``check_weights`` does."""
+    shapes: dict[str, Shape] = {}
+    try:
+        with safe_open(file, framework="np") as weights:  # torch would map the file writable, against the memory there is
+            for name in weights.keys():  # noqa: SIM118  # it is no dict
+                part = weights.get_slice(name)
+                if (dtype := part.get_dtype()) not in _TRAINABLE:
+                    cure = f"its tensor {name!r} has dtype {dtype}; want one of {', '.join(_TRAINABLE)}"
+                    raise ConfigError(field, folder, f"{file.name}: {cure}")
+                shapes[name] = tuple(part.get_shape())
+    except FileNotFoundError:
+        raise MissingError(field, folder, f"has no {file.name}, which {INDEX_FILE} names; download it") from None
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(field, folder, f"{file.name} is no readable safetensors file ({error}); download it again") from None
     return shapes
 
 

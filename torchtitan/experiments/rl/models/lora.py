@@ -11,13 +11,13 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -27,13 +27,13 @@ from torchtitan.components.lora import LoRAConverter
 from torchtitan.experiments.rl.bounds import NonEmptyStr, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.compat.torchtitan.models import split_of_fused
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.models.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Shape, read_header, read_shapes
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.model_spec import ModelSpec
 
 FIELD = "trainer.lora"
 PEFT_PREFIX = "base_model.model."
 """Of each name in a PEFT folder: a model in a model."""
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SEED = 0
 """Of A's first values: those of a run do not depend on its ranks."""
 
@@ -150,13 +150,14 @@ class Adapters:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Each: A as torchtitan draws it, from a generator of its own; B 0. Or those of ``init_from``, where it has them.
+        """Give each adapter its first values: those of ``init_from``, or A as torchtitan draws it, from a generator of its own,
+        and B = 0.
 
         Raises:
-            ConfigError: the folder has adapters that do not fit.
+            ConfigError: the folder of ``init_from`` has other adapters than the model.
         """
         path = self.lora.init_from
-        given = {} if path is None else read_adapter(Path(path), self.lora)
+        given = {} if path is None else read_adapter(Path(path), self.lora, self._shapes())
         for adapted in self._adapted:
             a, b = adapted.module.lora_a.weight, adapted.module.lora_b.weight
             seed = int.from_bytes(hashlib.sha256(f"{SEED} {adapted.name}".encode()).digest()[:8], "big") >> 1
@@ -165,24 +166,27 @@ class Adapters:
             first_b = torch.zeros(b.shape)
             found = []
             for hub, rows in adapted.rows.items():
-                names = [f"{PEFT_PREFIX}{hub}.lora_{part}.weight" for part in "AB"]
-                if names[0] in given and names[1] in given:
-                    own_a, own_b = (given.pop(name).float() for name in names)
-                    if own_a.shape != first_a.shape or own_b.shape != (len(rows), self.lora.rank):
-                        raise ConfigError(f"{FIELD}.init_from", path, f"{names[0]} and its B do not fit this model")
+                if given:
+                    own_a, own_b = (given[f"{PEFT_PREFIX}{hub}.lora_{part}.weight"].float() for part in "AB")
                     found.append(own_a)
                     first_b[rows] = own_b
-            if found and (len(found) < len(adapted.rows) or any(not torch.equal(found[0], other) for other in found)):
+            if any(not torch.equal(found[0], other) for other in found):
                 cure = "this flavor has one adapter for queries, keys and values, the folder several; set model.flavor to None"
                 raise ConfigError(f"{FIELD}.init_from", path, cure)
             _fill(a, found[0] if found else first_a)
             _fill(b, first_b)
-        if given:
-            cure = f"it has {next(iter(given))}, which is no adapter of {FIELD}.targets"
-            raise ConfigError(f"{FIELD}.init_from", path, cure)
         for held in self.held.values():
             for key, tensor in held.items():
                 tensor.copy_(self._parameters[key])
+
+    def _shapes(self) -> "AdapterShapes":
+        """Return the shapes of one adapter's tensors, as ``adapter_shapes`` does."""
+        shapes: AdapterShapes = {}
+        for adapted in self._adapted:
+            of_target = shapes.setdefault(target_of(adapted.name), {})
+            for hub, rows in adapted.rows.items():
+                of_target |= pair_shapes(hub, (len(rows), adapted.module.lora_a.weight.shape[1]), self.lora.rank)
+        return shapes
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Of all adapters, scaled: see above. One with a name has it before its tensors', as ``math/base_model...``."""
@@ -254,26 +258,123 @@ def adapter_sizes(folder: Path, *, field: str) -> tuple[int, float]:
         config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(field, str(folder), f"is no folder of PEFT: {ADAPTER_CONFIG}: {error}") from error
+        cure = f"is no folder of PEFT, such as a run's policy/step-N/adapter: {ADAPTER_CONFIG}: {error}"
+        raise ConfigError(field, str(folder), cure) from error
     unknown = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias")
     if names := [name for name in unknown if config.get(name)]:
         raise ConfigError(field, str(folder), f"its {names[0]} is set: such adapters are not trained here")
     return rank, alpha
 
 
-def read_adapter(folder: Path, lora: LoRA.Config) -> dict[str, torch.Tensor]:
-    """
+AdapterShapes = dict[str, dict[str, Shape]]
+"""Shapes of the tensors in a PEFT folder, by the target (wq) that they are of, and then by their own names."""
+
+
+def target_of(module: str) -> str:
+    """Return the target by which ``LoRA.Config`` names a matrix. Keys and values have one config, and so one target."""
+    name = module.rpartition(".")[2]
+    return "wkv" if name in ("wk", "wv") else name
+
+
+def adapter_base(folder: Path, *, field: str) -> str:
+    """Return the model that a PEFT folder names as its base.
+
     Raises:
-        ConfigError: no PEFT folder, or one of another rank or alpha.
+        ConfigError: by ``field``: it names none.
+    """
+    with suppress(OSError, ValueError, AttributeError):
+        base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if isinstance(base, str) and base:
+            return base
+    raise ConfigError(field, str(folder), f"its {ADAPTER_CONFIG} names no base_model_name_or_path: name the base as --model")
+
+
+def pair_shapes(module: str, weight: Sequence[int], rank: int) -> dict[str, Shape]:
+    """Return the shapes of A and B of a matrix, by their names in a PEFT folder.
+
+    Args:
+        module: the matrix's name in a hub folder, without ``.weight``.
+        weight: its shape, [out, in].
+    """
+    out, width = weight
+    name = f"{PEFT_PREFIX}{module}.lora_{{}}.weight"
+    return {name.format("A"): (rank, width), name.format("B"): (out, rank)}
+
+
+def adapter_shapes(spec: ModelSpec, lora: LoRA.Config) -> AdapterShapes:
+    """Return the shapes of the tensors that a PEFT folder of the model's adapters has. Nothing is allocated.
+
+    Args:
+        spec: of ``with_lora``.
+    """
+    assert spec.state_dict_adapter is not None, "every family has one"
+    to_hub = spec.state_dict_adapter(spec.model, None).to_hf
+    with torch.device("meta"):
+        modules = dict(spec.model.build().named_modules())
+    shapes: AdapterShapes = {}
+    for name, module in modules.items():
+        if hasattr(module, "lora_b"):
+            parent = name.rpartition(".")[0]
+            of_target = shapes.setdefault(target_of(name), {})
+            weights = split_of_fused(modules[parent], {f"{name}.weight": module.weight}, prefix=f"{parent}.")
+            for hub, weight in to_hub(weights).items():
+                of_target |= pair_shapes(hub.removesuffix(".weight"), tuple(weight.shape), lora.rank)
+    return shapes
+
+
+def check_adapter(folder: Path, lora: LoRA.Config, shapes: AdapterShapes) -> None:
+    """Compare a PEFT folder with the adapters that are trained. Of its tensors the header alone is read.
+
+    Args:
+        shapes: of ``adapter_shapes``.
+
+    Raises:
+        ConfigError: no PEFT folder, one of another rank or alpha, or one that lacks an adapter, has another, or of another
+            shape.
     """
     field = f"{FIELD}.init_from"
     if (sizes := adapter_sizes(folder, field=field)) != (lora.rank, lora.alpha):
         cure = f"its rank and alpha are {sizes[0]} and {sizes[1]:g}: set {FIELD}.rank and {FIELD}.alpha to these"
         raise ConfigError(field, str(folder), cure)
-    try:
-        return load_file(folder / ADAPTER_WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(field, str(folder), f"{ADAPTER_WEIGHTS} can't be read: {error}") from error
+    found = adapter_header(folder, field=field)
+    expected = {name: shape for of_target in shapes.values() for name, shape in of_target.items()}
+    for name in found:
+        if name not in expected:
+            raise ConfigError(field, str(folder), f"it has {name}, which is no adapter of {FIELD}.targets in this model")
+    absent = [name for name in expected if name not in found]
+    if absent:
+        whole = [target for target, of_target in shapes.items() if of_target.keys() <= found.keys()]
+        cure = "name a whole adapter"
+        if len(found) == sum(len(shapes[target]) for target in whole):
+            cure = f"train the matrices that it has: --trainer.lora.targets {' '.join(sorted(whole))}"
+        fault = f"it has no {absent[0]}, and lacks {len(absent)} of the {len(expected)} tensors of {FIELD}.targets"
+        raise ConfigError(field, str(folder), f"{fault}: {cure}")
+    for name, shape in found.items():
+        if shape != expected[name]:
+            cure = f"{name} has shape {list(shape)}, and does not fit this model, which has {list(expected[name])}"
+            raise ConfigError(field, str(folder), cure)
+
+
+def adapter_header(folder: Path, *, field: str) -> dict[str, Shape]:
+    """Return the shape of each tensor of a PEFT folder.
+
+    Raises:
+        ConfigError: by ``field``: its file can't be read, or has no tensors.
+    """
+    file = folder / ADAPTER_WEIGHTS
+    if not file.is_file():
+        cure = f"has no {ADAPTER_WEIGHTS}: save the adapter again with safe_serialization=True"
+        raise ConfigError(field, str(folder), cure)
+    shapes = read_header(file, str(folder), field=field)
+    if not shapes:
+        raise ConfigError(field, str(folder), f"its {ADAPTER_WEIGHTS} has no tensors: save the adapter again")
+    return shapes
+
+
+def read_adapter(folder: Path, lora: LoRA.Config, shapes: AdapterShapes) -> dict[str, torch.Tensor]:
+    """Return the tensors of a PEFT folder, which are those of ``shapes``. Raises as ``check_adapter`` does."""
+    check_adapter(folder, lora, shapes)
+    return load_file(folder / ADAPTER_WEIGHTS)
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoRA.Config, *, base: str) -> None:
@@ -293,6 +394,35 @@ def write_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoRA.
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+
+
+def merge_adapter(folder: Path, base: Path, target: Path, *, field: str) -> None:
+    """Write a PEFT folder merged into its base as the hub folder ``target``, which is there when it is whole.
+
+    Args:
+        field: the option that names ``folder``; errors name it.
+
+    Raises:
+        ConfigError: the folder has no adapters, or some that are of no matrix of the base or do not fit it.
+    """
+    rank, alpha = adapter_sizes(folder, field=field)
+    weights, found = read_shapes(str(base), field="--model"), adapter_header(folder, field=field)
+    for name, shape in found.items():
+        module = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0]
+        weight = weights.get(f"{module}.weight", ())
+        pair = pair_shapes(module, weight, rank) if len(weight) == 2 else {}
+        if name not in pair:
+            cure = f"it has {name}, which is no adapter of a matrix of {base}: name its base as --model"
+            raise ConfigError(field, str(folder), cure)
+        if shape != pair[name]:
+            cure = f"{name} has shape {list(shape)}, and that of {base} has {list(pair[name])}: name its base as --model"
+            raise ConfigError(field, str(folder), cure)
+        if absent := [other for other in pair if other not in found]:
+            raise ConfigError(field, str(folder), f"it has {name}, and no {absent[0]}: name a whole adapter")
+    being_written = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(being_written, ignore_errors=True)  # of a command that was killed
+    write_merged(being_written, load_file(folder / ADAPTER_WEIGHTS), LoRA.Config(rank=rank, alpha=alpha), base=base)
+    being_written.rename(target)
 
 
 def write_merged(folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoRA.Config, *, base: Path) -> None:

@@ -25,7 +25,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.experiments.rl.checkpointing.folder import POLICY_FOLDER
 from torchtitan.experiments.rl.compat.torch import persistent_buffers
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.models.hub import HubConfig, copy_beside
+from torchtitan.experiments.rl.models.hub import ADAPTER_FOLDER, HubConfig, copy_beside
 from torchtitan.experiments.rl.models.lora import Adapters, LoRA, of_adapter, write_adapter, write_merged
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.training.reference import Reference
@@ -223,10 +223,6 @@ class ModelWeights(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Checkpoints are read into what ``state_dict`` gave."""
-
-
-ADAPTER_FOLDER = "adapter"
-"""In the folder of a policy that was trained by adapters: the same as a PEFT folder."""
 
 
 class AdapterWeights(Stateful):

@@ -19,6 +19,7 @@ from typing import Annotated, Any, BinaryIO
 
 import msgspec
 
+from torchtitan.experiments.rl.checkpointing.folder import MANIFEST_FILE
 from torchtitan.experiments.rl.config.run_folder import CONFIG_FILE, LOCK_FILE, read_command, read_config
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE, ROLLOUTS_FILE, next_group, read_group
@@ -71,6 +72,10 @@ class ReportedRun:
         self.folder = folder.resolve()
         if not any((self.folder / name).is_file() for name in (METRICS_FILE, ROLLOUTS_FILE, "config.json")):
             raise RunError(f"{folder}: no run: it has no {METRICS_FILE}, {ROLLOUTS_FILE} or config.json")
+        if (self.folder / MANIFEST_FILE).is_file() or any(self.folder.glob("*.safetensors")):
+            raise RunError(
+                f"{folder}: no run, but a checkpoint or a model: name the folder of its run, which has {METRICS_FILE}"
+            )
         self.name = self.folder.name
         self._lock = threading.RLock()
         # A database without a name is this connection's; what outgrows its memory is in a file that goes with it.
