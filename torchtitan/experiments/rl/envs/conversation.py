@@ -23,6 +23,7 @@ import numpy as np
 from renderers import Message, RenderedTokens, Renderer, ToolSpec
 
 from torchtitan.experiments.rl.envs.messages import assistant_message, check_all_rendered
+from torchtitan.experiments.rl.envs.tool_calls import parse_completion
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.samples import check_completion
 from torchtitan.experiments.rl.rollouts.sealed import copied
@@ -331,7 +332,7 @@ class Conversation:
 
         def parse() -> Message:
             if (key := tuple(sampled_ids)) not in known:
-                parsed = self._renderer.parse_response(sampled_ids, tools=self.tools, prompt_ids=prompt.ids)
+                parsed = parse_completion(self._renderer, sampled_ids, tools=self.tools, prompt_ids=prompt.ids)
                 known[key] = assistant_message(parsed, turn=len(self.turns) - 1)
             return copied(known[key])
 
