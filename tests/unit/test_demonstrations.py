@@ -119,6 +119,17 @@ BAD = [
 ]
 
 
+def test_conversations_of_sharegpt_are_those_of_the_same_messages(renderer, tokenizer):
+    authors = {"system": "system", "user": "human", "assistant": "gpt"}
+    row = {"conversations": [{"from": authors[message["role"]], "value": message["content"]} for message in CHAT]}
+    assert conversation_of(row, messages="conversations", tools="tools") == (CHAT, None)
+    with pytest.raises(TypeError, match=r"conversations\[0\] has role str 'observation', want one of"):
+        odd = {"conversations": [{"from": "observation", "value": "42"}]}
+        conversation_of(odd, messages="conversations", tools="tools")
+    with pytest.raises(ValueError, match="no column 'messages'; it has conversations: name that of the messages as messages_c"):
+        conversation_of(row, messages="messages", tools="tools")
+
+
 def test_each_bad_row_is_a_line_before_the_run(renderer):
     rows = [{"messages": CHAT}, *(row for row, _ in BAD), {"messages": CALL, "tools": TOOLS}]
     task = task_of(renderer, *rows, env=RendererEnvConfig(max_rollout_tokens=100))

@@ -132,6 +132,21 @@ def test_a_row_without_what_the_prompt_is_made_of_is_named_by_its_line(folder):
         build_tasks(run)
 
 
+ALPACA = [
+    {"instruction": "Add.", "input": "1 2", "answer": "3"},
+    {"instruction": "Name a color.", "input": None, "answer": "red"},
+]
+
+
+def test_a_missing_value_is_refused_with_the_field_that_gives_it_a_text(renderer):
+    template = "{instruction}\n{input}"
+    task = question_task(ALPACA, exact, template=template)
+    with pytest.raises(ConfigError, match="row 1 has no 'input': .* or set mine.missing_text = '' to ask an empty text there"):
+        task.build(name="mine", renderer=renderer)
+    task = question_task(ALPACA, exact, template=template, missing_text="").build(name="mine", renderer=renderer)
+    assert [task.asked(row) for row in ALPACA] == ["Add.\n1 2", "Name a color.\n"]
+
+
 def test_odd_rows_are_counted_in_one_warning_with_the_first_ones_line(folder, capsys, monkeypatch):
     good = [{"question": f"{n}?", "answer": "1"} for n in range(6)]
     odd = [

@@ -1,13 +1,16 @@
 """Rows of files: what is read, and what is said of a file that can't be."""
 
+import gzip
 import json
 import re
 
+import datasets
 import pandas
+import pyarrow
 import pytest
 
-from torchtitan.experiments.rl.data.rows import MemoryRows, RowDataset, load_rows
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.data.rows import MemoryRows, RowDataset, load_rows, row_datasets
+from torchtitan.experiments.rl.errors import ConfigError, MissingError
 
 ROWS = [{"question": "6 * 7?", "answer": "42"}, {"question": "Größe?", "answer": "4"}]
 LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
@@ -31,6 +34,10 @@ READ = {
         "a.csv",
         b"\xef\xbb\xbf" + "question,answer\r\n6 * 7?,forty\r\n\r\nGröße?,four".encode(),
     ),
+    "compressed lines": ("a.jsonl.gz", gzip.compress("\n".join(LINES).encode())),
+    "compressed commas": ("a.csv.gz", gzip.compress("question,answer\n6 * 7?,forty\nGröße?,four\n".encode())),
+    "tabs": ("a.tsv", "question\tanswer\n6 * 7?\tforty\nGröße?\tfour\n"),
+    "capitals": ("a.CSV", "question,answer\n6 * 7?,forty\nGröße?,four\n"),
 }
 
 
@@ -38,7 +45,7 @@ READ = {
 def test_marks_and_blank_lines_make_no_difference(tmp_path, name, content):
     rows = read(tmp_path, name, content)
     assert [row["question"] for row in rows] == ["6 * 7?", "Größe?"]
-    assert [row["answer"] for row in rows] == (["forty", "four"] if name.endswith("csv") else ["42", "4"])
+    assert [row["answer"] for row in rows] == (["forty", "four"] if "forty" in str(rows) else ["42", "4"])
 
 
 UNREADABLE = {
@@ -54,13 +61,17 @@ UNREADABLE = {
     "a list as lines": ("a.jsonl", json.dumps(ROWS), "; a file that is one list is named .json"),
     "an entry of no object": ("a.json", json.dumps([*ROWS, "?"]), "row 2 is str '?', want an object"),
     "half a character": ("a.jsonl", LINES[0] + '\n{"question": "\\ud800"}', "line 2 has half of a character"),
-    "another kind": ("a.txt", "a text", "want a file of one of the kinds .jsonl, .json, .parquet, .csv"),
+    "another kind": ("a.txt", "a text", "want a file of one of the kinds .jsonl, .json, .parquet, .csv, .tsv, or of text and"),
     "a torn list": ("a.json", json.dumps(ROWS)[:-3], "is no JSON: "),
     "a comma too many": ("a.csv", "question,answer\n1,2\na, b,3\n", "line 3 has 3 values, and the header 2"),
     "an open quote": ("a.csv", 'question,answer\n1,2\n"a,3\n', "line 3 is no CSV (unexpected end of data): see to its quotes"),
     "a column twice": ("a.csv", "a,a\n1,2\n", "its first line names a column twice (a, a)"),
-    "semicolons": ("a.csv", "question;answer\n1,5;2\n", "its columns are separated by semicolons ('question;answer'), want"),
-    "tabs": ("a.csv", "question\tanswer\n1\t2\n", "its columns are separated by tabs"),
+    "semicolons": ("a.csv", "question;answer\n1,5;2\n", "its columns are separated by semicolons ('question;answer'): pandas."),
+    "tabs": ("a.csv", "question\tanswer\n1\t2\n", "separated by tabs ('question\\tanswer'): name the file .tsv"),
+    "commas for tabs": ("a.tsv", "question,answer\n1,2\n", "separated by commas ('question,answer'): name the file .csv"),
+    "no gzip": ("a.jsonl.gz", b"{}", "is no whole .gz file (Not a gzipped file (b'{}')): compress it again"),
+    "a torn gzip": ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:-9], "is no whole .gz file ("),
+    "another compression": ("a.jsonl.zst", b"", "want a file of one of the kinds"),
     "no Parquet": ("a.parquet", b"PAR1 is not all", "is no Parquet file that can be read: "),
     "an empty Parquet": ("a.parquet", b"", "is no Parquet file that can be read: "),
 }  # fmt: skip
@@ -117,3 +128,58 @@ def test_a_slice_and_a_share_take_the_first_rows_of_a_file_and_of_memory(tmp_pat
     assert (rest is not None) == ("[" not in split)
     if rest is not None:
         assert [row["n"] for row in load_rows(rest, field="dataset")] == [6, 7] and rest.rest() is None
+
+
+def test_a_pattern_names_several_files_in_the_order_of_their_names(tmp_path):
+    (tmp_path / "b.jsonl").write_text(LINES[1])
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(("\n" + LINES[0]).encode()))
+    rows = load_rows(RowDataset.Config(path=str(tmp_path / "*.jsonl*")), field="dataset")
+    assert rows == ROWS and [rows.place(0), rows.place(1)] == ["a.jsonl.gz, line 2", "b.jsonl, line 1"]
+
+    for index, row in enumerate(ROWS):
+        pandas.DataFrame([row]).to_parquet(tmp_path / f"{index}.parquet")
+    config = RowDataset.Config(path=str(tmp_path / "*.parquet"), split="0.5")
+    assert load_rows(config, field="dataset") == ROWS[:1] and load_rows(config.rest(), field="dataset") == ROWS[1:]
+
+    with pytest.raises(MissingError, match="no file fits this pattern"):
+        load_rows(RowDataset.Config(path=str(tmp_path / "*.csv")), field="dataset")
+    (tmp_path / "c.jsonl").write_text("{")
+    with pytest.raises(ConfigError, match=r"c\.jsonl': line 1 is no JSON"):
+        RowDataset.Config(path=str(tmp_path / "*.jsonl")).check_present(field="dataset")
+
+
+def test_a_folder_of_save_to_disk_is_read_and_its_split_named(tmp_path):
+    table = datasets.Dataset.from_list(ROWS)
+    table.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path / "both")
+
+    def load(name, **fields):
+        config = RowDataset.Config(path=str(tmp_path / name), **fields)
+        config.check_present(field="dataset")
+        return load_rows(config, field="dataset")
+
+    assert load("one") == ROWS and load("one", split="train[50%:]") == ROWS[1:] and load("one", split="0.5") == ROWS[:1]
+    assert load("both") == ROWS and load("both", split="test") == ROWS[1:]
+    with pytest.raises(ConfigError, match=r"dataset\.split = 'validation': .*both has the splits train, test: name one"):
+        load("both", split="validation")
+
+
+def test_tables_in_memory_are_taken_whichever_library_made_them():
+    table = datasets.Dataset.from_list(ROWS)
+    for data in (table, pyarrow.Table.from_pylist(ROWS), pandas.DataFrame(ROWS), tuple(ROWS)):
+        dataset, _ = row_datasets(data, None, None)
+        assert load_rows(dataset, field="dataset") == ROWS
+
+
+def test_what_is_nearly_a_table_is_refused_in_one_line_with_the_way_out():
+    table = datasets.Dataset.from_list(ROWS)
+    ways = {
+        "data['train'], and validation=data['test']": datasets.DatasetDict({"train": table, "test": table}),
+        "list(data.take(10_000)) are its first rows": table.to_iterable_dataset(),
+        "pandas.DataFrame(data) makes rows of columns": {"question": ["6 * 7?"], "answer": ["42"]},
+    }
+    for way, data in ways.items():
+        with pytest.raises(ConfigError) as error:
+            row_datasets(data, None, None)
+        text = str(error.value)
+        assert text.endswith(way) and "\n" not in text and len(text) < 400, text

@@ -1,13 +1,17 @@
-"""A dataset of rows: a file, a dataset of the hub, a pandas frame or a list of dicts."""
+"""A dataset of rows: files, a dataset of the hub or of ``save_to_disk``, a table in memory or a list of dicts."""
 
 import codecs
 import contextlib
 import csv
+import glob
+import gzip
 import io
 import json
+import os
 import re
 import stat
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +25,11 @@ from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.user_code.calls import cause_of
 
-FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
+FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
+GZIP = ".gz"
+_KINDS = f"of one of the kinds {', '.join(FILE_FORMATS)}, or of text and {GZIP}"
+SAVED_SPLITS, SAVED_ROWS = "dataset_dict.json", "state.json"
+"""Files that ``datasets`` writes into a folder by ``save_to_disk``: of several splits, and of one."""
 _SHARE = re.compile(r"(0?\.\d+)")
 
 
@@ -56,14 +64,14 @@ class MemoryRows:
     def __init__(self, rows: Any):
         """
         Args:
-            rows: a list of dicts, or a pandas frame.
+            rows: a list of dicts; a frame of pandas or polars, a ``datasets.Dataset`` or a table of pyarrow.
 
         Raises:
-            ConfigError: it is neither, or has a row that is no dict.
+            ConfigError: it is none of these, or has a row that is no dict.
         """
-        records = rows.to_dict("records") if hasattr(rows, "to_dict") and hasattr(rows, "columns") else rows
-        if not isinstance(records, list | tuple):
-            raise ConfigError("dataset.rows", rows, "want a list of dicts or a pandas frame")
+        records = _records(rows)
+        if records is None:
+            raise ConfigError("dataset.rows", _kind(rows), f"want {_IN_MEMORY}{_way_out(rows)}")
         for index, row in enumerate(records):
             if not isinstance(row, Mapping):
                 raise ConfigError("dataset.rows", row, f"row {index} is a {type(row).__name__}, want a dict")
@@ -76,19 +84,53 @@ class MemoryRows:
         return f"<{len(self.records)} rows>"
 
 
+_IN_MEMORY = "a list of dicts, a frame of pandas or polars, a datasets.Dataset or a table of pyarrow"
+
+
+def _records(rows: Any) -> list | tuple | None:
+    """Return the rows of a table in memory, whichever library made it; None where it is no such table."""
+    if isinstance(rows, list | tuple):
+        return rows
+    named = hasattr(rows, "columns") or hasattr(rows, "column_names")
+    if not named or not hasattr(rows, "__len__") or isinstance(rows, type | Mapping):
+        return None
+    for method in ("to_dicts", "to_pylist", "to_list"):  # of polars, pyarrow, and datasets
+        if hasattr(rows, method):
+            return getattr(rows, method)()
+    return rows.to_dict("records") if hasattr(rows, "to_dict") else None
+
+
+def _kind(value: Any) -> str:
+    """Return the type of a value, by its module: a table's own text takes many lines."""
+    kind = value if isinstance(value, type) else type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
+
+
+def _way_out(value: Any) -> str:
+    """Return how to make rows of what is nearly some, to follow an error; empty where it is nothing of the kind."""
+    if isinstance(value, Mapping) and value and all(_records(part) is not None for part in value.values()):
+        first, *others = map(repr, value)
+        if all(hasattr(part, "column_names") for part in value.values()):
+            return f": name a split, such as data[{first}]" + (f", and validation=data[{others[0]}]" if others else "")
+        return ": pandas.DataFrame(data) makes rows of columns"
+    if hasattr(value, "column_names") and hasattr(value, "take"):
+        return ": it is read as it is needed and has no length; list(data.take(10_000)) are its first rows"
+    return ""
+
+
 class Rows(list[Row]):
     """Rows of a table, each with a place that a person finds it by."""
 
-    def __init__(self, rows: Iterable[Row], lines: Sequence[int] | None = None):
-        """``lines``: of the rows in their file, from 1; None: they have none."""
+    def __init__(self, rows: Iterable[Row], places: Sequence[str] | None = None):
+        """``places``: of the rows in their files, such as "line 3"; None: a row is found by its number."""
         super().__init__(map(_without_missing, rows))
-        self._lines = lines
+        self._places = places
 
     def place(self, index: int) -> str:
-        return f"row {index}" if self._lines is None else f"line {self._lines[index]}"
+        return f"row {index}" if self._places is None else self._places[index]
 
     def part(self, start: int, end: int) -> "Rows":
-        return Rows(self[start:end], None if self._lines is None else self._lines[start:end])
+        return Rows(self[start:end], None if self._places is None else self._places[start:end])
 
 
 class RowDataset(Dataset):
@@ -97,9 +139,10 @@ class RowDataset(Dataset):
     @dataclass(kw_only=True, slots=True)
     class Config(Dataset.Config):
         path: NonEmptyStr | None = None
-        """A local file (.jsonl, .json, .csv or .parquet), or a dataset of the hub."""
+        """A local file (.jsonl, .json, .csv, .tsv or .parquet; text also as .gz), several by a pattern such as
+        "shards/*.parquet", a folder of ``save_to_disk``, or a dataset of the hub."""
         rows: MemoryRows | None = None
-        """Instead of a path: ``MemoryRows(a list of dicts or a pandas frame)``."""
+        """Instead of a path: ``MemoryRows(a list of dicts or a table, such as a pandas frame)``."""
         name: str | None = None
         """The hub dataset's configuration, where it has several."""
         split: NonEmptyStr = "train"
@@ -109,9 +152,12 @@ class RowDataset(Dataset):
         """Where a row has one: the text that OPSD shows the policy (``DataSample.info["demonstration"]``)."""
 
         @property
-        def file(self) -> Path | None:
-            """The local file, if ``path`` names one."""
-            return Path(self.path).expanduser() if self.path and Path(self.path).suffix in FILE_FORMATS else None
+        def is_local(self) -> bool:
+            """True if ``path`` names files, by their kind or by a pattern, or a folder of ``save_to_disk``."""
+            if self.path is None:
+                return False
+            path = Path(self.path).expanduser()
+            return glob.has_magic(self.path) or format_of(path) is not None or _is_saved(path)
 
         def rest(self) -> "RowDataset.Config | None":
             """What a share leaves of the rows; None where ``split`` is none."""
@@ -127,7 +173,7 @@ class RowDataset(Dataset):
             return f"train[{percent}:]" if found[3] else f"train[:{percent}]"
 
         def validate(self, *, field: str) -> None:
-            if self.file is not None and self.name is not None:
+            if self.is_local and self.name is not None:
                 raise ConfigError(f"{field}.name", self.name, "only datasets of the hub have one: leave it out for a file")
             if self.path is not None and self.rows is not None:
                 raise ConfigError(f"{field}.path", self.path, "the dataset has rows of its own too: name one of the two")
@@ -135,11 +181,10 @@ class RowDataset(Dataset):
         def check_present(self, *, field: str) -> None:
             """Reads a file, row by row. A dataset of the hub is downloaded when the command builds the task."""
             if self.path is None and self.rows is None:
-                cure = (
-                    f"names no data: give a .jsonl, .json, .csv or .parquet file: --{field.replace('_', '-')}.path mine.jsonl"
-                )
+                option = f"--{field.replace('_', '-')}.path mine.jsonl"
+                cure = f"names no data: give a .jsonl, .json, .csv or .parquet file: {option}"
                 raise MissingError(f"{field}.path", None, cure)
-            if self.file is not None or self.rows is not None:
+            if self.is_local or self.rows is not None:
                 load_rows(self, field=field)
 
     config: Config
@@ -170,24 +215,77 @@ def load_rows(config: RowDataset.Config, *, field: str) -> Rows:
         return _slice(Rows(config.rows.records), config, field=field)
     if config.path is None:
         raise ConfigError(f"{field}.path", None, "names no data")
-    file = config.file
-    if file is None:
-        if Path(config.path).expanduser().is_file():
-            raise ConfigError(f"{field}.path", config.path, f"want a file of one of the kinds {', '.join(FILE_FORMATS)}")
+    path = Path(config.path).expanduser()
+    if not config.is_local:
+        if path.is_file():
+            raise ConfigError(f"{field}.path", config.path, f"want a file {_KINDS}")
         return Rows(_load_from_hub(config, field=field).to_list())
-    try:
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise ConfigError(f"{field}.path", config.path, "is no file")
-        rows = _parquet(file) if file.suffix == ".parquet" else READERS[file.suffix](_text_of(file))
-    except FileNotFoundError:
-        raise MissingError(f"{field}.path", config.path, "no such file") from None
-    except _Unreadable as error:
-        raise ConfigError(f"{field}.path", config.path, str(error)) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{field}.path", config.path, f"can't be read: {cause_of(error)}") from None
+    if glob.has_magic(config.path) and not os.path.exists(path):
+        rows = _rows_of_all(config.path, field=f"{field}.path")
+    elif _is_saved(path):
+        rows = _saved_rows(path, config, field=field)
+    else:
+        rows = _rows_of(path, config.path, field=f"{field}.path")
     if not rows:
         raise ConfigError(f"{field}.path", config.path, "is empty: want at least one row")
     return _slice(rows, config, field=field)
+
+
+def format_of(file: Path) -> str | None:
+    """Return the kind of a file by its name: ".jsonl" of "a.jsonl" and of "a.JSONL.gz"; None where it is none of rows."""
+    suffix = Path(file.name.lower().removesuffix(GZIP)).suffix
+    return suffix if suffix in FILE_FORMATS else None
+
+
+def _rows_of(file: Path, named: str, *, field: str) -> Rows:
+    """Return the rows of one file; ``named``: its path as errors show it. Raises as ``load_rows`` does."""
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ConfigError(field, named, "is no file")
+        kind = format_of(file)
+        if kind is None:
+            raise ConfigError(field, named, f"want a file {_KINDS}")
+        return _parquet(file) if kind == ".parquet" else READERS[kind](_text_of(file))
+    except FileNotFoundError:
+        raise MissingError(field, named, "no such file") from None
+    except _Unreadable as error:
+        raise ConfigError(field, named, str(error)) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(field, named, f"can't be read: {cause_of(error)}") from None
+
+
+def _rows_of_all(pattern: str, *, field: str) -> Rows:
+    """Return the rows of the files that a pattern names, in the order of their names. Raises as ``load_rows`` does."""
+    files = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+    if not files:
+        raise MissingError(field, pattern, "no file fits this pattern")
+    rows: list[Row] = []
+    places: list[str] = []
+    for file in files:
+        part = _rows_of(Path(file), file, field=field)
+        rows += part
+        places += [f"{Path(file).name}, {part.place(index)}" for index in range(len(part))]
+    return Rows(_with_all_columns(rows), places)
+
+
+def _is_saved(folder: Path) -> bool:
+    return any(os.path.isfile(folder / name) for name in (SAVED_SPLITS, SAVED_ROWS))
+
+
+def _saved_rows(folder: Path, config: RowDataset.Config, *, field: str) -> Rows:
+    """Return the rows of a folder that ``save_to_disk`` wrote; ``config.split`` names a split where it has several."""
+    import datasets  # takes a second: only runs that need it wait for it
+
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except Exception as error:  # the library and its parsers raise different types
+        raise ConfigError(f"{field}.path", config.path, f"can't be read: {cause_of(error)}") from error
+    if isinstance(saved, Mapping):
+        name = config.sliced.partition("[")[0]
+        if name not in saved:
+            raise ConfigError(f"{field}.split", config.split, f"{config.path} has the splits {', '.join(saved)}: name one")
+        saved = saved[name]
+    return Rows(saved.to_list())
 
 
 def _slice(rows: Rows, config: RowDataset.Config, *, field: str) -> Rows:
@@ -226,9 +324,9 @@ def _dataset(data: Any, field: str) -> Dataset.Config:
         return data
     if isinstance(data, str | Path):
         return RowDataset.Config(path=str(data))
-    if isinstance(data, type) or not (isinstance(data, list | tuple) or hasattr(data, "columns")):
-        cure = "want a file, a dataset of the hub, a list of dicts, a pandas frame, or a dataset's config"
-        raise ConfigError(field, data, cure)
+    if _records(data) is None:
+        cure = f"want a file, a dataset of the hub, {_IN_MEMORY}, or a dataset's config{_way_out(data)}"
+        raise ConfigError(field, _kind(data), cure)
     return RowDataset.Config(rows=MemoryRows(data))
 
 
@@ -242,6 +340,11 @@ class _Unreadable(Exception):
 def _text_of(file: Path) -> str:
     """A byte order mark is left out."""
     data = file.read_bytes()
+    if file.name.lower().endswith(GZIP):
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise _Unreadable(f"is no whole {GZIP} file ({error}): compress it again") from None
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:1000]:
         raise _Unreadable(f"is UTF-16 or no text: `iconv -f UTF-16 -t UTF-8 {file.name}` makes UTF-8 of UTF-16")
     try:
@@ -262,7 +365,7 @@ def _json_lines(text: str) -> Rows:
                 cure = 'write a whole {"column": value, ...} in each line, or remove it'
                 raise _Unreadable(f"line {number} is no JSON ({fault}): {repr(line[:60])}; {cure}") from None
             rows[number] = _object(row, f"line {number}")
-    return Rows(_with_all_columns([*rows.values()]), [*rows])
+    return Rows(_with_all_columns([*rows.values()]), [f"line {number}" for number in rows])
 
 
 def _json(text: str) -> Rows:
@@ -276,12 +379,12 @@ def _json(text: str) -> Rows:
     return Rows(_with_all_columns([_object(row, f"row {index}") for index, row in enumerate(rows)]))
 
 
-def _csv(text: str) -> Rows:
-    """Return the rows of a CSV file. Every value is the file's text, and None where that is empty.
+def _csv(text: str, separator: str = ",") -> Rows:
+    """Return the rows of a file of columns. Every value is the file's text, and None where that is empty.
 
     A guess that a column holds numbers would depend on all its rows, and ``"42" == 42`` is False in a reward function.
     """
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True, skipinitialspace=separator == ",")
     limit = csv.field_size_limit(sys.maxsize)
     columns: list[str] = []
     lines: dict[int, list[str]] = {}
@@ -290,10 +393,10 @@ def _csv(text: str) -> Rows:
         for row in reader:
             if not columns:
                 columns = [column.strip() for column in row]
-                _check_separator(columns)
+                _check_separator(columns, separator)
             elif row and len(row) != len(columns):
                 counts = f"line {line} has {len(row)} values, and the header {len(columns)} columns ({', '.join(columns)})"
-                raise _Unreadable(f"{counts}: quote a value that has a comma")
+                raise _Unreadable(f"{counts}: quote a value that has a {'comma' if separator == ',' else 'tab'}")
             elif row:
                 lines[line] = row
             line = reader.line_num + 1
@@ -304,17 +407,21 @@ def _csv(text: str) -> Rows:
     if len(set(columns)) < len(columns):
         raise _Unreadable(f"its first line names a column twice ({', '.join(columns)}): it must be a header of different names")
     rows = (dict(zip(columns, (value or None for value in row), strict=True)) for row in lines.values())
-    return Rows(rows, [*lines])
+    return Rows(rows, [f"line {number}" for number in lines])
 
 
-def _check_separator(columns: list[str]) -> None:
+def _tsv(text: str) -> Rows:
+    return _csv(text, "\t")
+
+
+def _check_separator(columns: list[str], wanted: str) -> None:
     """Refuse a header that is one column with the separators of another kind of file in it."""
-    for separator, name in ((";", "semicolons"), ("\t", "tabs")):
-        if len(columns) == 1 and separator in columns[0]:
-            raise _Unreadable(
-                f"its columns are separated by {name} ({columns[0]!r}), want commas: "
-                f"pandas.read_csv(path, sep={separator!r}).to_csv(path, index=False) writes them"
-            )
+    for separator, name in ((",", "commas"), (";", "semicolons"), ("\t", "tabs")):
+        if len(columns) == 1 and separator != wanted and separator in columns[0]:
+            cure = f"pandas.read_csv(path, sep={separator!r}, dtype=str).to_csv('rows.csv', index=False) writes commas"
+            if separator != ";":
+                cure = f"name the file {'.csv' if separator == ',' else '.tsv'}"
+            raise _Unreadable(f"its columns are separated by {name} ({columns[0]!r}): {cure}")
 
 
 def _parquet(file: Path) -> Rows:
@@ -326,7 +433,7 @@ def _parquet(file: Path) -> Rows:
         raise _Unreadable(f"is no Parquet file that can be read: {' '.join(str(error).split())}") from None
 
 
-READERS: dict[str, Callable[[str], Rows]] = {".jsonl": _json_lines, ".json": _json, ".csv": _csv}
+READERS: dict[str, Callable[[str], Rows]] = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _tsv}
 
 
 def _object(row: Any, place: str) -> Row:
@@ -359,6 +466,6 @@ def _load_from_hub(config: RowDataset.Config, *, field: str) -> Any:
             return datasets.load_dataset(config.path, config.name, split=config.sliced)
     except Exception as error:  # the hub, the network, the parsers and the library itself raise different types
         cause = f"can't be loaded: {cause_of(error.__cause__ or error)}"
-        if fault is not None:
+        if fault is not None and not os.path.isdir(Path(config.path).expanduser()):
             cause = f"is no file, and was never downloaded from the hub ({fault}): name a .jsonl, .json, .csv or .parquet file"
         raise ConfigError(f"{field}.path", config.path, cause) from error

@@ -25,6 +25,9 @@ from torchtitan.experiments.rl.tasks.task import Task, derive_seed
 from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample
 from torchtitan.experiments.rl.user_code.calls import cause_of
 
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+"""ShareGPT's names of roles that have another name here."""
+
 Conversation = tuple[list[Message], list[ToolSpec] | None]
 """Its messages, and the tools that the model was told of."""
 
@@ -32,7 +35,8 @@ Conversation = tuple[list[Message], list[ToolSpec] | None]
 def conversation_of(row: Any, *, messages: str, tools: str) -> Conversation:
     """The conversation in a row.
 
-    Tables give every message the fields of every other, empty: those are left out, and content that is None is "".
+    Tables give every message the fields of every other, empty: those are left out, and content that is None is "". Messages of
+    ShareGPT, ``{"from": "human", "value": "Hi"}``, are read as ``{"role": "user", "content": "Hi"}``.
 
     Args:
         messages: the column of the messages.
@@ -44,10 +48,11 @@ def conversation_of(row: Any, *, messages: str, tools: str) -> Conversation:
     if not isinstance(row, Mapping):
         raise TypeError(f"it is {shown(row)}, want a dict with {messages!r}")
     if messages not in row:
-        raise ValueError(f"it has no column {messages!r}; it has {', '.join(map(str, row))}")
+        columns = ", ".join(map(str, row))
+        raise ValueError(f"it has no column {messages!r}; it has {columns}: name that of the messages as messages_column")
     given = _without_none(row[messages])
     if isinstance(given, list):
-        given = [{"content": ""} | entry if isinstance(entry, dict) else entry for entry in given]
+        given = [{"content": ""} | _of_sharegpt(entry) if isinstance(entry, dict) else entry for entry in given]
     checked = checked_messages(given, messages)
     if not checked:
         raise ValueError(f"{messages} is empty")
@@ -93,6 +98,15 @@ def sample_of(
         task_name=task_name,
         rollout_id=rollout_id,
     )
+
+
+def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of ShareGPT with the names that messages have here; any other as it is."""
+    if "role" in message or "content" in message or "from" not in message:
+        return message
+    others = {name: value for name, value in message.items() if name not in ("from", "value")}
+    author = message["from"]
+    return others | {"role": SHAREGPT_ROLES.get(str(author), author), "content": message.get("value", "")}
 
 
 def _without_none(value: Any) -> Any:

@@ -73,6 +73,9 @@ class QuestionTask(Task):
         """The user's message; {name} stands for the row's column of that name."""
         messages_column: NonEmptyStr | None = None
         """Where the rows are chats: the column of the messages that the model answers, in place of the template."""
+        missing_text: str | None = None
+        """Text that the template has in place of a missing value, such as "" for Alpaca's ``input``. None: a row that lacks one
+        is refused."""
         system_prompt: str | None = None
         control_tokens: bool = False
         """True if special tokens in the text of a row, such as "<|im_end|>", are meant as control tokens of the prompt.
@@ -102,8 +105,9 @@ class QuestionTask(Task):
             if isinstance(dataset, RowDataset):
                 columns = {column for row in dataset.rows for column in row}
                 self._columns = placeholders(config.template, columns) if chats is None else [chats]
+                may_lack = chats is None and config.missing_text is not None
                 for column in self._columns:
-                    _check_column(dataset, column, f"{name}.{of}", value)
+                    _check_column(dataset, column, f"{name}.{of}", value, task=name, may_lack=may_lack)
                 if not self._columns:
                     raise ConfigError(f"{name}.{of}", value, "names no column of the data, such as {question}")
 
@@ -147,7 +151,11 @@ class QuestionTask(Task):
     def asked(self, row: dict[str, Any]) -> str | list[Message]:
         """What an example asks the model."""
         column = self.config.messages_column
-        return fill(self.config.template, row) if column is None else conversation_of(row, messages=column, tools="")[0]
+        if column is not None:
+            return conversation_of(row, messages=column, tools="")[0]
+        if self.config.missing_text is not None:
+            row = {name: self.config.missing_text if value is None else value for name, value in row.items()}
+        return fill(self.config.template, row)
 
     def _odd_rows(self, rows: Rows, *, field: str) -> str:
         """How many rows are odd, and the first of each kind."""
@@ -164,7 +172,7 @@ class QuestionTask(Task):
             for column in self._columns if self.config.messages_column is None else ():
                 if isinstance(row[column], list | dict):
                     found.setdefault(f"have a {type(row[column]).__name__} as {column!r}, not a text", []).append(index)
-                elif not str(row[column]).strip():
+                elif row[column] is not None and not str(row[column]).strip():
                     found.setdefault(f"have an empty {column!r}", []).append(index)
             if not self._has_room(row, place=rows.place(index), field=field):
                 limit = self.config.env.max_rollout_tokens
@@ -216,8 +224,9 @@ def row_task(
     """A task's config, of rows and reward functions.
 
     Args:
-        data: a .jsonl, .json, .csv or .parquet file, a dataset of the hub, a list of dicts, a pandas frame, or a dataset's
-            config.
+        data: a .jsonl, .json, .csv, .tsv or .parquet file (text also as .gz), several by a pattern such as "shards/*.jsonl",
+            a folder of ``save_to_disk``, a dataset of the hub, a list of dicts, a table (pandas, polars, pyarrow,
+            ``datasets.Dataset``), or a dataset's config.
         validation: as ``data``: rows the policy is measured on and never trained on.
         split: share of ``data`` that is trained on, such as 0.9; the rest is the validation where there is no other.
         fields: of the config, such as ``group_size``.
@@ -268,16 +277,23 @@ def _mixed_types(rows: Rows) -> dict[str, list[int]]:
     return mixed
 
 
-def _check_column(dataset: RowDataset, column: str, field: str, value: str) -> None:
-    """Refuse rows that lack what the prompt is made of, as ``field`` says with its ``value``."""
+def _check_column(dataset: RowDataset, column: str, field: str, value: str, *, task: str, may_lack: bool) -> None:
+    """Refuse rows that lack what the prompt is made of, as ``field`` says with its ``value``.
+
+    Args:
+        may_lack: a text stands in for a missing value.
+    """
     columns = {name: None for row in dataset.rows for name in row}
     if column not in columns:
         raise ConfigError(field, value, f"the data has no column {column!r}; it has {', '.join(columns)}")
     lacking = [index for index, row in enumerate(dataset.rows) if row.get(column) is None]
-    if lacking:
+    if lacking and not may_lack:
         others = f", and {len(lacking) - 1:,} others" if len(lacking) > 1 else ""
         place = f"{dataset.config.path or 'rows'}: {dataset.rows.place(lacking[0])}"
-        raise ConfigError(field, value, f"{place} has no {column!r}{others}: fill it in, or remove the row")
+        cure = "fill it in, or remove the row"
+        if field.endswith(".template"):
+            cure = f"{cure}, or set {task}.missing_text = '' to ask an empty text there"
+        raise ConfigError(field, value, f"{place} has no {column!r}{others}: {cure}")
     for index, row in enumerate(dataset.rows):
         if isinstance(row[column], bytes | bytearray | memoryview):
             place = f"{dataset.config.path or 'rows'}: {dataset.rows.place(index)}"
