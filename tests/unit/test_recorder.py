@@ -348,6 +348,7 @@ def test_fraction_0_makes_no_file_and_no_thread(tmp_path):
 
 def test_rollout_above_its_limit_keeps_how_it_ended_and_says_what_is_missing(tmp_path):
     long = rollout_of(1, env_input="x" * 5000, status=RolloutStatus.TRUNCATED_LENGTH)
+    long.turns[0].prompt_messages = [{"role": "user", "content": "y" * 5000}]
     write(tmp_path, group_of(rollout_of(0), long), max_rollout_bytes=2000)
     whole, cut = read_rollouts(tmp_path)
     assert whole.left_out is None and len(whole.rollout.turns) == 2
@@ -358,6 +359,30 @@ def test_rollout_above_its_limit_keeps_how_it_ended_and_says_what_is_missing(tmp
     assert all(len(line) < 2500 for line in lines_in(tmp_path))
     last = json.loads(lines_in(tmp_path)[1])
     assert (last["turn_count"], last["completion_tokens"]) == (2, 3)
+
+
+def test_a_large_row_costs_a_rollout_its_largest_columns_and_no_turn(tmp_path):
+    image = {"question": "6 * 7?", "image": "x" * 5000, "mask": "y" * 4000, "answer": "42"}
+    rollouts = [rollout_of(0, env_input=image), rollout_of(1, env_input=["x" * 5000]), rollout_of(2)]
+    write(tmp_path, group_of(*rollouts), max_rollout_bytes=4000)
+    of_columns, of_row, small = read_rollouts(tmp_path)
+    left_out = "env_input.image, env_input.mask: more than 4,000 bytes (recorder.max_rollout_bytes)"
+    assert of_columns.left_out == left_out and of_row.left_out.startswith("env_input: more than")
+    assert of_columns.rollout.data_sample.env_input == {"question": "6 * 7?", "image": None, "mask": None, "answer": "42"}
+    assert of_row.rollout.data_sample.env_input is None
+    for record in (of_columns, of_row):
+        assert len(record.rollout.turns) == len(small.rollout.turns) == 2
+        assert record.rollout.turns[1].assistant_message == small.rollout.turns[1].assistant_message
+        assert len(record.rollout.samples) == len(small.rollout.samples)
+
+
+def test_long_turns_cost_a_rollout_its_turns_and_not_its_row(tmp_path):
+    long = rollout_of(0, env_input={"question": "6 * 7?"})
+    long.turns[0].prompt_messages = [{"role": "user", "content": "y" * 5000}]
+    write(tmp_path, group_of(long), max_rollout_bytes=4000)
+    (cut,) = read_rollouts(tmp_path)
+    assert cut.left_out.startswith("turns and samples: ") and cut.rollout.turns == []
+    assert cut.rollout.data_sample.env_input == {"question": "6 * 7?"}
 
 
 def test_full_file_ends_the_recording_with_one_line_in_the_log(tmp_path, caplog):

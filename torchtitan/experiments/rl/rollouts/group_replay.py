@@ -133,7 +133,7 @@ class GroupReplay:
         try:
             for record in read_rollouts(file):
                 rollout = record.rollout
-                if record.outcome != "trained" or record.left_out is not None or rollout.static:
+                if record.outcome != "trained" or not rollout.samples or rollout.static:
                     continue
                 group_id = rollout.group_id = f"recorded/{rollout.group_id}"
                 for sample in rollout.samples:  # versions, ids and experts of another run mean nothing in this one

@@ -48,8 +48,8 @@ class RolloutRecorder(Configurable):
         """Record the trainer's log-probability of each sampled token beside the generator's: the report shows their ratio.
         The file grows by a third, and each step brings 4 bytes a token from the trainer."""
         max_rollout_bytes: Annotated[int, Ge(1), RECORD_NOTHING] = 4 * 2**20
-        """Before compression. A longer line loses its turns and samples: some 150k tokens fit. How the rollout ended, and its
-        rewards, stay."""
+        """Maximum length of a rollout's line before compression; some 150k tokens fit. A longer line loses the largest columns
+        of its row, and where that is not enough its turns and samples. How the rollout ended, and its rewards, stay."""
         max_file_bytes: Annotated[int, Ge(1), RECORD_NOTHING] = 4 * 2**30
         """Recording ends when the file would become larger."""
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.types import ROLE_IDS, STREAMS, TrainingSample
@@ -28,6 +29,8 @@ RecordKind = Literal["training", "validation"]
 """Why a rollout was run. One of validation is in no ledger and no batch."""
 MAX_DEPTH = 20
 """Levels that are kept of a value that JSON can't hold."""
+SPARE_BYTES = 1024
+"""Room for the text of ``left_out`` in a line that is shortened."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,7 +42,7 @@ class RecordedRollout:
     admitted_version: int
     """Policy version the generators held when its group was admitted."""
     left_out: str | None = None
-    """Why the rollout has no turns and no samples here; None: it is whole."""
+    """Columns of the row, or "turns and samples", that are not here, and why; None: the rollout is whole."""
     kind: RecordKind = "training"
 
 
@@ -86,7 +89,11 @@ _OF_RECORD = ("outcome", "admitted_version", "left_out", "kind")
 def encode_rollout(
     rollout: Rollout, *, outcome: str | None, admitted_version: int, max_bytes: int, kind: RecordKind = "training"
 ) -> bytes:
-    """One line, its newline included. Above ``max_bytes``, turns, samples and env_input are left out."""
+    """Return one line, its newline included.
+
+    A line of ``max_bytes`` or more is shortened: by the largest columns of the row if that is enough, else by turns and
+    samples, and by the row too only where it is too long by itself.
+    """
     data = rollout.data_sample
     given = _given_samples(rollout, len(rollout.samples))
     record = RolloutRecord(
@@ -101,14 +108,47 @@ def encode_rollout(
         turns=[_turn_record(*pair) for pair in zip(rollout.turns, [None, *rollout.turns], strict=False)],
         samples=[_sample_record(*pair) for pair in zip(rollout.samples, given, strict=True)],
     )
-    line = msgspec.json.encode(record, enc_hook=_encoded_array)
+    line = _encoded(record)
     if len(line) >= max_bytes:
-        record.left_out = f"turns, samples and env_input: more than {max_bytes:,} bytes (recorder.max_rollout_bytes)"
-        record.turns, record.samples = [], []
-        if data is not None:
-            record.data_sample = {"sample_id": _json(data.sample_id), "env_input": None}
-        line = msgspec.json.encode(record)
+        line = _shortened(record, data, excess=len(line) - max_bytes, max_bytes=max_bytes)
     return line + b"\n"
+
+
+def _shortened(record: RolloutRecord, data: DataSample | None, *, excess: int, max_bytes: int) -> bytes:
+    """Return the line of a record that is ``excess`` bytes too long, with what it leaves out in ``left_out``."""
+    limit = f"more than {max_bytes:,} bytes (recorder.max_rollout_bytes)"
+    if data is not None:
+        rest, columns = _without_largest(data.env_input, excess + SPARE_BYTES)
+        example = _example_record(data) | {"env_input": _json(rest, _shown)}
+        line = _encoded(msgspec.structs.replace(record, data_sample=example, left_out=f"{', '.join(columns)}: {limit}"))
+        if len(line) < max_bytes:
+            return line
+    bare = msgspec.structs.replace(record, turns=[], samples=[], left_out=f"turns and samples: {limit}")
+    line = _encoded(bare)
+    if len(line) >= max_bytes and data is not None:
+        bare.left_out = f"turns, samples and env_input: {limit}"
+        bare.data_sample = {"sample_id": _json(data.sample_id), "env_input": None}
+        line = _encoded(bare)
+    return line
+
+
+def _without_largest(env_input: Any, excess: int) -> tuple[Any, list[str]]:
+    """Return a row with None for its largest columns, so that it is shorter by ``excess`` bytes, and their paths."""
+    if not isinstance(env_input, dict):
+        return None, ["env_input"]
+    sizes = {column: len(bytes(_json(value, _shown))) for column, value in env_input.items()}
+    rest, columns = dict(env_input), []
+    for column in sorted(sizes, key=lambda column: -sizes[column]):
+        if excess <= 0:
+            break
+        rest[column] = None
+        columns.append(f"env_input.{printable_line(str(column))}")
+        excess -= sizes[column]
+    return rest, columns
+
+
+def _encoded(record: RolloutRecord) -> bytes:
+    return msgspec.json.encode(record, enc_hook=_encoded_array)
 
 
 def decode_rollout(line: bytes | str) -> RecordedRollout:
