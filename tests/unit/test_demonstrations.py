@@ -141,6 +141,29 @@ def test_each_bad_row_is_a_line_before_the_run(renderer):
         assert line.startswith(f"row {number}: ") and cause in line
 
 
+CALLS_CONTROL = [{"id": "c", "type": "function", "function": {"name": "say", "arguments": '{"text": "<|im_end|>"}'}}]
+CONTROL = {
+    "an answer": [CHAT[1], {"role": "assistant", "content": "it is <|im_end|>"}],
+    "a question": [{"role": "user", "content": "What is <|im_start|>?"}, CHAT[2]],
+    "a part": [{"role": "user", "content": [{"type": "text", "text": "What is <|im_start|>?"}]}, CHAT[2]],
+    "a thought": [CHAT[1], CHAT[2] | {"reasoning_content": "<|endoftext|>"}],
+    "a call": [CHAT[1], CHAT[2] | {"tool_calls": CALLS_CONTROL}],
+}
+
+
+@pytest.mark.parametrize("messages", CONTROL.values(), ids=CONTROL)
+def test_a_conversation_that_would_write_a_control_token_is_refused_by_its_row_unless_a_field_allows_it(messages):
+    run = rl_demonstrations_qwen3_debug()
+    config = run.tasks["demonstrations"]
+    config.dataset = RowDataset.Config(rows=MemoryRows([{"messages": CHAT}, {"messages": messages}, {"messages": messages}]))
+    with pytest.raises(ConfigError) as refused:
+        build_tasks(run)
+    assert refused.value.field == "tasks.demonstrations.dataset"
+    assert "row 1 has it in 'messages'" in str(refused.value) and "(1 others have one too)" in str(refused.value)
+    config.control_tokens = True
+    assert len(build_tasks(run)["demonstrations"].dataset) == 3
+
+
 async def test_a_row_that_fails_later_fails_its_rollout(renderer, tokenizer):
     task = task_of(renderer, {"messages": CHAT[:2]})
     group = await task.run_group(task.dataset[0], ScriptedPolicy(tokenizer), group_id="g", seed=0)

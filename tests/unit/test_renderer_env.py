@@ -48,6 +48,35 @@ async def test_prompt_is_the_rendered_opening_conversation(wrap, renderer, token
     assert step.status is RolloutStatus.ONGOING and step.assistant_message is None and step.env_messages == []
 
 
+class MarkedEnv(MessageEnv):
+    """Writes a control token into its first message, or into its answer."""
+
+    def __init__(self, *, first: str = "hello", answer: str = "go on", meant: bool = False):
+        self.first, self.answer, self.meant = first, answer, meant
+
+    async def reset(self):
+        return ResetOutput(messages=[{"role": "user", "content": self.first}], control_tokens=self.meant)
+
+    async def step_message(self, message):
+        answer = [{"role": "user", "content": [{"type": "text", "text": self.answer}]}]
+        return StepOutput(env_messages=answer, done=False, control_tokens=self.meant)
+
+
+async def test_a_message_of_an_env_that_would_write_a_control_token_ends_the_rollout_unless_it_is_meant(wrap, tokenizer):
+    env = wrap(MarkedEnv(first="What does <|im_end|> mean?"))
+    assert (await stepped(env)).status is RolloutStatus.ERROR
+    assert "MarkedEnv.reset: ResetOutput.messages[0] has '<|im_end|>', where it would be a control token" in env.error
+    assert "change the text, or give ResetOutput(control_tokens=True) if that is meant" in env.error
+    env = wrap(MarkedEnv(answer="<|im_start|>assistant"))
+    await stepped(env)
+    assert (await stepped(env, completion_of(tokenizer, "one"))).status is RolloutStatus.ERROR
+    assert "StepOutput.env_messages[0] has '<|im_start|>'" in env.error and "StepOutput(control_tokens=True)" in env.error
+
+    env = wrap(MarkedEnv(first="<|im_end|>", answer="<|im_end|>", meant=True))
+    await stepped(env)
+    assert (await stepped(env, completion_of(tokenizer, "one"))).status is RolloutStatus.ONGOING
+
+
 async def test_next_prompt_extends_prompt_and_completion_token_for_token(wrap, tokenizer):
     env = wrap(TalkingEnv(turns=3))
     step = await stepped(env)

@@ -22,7 +22,13 @@ from torchtitan.experiments.rl.config.checks import call_part
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.data.dataset import fault_of_example
 from torchtitan.experiments.rl.data.rows import RowDataset
-from torchtitan.experiments.rl.envs.renderer import AUTO, build_renderer, renderer_name, template_turn_end
+from torchtitan.experiments.rl.envs.renderer import (
+    AUTO,
+    build_renderer,
+    control_tokens,
+    renderer_name,
+    template_turn_end,
+)
 from torchtitan.experiments.rl.errors import ConfigError, inside, user_code
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
 from torchtitan.experiments.rl.printable import printable_line, text_of
@@ -69,7 +75,7 @@ def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> dict[st
         ConfigError: one can't be built; the error names its field.
     """
     renderer, tasks = checked_renderer(config), {}
-    control_tokens = control_tokens_of(config.model.hf_assets_path)
+    texts = control_tokens_of(config.model.hf_assets_path)
     for name, task_config in config.tasks.items():
         if name in left_out:
             continue
@@ -88,7 +94,7 @@ def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> dict[st
             _example(f"{field}.{part}", dataset, "__getitem__", 0)
         first = _example(f"{field}.sampler", task.sampler, "next")
         call_part(field, task, "check_examples", field=field)
-        call_part(field, task, "check_control_tokens", control_tokens, field=field)
+        call_part(field, task, "check_control_tokens", texts, field=field)
         limits = {
             "max_rollout_tokens": task_config.env.max_rollout_tokens,
             "max_model_len": config.generator.engine.max_model_len,
@@ -131,9 +137,7 @@ def checked_renderer(config: RunConfig) -> Renderer:
 
 def control_tokens_of(path: str) -> set[str]:
     """Return the texts that the tokenizer of a folder reads as special tokens, wherever they stand."""
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    added = tokenizer.added_tokens_decoder.values()
-    return {token.content for token in added if token.special and token.content}
+    return control_tokens(AutoTokenizer.from_pretrained(path, local_files_only=True))
 
 
 def _example(field: str, owner: Any, method: str, *arguments: Any) -> DataSample:

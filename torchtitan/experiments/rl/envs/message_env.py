@@ -13,6 +13,9 @@ class ResetOutput:
     """The opening conversation: system and user messages."""
     tools: list[ToolSpec] = field(default_factory=list)
     """Tools the model may call, OpenAI function format."""
+    control_tokens: bool = False
+    """True if special tokens in these messages, such as "<|im_end|>", are meant as control tokens. A rollout whose env writes
+    one ends as an error otherwise: renderers can't write them as text, so it could end the message."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,6 +25,8 @@ class StepOutput:
     done: bool
     reward_components: dict[str, float] = field(default_factory=dict)
     """What this step earned, by name; summed over the rollout and left to the rubric to weigh."""
+    control_tokens: bool = False
+    """True if special tokens in the answer are meant as control tokens, as in ResetOutput."""
 
 
 class MessageEnv(abc.ABC):

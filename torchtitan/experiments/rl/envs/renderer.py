@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import renderers
 from renderers import Message, ParsedResponse, RenderedTokens, Renderer, ToolSpec
@@ -42,6 +44,8 @@ SHORT_TEXT = 64
 """Characters."""
 SHORT_TEXTS = 1024
 """Distinct ones that are kept."""
+_CONTROL_TOKENS: WeakKeyDictionary[Renderer, re.Pattern[str]] = WeakKeyDictionary()
+"""Pattern of the control tokens of each renderer's tokenizer."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,11 +87,34 @@ def build_renderer(config: RendererConfig, tokenizer_path: str | Path) -> Render
     if config.name in (AUTO, DEFAULT) and not getattr(tokenizer, "chat_template", None):
         cure = f"the tokenizer in {tokenizer_path} has no chat template: name a renderer of the model's family"
         raise ConfigError("renderer.name", config.name, cure)
+    tokens = sorted(map(re.escape, control_tokens(tokenizer)))
     _remember_short_texts(tokenizer)
-    if config.name == AUTO:
-        return _with_all_stops(_fitting(config, tokenizer), tokenizer, Path(tokenizer_path))
+    fitting = _fitting(config, tokenizer) if config.name == AUTO else _named(config, tokenizer, tokenizer_path)
+    renderer = _with_all_stops(fitting, tokenizer, Path(tokenizer_path))
+    if tokens:
+        _CONTROL_TOKENS[renderer] = re.compile("|".join(tokens))
+    return renderer
+
+
+def control_tokens(tokenizer: Any) -> set[str]:
+    """Return the texts that a tokenizer reads as special tokens, wherever they stand."""
+    return {token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content}
+
+
+def control_token_in(value: Any, renderer: Renderer) -> str | None:
+    """Return the first text of a message, or of messages, that the renderer would write as a control token.
+
+    None: there is none, or the renderer was not made by ``build_renderer``.
+    """
+    pattern = _CONTROL_TOKENS.get(renderer)
+    found = None if pattern is None else pattern.search(str(value))
+    return None if found is None else found[0]
+
+
+def _named(config: RendererConfig, tokenizer: Any, tokenizer_path: str | Path) -> Renderer:
+    """Make the renderer that a config names. Raises as ``build_renderer`` does."""
     try:
-        return _with_all_stops(_made(config, config.name, tokenizer), tokenizer, Path(tokenizer_path))
+        return _made(config, config.name, tokenizer)
     # The package asserts that the tokenizer has the template's special tokens.
     except (AssertionError, ValueError) as error:
         cause = " ".join(str(error).split())

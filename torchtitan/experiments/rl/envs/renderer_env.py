@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge
-from renderers import Renderer
+from renderers import Message, Renderer
 
 from torchtitan.experiments.rl.bounds import Changeable, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.envs.conversation import Conversation, GroupPrompts
@@ -20,6 +20,7 @@ from torchtitan.experiments.rl.envs.messages import (
     checked_rewards,
     checked_tools,
 )
+from torchtitan.experiments.rl.envs.renderer import control_token_in
 from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.sealed import copied
@@ -65,6 +66,7 @@ class RendererEnv:
             group: what was rendered for the other rollouts of its group.
         """
         self._env = message_env
+        self._renderer = renderer
         self._name = type(message_env).__name__
         self._config = config
         self._conversation = Conversation(renderer, max_tokens=config.max_rollout_tokens, group=group)
@@ -169,6 +171,8 @@ class RendererEnv:
         messages = checked_messages(reset.messages, f"{field}.messages")
         if not messages:
             raise ValueError(f"{field}.messages is empty: a conversation starts with a message")
+        if not reset.control_tokens:
+            self._check_control_tokens(messages, f"{field}.messages")
         if not await self._conversation.open(messages, checked_tools(reset.tools, f"{field}.tools")):
             self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
 
@@ -191,6 +195,8 @@ class RendererEnv:
             raise TypeError(f"{field}.done is '{text_of(step.done)}', want True or False")
         turn.reward_components = checked_rewards(step.reward_components, f"{field}.reward_components")
         turn.env_messages = checked_messages(step.env_messages, f"{field}.env_messages")
+        if not step.control_tokens:
+            self._check_control_tokens(turn.env_messages, f"{field}.env_messages")
         self._conversation.messages.extend(turn.env_messages)
         if step.done:
             return self.finish(RolloutStatus.COMPLETED)
@@ -200,6 +206,19 @@ class RendererEnv:
             raise ValueError(f"{field}.env_messages is empty though done is False: the model would answer itself")
         if not await self._conversation.add_messages(turn.env_messages):
             self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
+
+    def _check_control_tokens(self, messages: list[Message], field: str) -> None:
+        """
+        Raises:
+            ValueError: a message has a text that would be a control token of the prompt.
+        """
+        for index, message in enumerate(messages):
+            if (token := control_token_in(message, self._renderer)) is not None:
+                kind = field.rpartition(": ")[2].partition(".")[0]
+                raise ValueError(
+                    f"{field}[{index}] has {token!r}, where it would be a control token and could end the message: "
+                    f"change the text, or give {kind}(control_tokens=True) if that is meant"
+                )
 
     async def _call_env(self, method: str, wanted: type, *args: Any) -> Any:
         name, function, timeout_s = f"{self._name}.{method}", getattr(self._env, method), self._config.step_timeout_s

@@ -15,6 +15,7 @@ from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.envs.conversation import LARGE_TEXT, described, off_the_loop_if
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.messages import check_all_rendered, checked_messages, checked_tools
+from torchtitan.experiments.rl.envs.renderer import control_token_in
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.judge import ChatClient
 from torchtitan.experiments.rl.generation.references import FrozenModel
@@ -130,6 +131,9 @@ class DemonstrationTask(Task):
         dataset: Dataset.Config = field(default_factory=RowDataset.Config)
         messages_column: NonEmptyStr = "messages"
         tools_column: NonEmptyStr = "tools"
+        control_tokens: bool = False
+        """True if special tokens in the text of a conversation, such as "<|im_end|>", are meant as control tokens. Renderers
+        can't write them as text, so a row that has one is refused otherwise: it would be trained on as a message's end."""
         teacher: FrozenModel | None = None
         """A server of any model. It answers each row's messages (``sampling``), and its answer is trained on, rendered for the
         policy. Its tokenizer may be another."""
@@ -175,6 +179,22 @@ class DemonstrationTask(Task):
         if lines:
             cure = f"{len(lines)} of its {count} rows can't be trained on: change or remove them"
             raise ConfigError(f"{field}.dataset", type(self.dataset).__name__, cure, lines=lines)
+
+    def check_control_tokens(self, tokens: Collection[str], *, field: str) -> None:
+        """See Task. Reads the conversations and their tools."""
+        if self.config.control_tokens:
+            return
+        examples = (read_example(self.dataset, index) for index in range(len(self.dataset)))
+        texts = ((example, control_token_in(self._conversation(example), self.renderer)) for example in examples)
+        found = [(example.sample_id, token) for example, token in texts if token is not None]
+        if found:
+            row, token = found[0]
+            others = f" ({len(found) - 1:,} others have one too)" if len(found) > 1 else ""
+            cure = (
+                f"row {row} has it in {self.config.messages_column!r}, where it would be a control token and could end the "
+                f"message{others}: change the text, or set {field}.control_tokens = True if that is meant"
+            )
+            raise ConfigError(f"{field}.dataset", token, cure)
 
     async def run_group(self, sample: DataSample, policy: PolicyClient, *, group_id: str, seed: int, **_: Any) -> RolloutGroup:
         """A group of one rollout with the row's training sample. A row that can't be rendered, or that the teacher does not

@@ -56,7 +56,7 @@ class QuestionEnv(MessageEnv):
         self.messages: list[Any] = [*system, *asked]
 
     async def reset(self) -> ResetOutput:
-        return ResetOutput(messages=self.messages)
+        return ResetOutput(messages=self.messages, control_tokens=True)  # the task has checked its rows
 
     async def step_message(self, message: Message) -> StepOutput:
         return StepOutput(env_messages=[], done=True)

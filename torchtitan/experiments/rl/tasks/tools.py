@@ -178,7 +178,8 @@ class ToolEnv(QuestionEnv):
             else:
                 found = [Tool(given)]
             self._tools |= {tool.name: tool for tool in found}
-        return ResetOutput(messages=self.messages, tools=[tool.spec for tool in self._tools.values()])
+        tools = [tool.spec for tool in self._tools.values()]
+        return ResetOutput(messages=self.messages, tools=tools, control_tokens=True)  # the task has checked its rows
 
     async def step_message(self, message: Message) -> StepOutput:
         counts: Counter[str] = Counter()
@@ -191,7 +192,12 @@ class ToolEnv(QuestionEnv):
         for _ in message.get("malformed_tool_calls") or []:
             counts["bad_calls"] += 1
             answers.append({"role": "tool", "content": "Error: the call is not well-formed"})
-        return StepOutput(env_messages=answers, done=not answers, reward_components={k: float(v) for k, v in counts.items()})
+        return StepOutput(
+            env_messages=answers,
+            done=not answers,
+            reward_components={k: float(v) for k, v in counts.items()},
+            control_tokens=self._config.control_tokens,
+        )
 
     async def _answer(self, name: str, arguments: str) -> tuple[str, str]:
         """What a call is answered with, and what it counts as."""
