@@ -7,6 +7,7 @@ refuse a config by its field, also under ``--dry-run``.
 import asyncio
 import contextlib
 import copy
+import json
 import subprocess
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -29,6 +30,7 @@ from torchtitan.experiments.rl.envs.renderer import (
     renderer_name,
     template_turn_end,
 )
+from torchtitan.experiments.rl.envs.tool_calls import call_ids, example_call
 from torchtitan.experiments.rl.errors import ConfigError, inside, user_code
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
 from torchtitan.experiments.rl.printable import printable_line, text_of
@@ -214,6 +216,9 @@ class Trial:
     answers_warning: str | None = None
     """Rows whose own answer earns no more than an empty reply, in one line."""
 
+    tool_warning: str | None = None
+    """What a call of the first tool came to, or why none was tried, in one line; None where it was answered."""
+
     cure: ClassVar[str] = "user_code.preflight_timeout_s = 0 leaves this check out"
 
     def __post_init__(self) -> None:
@@ -222,7 +227,7 @@ class Trial:
 
     def warnings(self) -> list[str]:
         """Return what a person should know before the run, one line each."""
-        return [line for line in (self.warning, self.answers_warning) if line is not None]
+        return [line for line in (self.warning, self.answers_warning, self.tool_warning) if line is not None]
 
     def run_in_a_thread(self, limit_s: float) -> None:
         """In an event loop of its own, in a thread that is abandoned where it hangs."""
@@ -266,6 +271,7 @@ class Trial:
                 await self._score(group)
                 self._filter(group, vocab_size=len(policy.tokenizer))
                 self.answers_warning = await self._answers_fault(policy)
+                self.tool_warning = await self._tool_fault(policy, group)
         except BaseException:
             with contextlib.suppress(UserCodeError):  # the first failure is the cause
                 await call_user(task.close, timeout_s=None)
@@ -320,6 +326,38 @@ class Trial:
         self._try("the credit of a group of scripted replies")
         if (failure := await task.give_credit(group)) is not None:
             raise self._refusal(failure, "algorithm")
+
+    async def _tool_fault(self, policy: ScriptedPolicy, group: RolloutGroup) -> str | None:
+        """Have the scripted model call the first tool once, and return what went wrong, or why that could not be tried.
+
+        The arguments are made up, so what fails is only warned of: a model makes up arguments too.
+        """
+        task, turns = self.task, group.rollouts[0].turns
+        if type(task).run_group is not Task.run_group or not turns or not turns[0].tools:
+            return None
+        tool = turns[0].tools[0]
+        name, arguments = example_call(tool)
+        call = f"{name}({printable_line(json.dumps(arguments))})"
+        self._try(f"the call {call}")
+        ids = call_ids(task.renderer, turns[0].prompt_messages, turns[0].tools, name, arguments)
+        if ids is None:
+            return f"{self.field}: no tool was tried: the renderer does not write the call {call} so that it is read again"
+        reply = str(policy.tokenizer.decode(ids))
+        scripted = copy.copy(policy)
+        scripted.reply = lambda rollout, turn: REPLY if turn else reply
+        called = await task.run_group(task.dataset[0], scripted, group_id="preflight", seed=self.config.seed, group_size=1)
+        (rollout,) = called.rollouts
+        if not rollout.status.is_error() and type(task).score_group is Task.score_group:
+            await task.score_rewards(called)
+        if rollout.status.is_error():
+            cause = str(rollout.error).removeprefix(f"task {task.name}: ")
+            return f"{self.field}: after the call {call} the rollout ended as {rollout.status.name}: {cause}"
+        if rollout.status is RolloutStatus.TRUNCATED_LENGTH:
+            return f"{self.field}: no tool was tried: the call {call} takes more tokens than an answer may have"
+        turn = rollout.turns[0]
+        if {"bad_calls", "failed_calls"} & turn.reward_components.keys():
+            return f"{self.field}: the call {call} was answered with {text_of(turn.env_messages[0]['content'], 200)!r}"
+        return None
 
     async def _answers_fault(self, policy: ScriptedPolicy) -> str | None:
         """Try the answer of each of the first rows as the reply, and return what is wrong with their rewards.

@@ -1,14 +1,15 @@
-"""Parses completions, and reads the arguments of tool calls by the whole schema of each parameter.
+"""Parses completions, and reads and writes the arguments of tool calls by the whole schema of each parameter.
 
 Families whose calls are XML (Qwen3.5, GLM, MiniMax) write a text and a number alike: ``<parameter=x>42</parameter>``.
 Their parsers look at the ``type`` of a parameter alone. So they refuse a text where the schema is a ``$ref`` (an Enum) or
 lists its types, and read "42" as a number where the schema allows a text or null. Calls in JSON say what is a text.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from renderers import ParsedResponse, Renderer, ToolSpec
+from renderers import Message, ParsedResponse, Renderer, ToolSpec
 
 JSON_TYPES = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
 
@@ -69,6 +70,62 @@ def type_of(value: Any) -> str:
     """Return the name that JSON schemas have for the type of a value."""
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", type(None): "null"}
     return names.get(type(value), "object")
+
+
+def example_call(tool: ToolSpec) -> tuple[str, dict[str, Any]]:
+    """Return the name of a tool and arguments that its schema allows: a small value for each parameter that it requires."""
+    name, parameters = _named_parameters(tool)
+    return name, _example_object(parameters, parameters, frozenset())
+
+
+def call_ids(
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec], name: str, arguments: dict[str, Any]
+) -> list[int] | None:
+    """Return the tokens with which the model would call a tool after ``messages``, without the end of its turn.
+
+    None: the renderer's template does not go on from the prompt, or the call can't be read from these tokens.
+    """
+    call = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+    reply = cast(Message, {"role": "assistant", "content": "", "tool_calls": [call]})
+    prompt = list(renderer.render(list(messages), tools=list(tools), add_generation_prompt=True).token_ids)
+    whole = list(renderer.render([*messages, reply], tools=list(tools)).token_ids)
+    if whole[: len(prompt)] != prompt:
+        return None
+    sampled, stops = whole[len(prompt) :], set(renderer.get_stop_token_ids())
+    end = next((index for index, token in enumerate(sampled) if token in stops), len(sampled))
+    parsed = parse_completion(renderer, sampled[:end], tools=tools, prompt_ids=prompt)
+    read = [(found.name, found.arguments) for found in parsed.tool_calls]
+    return sampled[:end] if read == [(name, arguments)] else None
+
+
+def _example_object(schema: Mapping[str, Any], root: Mapping[str, Any], seen: frozenset[str]) -> dict[str, Any]:
+    properties = schema.get("properties") or {}
+    return {name: _example_value(properties.get(name), root, seen) for name in schema.get("required") or ()}
+
+
+def _example_value(schema: Any, root: Mapping[str, Any], seen: frozenset[str]) -> Any:
+    """Return a value that a schema allows; None where it refers to itself."""
+    if not isinstance(schema, Mapping):
+        return "text"
+    if "const" in schema:
+        return schema["const"]
+    for choices in ("examples", "enum"):
+        if isinstance(schema.get(choices), list) and schema[choices]:
+            return schema[choices][0]
+    if isinstance(reference := schema.get("$ref"), str):
+        return None if reference in seen else _example_value(_referred(reference, root), root, seen | {reference})
+    for parts in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(parts), list) and schema[parts]:
+            return _example_value(schema[parts][0], root, seen)
+    declared = schema.get("type", "string")
+    kind = declared if isinstance(declared, str) else next(iter(declared), "string")
+    if kind in ("integer", "number"):
+        return min(max(1, schema.get("minimum", 1)), schema.get("maximum", float("inf")))
+    if kind == "array":
+        return [_example_value(schema["items"], root, seen)] if schema.get("items") else []
+    if kind == "object":
+        return _example_object(schema, root, seen)
+    return {"boolean": True, "null": None}.get(kind, "text")
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Any:
