@@ -7,6 +7,8 @@ WORKERS ?= $(shell [ $$(nproc) -gt 1 ] && echo 2 || echo 0)
 # The installed set is named by its contents, not by file times: a checkout changes those.
 REQUIREMENTS := requirements/cpu.txt requirements/dev.txt
 STAMP := .venv/installed-$(shell cat $(REQUIREMENTS) | cksum | cut -d' ' -f1)
+# The commands (rl-train ...) of this checkout, where it lies: a checkout that was moved installs them anew.
+COMMANDS := .venv/commands-$(shell { pwd -P; cat pyproject.toml; } | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo real test test-all test-browser lint format clean
@@ -15,14 +17,14 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo '  ARGS="..." is handed on: make demo ARGS="--dry-run", make test ARGS="tests/unit -k packing"'
 
-install: $(STAMP) ## make .venv; does nothing when requirements/ has not changed since
+install: $(COMMANDS) ## make .venv, with rl-train; does nothing when requirements/ and pyproject.toml have not changed since
 
-demo: $(STAMP) ## train a tiny model by GRPO on this machine's CPU, in a few minutes
-	.venv/bin/python -m torchtitan.experiments.rl.grpo --config rl_grpo_qwen3_debug $(ARGS)
+demo: $(COMMANDS) ## train a tiny model by GRPO on this machine's CPU, in a few minutes
+	.venv/bin/rl-train --config rl_grpo_qwen3_debug $(ARGS)
 
-real: $(STAMP) ## get a real model of 135M parameters (93 MB) and train it on sums, on this machine's CPU
+real: $(COMMANDS) ## get a real model of 135M parameters (93 MB) and train it on sums, on this machine's CPU
 	.venv/bin/python scripts/get_smollm2.py
-	.venv/bin/python -m torchtitan.experiments.rl.grpo --config rl_sums_smollm2 $(ARGS)
+	.venv/bin/rl-train --config rl_sums_smollm2 $(ARGS)
 
 test: $(STAMP) ## all tests; WORKERS=0 runs one at a time
 	.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -65,4 +67,10 @@ $(STAMP):
 	.venv/bin/python -m pip install $$(grep '^torch==' requirements/cpu.txt)
 	.venv/bin/python -m pip install --no-deps -r requirements/cpu.txt
 	.venv/bin/python -m pip install --no-deps -r requirements/dev.txt
+	touch $@
+
+# The build backend is one of the pins, so this downloads nothing.
+$(COMMANDS): | $(STAMP)
+	rm -f .venv/commands-*
+	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.command_runs import ROOT
-from tests.integration.installs import FreshEnvironment, build_wheel, no_isolation
+from tests.integration.installs import FreshEnvironment, build_wheel, no_isolation, without_python_path
 from tests.unit.command_line import assert_one_line
 
 LIBRARY = "torchtitan.experiments.rl"
@@ -101,6 +101,46 @@ def test_an_editable_install_gives_the_checkout_and_uninstalling_leaves_nothing(
     fresh.pip("uninstall", "--yes", "torchtitan-rl")
     assert fresh.files() == before
     assert origins(fresh, LIBRARY, folder=empty)[0].parents[2] == released.parents[1], "the released one's own is back"
+
+
+def checkout_with_packages(folder: Path) -> FreshEnvironment:
+    """Make a checkout of this one's files, whose .venv has the packages that ``make`` installs."""
+    folder.mkdir()
+    for name in ("Makefile", "README.md", "LICENSE", "pyproject.toml", "requirements", "src", "torchtitan", "assets"):
+        (folder / name).symlink_to(ROOT / name)
+    fresh = FreshEnvironment(folder / ".venv")
+    pins = b"".join((ROOT / "requirements" / name).read_bytes() for name in ("cpu.txt", "dev.txt"))
+    stamp = subprocess.run(["cksum"], input=pins, capture_output=True, check=True).stdout.split()[0].decode()
+    (folder / ".venv" / f"installed-{stamp}").touch()
+    return fresh
+
+
+def make_install(folder: Path) -> str:
+    done = subprocess.run(["make", "install"], cwd=folder, env=without_python_path(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_make_installs_the_commands_once_and_they_take_a_task_of_any_folder(tmp_path):
+    fresh = checkout_with_packages(tmp_path / "checkout")
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "mine.py").write_text('def rl_mine():\n    "Mine."\n')
+    installed = make_install(tmp_path / "checkout")
+    assert fresh.files() >= COMMANDS and "-r requirements" not in installed, "no package is downloaded again"
+    assert "Nothing to be done" in make_install(tmp_path / "checkout")
+    for words in (["rl-train"], ["python", "-m", f"{LIBRARY}.grpo"]):
+        listed = fresh.run(*words, "--module", "mine", "--list", folder=own)
+        assert (listed.returncode, listed.stdout) == (0, "rl_mine  Mine.\n"), listed.stderr
+
+    (tmp_path / "checkout").rename(tmp_path / "moved")
+    assert "--editable" in make_install(tmp_path / "moved")
+    fresh.bin, fresh.packages = (
+        tmp_path / "moved/.venv/bin",
+        tmp_path / "moved" / fresh.packages.relative_to(tmp_path / "checkout"),
+    )
+    assert origins(fresh, LIBRARY, folder=own) == [tmp_path / "moved/torchtitan/experiments/rl/__init__.py"]
+    assert fresh.run("rl-train", "--module", "mine", "--list", folder=own).returncode == 0
 
 
 def test_the_command_says_in_one_line_what_is_missing_and_what_installs_it(wheel, installed, tmp_path):

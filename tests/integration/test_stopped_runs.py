@@ -37,6 +37,7 @@ def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing(st
         f"folder      {run.folder}",
         "stopping after this step; once more stops at once",
         f"folder      {run.folder}",
+        f"see it      {typed_command('report')} {run.folder}",
         f"go on with  {typed_command('grpo')} --resume {run.folder}",
     ]
     for record in run.steps:

@@ -76,7 +76,7 @@ def test_what_the_demo_prints_is_shown_as_the_console_prints_it(monkeypatch):
         run_dir=folder,
     )
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("sys.executable", str(ROOT / ".venv/bin/python"))
+    monkeypatch.setattr("sys.argv", [str(ROOT / ".venv/bin/rl-train")])  # as Makefile starts it
     monkeypatch.setenv("PATH", "/usr/bin")
     starting = starting_line(parse_command(["--config", "rl_grpo_qwen3_debug"]))
     middle = ["validation before the first step: reward 0.320", title_line()]

@@ -109,9 +109,11 @@ def test_a_second_ctrl_c_ends_everything_at_once_and_keeps_the_last_checkpoint(e
     code, out, err, killed = ending(Running(), signal.SIGINT, signal.SIGINT)
     assert code == 130 and killed == [True, "folder", True]
     assert err.splitlines()[1] == "stopped at once: what follows the last checkpoint is lost"
-    assert out == (
-        f"saved       step 20: {tmp_path}/checkpoints/step-000020\ngo on with  {typed_command('grpo')} --resume {tmp_path}\n"
-    )
+    assert out.splitlines() == [
+        f"saved       step 20: {tmp_path}/checkpoints/step-000020",
+        f"see it      {typed_command('report')} {tmp_path}",
+        f"go on with  {typed_command('grpo')} --resume {tmp_path}",
+    ]
     assert ending(Running(), signal.SIGINT, signal.SIGINT, steps=())[1] == out
 
 

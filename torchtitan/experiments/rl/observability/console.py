@@ -239,13 +239,11 @@ def _next_commands(summary: RunSummary) -> dict[str, str]:
     if summary.run_dir is None:
         return {}
     folder = shlex.quote(near(summary.run_dir))
-    commands = {}
-    if summary.stopped_by is None:
-        commands["see it"] = f"{typed_command('report')} {folder}"
-        if "policy" in summary.files:
-            commands["try it"] = f"{typed_command('play')} --model {folder}"
-            if summary.start_val_reward is not None or summary.final_val_reward is not None:
-                commands["measure it"] = f"{typed_command('evaluate')} --model {folder}"
+    commands = {"see it": f"{typed_command('report')} {folder}"}
+    if summary.stopped_by is None and "policy" in summary.files:
+        commands["try it"] = f"{typed_command('play')} --model {folder}"
+        if summary.start_val_reward is not None or summary.final_val_reward is not None:
+            commands["measure it"] = f"{typed_command('evaluate')} --model {folder}"
     if "checkpoint" in summary.files:
         more = f" --steps {2 * summary.total_steps}" if summary.stopped_by is None else ""
         commands["go on with"] = f"{typed_command('grpo')} --resume {folder}{more}"

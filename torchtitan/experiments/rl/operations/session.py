@@ -121,20 +121,21 @@ def cause(error: Exception) -> str:
     return one_sentence("".join(traceback.format_exception_only(raised)))
 
 
-def _say_how_to_resume(start: Start) -> None:
-    """As the summary of a run does that ends by itself."""
-    saved = "no checkpoint: the run had not taken one"
-    if found := checkpoints(Path(start.run_dir)):
-        again = f"{typed_command('grpo')} --resume {shlex.quote(near(start.run_dir))}"
-        saved = f"step {step_of(found[-1])}: {found[-1]}\ngo on with  {again}"
-    write_line(sys.stdout, f"saved       {saved}")
+def _say_what_is_left(start: Start) -> None:
+    """Print the last checkpoint and the commands that show the run and resume it, as the summary of a run does."""
+    folder, found = shlex.quote(near(start.run_dir)), checkpoints(Path(start.run_dir))
+    saved = f"step {step_of(found[-1])}: {found[-1]}" if found else "no checkpoint: the run had not taken one"
+    lines = [f"saved       {saved}", f"see it      {typed_command('report')} {folder}"]
+    if found:
+        lines.append(f"go on with  {typed_command('grpo')} --resume {folder}")
+    write_line(sys.stdout, "\n".join(lines))
 
 
 def _stop_at_once(why: str, code: int, start: Start, temporary: TemporaryFolder) -> NoReturn:
     """Without a word to any actor: one may hang. A checkpoint that is being written is absent afterwards."""
     end_live_line()
     write_line(sys.stderr, f"{why}: what follows the last checkpoint is lost")
-    _say_how_to_resume(start)
+    _say_what_is_left(start)
     kill_descendants()
     temporary.remove()
     kill_descendants()  # the controller goes on in its thread, and may have started others meanwhile
