@@ -112,6 +112,33 @@ def test_a_function_of_ones_own_is_named_by_its_place(tmp_path, monkeypatch):
             config_of(f"--tasks.sum-digits.algorithm echo --tasks.sum-digits.algorithm.keep {place}")
 
 
+FLAG = "--tasks.sum_digits.algorithm.normalize_std"
+
+
+@pytest.mark.parametrize(
+    "words, value",
+    [
+        (f"{FLAG} True --steps 3", True),
+        (f"{FLAG} --steps 3", True),
+        (f"{FLAG} False --steps 3", False),
+        (f"{FLAG} false --steps 3", False),
+        (f"--steps 3 {FLAG}=False", False),
+        (f"{FLAG} True --tasks.sum-digits.algorithm.no-normalize-std --steps 3", False),
+        (f"--tasks.sum-digits.algorithm grpo {FLAG} True --steps 3", True),
+    ],
+)
+def test_a_flag_takes_true_and_false_as_python_and_other_libraries_write_them(words, value):
+    config = config_of(words)
+    assert config.tasks["sum_digits"].algorithm.normalize_std is value and config.steps == 3
+
+
+def test_a_flag_in_a_list_at_the_top_and_of_three_values_takes_them_too():
+    config = config_of("--trainer.compile True --provision.share-cores False --recorder.trainer-logprobs=true")
+    assert config.trainer.compile and config.provision.share_cores is False and config.recorder.trainer_logprobs
+    with pytest.raises(ConfigError, match="normalize-std = 'maybe': must be True or False"):
+        config_of(f"{FLAG} maybe")
+
+
 def test_every_part_can_be_named_and_a_name_is_of_one_part():
     parts = parts_that_fit(RLLoss.Config)
     assert all(part_named(name, parts) is part for name, part in parts.items())

@@ -305,9 +305,10 @@ def _import(name: str) -> ModuleType:
 
 
 def _override(config: Any, overrides: list[str]) -> Any:
-    from torchtitan.experiments.rl.config.overrides import registry_with_bounds
+    from torchtitan.experiments.rl.config.overrides import flags_as_options, registry_with_bounds
 
     errors = io.StringIO()
+    overrides = flags_as_options(config, overrides)
     try:
         with contextlib.redirect_stderr(errors):
             return tyro.cli(

@@ -37,7 +37,7 @@ import torchtitan.experiments.rl.data.replay
 import torchtitan.experiments.rl.rollouts.filters  # noqa: F401 - each defines parts that no config may have named yet
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms import Algorithm
-from torchtitan.experiments.rl.bounds import bounds_said, declared, field_annotations, is_union
+from torchtitan.experiments.rl.bounds import bounds_said, declared, field_annotations, is_union, walk
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.data.task_mix import TaskMix
@@ -264,6 +264,35 @@ def _with_subclasses(base: type[Any]) -> Iterator[type[Any]]:
     yield base
     for kind in base.__subclasses__():
         yield from _with_subclasses(kind)
+
+
+def flags_as_options(config: Any, words: list[str]) -> list[str]:
+    """Write ``--field True`` and ``--field False`` as tyro reads them: ``--field`` and ``--no-field``.
+
+    Raises:
+        ConfigError: another word follows a field that is True or False.
+    """
+    flags = {_option_path(path) for path, _, annotation in walk(config) if declared(annotation).type is bool}
+    written, rest = list[str](), list(words)
+    while rest:
+        word = rest.pop(0)
+        option, equals, value = word.partition("=")
+        path = option.removeprefix("--").replace("_", "-")
+        valued = bool(equals) or bool(rest and not rest[0].startswith("-"))
+        if path not in flags or not option.startswith("--") or not valued:
+            written.append(word)
+            continue
+        value = value if equals else rest.pop(0)
+        if value.lower() not in ("true", "false"):
+            raise ConfigError(path, value, "must be True or False")
+        holder, dot, name = path.rpartition(".")
+        written.append(f"--{path}" if value.lower() == "true" else f"--{holder}{dot}no-{name}")
+    return written
+
+
+def _option_path(path: str) -> str:
+    """Return the option of a field: ``post-batch-filters.0.mode`` of ``post_batch_filters[0].mode``."""
+    return re.sub(r"\[(\d+)\]", r".\1", path).replace("_", "-")
 
 
 _KEY = re.compile(r"\w[\w.-]*")
