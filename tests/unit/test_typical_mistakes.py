@@ -102,6 +102,16 @@ MISTAKES = {
         "the env gave no reward component 'sucess'; it gave none; where it gives it only sometimes, write "
         "env_component('sucess', default=0)",
     ),
+    "TRL's reward function": (
+        ("def bad(completions, **kwargs): return [1.0 for _ in completions]", "asks(bad)"),
+        "error: tasks.mine.rubric.reward_fns = 'bad(completions, **kwargs)': TRL's form?",
+        "want fn(completion, example)",
+    ),
+    "TRL's reward function of prompts": (
+        ("def bad(prompts, completions, **kwargs): return [1.0 for _ in completions]", "asks(bad)"),
+        "error: tasks.mine.rubric.reward_fns = 'bad(prompts, completions, **kwargs)': TRL's form?",
+        "RewardFn(fn, group_level=True)",
+    ),
     "a list for the dataset": (
         ("", "own(dataset=ROWS)"),
         "error: tasks.mine.dataset = [",
@@ -292,3 +302,26 @@ def test_a_task_is_set_up_run_and_closed_once_and_its_prompt_shown(command, conf
     ]
     assert out.splitlines()[-len(shown) :] == shown
     assert "weights        " in out and "learning rate  " in out
+
+
+THINKS = """
+import re
+FORMAT = re.compile(r"<think>.*?</think>.*", re.DOTALL)
+def by_pattern(completion, example): return float(FORMAT.fullmatch(completion) is not None)
+def by_text(completion, example): return float("<think>" in completion)
+def of_rollout(rollout, example): return float("<think>" in str(rollout.turns))
+def plain(completion, example):
+    "<think>"
+    return float(example["answer"] in completion)
+"""
+
+
+@pytest.mark.parametrize("fn", ["by_pattern", "by_text", "RewardFn(of_rollout, takes='rollout')", "plain"])
+def test_a_format_reward_that_looks_for_a_thought_in_the_completion_is_told_where_it_is(command, config_module, fn):
+    name, _ = config_module(f"{MODULE}\n{THINKS}\n{MADE.format(task=f'asks(plain, {fn})' if fn != 'plain' else 'asks(plain)')}")
+    code, _, err = command("--module", name, "--config", "made", "--dry-run")
+    said = [line for line in err.splitlines() if "<think>" in line]
+    assert code == 0 and len(said) == fn.startswith("by_")
+    if said:
+        assert f"warning: tasks.mine.rubric: {fn}: looks for <think> in the completion" in said[0]
+        assert '"reasoning_content"' in said[0]

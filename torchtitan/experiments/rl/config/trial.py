@@ -36,7 +36,7 @@ from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
 from torchtitan.experiments.rl.printable import printable_line, text_of
 from torchtitan.experiments.rl.rollouts.filters import matches_of
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus, RolloutTurn
-from torchtitan.experiments.rl.rubrics.rubric import Rubric
+from torchtitan.experiments.rl.rubrics.rubric import Rubric, looks_for_thoughts
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
 from torchtitan.experiments.rl.tasks.task import Task, build_part, part_at_fault
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded, call_user, sentence
@@ -154,6 +154,7 @@ def _example(field: str, owner: Any, method: str, *arguments: Any) -> DataSample
 
 
 REPLY = "The answer is 42."
+THOUGHT = "<think>\nBy heart.\n</think>\n\n42"
 ANSWERS = 100
 """Maximum number of rows whose answer is tried as the reply."""
 ANSWERS_S = 3.0
@@ -218,6 +219,8 @@ class Trial:
 
     tool_warning: str | None = None
     """What a call of the first tool came to, or why none was tried, in one line; None where it was answered."""
+    thoughts_warning: str | None = None
+    """Reward functions that look for a thought where there is none, in one line."""
 
     cure: ClassVar[str] = "user_code.preflight_timeout_s = 0 leaves this check out"
 
@@ -227,7 +230,8 @@ class Trial:
 
     def warnings(self) -> list[str]:
         """Return what a person should know before the run, one line each."""
-        return [line for line in (self.warning, self.answers_warning, self.tool_warning) if line is not None]
+        lines = (self.warning, self.answers_warning, self.thoughts_warning, self.tool_warning)
+        return [line for line in lines if line is not None]
 
     def run_in_a_thread(self, limit_s: float) -> None:
         """In an event loop of its own, in a thread that is abandoned where it hangs."""
@@ -270,6 +274,7 @@ class Trial:
             if group is not None:
                 await self._score(group)
                 self._filter(group, vocab_size=len(policy.tokenizer))
+                self.thoughts_warning = self._thoughts_fault(policy)
                 self.answers_warning = await self._answers_fault(policy)
                 self.tool_warning = await self._tool_fault(policy, group)
         except BaseException:
@@ -358,6 +363,21 @@ class Trial:
         if {"bad_calls", "failed_calls"} & turn.reward_components.keys():
             return f"{self.field}: the call {call} was answered with {text_of(turn.env_messages[0]['content'], 200)!r}"
         return None
+
+    def _thoughts_fault(self, policy: ScriptedPolicy) -> str | None:
+        """Return which reward functions look for a thought in the completion, if this renderer leaves none in it."""
+        names = [name for name, entry in self.task.rubric.functions.items() if looks_for_thoughts(entry)]
+        if not names:
+            return None
+        reply = policy.tokenizer.encode(THOUGHT, add_special_tokens=False)
+        parsed = self.task.renderer.parse_response(reply, prompt_ids=[int(token) for token in self.prompt_token_ids])
+        if "<think>" in parsed.content:
+            return None
+        return (
+            f"{self.field}.rubric: {', '.join(names)}: looks for <think> in the completion, which is the reply without its "
+            'thought: RewardFn(fn, takes="rollout") gives it the rollout, whose turns[-1].assistant_message has the thought as '
+            '"reasoning_content"'
+        )
 
     async def _answers_fault(self, policy: ScriptedPolicy) -> str | None:
         """Try the answer of each of the first rows as the reply, and return what is wrong with their rewards.
@@ -485,12 +505,21 @@ PRETRAINED = 20_000_000
 HIGHEST_RATE = 6e-5
 ADAPTERS_RATE = 10
 """Times that of the whole model, for adapters."""
+LOWEST_ADAPTERS_RATE = 5e-6
+"""Rate below which adapters of a pretrained model hardly learn; 1e-6 is usual for the whole model."""
 
 
 def learning_rate_warning(config: RunConfig, parameters: int) -> str | None:
     """What a person should know of the learning rate, in one line."""
-    rate = config.trainer.optimizer.lr
-    if parameters < PRETRAINED or rate <= HIGHEST_RATE * (1 if config.trainer.lora is None else ADAPTERS_RATE):
+    rate, adapters = config.trainer.optimizer.lr, config.trainer.lora is not None
+    if parameters < PRETRAINED:
+        return None
+    if adapters and rate < LOWEST_ADAPTERS_RATE:
+        return (
+            f"trainer.optimizer.lr = {rate:g}: that is a rate of full training, and adapters (trainer.lora) want about "
+            f"{ADAPTERS_RATE} times as much: --trainer.optimizer.lr {ADAPTERS_RATE * rate:g}"
+        )
+    if rate <= HIGHEST_RATE * (ADAPTERS_RATE if adapters else 1):
         return None
     return (
         f"trainer.optimizer.lr = {rate:g}: at such a rate a pretrained model of {parameters / 1e6:,.0f}M parameters forgets "
@@ -513,6 +542,14 @@ def turn_end_warning(config: RunConfig) -> str | None:
     )
 
 
+def _loss_said(config: RunConfig) -> str:
+    """Return the loss of tokens with an advantage: its class, corrections, and the weight of the distance to a reference."""
+    loss, reference = config.trainer.loss, config.trainer.reference
+    distance = 0 if reference is None else reference.kl_coef
+    parts = [built_class(part).__name__ for part in (loss.rl, *loss.corrections)]
+    return ", ".join([*parts, f"KL to the reference x {distance:g}" if distance else "no KL to a reference"])
+
+
 def shown_tasks(config: RunConfig, tried: Mapping[str, Trial], *, renderer: Renderer | None) -> list[str]:
     """Lines for people, safe to print.
 
@@ -524,6 +561,7 @@ def shown_tasks(config: RunConfig, tried: Mapping[str, Trial], *, renderer: Rend
     lines = [
         f"weights        {config.model.hf_assets_path}",
         f"learning rate  {optimizer.lr:g}, {schedule.warmup_steps} steps of warm-up",
+        f"loss           {_loss_said(config)}",
     ]
     if renderer is not None:
         chosen = " (auto: the one that fits the tokenizer)" * (config.renderer.name == AUTO)

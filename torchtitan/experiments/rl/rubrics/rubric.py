@@ -15,6 +15,7 @@ import functools
 import inspect
 import logging
 import math
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import permutations
@@ -130,6 +131,11 @@ class Rubric(UserConfigurable):
     def names(self) -> list[str]:
         """Of its reward functions."""
         return list(self._fns)
+
+    @property
+    def functions(self) -> dict[str, RewardFn]:
+        """Reward functions by name, with weights that sum to 1."""
+        return dict(self._fns)
 
     @property
     def compares_group(self) -> bool:
@@ -293,6 +299,13 @@ def _check_arguments(entry: RewardFn, name: str) -> None:
         signature = inspect.signature(entry.fn)
     except (TypeError, ValueError):  # a builtin without one
         return
+    names = [*signature.parameters]
+    if "completions" in names and not (entry.group_level and names[0] == "completions"):
+        cure = (
+            "TRL's form? Here a function gets one completion and its row and returns one number: want fn(completion, example); "
+            "RewardFn(fn, group_level=True) takes fn(completions, example) of a group and a list of numbers"
+        )
+        raise ConfigError("rubric.reward_fns", f"{name}{signature}", cure)
     try:
         signature.bind(None, None)
     except TypeError as error:
@@ -304,6 +317,18 @@ def _check_arguments(entry: RewardFn, name: str) -> None:
     if first in ("rollout", "rollouts") and entry.takes == "completion":
         cure = f'its argument {first!r} would be given the text of the completion: write RewardFn(fn, takes="rollout")'
         raise ConfigError("rubric.reward_fns", f"{name}{signature}", cure)
+
+
+def looks_for_thoughts(entry: RewardFn) -> bool:
+    """Return whether a function that is given the completion names ``<think>``, in a text or a pattern that it uses."""
+    function = inspect.unwrap(getattr(entry.fn, "func", entry.fn))
+    code = getattr(function, "__code__", None)
+    if entry.takes != "completion" or code is None:
+        return False
+    known = getattr(function, "__globals__", {})
+    used = [*code.co_consts, *(known.get(name) for name in code.co_names)]
+    texts = [value.pattern if isinstance(value, re.Pattern) else value for value in used]
+    return any("<think" in text for text in texts if isinstance(text, str) and text != function.__doc__)
 
 
 def last_assistant_text(rollout: Rollout) -> str:
