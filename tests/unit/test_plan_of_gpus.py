@@ -11,15 +11,17 @@ from tests.fake_gpu import fake_gpus
 from tests.scripted_engine import ScriptedEngineConfig
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms import OPD
-from torchtitan.experiments.rl.config import machine
+from torchtitan.experiments.rl.config import machine, trial
 from torchtitan.experiments.rl.config.checks import check, plan_run, split_of
 from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions
-from torchtitan.experiments.rl.config.placement import Place, needed_gpus
+from torchtitan.experiments.rl.config.costs import KINDS_BY_GB
+from torchtitan.experiments.rl.config.placement import Place, hosts_of, needed_gpus
 from torchtitan.experiments.rl.config.plan import GIB, RunPlan, shared_weights
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel
 from torchtitan.experiments.rl.models.decoder import RowShapes
+from torchtitan.experiments.rl.models.lora import LoRA
 
 FLOPS, BANDWIDTH = 989e12 * 0.4, 3.35e12 * 0.6
 """Operations and bytes of memory a second and GPU: an H100's published peaks, and the shares that are assumed to be reached."""
@@ -114,7 +116,7 @@ def test_a_step_of_the_8b_by_hand_and_the_side_that_takes_longer():
 def test_the_plan_prints_degrees_shapes_and_the_bottleneck():
     lines = plan_of("rl_grpo_qwen3_14b").lines()
     assert "4 trainer rank(s) (2 data-parallel x 2 tensor-parallel), 2 generator(s) of 2" in lines[4]
-    assert lines[-2] == "shapes         3 of rows x tokens: 1 x 2048, 1 x 4096, 1 x 8192"
+    assert lines[-3] == "shapes         3 of rows x tokens: 1 x 2048, 1 x 4096, 1 x 8192"
     assert lines[-1].startswith("bottleneck ")
     debug = plan_run(config_registry.rl_grpo_qwen3_debug()).lines()
     assert [line.split()[0] for line in debug[-3:]] == ["memory", "shared", "disk"], (
@@ -138,7 +140,7 @@ def test_the_page_on_clusters_lists_each_config_as_it_is_planned():
         gpus = needed_gpus(config)
         ranks = f"{config.trainer.ranks}{f' in {tensor}s' if tensor > 1 else ''}"
         generators = f"{config.generator.replicas}{f' of {engine}' if engine > 1 else ''}"
-        line = "generators = shared" if plan.balance is None else plan.balance.line()
+        line = "generators = shared" if plan.shared_gpu is not None else plan.balance.line()
         costs = line.partition("generators = ")[2].removesuffix(" (config/costs.py)")
         assert row == f"{gpus}{size} | {ranks} | {generators} | {costs}"
 
@@ -154,8 +156,8 @@ def test_a_dry_run_says_how_many_gpus_this_host_lacks(monkeypatch):
     monkeypatch.setattr(machine, "gpu_host_lacks", lambda several_hosts: [])
     assert lacking("rl_grpo_qwen3_8b", "provision.device") == []
     assert lacking("rl_grpo_qwen3_32b_64", "provision.device") == [
-        "provision.device = 'cuda': the run needs 64 GPUs and this host has 8: run it where they are, or on other hosts "
-        "(provision.job)"
+        "provision.device = 'cuda': the run needs 64 GPUs and this host has 8: 8 hosts of 8 are asked for with "
+        "--provision.job slurm or kubernetes"
     ]
 
 
@@ -244,7 +246,7 @@ def test_trainer_and_engine_on_one_gpu_by_hand():
     engine = 2 * parameters / GIB + 4 + 2  # bfloat16 weights, keys and values, vLLM's own
     assert plan.gpu_gib == pytest.approx(plan.trainer_gib + engine) and plan.gpu_gib < 24e9 / GIB
     (line,) = [line for line in plan.lines() if line.startswith("shared GPUs")]
-    assert f"= {plan.gpu_gib:.1f} GiB a GPU, both all the time" in line and plan.balance is None
+    assert f"= {plan.gpu_gib:.1f} GiB a GPU, both all the time" in line
     # With a cache of 16 GiB both do not fit 24 GB, and do where the engine sleeps: the trainer then keeps its state alone.
     assert plan_run(shared(kv_cache_gib=16.0), device="cuda", available=[0]).gpu_gib > 24e9 / GIB + 8
     asleep = plan_run(shared(kv_cache_gib=8.0, sleep=True), device="cuda", available=[0])
@@ -323,3 +325,58 @@ def test_gpus_are_divided_so_that_neither_side_waits_more_than_it_must(name, gpu
 def test_gpus_that_no_division_fits_are_refused(name, gpus, gib):
     with pytest.raises(ConfigError, match=f"--gpus = {gpus}"):
         split_of(getattr(config_registry, f"rl_grpo_qwen3_{name}")(), gpus, gpu_gib=gib)
+
+
+def test_more_gpus_than_a_host_has_are_planned_on_whole_hosts():
+    """16 of them are two hosts of 8; an engine and a tensor-parallel group stay on one."""
+    config = config_registry.rl_grpo_qwen3_8b()
+    config.trainer.ranks, config.generator.replicas = 6, 10
+    plan = plan_run(config, device="cuda", available=list(range(16)))
+    assert plan.hosts == 2
+    assert [(place.host, place.devices) for place in plan.placement.trainer] == [(0, (rank,)) for rank in range(6)]
+    generators = [(place.host, *place.devices) for place in plan.placement.generators]
+    assert generators == [(0, 6), (0, 7), *((1, gpu) for gpu in range(8))]
+    (asked,) = (str(lack) for lack in machine.lacks(plan, "outputs", field="output_dir") if lack.field == "provision.device")
+    assert "the run needs 16 GPUs" in asked and "2 hosts of 8 are asked for with --provision.job slurm or kubernetes" in asked
+    assert plan_of("rl_grpo_qwen3_8b").hosts == 1
+
+
+def test_a_host_that_has_more_gpus_itself_is_one(monkeypatch):
+    fake_gpus(monkeypatch, 16)
+    assert hosts_of(range(16), "cuda") == [list(range(16))]
+    assert hosts_of(range(20), "cuda") == [list(range(8)), list(range(8)), list(range(4))]
+
+
+@pytest.mark.parametrize(
+    "name, gb",
+    [("0_6b_1gpu", 24), ("8b", 48), ("32b", 141)],  # as README and docs/gpu.md say of the first and the last
+)
+def test_the_plan_names_the_smallest_gpu_that_fits(name, gb):
+    plan = plan_of(f"rl_grpo_qwen3_{name}")
+    (line,) = [line for line in plan.lines() if line.startswith("GPUs ")]
+    assert f"of {gb} GB (" in line
+    needed = max(plan.gpu_gib, plan.engine_gpu_gib)
+    smaller = [size for size in KINDS_BY_GB if size < gb]
+    assert needed <= gb * 1e9 / GIB and all(needed > size * 1e9 / GIB for size in smaller)
+
+
+def test_the_plan_estimates_the_seconds_of_a_step():
+    def step(plan):
+        return next(line for line in plan.lines() if line.startswith("a step "))
+
+    plan = plan_of("rl_grpo_qwen3_8b")
+    seconds = max(plan.balance.train_s, plan.balance.generate_s)
+    assert f"about {seconds:,.0f} s on H100s" in step(plan) and "at the same time" in step(plan)
+    assert "in turn" in step(plan_of("rl_grpo_qwen3_0_6b_1gpu"))
+
+
+@pytest.mark.parametrize(
+    "rate, lora, said",
+    [(1e-6, True, "adapters (trainer.lora) want about 10 times as much"), (1e-5, True, None), (1e-6, False, None)],
+)
+def test_adapters_with_a_rate_of_full_training_are_warned_of(rate, lora, said):
+    config = config_registry.rl_grpo_qwen3_8b()
+    config.trainer.lora = LoRA.Config(rank=16) if lora else None
+    config.trainer.optimizer.lr = rate
+    warning = trial.learning_rate_warning(config, 8_000_000_000)
+    assert warning is None if said is None else said in warning and "--trainer.optimizer.lr 1e-05" in warning

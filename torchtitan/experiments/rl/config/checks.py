@@ -367,7 +367,7 @@ def plan_run(config: RunConfig, *, device: Device | None = None, available: list
         placement=placement,
         trainer_memory=memory,
         shared_gpu=_shared_gpu(config, parameters, memory) if shares_gpus else None,
-        balance=balance(config, sizes, rollouts) if device == "cuda" and not shares_gpus else None,
+        balance=balance(config, sizes, rollouts) if device == "cuda" else None,
         generator_gib=engine.process_memory(parameters=parameters, device=device),
         weights_on_devices=on_devices,
         shared_weights=versions_on_hosts(config, sizes, placement, on_devices=on_devices),

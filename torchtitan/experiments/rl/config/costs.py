@@ -116,6 +116,16 @@ DEVICES = {
     "H100": Gpu(flops=989e12, bandwidth=3.35e12, gib=80, nvlink=450e9, network=50e9),
     "H200": Gpu(flops=989e12, bandwidth=4.8e12, gib=141, nvlink=450e9, network=50e9),
 }
+BALANCED_ON = "H100"
+"""Kind of GPU that the plan's estimates are of."""
+KINDS_BY_GB = {
+    24: "RTX 4090, L4",
+    48: "L40S, RTX 6000 Ada",
+    80: "A100, H100",
+    141: "H200",
+    180: "B200",
+}
+"""Common kinds of GPU by their memory, in GB (1e9 bytes)."""
 GPUS_PER_HOST = 8
 FLOPS_SHARE, BANDWIDTH_SHARE, NETWORK_SHARE = 0.4, 0.6, 0.7
 """Of the peaks, what large matrices, decoding and collectives reach. Assumed: no GPU was asked."""
@@ -236,6 +246,23 @@ class Balance:
     train_s: float
     """What the trainer computes."""
     generate_s: float
+    in_turn: bool
+    """True if the two sides take turns; otherwise they work at the same time."""
+
+    @property
+    def step_s(self) -> float:
+        return self.train_s + self.generate_s if self.in_turn else max(self.train_s, self.generate_s)
+
+    def step_line(self) -> str:
+        """Return the estimate of a step's seconds, for people."""
+        how = "in turn" if self.in_turn else "at the same time"
+        step, trainer, generators = (
+            f"{seconds:,.{1 if seconds < 10 else 0}f} s" for seconds in (self.step_s, self.train_s, self.generate_s)
+        )
+        return (
+            f"a step         about {step} on {BALANCED_ON}s, if every rollout were as long as it may be: trainer {trainer}, "
+            f"generators {generators}, {how} (modelled, not measured)"
+        )
 
     def line(self) -> str:
         ratio = self.train_s / self.generate_s
@@ -245,12 +272,12 @@ class Balance:
 
 
 def balance(config: RunConfig, sizes: ModelSizes, rollouts: int) -> Balance:
-    """On H100s, with every rollout as long as the longest of any task, of which a token sees half on average.
+    """Return the costs on H100s, with every rollout as long as the longest of any task, of which a token sees half on average.
 
     Args:
         rollouts: of one optimizer step.
     """
-    engine, trainer = device_rates(config, sizes, DEVICES["H100"])
+    engine, trainer = device_rates(config, sizes, DEVICES[BALANCED_ON])
     longest = max(config.tasks.values(), key=lambda task: task.env.max_rollout_tokens)
     tokens = longest.env.max_rollout_tokens
     sampled = min(tokens, longest.env.max_turns * longest.sampling.max_tokens)
@@ -261,4 +288,5 @@ def balance(config: RunConfig, sizes: ModelSizes, rollouts: int) -> Balance:
     return Balance(
         train_s=train / config.trainer.parallelism.data_parallel_size(config.trainer.ranks),
         generate_s=decode + mine * prompt * engine.prefill_token_s,
+        in_turn=config.provision.share_gpus or config.max_offpolicy_steps == 0,
     )

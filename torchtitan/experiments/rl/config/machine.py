@@ -13,6 +13,7 @@ from importlib.util import find_spec
 import torch
 
 from torchtitan.experiments.rl.config.checks import plan_run
+from torchtitan.experiments.rl.config.costs import GPUS_PER_HOST
 from torchtitan.experiments.rl.config.placement import engine_processes, needed_gpus
 from torchtitan.experiments.rl.config.plan import GIB, PROCESS_GIB, HostMemory, RunPlan, host_memory
 from torchtitan.experiments.rl.errors import MissingError
@@ -175,7 +176,10 @@ def job_lacks(plan: RunPlan) -> MissingError | None:
 
 def _gpus_lack(plan: RunPlan) -> Iterator[str]:
     if (there := len(visible_gpus())) < (needed := needed_gpus(plan.config)):
-        yield f"the run needs {needed} GPUs and this host has {there}: run it where they are, or on other hosts (provision.job)"
+        where = "run it where they are, or on other hosts (provision.job)"
+        if plan.hosts > 1:
+            where = f"{plan.hosts} hosts of {GPUS_PER_HOST} are asked for with --provision.job slurm or kubernetes"
+        yield f"the run needs {needed} GPUs and this host has {there}: {where}"
     memory_gib = gpu_memory_gib()
     if memory_gib is not None and plan.gpu_gib > memory_gib:
         if plan.shared_gpu is None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torchtitan.experiments.rl.config.costs import GPUS_PER_HOST
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel, hosted_models
@@ -78,12 +79,21 @@ def place_on_fewest(
     Raises:
         ConfigError: the run does not fit.
     """
-    for hosts in config.provision.devices(device) if available is None else [[available]]:
+    for hosts in config.provision.devices(device) if available is None else [hosts_of(available, device)]:
         try:
             return hosts, place(config, device, parameters=parameters, hosts=hosts)
         except ConfigError as error:
             last = error
     raise last
+
+
+def hosts_of(devices: Sequence[int], device: Device) -> list[list[int]]:
+    """Return the devices of each host: more GPUs than this host could have are those of several, GPUS_PER_HOST on each."""
+    if device == "cpu" or len(devices) <= max(GPUS_PER_HOST, len(visible_gpus())):
+        return [list(devices)]
+    counts = [GPUS_PER_HOST] * (len(devices) // GPUS_PER_HOST)
+    rest = len(devices) % GPUS_PER_HOST
+    return [list(range(count)) for count in (counts + [rest] if rest else counts)]
 
 
 def place(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchtitan.experiments.rl.config.costs import BYTES, GIB, Balance, ModelSizes, version_bytes
+from torchtitan.experiments.rl.config.costs import BYTES, GIB, KINDS_BY_GB, Balance, ModelSizes, version_bytes
 from torchtitan.experiments.rl.config.placement import Placement, engine_processes, hosted_processes, ranges
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.models.decoder import RowShapes
@@ -271,6 +271,26 @@ class RunPlan:
         return self.trainer_gib if self.shared_gpu is None else self.shared_gpu.peak / GIB
 
     @property
+    def engine_gpu_gib(self) -> float:
+        """Least memory of a generator's GPU: weights, room for one rollout's keys and values, and what CUDA takes."""
+        engine, sizes = self.config.generator.engine, self.sizes
+        if (claimed := engine.gpu_gib(parameters=sizes.parameters)) is not None:
+            return claimed
+        values = sizes.parameters + 2 * sizes.key_width * sizes.layers * engine.max_model_len
+        held = values * engine.torch_dtype.itemsize / engine.tensor_parallel_degree + CUDA_BYTES
+        return held / GIB / self.generator_gib
+
+    def gpu_line(self) -> str:
+        """Return which GPUs are large enough, for people."""
+        needed = max(self.gpu_gib, self.engine_gpu_gib)
+        taken_by = "a trainer rank takes" if self.gpu_gib >= self.engine_gpu_gib else "a generator takes at least"
+        if self.shared_gpu is not None:
+            taken_by = "a trainer rank and an engine take"
+        fits = next((f"of {gb} GB ({kinds}) or more" for gb, kinds in KINDS_BY_GB.items() if gb * 1e9 / GIB >= needed), None)
+        fits = fits or f"none of {max(KINDS_BY_GB)} GB fits: name more (--gpus)"
+        return f"GPUs           {fits}: {taken_by} about {needed:.1f} GiB"
+
+    @property
     def processes(self) -> int:
         """Without the one that the command runs in."""
         return self.config.trainer.ranks + engine_processes(self.config) + hosted_processes(self.config)
@@ -322,13 +342,17 @@ class RunPlan:
             "GiB are kept, another while it is written, and the policy",
         ]
         if on_gpus:
+            lines.append(self.gpu_line())
             lines.append(f"host memory    {self._host_memory()}")
             if self.shared_gpu is not None:
                 lines.append(f"shared GPUs    {self.shared_gpu.line()}")
             shapes = RowShapes.of(config.batcher.rows_per_microbatch, config.batcher.row_length).shapes
             shown = ", ".join(f"{rows} x {length}" for rows, length in shapes)
             lines.append(f"shapes         {len(shapes)} of rows x tokens: {shown}")
-        return lines + ([self.balance.line()] if self.balance is not None else [])
+        if self.balance is not None:
+            lines.append(self.balance.step_line())
+            lines += [self.balance.line()] if self.shared_gpu is None else []
+        return lines
 
     def _shared_weights(self) -> str:
         return ", ".join(_by_host({host: f"{size / GIB:.2f} GiB" for host, size in self.shared_weights.items()}))
