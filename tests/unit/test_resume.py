@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torchtitan.components.optimizer import LRSchedulersContainer
 
 from tests.unit.command_line import assert_one_line
 from torchtitan.experiments.rl.bounds import Changeable
@@ -24,6 +25,7 @@ from torchtitan.experiments.rl.config.resume import (
     check_changes,
     compare,
     files_of_models,
+    learning_rate_factor,
     resolved_config,
 )
 from torchtitan.experiments.rl.config.run_folder import SavedCommand, lock_run_folder, save_command
@@ -95,6 +97,25 @@ def test_overrides_come_after_the_runs_own_and_are_kept_for_the_next_resume(resu
         "changed     validation.every = 5 (was 10)",
     ]
     assert resumed("--resume", str(run))[0].steps == 90
+
+
+SCHEDULE = LRSchedulersContainer.Config(warmup_steps=10)
+
+
+def test_a_schedule_that_more_steps_stretch_is_said_with_both_rates(resumed, tmp_path):
+    """Ten steps of warm-up, one at the whole rate, then 24 or 20 that lead to 0: a run of 30 steps had 7.5e-6 at its last."""
+    assert [learning_rate_factor(SCHEDULE, steps, step) for steps, step in ((30, 30), (34, 31), (30, 31), (30, 5))] == [
+        pytest.approx(1 - 19 / 20), pytest.approx(1 - 20 / 24), 0.0, 0.5
+    ]  # fmt: skip
+    run = make_run(tmp_path / "run", "--steps", "40", "--trainer.optimizer.lr", "1e-3")
+    (line,) = [line for line in resumed("--resume", str(run), "--steps", "90")[2].splitlines() if line.startswith("schedule")]
+    assert f"goes from {1e-3 * (1 - 29 / 30):.3g} at step 40 to {1e-3 * (1 - 30 / 80):.3g} at step 41" in line
+    assert "one of 90 steps" in line
+
+
+def test_a_rate_that_does_not_decay_is_no_schedule_to_speak_of(resumed, tmp_path):
+    run = make_run(tmp_path / "run", "--steps", "77", "--trainer.lr-scheduler.decay-ratio", "0")
+    assert "schedule " not in resumed("--resume", str(run), "--steps", "90")[2]
 
 
 def test_a_checkpoint_in_a_run_can_be_named(resumed, tmp_path):

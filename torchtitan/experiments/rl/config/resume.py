@@ -2,11 +2,15 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
+
+from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.bounds import declared, walk
 from torchtitan.experiments.rl.checkpointing.folder import (
     CHECKPOINTS_FOLDER,
@@ -184,11 +188,47 @@ class ResumedRun:
         changes = compare(self.saved_config, config)
         check_changes([change for change in changes if not self._moved(change, files)])
         self.lines += [f"changed     {change}" for change in changes]
+        if (stretched := self._schedule_line(config)) is not None:
+            self.lines.append(stretched)
+
+    def _schedule_line(self, config: RunConfig) -> str | None:
+        """Return how the learning rate goes on where the resumed run has another schedule, or None."""
+        trainer, own = self.saved_config.get("trainer") or {}, config.trainer.lr_scheduler
+        rate, schedule = (trainer.get("optimizer") or {}).get("lr"), trainer.get("lr_scheduler")
+        if not rate or not schedule or not self.step:
+            return None
+        names = [entry.name for entry in dataclasses.fields(own)]
+        saved = dataclasses.replace(own, **{name: schedule[name] for name in names if name in schedule})
+        before = rate * learning_rate_factor(saved, self.saved_config["steps"], self.step)
+        after = config.trainer.optimizer.lr * learning_rate_factor(own, config.steps, self.step + 1)
+        planned = rate * learning_rate_factor(saved, self.saved_config["steps"], self.step + 1)
+        if math.isclose(after, planned, rel_tol=1e-6):
+            return None
+        return (
+            f"schedule    the learning rate goes from {before:.3g} at step {self.step} to {after:.3g} at step {self.step + 1}: "
+            f"its schedule is now one of {own.total_steps or config.steps} steps "
+            "(trainer.lr_scheduler, trainer.optimizer.lr)"
+        )
 
     def _moved(self, change: Change, files: dict[str, dict[str, str]]) -> bool:
         """Whether a model's folder has another path and holds the same model."""
         before = self.saved.model_files.get(change.saved) if isinstance(change.saved, str) else None
         return bool(before) and files.get(change.new) == before
+
+
+def learning_rate_factor(schedule: LRSchedulersContainer.Config, steps: int, step: int) -> float:
+    """Return the share of the learning rate that a step is taken with, counted from 1; 0 after the end of the schedule.
+
+    Args:
+        steps: of the run.
+    """
+    total = schedule.total_steps or steps
+    if step > total:
+        return 0.0
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    built = schedule.build(optimizers=[optimizer], training_steps=steps)
+    return built.schedulers[0].lr_lambdas[0](step - 1)
 
 
 def find_resumed(given: str, *, config_name: str | None = None, output_dir: str | None = None) -> ResumedRun | None:
