@@ -194,6 +194,18 @@ def test_what_other_libraries_words_are_called_here_is_there():
     assert len(classes) > 20 and [name for name in classes if f"class {name}" not in source] == []
 
 
+def test_every_metric_that_other_libraries_names_lead_to_is_one_that_running_md_explains():
+    page = (ROOT / "docs/coming_from.md").read_text().partition("## Metrics by another name")[2].partition("\n## ")[0]
+    ours = [
+        name for row in re.findall(r"^\|.*\| (.*?) \|$", page, re.MULTILINE) for name in re.findall(r"`(\w+/[\w./]+)`", row)
+    ]
+    known = (ROOT / "docs/running.md").read_text()
+    assert len(ours) > 12
+    for name in ours:
+        said = name.replace("TASK", "<task>").replace("NAME", "<name>").removesuffix("...")
+        assert said in known or said.replace("truncated_length", "<status>") in known, name
+
+
 def test_every_link_within_the_docs_leads_to_a_page_and_its_heading():
     for page in PAGES:
         for target, anchor in re.findall(r"\]\((?!http)([\w./-]*)(?:#([\w-]+))?\)", page.read_text()):
