@@ -15,7 +15,7 @@ from torchtitan.experiments.rl.config.checks import plan_run
 from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions, load_config, parse_command
 from torchtitan.experiments.rl.config.plan import GIB
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.grpo import main
+from torchtitan.experiments.rl.grpo import main, summary_of
 
 DEBUG = ["--config", "rl_grpo_qwen3_debug"]
 TINY_MODEL = Path(config_registry.TINY_MODEL)
@@ -53,9 +53,23 @@ def test_list_prints_each_config_once_with_its_line(command):
     assert sorted(line[0] for line in lines) == sorted(config_functions(DEFAULT_MODULE)) and all(
         len(line) > 3 for line in lines
     )
+    assert [line for line in lines if not line[-1].endswith(".")] == [], "no line is cut in mid-sentence"
     titles = [line for line in out.splitlines() if not line.startswith("  ")]
     assert titles == list(config_registry.GROUPS), "every config is in a group"
     assert out.splitlines()[:2] == [titles[0], next(line for line in out.splitlines() if "rl_grpo_qwen3_debug " in line)]
+
+
+@pytest.mark.parametrize(
+    "doc, shown",
+    [
+        ("One. Two.\n    Three.", "One. Two."),
+        ("One. It goes\n    on here. And on.", "One. It goes on here."),
+        ("One, of 0.5B\n\n    Two.", "One, of 0.5B"),
+        ("", ""),
+    ],
+)
+def test_the_line_of_a_config_is_its_docstrings_first_to_the_end_of_the_sentence(doc, shown):
+    assert summary_of(doc) == shown
 
 
 @pytest.mark.parametrize("size", config_registry.SIZES)

@@ -91,6 +91,19 @@ async def test_a_models_answer_keeps_the_tokens_it_sampled(capsys):
     assert "(the model answers)\nmodel> 4\\x1b2\n" in shown and "\x1b" not in shown
 
 
+@pytest.mark.parametrize(
+    ("folder", "version", "named"), [("run/policy/step-30", 30, "policy 30"), ("models/step-3", 0, "a model")]
+)
+def test_what_a_model_answered_is_named_by_the_step_of_its_policy(tmp_path, folder, version, named):
+    path = tmp_path / folder
+    path.parent.mkdir(parents=True)
+    path.symlink_to(TINY_MODEL)
+    player = Player(str(path), model=no_model)
+    assert player.version == version and player.sampled_by(0) == "", "a person has no version"
+    player.by_model.add((0, 1))
+    assert (player.sampled_by(0), player.sampled_by(1)) == (named, "")
+
+
 async def test_a_model_that_cannot_answer_leaves_the_turn_to_the_person(capsys):
     player = player_of(["/model", "/model", "7"])
     completion = await answered(player, stop=761)

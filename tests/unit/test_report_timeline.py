@@ -1,12 +1,12 @@
 """The report's page Timeline: what the logs of a run's processes say of them."""
 
-import importlib.util
 import json
 
 import pytest
 
 from tests.unit.report_runs import small_run, write_metrics
-from torchtitan.experiments.rl.tools.report.pages import HEALTH, LOG_BYTES, MOST_CHARACTERS, timeline
+from torchtitan.experiments.rl.operations import supervision
+from torchtitan.experiments.rl.tools.report.pages import DEATHS, LOG_BYTES, MOST_CHARACTERS, timeline
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
 OURS = "torchtitan.experiments.rl.operations."
@@ -39,7 +39,9 @@ def log(run, process, *lines, end="\n"):
 
 def test_deaths_hangs_and_errors_are_events_the_newest_first(run):
     died = "generator 0 died: killed by SIGKILL"
-    log(run, "controller", (3, "INFO", OURS + "supervision", died), (1, "INFO", OURS + "assembly", "agree"))
+    log(run, "controller", (3, "INFO", DEATHS, died), (1, "INFO", OURS + "assembly", "agree"))
+    paused = "this process was paused for 10 s: the limits of the others start from zero"
+    log(run, "controller", (1, "INFO", OURS + "supervision", paused))
     log(run, "generator-0", (2, "WARNING", "vllm.platform", "slow"), (4, "ERROR", "vllm.engine", "out of memory"))
     found = timeline(run)
     assert [(event["process"], event["text"]) for event in found["events"]] == [
@@ -95,5 +97,5 @@ def test_a_link_is_no_log_and_neither_is_what_lies_behind_one(run, tmp_path):
     assert timeline(run)["processes"] == []
 
 
-def test_the_logger_of_health_is_a_module_of_the_library():
-    assert importlib.util.find_spec(HEALTH) is not None
+def test_the_logger_of_deaths_is_the_one_that_supervision_writes_to():
+    assert supervision.deaths_logger.name == DEATHS

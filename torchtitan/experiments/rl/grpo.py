@@ -5,6 +5,8 @@ Exit codes: 0 done; 1 the run failed; 2 the config can't run, and nothing was sp
 SIGHUP, Ctrl-C and SIGTERM. docs/operations.md explains each.
 """
 
+import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -88,10 +90,20 @@ def _list(module: str) -> int:
         if names and groups:
             lines.append(title)
         for name in names:
-            line = f"{name:<{width}}  {(functions[name].__doc__ or '').strip().partition(chr(10))[0]}".rstrip()
+            line = f"{name:<{width}}  {summary_of(functions[name].__doc__ or '')}".rstrip()
             lines.append(f"  {line}" if groups else line)
     write_line(sys.stdout, "\n".join(lines))  # whose reader may have seen enough
     return 0
+
+
+def summary_of(doc: str) -> str:
+    """Return the first line of a docstring, with the rest of the sentence that it begins."""
+    paragraph = inspect.cleandoc(doc).partition("\n\n")[0]
+    first, _, rest = (" ".join(part.split()) for part in paragraph.partition("\n"))
+    if not rest or first.endswith((".", "!", "?")):
+        return first
+    end_of_sentence = re.split(r"(?<=[.!?])\s", rest, maxsplit=1)[0]
+    return f"{first} {end_of_sentence}"
 
 
 def _divided(command: Command, config: Any) -> Any:

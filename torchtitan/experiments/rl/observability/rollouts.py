@@ -104,6 +104,7 @@ def lines_of(
     chars: int = 0,
     tokens: bool = False,
     typed: Collection[int] = (),
+    policy: str | None = None,
 ) -> list[str]:
     """One rollout as text: a header, the conversation that the model was given, and the rewards.
 
@@ -112,15 +113,17 @@ def lines_of(
         chars: of a message, the rest is cut; 0: all.
         tokens: each completion's token ids too, with their log-probabilities.
         typed: turns whose tokens no model has sampled: these have none.
+        policy: name of what sampled the rollout, in place of the versions; "" leaves it out.
     """
     rollout, shown = record.rollout, shown_turns(record.rollout, chars)
     versions = sorted({version for turn in shown for version in turn["versions"]})
+    sampled_at = record.admitted_version if len(versions) < 2 else f"{versions[0]}-{versions[-1]}"
     facts = [
         rollout.rollout_id,
         rollout.status.value,
         "no reward" if rollout.reward is None else f"reward {rollout.reward:.3g}",
         record.outcome or "not counted",
-        f"policy {record.admitted_version if len(versions) < 2 else f'{versions[0]}-{versions[-1]}'}",
+        *filter(None, [f"policy {sampled_at}" if policy is None else policy]),
         *([] if group_mean is None else [f"group's mean {group_mean:.3g}"]),
     ]
     lines = [f"━━ {' · '.join(facts)} ".ljust(WIDTH, "━")]

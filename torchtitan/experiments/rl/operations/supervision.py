@@ -40,6 +40,8 @@ from torchtitan.experiments.rl.user_code.endpoint import STACK_SIGNAL, ProcessId
 from torchtitan.experiments.rl.weights.reader import Fetched
 
 logger = logging.getLogger(__name__)
+deaths_logger = logger.getChild("deaths")
+"""Logger of deaths and hangs, which the report lists by this logger's name."""
 
 HUNG = "hung: "
 """Begins the cause of death of a process that was killed because it hung."""
@@ -128,7 +130,7 @@ class HangWatch:
 
     async def _kill(self, life: Lifetime, hang: str, stacks: str) -> None:
         text = await stacks_of(life, stacks)
-        logger.info("%s hangs: %s; its threads: %s", life.name, hang, text or "a stopped process can't say")
+        deaths_logger.info("%s hangs: %s; its threads: %s", life.name, hang, text or "a stopped process can't say")
         where = "its stack is in logs/controller.jsonl" if text else "no stack could be had"
         self._on_hang(f"{life.name} hangs: {hang}; {where}")
         life.kill(f"{HUNG}{hang}")
@@ -225,7 +227,7 @@ class Restarts:
         """
         now, allowed = time.monotonic(), self.config.max_restarts
         died = f"{process} died: {cause}"
-        logger.info("%s", died)
+        deaths_logger.info("%s", died)
         before = [death for death in self._deaths.get(label, []) if death[0] > now - self.config.window_s]
         deaths = self._deaths[label] = [*before, (now, died)]
         if len(deaths) > allowed:
@@ -293,7 +295,7 @@ class Supervisor:
 
         async def wait() -> None:
             cause = await life.ended()
-            logger.info("%s died: %s", name, cause)
+            deaths_logger.info("%s died: %s", name, cause)
             lost = self._lose(ProcessLost(name, cause))
             mesh.end(f"{lost.name}: {lost.cause}")
 

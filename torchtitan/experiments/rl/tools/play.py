@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from renderers import Message
 
+from torchtitan.experiments.rl.checkpointing.folder import OLD_POLICY_FOLDER, POLICY_FOLDER
 from torchtitan.experiments.rl.config import checks
 from torchtitan.experiments.rl.config.command_line import Command
 from torchtitan.experiments.rl.config.resume import save_config
@@ -171,6 +172,12 @@ class PlayedSession(ScriptedSession):
             self._model.close()
 
 
+def step_of_policy(folder: Path) -> int | None:
+    """Return the step of a run's policy by its folder, ``policy/step-30``; None for any other model."""
+    found = re.fullmatch(r"step-(\d+)", folder.name)
+    return None if found is None or folder.parent.name not in (POLICY_FOLDER, OLD_POLICY_FOLDER) else int(found[1])
+
+
 class Player(ScriptedPolicy):
     """A person at a terminal, or a model that they ask. Implements rollouts.policy.PolicyClient."""
 
@@ -195,6 +202,8 @@ class Player(ScriptedPolicy):
         self.by_model: set[tuple[int, int]] = set()
         """Rollout and turn of each answer of the model's."""
         self.left = False
+        self.version = step_of_policy(Path(tokenizer_path)) or 0
+        self._policy = Path(tokenizer_path)
         self._make, self._scripted, self._read = model, list(scripted), read or (lambda: input())
         self._model: EndpointClient | LocalModel | None = None
         self._shown: dict[int, str] = {}
@@ -223,6 +232,13 @@ class Player(ScriptedPolicy):
     async def close(self) -> None:
         if self._model is not None:
             await self._model.close()
+
+    def sampled_by(self, rollout: int) -> str:
+        """Return what sampled turns of a rollout: a run's policy by its step, or a model; "" where the person typed all."""
+        if not any(index == rollout for index, _ in self.by_model):
+            return ""
+        step = step_of_policy(self._policy)
+        return "a model" if step is None or isinstance(self._model, EndpointClient) else f"policy {step}"
 
     def ask(self, rollout: int, turn: int) -> str:
         """The person's completion of a rollout's turn, after the part of its prompt that is new was shown.
@@ -334,10 +350,11 @@ def result_lines(group: RolloutGroup, player: Player) -> list[str]:
     """Rewards by component, and what would be trained."""
     lines: list[str] = []
     for index, rollout in enumerate(group.rollouts):
-        recorded = decode_rollout(encode_rollout(rollout, outcome=OUTCOME, admitted_version=0, max_bytes=sys.maxsize))
+        version = group.admitted_version
+        recorded = decode_rollout(encode_rollout(rollout, outcome=OUTCOME, admitted_version=version, max_bytes=sys.maxsize))
         typed = [turn for turn in range(len(rollout.turns)) if (index, turn) not in player.by_model]
         recorded.rollout.error = None if was_left(rollout) else rollout.error
-        told = lines_of(recorded, tokens=True, typed=typed)
+        told = lines_of(recorded, tokens=True, typed=typed, policy=player.sampled_by(index))
         if was_left(rollout):
             told[0] = told[0].replace(f" {rollout.status.value} ", " left ", 1)
         lines += map(printable, [*told, *_trained(rollout, player.tokenizer)])

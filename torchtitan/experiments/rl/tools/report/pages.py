@@ -352,8 +352,8 @@ MOST_EVENTS = 200
 MOST_CHARACTERS = 1_000
 """Of an event."""
 OURS = "torchtitan.experiments.rl."
-HEALTH = f"{OURS}operations.supervision"
-"""The logger whose every line is about the life of a process."""
+DEATHS = f"{OURS}operations.supervision.deaths"
+"""Logger of deaths and hangs of processes. The console prints them by itself, so their level is INFO."""
 _GRAVE = ("ERROR", "CRITICAL")
 
 
@@ -409,7 +409,7 @@ def _lines(path: Path) -> Iterator[dict[str, str]]:
 
 def _is_event(line: dict[str, str]) -> bool:
     ours = line["logger"].startswith(OURS)
-    return line["level"] in _GRAVE or (ours and line["level"] == "WARNING") or line["logger"].startswith(HEALTH)
+    return line["level"] in _GRAVE or (ours and line["level"] == "WARNING") or line["logger"] == DEATHS
 
 
 def _process(name: str, lines: list[dict[str, str]], busy: dict[str, Points]) -> Json:
