@@ -1,6 +1,7 @@
 """Every exception of the library survives the way between processes, with its message and what it carries."""
 
 import ast
+import functools
 import importlib
 import json
 import pickle
@@ -12,7 +13,16 @@ import pytest
 
 import torchtitan.experiments.rl as package
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointError
-from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError, cause_of, user_code
+from torchtitan.experiments.rl.errors import (
+    TRACEBACK_LINES,
+    ConfigError,
+    MissingError,
+    RunError,
+    UserCodeError,
+    cause_of,
+    user_code,
+    users_traceback,
+)
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.user_code.calls import UserCodeTimeout
 
@@ -111,3 +121,70 @@ def test_the_place_of_an_error_is_the_users_own_code_that_it_came_through():
         compile("a = (", "/home/me/mine.py", "exec")
     assert cause_of(caught.value).endswith(" (mine.py:1)")
     assert cause_of(ValueError()) == "ValueError" and cause_of(RunError("a sentence")) == "a sentence"
+
+
+def caught(call) -> BaseException:
+    try:
+        call()
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def recurse(depth):
+    return recurse(depth - 1) if depth else [][0]
+
+
+def through_the_standard_library():
+    json.loads("{}", object_hook=lambda made: made["x"])
+
+
+def test_a_traceback_shows_the_users_frames_and_no_others():
+    lines = users_traceback(caught(through_the_standard_library)).splitlines()
+    assert [line.split(", ")[-1] for line in lines if line.startswith("  File ")] == [
+        "in caught", "in through_the_standard_library", "in <lambda>",
+    ]  # fmt: skip
+    assert lines[0] == "Traceback (most recent call last):" and lines[-1] == "KeyError: 'x'"
+
+
+def test_a_traceback_has_causes_and_groups_and_is_bounded():
+    def of_a_cause():
+        try:
+            recurse(0)
+        except IndexError as error:
+            raise ValueError("no row") from error
+
+    shown = users_traceback(caught(of_a_cause))
+    assert (
+        "in recurse" in shown and "The above exception was the direct cause" in shown and shown.endswith("ValueError: no row")
+    )
+    inside_a_group = users_traceback(ExceptionGroup("two failed", [caught(of_a_cause), caught(lambda: recurse(1))]))
+    assert inside_a_group.count("in recurse") == 3
+    many = users_traceback(ExceptionGroup("many failed", [caught(functools.partial(recurse, i)) for i in range(14)]))
+    assert len(many.splitlines()) == TRACEBACK_LINES
+    assert len(users_traceback(caught(lambda: recurse(5000))).splitlines()) < 20  # Python says how often a line is repeated
+
+
+def test_a_library_error_has_the_traceback_of_what_it_was_made_of_here_and_in_another_process():
+    raised = caught(lambda: recurse(0))
+    made = UserCodeError("IndexError")
+    made.__cause__ = raised
+    named = made.of("Env.reset")
+    assert users_traceback(named) == users_traceback(made) == users_traceback(raised) != ""
+    assert users_traceback(pickle.loads(pickle.dumps(named))) == users_traceback(raised)
+    assert users_traceback(RunError("a sentence")) == users_traceback(ValueError()) == ""
+    with pytest.raises(SyntaxError) as wrong:
+        compile("a = (", "/home/me/mine.py", "exec")
+    assert users_traceback(wrong.value).splitlines()[-1] == "SyntaxError: '(' was never closed"
+
+
+def test_a_hostile_exception_has_no_traceback():
+    class Noted(Exception):
+        @property
+        def __notes__(self):
+            raise SystemExit(5)
+
+    def fail():
+        raise Noted
+
+    assert users_traceback(caught(fail)) == ""

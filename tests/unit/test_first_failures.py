@@ -26,7 +26,7 @@ def fail(failures, groups):
 
 
 def detectors(said, limit=100):
-    return StallDetectors(limit, {"sums": 1, "other": 1}, said.append)
+    return StallDetectors(limit, {"sums": 1, "other": 1}, lambda line, traceback: said.append(line + traceback))
 
 
 @pytest.fixture
@@ -46,6 +46,14 @@ def test_each_kind_is_printed_once_where_it_comes_first(said):
         "a rollout failed: late (task sums)",
         "a rollout failed: late (task other)",
     ]
+
+
+def test_the_first_of_a_kind_has_the_frames_of_the_users_code(said):
+    failed = [group("Env.reset: KeyError: 'a'"), group("Env.reset: KeyError: 'a'")]
+    failed[0].rollouts[0].traceback = "\nTraceback: here"
+    failed[1].rollouts[0].traceback = "\nTraceback: there"
+    fail(detectors(said), failed)
+    assert [line.splitlines()[1:] for line in said] == [["Traceback: here"]]
 
 
 def test_first_groups_that_fail_in_one_way_end_the_run_with_that_cause(said):

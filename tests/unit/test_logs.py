@@ -58,12 +58,52 @@ warnings.warn("deprecated")
 
 def test_a_traceback_is_in_the_file_and_one_line_on_the_terminal(run):
     (record,), terminal = run("""
-try: 1 / 0
-except ZeroDivisionError: ours.exception("reward function failed")
+path = sys.modules["torchtitan.experiments.rl.process.setup"].__file__  # the library's own code
+exec(compile("try: 1 / 0\\nexcept ZeroDivisionError: ours.exception('reward function failed')", path, "exec"))
 """)
-    assert record["exception"].startswith("Traceback") and "1 / 0" not in terminal
+    assert record["exception"].startswith("Traceback") and "Traceback" not in terminal
     (line,) = terminal.splitlines()
     assert line.startswith("ERROR trainer-0: reward function failed (ZeroDivisionError: division by zero; traceback in ")
+
+
+def test_the_terminal_shows_the_frames_of_the_users_code_once(run):
+    records, terminal = run("""
+exec(compile("def fail(): return {}['x']", "/home/me/mine.py", "exec"))
+from torchtitan.experiments.rl.errors import RunError
+for _ in range(2):
+    try:
+        try: fail()
+        except KeyError as error: raise RunError("Sampler.next: KeyError: 'x'") from error
+    except RunError: ours.exception("the run failed")
+""")
+    assert all("mine.py" in record["exception"] and record["exception"].startswith("Traceback") for record in records)
+    line, header, *frames, last = terminal.splitlines()
+    assert line.startswith("ERROR trainer-0: the run failed (RunError: Sampler.next: KeyError: 'x'; traceback in ")
+    assert header == "Traceback (most recent call last):" and last.startswith("ERROR trainer-0: the run failed (RunError")
+    assert '  File "/home/me/mine.py", line 1, in fail' in frames and frames[-1] == "KeyError: 'x'"
+
+
+def test_user_code_that_fails_is_logged_with_its_traceback_the_first_time_in_each_way(run):
+    records, terminal = run("""
+import asyncio
+from torchtitan.experiments.rl.user_code.calls import Gate, UserCodeError, call_user
+exec(compile(
+    "def fail(i): return {}[i]\\nasync def late(i):\\n    return {}[i]", "/home/me/mine.py", "exec"
+))
+async def main():
+    for i in range(10):
+        for function in (fail, late):
+            try: await call_user(function, i, timeout_s=10, owner="Env.reset")
+            except UserCodeError: pass
+    try: await Gate().call(fail, 0, owner="sampler")
+    except RuntimeError: pass
+for level in (logging.CRITICAL, logging.NOTSET):  # the first as in the preflight, which has no log
+    logging.disable(level)
+    asyncio.run(main())
+""")
+    logged = [record["exception"].splitlines() for record in records if "user code failed" in record["message"]]
+    assert [lines[-1] for lines in logged] == ["KeyError: 0", "KeyError: 0"]
+    assert [", in fail" in "".join(lines) for lines in logged] == [True, False] and terminal == ""
 
 
 def test_an_exception_that_ends_a_thread_is_logged_with_the_threads_name(run):
@@ -73,7 +113,7 @@ threads = [threading.Thread(target=fail, name="weight-sync"), threading.Thread(t
 for thread in threads: thread.start(); thread.join()
 """)
     assert record["message"] == "thread weight-sync ended by an exception"
-    assert "KeyError: 'lost'" in record["exception"] and len(terminal.splitlines()) == 1
+    assert "KeyError: 'lost'" in record["exception"] and terminal.count("thread weight-sync ended") == 1
 
 
 def test_setting_up_twice_writes_each_record_once(run):

@@ -212,6 +212,61 @@ def test_a_mistake_in_a_task_is_refused_in_one_line(refused, config_module, made
         assert part in err
 
 
+IN_HELPER = "def helper(row): return row['anser']\n"
+FAILURES = {
+    "a reward function": ("def bad(completion, example): return helper(example)", "asks(bad)"),
+    "a rubric": (
+        "class Bad(Rubric):\n    async def score_group(self, rollouts, env_input): return helper(env_input)",
+        "own(rubric=Bad.Config())",
+    ),
+    "an env": env("async def reset(self): return helper(ROWS[0])"),
+    "an env's plain method": env("def step_message(self, message): return helper(ROWS[0])"),
+    "an env's metadata": env("async def metadata(self): return helper(ROWS[0])"),
+    "an env's constructor": env("def __init__(self): helper(ROWS[0])"),
+    "a turn loop": (
+        "class BadTask(Own):\n    def make_env(self, sample): return Env()\n"
+        "    async def run_rollout(self, env, policy): helper(ROWS[0])",
+        "own(BadTask)",
+    ),
+    "a setup": ("class BadTask(Own):\n    async def setup(self, policy): helper(ROWS[0])", "own(BadTask)"),
+    "a dataset": ("class Bad(Rows):\n    def __getitem__(self, i): return helper(ROWS[i])", "own(dataset=Bad.Config())"),
+    "a validation set": (
+        "class Bad(Rows):\n    def __getitem__(self, i): return helper(ROWS[i])",
+        "own(validation=Bad.Config())",
+    ),
+    "a sampler": (
+        "from torchtitan.experiments.rl.data.sampler import ShuffledCursor\n"
+        "class Bad(ShuffledCursor):\n    def next(self): return helper(ROWS[0])",
+        "own(sampler=Bad.Config())",
+    ),
+    "an algorithm": ("class Bad(GRPO):\n    def score_group(self, group): helper(ROWS[0])", "own(algorithm=Bad.Config())"),
+    "an algorithm of a rollout": (
+        "class Bad(GRPO):\n    async def score_rollout(self, rollout): helper(ROWS[0])",
+        "own(algorithm=Bad.Config())",
+    ),
+    "a filter": (
+        "class Bad(Filter):\n    def matches(self, group): return helper(ROWS[0])",
+        "own(); config.pre_batch_filters = [Bad.Config()]",
+    ),
+    "an agent": (
+        "class BadTask(AgentTask):\n    async def run_agent(self, sample, endpoint): helper(ROWS[0])",
+        "own(BadTask)",
+    ),
+}
+
+
+@pytest.mark.parametrize("classes, task", FAILURES.values(), ids=FAILURES)
+def test_where_code_of_the_user_fails_the_terminal_shows_its_frames(command, config_module, classes, task):
+    name, file = config_module(f"{MODULE}\n{IN_HELPER}{classes}\n{MADE.format(task=task)}")
+    code, _, err = command("--module", name, "--config", "made", "--dry-run")
+    line, *frames = err.splitlines()
+    assert code == 2 and line.startswith("error: ") and "KeyError: 'anser' (" in line
+    assert frames[0] == "Traceback (most recent call last):" and frames[-1] == "KeyError: 'anser'"
+    places = [frame.partition(", line ")[0] for frame in frames if frame.startswith("  File ")]
+    assert set(places) == {f'  File "{file}"'} and len(places) >= 2
+    assert "    def helper(row): return row['anser']" in frames
+
+
 @pytest.mark.parametrize("body", ["os._exit(0)", "os.kill(os.getpid(), 11)"], ids=["os._exit", "a segmentation fault"])
 def test_a_reward_function_that_ends_the_command_is_named(config_module, body):
     classes, task = reward(f"{body}")

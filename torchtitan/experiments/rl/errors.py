@@ -12,6 +12,8 @@ _PLAIN = (str, int, float, bool, type(None))
 
 _SHOWN, CAUSE_LENGTH = 500, 400
 """Characters of a value that an error shows, and of a cause that are kept: it goes into logs and rollout records."""
+TRACEBACK_LINES = 40
+"""Maximum number of lines of a traceback that a person is shown; the innermost are kept."""
 
 
 class ConfigError(ValueError):
@@ -35,6 +37,9 @@ class MissingError(ConfigError):
 class RunError(RuntimeError):
     """A run that can't go on, in one line."""
 
+    traceback = ""
+    """Result of ``users_traceback`` in the process that raised the error: a ``__cause__`` stays behind there."""
+
 
 class PeerGone(RunError):
     """A process of the run lacks another one, which has probably ended: that it has may be seen a little later."""
@@ -47,11 +52,13 @@ class UserCodeError(Exception):
     """What late code waited for: ``Watch.waits_in`` of user_code/calls.py."""
     returned = False
     """Late code returned, too late, and raised nothing."""
+    traceback = ""
+    """Result of ``users_traceback`` in the process that raised the error: a ``__cause__`` stays behind there."""
 
     def of(self, owner: str) -> "UserCodeError":
         """The same, with a message that begins with whose code it is."""
         named = type(self)(f"{owner}: {self}")
-        named.where, named.returned = self.where, self.returned
+        named.where, named.returned, named.traceback = self.where, self.returned, users_traceback(self)
         return named
 
 
@@ -123,9 +130,51 @@ def cause_of(error: BaseException, *, folder: bool = False) -> str:
         text = f"its message can't be read ({type(broken).__name__} in __str__)"
     if isinstance(error, UserCodeError | RunError | ConfigError):
         return text
-    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [place for place in places if not place[0].startswith((_LIBRARY, *_OTHERS))]
-    if isinstance(error, SyntaxError) and error.filename:
-        own = [(error.filename, error.lineno)]
-    where = "".join(f" ({file if folder else Path(file).name}:{line})" for file, line in (own or places)[-1:])
+    where = "".join(f" ({file if folder else Path(file).name}:{line})" for file, line in places_of(error)[-1:])
     return f"{type(error).__name__}{text and f': {text}'}{where}"
+
+
+def places_of(error: BaseException) -> list[tuple[str, int | None]]:
+    """Return file and line of each frame of the user's code that an error came through; of all where there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return [(error.filename, error.lineno)]
+    frames = traceback.walk_tb(error.__traceback__)
+    places: list[tuple[str, int | None]] = [(frame.f_code.co_filename, line) for frame, line in frames]
+    return [place for place in places if _is_users(place[0])] or places
+
+
+def users_traceback(error: BaseException) -> str:
+    """Return the traceback of an error as Python prints it, with the frames of the user's code alone.
+
+    Of an error that the library made of a user's, the traceback is the user's. Causes, groups and notes of the error are in it.
+
+    Returns:
+        At most TRACEBACK_LINES lines, without a line end behind the last. Empty where the error came through no code of a user.
+    """
+    if isinstance(error, UserCodeError | RunError | ConfigError):
+        kept = getattr(error, "traceback", "")
+        return kept or (users_traceback(error.__cause__) if error.__cause__ is not None else "")
+    try:
+        whole = traceback.TracebackException.from_exception(error, compact=True)
+        text = "".join(whole.format()) if _keep_users_frames(whole) else ""
+    except BaseException:  # the exception is the user's, and so are its notes
+        return ""
+    lines = [line[:CAUSE_LENGTH] for line in text.splitlines()]
+    return "\n".join(lines if len(lines) <= TRACEBACK_LINES else ["...", *lines[1 - TRACEBACK_LINES :]])
+
+
+def _keep_users_frames(whole: traceback.TracebackException) -> bool:
+    """Take all other frames out of a traceback, its causes and its groups; False if none is left."""
+    users = False
+    parts = [whole]
+    while parts:
+        part = parts.pop()
+        part.stack[:] = [frame for frame in part.stack if _is_users(frame.filename)]
+        in_file = issubclass(part.exc_type, SyntaxError) and bool(part.filename)  # such a file has no frame
+        users = users or bool(part.stack) or in_file
+        parts += [other for other in (part.__cause__, part.__context__, *(part.exceptions or ())) if other is not None]
+    return users
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_LIBRARY, *_OTHERS))

@@ -297,7 +297,7 @@ class Trial:
         if rollout.status.is_error():
             cause = str(rollout.error)
             by_algorithm = cause.startswith(f"task {task.name}: {type(task.algorithm).__name__}.")
-            raise self._refusal(cause, "algorithm" if by_algorithm else "")
+            raise self._refusal(cause, "algorithm" if by_algorithm else "", traceback=rollout.traceback)
         if rollout.static:
             return group
         if not rollout.turns:
@@ -319,18 +319,18 @@ class Trial:
         if type(task).score_group is not Task.score_group:
             self._try("score_group of a group of scripted replies")
             if (failure := await task.score_group(group)) is not None:
-                raise self._refusal(failure)
+                raise self._refusal(failure, traceback=_first_traceback(group))
             return
         self._try(f"the rewards of the reply {REPLY!r} by {', '.join(task.rubric.names) or type(task.rubric).__name__}")
         await task.score_rewards(group)
         for rollout in group.rollouts:
             if rollout.status is RolloutStatus.ERROR:
-                raise self._refusal(str(rollout.error), "rubric")
+                raise self._refusal(str(rollout.error), "rubric", traceback=rollout.traceback)
         for rollout in group.scored[1::2]:
             rollout.reward = 0.0 if rollout.reward else 1.0
         self._try("the credit of a group of scripted replies")
         if (failure := await task.give_credit(group)) is not None:
-            raise self._refusal(failure, "algorithm")
+            raise self._refusal(failure, "algorithm", traceback=_first_traceback(group))
 
     async def _tool_fault(self, policy: ScriptedPolicy, group: RolloutGroup) -> str | None:
         """Have the scripted model call the first tool once, and return what went wrong, or why that could not be tried.
@@ -449,11 +449,16 @@ class Trial:
                 built.vocab_size = vocab_size
                 matches_of(built, group)
 
-    def _refusal(self, cause: str, part: str = "") -> ConfigError:
+    def _refusal(self, cause: str, part: str = "", *, traceback: str = "") -> ConfigError:
         """``part`` of the task is at fault; "": the task itself."""
         kind = type(getattr(self.task, part) if part else self.task).__name__
         cause = cause.removeprefix(f"task {self.task.name}: ")
-        return ConfigError(f"{self.field}.{part}".rstrip("."), kind, f"{self.doing}: {cause}; {self.cure}")
+        cure = f"{self.doing}: {cause}; {self.cure}"
+        return ConfigError(f"{self.field}.{part}".rstrip("."), kind, cure, lines=traceback.splitlines())
+
+
+def _first_traceback(group: RolloutGroup) -> str:
+    return next((rollout.traceback for rollout in group.rollouts if rollout.traceback), "")
 
 
 def _copy(rollout: Rollout, index: int) -> Rollout:

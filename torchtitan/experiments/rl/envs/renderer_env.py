@@ -21,6 +21,7 @@ from torchtitan.experiments.rl.envs.messages import (
     checked_tools,
 )
 from torchtitan.experiments.rl.envs.renderer import control_token_in
+from torchtitan.experiments.rl.errors import users_traceback
 from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.sealed import copied
@@ -73,6 +74,8 @@ class RendererEnv:
         self.status = RolloutStatus.ONGOING
         self.error: str | None = None
         """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
+        self.traceback = ""
+        """See Rollout."""
         self.metadata: dict[str, Any] = {}
         """Of the MessageEnv, once it is closed."""
         self._started = self._closed = False
@@ -118,10 +121,10 @@ class RendererEnv:
             raise RuntimeError(f"no prompt to complete: the rollout is {'over' if self._started else 'not started'}")
         await self._until_settled(lambda: self._step(completion))
 
-    def finish(self, status: RolloutStatus, error: str | None = None) -> None:
+    def finish(self, status: RolloutStatus, error: str | None = None, *, traceback: str = "") -> None:
         """End the rollout from outside, as an overridden turn loop may; the first terminal status stays."""
         if not self.status.is_terminal():
-            self.status, self.error = status, error
+            self.status, self.error, self.traceback = status, error, traceback
         if self.status.is_terminal():
             self._conversation.end()
 
@@ -136,7 +139,7 @@ class RendererEnv:
             try:
                 self.metadata = json.loads(json.dumps(await self._call_env("metadata", dict)))
             except UserCodeError as error:
-                self.status, self.error = RolloutStatus.ERROR, str(error)
+                self.status, self.error, self.traceback = RolloutStatus.ERROR, str(error), users_traceback(error)
             except (TypeError, ValueError) as error:
                 self.status, self.error = RolloutStatus.ERROR, f"{self._name}.metadata: {cause_of(error)}"
         if type(self._env).close is not MessageEnv.close:
@@ -156,9 +159,9 @@ class RendererEnv:
         except UserCodeTimeout as error:
             self.finish(RolloutStatus.TIMEOUT, str(error))
         except Exception as error:
-            self.finish(RolloutStatus.ERROR, cause_of(error))
+            self.finish(RolloutStatus.ERROR, cause_of(error), traceback=users_traceback(error))
         except BaseException as error:  # of a value of the env's
-            self.finish(RolloutStatus.ERROR, f"{self._name}: {cause_of(error)}")
+            self.finish(RolloutStatus.ERROR, f"{self._name}: {cause_of(error)}", traceback=users_traceback(error))
         if self.status.is_terminal():
             self._conversation.end()  # it may have been finished from outside while a prompt was rendered
             await self.close()

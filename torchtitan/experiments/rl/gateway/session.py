@@ -21,6 +21,7 @@ from renderers import Message, Renderer
 
 from torchtitan.experiments.rl.envs.conversation import Conversation, GroupPrompts
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.errors import users_traceback
 from torchtitan.experiments.rl.gateway.chains import Chains, Match
 from torchtitan.experiments.rl.gateway.request import (
     TASKS_OWN,
@@ -116,6 +117,8 @@ class AgentRollout:
         self.sample = sample
         self.status = RolloutStatus.ONGOING
         self.error: str | None = None
+        self.traceback = ""
+        """See Rollout."""
         self.answer: Any = None
         self.counts: Counter[str] = Counter()
         """See Rollout.calls."""
@@ -157,10 +160,10 @@ class AgentRollout:
         self._sampling = policy.sampling
         self._began_at = time.perf_counter()
 
-    def finish(self, status: RolloutStatus, error: str | None = None) -> None:
+    def finish(self, status: RolloutStatus, error: str | None = None, *, traceback: str = "") -> None:
         """The first terminal status stays."""
         if not self.status.is_terminal():
-            self.status, self.error = status, error
+            self.status, self.error, self.traceback = status, error, traceback
 
     def ended(self, failure: UserCodeError | None) -> None:
         """Set the status of a rollout whose agent has returned or failed (docs/agents.md says when it is truncated)."""
@@ -168,7 +171,7 @@ class AgentRollout:
         if isinstance(failure, UserCodeTimeout):
             self.finish(RolloutStatus.TIMEOUT, str(failure))
         elif failure is not None and limit is None:
-            self.finish(RolloutStatus.ERROR, str(failure))
+            self.finish(RolloutStatus.ERROR, str(failure), traceback=users_traceback(failure))
         elif not self._begun:
             self.finish(RolloutStatus.ERROR, "the agent ended and had not asked the model anything")
         elif limit is None and not self.turns:

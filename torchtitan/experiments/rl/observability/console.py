@@ -292,12 +292,12 @@ class Console:
         line = step_line(step, self._progress.total, metrics, val)
         self._print(line if val is None else self._coloured(line, GREEN))
 
-    def note(self, text: str) -> None:
-        """A line outside the table: resumed from a checkpoint, validating, saving."""
+    def note(self, text: str, traceback: str = "") -> None:
+        """Print a line outside the table, such as that a run was resumed, and a traceback under it."""
         text, width = printable_line(text), columns(self._stream)
         if self._live is not None and len(text) > width:  # elsewhere it stays whole: a line is a message there
             text = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-        self._print(text)
+        self._print(text, *map(printable_line, traceback.splitlines()))
 
     def summary(self, summary: RunSummary) -> None:
         self.close()

@@ -147,6 +147,7 @@ def lines_of(
         lines.append(f"   left out: {record.left_out}")
     if rollout.error:
         lines.append(f"   {rollout.status.value}: {rollout.error}")
+        lines += [f"   {line}" for line in rollout.traceback.splitlines()]
     if rollout.reward_components:
         lines.append(f"   rewards {_components(rollout.reward_components)}")
     made_from = rollout.data_sample.env_input if rollout.data_sample else None

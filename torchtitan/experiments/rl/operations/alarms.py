@@ -27,6 +27,8 @@ from torchtitan.experiments.rl.printable import one_sentence, text_of
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 T = TypeVar("T")
+Note = Callable[[str, str], None]
+"""Prints a line, and a traceback under it, which may be empty."""
 
 FEW_GROUPS = 8
 """The first groups of a run. If all of them fail in one way, more would too."""
@@ -51,10 +53,10 @@ LEARNING = 1.0
 class FirstFailures(RunEvents):
     """Failures are of one kind if their task is the same, and their causes but for numbers."""
 
-    def __init__(self, note: Callable[[str], None], *, log: str = "logs/controller.jsonl"):
+    def __init__(self, note: Note, *, log: str = "logs/controller.jsonl"):
         """
         Args:
-            note: prints a line.
+            note: prints a failure.
             log: file of this process's log, in the run's folder.
         """
         self._note, self._log = note, log
@@ -68,7 +70,8 @@ class FirstFailures(RunEvents):
                 kind = (group.task_name, _VARIES.sub("#", rollout.error))
                 if kind not in self._kinds and len(self._kinds) < MOST_KINDS:
                     self._kinds[kind] = cause = f"{one_sentence(rollout.error)} (task {group.task_name})"
-                    self._note(f"a rollout failed: {cause}; the first of its kind, {self._log} has all")
+                    line = f"a rollout failed: {cause}; the first of its kind, {self._log} has all"
+                    self._note(line, rollout.traceback)
 
 
 class StallDetectors(FirstFailures):
@@ -82,7 +85,7 @@ class StallDetectors(FirstFailures):
       tie. Each task is counted on its own, so one that is mastered ends nothing while others learn.
     """
 
-    def __init__(self, limit: int, groups_in_slot: Mapping[str, int], note: Callable[[str], None] = lambda line: None):
+    def __init__(self, limit: int, groups_in_slot: Mapping[str, int], note: Note = lambda line, traceback: None):
         """
         Args:
             groups_in_slot: of each task.

@@ -30,8 +30,8 @@ from typing import Any, NoReturn
 
 from torchtitan.experiments.rl.compat import monarch
 from torchtitan.experiments.rl.compat.uvloop import EventLoopPolicy
-from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.printable import one_sentence, printable_json, printable_line
+from torchtitan.experiments.rl.errors import ConfigError, users_traceback
+from torchtitan.experiments.rl.printable import one_sentence, printable, printable_json, printable_line
 from torchtitan.experiments.rl.process.host import Device, cores_near, cores_on_nodes_of, mask_of, pci_addresses
 from torchtitan.experiments.rl.process.terminal import print_to, printed_file, share_terminal, terminal
 
@@ -64,6 +64,10 @@ LOG_BYTES = 64 * 2**20
 """Of one file. What the run needs itself it reads from no log: a resumed run does not cut logs back."""
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 _said_full = False
+
+
+MOST_TRACEBACKS = 20
+"""Maximum number of tracebacks of the user's code that a process writes to the terminal."""
 
 
 class RunFileHandler(RotatingFileHandler):
@@ -107,6 +111,8 @@ class TerminalHandler(logging.StreamHandler):
     def __init__(self, path: Path, process_name: str):
         super().__init__(terminal())
         self._path, self._process_name = path, process_name
+        self._shown: set[str] = set()
+        """Tracebacks that were written."""
         self.addFilter(worth_the_terminal)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -116,9 +122,24 @@ class TerminalHandler(logging.StreamHandler):
         return printable_line(" ".join(line.split()))
 
     def emit(self, record: logging.LogRecord) -> None:
-        if worth_a_line(self.format(record)):
-            self.stream = terminal()
-            super().emit(record)
+        line = self.format(record)
+        if not worth_a_line(line):
+            return
+        self.stream = terminal()
+        try:
+            self.stream.write(f"{line}\n{self._traceback(record)}")
+            self.flush()
+        except Exception:
+            self.handleError(record)
+
+    def _traceback(self, record: logging.LogRecord) -> str:
+        """Return the frames of the user's code behind a record's error, the first time that they are shown."""
+        error = record.exc_info[1] if record.exc_info else None
+        shown = "" if error is None else printable(users_traceback(monarch.original(error)))
+        if not shown or shown in self._shown or len(self._shown) >= MOST_TRACEBACKS:
+            return ""
+        self._shown.add(shown)
+        return f"{shown}\n"
 
 
 def worth_a_line(line: str) -> bool:
@@ -263,7 +284,8 @@ def set_up_logging(run_dir: Path | str, process_name: str) -> Path:
     """Send this process's log to `<run_dir>/logs/<process_name>.jsonl`, and return that path.
 
     The file holds every record from INFO on, Python warnings and exceptions that end a thread included. The terminal
-    gets one line each for our warnings and for other libraries' errors; tracebacks stay in the file. Libraries that print their
+    gets one line each for our warnings and for other libraries' errors; tracebacks stay in the file, but for the frames of the
+    user's code, which the terminal shows once. Libraries that print their
     log to the terminal by handlers of their own (vLLM, monarch, torchstore, transformers) lose those handlers, and their
     records go to the same file and terminal.
 
@@ -311,7 +333,7 @@ def ignore_signals_of_the_command(ignored: bool = True) -> None:
 
 def of_command(*failures: type[Exception]) -> Callable[[Callable[[Any], int]], Callable[..., int]]:
     """Makes a command of ``main``, which gets its words; None: those of this process. Of a ConfigError, and of these failures,
-    a line is printed, and the exit code is 2. Of Ctrl-C it is 130.
+    a line is printed, with the frames of the user's code where it failed there, and the exit code is 2. Of Ctrl-C it is 130.
     """
 
     known: tuple[type[Exception], ...] = (ConfigError, *failures)
@@ -323,7 +345,7 @@ def of_command(*failures: type[Exception]) -> Callable[[Callable[[Any], int]], C
             try:
                 return main(arguments)
             except known as error:
-                for line in [f"error: {error}", *getattr(error, "lines", ())]:
+                for line in [f"error: {error}", *getattr(error, "lines", ()), *users_traceback(error).splitlines()]:
                     print(printable_line(line), file=sys.stderr)
                 return 2
             except KeyboardInterrupt:  # a run that has begun takes signals itself

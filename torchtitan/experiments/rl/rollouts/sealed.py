@@ -71,7 +71,7 @@ def _sealed(plain: type, *settable: str) -> type[_Sealed]:
 
 
 _SealedGroup, _SealedTurn, _SealedSample = _sealed(RolloutGroup), _sealed(RolloutTurn), _sealed(TrainingSample)
-_SealedRollout, _RubricsRollout = _sealed(Rollout), _sealed(Rollout, "status", "error")
+_SealedRollout, _RubricsRollout = _sealed(Rollout), _sealed(Rollout, "status", "error", "traceback")
 _SealedCompletion = _sealed(Completion)
 
 

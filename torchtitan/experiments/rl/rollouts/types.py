@@ -134,6 +134,8 @@ class Rollout:
     reward_components: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
+    traceback: str = field(default="", repr=False)
+    """Traceback of the error, with the frames of the user's code alone; empty where no such code raised it."""
     metadata: dict[str, Any] = field(default_factory=dict, repr=False)
     """What its env said of it at its end (``MessageEnv.metadata``), for rewards and credit."""
     static: bool = False

@@ -28,7 +28,7 @@ from torchtitan.config import Configurable
 from torchtitan.experiments.rl.batching.sample_checks import finite_float
 from torchtitan.experiments.rl.bounds import Changeable, Cure, PositiveFloat, ProcessCount, check_fields
 from torchtitan.experiments.rl.configurable import UserConfigurable
-from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.errors import ConfigError, RunError, users_traceback
 from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.sealed import copied_example, is_own, sealed_rollout
@@ -154,10 +154,12 @@ class Rubric(UserConfigurable):
         columns = await asyncio.gather(*(self._column(entry, scored, env_input) for entry in self._fns.values() if scored))
         for position, (rollout, reward) in enumerate(pending):
             values = {name: column[position] for name, column in zip(self._fns, columns, strict=True)}
-            failures = [f"reward function {name!r}: {value}" for name, value in values.items() if isinstance(value, str)]
-            reward.components = {name: value for name, value in values.items() if not isinstance(value, str)}
-            if failures:
-                rollout.status, rollout.error = RolloutStatus.ERROR, "; ".join(failures)
+            failed = {name: value for name, value in values.items() if isinstance(value, UserCodeError)}
+            reward.components = {name: value for name, value in values.items() if not isinstance(value, UserCodeError)}
+            if failed:
+                causes = [f"reward function {name!r}: {error}" for name, error in failed.items()]
+                rollout.status, rollout.error = RolloutStatus.ERROR, "; ".join(causes)
+                rollout.traceback = "\n".join(dict.fromkeys(filter(None, map(users_traceback, failed.values()))))
             else:
                 reward.reward = math.fsum(entry.weight * reward.components[name] for name, entry in self._fns.items())
         self._log_env_components(rollouts, rewards)
@@ -174,29 +176,32 @@ class Rubric(UserConfigurable):
         # An opening prompt that overflows does not measure the policy, which sampled nothing.
         return self.config.truncation_reward if rollout.status.is_truncated() and rollout.turns else None
 
-    async def _column(self, entry: RewardFn, rollouts: list[Rollout], env_input: Any) -> list[float | str]:
-        """One function's value for each rollout, or the cause, a string, where there is none."""
+    async def _column(self, entry: RewardFn, rollouts: list[Rollout], env_input: Any) -> list[float | UserCodeError]:
+        """Return one function's value for each rollout, or why there is none."""
         if not entry.group_level:
             return await asyncio.gather(*(self._value(entry, rollout, env_input) for rollout in rollouts))
         try:
             values = await self._call(entry, rollouts, env_input)
         except UserCodeError as error:
-            return [str(error)] * len(rollouts)
+            return [error] * len(rollouts)
         sequence = isinstance(values, list | tuple) or (isinstance(values, np.ndarray) and values.ndim == 1)
         try:
             answers = list(values) if sequence else None
         except BaseException as error:  # a list of the user's own class
-            return [f"returned a {type(values).__name__} that can't be read: {cause_of(error)}"] * len(rollouts)
+            unread = UserCodeError(f"returned a {type(values).__name__} that can't be read: {cause_of(error)}")
+            unread.traceback = users_traceback(error)
+            return [unread] * len(rollouts)
         if answers is None or len(answers) != len(rollouts):
             size = f" of {len(answers)}" if answers is not None else ""
-            return [f"returned a {type(values).__name__}{size}, want a list of {len(rollouts)} numbers"] * len(rollouts)
+            wanted = f"returned a {type(values).__name__}{size}, want a list of {len(rollouts)} numbers"
+            return [UserCodeError(wanted)] * len(rollouts)
         return [_number(value) for value in answers]
 
-    async def _value(self, entry: RewardFn, rollout: Rollout, env_input: Any) -> float | str:
+    async def _value(self, entry: RewardFn, rollout: Rollout, env_input: Any) -> float | UserCodeError:
         try:
             return _number(await self._call(entry, rollout, env_input))
         except UserCodeError as error:
-            return str(error)
+            return error
 
     async def _call(self, entry: RewardFn, rollouts: Rollout | list[Rollout], env_input: Any) -> Any:
         """Call a function with what it takes of one rollout, or of a list of them."""
@@ -266,11 +271,11 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", None) or type(fn).__name__
 
 
-def _number(value: Any) -> float | str:
+def _number(value: Any) -> float | UserCodeError:
     """The value as a float, or what is wrong with it."""
     if (number := finite_float(value)) is not None:
         return number
-    return f"returned {text_of(value)} ({type(value).__name__}), want a finite number that float32 holds"
+    return UserCodeError(f"returned {text_of(value)} ({type(value).__name__}), want a finite number that float32 holds")
 
 
 def _check(named: list[tuple[str, RewardFn]]) -> None:

@@ -16,7 +16,7 @@ from torchtitan.experiments.rl.envs.conversation import LARGE_TEXT, described, o
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.messages import check_all_rendered, checked_messages, checked_tools
 from torchtitan.experiments.rl.envs.renderer import control_token_in
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, users_traceback
 from torchtitan.experiments.rl.generation.judge import ChatClient
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.printable import shown
@@ -208,6 +208,7 @@ class DemonstrationTask(Task):
             rollout.status, rollout.reward = RolloutStatus.COMPLETED, 0.0
         except Exception as error:  # of the renderer, about a row of the user's
             rollout.status, rollout.error = RolloutStatus.ERROR, f"task {self.name}: {cause_of(error)}"
+            rollout.traceback = users_traceback(error)
         return RolloutGroup(
             group_id=group_id,
             task_name=self.name,

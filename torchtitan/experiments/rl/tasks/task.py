@@ -52,7 +52,7 @@ from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.messages import checked_rewards, require
 from torchtitan.experiments.rl.envs.renderer import attributes_roles
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
-from torchtitan.experiments.rl.errors import ConfigError, RunError, user_code
+from torchtitan.experiments.rl.errors import ConfigError, RunError, user_code, users_traceback
 from torchtitan.experiments.rl.gateway.session import AgentRollout
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
 from torchtitan.experiments.rl.printable import shown
@@ -486,13 +486,14 @@ class Task(UserConfigurable):
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # what a rubric returned may be of any class
-            _fail(group, f"{name}: {cause_of(error)}")
+            _fail(group, f"{name}: {cause_of(error)}", error)
             return
         for rollout, seen, (reward, components) in zip(group.rollouts, given, checked, strict=True):
             rollout.reward, rollout.reward_components = reward, components
             if own and seen.status is not rollout.status:
                 # The status that is recorded has to agree with training: a rubric may fail a rollout, and nothing else.
                 rollout.status, rollout.error, rollout.reward = RolloutStatus.ERROR, seen.error, None
+                rollout.traceback = seen.traceback
                 if not (isinstance(seen.status, RolloutStatus) and seen.status.is_error()):
                     rollout.error = f"{name} set the status of a rollout that has ended to {shown(seen.status)}"
 
@@ -535,7 +536,7 @@ class Task(UserConfigurable):
             take_samples(rollout, lent, _check_early, allowed=type(algorithm).replaces)
         except (UserCodeError, ValueError) as error:
             rollout.status, rollout.reward = RolloutStatus.ERROR, None
-            rollout.error = f"task {self.name}: {name}: {error}"
+            rollout.error, rollout.traceback = f"task {self.name}: {name}: {error}", users_traceback(error)
         finally:
             group.credit_s += time.perf_counter() - began
 
@@ -561,7 +562,7 @@ class Task(UserConfigurable):
                 if rollout.reward is not None:
                     take_samples(rollout, written, _check_credit)
         except (UserCodeError, ValueError) as error:
-            return _fail(group, f"task {self.name}: {kind.__name__}.score_group: {cause_of(error)}")
+            return _fail(group, f"task {self.name}: {kind.__name__}.score_group: {cause_of(error)}", error)
         finally:
             group.credit_s += time.perf_counter() - began
         return None
@@ -619,6 +620,7 @@ class GroupRun:
                 if isinstance(env, UserCodeError):
                     status = RolloutStatus.TIMEOUT if isinstance(env, UserCodeTimeout) else RolloutStatus.ERROR
                     rollout.turns, rollout.status, rollout.error = [], status, str(env)
+                    rollout.traceback = users_traceback(env)
                     session.close()
                 else:
                     await self._attempt(rollout, env, session)
@@ -634,26 +636,27 @@ class GroupRun:
     async def _attempt(self, rollout: Rollout, env: OpenRollout, session: CheckedSession) -> None:
         limit_s = self.task.config.env.rollout_timeout_s
         name = f"{type(self.task).__name__}.run_rollout"
+        traceback = ""
         try:
             await call_bounded(lambda: self.task.run_rollout(cast(Any, env), session), timeout_s=limit_s)
             await env.close()  # its metadata may fail
-            status, cause = env.status, env.error
+            status, cause, traceback = env.status, env.error, env.traceback
             if not status.is_terminal():
                 status = RolloutStatus.ERROR
                 cause = f"{name} returned while the rollout was ongoing; to stop early call env.finish(status)"
         except UserCodeError as error:
             if env.status in RETRIED:  # it had failed before the loop raised, or was late
-                status, cause = env.status, env.error
+                status, cause, traceback = env.status, env.error, env.traceback
             elif isinstance(error, UserCodeTimeout):
                 waits_in = f"; it waits in {error.where}" if error.where else ""
                 waits = ", waiting for the generator" if session.waits else waits_in
                 status, cause = RolloutStatus.TIMEOUT, f"{name}: the rollout took longer than {limit_s:g} s{waits}"
             else:
-                status, cause = RolloutStatus.ERROR, f"{name}: {error}"
+                status, cause, traceback = RolloutStatus.ERROR, f"{name}: {error}", users_traceback(error)
         finally:
             await env.close()
             session.close()
-        rollout.turns, rollout.status, rollout.error = env.turns, status, cause
+        rollout.turns, rollout.status, rollout.error, rollout.traceback = env.turns, status, cause, traceback
         if isinstance(env, AgentRollout):
             rollout.answer, rollout.calls = env.answer, dict(+env.counts)
         else:
@@ -679,7 +682,7 @@ class GroupRun:
         try:
             await call_bounded(make, timeout_s=task.config.env.rollout_timeout_s)
         except UserCodeError as error:
-            return [type(error)(f"{name}: {error}")] * n
+            return [error.of(name)] * n
         if len(envs) == len(made) == n:
             return envs
         kinds = ", ".join(sorted({type(env).__name__ for env in made})) or "nothing"
@@ -707,12 +710,17 @@ class GroupRun:
         return checked
 
 
-def _fail(group: RolloutGroup, cause: str) -> str:
-    """Take the rewards of the rollouts, and end those that had not failed as ERROR. Returns the cause."""
+def _fail(group: RolloutGroup, cause: str, error: BaseException) -> str:
+    """Take the rewards of the rollouts, and end those that had not failed as ERROR. Returns the cause.
+
+    Args:
+        error: what failed.
+    """
+    traceback = users_traceback(error)
     for rollout in group.rollouts:
         rollout.reward = None
         if not rollout.status.is_error():
-            rollout.status, rollout.error = RolloutStatus.ERROR, cause
+            rollout.status, rollout.error, rollout.traceback = RolloutStatus.ERROR, cause, traceback
     return cause
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from monarch.actor import Actor, shutdown_context, this_proc
 
-from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, printed_to, process_death
+from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, original, printed_to, process_death
 from torchtitan.experiments.rl.config import checks, trial
 from torchtitan.experiments.rl.config.placement import needed_gpus
 from torchtitan.experiments.rl.config.plan import RunPlan
@@ -21,7 +21,7 @@ from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConf
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner, TaskSet
 from torchtitan.experiments.rl.controller.validation import Validator, labelled, pass_at_k
 from torchtitan.experiments.rl.envs.renderer import build_renderer
-from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError
+from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError, users_traceback
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
 from torchtitan.experiments.rl.generation.references import FrozenModel, hosted_models
 from torchtitan.experiments.rl.models.hub import HubConfig
@@ -236,8 +236,8 @@ class Evaluator(Actor):
         return True
 
 
-def _note(line: str) -> None:
-    write_line(sys.stderr, printable_line(line))
+def _note(line: str, traceback: str = "") -> None:
+    write_line(sys.stderr, "\n".join(map(printable_line, [line, *traceback.splitlines()])))
 
 
 def measure_all(models: list[Candidate], temporary: TemporaryFolder) -> tuple[int, list["Result"]]:
@@ -266,7 +266,7 @@ def measure_all(models: list[Candidate], temporary: TemporaryFolder) -> tuple[in
                         _note("stopping; once more stops at once")
                         asked = evaluator.request_stop.call_one()
                 except Exception as error:
-                    _note(f"error: {cause(error)} (logs in {model.run_dir}/logs)")
+                    _note(f"error: {cause(error)} (logs in {model.run_dir}/logs)", users_traceback(original(error)))
                     return 1, results
             if result.metrics is None:
                 ended = sum(map(len, result.examples.values()))

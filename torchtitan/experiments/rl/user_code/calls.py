@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from torchtitan.experiments.rl.errors import RunError, UserCodeError, UserCodeTimeout, cause_of
+from torchtitan.experiments.rl.errors import RunError, UserCodeError, UserCodeTimeout, cause_of, places_of
 
 T = TypeVar("T")
 
@@ -50,6 +50,8 @@ HOLD_S = 0.005
 """A step that runs longer has held up the event loop."""
 TIMER_S = 0.001
 """How early an event loop's timer may be: uvloop counts milliseconds."""
+MOST_FRAMES = 20
+"""Number of innermost frames in which two failures of one kind agree: a recursion may go deeper by one each time."""
 NOT_THE_USERS = ("/asyncio/", f"/{Path(__file__).parent.name}/")
 """Folders whose functions no call is said to wait in."""
 
@@ -233,7 +235,7 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | N
                 raise UserCodeError(CANCELLED_ITSELF)
             value, error = task.result()
             if error is not None:
-                logger.debug("user code failed", exc_info=error)
+                log_first(error)
                 if isinstance(error, UserCodeTimeout):  # of a call inside it, whose limit was met first
                     raise error
                 raise UserCodeError(cause_of(error)) from error
@@ -526,6 +528,7 @@ class Call:
         """
         value, error = self.job.result()
         if error is not None:
+            log_first(error)
             raise RunError(f"{self.owner}: {sentence(error)}") from error
         return value
 
@@ -542,6 +545,25 @@ class Call:
             return await call_bounded(lambda: self.threads.answer(self.job, self.timeout_s), timeout_s=None)
         except UserCodeError as error:
             raise RunError(f"{self.owner}: {sentence(error)}") from error
+
+
+_KINDS: set[tuple[Any, ...]] = set()
+"""Kinds of failures whose traceback this process has logged."""
+MOST_KINDS = 1000
+"""Maximum number of kinds that are logged: code that is generated again and again has no end of them."""
+
+
+def log_first(error: BaseException) -> None:
+    """Log the whole traceback of an error of user code, unless one of its kind was: of its type, from the same lines.
+
+    An error that the library made of another is left out: the other was logged where it was caught.
+    """
+    if isinstance(error, UserCodeError) or not logger.isEnabledFor(logging.INFO):  # the preflight has no log
+        return
+    kind = (type(error), *places_of(error)[-MOST_FRAMES:])
+    if kind not in _KINDS and len(_KINDS) < MOST_KINDS:
+        _KINDS.add(kind)
+        logger.info("user code failed, the first time in this way", exc_info=error)
 
 
 def sentence(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan.experiments.rl.compat.monarch import original, process_death_behind
-from torchtitan.experiments.rl.errors import PeerGone, RunError
+from torchtitan.experiments.rl.errors import PeerGone, RunError, users_traceback
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.lifetime import Heartbeat, Pulse
@@ -63,8 +63,11 @@ def reported(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
                 # For the file: the caller has the cause, and says it where it matters to people.
                 logger.info("%s: %s failed", self.part, method.__name__, exc_info=error)
             cause, kind = cause_in(error), PeerGone if isinstance(original(error), PeerGone) else RunError
+            traceback = users_traceback(original(error))
         # Outside of the handler: raised there, the error would hold the one that can't be pickled as its context.
-        raise kind(cause if cause.startswith(self.part) else f"{self.part}: {cause}")
+        reported_error = kind(cause if cause.startswith(self.part) else f"{self.part}: {cause}")
+        reported_error.traceback = traceback
+        raise reported_error
 
     return call
 
