@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,8 @@ def ask(text="hello", timeout=30, key=os.environ["OPENAI_API_KEY"]):
     request = urllib.request.Request(url, body, {"Authorization": "Bearer " + key})
     return json.load(urllib.request.urlopen(request, timeout=timeout))["choices"][0]["message"]["content"]
 """
+
+ROOT = Path(__file__).resolve().parents[2]
 
 WAYS = {
     "ends well": ("print(ask())", "completed", ""),
@@ -131,6 +136,42 @@ async def test_every_end_has_a_name_and_nothing_stays(way, renderer, tokenizer, 
             break
         await asyncio.sleep(0.02)
     assert left == [] and list(places.iterdir()) == []
+
+
+HOST = """
+import asyncio, sys, tempfile
+from pathlib import Path
+from torchtitan.experiments.rl.tasks.agent import _run_command
+
+async def main():
+    script = "setsid sleep 3600 & (trap '' TERM HUP; sleep 3600) & sleep 3600"
+    for _ in range(4):
+        asyncio.create_task(_run_command(["sh", "-c", script], Path(tempfile.gettempdir()), {"MARK": sys.argv[1]}))
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+def test_commands_end_with_a_process_that_is_killed():
+    marker = f"AGENT_TEST_{os.getpid()}_killed"
+    host = subprocess.Popen([sys.executable, "-c", HOST, marker], cwd=ROOT, stdout=subprocess.PIPE, env=os.environ)
+    try:
+        until(lambda: len(processes_with(f"MARK={marker}")) >= 16, seconds=60)
+        host.kill()
+        host.communicate(timeout=10)  # nothing holds the pipe: a reader of its output sees the end
+        until(lambda: not processes_with(f"MARK={marker}"), seconds=10)
+    finally:
+        host.kill()
+        for pid in processes_with(f"MARK={marker}"):
+            os.kill(pid, signal.SIGKILL)
+
+
+def until(holds, *, seconds):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 async def test_rewards_may_judge_exit_codes(renderer, tokenizer, places):

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import shutil
 import signal
 import socket
@@ -43,6 +42,7 @@ from torchtitan.experiments.rl.gateway.server import Endpoint, Gateway, gateway_
 from torchtitan.experiments.rl.gateway.session import AUXILIARY, POLICY, AgentRollout, Sampler
 from torchtitan.experiments.rl.generation.references import ModelReference
 from torchtitan.experiments.rl.printable import shown
+from torchtitan.experiments.rl.process import foreign
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient, PolicySession
 from torchtitan.experiments.rl.rollouts.records import json_value
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
@@ -180,15 +180,10 @@ class AgentTask(Task):
         )
 
 
-PRLIMIT = shutil.which("prlimit")
-"""Gives a command's processes a mark that they keep whatever they do to their environment: a limit of file locks, which Linux
-has not heeded since 2.4. None: without util-linux their mark is the rollout's key."""
 KEPT_OUTPUT = 16_384
 """Characters of a command's output that are kept, from its end; and so many of its errors."""
 END_S = 0.5
 """What a command has to end by itself after SIGTERM: `docker run` hands it on to its container."""
-INHERITED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
-"""Environment variables of the run that a command gets. The others may hold keys, which what the model writes could read."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -210,7 +205,7 @@ class AgentCommandTask(AgentTask):
 
     The folder has ``row.json`` (an example that is no row is its "input") and the files of the row's column "files", by path.
     The environment has the endpoint, the task's ``variables`` and those of the row's column "variables". The command's
-    processes end with the rollout.
+    processes end with the rollout, and with the process that runs it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -249,7 +244,7 @@ class AgentCommandTask(AgentTask):
                 variables = endpoint.variables() | self.config.variables | _texts(row, "variables")
                 # A script is named from where the run was started, and runs in the folder.
                 command = [self._script(fill(part, row), folder) for part in self.config.command]
-                result = await _run_command(command, folder, variables, key=endpoint.key)
+                result = await _run_command(command, folder, variables)
                 if result.exit_code and self.config.check_exit:
                     last = (result.errors or result.output).strip()[-300:]
                     raise RuntimeError(f"{self.config.command[0]} exited with {result.exit_code}: {last}")
@@ -338,16 +333,15 @@ def _remove_folder(folder: Path) -> None:
             logger.warning("%s can't be removed: what the command left in it is not the run's", folder)
 
 
-async def _run_command(command: list[str], folder: Path, variables: dict[str, str], *, key: str) -> CommandResult:
-    """Run it to its end; every process that it has started ends with it."""
-    inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+async def _run_command(command: list[str], folder: Path, variables: dict[str, str]) -> CommandResult:
+    """Run it to its end; every process that it has started ends with it, and with this process, however that ends."""
+    inherited = {name: os.environ[name] for name in foreign.INHERITED if name in os.environ}
     places = {"PATH": _path(), "HOME": str(folder), "TMPDIR": str(folder)}
-    mark = str(secrets.randbits(60)) if PRLIMIT else key
+    mark = await asyncio.to_thread(foreign.new_mark)
     process = await asyncio.create_subprocess_exec(
-        *([PRLIMIT, f"--locks={mark}", "--"] if PRLIMIT else []),
-        *command,
+        *foreign.marked(command, mark),
         cwd=folder,
-        env=inherited | places | variables,
+        env=inherited | places | variables | foreign.variables_of(mark),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -358,7 +352,7 @@ async def _run_command(command: list[str], folder: Path, variables: dict[str, st
         await process.wait()
     finally:
         # Also where the rollout is cancelled, and cancelled again: nothing that was started may stay.
-        await asyncio.shield(asyncio.create_task(_end_processes(process, mark.encode())))
+        await asyncio.shield(asyncio.create_task(_end_processes(process, mark)))
         await asyncio.wait(ends, timeout=END_S)  # a pipe that something holds open all the same is not waited for
         output, errors = (end.result() if end.done() else "" for end in ends)
         for end in ends:
@@ -375,7 +369,7 @@ async def _end_of(stream: asyncio.StreamReader) -> str:
     return kept.decode(errors="replace")
 
 
-async def _end_processes(process: asyncio.subprocess.Process, mark: bytes) -> None:
+async def _end_processes(process: asyncio.subprocess.Process, mark: str) -> None:
     """End a command's process group, and what has left the group: it has the mark."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
@@ -385,20 +379,4 @@ async def _end_processes(process: asyncio.subprocess.Process, mark: bytes) -> No
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
-    await asyncio.to_thread(_kill_marked, mark)
-
-
-def _kill_marked(mark: bytes) -> None:
-    """End the processes that have the mark, and what they start meanwhile."""
-    killed: set[str] = set()
-    while new := {pid for pid in os.listdir("/proc") if pid.isdigit() and pid not in killed and _has(pid, mark)}:
-        killed |= new
-        for pid in new:
-            with contextlib.suppress(OSError):
-                os.kill(int(pid), signal.SIGKILL)
-
-
-def _has(pid: str, mark: bytes) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/{'limits' if PRLIMIT else 'environ'}", "rb") as held:
-        return mark in held.read()
-    return False
+    await asyncio.to_thread(foreign.kill_marked, mark)
