@@ -69,8 +69,8 @@ class RewardFn:
     timeout_s: Changeable[PositiveFloat | None] = None
     """Per call; None: the rubric's."""
     isolate: bool = False
-    """Call it in a child process that is killed when late: for code that may hang or crash. A late sync function that is not
-    isolated keeps its thread for as long as it runs."""
+    """True if each call has a process of its own, of which nothing stays: for code that may hang or crash, and for functions
+    that run what the model wrote. A late sync function that is not isolated keeps its thread for as long as it runs."""
 
     def to_dict(self) -> dict[str, Any]:
         """For the config that is saved with a run: the function by its path."""
@@ -95,7 +95,9 @@ class Rubric(UserConfigurable):
         timeout_s: Changeable[PositiveFloat] = 30.0
         """For each call of a reward function without a limit."""
         isolated_workers: Changeable[ProcessCount] = 2
-        """Child processes for functions with isolate=True."""
+        """Calls of functions with isolate=True that run at once."""
+        isolated_memory_gib: Changeable[PositiveFloat] = 4.0
+        """Memory that such a call may take, with all processes that it starts."""
 
     def __init__(self, config: Config):
         check_fields(config, field="rubric")
@@ -104,7 +106,7 @@ class Rubric(UserConfigurable):
         _check(named)
         total = math.fsum(entry.weight for _, entry in named)
         self._fns = {name: replace(entry, weight=entry.weight / total) for name, entry in named}
-        self._isolated = IsolatedCalls(config.isolated_workers)
+        self._isolated = IsolatedCalls(config.isolated_workers, memory_gib=config.isolated_memory_gib)
         self._isolated_threads = Threads(config.isolated_workers)
         self._warned_unweighed = False
 

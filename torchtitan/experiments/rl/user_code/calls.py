@@ -1,7 +1,7 @@
 """Calls code that users wrote: envs, reward functions, algorithms, tasks. Every call ends in a value or in a ``UserCodeError``.
 
 1. Every call has a time limit. Async code that is late is cancelled and, if it ignores that, abandoned. Sync code runs in a
-   daemon thread, which can only be abandoned (a subprocess can be killed: user_code/isolated.py).
+   daemon thread, which can only be abandoned (a process can be killed: user_code/isolated.py).
 2. ``call_user`` tells the two apart: async functions run on the event loop, all others in worker threads.
 3. Async code runs in an asyncio task of its own. A ``sys.exit()`` inside a task would otherwise stop the whole event loop, and
    a CancelledError raised by the user's code could not be told from that of the caller.

@@ -1,158 +1,410 @@
-"""Calls reward functions in child processes that can be killed: for code that may hang or crash (math-verify, generated code).
+"""Calls functions in processes of their own: for code that may hang or crash, and for functions that run what a model wrote.
 
-A child serves one call after another, because starting one takes seconds (it imports what the function needs). A child whose
-call is late or crashes is lost, and the next call starts another. The child calls the function in its main thread, so
-``signal.alarm``, which fails in the worker threads that Monarch endpoints run on, works there.
+    this process ──request──▶ server, clean: has imported what the function needs, and never calls it
+                                 └─fork──▶ the call: calls the function once, writes its answer as JSON, and ends
 
-Parent and child exchange pickles over a socket of their own: "ready", then per call a request, "running" (the function and its
-arguments are loaded and the clock starts) and the answer.
+A server serves one call after another, because starting one takes seconds. Each call is a fork of it, so that nothing that a
+call changes in its process is there in the next. A call runs in a main thread, where ``signal.alarm`` works. Its memory, time,
+output and answer are bounded, and so are number and memory of all processes that it starts. The server is their reaper: what is
+left of them when the call has ended, in whatever session, is the server's child by then, and is ended too. The answer is JSON:
+to load a pickle of a process that ran what a model wrote could run that here.
+
+The forkserver of ``multiprocessing`` does not fit: it imports the program's main module again in each fork, fixes what is
+imported when it starts, and leaves processes behind.
 """
 
 import asyncio
+import contextlib
+import ctypes
+import gc
 import inspect
+import json
+import logging
 import os
 import queue
+import resource
+import selectors
 import signal
 import subprocess
 import sys
+import time
+import traceback
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import cloudpickle
+import psutil
 
-from torchtitan.experiments.rl.process.setup import set_up_isolated_process
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, cause_of
+from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout, cause_of, users_traceback
+from torchtitan.experiments.rl.process import foreign
+from torchtitan.experiments.rl.process.lifetime import descendants, kill
+from torchtitan.experiments.rl.process.setup import ENVIRONMENT, SPAWNED_ENVIRONMENT, set_up_isolated_process
+
+logger = logging.getLogger(__name__)
 
 START_S = 120.0
-"""Limit for starting a child and for importing what a function needs; neither counts against the function's own time."""
+"""Limit for starting a server and for importing what a function needs; neither counts against the function's own time."""
 ORPHAN_S = 10.0
-"""A child whose parent died during a call ends itself this long after the call's limit."""
+"""Time beyond a call's limit after which its server, which should have ended it, is taken for dead."""
+MOST_PROCESSES = 64
+"""Maximum number of processes that a call may have at a time, its own included."""
+MOST_OUTPUT = 16_384
+"""Maximum number of bytes that a call prints; what follows is dropped."""
+MOST_ANSWER = 16 * 2**20
+"""Maximum number of bytes of an answer."""
+WATCH_S = 0.25
+"""Time between two looks at the processes of a call."""
+_SETTINGS = ("HOME", "TMPDIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+INHERITED = (*foreign.INHERITED, *_SETTINGS, *ENVIRONMENT, *SPAWNED_ENVIRONMENT)
+"""Environment variables of the run that a server gets. The others may hold keys."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class IsolatedCalls:
-    """At most ``max_workers`` child processes, started when first needed and ended with this object or the process."""
+    """At most ``max_workers`` calls at a time, by as many servers: started when first needed and ended with this object or the
+    process."""
 
-    def __init__(self, max_workers: int):
-        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
-        self._workers: list[_Worker] = []
+    def __init__(self, max_workers: int, *, memory_gib: float = 4.0):
+        """
+        Args:
+            memory_gib: of a call, beside what its server has.
+        """
+        self._memory = int(memory_gib * 2**30)
+        self._idle: queue.LifoQueue[_Server | None] = queue.LifoQueue()
+        self._servers: list[_Server] = []
         for _ in range(max_workers):
             self._idle.put(None)
-        weakref.finalize(self, _kill_all, self._workers)
+        weakref.finalize(self, _kill_all, self._servers)
 
     def call(self, function: Callable[..., Any], args: tuple, *, timeout_s: float) -> Any:
-        """Run ``function(*args)`` in a child and return its answer; blocks the calling thread.
+        """Run ``function(*args)`` in a process of its own and return what JSON holds of its answer; blocks the calling thread.
 
         Raises:
-            UserCodeTimeout: it took longer than timeout_s; its process was killed.
-            UserCodeError: it raised, its process died, or it can't be sent to another process.
+            UserCodeTimeout: it took longer than timeout_s; its processes were killed.
+            UserCodeError: it raised, its process died or used too much, its answer is no JSON, or it can't be sent to another
+                process.
         """
         try:
-            request = cloudpickle.dumps((function, args, timeout_s))
+            request = _Request(cloudpickle.dumps(function), cloudpickle.dumps(args), timeout_s, self._memory)
         except Exception as error:
             raise UserCodeError(f"can't be sent to another process: {cause_of(error)}") from error
-        worker = self._idle.get()
+        server = self._idle.get()
         try:
-            if worker is None:
-                worker = _Worker()
-                self._workers.append(worker)
-            return worker.call(request, timeout_s)
+            if server is None:
+                server = _Server()
+                self._servers.append(server)
+            return server.call(request)
         finally:
-            if worker is not None and not worker.alive:
-                worker.kill()
-                self._workers.remove(worker)
-                worker = None
-            self._idle.put(worker)
+            if server is not None and not server.alive:
+                server.kill()
+                self._servers.remove(server)
+                server = None
+            self._idle.put(server)
 
 
-class _Worker:
-    def __init__(self):
+@dataclass(frozen=True, slots=True)
+class _Request:
+    function: bytes
+    """Pickle. The server loads it once, and imports what it needs."""
+    args: bytes
+    """Pickle, which the call alone loads."""
+    timeout_s: float
+    memory: int
+    """Bytes."""
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What became of a call, as its server says it."""
+
+    answer: bytes = b""
+    late: bool = False
+    failure: str = ""
+
+
+class _Server:
+    """A server as its caller sees it."""
+
+    def __init__(self) -> None:
         self.alive = True
+        self._mark = foreign.new_mark()
         self._connection, theirs = Pipe()
-        # A session of its own, so that killing it also kills what the function started. What that prints goes to stderr.
+        inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+        paths = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(theirs.fileno())],
+            foreign.marked([sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"], self._mark),
             stdin=subprocess.DEVNULL,
             stdout=2,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env=inherited | paths | foreign.variables_of(self._mark),
         )
         theirs.close()
         self._ready = False
 
-    def call(self, request: bytes, timeout_s: float) -> Any:
+    def call(self, request: _Request) -> Any:
         try:
             if not self._ready:
                 self._receive(START_S)
                 self._ready = True
-            self._connection.send_bytes(request)
-            kind, value = self._receive(START_S)
-            if kind == "running":
-                kind, value = self._receive(timeout_s)
+            self._connection.send(request)
+            outcome = self._receive(START_S)
+            if outcome is None:  # the function is loaded, and its time begins
+                outcome = self._receive(request.timeout_s + ORPHAN_S)
         except TimeoutError:
             self.alive = False
-            raise UserCodeTimeout(f"no answer within {timeout_s:g} s; its process was killed") from None
+            raise UserCodeTimeout(f"no answer within {request.timeout_s:g} s; its process was killed") from None
         except (EOFError, ConnectionError):
             self.alive = False
             try:
-                code = self._process.wait(timeout=5)
-                end = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+                failure = _died(self._process.wait(timeout=5))
             except subprocess.TimeoutExpired:
-                end = "its output was closed"
-            raise UserCodeError(f"its process died ({end})") from None
-        if kind == "error":
-            raise UserCodeError(value)
-        return value
+                failure = "its process died (its output was closed)"
+            raise UserCodeError(failure) from None
+        if outcome.late:
+            raise UserCodeTimeout(f"no answer within {request.timeout_s:g} s; its process was killed")
+        if outcome.failure:
+            raise UserCodeError(outcome.failure)
+        return _value_of(outcome.answer)
 
     def kill(self) -> None:
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        """End the server and all that its calls have started."""
+        foreign.kill_marked(self._mark)
         self._process.wait()
         self._connection.close()
 
-    def _receive(self, timeout_s: float) -> tuple[str, Any]:
+    def _receive(self, timeout_s: float) -> Any:
         if not self._connection.poll(timeout_s):
             raise TimeoutError
-        return cloudpickle.loads(self._connection.recv_bytes())
+        return self._connection.recv()
 
 
-def _kill_all(workers: list[_Worker]) -> None:
-    for worker in workers:
-        worker.kill()
+def _kill_all(servers: list[_Server]) -> None:
+    for server in servers:
+        server.kill()
 
 
-def _serve(fd: int) -> None:
+def _value_of(answer: bytes) -> Any:
+    """Return the value that a call has written.
+
+    Raises:
+        UserCodeError: it wrote an error, or no JSON.
+    """
+    try:
+        said = json.loads(answer)
+        if "value" in said:
+            return said["value"]
+        error = UserCodeError(str(said["error"]))
+        error.traceback = str(said["traceback"])
+        whole = str(said["whole"])
+    except (ValueError, TypeError, KeyError) as fault:
+        raise UserCodeError(f"its answer can't be read: {type(fault).__name__}") from None
+    logger.info("an isolated function failed\n%s", whole)
+    raise error
+
+
+def _died(code: int) -> str:
+    return f"its process died ({signal.Signals(-code).name if code < 0 else f'exit status {code}'})"
+
+
+# ---- in the server
+
+
+def serve(fd: int) -> None:
+    """Run the calls that are asked for at the socket ``fd``, until its other end is closed."""
     set_up_isolated_process()
     os.set_inheritable(fd, False)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     connection: Connection = Connection(fd)
-    connection.send_bytes(cloudpickle.dumps(("ready", None)))
+    functions: dict[bytes, Callable[..., Any]] = {}
+    with contextlib.suppress(EOFError, ConnectionError):  # the caller has ended
+        connection.send(None)
+        while True:
+            request = connection.recv()
+            try:
+                if request.function not in functions:
+                    functions = {request.function: cloudpickle.loads(request.function)}
+                    gc.collect()
+                    gc.freeze()  # a call that collects garbage would copy every page
+            except BaseException as error:
+                connection.send(_Outcome(answer=_failure(error)))
+                continue
+            connection.send(None)
+            connection.send(_run(functions[request.function], request, connection, libc))
+
+
+def _run(function: Callable[..., Any], request: _Request, connection: Connection, libc: ctypes.CDLL) -> _Outcome:
+    answer, answers = os.pipe()
+    output, prints = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _call(function, request, answers, prints)
+    os.close(answers)
+    os.close(prints)
+    watched = _Watched(pid, answer=answer, output=output, memory=request.memory)
+    try:
+        outcome = watched.outcome(request.timeout_s)
+    finally:
+        _end_children()
+        os.close(answer)
+        os.close(output)
+    if watched.printed:
+        _write_all(2, watched.printed[:MOST_OUTPUT])
+    return outcome
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A call that runs."""
+
+    pid: int
+    answer: int
+    output: int
+    memory: int
+    answered: bytearray = field(default_factory=bytearray)
+    printed: bytearray = field(default_factory=bytearray)
+
+    def outcome(self, timeout_s: float) -> _Outcome:
+        """Wait for the end of the call, for at most ``timeout_s``, and read what it writes."""
+        end = time.monotonic() + timeout_s
+        look = time.monotonic() + WATCH_S
+        ended = os.pidfd_open(self.pid)
+        with selectors.DefaultSelector() as selector:
+            for descriptor in (self.answer, self.output, ended):
+                os.set_blocking(descriptor, False)
+                selector.register(descriptor, selectors.EVENT_READ)
+            try:
+                while True:
+                    now = time.monotonic()
+                    if now >= end:
+                        return _Outcome(late=True)
+                    if now >= look:
+                        look = now + WATCH_S
+                        if excess := self._excess():
+                            return _Outcome(failure=excess)
+                    ready = [key.fd for key, _ in selector.select(max(0.0, min(end, look) - now))]
+                    for descriptor in ready:
+                        if descriptor != ended and not self._read(descriptor):
+                            selector.unregister(descriptor)
+                    if len(self.answered) > MOST_ANSWER:
+                        return _Outcome(failure=f"its answer has more than {MOST_ANSWER:,} bytes")
+                    if ended in ready:
+                        return self._ended()
+            finally:
+                os.close(ended)
+
+    def _read(self, descriptor: int) -> bool:
+        """Read what there is; False at the end."""
+        try:
+            read = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return True
+        if descriptor == self.answer:
+            self.answered += read
+        elif len(self.printed) < MOST_OUTPUT:
+            self.printed += read
+        return bool(read)
+
+    def _ended(self) -> _Outcome:
+        for descriptor in (self.answer, self.output):
+            before = -1
+            while before != (seen := len(self.answered) + len(self.printed)):  # the rest is in the pipe's buffer
+                before = seen
+                self._read(descriptor)
+        _, status = os.waitpid(self.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        return _Outcome(failure=_died(code)) if code or not self.answered else _Outcome(answer=bytes(self.answered))
+
+    def _excess(self) -> str:
+        """Return what the processes of the call use too much of; empty where they don't."""
+        pids = descendants()
+        if len(pids) > MOST_PROCESSES:
+            return f"it had more than {MOST_PROCESSES} processes; they were killed"
+        used = 0
+        for pid in pids:
+            with contextlib.suppress(psutil.Error):
+                memory = psutil.Process(pid).memory_info()
+                used += memory.rss - (psutil.Process().memory_info().rss if pid == self.pid else 0)
+        if used > self.memory:
+            return f"it used more than {self.memory / 2**30:.3g} GiB of memory; its processes were killed"
+        return ""
+
+
+def _end_children() -> None:
+    """End what a call has left. Orphans of it are this process's children."""
     while True:
         try:
-            request = connection.recv_bytes()
-        except EOFError:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
             return
+        kill(descendants())
+        time.sleep(0.001)
+
+
+# ---- in the call
+
+
+def _call(function: Callable[..., Any], request: _Request, answers: int, prints: int) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()  # it signals its own group, and not the server's
+        os.dup2(prints, 1)
+        os.dup2(prints, 2)
+        os.close(prints)
+        _limit_memory(request.memory)
         try:
-            function, args, timeout_s = cloudpickle.loads(request)
-            connection.send_bytes(cloudpickle.dumps(("running", None)))
-            signal.setitimer(signal.ITIMER_REAL, timeout_s + ORPHAN_S)
-            value = function(*args)
+            value = function(*cloudpickle.loads(request.args))
             if inspect.isawaitable(value):
                 value = asyncio.run(_awaited(value))
-            answer = cloudpickle.dumps(("value", value))
+            answer = json.dumps({"value": value}, default=_plain).encode()
         except BaseException as error:
-            answer = cloudpickle.dumps(("error", cause_of(error)))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.send_bytes(answer)
+            answer = _failure(error)
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        _write_all(answers, answer)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _limit_memory(memory: int) -> None:
+    """Limit what this process, and each that it starts, may have beside what the server has."""
+    data_pages = int(Path("/proc/self/statm").read_text().split()[5])
+    limit = data_pages * resource.getpagesize() + memory
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 async def _awaited(value: Any) -> Any:
     return await value
 
 
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+def _plain(value: Any) -> Any:
+    """Return what JSON has for a number or an array of numpy or torch."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "__float__"):
+        return float(value)
+    raise TypeError(f"returned a {type(value).__name__}, want a number, a text, or lists of them")
+
+
+def _failure(error: BaseException) -> bytes:
+    whole = "".join(traceback.format_exception(error))
+    said = {"error": cause_of(error), "traceback": users_traceback(error), "whole": whole[-MOST_OUTPUT:]}
+    return json.dumps(said).encode()
+
+
+def _write_all(descriptor: int, data: bytes | bytearray) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
