@@ -111,6 +111,7 @@ async def run(names: list[str], folder: Path) -> bool:
             sampling=SamplingConfig(max_tokens=4096),
             max_retries=0,
             group_size=1,
+            refused_fields=["output_config"],  # Claude Code asks for a title in a form, and goes on without
         ).build(name=name, renderer=renderer)
         policy: Any = ScriptedShell(renderer._tokenizer)
         await task.setup(policy)

@@ -23,20 +23,38 @@ KEEP_ALIVE = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 def parse(body: Mapping[str, Any]) -> ModelRequest:
     """Raises Refusal."""
-    choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
     output = body.get("output_config")
-    form = output.get("format") if isinstance(output, dict) else None
+    wanted = output if isinstance(output, dict) else {}
     messages: list[dict[str, Any]] = []
     if system := text(body.get("system"), "system"):
         messages.append({"role": "system", "content": system})
     for index, message in enumerate(listed(body.get("messages"), "messages")):
         messages += _messages(message, f"messages[{index}]")
+    if messages and messages[-1]["role"] == "assistant":
+        # Here such a message is the beginning of the answer, whose tokens the model would not have sampled.
+        cure = "end with a message of the user's or with a tool's result: the model begins its answer itself"
+        raise Refusal(f"messages end with the assistant: {cure}", field="messages")
     # A tool without a schema is one that the provider would run itself: the model is not told of it.
     tools = [function_tool(tool, "input_schema") for tool in listed(body.get("tools"), "tools") if "input_schema" in tool]
     stops = texts(body.get("stop_sequences"), "stop_sequences")
-    body = {**body, "tool_choice": kind, "output_config": form}
+    body = {**body, "output_config": wanted.get("format"), "effort": wanted.get("effort")}
+    body |= _tool_choice(body.get("tool_choice"))
     return checked_request(body, messages, tools, max_tokens=body.get("max_tokens"), stop=stops, stop_field="stop_sequences")
+
+
+def _tool_choice(choice: Any) -> dict[str, Any]:
+    """Return a choice of tools as the fields that OpenAI's chat completions have for it."""
+    if not isinstance(choice, dict):
+        return {"tool_choice": choice}
+    match choice.get("type"):
+        case "any":
+            chosen: Any = "required"
+        case "tool":
+            chosen = {"type": "function", "function": {"name": choice.get("name")}}
+        case kind:
+            chosen = kind
+    parallel = False if choice.get("disable_parallel_tool_use") is True else None
+    return {"tool_choice": chosen, "parallel_tool_calls": parallel}
 
 
 def _messages(message: Mapping[str, Any], field: str) -> Iterator[dict[str, Any]]:

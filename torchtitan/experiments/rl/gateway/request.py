@@ -27,7 +27,7 @@ class Refusal(Exception):
 @dataclass(kw_only=True, slots=True)
 class ModelRequest:
     messages: list[Message]
-    """What is said so far. The last is not the assistant's."""
+    """Conversation so far. The policy answers it with a message of its own, also after the assistant's."""
     tools: list[ToolSpec] | None
     model: str
     max_tokens: int | None = None
@@ -35,6 +35,8 @@ class ModelRequest:
     """Seed that the client wants; None: it sent none."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Values of TASKS_OWN that change something, unless the rollout has the same."""
+    wishes: dict[str, Any] = field(default_factory=dict)
+    """Values of WISHES that ask for something, by field."""
     stop: list[str] = field(default_factory=list)
     """Texts at which the model ends its answer. The client does not see them."""
     stop_field: str = "stop"
@@ -111,12 +113,8 @@ UNAVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (({},), "leave it out"),
     "frequency_penalty": ((0,), "leave it out, or 0"),
     "presence_penalty": ((0,), "leave it out, or 0"),
-    "response_format": (({"type": "text"},), FORM),
-    "text": (({"type": "text"},), FORM),
-    "output_config": ((), FORM),
     "logprobs": ((False,), RECORDED),
     "top_logprobs": ((0,), RECORDED),
-    "tool_choice": (("auto", "none"), 'send "auto", or "none" with no tools, and say in the prompt which tool to call'),
     "functions": (([],), "send them as tools"),
     "function_call": (("auto", "none"), 'send tools, and tool_choice "auto"'),
     "previous_response_id": ((), WHOLE),
@@ -163,6 +161,30 @@ TASKS_OWN: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Fields that a client may also send with the value that the rollout has, beside those that change nothing: as UNAVAILABLE."""
 
+TEXT = {"type": "text"}
+FORMS = ("response_format", "text", "output_config", "output_format")
+"""Fields that ask for JSON, as the dialects call them."""
+FORM_TYPES = ("json_schema", "json_object")
+TOOL = 'send "auto", or "none" with no tools, and say in the prompt which tool to call'
+ONE_CALL = "leave it out, and say in the prompt to call one tool at a time"
+WISHES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tool_choice": (("auto", "none"), TOOL),
+    **dict.fromkeys(FORMS, ((TEXT,), FORM)),
+    "parallel_tool_calls": ((True,), ONE_CALL),
+    "temperature": ((), "leave it out: it is the task's (sampling.temperature)"),
+    "reasoning_effort": ((), TEMPLATE),
+    "reasoning": (({},), TEMPLATE),
+    "thinking": ((), TEMPLATE),
+    "effort": ((), TEMPLATE),
+    "verbosity": ((), FORM),
+}
+"""Fields that frameworks send by themselves, where their users can't leave them out, as UNAVAILABLE has them.
+
+The call is answered as if the field were not there: its tools are offered, and the text is the policy's. The rollout
+counts how often each was sent, and how often the answer was another than what it asks for. A task may refuse them
+(``refused_fields``).
+"""
+
 
 def unavailable(name: str, value: Any, cure: str) -> Refusal:
     """Return the refusal of a field that would change what the model is trained on."""
@@ -182,11 +204,7 @@ def checked_request(body: Mapping[str, Any], messages: list[Any], tools: list[An
     for name, (harmless, cure) in UNAVAILABLE.items():
         if (value := body.get(name)) is not None and value not in harmless:
             raise unavailable(name, value, cure)
-    sampling = {
-        name: value
-        for name, (harmless, _) in TASKS_OWN.items()
-        if (value := body.get(name)) is not None and value not in harmless
-    }
+    sampling, wishes = _asked_for(body, TASKS_OWN), _asked_for(body, WISHES)
     # Templates know one system message, at the beginning. What the clients' developers say is one.
     begin = next((i for i, message in enumerate(messages) if message.get("role") not in ("system", "developer")), len(messages))
     if begin:
@@ -200,9 +218,11 @@ def checked_request(body: Mapping[str, Any], messages: list[Any], tools: list[An
         check_unicode(model, "model")
     except (TypeError, ValueError) as error:
         raise Refusal(str(error), field=str(error).split()[0].partition("[")[0]) from None
-    if not checked or checked[-1]["role"] == "assistant":
-        cure = "end with a message of the user's or of a tool: the model begins its answer itself"
-        raise Refusal(f"messages {'end with the assistant' if checked else 'are empty'}: {cure}", field="messages")
+    if not checked:
+        raise Refusal("messages are empty: send at least one of the user's", field="messages")
+    if checked[-1].get("tool_calls"):
+        raise Refusal("messages end with calls of tools: send a tool's message with the result of each", field="messages")
+    _check_wishes(wishes, known_tools or [])
     names: dict[str, str] = {}
     for message in checked:  # some templates show which tool a result is of, and clients send its id alone
         for call in message.get("tool_calls") or ():
@@ -221,9 +241,62 @@ def checked_request(body: Mapping[str, Any], messages: list[Any], tools: list[An
         model=model,
         seed=seed,
         sampling=sampling,
+        wishes=wishes,
         stream=bool(body.get("stream")),
         **fields,
     )
+
+
+def _asked_for(body: Mapping[str, Any], fields: Mapping[str, tuple[tuple[Any, ...], str]]) -> dict[str, Any]:
+    """Return the values of these fields that ask for something."""
+    sent = {name: body.get(name) for name in fields}
+    return {name: value for name, value in sent.items() if value is not None and value not in fields[name][0]}
+
+
+def _check_wishes(wishes: Mapping[str, Any], tools: Sequence[ToolSpec]) -> None:
+    """Raise Refusal for a tool that is forced and not offered, and for forms that are none of JSON."""
+    for name, value in wishes.items():
+        kind = value.get("type") if isinstance(value, dict) else None
+        if name in FORMS and kind not in FORM_TYPES:
+            raise unavailable(name, value, FORM)
+        if name != "tool_choice":
+            continue
+        wanted = forced_tool(value)
+        if wanted is None:
+            raise unavailable(name, value, TOOL)
+        offered = [tool.get("function", tool)["name"] for tool in tools]
+        if not offered or wanted not in ("", *offered):
+            cure = f"the request offers {', '.join(offered) or 'no tools'}: offer what it is to call in `tools`"
+            raise Refusal(f"{name} = {shown(value)}: {cure}", code="invalid_value", field=name)
+
+
+def forced_tool(choice: Any) -> str | None:
+    """Return the tool that a tool_choice forces; "" for any of those offered; None if it is in no form of a forced call."""
+    if choice == "required":
+        return ""
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        return None
+    function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) and name else None
+
+
+def is_unmet(name: str, value: Any, reply: ModelReply) -> bool:
+    """Return whether the policy's answer is another than the wish asks for, where the answer alone shows it."""
+    called = [call["function"]["name"] for call in reply.tool_calls]
+    if name == "tool_choice":
+        wanted = forced_tool(value)
+        return wanted not in called if wanted else not called
+    if name == "parallel_tool_calls":
+        return len(called) > 1
+    return name in FORMS and not called and not _is_json_object(reply.content)
+
+
+def _is_json_object(content: str) -> bool:
+    try:
+        return isinstance(json.loads(content), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:

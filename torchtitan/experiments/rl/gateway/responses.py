@@ -38,7 +38,8 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
     tools = [function_tool(tool, "parameters") for tool in listed(body.get("tools"), "tools") if tool.get("type") == "function"]
     # OpenAI's API has no stop texts here; vLLM's has.
     stops = texts(body.get("stop"), "stop")
-    return checked_request({**body, "text": form}, messages, tools, max_tokens=body.get("max_output_tokens"), stop=stops)
+    body = {**body, "text": form, "verbosity": wanted.get("verbosity") if isinstance(wanted, dict) else None}
+    return checked_request(body, messages, tools, max_tokens=body.get("max_output_tokens"), stop=stops)
 
 
 def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], field: str) -> None:

@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -25,10 +25,12 @@ from torchtitan.experiments.rl.errors import users_traceback
 from torchtitan.experiments.rl.gateway.chains import Chains, Match
 from torchtitan.experiments.rl.gateway.request import (
     TASKS_OWN,
+    WISHES,
     ModelReply,
     ModelRequest,
     Refusal,
     cut_at_stop,
+    is_unmet,
     reply_of,
     unavailable,
 )
@@ -103,6 +105,7 @@ class AgentRollout:
         frozen: Callable[[str, int], PolicySession],
         noise: Mapping[str, str],
         group: GroupPrompts,
+        refused_fields: Sequence[str] = (),
     ):
         """
         Args:
@@ -113,6 +116,7 @@ class AgentRollout:
                 with. Others stand for the policy.
             frozen: opens a session of the frozen model of this name, with this seed.
             noise: patterns by name; what they match in a system message is left out.
+            refused_fields: those of request.WISHES that are refused.
         """
         self.sample = sample
         self.status = RolloutStatus.ONGOING
@@ -125,6 +129,7 @@ class AgentRollout:
         self._renderer, self._config, self._group = renderer, config, group
         self._max_sampled_tokens = max_sampled_tokens
         self._models, self._frozen = models, frozen
+        self._refused_fields = refused_fields
         self._noise = {name: re.compile(pattern) for name, pattern in noise.items()}
         self._chains: Chains[Said] = Chains()
         self._calls: dict[bytes, Call] = {}
@@ -338,6 +343,7 @@ class AgentRollout:
             prompt_tokens=len(prompt.ids),
             completion_tokens=len(completion.token_ids),
         )
+        self._count_wishes(request, reply)
         if kind == POLICY and reply.finish == "length":
             assert self._sampling is not None
             said.cut = wanted >= min(room, self._sampling.max_tokens)
@@ -398,13 +404,24 @@ class AgentRollout:
         for name, value in request.sampling.items():
             if value != self._own_value(name, value):
                 raise unavailable(name, value, TASKS_OWN[name][1])
+        for name in self._refused_fields:
+            value = request.wishes.get(name)
+            if value is not None and value != self._own_value(name, value):
+                raise unavailable(name, value, WISHES[name][1])
+
+    def _count_wishes(self, request: ModelRequest, reply: ModelReply) -> None:
+        for name, value in request.wishes.items():
+            if value != self._own_value(name, value):
+                self.counts[f"wish/{name}"] += 1
+                self.counts[f"unmet/{name}"] += is_unmet(name, value, reply)
 
     def _own_value(self, name: str, value: Any) -> Any:
-        """Return what the rollout has of a field of TASKS_OWN; of arguments of a template, those that ``value`` has."""
-        if name != "chat_template_kwargs":
-            return getattr(self._sampling, name)
+        """Return what the rollout has of a field of TASKS_OWN or WISHES, None if nothing; of arguments of a template, those
+        that ``value`` has."""
         settings = getattr(self._renderer, "config", None)
-        return {key: getattr(settings, key, None) for key in value} if isinstance(value, dict) else {}
+        if name == "chat_template_kwargs":
+            return {key: getattr(settings, key, None) for key in value} if isinstance(value, dict) else {}
+        return getattr(self._sampling, name, getattr(settings, name, None))
 
     def _ended_at_text(self, completion: Completion) -> bool:
         """Return whether a text ended the completion, and not the model's own end of turn."""

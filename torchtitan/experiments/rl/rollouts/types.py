@@ -145,7 +145,8 @@ class Rollout:
     """What an agent returned."""
     calls: dict[str, int] = field(default_factory=dict)
     """An agent's calls by what became of them: "answered", "undelivered", "auxiliary", "frozen model", "aborted", "lost",
-    "refused"; and "retried" ones, which are none of their own."""
+    "refused"; and "retried" ones, which are none of their own. Then "wish/FIELD" and "unmet/FIELD" (gateway/request.py, WISHES)
+    and "noise/NAME"."""
 
     @property
     def rollout_id(self) -> str:

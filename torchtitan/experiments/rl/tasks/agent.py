@@ -38,6 +38,7 @@ from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.envs.conversation import GroupPrompts
 from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.gateway.request import WISHES
 from torchtitan.experiments.rl.gateway.server import Endpoint, Gateway, gateway_at
 from torchtitan.experiments.rl.gateway.session import AUXILIARY, POLICY, AgentRollout, Sampler
 from torchtitan.experiments.rl.generation.references import ModelReference
@@ -77,6 +78,9 @@ class AgentTask(Task):
         noise: dict[str, str] = field(default_factory=dict)
         """Regular expressions by name. What one matches in a system message is left out before anything else is done with it: a
         line that changes with every call would make each call another conversation."""
+        refused_fields: list[str] = field(default_factory=list)
+        """Fields that a request is refused for, of those that are only wishes otherwise, such as "response_format" and
+        "tool_choice": they ask for what a grammar or another prompt would give (WISHES in gateway/request.py)."""
         listen: NonEmptyStr = "127.0.0.1"
         """Address that agents reach the model at. "0.0.0.0" is every address of the host, for agents elsewhere: who has a
         rollout's key may use it."""
@@ -89,6 +93,9 @@ class AgentTask(Task):
                 elif stands_for not in (POLICY, AUXILIARY):
                     cure = f'want "{POLICY}", "{AUXILIARY}" (the policy, not trained), a FrozenModel or a HostedModel'
                     raise ConfigError(f"{field}.models.{name}", stands_for, cure)
+            for name in self.refused_fields:
+                if name not in WISHES:
+                    raise ConfigError(f"{field}.refused_fields", name, f"want some of {', '.join(WISHES)}")
             for name, pattern in self.noise.items():
                 try:
                     re.compile(pattern)
@@ -142,6 +149,7 @@ class AgentTask(Task):
                 frozen=functools.partial(self._frozen_session, sample),
                 noise=config.noise,
                 group=group,
+                refused_fields=config.refused_fields,
             )
             for _ in range(n)
         ]
