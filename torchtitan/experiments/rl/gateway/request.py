@@ -349,6 +349,10 @@ def texts(value: Any, field: str) -> list[str]:
     return given
 
 
+MODEL_FAILED = 502
+"""Status of a refusal because another model than the policy failed."""
+
+
 def openai_error(refusal: Refusal) -> dict[str, Any]:
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"
     return {"error": {"message": str(refusal), "type": kind, "param": refusal.field, "code": refusal.code}}

@@ -19,13 +19,14 @@ from aiohttp import web
 
 from torchtitan.experiments.rl.gateway import anthropic as messages
 from torchtitan.experiments.rl.gateway import chat, responses
-from torchtitan.experiments.rl.gateway.request import ModelReply, ModelRequest, Refusal, event
+from torchtitan.experiments.rl.gateway.request import MODEL_FAILED, ModelReply, ModelRequest, Refusal, event
 from torchtitan.experiments.rl.gateway.session import AgentRollout, Call
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = 3.0
-"""A stream says that often that it lives, until its turn is sampled. One that is sampled sooner begins with its answer."""
+KEEP_ALIVE_S = 0.5
+"""Seconds between a stream's signs of life, from the moment the model is asked until its turn is sampled. Few clients wait for
+less."""
 MAX_BODY = 64 << 20
 """Bytes of a request. A prompt that a model has room for has far less."""
 LARGE_BODY = 1 << 18
@@ -195,7 +196,9 @@ async def _refused_in_words(request: web.Request, handler: Any) -> web.StreamRes
         logger.exception("%s %s", request.method, request.path)
         refusal = Refusal(f"the run's server failed: {error!r}", status=500, code="server_error")
     of_anthropic = request.path.startswith("/v1/messages") or OF_ANTHROPIC in request.headers
-    return web.json_response((messages if of_anthropic else chat).error(refusal), status=refusal.status)
+    # The run has asked a failing model's servers again, for as long as the config says: clients need not.
+    headers = {"x-should-retry": "false"} if refusal.status == MODEL_FAILED else None
+    return web.json_response((messages if of_anthropic else chat).error(refusal), status=refusal.status, headers=headers)
 
 
 async def _answer(call: Call) -> ModelReply:
@@ -213,15 +216,17 @@ async def _answer(call: Call) -> ModelReply:
 
 
 async def _streamed(dialect: ModuleType, request: web.Request, asked: ModelRequest, call: Call) -> web.StreamResponse:
-    """The answer as a stream. It begins when the turn is sampled, or with a sign of life.
+    """Send the answer as a stream. It begins with a sign of life when the model is asked.
 
     Raises:
         Refusal: it was refused, or lost, before the stream began.
     """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await call.prompted.wait()
+    if not call.answer.done():
+        await response.prepare(request)
+        await response.write(dialect.KEEP_ALIVE)
     while not (await asyncio.wait([call.answer], timeout=KEEP_ALIVE_S))[0]:
-        if not response.prepared:
-            await response.prepare(request)
         await response.write(dialect.KEEP_ALIVE)
     try:
         parts = list(dialect.stream(await _answer(call), asked))

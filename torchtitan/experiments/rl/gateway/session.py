@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -21,9 +21,10 @@ from renderers import Message, Renderer
 
 from torchtitan.experiments.rl.envs.conversation import Conversation, GroupPrompts
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
-from torchtitan.experiments.rl.errors import users_traceback
+from torchtitan.experiments.rl.errors import RunError, users_traceback
 from torchtitan.experiments.rl.gateway.chains import Chains, Match
 from torchtitan.experiments.rl.gateway.request import (
+    MODEL_FAILED,
     TASKS_OWN,
     WISHES,
     ModelReply,
@@ -47,6 +48,9 @@ POLICY, AUXILIARY = "policy", "auxiliary"
 UNDELIVERED = "undelivered"
 CLOSE_S = 1.0
 """How long the end of a rollout waits for calls that are cancelled, and for answers that are being sent."""
+KEEP_S = 15.0
+"""Seconds that a call goes on after its last reader has left. A client that timed out asks again, OpenAI's and Anthropic's own
+within 8 s."""
 CONTEXT_EXCEEDED = "context_length_exceeded"
 BUDGET_EXCEEDED = "call_budget_exceeded"
 LIMITS = {
@@ -70,9 +74,31 @@ class Sampler(PolicySession, Protocol):
 
 
 @dataclass(eq=False, slots=True)
+class Call:
+    """A request that is being answered, or was."""
+
+    answer: "asyncio.Task[tuple[Said, ModelReply]]" = field(init=False)
+    readers: int = 1
+    """Connections that wait for it, or are being sent it."""
+    delivered: bool = False
+    """True if a client was sent all of the answer."""
+    prompted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the model is asked, or the call has ended. Until then a request may be refused for what it says."""
+    end: asyncio.TimerHandle | None = None
+    """Timer that ends the call, started when the last reader left."""
+
+    def join(self) -> None:
+        """Add a reader."""
+        self.readers += 1
+        if self.end is not None:
+            self.end.cancel()
+
+
+@dataclass(eq=False, slots=True)
 class Said:
     """A turn, and what goes on from it."""
 
+    call: Call
     turn: RolloutTurn
     chain: int
     conversation: Conversation | None
@@ -81,14 +107,10 @@ class Said:
     cut: bool = False
     """True if a limit of the run cut the policy's answer, and the client did not ask for that."""
 
-
-@dataclass(eq=False, slots=True)
-class Call:
-    """A request that is being answered, or was."""
-
-    answer: "asyncio.Task[tuple[Said, ModelReply]]"
-    readers: int = 0
-    """Connections that wait for it, or are being sent it."""
+    @property
+    def is_cut_for_a_client(self) -> bool:
+        """True if a client has the cut answer, or is being sent it."""
+        return self.cut and (self.call.delivered or self.call.readers > 0)
 
 
 class AgentRollout:
@@ -110,7 +132,7 @@ class AgentRollout:
         """
         Args:
             sample: the example it is of.
-            config: ``max_turns`` is how many calls it may make, ``max_rollout_tokens`` how long each chain may be.
+            config: ``max_turns`` is how many answers it may have, ``max_rollout_tokens`` how long each chain may be.
             max_sampled_tokens: of all calls together; None: as many as the calls give.
             models: what the names that an agent asks for stand for: POLICY, AUXILIARY, or else a name that ``frozen`` is called
                 with. Others stand for the policy.
@@ -137,7 +159,8 @@ class AgentRollout:
         self._policy: Sampler | None = None
         self._sampling: SamplingConfig | None = None
         self._keys: Counter[str] = Counter()
-        self._begun = self._sampled = self._chain_count = 0
+        self._open_calls: set[Call] = set()
+        self._begun = self._answered_calls = self._sampled = self._chain_count = 0
         self._began_at = 0.0
         self._refusal_code = ""
         """Code that the last call was refused with; "" if it was answered."""
@@ -191,7 +214,7 @@ class AgentRollout:
         and had an answer of the policy's already.
         """
         nodes = list(self._chains.in_order())
-        if any(node.value.cut and not node.children for node in nodes):
+        if any(node.value.is_cut_for_a_client and not node.children for node in nodes):
             return RolloutStatus.TRUNCATED_LENGTH
         if self._budget_spent:
             return RolloutStatus.TRUNCATED_MAX_TURNS
@@ -201,10 +224,12 @@ class AgentRollout:
 
     async def close(self) -> None:
         """Take no more calls. Those that are open end in the engine, and are not trained."""
-        open_calls = [call.answer for call in self._calls.values() if not call.answer.done()]
+        open_calls = [call.answer for call in self._open_calls]
         self._policy = None
-        for answer in open_calls:
-            answer.cancel()
+        for call in self._open_calls:
+            call.answer.cancel()
+            if call.end is not None:
+                call.end.cancel()
         if open_calls:
             await asyncio.wait(open_calls, timeout=CLOSE_S)
         # An agent may end with its last answer in hand, before the server has seen that it was delivered.
@@ -222,15 +247,18 @@ class AgentRollout:
     # ---- what the server calls
 
     def begin(self, request: ModelRequest, *, digest: bytes, retry: bool, dialect: str) -> Call:
-        """A call: a new one, or the one that a client repeats and says so.
+        """Return a new call, or the one that a client repeats.
+
+        A repeat joins the equal call before it if the client says that it is one, or if that call's answer
+        has reached nobody and nobody waits for it: its client has gone, and asks again.
 
         Raises:
             Refusal: the rollout takes no more calls.
         """
         known = self._calls.get(digest)
-        if retry and known is not None and not _failed(known.answer):
+        if known is not None and not _failed(known.answer) and (retry or not (known.readers or known.delivered)):
             self.counts["retried"] += 1
-            known.readers += 1
+            known.join()
             self._readers += 1
             return known
         if self._policy is None:
@@ -241,20 +269,33 @@ class AgentRollout:
             raise self._refused(Refusal(f"the rollout has {spent}", code=BUDGET_EXCEEDED))
         self._begun += 1
         self._readers += 1
-        call = Call(asyncio.create_task(self._answered(request, dialect, first=self._begun == 1)), readers=1)
-        call.answer.add_done_callback(_failed)  # its exception is known, also where no reader is left
+        call = Call()
+        call.answer = asyncio.create_task(self._answered(call, request, dialect, first=self._begun == 1))
+        call.answer.add_done_callback(lambda answer: self._has_ended(call))
+        self._open_calls.add(call)
         self._calls[digest] = call
         return call
 
+    def _has_ended(self, call: Call) -> None:
+        """Take note that a call is no longer open. One that was refused, or has ended without its client, is no turn."""
+        self._open_calls.discard(call)
+        call.prompted.set()
+        if call.answer.cancelled():
+            return
+        failure = call.answer.exception()
+        if not (isinstance(failure, Refusal) and failure.status < 500):
+            self._answered_calls += 1
+
     def leave(self, call: Call, *, delivered: bool) -> None:
-        """A connection has been sent the answer, or has gone."""
+        """Take note that a connection has been sent the answer, or has gone."""
         call.readers -= 1
+        call.delivered |= delivered
         self._readers -= 1
         if not self._readers:
             self._left.set()
         if not call.answer.done():
             if not call.readers:
-                call.answer.cancel()
+                call.end = asyncio.get_running_loop().call_later(KEEP_S, call.answer.cancel)
         elif not _failed(call.answer):
             said, _ = call.answer.result()
             if said.turn.untrained != UNDELIVERED:
@@ -263,8 +304,6 @@ class AgentRollout:
                 said.turn.untrained = None
                 self.counts[UNDELIVERED] -= 1
                 self.counts["answered"] += 1
-            elif not call.readers:
-                said.cut = False  # The agent never saw it.
 
     async def count_tokens(self, request: ModelRequest) -> int:
         """Of the request's prompt."""
@@ -275,10 +314,10 @@ class AgentRollout:
             raise Refusal(str(error)) from error
         return len(conversation.prompt.ids) if conversation.prompt else self._config.max_rollout_tokens
 
-    async def _answered(self, request: ModelRequest, dialect: str, *, first: bool) -> tuple[Said, ModelReply]:
+    async def _answered(self, call: Call, request: ModelRequest, dialect: str, *, first: bool) -> tuple[Said, ModelReply]:
         about = {"at_s": round(time.perf_counter() - self._began_at, 4), "dialect": dialect, "model": request.model}
         try:
-            return await self._sampled_for(request, about, first=first)
+            return await self._sampled_for(call, request, about, first=first)
         except asyncio.CancelledError:
             self.counts["aborted"] += 1
             raise
@@ -288,8 +327,13 @@ class AgentRollout:
         except UserCodeError as error:
             self.counts["lost"] += 1
             raise Refusal(str(error), status=500, code="generation_failed") from error
+        except RunError as error:  # of a frozen model, which has tried its servers again
+            self.counts["lost"] += 1
+            raise Refusal(str(error), status=MODEL_FAILED, code="model_failed") from error
 
-    async def _sampled_for(self, request: ModelRequest, about: dict[str, Any], *, first: bool) -> tuple[Said, ModelReply]:
+    async def _sampled_for(
+        self, call: Call, request: ModelRequest, about: dict[str, Any], *, first: bool
+    ) -> tuple[Said, ModelReply]:
         kind = self._models.get(request.model, POLICY)
         self._check_fields(request, kind)
         messages = self._quiet(request.messages)
@@ -307,6 +351,7 @@ class AgentRollout:
         if request.stop:
             _check_stop(request, session)
             options["stop"] = request.stop
+        call.prompted.set()
         completion = await session.generate(prompt.token_ids, max_tokens=wanted, **options)
         self._sampled += len(completion.token_ids)
         self._refusal_code = ""
@@ -331,7 +376,7 @@ class AgentRollout:
             turn = conversation.turns[-1]
             turn.untrained = untrained
             turn.call = about | {"chain": chain, "depth": len(match.node.path()) if match.node else 0}
-            said = Said(turn, chain, conversation, session)
+            said = Said(call, turn, chain, conversation, session)
             self._chains.add(match, new, shown_answer, said, extends=prompt.extends, kept=answer)
         reply = reply_of(
             shown_answer,
@@ -445,8 +490,9 @@ class AgentRollout:
 
     def _spent_budget(self) -> str | None:
         """Return which budget of the rollout is spent; None if it may make another call."""
-        if self._begun >= self._config.max_turns:
-            return f"made its {self._begun} calls (env.max_turns)"
+        calls = self._answered_calls + len(self._open_calls)
+        if calls >= self._config.max_turns:
+            return f"made its {calls} calls (env.max_turns)"
         if self._max_sampled_tokens is not None and self._sampled >= self._max_sampled_tokens:
             return f"sampled its {self._sampled} tokens (max_sampled_tokens)"
         return None

@@ -60,7 +60,7 @@ ANY_ADDRESS = "0.0.0.0"
 class AgentTask(Task):
     """Subclass it and define ``run_agent``.
 
-    ``env.max_turns`` is how many calls a rollout may make, ``env.max_rollout_tokens`` how long each of its conversations may
+    ``env.max_turns`` is how many answers a rollout may have, ``env.max_rollout_tokens`` how long each of its conversations may
     be, ``env.rollout_timeout_s`` how long it may take.
     """
 
