@@ -14,9 +14,7 @@ COUNT = itertools.count()
 
 
 async def chat(endpoint, question, *, stream):
-    from openai import AsyncOpenAI
-
-    client, messages = AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key), [{"role": "user", "content": question}]
+    client, messages = endpoint.client(), [{"role": "user", "content": question}]
     for _ in range(TURNS):
         asked = {"model": endpoint.model, "messages": messages, "tools": [CALCULATOR]}
         if stream:
@@ -32,9 +30,7 @@ async def chat(endpoint, question, *, stream):
 
 
 async def responses(endpoint, question, *, stream):
-    from openai import AsyncOpenAI
-
-    client, items = AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key), [{"role": "user", "content": question}]
+    client, items = endpoint.client(), [{"role": "user", "content": question}]
     for _ in range(TURNS):
         asked = {"model": endpoint.model, "input": items, "tools": [{"type": "function", "strict": False, **FUNCTION}]}
         if stream:
@@ -73,7 +69,6 @@ async def messages(endpoint, question, *, stream):
 async def openai_agents(endpoint, question, *, stream):
     from agents import Agent, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
     from agents.exceptions import MaxTurnsExceeded
-    from openai import AsyncOpenAI
 
     @function_tool
     def calculator(expression: str) -> str:
@@ -81,7 +76,7 @@ async def openai_agents(endpoint, question, *, stream):
         return "7"
 
     set_tracing_disabled(True)
-    model = OpenAIResponsesModel(endpoint.model, AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key))
+    model = OpenAIResponsesModel(endpoint.model, endpoint.client())
     agent = Agent("solver", model=model, tools=[calculator])
     try:
         if stream:

@@ -178,6 +178,11 @@ class AgentRollout:
         return [node.value.turn for node in self._chains.in_order()]
 
     @property
+    def was_asked(self) -> bool:
+        """True if a call has reached the rollout."""
+        return self._begun > 0 or bool(self.counts["refused"])
+
+    @property
     def max_prompt_tokens(self) -> int:
         """Of a prompt that leaves room for an answer."""
         return self._config.max_rollout_tokens - 1

@@ -46,6 +46,9 @@ CONNECT_TIMEOUT_S = 10.0
 SET_ASIDE_S = 30.0
 """Seconds for which a server that failed is avoided, unless no other answers."""
 
+DIRECT: dict[str, None] = dict.fromkeys(("all://localhost", "all://127.0.0.1", "all://[::1]"))
+"""Servers of this host, which are reached without the proxy that the environment may name."""
+
 PROBE = "The sum of 4, 17 and 260 is 281.\n\t{'größer': [数, 🙂]} don't\n\nI'LL  see_what  x+=1"
 """Text that tokenizers divide differently."""
 
@@ -100,7 +103,7 @@ class EndpointClient:
         self._places = asyncio.Semaphore(model.max_concurrency)
         limits = httpx.Limits(max_connections=model.max_concurrency, max_keepalive_connections=model.max_concurrency)
         timeout = httpx.Timeout(model.timeout_s, connect=min(model.timeout_s, CONNECT_TIMEOUT_S))
-        self._http = httpx.AsyncClient(timeout=timeout, limits=limits)
+        self._http = httpx.AsyncClient(timeout=timeout, limits=limits, mounts=DIRECT)
 
     def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "EndpointSession":
         return EndpointSession(self, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
@@ -449,7 +452,8 @@ def _tokens(model: FrozenModel, url: str) -> Any:
 
 
 def _ask(model: FrozenModel, method: str, url: str, **request: Any) -> httpx.Response:
-    return httpx.request(method, url, headers=_headers(model), timeout=ASK_TIMEOUT_S, **request)
+    with httpx.Client(timeout=ASK_TIMEOUT_S, mounts=DIRECT) as client:
+        return client.request(method, url, headers=_headers(model), **request)
 
 
 def _headers(model: FrozenModel) -> dict[str, str]:

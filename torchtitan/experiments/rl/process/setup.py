@@ -280,6 +280,10 @@ def set_up_isolated_process() -> None:
     share_terminal()
 
 
+HTTP_CLIENTS = ("httpx", "httpx2", "openai", "anthropic")
+"""Libraries that log every request, or every retry of one: thousands of lines a step."""
+
+
 def set_up_logging(run_dir: Path | str, process_name: str) -> Path:
     """Send this process's log to `<run_dir>/logs/<process_name>.jsonl`, and return that path.
 
@@ -297,7 +301,8 @@ def set_up_logging(run_dir: Path | str, process_name: str) -> Path:
     for logger in [logging.getLogger(), *logging.root.manager.loggerDict.values()]:
         if isinstance(logger, logging.Logger):  # the dict also holds placeholders
             _take_terminal_from(logger)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request: thousands of lines a step
+    for library in HTTP_CLIENTS:
+        logging.getLogger(library).setLevel(logging.WARNING)
     root = logging.getLogger()
     for handler in root.handlers[:]:
         if isinstance(handler, (RunFileHandler, TerminalHandler)):

@@ -2,7 +2,7 @@
 
 class Solver(AgentTask):
     async def run_agent(self, sample, endpoint):
-        client = AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key)
+        client = endpoint.client()
         ...
         return answer
 
@@ -27,6 +27,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from annotated_types import MinLen
 from renderers import Renderer
@@ -46,7 +48,7 @@ from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.process import foreign
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient, PolicySession
 from torchtitan.experiments.rl.rollouts.records import json_value
-from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn
 from torchtitan.experiments.rl.tasks.questions import fill, row_task
 from torchtitan.experiments.rl.tasks.task import Task
@@ -171,6 +173,8 @@ class AgentTask(Task):
         finally:
             gateway.forget(endpoint.key)
         rollout.ended(failure)
+        if rollout.status is RolloutStatus.ERROR and not rollout.was_asked:
+            rollout.error = f"{rollout.error}{_proxy_in_the_way(endpoint.url)}"
 
     async def score_rewards(self, group: RolloutGroup) -> None:
         """See Task. What agents returned may be anything; from then on it is what JSON holds of it."""
@@ -186,6 +190,16 @@ class AgentTask(Task):
             sampling=self.config.sampling,
             stop_token_ids=self.renderer.get_stop_token_ids(),
         )
+
+
+def _proxy_in_the_way(url: str) -> str:
+    """Return the end of an error that names the proxy which clients of this process ask for the URL; "" if there is none."""
+    host = str(urlsplit(url).hostname)
+    proxies = getproxies()
+    proxy = proxies.get("http") or proxies.get("all")
+    if proxy is None or proxy_bypass(host):
+        return ""
+    return f"; its calls may have gone to the proxy of HTTP_PROXY: use endpoint.client(), or add {host} to NO_PROXY"
 
 
 KEPT_OUTPUT = 16_384
