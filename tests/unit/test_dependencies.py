@@ -22,8 +22,6 @@ EXTRAS = {
     "observability/trackers.py": "trackio",
     "tasks/math": "math",
     "tasks/reasoning_gym": "gym",
-    "tasks/verifiers": "verifiers",
-    "compat/verifiers.py": "verifiers",
     "compat/vllm.py": "cpu",
     "generation/vllm/engine.py": "cpu",
     "generation/vllm/last_block.py": "cpu",

@@ -38,18 +38,11 @@ OWN_DATA = {
         *("--tasks.math.dataset.path", "rows.jsonl", "--tasks.math.dataset.name", "None"),
         *("--tasks.math.validation.path", "rows.jsonl", "--tasks.math.validation.name", "None"),
     ],
-    "rl_verifiers_qwen3_1_7b": ["--tasks.gsm8k.dataset.environment", "own", "--tasks.gsm8k.validation.environment", "own"],
 }
 """Words for configs whose data is on the hub."""
 OWN = """
 def right(completion, example):
     return completion == example["answer"]
-
-def load_environment():
-    import verifiers as vf
-    from datasets import Dataset
-    rows = Dataset.from_list([{"question": "1 + 1?", "answer": "2"}] * 20)
-    return vf.SingleTurnEnv(dataset=rows, eval_dataset=rows, rubric=vf.Rubric(funcs=[lambda completion, answer: 1.0]))
 """
 
 

@@ -55,7 +55,6 @@ def state():
                   torch.is_grad_enabled(), torch.get_float32_matmul_precision()],
         "torchtitan": [utils.device_type, utils.device_module.__name__],
         "torchstore": torchstore.api.Controller.__name__,
-        "verifiers": verifiers.envs.environment.signal.__name__,
         "warnings": len(warnings.filters),
         "path": list(sys.path),
         "folder": os.getcwd(),
@@ -68,7 +67,7 @@ for file in sorted(folder.rglob("*.py")):
             imported = importlib.import_module(module)
             if name is not None and not hasattr(imported, name):  # asking imports what is imported lazily
                 importlib.import_module(f"{module}.{name}")
-import torch, torchstore.api, torchtitan.tools.utils, verifiers.envs.environment
+import torch, torchstore.api, torchtitan.tools.utils
 before = state()
 package = importlib.import_module(LIBRARY)
 ours = [module.name for module in pkgutil.walk_packages(package.__path__, LIBRARY + ".")]

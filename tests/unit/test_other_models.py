@@ -35,7 +35,7 @@ MODELS = {
     "few positions": (SHORT, CHATML),
 }
 CONFIGS = [name for name in config_functions(DEFAULT_MODULE) if not name.startswith("rl_math_")]  # its data is the hub's
-GPU = ("rl_grpo_qwen3_", "rl_questions_qwen3", "rl_reasoning_gym_", "rl_verifiers_")
+GPU = ("rl_grpo_qwen3_", "rl_questions_qwen3", "rl_reasoning_gym_")
 WIDE = ("rl_grpo_qwen3_14b", "rl_grpo_qwen3_30b_a3b", "rl_grpo_qwen3_32b")
 TOO_LONG = "batcher.row_length = {}: the model has 256 positions; choose at most that"
 ROLES = "has no effect, because the renderer does not say whose message a token belongs to"

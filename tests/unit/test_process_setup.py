@@ -177,18 +177,6 @@ print(path.read_text().count("POST"), path.read_text().count("odd"))
     assert run_python(code, tmp_path).split() == ["0", "4"]
 
 
-def test_the_log_of_a_library_imported_later_is_taken_over(tmp_path):
-    code = """
-import logging, sys
-from torchtitan.experiments.rl.process.setup import set_up_logging, take_log_of
-path = set_up_logging(sys.argv[1], "controller")
-late = logging.getLogger("late"); late.propagate = False; late.addHandler(logging.StreamHandler(sys.stdout))
-take_log_of("late"); late.warning("chatter")
-print(path.read_text().count("chatter"))
-"""
-    assert run_python(code, tmp_path).split() == ["1"]
-
-
 @pytest.fixture
 def nothing_frozen():
     """An engine that an earlier test has made in this process freezes what is there, and leaves it so."""

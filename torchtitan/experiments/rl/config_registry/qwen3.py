@@ -23,7 +23,6 @@ from torchtitan.experiments.rl.tasks.questions import QuestionTask
 from torchtitan.experiments.rl.tasks.reasoning_gym import PuzzleGenerator, ReasoningGymDataset, ReasoningGymTask
 from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, SumDigitsTask
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.tasks.verifiers import VerifiersDataset, VerifiersTask
 from torchtitan.experiments.rl.training.config import OptimizerConfig, Parallelism, TrainerConfig
 
 HUB_FOLDER = "assets/hf"
@@ -129,12 +128,6 @@ def rl_reasoning_gym_qwen3_1_7b() -> RunConfig:
     return _of_size(
         "1.7b", puzzles=ReasoningGymTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test)
     )
-
-
-def rl_verifiers_qwen3_1_7b() -> RunConfig:
-    """An environment of the verifiers package, its gsm8k as an example, with Qwen3-1.7B on 4 GPUs."""
-    train, test = (VerifiersDataset.Config(environment="gsm8k", split=split) for split in ("train", "eval"))
-    return _of_size("1.7b", gsm8k=VerifiersTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test))
 
 
 def _on_hosts(config: RunConfig) -> RunConfig:

@@ -318,13 +318,6 @@ def set_up_logging(run_dir: Path | str, process_name: str) -> Path:
     return path
 
 
-def take_log_of(library: str) -> None:
-    """Send the log of a library that was imported after ``set_up_logging`` to the process's own handlers."""
-    logger = logging.getLogger(library)
-    _take_terminal_from(logger)
-    logger.propagate = True
-
-
 def ignore_signals_of_the_command(ignored: bool = True) -> None:
     """A terminal that closes and many schedulers signal every process of a job. The command ends the others, with a checkpoint.
 
