@@ -1,12 +1,16 @@
 """What docs/agents.md shows works as written."""
 
 import importlib
+import json
+import random
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.frameworks import __main__ as frameworks
 from tests.unit.agents import run_task
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.config.checks import checked_plan
@@ -64,3 +68,59 @@ async def test_the_agents_and_tools_of_the_page_earn_their_reward(
     for rollout in group.rollouts:
         assert rollout.status is RolloutStatus.COMPLETED, rollout.error
         assert rollout.reward == 1.0 and len(rollout.turns) == len(replies) and len(rollout.samples) == samples
+
+
+def test_the_hubs_of_the_page_are_tasks_and_their_rewards_are_read(config_of, tmp_path):
+    """``python -m tests.frameworks`` runs them with the hubs' packages."""
+    for name in ("my_sums_v1", "my_env_agent"):
+        compile(FILES[name], f"{name}.py", "exec")
+    python = tmp_path / "hubs" / "openenv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    for module, name in (("my_verifiers", "rl_verifiers"), ("my_openenv", "rl_openenv")):
+        checked_plan(config_of(module, name))
+
+    rewards = {"right": {"score": 1.0, "weight": 0.5}, "short": {"score": 2.0, "weight": 0.25}}
+    trace = tmp_path / "run" / "traces.jsonl"
+    trace.parent.mkdir()
+    trace.write_text(json.dumps({"traces": [{"rewards": rewards}]}) + "\n")
+    assert sys.modules["my_verifiers"].reward(SimpleNamespace(folder=tmp_path), {}) == 1.0
+    assert sys.modules["my_openenv"].reward(SimpleNamespace(output="INFO: started\n1.25\n"), {}) == 1.25
+
+
+class GuessBetween1And20:
+    """Game with the calls of textarena's GuessTheNumber-v0-raw, whose board comes from the shared random state."""
+
+    def reset(self, num_players, seed):
+        random.seed(seed)
+        self.number, self.new = random.randint(1, 20), [(-1, "Guess.", None)]
+
+    def get_observation(self):
+        return 0, self.new
+
+    def step(self, text):
+        guess = int(text.strip("[]"))
+        self.new = [(0, text, None), (-1, "higher" if guess < self.number else "lower", None)]
+        return guess == self.number, {}
+
+    def close(self):
+        return {0: 1.0}, {}
+
+
+async def test_the_game_of_the_page_is_played(config_of, renderer, tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda name: GuessBetween1And20()))
+    (task,) = config_of("my_game", "rl_game").tasks.values()
+    task.group_size, task.max_retries = 2, 0
+    replies = ["[7]", "[13]"]  # 13 is what the seed of the first row gives
+    group = await run_task(task, ScriptedPolicy(tokenizer, lambda rollout_id, turn: replies[turn]), renderer)
+    for rollout in group.rollouts:
+        assert rollout.status is RolloutStatus.COMPLETED, rollout.error
+        assert rollout.reward == 1.0 and len(rollout.turns) == 2 and len(rollout.samples) == 1
+        assert [turn.prompt_messages[-1]["content"] for turn in rollout.turns] == ["Guess.", "higher"]
+
+
+def test_the_table_of_frameworks_has_a_row_for_every_mode_that_is_run():
+    table = frameworks.TABLE.search(PAGE)
+    rows = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in table[0].splitlines()[2:]]
+    programs = [(name, mode) for name, modes in frameworks.PROGRAMS.items() for mode in modes]
+    assert rows == programs + [(name, hub.mode) for name, hub in frameworks.HUBS.items()]

@@ -27,10 +27,16 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 AGENTS = "test_docs_agents.py::test_the_agents_and_tools_of_the_page_earn_their_reward"
+HUBS = "test_docs_agents.py::test_the_hubs_of_the_page_are_tasks_and_their_rewards_are_read"
 PYTHON = {
     "# my_agent.py": AGENTS,
     "# my_command.py": AGENTS,
     "# my_tools.py": AGENTS,
+    "# my_sums_v1.py": HUBS,
+    "# my_verifiers.py": HUBS,
+    "# my_env_agent.py": HUBS,
+    "# my_openenv.py": HUBS,
+    "# my_game.py": "test_docs_agents.py::test_the_game_of_the_page_is_played",
     "# mine.py": "test_docs_blocks.py::test_data_of_ones_own_passes_a_dry_run_as_shown",
     "# my_tasks.py": "test_readme.py::test_the_task_in_twenty_lines_runs_and_scores",
     "# a vLLM server anywhere": "test_docs_algorithms.py::test_the_frozen_models_shown_are_valid",
@@ -54,6 +60,8 @@ OTHER_PROGRAMS = (
     r"make (demo|real|test)\b.*",  # Makefile; the tests are under way
     r"pip install torch==2\.13\.0 && pip install --no-deps -r requirements/cpu\.txt \.",  # tests/fresh_install.py
     r"python3\.11 -m venv \.venv",
+    r"python3\.11 -m venv hubs/\w+ && hubs/\w+/bin/pip install .*",  # tests/frameworks
+    r"hubs/openenv/bin/openenv init my_env",
     r"docker (build|run) .*",  # test_dockerfile.py
     r"\.venv/bin/pip install --no-deps -r requirements/gpu\.txt( \.)?",
     r"\.venv/bin/vllm download-kernels",
