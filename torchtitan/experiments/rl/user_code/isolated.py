@@ -59,7 +59,7 @@ MOST_ANSWER = 16 * 2**20
 """Maximum number of bytes of an answer."""
 WATCH_S = 0.25
 """Time between two looks at the processes of a call."""
-_SETTINGS = ("HOME", "TMPDIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_SETTINGS = ("HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 INHERITED = (*foreign.INHERITED, *_SETTINGS, *ENVIRONMENT, *SPAWNED_ENVIRONMENT)
 """Environment variables of the run that a server gets. The others may hold keys."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
