@@ -69,7 +69,8 @@ async def finished_group(build, tokenizer, **changes):  # noqa: F811
 def line(rollout: Rollout) -> bytes:
     """All there is of a rollout but how it ended, its rewards and its credit."""
     samples = [replace(sample, advantages=None) for sample in rollout.samples]
-    shown = replace(rollout, status=RolloutStatus.COMPLETED, error=None, reward=None, reward_components={}, samples=samples)
+    ended = dict(status=RolloutStatus.COMPLETED, error=None, traceback="", reward=None, reward_components={})
+    shown = replace(rollout, **ended, samples=samples)
     return encode_rollout(shown, outcome=None, admitted_version=0, max_bytes=2**20)
 
 

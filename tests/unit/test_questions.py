@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas
 import pytest
 
+from tests.unit.command_line import assert_one_line
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import GRPO, MaxRL
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
@@ -417,8 +418,7 @@ def test_each_wrong_place_is_one_line(place, message, folder, capsys):
     (folder / "broken.py").write_text("1 / 0\n")
     (folder / "json.py").write_text("")
     assert main(["--config", "rl_questions_qwen3_debug", "--tasks.questions.rubric", place, "--dry-run"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: tasks.questions.rubric = {place!r}: {message}") and error.count("\n") == 1
+    assert_one_line(capsys.readouterr().err, f"error: tasks.questions.rubric = {place!r}: {message}")
 
 
 async def test_own_data_as_the_readme_shows_it(folder, renderer, tokenizer):
