@@ -215,9 +215,10 @@ def test_an_evaluation_does_not_leave_out_the_adapters_that_its_config_begins_wi
         prepared(*DEBUG, *begins)
     with pytest.raises(ConfigError, match=f"--against = '{peft}': a folder of PEFT"):
         prepared(*DEBUG, "--against", str(peft))
-    (measured,) = prepared(*DEBUG, "--model", str(run))
+    (measured,) = prepared(*DEBUG, "--model", str(run), "--run-dir", "of_a_run")
     assert measured.label == str(run / "policy" / "step-2")
-    (measured,) = prepared("--model", str(run / "policy" / "step-2" / "adapter"), *DEBUG)
+    adapter = str(run / "policy" / "step-2" / "adapter")
+    (measured,) = prepared("--model", adapter, *DEBUG, "--run-dir", "of_an_adapter")
     assert measured.label == str(run / "policy" / "step-2")
 
 
