@@ -152,7 +152,7 @@ async def test_the_metrics_have_the_wishes(renderer, tokenizer):
 
 @pytest.mark.parametrize("family", SETTINGS)
 async def test_a_history_that_ends_with_the_assistant_is_answered_by_another_message(family, tmp_path_factory):
-    """As LangGraph's agents ask for their structured answer when they have the one in words."""
+    """LangGraph's agents ask so for a structured answer, once they have the answer in words."""
 
     async def agent(sample, endpoint):
         async with client_of(endpoint) as ask:

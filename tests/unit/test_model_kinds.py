@@ -1,4 +1,4 @@
-"""What names a model: a hub folder, a run, a checkpoint or a folder of PEFT. Each command takes it, or says the way."""
+"""Each command takes a hub folder, a run, a checkpoint or a folder of PEFT as a model, or says which option does."""
 
 import json
 import shutil

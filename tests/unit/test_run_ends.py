@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from monarch import actor
 
 from tests.unit.waiting import wait_until
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
@@ -61,6 +62,7 @@ def ending(monkeypatch, tmp_path, capsys):
             folder.begin(step)
             folder.commit(step)
         monkeypatch.setattr(session, "this_proc", lambda: SimpleNamespace(spawn=lambda *args, **options: controller))
+        monkeypatch.setattr(actor, "unhandled_fault_hook", actor.unhandled_fault_hook)  # the session replaces it for good
         monkeypatch.setattr(session, "shutdown_context", lambda: SimpleNamespace(get=lambda: None))
         monkeypatch.setattr(session, "SIGNAL_POLL_S", 0.001)
         monkeypatch.setattr(session, "kill_descendants", lambda: killed.append(True))

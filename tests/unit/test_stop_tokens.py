@@ -1,4 +1,4 @@
-"""Where a reply ends: at every token that the tokenizer, the generation config or the chat template names as the end."""
+"""A reply ends at every token that the tokenizer, the generation config or the chat template names as the end."""
 
 import json
 import shutil

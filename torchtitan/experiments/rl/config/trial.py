@@ -216,9 +216,8 @@ class Trial:
 
     answers_warning: str | None = None
     """Rows whose own answer earns no more than an empty reply, in one line."""
-
     tool_warning: str | None = None
-    """What a call of the first tool came to, or why none was tried, in one line; None where it was answered."""
+    """Fault of a made-up call of the first tool, or the reason that none was tried, in one line; None where it was answered."""
     thoughts_warning: str | None = None
     """Reward functions that look for a thought where there is none, in one line."""
 

@@ -120,11 +120,14 @@ class _Request:
 
 @dataclass(slots=True)
 class _Outcome:
-    """What became of a call, as its server says it."""
+    """Result of a call, which its server sends to the caller. At most one of the fields is set."""
 
     answer: bytes = b""
+    """JSON that the call wrote: the function's value, or the error that it raised."""
     late: bool = False
+    """True if the call was ended at its time limit."""
     failure: str = ""
+    """Reason that there is no answer: the process died, or used too much."""
 
 
 class _Server:
