@@ -1,9 +1,12 @@
 """Programs that run what others wrote: agents' commands, isolated functions. They see no keys of the run, and end with it.
 
-``marked`` starts each with a mark that its descendants keep, whatever session they open and whatever they do to their
-environment. ``kill_marked`` ends all that have a mark. Marks of a process begin with the same digits. A watcher, a process of
-its own, waits for the end of this one and then ends what is left with these digits: also after SIGKILL, when no code of this
-process runs.
+``marked`` starts each with a mark that its descendants inherit, whatever session they open: a number of 18 digits, nine
+random ones of the process that started it and nine that count its programs. ``kill_marked`` ends all that have a mark, or all
+whose mark begins with some digits. A watcher, a process of its own, waits for the end of this one and then ends what is left
+with its nine digits: also after SIGKILL, when no code of this process runs.
+
+The mark is for what forgets to end, not for what hides: a program that sets its own limit of file locks loses it, and a
+program with a mark can give those that it starts a lower one only.
 
 This file is also the watcher's program, and imports the standard library alone: a watcher starts within 50 ms.
 """
@@ -12,6 +15,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import select
 import shutil
 import signal
 import subprocess
@@ -24,6 +28,8 @@ INHERITED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
 PRLIMIT = shutil.which("prlimit")
 """Sets the mark as a limit of file locks, which Linux has not heeded since 2.4. None: a variable is the mark."""
 VARIABLE = "TORCHTITAN_RL_MARK"
+END_S = 1.0
+"""Time to wait for a killed process to be gone. One that reads a dead disk takes longer."""
 _DIGITS = 9
 """Number of digits of a mark that all marks of this process share; as many count its programs."""
 
@@ -41,8 +47,8 @@ def new_mark() -> str:
     with _lock:
         if _pid != os.getpid():
             _shared = str(secrets.randbelow(9 * 10 ** (_DIGITS - 1)) + 10 ** (_DIGITS - 1))
-            _pid = os.getpid()
             _start_watcher(_shared)
+            _pid = os.getpid()  # last: where the watcher can't start, the next call tries again
         return f"{_shared}{next(_counter):0{_DIGITS}d}"
 
 
@@ -57,13 +63,24 @@ def variables_of(mark: str) -> dict[str, str]:
 
 
 def kill_marked(mark: str) -> None:
-    """End the processes whose mark begins with ``mark``, and what they start meanwhile."""
+    """End the processes whose mark begins with ``mark``, and what they start meanwhile.
+
+    A whole mark is one program's; the first nine digits of it are those of all programs of a process.
+    """
     killed: set[str] = set()
-    while new := {pid for pid in os.listdir("/proc") if pid.isdigit() and pid not in killed and _has(pid, mark)}:
-        killed |= new
-        for pid in new:
-            with contextlib.suppress(OSError):
-                os.kill(int(pid), signal.SIGKILL)
+    with contextlib.ExitStack() as descriptors:
+        ending = []
+        while new := {pid for pid in os.listdir("/proc") if pid.isdigit() and pid not in killed and _has(pid, mark)}:
+            killed |= new
+            for pid in new:
+                with contextlib.suppress(OSError):
+                    process = os.pidfd_open(int(pid))
+                    descriptors.callback(os.close, process)
+                    if _has(pid, mark):  # else the number is another process's by now
+                        signal.pidfd_send_signal(process, signal.SIGKILL)
+                        ending.append(process)
+        for process in ending:
+            select.select([process], [], [], END_S)
 
 
 def _has(pid: str, mark: str) -> bool:
@@ -74,9 +91,10 @@ def _has(pid: str, mark: str) -> bool:
 
 
 def _start_watcher(shared: str) -> None:
-    # The write end is in this process alone, as no program inherits it: the watcher reads its end when this process has ended.
+    # The write end, never closed, is in this process alone, as no program inherits it: the watcher reads its end when this
+    # process has ended.
     reads, _writes = os.pipe()
-    environment = {"PATH": os.environ.get("PATH", os.defpath)}  # it finds prlimit where this process does
+    environment = {name: os.environ[name] for name in INHERITED if name in os.environ}  # it finds prlimit where this one does
     command = [sys.executable, "-I", "-S", __file__, str(reads), shared]
     try:
         subprocess.run(command, pass_fds=[reads], stdin=subprocess.DEVNULL, cwd="/", env=environment, check=True)

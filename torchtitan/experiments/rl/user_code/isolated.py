@@ -1,13 +1,21 @@
-"""Calls functions in processes of their own: for code that may hang or crash, and for functions that run what a model wrote.
+"""Calls reward functions with isolate=True, each call in a process of its own: it may hang, crash or run what a model wrote.
 
     this process ──request──▶ server, clean: has imported what the function needs, and never calls it
                                  └─fork──▶ the call: calls the function once, writes its answer as JSON, and ends
 
-A server serves one call after another, because starting one takes seconds. Each call is a fork of it, so that nothing that a
-call changes in its process is there in the next. A call runs in a main thread, where ``signal.alarm`` works. Its memory, time,
-output and answer are bounded, and so are number and memory of all processes that it starts. The server is their reaper: what is
-left of them when the call has ended, in whatever session, is the server's child by then, and is ended too. The answer is JSON:
-to load a pickle of a process that ran what a model wrote could run that here.
+A server serves one call after another, because starting one takes seconds. Each call is a fork of it, so that nothing that
+a call changes in its process is there in the next. A call runs in a main thread, where ``signal.alarm`` works. Its time, output
+and answer are bounded, and the memory of each of its processes. Their number and their memory together are looked at every
+WATCH_S, so a burst passes. The answer is JSON: to load a pickle of a process that ran what a model wrote could run that here.
+
+Three nets end what a call started, in whatever session: the server ends its descendants after each call, since it adopts their
+orphans; the caller ends a server by its mark; and a watcher ends both where the caller is killed (process/foreign.py).
+
+**This is no sandbox.** A call has the user's files and network, and code in it can write an answer of its own. A process for
+each call keeps a reply from changing how the next is judged, and no hostile one from cheating for itself (docs/security.md).
+
+In the socket between caller and server: None, the server is there; a request; None, the function is loaded and its time begins,
+or the outcome of a function that can't be; the outcome.
 
 The forkserver of ``multiprocessing`` does not fit: it imports the program's main module again in each fork, fixes what is
 imported when it starts, and leaves processes behind.
@@ -76,6 +84,7 @@ class IsolatedCalls:
         """
         self._memory = int(memory_gib * 2**30)
         self._idle: queue.LifoQueue[_Server | None] = queue.LifoQueue()
+        """Places for a call, each with its server, or None where none is started."""
         self._servers: list[_Server] = []
         for _ in range(max_workers):
             self._idle.put(None)
@@ -100,17 +109,18 @@ class IsolatedCalls:
                 self._servers.append(server)
             return server.call(request)
         finally:
-            if server is not None and not server.alive:
-                server.kill()
+            if server is None or server.alive:
+                self._idle.put(server)
+            else:
+                self._idle.put(None)  # before the rest, which may fail: a place that is lost blocks a later call for good
                 self._servers.remove(server)
-                server = None
-            self._idle.put(server)
+                server.kill()
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
     function: bytes
-    """Pickle. The server loads it once, and imports what it needs."""
+    """Pickle. The server loads it, and imports what it needs, unless it is the function of the call before."""
     args: bytes
     """Pickle, which the call alone loads."""
     timeout_s: float
@@ -135,6 +145,7 @@ class _Server:
 
     def __init__(self) -> None:
         self.alive = True
+        """False during a call, and after one whose outcome was not received: it would be taken for that of the next."""
         self._mark = foreign.new_mark()
         self._connection, theirs = Pipe()
         inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
@@ -142,7 +153,7 @@ class _Server:
         self._process = subprocess.Popen(
             foreign.marked([sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"], self._mark),
             stdin=subprocess.DEVNULL,
-            stdout=2,
+            stdout=2,  # what calls print goes to this process's standard error
             pass_fds=[theirs.fileno()],
             start_new_session=True,
             env=inherited | paths | foreign.variables_of(self._mark),
@@ -151,32 +162,35 @@ class _Server:
         self._ready = False
 
     def call(self, request: _Request) -> Any:
+        self.alive = False
+        late = f"what it needs was not imported within {START_S:g} s; its process was killed"
         try:
             if not self._ready:
                 self._receive(START_S)
                 self._ready = True
             self._connection.send(request)
             outcome = self._receive(START_S)
-            if outcome is None:  # the function is loaded, and its time begins
+            if outcome is None:
+                late = f"no answer within {request.timeout_s:g} s; its process was killed"
                 outcome = self._receive(request.timeout_s + ORPHAN_S)
+            self.alive = True
         except TimeoutError:
-            self.alive = False
-            raise UserCodeTimeout(f"no answer within {request.timeout_s:g} s; its process was killed") from None
+            raise UserCodeTimeout(late) from None
         except (EOFError, ConnectionError):
-            self.alive = False
             try:
                 failure = _died(self._process.wait(timeout=5))
             except subprocess.TimeoutExpired:
                 failure = "its process died (its output was closed)"
             raise UserCodeError(failure) from None
         if outcome.late:
-            raise UserCodeTimeout(f"no answer within {request.timeout_s:g} s; its process was killed")
+            raise UserCodeTimeout(late)
         if outcome.failure:
             raise UserCodeError(outcome.failure)
         return _value_of(outcome.answer)
 
     def kill(self) -> None:
         """End the server and all that its calls have started."""
+        self._process.kill()  # it may have no mark yet
         foreign.kill_marked(self._mark)
         self._process.wait()
         self._connection.close()
@@ -205,14 +219,17 @@ def _value_of(answer: bytes) -> Any:
         error = UserCodeError(str(said["error"]))
         error.traceback = str(said["traceback"])
         whole = str(said["whole"])
-    except (ValueError, TypeError, KeyError) as fault:
+    except (ValueError, TypeError, KeyError, RecursionError) as fault:
         raise UserCodeError(f"its answer can't be read: {type(fault).__name__}") from None
     logger.info("an isolated function failed\n%s", whole)
     raise error
 
 
 def _died(code: int) -> str:
-    return f"its process died ({signal.Signals(-code).name if code < 0 else f'exit status {code}'})"
+    if code >= 0:
+        return f"its process died (exit status {code})"
+    known = -code in iter(signal.Signals)  # not so the real-time signals but two
+    return f"its process died ({signal.Signals(-code).name if known else f'signal {-code}'})"
 
 
 # ---- in the server
@@ -225,33 +242,37 @@ def serve(fd: int) -> None:
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     connection: Connection = Connection(fd)
-    functions: dict[bytes, Callable[..., Any]] = {}
+    pickle, function = b"", None
     with contextlib.suppress(EOFError, ConnectionError):  # the caller has ended
         connection.send(None)
         while True:
             request = connection.recv()
             try:
-                if request.function not in functions:
-                    functions = {request.function: cloudpickle.loads(request.function)}
+                if function is None or request.function != pickle:
+                    gc.unfreeze()
+                    function, pickle = cloudpickle.loads(request.function), request.function
                     gc.collect()
                     gc.freeze()  # a call that collects garbage would copy every page
             except BaseException as error:
                 connection.send(_Outcome(answer=_failure(error)))
                 continue
             connection.send(None)
-            connection.send(_run(functions[request.function], request, connection, libc))
+            connection.send(_run(function, request, connection, libc))
 
 
 def _run(function: Callable[..., Any], request: _Request, connection: Connection, libc: ctypes.CDLL) -> _Outcome:
-    answer, answers = os.pipe()
-    output, prints = os.pipe()
+    answer, answer_end = os.pipe()
+    output, output_end = os.pipe()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()  # else each call prints again what the import has printed
     pid = os.fork()
     if pid == 0:
         connection.close()
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        _call(function, request, answers, prints)
-    os.close(answers)
-    os.close(prints)
+        _call(function, request, answer_end, output_end)
+    os.close(answer_end)
+    os.close(output_end)
     watched = _Watched(pid, answer=answer, output=output, memory=request.memory)
     try:
         outcome = watched.outcome(request.timeout_s)
@@ -260,7 +281,8 @@ def _run(function: Callable[..., Any], request: _Request, connection: Connection
         os.close(answer)
         os.close(output)
     if watched.printed:
-        _write_all(2, watched.printed[:MOST_OUTPUT])
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            _write_all(2, watched.printed[:MOST_OUTPUT])
     return outcome
 
 
@@ -279,9 +301,9 @@ class _Watched:
         """Wait for the end of the call, for at most ``timeout_s``, and read what it writes."""
         end = time.monotonic() + timeout_s
         look = time.monotonic() + WATCH_S
-        ended = os.pidfd_open(self.pid)
+        process = os.pidfd_open(self.pid)
         with selectors.DefaultSelector() as selector:
-            for descriptor in (self.answer, self.output, ended):
+            for descriptor in (self.answer, self.output, process):
                 os.set_blocking(descriptor, False)
                 selector.register(descriptor, selectors.EVENT_READ)
             try:
@@ -295,14 +317,14 @@ class _Watched:
                             return _Outcome(failure=excess)
                     ready = [key.fd for key, _ in selector.select(max(0.0, min(end, look) - now))]
                     for descriptor in ready:
-                        if descriptor != ended and not self._read(descriptor):
+                        if descriptor != process and not self._read(descriptor):
                             selector.unregister(descriptor)
                     if len(self.answered) > MOST_ANSWER:
                         return _Outcome(failure=f"its answer has more than {MOST_ANSWER:,} bytes")
-                    if ended in ready:
+                    if process in ready:
                         return self._ended()
             finally:
-                os.close(ended)
+                os.close(process)
 
     def _read(self, descriptor: int) -> bool:
         """Read what there is; False at the end."""
@@ -317,12 +339,14 @@ class _Watched:
         return bool(read)
 
     def _ended(self) -> _Outcome:
+        """Return the outcome of a call whose process has ended. One without an answer has ended itself, by ``os._exit``."""
+        _, status = os.waitpid(self.pid, 0)
+        _end_children()  # one of them might go on writing
         for descriptor in (self.answer, self.output):
             before = -1
-            while before != (seen := len(self.answered) + len(self.printed)):  # the rest is in the pipe's buffer
+            while before != (seen := len(self.answered) + len(self.printed)):  # until a round brings nothing
                 before = seen
                 self._read(descriptor)
-        _, status = os.waitpid(self.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         return _Outcome(failure=_died(code)) if code or not self.answered else _Outcome(answer=bytes(self.answered))
 
@@ -334,8 +358,9 @@ class _Watched:
         used = 0
         for pid in pids:
             with contextlib.suppress(psutil.Error):
-                memory = psutil.Process(pid).memory_info()
-                used += memory.rss - (psutil.Process().memory_info().rss if pid == self.pid else 0)
+                used += psutil.Process(pid).memory_info().rss
+                if pid == self.pid:  # its count has the pages that it shares with the server
+                    used -= psutil.Process().memory_info().rss
         if used > self.memory:
             return f"it used more than {self.memory / 2**30:.3g} GiB of memory; its processes were killed"
         return ""
@@ -356,15 +381,15 @@ def _end_children() -> None:
 # ---- in the call
 
 
-def _call(function: Callable[..., Any], request: _Request, answers: int, prints: int) -> NoReturn:
+def _call(function: Callable[..., Any], request: _Request, answer_end: int, output_end: int) -> NoReturn:
     code = 1
     try:
         os.setsid()  # it signals its own group, and not the server's
-        os.dup2(prints, 1)
-        os.dup2(prints, 2)
-        os.close(prints)
-        _limit_memory(request.memory)
+        os.dup2(output_end, 1)
+        os.dup2(output_end, 2)
+        os.close(output_end)
         try:
+            _limit_memory(request.memory)
             value = function(*cloudpickle.loads(request.args))
             if inspect.isawaitable(value):
                 value = asyncio.run(_awaited(value))
@@ -374,7 +399,7 @@ def _call(function: Callable[..., Any], request: _Request, answers: int, prints:
         with contextlib.suppress(BaseException):
             sys.stdout.flush()
             sys.stderr.flush()
-        _write_all(answers, answer)
+        _write_all(answer_end, answer)
         code = 0
     finally:
         os._exit(code)
@@ -384,6 +409,9 @@ def _limit_memory(memory: int) -> None:
     """Limit what this process, and each that it starts, may have beside what the server has."""
     data_pages = int(Path("/proc/self/statm").read_text().split()[5])
     limit = data_pages * resource.getpagesize() + memory
+    _, allowed = resource.getrlimit(resource.RLIMIT_DATA)
+    if allowed != resource.RLIM_INFINITY:
+        limit = min(limit, allowed)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
