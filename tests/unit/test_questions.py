@@ -146,6 +146,9 @@ def test_a_missing_value_is_refused_with_the_field_that_gives_it_a_text(renderer
         task.build(name="mine", renderer=renderer)
     task = question_task(ALPACA, exact, template=template, missing_text="").build(name="mine", renderer=renderer)
     assert [task.asked(row) for row in ALPACA] == ["Add.\n1 2", "Name a color.\n"]
+    lacking = [ALPACA[0], {"instruction": "Name a color.", "answer": "red"}]
+    task = question_task(lacking, exact, template=template, missing_text="").build(name="mine", renderer=renderer)
+    assert [task.asked(task.dataset[index].env_input) for index in range(2)] == ["Add.\n1 2", "Name a color.\n"]
 
 
 def test_odd_rows_are_counted_in_one_warning_with_the_first_ones_line(folder, capsys, monkeypatch):

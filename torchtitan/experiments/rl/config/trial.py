@@ -31,7 +31,7 @@ from torchtitan.experiments.rl.envs.renderer import (
     template_turn_end,
 )
 from torchtitan.experiments.rl.envs.tool_calls import call_ids, example_call
-from torchtitan.experiments.rl.errors import ConfigError, inside, user_code
+from torchtitan.experiments.rl.errors import ConfigError, cause_of, inside, user_code
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
 from torchtitan.experiments.rl.printable import printable_line, text_of
 from torchtitan.experiments.rl.rollouts.filters import matches_of
@@ -275,7 +275,10 @@ class Trial:
                 self._filter(group, vocab_size=len(policy.tokenizer))
                 self.thoughts_warning = self._thoughts_fault(policy)
                 self.answers_warning = await self._answers_fault(policy)
-                self.tool_warning = await self._tool_fault(policy, group)
+                try:
+                    self.tool_warning = await self._tool_fault(policy, group)
+                except Exception as error:  # of a call that nobody but this check has made: it refuses no run
+                    self.tool_warning = f"{self.field}: no tool was tried: {cause_of(error)}"
         except BaseException:
             with contextlib.suppress(UserCodeError):  # the first failure is the cause
                 await call_user(task.close, timeout_s=None)

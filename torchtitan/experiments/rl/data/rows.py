@@ -203,7 +203,7 @@ class RowDataset(Dataset):
 
 
 def load_rows(config: RowDataset.Config, *, field: str) -> Rows:
-    """The rows, in their order. A column that a row of a file lacks is None there, and so is NaN, and pandas' NaT and NA.
+    """The rows, in their order. A column that a row lacks is None there, and so is NaN, and pandas' NaT and NA.
 
     Raises:
         MissingError: no such file.
@@ -212,7 +212,7 @@ def load_rows(config: RowDataset.Config, *, field: str) -> Rows:
     if config.rows is not None:
         if not config.rows.records:
             raise ConfigError(f"{field}.rows", config.rows, "has no rows")
-        return _slice(Rows(config.rows.records), config, field=field)
+        return _slice(Rows(_with_all_columns(config.rows.records)), config, field=field)
     if config.path is None:
         raise ConfigError(f"{field}.path", None, "names no data")
     path = Path(config.path).expanduser()

@@ -62,7 +62,8 @@ class Endpoint:
     def client(self) -> AsyncOpenAI:
         """Return an OpenAI client of this rollout.
 
-        Clients of one event loop share connections, at most 1,000: a client that makes its own takes 0.1 s of the loop for it.
+        Clients of the event loop that serves the rollouts share connections, at most 1,000: a client that makes its own takes
+        0.1 s of the loop for it. In a loop of the agent's own each client has connections of its own, which end with that loop.
         Proxies of the environment are not asked.
 
         Raises:
@@ -73,6 +74,8 @@ class Endpoint:
         except RuntimeError:
             cure = "in a plain function make one openai.OpenAI, and share it by with_options(base_url=..., api_key=...)"
             raise RuntimeError(f"endpoint.client() is for agents that are async: {cure}") from None
+        if loop not in _GATEWAYS:  # nothing would close shared connections at the end of such a loop
+            return AsyncOpenAI(base_url=self.url, api_key=self.key, http_client=DefaultAsyncHttpxClient(trust_env=False))
         if loop not in _CONNECTIONS:
             _CONNECTIONS[loop] = SharedConnections(trust_env=False)
         return AsyncOpenAI(base_url=self.url, api_key=self.key, http_client=_CONNECTIONS[loop])

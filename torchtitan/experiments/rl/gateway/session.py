@@ -261,7 +261,9 @@ class AgentRollout:
             Refusal: the rollout takes no more calls.
         """
         known = self._calls.get(digest)
-        if known is not None and not _failed(known.answer) and (retry or not (known.readers or known.delivered)):
+        if known is not None and (_failed(known.answer) or known.answer.cancelling()):
+            known = None
+        if known is not None and (retry or not (known.readers or known.delivered)):
             self.counts["retried"] += 1
             known.join()
             self._readers += 1
@@ -282,7 +284,7 @@ class AgentRollout:
         return call
 
     def _has_ended(self, call: Call) -> None:
-        """Take note that a call is no longer open. One that was refused, or has ended without its client, is no turn."""
+        """Take a call from the open ones, and count it against ``env.max_turns`` unless it was refused or cancelled."""
         self._open_calls.discard(call)
         call.prompted.set()
         if call.answer.cancelled():

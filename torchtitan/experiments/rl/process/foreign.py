@@ -91,26 +91,21 @@ def _has(pid: str, mark: str) -> bool:
 
 
 def _start_watcher(shared: str) -> None:
-    # The write end, never closed, is in this process alone, as no program inherits it: the watcher reads its end when this
-    # process has ended.
-    reads, _writes = os.pipe()
     environment = {name: os.environ[name] for name in INHERITED if name in os.environ}  # it finds prlimit where this one does
-    command = [sys.executable, "-I", "-S", __file__, str(reads), shared]
-    try:
-        subprocess.run(command, pass_fds=[reads], stdin=subprocess.DEVNULL, cwd="/", env=environment, check=True)
-    finally:
-        os.close(reads)
+    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), shared]
+    subprocess.run(command, stdin=subprocess.DEVNULL, cwd="/", env=environment, check=True)
 
 
-def _watch(reads: int, shared: str) -> None:
+def _watch(parent: int, shared: str) -> None:
     """Run the watcher, as no descendant of who started it: whoever ends a run's processes leaves it alone."""
+    process = os.pidfd_open(parent)  # which waits for the fork below
     if os.fork():
         return
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (1, 2):  # who reads the command's output is not kept waiting
         os.dup2(null, stream)
-    os.read(reads, 1)
+    select.select([process], [], [])
     kill_marked(shared)
 
 

@@ -67,7 +67,8 @@ MOST_ANSWER = 16 * 2**20
 """Maximum number of bytes of an answer."""
 WATCH_S = 0.25
 """Time between two looks at the processes of a call."""
-_SETTINGS = ("HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_FOLDERS = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "HF_HOME", "NLTK_DATA")
+_SETTINGS = (*_FOLDERS, "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONUTF8")
 INHERITED = (*foreign.INHERITED, *_SETTINGS, *ENVIRONMENT, *SPAWNED_ENVIRONMENT)
 """Environment variables of the run that a server gets. The others may hold keys."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -120,7 +121,7 @@ class IsolatedCalls:
 @dataclass(frozen=True, slots=True)
 class _Request:
     function: bytes
-    """Pickle. The server loads it, and imports what it needs, unless it is the function of the call before."""
+    """Pickle. The server loads it once, and imports what it needs."""
     args: bytes
     """Pickle, which the call alone loads."""
     timeout_s: float
@@ -242,22 +243,22 @@ def serve(fd: int) -> None:
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     connection: Connection = Connection(fd)
-    pickle, function = b"", None
+    functions: dict[bytes, Callable[..., Any]] = {}
+    """By their pickles: those of one rubric."""
     with contextlib.suppress(EOFError, ConnectionError):  # the caller has ended
         connection.send(None)
         while True:
             request = connection.recv()
             try:
-                if function is None or request.function != pickle:
-                    gc.unfreeze()
-                    function, pickle = cloudpickle.loads(request.function), request.function
+                if request.function not in functions:
+                    functions[request.function] = cloudpickle.loads(request.function)
                     gc.collect()
                     gc.freeze()  # a call that collects garbage would copy every page
             except BaseException as error:
                 connection.send(_Outcome(answer=_failure(error)))
                 continue
             connection.send(None)
-            connection.send(_run(function, request, connection, libc))
+            connection.send(_run(functions[request.function], request, connection, libc))
 
 
 def _run(function: Callable[..., Any], request: _Request, connection: Connection, libc: ctypes.CDLL) -> _Outcome:
