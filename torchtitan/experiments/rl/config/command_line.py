@@ -29,7 +29,7 @@ OF_TRAINING = (*OF_A_RUN, "--init-adapter", "--gpus")
 MERGE = (
     "whole models are asked here, and it would be left out: `{} ADAPTER --to FOLDER` merges it into its base for --model FOLDER"
 )
-"""Way to ask a model with an adapter where nothing is trained, with the command of an export."""
+"""End of an error about an adapter given to a tool that trains nothing. ``{}`` is the words that start ``rl-export``."""
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 

@@ -125,7 +125,7 @@ KINDS_BY_GB = {
     141: "H200",
     180: "B200",
 }
-"""Common kinds of GPU by their memory, in GB (1e9 bytes)."""
+"""Common kinds of GPU by the memory in their names. A driver counts it in GiB, less at most 3 of them, as DEVICES does."""
 GPUS_PER_HOST = 8
 FLOPS_SHARE, BANDWIDTH_SHARE, NETWORK_SHARE = 0.4, 0.6, 0.7
 """Of the peaks, what large matrices, decoding and collectives reach. Assumed: no GPU was asked."""

@@ -286,7 +286,7 @@ class RunPlan:
         taken_by = "a trainer rank takes" if self.gpu_gib >= self.engine_gpu_gib else "a generator takes at least"
         if self.shared_gpu is not None:
             taken_by = "a trainer rank and an engine take"
-        fits = next((f"of {gb} GB ({kinds}) or more" for gb, kinds in KINDS_BY_GB.items() if gb * 1e9 / GIB >= needed), None)
+        fits = next((f"of {gb} GB ({kinds}) or more" for gb, kinds in KINDS_BY_GB.items() if gb >= needed), None)
         fits = fits or f"none of {max(KINDS_BY_GB)} GB fits: name more (--gpus)"
         return f"GPUs           {fits}: {taken_by} about {needed:.1f} GiB"
 

@@ -122,7 +122,10 @@ class Rows(list[Row]):
     """Rows of a table, each with a place that a person finds it by."""
 
     def __init__(self, rows: Iterable[Row], places: Sequence[str] | None = None):
-        """``places``: of the rows in their files, such as "line 3"; None: a row is found by its number."""
+        """
+        Args:
+            places: for each row where it stands in its file, such as "line 3". None: errors name a row by its number.
+        """
         super().__init__(map(_without_missing, rows))
         self._places = places
 

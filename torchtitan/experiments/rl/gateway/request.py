@@ -282,7 +282,7 @@ def forced_tool(choice: Any) -> str | None:
 
 
 def is_unmet(name: str, value: Any, reply: ModelReply) -> bool:
-    """Return whether the policy's answer is another than the wish asks for, where the answer alone shows it."""
+    """Return True if the policy's answer shows by itself that it is not what the wish asks for."""
     called = [call["function"]["name"] for call in reply.tool_calls]
     if name == "tool_choice":
         wanted = forced_tool(value)

@@ -468,8 +468,10 @@ class AgentRollout:
                 self.counts[f"unmet/{name}"] += is_unmet(name, value, reply)
 
     def _own_value(self, name: str, value: Any) -> Any:
-        """Return what the rollout has of a field of TASKS_OWN or WISHES, None if nothing; of arguments of a template, those
-        that ``value`` has."""
+        """Return the rollout's own value of a field of TASKS_OWN or WISHES, or None where it has none.
+
+        The field of a template's arguments holds several: their own values come back for the keys of ``value``.
+        """
         settings = getattr(self._renderer, "config", None)
         if name == "chat_template_kwargs":
             return {key: getattr(settings, key, None) for key in value} if isinstance(value, dict) else {}

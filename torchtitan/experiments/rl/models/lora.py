@@ -329,7 +329,7 @@ def check_adapter(folder: Path, lora: LoRA.Config, shapes: AdapterShapes) -> Non
         shapes: of ``adapter_shapes``.
 
     Raises:
-        ConfigError: no PEFT folder, one of another rank or alpha, or one that lacks an adapter, has another, or of another
+        ConfigError: the folder is no PEFT folder, its rank or alpha is another, or a matrix is missing, unknown or of another
             shape.
     """
     field = f"{FIELD}.init_from"

@@ -11,8 +11,9 @@ WATCH_S, so a burst passes. The answer is JSON: to load a pickle of a process th
 Three nets end what a call started, in whatever session: the server ends its descendants after each call, since it adopts their
 orphans; the caller ends a server by its mark; and a watcher ends both where the caller is killed (process/foreign.py).
 
-**This is no sandbox.** A call has the user's files and network, and code in it can write an answer of its own. A process for
-each call keeps a reply from changing how the next is judged, and no hostile one from cheating for itself (docs/security.md).
+**This is no sandbox.** A call has the user's files and network, and code in it can write an answer of its own. What a process
+for each call prevents is that one reply changes how the next is judged. A hostile reply can still cheat for itself
+(docs/security.md).
 
 In the socket between caller and server: None, the server is there; a request; None, the function is loaded and its time begins,
 or the outcome of a function that can't be; the outcome.
@@ -359,9 +360,7 @@ class _Watched:
         used = 0
         for pid in pids:
             with contextlib.suppress(psutil.Error):
-                used += psutil.Process(pid).memory_info().rss
-                if pid == self.pid:  # its count has the pages that it shares with the server
-                    used -= psutil.Process().memory_info().rss
+                used += psutil.Process(pid).memory_full_info().pss  # pages that several share count once
         if used > self.memory:
             return f"it used more than {self.memory / 2**30:.3g} GiB of memory; its processes were killed"
         return ""
