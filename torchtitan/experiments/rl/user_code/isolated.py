@@ -230,7 +230,7 @@ def _value_of(answer: bytes) -> Any:
 def _died(code: int) -> str:
     if code >= 0:
         return f"its process died (exit status {code})"
-    known = -code in iter(signal.Signals)  # not so the real-time signals but two
+    known = -code in set(map(int, signal.Signals))  # not so most of the real-time signals
     return f"its process died ({signal.Signals(-code).name if known else f'signal {-code}'})"
 
 
