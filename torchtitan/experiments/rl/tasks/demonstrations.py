@@ -48,8 +48,9 @@ def conversation_of(row: Any, *, messages: str, tools: str) -> Conversation:
     """
     if not isinstance(row, Mapping):
         raise TypeError(f"it is {shown(row)}, want a dict with {messages!r}")
-    if messages not in row:
-        columns = ", ".join(map(str, row))
+    if row.get(messages) is None:
+        # A table fills the columns that one of its rows lacks with None.
+        columns = ", ".join(str(column) for column, value in row.items() if value is not None)
         raise ValueError(f"it has no column {messages!r}; it has {columns}: name that of the messages as messages_column")
     given = _without_none(row[messages])
     if isinstance(given, list):
