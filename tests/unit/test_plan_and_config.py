@@ -197,6 +197,11 @@ MISTAKES = {
         "model.flavor = 'qwen3/30B-A3B'",
         "choose the flavor of this folder",
     ),
+    "compiled where rows decide what is compiled": (
+        [*DEBUG, "--trainer.compile"],
+        "trainer.compile = True",
+        "on a CPU each step would compile again",
+    ),
     "offload to where everything is": (
         [*DEBUG, "--trainer.enable-cpu-offload"],
         "trainer.enable_cpu_offload = True",

@@ -323,6 +323,9 @@ def plan_run(config: RunConfig, *, device: Device | None = None, available: list
         cure = f"the model has {positions} positions; choose at most that, or divide rows by context_parallel_degree"
         raise ConfigError("batcher.row_length", config.batcher.row_length, cure)
     parallelism.check_model(decoder, field="trainer.parallelism", ranks=trainer.ranks)
+    if trainer.compile and device == "cpu":
+        cure = "on a CPU each step would compile again, for where its rows' sequences end: set it to False"
+        raise ConfigError("trainer.compile", True, cure)
     if trainer.enable_cpu_offload and device == "cpu":
         raise ConfigError("trainer.enable_cpu_offload", True, "everything is in the host's memory on CPU; set it to False")
     check_engine_fits(engine, _as_hub_config(decoder), field="generator.engine", positions=positions)

@@ -152,7 +152,7 @@ class TrainerConfig:
     second, and attention; the rest is computed again (torchtitan's SelectiveAC)."""
     compile: Changeable[bool] = False
     """torch.compile of each transformer block, and of what follows the head's product. Rows are padded to a few shapes, which
-    are compiled before the first step."""
+    are compiled before the first step. For GPUs only: a CPU's attention would be compiled again in each step."""
     async_tensor_parallel: Changeable[bool] = False
     """Exchange activations between tensor-parallel ranks while their products are computed. Runs
     refuse it: it takes processes that see every GPU of their host, and a trainer's sees its own."""
