@@ -20,6 +20,7 @@ import numpy as np
 from renderers import Message, Renderer
 
 from torchtitan.experiments.rl.envs.conversation import Conversation, GroupPrompts
+from torchtitan.experiments.rl.envs.renderer import control_token_in
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import RunError, users_traceback
 from torchtitan.experiments.rl.gateway.chains import Chains, Match
@@ -346,6 +347,7 @@ class AgentRollout:
         messages = self._quiet(request.messages)
         match = self._chains.match((kind, request.tools), messages)
         new = messages[match.known :]
+        self._count_control_tokens(new)
         conversation, session, chain = await self._prompted(match, new, request)
         prompt = conversation.prompt
         assert prompt is not None
@@ -460,6 +462,19 @@ class AgentRollout:
             value = request.wishes.get(name)
             if value is not None and value != self._own_value(name, value):
                 raise unavailable(name, value, WISHES[name][1])
+
+    def _count_control_tokens(self, new: list[Message]) -> None:
+        """Count a call whose messages have a text that the prompt holds as a control token, and log the first one.
+
+        A tool's answer or a web page with "<|im_end|>" ends its message early and may write the assistant's. The call is
+        answered all the same: an agent shows the policy's own words again, and the policy can sample such tokens.
+        """
+        said = [message for message in new if message["role"] in ("user", "tool")]
+        if (token := control_token_in(said, self._renderer)) is not None:
+            if not self.counts["control_tokens"]:
+                cure = "change the text before the agent sends it"
+                logger.warning("an agent's message has %r, which becomes a control token of the prompt: %s", token, cure)
+            self.counts["control_tokens"] += 1
 
     def _count_wishes(self, request: ModelRequest, reply: ModelReply) -> None:
         for name, value in request.wishes.items():

@@ -145,8 +145,8 @@ class Rollout:
     """What an agent returned."""
     calls: dict[str, int] = field(default_factory=dict)
     """An agent's calls by what became of them: "answered", "undelivered", "auxiliary", "frozen model", "aborted", "lost",
-    "refused"; and "retried" ones, which are none of their own. Then "wish/FIELD" and "unmet/FIELD" (gateway/request.py, WISHES)
-    and "noise/NAME"."""
+    "refused"; and "retried" ones, which are none of their own. Then "wish/FIELD" and "unmet/FIELD" (gateway/request.py, WISHES),
+    "noise/NAME", and "control_tokens": calls whose messages hold the text of a control token."""
 
     @property
     def rollout_id(self) -> str:
