@@ -144,9 +144,9 @@ class Rollout:
     answer: Any = field(default=None, repr=False)
     """What an agent returned."""
     calls: dict[str, int] = field(default_factory=dict)
-    """An agent's calls by what became of them: "answered", "undelivered", "auxiliary", "frozen model", "aborted", "lost",
-    "refused"; and "retried" ones, which are none of their own. Then "wish/FIELD" and "unmet/FIELD" (gateway/request.py, WISHES),
-    "noise/NAME", and "control_tokens": calls whose messages hold the text of a control token."""
+    """Number of an agent's calls by what became of them: "answered", "undelivered", "auxiliary", "frozen model", "aborted",
+    "lost", "refused"; "retried" counts repeats, which are no calls of their own. Then "wish/FIELD" and "unmet/FIELD"
+    (gateway/request.py, WISHES), "noise/NAME", and "control_tokens": calls whose messages hold the text of a control token."""
 
     @property
     def rollout_id(self) -> str:
