@@ -45,7 +45,9 @@ def main() -> None:
     for number in range(args.repeats):
         for checkout in runs if number % 2 == 0 else reversed(runs):
             runs[checkout].append(measured(checkout, args.benchmark, options))
-    for before, now in zip(zip(*runs[args.before], strict=True), zip(*runs[HERE], strict=True), strict=True):
+    for before, now in zip(
+        zip(*runs[args.before], strict=True), zip(*runs[HERE], strict=True), strict=True
+    ):
         medians = statistics.median(before), statistics.median(now)
         print(f"before {medians[0]:.3f} ms ({min(before):.3f} to {max(before):.3f})", end=", ")
         print(f"now {medians[1]:.3f} ms ({min(now):.3f} to {max(now):.3f})", end=", ")

@@ -37,7 +37,10 @@ def run(config: str, bound: int, *, steps: int, folder: Path) -> Side:
     words = f"--config {config} --steps {steps} --max-offpolicy-steps {bound} --validation.every {steps}".split()
     words += ["--run-dir", str(folder), "--trainer.no-save-final-model"]
     subprocess.run(
-        [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
     records = read_metrics(folder / "metrics.jsonl")
     measured = [record for record in records if WARM_UP < record["step"] < steps]
@@ -56,7 +59,9 @@ def run(config: str, bound: int, *, steps: int, folder: Path) -> Side:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--config", default="rl_guess_number_qwen3_debug", help="default: %(default)s, where both times are alike"
+        "--config",
+        default="rl_guess_number_qwen3_debug",
+        help="default: %(default)s, where both times are alike",
     )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--pairs", type=int, default=2)
@@ -65,7 +70,10 @@ def main() -> None:
     pairs: list[tuple[Side, Side]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for pair in range(args.pairs):
-            sides = [run(args.config, bound, steps=args.steps, folder=Path(scratch) / f"{pair}-{bound}") for bound in (0, 1)]
+            sides = [
+                run(args.config, bound, steps=args.steps, folder=Path(scratch) / f"{pair}-{bound}")
+                for bound in (0, 1)
+            ]
             pairs.append((sides[0], sides[1]))
             synchronous, asynchronous = sides
             longer, shorter = sorted((synchronous.generation_s, synchronous.train_s), reverse=True)
@@ -76,9 +84,13 @@ def main() -> None:
                 f"final validation reward {synchronous.reward:.3f} and {asynchronous.reward:.3f}",
                 flush=True,
             )
-    speedup = np.mean([side[0].step_s for side in pairs]) / np.mean([side[1].step_s for side in pairs])
+    speedup = np.mean([side[0].step_s for side in pairs]) / np.mean(
+        [side[1].step_s for side in pairs]
+    )
     rewards = np.mean([[side.reward for side in pair] for pair in pairs], axis=0)
-    print(f"asynchronous / synchronous: {speedup:.2f} times the steps per second, reward {rewards[1] - rewards[0]:+.3f}")
+    print(
+        f"asynchronous / synchronous: {speedup:.2f} times the steps per second, reward {rewards[1] - rewards[0]:+.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -43,7 +43,14 @@ from torchtitan.experiments.rl.observability.metrics import read_metrics  # noqa
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts  # noqa: E402
 from torchtitan.experiments.rl.simulation.clock import Cores, run_virtually  # noqa: E402
 from torchtitan.experiments.rl.simulation.engine import EngineRates, Rates, TrainerRates  # noqa: E402
-from torchtitan.experiments.rl.simulation.run import Attempt, Failures, Outcome, Saved, SimulatedRun, SimulatedTrainer  # noqa: E402
+from torchtitan.experiments.rl.simulation.run import (  # noqa: E402
+    Attempt,
+    Failures,
+    Outcome,
+    Saved,
+    SimulatedRun,
+    SimulatedTrainer,
+)
 from torchtitan.experiments.rl.simulation.tasks import Recorded  # noqa: E402
 
 WARM_UP = 5
@@ -66,7 +73,9 @@ class Scenario:
     @property
     def name(self) -> str:
         prompts = "long" if self.digits == LONG else "short"
-        return f"{self.replicas}-{prompts}-g{self.group_size}-b{self.bound}" + ("-kill" if self.kill else "")
+        return f"{self.replicas}-{prompts}-g{self.group_size}-b{self.bound}" + (
+            "-kill" if self.kill else ""
+        )
 
     def words(self, steps: int, folder: Path) -> list[str]:
         low, high = map(str, self.digits)
@@ -84,7 +93,13 @@ class Scenario:
             ),
             # Nothing is learned of long prompts, and nobody is to mind.
             *("--post-batch-filters", "gibberish", "--max-drops-in-a-row", "1000000"),
-            *("--validation.every", "0", "--trainer.no-save-final-model", "--checkpoint.interval", "0"),
+            *(
+                "--validation.every",
+                "0",
+                "--trainer.no-save-final-model",
+                "--checkpoint.interval",
+                "0",
+            ),
         ]
 
 
@@ -158,7 +173,9 @@ class SharedCores(Cores):
             self._timer.cancel()
         if self._jobs:
             first = min(self._jobs, key=lambda job: job.when)
-            self._timer = self._loop.call_later(max(0.0, first.when - self._had) / self._share, self._run, first)
+            self._timer = self._loop.call_later(
+                max(0.0, first.when - self._had) / self._share, self._run, first
+            )
 
     def _run(self, job: Job) -> None:
         self._end(job)
@@ -228,7 +245,12 @@ class HostRun(SimulatedRun):
 
 def run(scenario: Scenario, folder: Path, steps: int) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *scenario.words(steps, folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan.experiments.rl.grpo",
+        *scenario.words(steps, folder),
+    ]
     process = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     killed, first = not scenario.kill, None
     while process.poll() is None:
@@ -241,14 +263,22 @@ def run(scenario: Scenario, folder: Path, steps: int) -> None:
         if first is None and taken >= WARM_UP:
             first = taken, cpu_seconds(process)
         elif first is not None and first[0] < taken < steps - 1:
-            (folder / CPU_FILE).write_text(json.dumps(used_between(*first, taken, cpu_seconds(process))))
+            (folder / CPU_FILE).write_text(
+                json.dumps(used_between(*first, taken, cpu_seconds(process)))
+            )
     if process.returncode or not killed:
-        raise SystemExit(f"{scenario.name}: exit code {process.returncode}, generator killed: {killed}")
+        raise SystemExit(
+            f"{scenario.name}: exit code {process.returncode}, generator killed: {killed}"
+        )
 
 
 def role(process: psutil.Process) -> str:
     """As its log is called."""
-    logs = [Path(file.path) for file in process.open_files() if file.path.endswith(".jsonl") and "/logs/" in file.path]
+    logs = [
+        Path(file.path)
+        for file in process.open_files()
+        if file.path.endswith(".jsonl") and "/logs/" in file.path
+    ]
     return logs[0].stem if logs else ""
 
 
@@ -258,13 +288,29 @@ def cpu_seconds(command: psutil.Process) -> dict[tuple[str, int], float]:
     for process in [command, *command.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
             kind = "controller" if process == command else role(process).partition("-")[0]
-            found |= {(kind, thread.id): thread.user_time + thread.system_time for thread in process.threads()}
+            found |= {
+                (kind, thread.id): thread.user_time + thread.system_time
+                for thread in process.threads()
+            }
     own = psutil.Process().cpu_times()
-    busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice - own.user - own.system
+    busy = (
+        sum(machine)
+        - machine.idle
+        - machine.iowait
+        - machine.guest
+        - machine.guest_nice
+        - own.user
+        - own.system
+    )
     return found | {("machine", 0): busy, ("clock", 0): time.monotonic()}
 
 
-def used_between(taken: int, before: dict[tuple[str, int], float], now_taken: int, now: dict[tuple[str, int], float]) -> Any:
+def used_between(
+    taken: int,
+    before: dict[tuple[str, int], float],
+    now_taken: int,
+    now: dict[tuple[str, int], float],
+) -> Any:
     """Seconds of CPU a step: ``controller`` and so on of the thread that computes most, ``controller beside`` of all others of
     such processes, and ``others``, the cores that other jobs took. The command's own reading is left out."""
     used: dict[str, list[float]] = {}
@@ -274,7 +320,11 @@ def used_between(taken: int, before: dict[tuple[str, int], float], now_taken: in
     others = max(0.0, machine - sum(map(sum, used.values()))) / elapsed
     count = now_taken - taken
     each = {kind: max(seconds) / count for kind, seconds in used.items() if kind}
-    return each | {f"{kind} beside": sum(used[kind]) / count - each[kind] for kind in each} | {"others": others}
+    return (
+        each
+        | {f"{kind} beside": sum(used[kind]) / count - each[kind] for kind in each}
+        | {"others": others}
+    )
 
 
 def kill_generator(command: psutil.Process) -> bool:
@@ -289,8 +339,13 @@ def measured(folder: Path, replicas: int) -> dict[str, float]:
     records = read_metrics(folder / "metrics.jsonl")[WARM_UP:]
     seconds = np.array([record["time/step_s"] for record in records])
     # A replica that is gone tells nothing, and does nothing.
-    engines = [sum(record.get(f"perf/generator_{i}/busy", 0.0) for i in range(replicas)) / replicas for record in records]
-    return shares(seconds, engines, [record.get("perf/trainer_rank_0/busy", 0.0) for record in records])
+    engines = [
+        sum(record.get(f"perf/generator_{i}/busy", 0.0) for i in range(replicas)) / replicas
+        for record in records
+    ]
+    return shares(
+        seconds, engines, [record.get("perf/trainer_rank_0/busy", 0.0) for record in records]
+    )
 
 
 def shares(seconds: Any, generators: Any, trainer: Any) -> dict[str, float]:
@@ -308,7 +363,12 @@ def nonnegative(rows: np.ndarray) -> np.ndarray:
     while True:
         factors = np.linalg.lstsq(rows[:, used], rows[:, -1], rcond=None)[0]
         if (factors >= 0).all():
-            return np.array([factors[used.index(column)] if column in used else 0.0 for column in range(rows.shape[1] - 1)])
+            return np.array(
+                [
+                    factors[used.index(column)] if column in used else 0.0
+                    for column in range(rows.shape[1] - 1)
+                ]
+            )
         used.pop(int(factors.argmin()))
 
 
@@ -322,10 +382,17 @@ def fitted(folders: dict[Scenario, Path]) -> HostRates:
         rows = []
         for record in records:
             replicas = range(scenario.replicas)
-            cached = np.mean([record.get(f"perf/generator_{i}/prompts_cached", 0.0) for i in replicas])
-            slots = record["batch/tokens"] * (1 - record["batch/shared_fraction"]) / record["batch/packing_efficiency"]
+            cached = np.mean(
+                [record.get(f"perf/generator_{i}/prompts_cached", 0.0) for i in replicas]
+            )
+            slots = (
+                record["batch/tokens"]
+                * (1 - record["batch/shared_fraction"])
+                / record["batch/packing_efficiency"]
+            )
             copy, load, verify, reload = (
-                record.get(f"time/sync_{part}_s", 0.0) for part in ("copy_out", "load", "verify", "reload")
+                record.get(f"time/sync_{part}_s", 0.0)
+                for part in ("copy_out", "load", "verify", "reload")
             )
             computing = record["perf/trainer_rank_0/busy"] * record["time/step_s"] - copy
             rows.append(
@@ -355,12 +422,15 @@ def fitted(folders: dict[Scenario, Path]) -> HostRates:
         )
         trainer.append((1.0, run["slots"], cpu["trainer"] - run["copy"]))
         if scenario.bound == 0:
-            syncs.append([np.median([row[name] for row in rows]) for name in ("copy", "load", "way", "pack")])
+            syncs.append(
+                [np.median([row[name] for row in rows]) for name in ("copy", "load", "way", "pack")]
+            )
     publish, load, way, pack = np.median(np.array(syncs), axis=0)
     step_s, sequence_s, prefill_token_s = nonnegative(np.array(engine))
     trainer_step_s, token_s = nonnegative(np.array(trainer))
     digest, beside, turns = (
-        np.mean([run[name] for run in each]) for name in ("trainer beside", "controller beside", "controller")
+        np.mean([run[name] for run in each])
+        for name in ("trainer beside", "controller beside", "controller")
     )
     return HostRates(
         engine=EngineRates(
@@ -390,30 +460,49 @@ def fitted(folders: dict[Scenario, Path]) -> HostRates:
     )
 
 
-def levelled(rates: HostRates, folders: dict[Scenario, Path], lengths: dict[Any, Recorded], steps: int) -> HostRates:
+def levelled(
+    rates: HostRates, folders: dict[Scenario, Path], lengths: dict[Any, Recorded], steps: int
+) -> HostRates:
     """With the engine's constants such that the simulated engines of ``folders`` compute as long as the real ones did."""
     for _ in range(2):
         real = simulated = 0.0
         for scenario, folder in folders.items():
             cpu = json.loads((folder / CPU_FILE).read_text())
-            real += cpu["generator"] + cpu["generator beside"] - rates.engine.load_s * scenario.replicas
-            simulated += simulate(scenario, folder, rates, lengths[scenario.digits], steps).engines["computed_s"] / steps
+            real += (
+                cpu["generator"] + cpu["generator beside"] - rates.engine.load_s * scenario.replicas
+            )
+            simulated += (
+                simulate(scenario, folder, rates, lengths[scenario.digits], steps).engines[
+                    "computed_s"
+                ]
+                / steps
+            )
         engine, factor = rates.engine, real / simulated
         names = ("step_s", "sequence_s", "prefill_token_s")
-        rates = replace(rates, engine=replace(engine, **{name: getattr(engine, name) * factor for name in names}))
+        rates = replace(
+            rates,
+            engine=replace(engine, **{name: getattr(engine, name) * factor for name in names}),
+        )
     return rates
 
 
-def simulate(scenario: Scenario, folder: Path, rates: HostRates, lengths: Recorded, steps: int) -> Outcome:
+def simulate(
+    scenario: Scenario, folder: Path, rates: HostRates, lengths: Recorded, steps: int
+) -> Outcome:
     config = rl_grpo_qwen3_debug()
     config.steps, config.max_offpolicy_steps = steps, scenario.bound
-    config.generator.replicas, config.tasks["sum_digits"].group_size = scenario.replicas, scenario.group_size
+    config.generator.replicas, config.tasks["sum_digits"].group_size = (
+        scenario.replicas,
+        scenario.group_size,
+    )
     config.post_batch_filters = []
     config.checkpoint.interval, config.tasks["sum_digits"].validation = 0, None
     others = json.loads((folder / CPU_FILE).read_text())["others"]
     rates = replace(rates, cores=max(0.5, CORES - others))
     failures, after = Failures(repair_s=0.0, seen_s=0.0), steps // 2 if scenario.kill else 0
-    return run_virtually(HostRun(config, rates, lengths, failures=failures, replica_dies_after=after).run)
+    return run_virtually(
+        HostRun(config, rates, lengths, failures=failures, replica_dies_after=after).run
+    )
 
 
 def predicted(outcome: Outcome) -> dict[str, float]:
@@ -423,10 +512,14 @@ def predicted(outcome: Outcome) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--only", default="", help="scenarios to run beside those that are fitted, by name")
+    parser.add_argument(
+        "--only", default="", help="scenarios to run beside those that are fitted, by name"
+    )
     parser.add_argument("--no-runs", action="store_true", help="use the folders that are there")
     options = parser.parse_args()
     chosen = [each for each in HELD_OUT if not options.only or each.name in options.only.split(",")]
@@ -434,26 +527,39 @@ def main() -> None:
     for scenario, folder in folders.items():
         if not (folder / CPU_FILE).exists() and not options.no_runs:
             run(scenario, folder, options.steps)
-    known = {scenario: folder for scenario, folder in folders.items() if (folder / CPU_FILE).exists()}
-    undisturbed = {scenario: folder for scenario, folder in known.items() if scenario in FIT and not scenario.kill}
+    known = {
+        scenario: folder for scenario, folder in folders.items() if (folder / CPU_FILE).exists()
+    }
+    undisturbed = {
+        scenario: folder
+        for scenario, folder in known.items()
+        if scenario in FIT and not scenario.kill
+    }
     rates = fitted(undisturbed)
     seen = {scenario: measured(folder, scenario.replicas) for scenario, folder in known.items()}
     lengths = {scenario.digits: Recorded(str(folder)) for scenario, folder in undisturbed.items()}
 
     def said_of(scenario: Scenario) -> dict[str, float]:
         steps = len(read_metrics(known[scenario] / "metrics.jsonl"))
-        return predicted(simulate(scenario, known[scenario], rates, lengths[scenario.digits], steps))
+        return predicted(
+            simulate(scenario, known[scenario], rates, lengths[scenario.digits], steps)
+        )
 
     rates = levelled(rates, undisturbed, lengths, options.steps)
 
     for scenario in (each for each in FIT if each.kill and each in known):
         lost = seen[scenario]["step"] - said_of(scenario)["step"]
         rates = replace(rates, start_s=max(0.0, lost * (options.steps - WARM_UP)))
-    print(f"constants, seconds: {json.dumps({name: getattr(rates.engine, name) for name in EngineRates.__slots__})}")
+    print(
+        f"constants, seconds: {json.dumps({name: getattr(rates.engine, name) for name in EngineRates.__slots__})}"
+    )
     print(json.dumps({name: getattr(rates.trainer, name) for name in TrainerRates.__slots__}))
     print(
         json.dumps(
-            {name: getattr(rates, name) for name in ("turn_s", "report_s", "fetch_s", "start_s", "pack_token_s", "digest_s")}
+            {
+                name: getattr(rates, name)
+                for name in ("turn_s", "report_s", "fetch_s", "start_s", "pack_token_s", "digest_s")
+            }
         )
     )
     errors: dict[str, list[float]] = {}
@@ -471,7 +577,9 @@ def main() -> None:
             f"other jobs took {others:.2f} cores"
         )
     for name, wrong in errors.items():
-        print(f"median error over {len(wrong)} held-out runs: {name} {np.median(wrong):.1%}, largest {max(wrong):.1%}")
+        print(
+            f"median error over {len(wrong)} held-out runs: {name} {np.median(wrong):.1%}, largest {max(wrong):.1%}"
+        )
 
 
 if __name__ == "__main__":

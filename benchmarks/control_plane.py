@@ -39,7 +39,12 @@ from monarch.actor import Actor, concurrent_endpoint, shutdown_context, this_hos
 
 from torchtitan.experiments.rl.compat.monarch import ask, drop_late_faults, ranks_of  # noqa: E402
 from torchtitan.experiments.rl.config_registry.qwen3 import rl_grpo_qwen3_8b  # noqa: E402
-from torchtitan.experiments.rl.controller.group_runner import GroupResult, GroupRunner, LocalRunner, WorkerRunner  # noqa: E402
+from torchtitan.experiments.rl.controller.group_runner import (  # noqa: E402
+    GroupResult,
+    GroupRunner,
+    LocalRunner,
+    WorkerRunner,
+)
 from torchtitan.experiments.rl.generation.engine import GenerateResult  # noqa: E402
 from torchtitan.experiments.rl.process.lifetime import Lifetime  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
@@ -57,8 +62,18 @@ from torchtitan.experiments.rl.weights.snapshot import WeightReceipt  # noqa: E4
 
 TOKENS, TURNS, GROUP, ANSWER_S, PROCESSES = 64, 2, 16, 4.0, 4
 RATES = Rates(
-    engine=EngineRates(step_s=0, sequence_s=0, context_s=0, prompt_s=0, prefill_token_s=0, cache_tokens=1 << 40, load_s=0),
-    trainer=TrainerRates(step_s=0.1, microbatch_s=0, token_s=0, pair_s=0, publish_s=0, checkpoint_s=0),
+    engine=EngineRates(
+        step_s=0,
+        sequence_s=0,
+        context_s=0,
+        prompt_s=0,
+        prefill_token_s=0,
+        cache_tokens=1 << 40,
+        load_s=0,
+    ),
+    trainer=TrainerRates(
+        step_s=0.1, microbatch_s=0, token_s=0, pair_s=0, publish_s=0, checkpoint_s=0
+    ),
 )
 STUB = {"s": 0.0, "turns": 0}
 """Seconds that the stubs took, and turns that they answered."""
@@ -74,7 +89,11 @@ class StubReplica:
 
     def __init__(self, version: int):
         self.totals, self._version, self._port = Counter(), version, None
-        self.attach, self.submit, self.abort = Endpoint(self._attach), Endpoint(self._submit), Endpoint(lambda ids: None)
+        self.attach, self.submit, self.abort = (
+            Endpoint(self._attach),
+            Endpoint(self._submit),
+            Endpoint(lambda ids: None),
+        )
         self.update_weights, self.canary = Endpoint(self._update), Endpoint(self._canary)
 
     async def _attach(self, client_id: int, port: Any) -> None:
@@ -111,20 +130,28 @@ class StubReplica:
 
 def receipt(version: int, canary: np.ndarray) -> WeightReceipt:
     proof = np.zeros(len(canary), np.float32)
-    return WeightReceipt(version=version, fingerprint=str(version), canary_logprobs=proof, verify_s=0.0, reload_s=0.0)
+    return WeightReceipt(
+        version=version, fingerprint=str(version), canary_logprobs=proof, verify_s=0.0, reload_s=0.0
+    )
 
 
 def answered(pickled: bytes, request: Any, version: int) -> GroupResult:
     """A group that was run before, as the answer to ``request``."""
     group = pickle.loads(pickled)
-    group.group_id, group.data_sample, group.admitted_version = request.group_id, request.data_sample, version
+    group.group_id, group.data_sample, group.admitted_version = (
+        request.group_id,
+        request.data_sample,
+        version,
+    )
     for rollout in group.rollouts:
         rollout.group_id, rollout.data_sample = request.group_id, request.data_sample
         for sample in rollout.samples:
             sample.rollout_id = rollout.rollout_id
             sample.policy_versions = np.where(sample.loss_mask, np.int32(version), np.int32(-1))
         for turn in rollout.turns:
-            turn.completion = replace(turn.completion, policy_versions=np.full(TOKENS, version, np.int32))
+            turn.completion = replace(
+                turn.completion, policy_versions=np.full(TOKENS, version, np.int32)
+            )
     return GroupResult(group=group, event_loop_lag_s=0.0)
 
 
@@ -180,7 +207,11 @@ class MixedRunner(WorkerRunner):
                 for index, actor in enumerate(self._actors):
                     if actor is not None:
                         await ask(actor.hold, pickled)
-                    self.admit(index, StubWorker(pickled, self._policy, actor), Lifetime(f"rollout worker {index}"))
+                    self.admit(
+                        index,
+                        StubWorker(pickled, self._policy, actor),
+                        Lifetime(f"rollout worker {index}"),
+                    )
                 return group
         return await super().run(task, request)
 
@@ -189,7 +220,13 @@ class StubbedRun(SimulatedRun):
     """With ``StubReplica``s, which ``replica_actors`` load weights for; and ``workers`` behind which groups run, with actors of
     their own or none."""
 
-    def __init__(self, *args: Any, workers: Sequence[Any] = (), replica_actors: Iterator[Any] | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        workers: Sequence[Any] = (),
+        replica_actors: Iterator[Any] | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
         self._workers, self._replica_actors = workers, replica_actors
 
@@ -205,7 +242,9 @@ class StubbedRun(SimulatedRun):
         return MixedRunner(policy, seed=self._config.seed, workers=self._workers)
 
 
-async def measured(mode: str, replicas: int, seconds: float, open_rollouts: int) -> dict[str, float]:
+async def measured(
+    mode: str, replicas: int, seconds: float, open_rollouts: int
+) -> dict[str, float]:
     config = rl_grpo_qwen3_8b()
     task = config.tasks["sum_digits"]
     task.validation, task.group_size, task.env.max_turns = None, GROUP, TURNS
@@ -216,10 +255,15 @@ async def measured(mode: str, replicas: int, seconds: float, open_rollouts: int)
     workers: Sequence[Any] = [None] * (0 if mode == "rollouts" else max(1, replicas // 8))
     replica_actors = None
     if mode == "actors":
-        procs, actors = this_host().spawn_procs(per_host={"procs": PROCESSES}, name="stubs"), list[Any]()
+        procs, actors = (
+            this_host().spawn_procs(per_host={"procs": PROCESSES}, name="stubs"),
+            list[Any](),
+        )
         for number in range((8 + replicas) // PROCESSES):
             actors += ranks_of(procs.spawn(f"stub_{number}", StubActor))
-        await asyncio.gather(*(ask(actor.hold, b"") for actor in actors))  # their processes are there
+        await asyncio.gather(
+            *(ask(actor.hold, b"") for actor in actors)
+        )  # their processes are there
         workers, replica_actors = actors[:8], iter(actors[8:])
     with tempfile.TemporaryDirectory() as folder:
         recorder = RolloutRecorder.Config().build(run_dir=Path(folder))
@@ -235,7 +279,13 @@ async def measured(mode: str, replicas: int, seconds: float, open_rollouts: int)
         running = asyncio.create_task(run.run())
         warm = 2 * ANSWER_S * TURNS
         await asyncio.wait({running}, timeout=warm)
-        cpu, stub, turns, began, lags = time.process_time(), STUB["s"], STUB["turns"], time.perf_counter(), []
+        cpu, stub, turns, began, lags = (
+            time.process_time(),
+            STUB["s"],
+            STUB["turns"],
+            time.perf_counter(),
+            [],
+        )
         memory, steps = [resident()], len(run.outcome.steps)
         while time.perf_counter() - began < seconds and not running.done():
             if time.perf_counter() - began > seconds * len(memory) / 5:
@@ -249,7 +299,9 @@ async def measured(mode: str, replicas: int, seconds: float, open_rollouts: int)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         recorder.close()
-        if mode == "actors":  # they still answer, and a mesh that does can't be stopped: the command's end does that
+        if (
+            mode == "actors"
+        ):  # they still answer, and a mesh that does can't be stopped: the command's end does that
             drop_late_faults()
     return {
         "turns/s": count / took,
@@ -267,7 +319,9 @@ def resident() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--replicas", default="8,125,500,1000")
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--turns-per-s", type=int, default=1000)

@@ -39,15 +39,24 @@ class Side:
     """Highest validation reward seen."""
 
     def __str__(self) -> str:
-        return f"{self.steps:3d} steps" if self.reached else f"not in {self.steps} steps (best {self.best:.3f})"
+        return (
+            f"{self.steps:3d} steps"
+            if self.reached
+            else f"not in {self.steps} steps (best {self.best:.3f})"
+        )
 
 
 def run(config: str, *, seed: int, target: float, folder: Path) -> Side:
-    words = f"--config {config} --seed {seed} --run-dir {folder} --trainer.no-save-final-model".split()
+    words = (
+        f"--config {config} --seed {seed} --run-dir {folder} --trainer.no-save-final-model".split()
+    )
     output = folder.with_suffix(".log")
     with output.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
+            [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words],
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
         )
     while True:
         ended = process.poll() is not None
@@ -68,7 +77,11 @@ def validation_rewards(folder: Path) -> dict[int, float]:
     """By step, as far as the run has come."""
     path = folder / METRICS_FILE
     records = read_metrics(path) if path.exists() else []
-    return {record["step"]: record["validation/reward"] for record in records if "validation/reward" in record}
+    return {
+        record["step"]: record["validation/reward"]
+        for record in records
+        if "validation/reward" in record
+    }
 
 
 def main() -> None:
@@ -81,7 +94,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for seed in args.seeds:
             pool, plain = (
-                run(f"rl_{sampler}_qwen3_debug", seed=seed, target=args.target, folder=Path(scratch) / f"{sampler}-{seed}")
+                run(
+                    f"rl_{sampler}_qwen3_debug",
+                    seed=seed,
+                    target=args.target,
+                    folder=Path(scratch) / f"{sampler}-{seed}",
+                )
                 for sampler in ("difficulty_pool", "shuffled_cursor")
             )
             if not pool.reached:
@@ -89,7 +107,9 @@ def main() -> None:
             ratios.append(plain.steps / pool.steps)
             least = least or ("" if plain.reached else "at least ")
             print(f"seed {seed}: difficulty pool {pool}, plain cursor {plain}", flush=True)
-    print(f"plain cursor / difficulty pool, steps to {args.target:g}: median {least}{statistics.median(ratios):.2f}")
+    print(
+        f"plain cursor / difficulty pool, steps to {args.target:g}: median {least}{statistics.median(ratios):.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -51,7 +51,11 @@ def plan_of(tokens: int) -> BatchPlan:
         ids = random.integers(0, 150_000, length).astype(np.int32)
         mask, ones = np.arange(length) > 0, np.ones(length, np.float32)
         streams: dict[str, Any] = dict(
-            token_ids=ids, loss_mask=mask, generator_logprobs=-ones, policy_versions=ids, advantages=ones
+            token_ids=ids,
+            loss_mask=mask,
+            generator_logprobs=-ones,
+            policy_versions=ids,
+            advantages=ones,
         )
         streams["rl_weights"] = mask.astype(np.float32)
         samples.append(TrainingSample(**streams, task_name="t", rollout_id="t-0/0"))
@@ -87,10 +91,14 @@ async def measure(tokens: int, ranks: int, repeats: int) -> None:
         found["each rank"].append(await longest_stop(to_each()))
         found["first rank, from a thread"].append(await longest_stop(client.step(plan, 1)))
     size = len(pickled(plan.microbatches[0]))
-    print(f"{plan.tokens:,} tokens, {len(plan.microbatches[0])} microbatches, {ranks} ranks of one coordinate")
+    print(
+        f"{plan.tokens:,} tokens, {len(plan.microbatches[0])} microbatches, {ranks} ranks of one coordinate"
+    )
     for (name, values), sent in zip(found.items(), (ranks * size, size), strict=True):
         stop, whole = (statistics.median(column) * 1e3 for column in zip(*values, strict=True))
-        print(f"{name:<28} {sent / 1e6:6.0f} MB   longest stop {stop:6.0f} ms   whole {whole:6.0f} ms")
+        print(
+            f"{name:<28} {sent / 1e6:6.0f} MB   longest stop {stop:6.0f} ms   whole {whole:6.0f} ms"
+        )
     await mesh.stop()
 
 

@@ -72,25 +72,44 @@ class Seen:
         return statistics.mean(self.step_s[subject.first :] or self.step_s)
 
     def seconds_to_goal(self, subject: Subject) -> float | None:
-        return next((seconds for _, seconds, reward in self.rewards if reward >= subject.goal), None)
+        return next(
+            (seconds for _, seconds, reward in self.rewards if reward >= subject.goal), None
+        )
 
 
 def ours(subject: Subject, args: argparse.Namespace, folder: Path) -> Seen:
     """Run the command without evaluations for the seconds of its steps, and with them for the rest."""
     alone = run_command(subject, args, folder, "alone", str(args.steps + 1))
-    return replace(run_command(subject, args, folder, "evaluated", str(subject.every)), step_s=alone.step_s)
+    return replace(
+        run_command(subject, args, folder, "evaluated", str(subject.every)), step_s=alone.step_s
+    )
 
 
-def run_command(subject: Subject, args: argparse.Namespace, folder: Path, run: str, every: str) -> Seen:
+def run_command(
+    subject: Subject, args: argparse.Namespace, folder: Path, run: str, every: str
+) -> Seen:
     """Run the command; read its metrics."""
-    words = ["--config", subject.config.__name__, "--steps", str(args.steps), "--run-dir", str(folder / run)]
+    words = [
+        "--config",
+        subject.config.__name__,
+        "--steps",
+        str(args.steps),
+        "--run-dir",
+        str(folder / run),
+    ]
     words += ["--validation.every", every]
     words += ["--max-offpolicy-steps", "0"] if args.synchronous else []
     with (folder / "output").open("w") as output:
         subprocess.run(
-            [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words], cwd=ROOT, check=True, stdout=output, stderr=output
+            [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words],
+            cwd=ROOT,
+            check=True,
+            stdout=output,
+            stderr=output,
         )
-    records = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()
+    ]
     seen, now = Seen(), 0.0
     for record in records:
         if record["step"]:
@@ -104,10 +123,23 @@ def run_command(subject: Subject, args: argparse.Namespace, folder: Path, run: s
 
 def theirs(subject: Subject, args: argparse.Namespace, folder: Path) -> Seen:
     """Run TRL's side in a process of its own."""
-    command = [sys.executable, subject.script, "--steps", str(args.steps), "--trl", str(folder / "seen.json")]
-    environment = os.environ | {"PYTHONPATH": str(PACKAGES), "WANDB_DISABLED": "true", "OMP_NUM_THREADS": str(os.cpu_count())}
+    command = [
+        sys.executable,
+        subject.script,
+        "--steps",
+        str(args.steps),
+        "--trl",
+        str(folder / "seen.json"),
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": str(PACKAGES),
+        "WANDB_DISABLED": "true",
+        "OMP_NUM_THREADS": str(os.cpu_count()),
+    }
     with (folder / "output").open("w") as output:
-        subprocess.run(command, cwd=folder, check=True, env=environment, stdout=output, stderr=output)
+        subprocess.run(
+            command, cwd=folder, check=True, env=environment, stdout=output, stderr=output
+        )
     return Seen(**json.loads((folder / "seen.json").read_text()))
 
 
@@ -135,12 +167,17 @@ def run_trl(subject: Subject, steps: int, path: Path) -> None:
             message: Message = {"role": "user", "content": question}
             ids = renderer.render_ids([message], add_generation_prompt=True)
             text = tokenizer.decode(ids)
-            assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids, "both sides have the same prompt tokens"
+            assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids, (
+                "both sides have the same prompt tokens"
+            )
             made.append({"prompt": text, "answer": answer})
         return made
 
     def correct(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-        return [float(subject.correct(text, right)) for text, right in zip(completions, answer, strict=True)]
+        return [
+            float(subject.correct(text, right))
+            for text, right in zip(completions, answer, strict=True)
+        ]
 
     training, held_out = (rows(questions) for questions in subject.questions(config))
     optimizer = config.trainer.optimizer
@@ -194,9 +231,18 @@ def run_trl(subject: Subject, steps: int, path: Path) -> None:
 
         @torch.no_grad()
         def evaluate(self, model: Any) -> float:
-            batch = tokenizer([row["prompt"] for row in held_out], return_tensors="pt", padding=True, add_special_tokens=False)
-            tokens = model.generate(**batch, do_sample=False, max_new_tokens=task.sampling.max_tokens)
-            texts = tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+            batch = tokenizer(
+                [row["prompt"] for row in held_out],
+                return_tensors="pt",
+                padding=True,
+                add_special_tokens=False,
+            )
+            tokens = model.generate(
+                **batch, do_sample=False, max_new_tokens=task.sampling.max_tokens
+            )
+            texts = tokenizer.batch_decode(
+                tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
+            )
             return statistics.mean(correct(texts, [row["answer"] for row in held_out]))
 
     trainer.add_callback(Clock())
@@ -208,17 +254,23 @@ def main(subject: Subject, description: str) -> None:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=subject.steps)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--synchronous", action="store_true", help="ours waits for its rollouts too, as TRL does")
+    parser.add_argument(
+        "--synchronous", action="store_true", help="ours waits for its rollouts too, as TRL does"
+    )
     parser.add_argument("--trl", type=Path, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trl is not None:
         return run_trl(subject, args.steps, args.trl)
     if not (PACKAGES / "trl").is_dir():
-        sys.exit(f"TRL is missing: .venv/bin/pip install --no-deps --target {PACKAGES.name} -r requirements/benchmarks.txt")
+        sys.exit(
+            f"TRL is missing: .venv/bin/pip install --no-deps --target {PACKAGES.name} -r requirements/benchmarks.txt"
+        )
     sides = {"ours": ours, "TRL": theirs}
     runs: dict[str, list[Seen]] = {name: [] for name in sides}
     print(f"load {os.getloadavg()[0]:.1f} at the start; {args.steps} steps a run")
-    print(f"{'':<8}{'seconds a step':>16}{f'seconds to {subject.goal}':>18}  held-out reward by step")
+    print(
+        f"{'':<8}{'seconds a step':>16}{f'seconds to {subject.goal}':>18}  held-out reward by step"
+    )
     with tempfile.TemporaryDirectory() as temporary:
         for repeat in range(args.repeats):
             for name, side in sides.items():
@@ -232,16 +284,33 @@ def main(subject: Subject, description: str) -> None:
                 to_goal = seen.seconds_to_goal(subject)
                 reached_in = "not reached" if to_goal is None else f"{to_goal:.1f}"
                 rewards = " ".join(f"{step}: {reward:.2f}" for step, _, reward in seen.rewards)
-                print(f"{name:<8}{seen.seconds_a_step(subject):>16.3f}{reached_in:>18}  {rewards}", flush=True)
-    medians = {name: statistics.median(seen.seconds_a_step(subject) for seen in found) for name, found in runs.items()}
-    print(f"TRL / ours: {medians['TRL'] / medians['ours']:.2f} in seconds a step (at least {subject.at_least:g})")
-    goals = {name: [seen.seconds_to_goal(subject) for seen in found] for name, found in runs.items()}
-    reached = {name: [seconds for seconds in found if seconds is not None] for name, found in goals.items()}
+                print(
+                    f"{name:<8}{seen.seconds_a_step(subject):>16.3f}{reached_in:>18}  {rewards}",
+                    flush=True,
+                )
+    medians = {
+        name: statistics.median(seen.seconds_a_step(subject) for seen in found)
+        for name, found in runs.items()
+    }
+    print(
+        f"TRL / ours: {medians['TRL'] / medians['ours']:.2f} in seconds a step (at least {subject.at_least:g})"
+    )
+    goals = {
+        name: [seen.seconds_to_goal(subject) for seen in found] for name, found in runs.items()
+    }
+    reached = {
+        name: [seconds for seconds in found if seconds is not None] for name, found in goals.items()
+    }
     if all(len(reached[name]) == args.repeats for name in sides):
         ratio = statistics.median(reached["TRL"]) / statistics.median(reached["ours"])
-        print(f"TRL / ours: {ratio:.2f} in seconds to {subject.goal} (at least {subject.at_least:g})")
+        print(
+            f"TRL / ours: {ratio:.2f} in seconds to {subject.goal} (at least {subject.at_least:g})"
+        )
     else:
-        print("runs that reached the goal: " + ", ".join(f"{len(reached[name])} of {args.repeats} {name}" for name in sides))
+        print(
+            "runs that reached the goal: "
+            + ", ".join(f"{len(reached[name])} of {args.repeats} {name}" for name in sides)
+        )
 
 
 def digit_sums(config: RunConfig) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -250,8 +319,13 @@ def digit_sums(config: RunConfig) -> tuple[list[tuple[str, str]], list[tuple[str
 
     task: Any = config.tasks["sum_digits"]
     training = make_examples(task.dataset.count, split="train", seed=task.dataset.seed)
-    held_out = make_examples(config.validation.examples, split="validation", seed=task.validation.seed)
-    asked = [[(prompt_text(digits), answer_text(digits)) for digits in found] for found in (training, held_out)]
+    held_out = make_examples(
+        config.validation.examples, split="validation", seed=task.validation.seed
+    )
+    asked = [
+        [(prompt_text(digits), answer_text(digits)) for digits in found]
+        for found in (training, held_out)
+    ]
     return asked[0], asked[1]
 
 

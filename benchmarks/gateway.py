@@ -84,25 +84,34 @@ class Agent(AgentTask):
 
     async def run_agent(self, sample, endpoint):
         self.waiting[endpoint.key] = asyncio.get_running_loop().create_future()
-        self.clients.stdin.write(f"{endpoint.url} {endpoint.key} {sample.env_input['turns']}\n".encode())
+        self.clients.stdin.write(
+            f"{endpoint.url} {endpoint.key} {sample.env_input['turns']}\n".encode()
+        )
         await self.waiting[endpoint.key]
 
 
 async def clients() -> None:
     """What the process of the clients does: a conversation for each line of stdin."""
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
 
     async def converse(session, url, key, turns):
         messages = [FIRST]
         for _ in range(int(turns)):
             body = {"model": "policy", "messages": messages}
-            async with session.post(f"{url}/chat/completions", json=body, headers={"x-api-key": key}) as response:
+            async with session.post(
+                f"{url}/chat/completions", json=body, headers={"x-api-key": key}
+            ) as response:
                 reply = json.loads(await response.read())
             messages += [reply["choices"][0]["message"], NEXT]
         print(key, flush=True)
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session, asyncio.TaskGroup() as group:
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+        asyncio.TaskGroup() as group,
+    ):
         while line := await reader.readline():
             group.create_task(converse(session, *line.decode().split()))
 
@@ -112,8 +121,12 @@ async def measured(task, policy, rollouts: int, turns: int) -> tuple[float, floa
     cpu_s, began = time.process_time(), time.perf_counter()
     group = await task.run_group(task.dataset[0], policy, group_id="g", seed=0, group_size=rollouts)
     assert await task.score_group(group) is None, group.failure
-    assert all(len(rollout.turns) == turns and len(rollout.samples) == 1 for rollout in group.rollouts)
-    return (time.process_time() - cpu_s) / (rollouts * turns), rollouts / (time.perf_counter() - began)
+    assert all(
+        len(rollout.turns) == turns and len(rollout.samples) == 1 for rollout in group.rollouts
+    )
+    return (time.process_time() - cpu_s) / (rollouts * turns), rollouts / (
+        time.perf_counter() - began
+    )
 
 
 async def compare(options) -> None:
@@ -128,7 +141,9 @@ async def compare(options) -> None:
     env = EnvTask.Config(**same, message_env=Talk).build(name="env", renderer=renderer)
     agent = Agent.Config(**same).build(name="agent", renderer=renderer)
     agent.waiting = {}
-    agent.clients = await asyncio.create_subprocess_exec(sys.executable, __file__, "--clients", stdin=-1, stdout=-1)
+    agent.clients = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, "--clients", stdin=-1, stdout=-1
+    )
 
     async def ends():
         while key := (await agent.clients.stdout.readline()).decode().strip():
@@ -146,12 +161,21 @@ async def compare(options) -> None:
     await agent.clients.wait()
     await seen
     await agent.close()
-    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in figures.items()}
+    medians = {
+        name: [statistics.median(column) for column in zip(*rows, strict=True)]
+        for name, rows in figures.items()
+    }
     for name, rows in figures.items():
         cpu, rate = zip(*rows, strict=True)
-        print(f"{name:5}  CPU a call {1e3 * medians[name][0]:.2f} ms ({1e3 * min(cpu):.2f} to {1e3 * max(cpu):.2f})", end=", ")
+        print(
+            f"{name:5}  CPU a call {1e3 * medians[name][0]:.2f} ms ({1e3 * min(cpu):.2f} to {1e3 * max(cpu):.2f})",
+            end=", ",
+        )
         print(f"rollouts a second {medians[name][1]:.2f} ({min(rate):.2f} to {max(rate):.2f})")
-    print(f"over HTTP a call takes {1e3 * (medians['agent'][0] - medians['env'][0]):.2f} ms of CPU more", end=", ")
+    print(
+        f"over HTTP a call takes {1e3 * (medians['agent'][0] - medians['env'][0]):.2f} ms of CPU more",
+        end=", ",
+    )
     print(f"rollouts a second are {medians['agent'][1] / medians['env'][1]:.3f} times the env's")
 
 
@@ -161,7 +185,9 @@ def matching(turns: int) -> tuple[float, float]:
     for number in range(turns):
         asked = {"role": "user", "content": f"{number} " * 100}
         said = {"role": "assistant", "content": f"said {number} " * 50}
-        history = json.loads(json.dumps([*history, asked]))  # as a server parses it: equal, and not the same
+        history = json.loads(
+            json.dumps([*history, asked])
+        )  # as a server parses it: equal, and not the same
         began = time.thread_time_ns()
         match = chains.match((), history)
         chains.add(match, history[match.known :], said, number, extends=True)
@@ -185,7 +211,9 @@ def main() -> None:
     asyncio.run(compare(options))
     for turns in (32, 64, 128):
         last, new = map(statistics.median, zip(*(matching(turns) for _ in range(9)), strict=True))
-        print(f"{turns:3} turns: the last call is matched in {last:.1f} us; all calls, {new:.1f} us for each new message")
+        print(
+            f"{turns:3} turns: the last call is matched in {last:.1f} us; all calls, {new:.1f} us for each new message"
+        )
 
 
 if __name__ == "__main__":

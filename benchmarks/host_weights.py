@@ -103,13 +103,18 @@ class MeasuredReader(WeightReader):
         """
         manifest = await on_this_host(await published(version))
         tensors = SnapshotReader().tensors(manifest)
-        if named((name, int(digest(tensor))) for name, tensor in tensors.items()) != manifest.digests:
+        if (
+            named((name, int(digest(tensor))) for name, tensor in tensors.items())
+            != manifest.digests
+        ):
             raise RunError(f"version {version} was not fetched as it was published")
 
 
 def spawn(host: str, cores: Sequence[int]) -> ProcMesh:
     def launch(point: Any) -> Any:
-        return default_bootstrap_cmd().with_env(launch_environment(tuple(cores), "cpu") | {HOST_VARIABLE: host})
+        return default_bootstrap_cmd().with_env(
+            launch_environment(tuple(cores), "cpu") | {HOST_VARIABLE: host}
+        )
 
     return this_host().spawn_procs(
         per_host={"procs": 1},
@@ -119,19 +124,26 @@ def spawn(host: str, cores: Sequence[int]) -> ProcMesh:
     )
 
 
-async def measure(nbytes: int, versions: int, warmup: int, hosts_of_generators: int) -> tuple[str, list[float], list[float]]:
+async def measure(
+    nbytes: int, versions: int, warmup: int, hosts_of_generators: int
+) -> tuple[str, list[float], list[float]]:
     """What was fetched, seconds until every host had a version, and seconds of each copy."""
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
     names = [f"generator_host_{index}" for index in range(hosts_of_generators)]
-    hosts = [spawn("trainer_host", cores[:half]), *(spawn(name, cores[half:] or cores) for name in names)]
+    hosts = [
+        spawn("trainer_host", cores[:half]),
+        *(spawn(name, cores[half:] or cores) for name in names),
+    ]
     try:
         with tempfile.TemporaryDirectory() as folder:
             trainer = hosts[0].spawn("trainer", Trainer, nbytes)
             readers, actors = WeightReaders(names), []
             for index, (name, host) in enumerate(zip(names, hosts[1:], strict=True)):
                 actors.append(host.spawn("reader", MeasuredReader, run_dir=folder, index=index))
-                await readers.admit(name, PartProcess(procs=host, actor=actors[-1], life=Lifetime(name)))
+                await readers.admit(
+                    name, PartProcess(procs=host, actor=actors[-1], life=Lifetime(name))
+                )
             await start_store(hosts[0])
             fetched, fetch_s, copy_s = "", [], []
             for version in range(1, versions + warmup + 1):
@@ -145,7 +157,9 @@ async def measure(nbytes: int, versions: int, warmup: int, hosts_of_generators: 
                 counts = {*readers.take_fetched_bytes().values()}
                 sources = [await actor.source.call_one() for actor in actors]
                 if version > warmup:
-                    fetched = f"{counts}, {sources.count('')} of {len(sources)} hosts from the trainer"
+                    fetched = (
+                        f"{counts}, {sources.count('')} of {len(sources)} hosts from the trainer"
+                    )
                     fetch_s.append(seconds)
                     copy_s.append(copied)
         return fetched, fetch_s, copy_s
@@ -158,13 +172,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--versions", type=int, default=9)
-    parser.add_argument("--hosts", type=int, default=1, help="of generators; of more than four, some read from others")
-    parser.add_argument("--warmup", type=int, default=4, help="versions that are not counted; the first two make the pages")
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        default=1,
+        help="of generators; of more than four, some read from others",
+    )
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        default=4,
+        help="versions that are not counted; the first two make the pages",
+    )
     arguments = parser.parse_args()
     set_up_process()
     nbytes = arguments.megabytes * 10**6 // (4 * TENSORS) * 4 * TENSORS
     try:
-        fetched, fetch_s, copy_s = asyncio.run(measure(nbytes, arguments.versions, arguments.warmup, arguments.hosts))
+        fetched, fetch_s, copy_s = asyncio.run(
+            measure(nbytes, arguments.versions, arguments.warmup, arguments.hosts)
+        )
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
@@ -172,7 +198,9 @@ def main() -> None:
     fetch, copy = statistics.median(fetch_s), statistics.median(copy_s)
     print(f"weights of {nbytes / 1e6:.1f} MB in {TENSORS} tensors, {arguments.versions} versions")
     print(f"bytes fetched per host and version: {fetched}")
-    print(f"fetch       {fetch * 1e3:8.0f} ms  {nbytes / fetch / 1e9:5.2f} GB/s  ({min(fetch_s):.2f} to {max(fetch_s):.2f} s)")
+    print(
+        f"fetch       {fetch * 1e3:8.0f} ms  {nbytes / fetch / 1e9:5.2f} GB/s  ({min(fetch_s):.2f} to {max(fetch_s):.2f} s)"
+    )
     print(f"plain copy  {copy * 1e3:8.0f} ms  {nbytes / copy / 1e9:5.2f} GB/s")
     print(f"ratio fetch / plain copy: {fetch / copy:.1f}")
 

@@ -40,7 +40,14 @@ print(f"peft on the base, and the merged folder in transformers: log-probabiliti
 
 
 def run(words: list[str], folder: Path) -> list[dict]:
-    command = [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words, "--run-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan.experiments.rl.grpo",
+        *words,
+        "--run-dir",
+        str(folder),
+    ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if ended.returncode:
         sys.exit(ended.stdout[-2000:] + ended.stderr[-2000:])
@@ -48,7 +55,10 @@ def run(words: list[str], folder: Path) -> list[dict]:
 
 
 def median(records: list[dict], key: str) -> float:
-    return statistics.median([record[key] for record in records if record["step"] and key in record][3:] or [float("nan")])
+    return statistics.median(
+        [record[key] for record in records if record["step"] and key in record][3:]
+        or [float("nan")]
+    )
 
 
 def main() -> None:
@@ -60,7 +70,10 @@ def main() -> None:
     parser.add_argument("--lr", default="1.5e-3", help="of the adapters")
     args = parser.parse_args()
     kinds: dict[str, list[str]] = {"full": []}
-    kinds |= {f"rank {rank}": f"--trainer.lora.rank {rank} --trainer.optimizer.lr {args.lr}".split() for rank in args.ranks}
+    kinds |= {
+        f"rank {rank}": f"--trainer.lora.rank {rank} --trainer.optimizer.lr {args.lr}".split()
+        for rank in args.ranks
+    }
     print(f"{args.config}, {args.steps} steps; load {os.getloadavg()[0]:.1f}")
     columns = f"{'seed':>4} {'step s':>7} {'train s':>8} {'sync s':>7} {'tokens/s':>9} {'MiB out':>8} {'canary':>8}"
     print(f"{'':<10} {columns}  held out by version")
@@ -68,7 +81,18 @@ def main() -> None:
         for seed in range(args.seeds):
             for kind, words in kinds.items():
                 folder = Path(temporary) / f"{kind} {seed}".replace(" ", "-")
-                records = run(["--config", args.config, "--steps", str(args.steps), "--seed", str(seed), *words], folder)
+                records = run(
+                    [
+                        "--config",
+                        args.config,
+                        "--steps",
+                        str(args.steps),
+                        "--seed",
+                        str(seed),
+                        *words,
+                    ],
+                    folder,
+                )
                 curve = " ".join(
                     f"{record['step']}: {record['validation/reward']:.2f}"
                     for record in records
@@ -78,7 +102,9 @@ def main() -> None:
                 published = policy if kind == "full" else policy / "adapter"
                 nbytes = sum(file.stat().st_size for file in published.glob("*.safetensors"))
                 canary = max(record.get("perf/sync_canary_max_diff", 0) for record in records)
-                figures = [median(records, f"time/{key}") for key in ("step_s", "train_s", "sync_s")]
+                figures = [
+                    median(records, f"time/{key}") for key in ("step_s", "train_s", "sync_s")
+                ]
                 speed = median(records, "perf/generated_tokens_per_s")
                 print(
                     f"{kind:<10} {seed:>4} {figures[0]:>7.2f} {figures[1]:>8.2f} {figures[2]:>7.3f} {speed:>9.0f} "

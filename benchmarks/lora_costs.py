@@ -61,7 +61,9 @@ def trainer(model: str, rank: int) -> Iterator[dict[str, float]]:
         before = kibibytes("VmRSS")
         config = TrainerConfig(optimizer=OptimizerConfig(lr=1e-5), lora=lora)
         sizes = dict(max_seq_len=512, total_steps=100)
-        learner = Learner(config, model=ModelConfig(hf_assets_path=model), device="cpu", **sizes, run_dir=folder)
+        learner = Learner(
+            config, model=ModelConfig(hf_assets_path=model), device="cpu", **sizes, run_dir=folder
+        )
         publisher = SnapshotPublisher(rank=0, host="here", dtype=torch.float32)
         random = np.random.default_rng(0)
         sampled = np.arange(LENGTH) >= LENGTH // 2
@@ -96,7 +98,9 @@ def trainer(model: str, rank: int) -> Iterator[dict[str, float]]:
 
 def kibibytes(name: str) -> int:
     """Of this process. What getrusage says counts its parent too."""
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(f"{name}:"))
+    return next(
+        int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(f"{name}:")
+    )
 
 
 def engine(model: str, rank: int) -> Iterator[dict[str, float]]:
@@ -111,7 +115,11 @@ def engine(model: str, rank: int) -> Iterator[dict[str, float]]:
             prompt = random.integers(0, 768, PROMPT).astype(np.int32)
             sampling = SamplingConfig(max_tokens=SAMPLED)
             request = GenerateRequest(
-                request_id=number, prompt_token_ids=prompt, sampling=sampling, seed=number, stop_token_ids=[]
+                request_id=number,
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                seed=number,
+                stop_token_ids=[],
             )
             assert made.add(request) is None
         while made.busy:
@@ -128,15 +136,26 @@ def random_adapter(model: str, rank: int) -> Manifest:
     for name, weight in load_file(f"{model}/model.safetensors").items():
         if name.endswith("_proj.weight"):
             module = f"base_model.model.{name.removesuffix('.weight')}"
-            shapes |= {f"{module}.lora_A.weight": (rank, weight.shape[1]), f"{module}.lora_B.weight": (len(weight), rank)}
+            shapes |= {
+                f"{module}.lora_A.weight": (rank, weight.shape[1]),
+                f"{module}.lora_B.weight": (len(weight), rank),
+            }
     shards = {name: whole(shape) for name, shape in shapes.items()}
     buffer = SharedBuffer.create(buffer_bytes(shards, torch.float32))
     KEPT.append(buffer)
     digests = named(
-        (name, int(digest(view.normal_(0, 0.01)))) for name, view in views(buffer.bytes, shards, torch.float32).items()
+        (name, int(digest(view.normal_(0, 0.01))))
+        for name, view in views(buffer.bytes, shards, torch.float32).items()
     )
     parts = (RankParts("here", buffer.path, shards),)
-    return Manifest(version=1, shapes=shapes, dtype=torch.float32, parts=parts, publication="random", digests=digests)
+    return Manifest(
+        version=1,
+        shapes=shapes,
+        dtype=torch.float32,
+        parts=parts,
+        publication="random",
+        digests=digests,
+    )
 
 
 def side(role: str, model: str, rank: int) -> None:
@@ -172,7 +191,9 @@ def main() -> None:
 
 def compare(name: str, role: str, model: str, rank: int, turns: int) -> None:
     command = [sys.executable, __file__, "--side", role, model]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    pipes = dict(
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     sides = [subprocess.Popen([*command, str(own)], **pipes) for own in (0, rank)]
     found: list[list[dict[str, float]]] = [[], []]
     for process in sides:
@@ -188,7 +209,9 @@ def compare(name: str, role: str, model: str, rank: int, turns: int) -> None:
         process.wait()
     for figure in found[0][0]:
         whole, adapter = (statistics.median(turn[figure] for turn in own) for own in found)
-        ratio = statistics.median(right[figure] / left[figure] for left, right in zip(*found, strict=True))
+        ratio = statistics.median(
+            right[figure] / left[figure] for left, right in zip(*found, strict=True)
+        )
         print(
             f"{name:<5} {role:<8} {figure:<18} whole model {whole:>10.4g}   rank {rank} {adapter:>10.4g}   {ratio:.3f}",
             flush=True,

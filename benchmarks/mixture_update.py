@@ -31,7 +31,13 @@ import torch  # noqa: E402
 
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 32, "vocab_size": 96}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "head_dim": 32,
+    "vocab_size": 96,
+}
 
 
 def make_folder(folder: str, layers: int, experts: int) -> None:
@@ -78,7 +84,9 @@ class Stopwatch:
         for name, seconds in self.wall.items():
             processor = self.processor[name]
             warm = slice(1 if len(seconds) > 1 else 0, None)
-            print(f"{name:<40}{statistics.median(seconds[warm]):8.3f} s ({statistics.median(processor[warm]):.3f})")
+            print(
+                f"{name:<40}{statistics.median(seconds[warm]):8.3f} s ({statistics.median(processor[warm]):.3f})"
+            )
 
 
 @contextlib.contextmanager
@@ -103,8 +111,12 @@ def measure(folder: str, versions: int) -> None:
     from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
     from torchtitan.experiments.rl.weights.snapshot import Manifest
 
-    torch.set_num_threads(1)  # the engine takes it over: two threads on busy cores wait for each other
-    config = VLLMEngineConfig(max_model_len=64, max_num_seqs=4, cpu_kv_cache_gib=0.1, args={"load_format": "dummy"})
+    torch.set_num_threads(
+        1
+    )  # the engine takes it over: two threads on busy cores wait for each other
+    config = VLLMEngineConfig(
+        max_model_len=64, max_num_seqs=4, cpu_kv_cache_gib=0.1, args={"load_format": "dummy"}
+    )
     engine = config.build(model_path=folder, device="cpu", adapters={})
     spec = policy_spec(ModelConfig(hf_assets_path=folder), device="cpu", max_seq_len=64)
     model: Any = spec.model.build()
@@ -139,11 +151,16 @@ def measure(folder: str, versions: int) -> None:
         with watch.part("trainer: digests"):
             digests = publisher._digests(version)
         proven = through_the_store(replace(manifest, digests=digests), "proven")
-        for way, context in (("copied", contextlib.nullcontext), ("reloaded by vLLM", reloaded_by_vllm)):
+        for way, context in (
+            ("copied", contextlib.nullcontext),
+            ("reloaded by vLLM", reloaded_by_vllm),
+        ):
             with context(), watch.part(f"engine, {way}: stands"):
                 report = engine.load(announced, recompute=False)
                 check_held(report, version, proven.digests)
-    print(f"{len(publisher._shapes)} names in the manifest, {sum(map(torch.numel, model.parameters())):,} parameters")
+    print(
+        f"{len(publisher._shapes)} names in the manifest, {sum(map(torch.numel, model.parameters())):,} parameters"
+    )
     watch.report()
     for name, size in nbytes.items():
         print(f"manifest {name}: {size:,} bytes")

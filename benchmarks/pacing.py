@@ -113,9 +113,15 @@ class FirstInFirstOut(Pacer):
     """The same slots; a batch takes the oldest groups, and waits for them."""
 
     def take_groups(self, version: int) -> list[str] | None:
-        waiting = sorted((slot.order, group_id) for group_id, slot in self._slots.items() if slot.leads_to is None)
+        waiting = sorted(
+            (slot.order, group_id)
+            for group_id, slot in self._slots.items()
+            if slot.leads_to is None
+        )
         batch = [group_id for _, group_id in waiting[: self._groups_per_step]]
-        if len(batch) < self._groups_per_step or not all(self._slots[group_id].finished for group_id in batch):
+        if len(batch) < self._groups_per_step or not all(
+            self._slots[group_id].finished for group_id in batch
+        ):
             return None
         for group_id in batch:
             self._take(group_id, version)
@@ -154,12 +160,20 @@ class StubEngine:
     async def update(self, copied: CopiedOut) -> SyncReport:
         await asyncio.sleep(UPDATE_S)
         self.version = copied.version
-        zeros = dict.fromkeys(("canary_max_diff", "copy_out_s", "load_s", "verify_s", "reload_s"), 0.0)
+        zeros = dict.fromkeys(
+            ("canary_max_diff", "copy_out_s", "load_s", "verify_s", "reload_s"), 0.0
+        )
         return SyncReport(version=copied.version, **zeros)
 
 
 async def run_ours(
-    pacer_class: type[Pacer], renderer, durations: Durations, *, bound: int, steps: int, train_s: float
+    pacer_class: type[Pacer],
+    renderer,
+    durations: Durations,
+    *,
+    bound: int,
+    steps: int,
+    train_s: float,
 ) -> Outcome:
     outcome = Outcome(steps_per_s=0.0)
     loop = asyncio.get_running_loop()
@@ -177,10 +191,15 @@ async def run_ours(
 
         def record(self, group, outcomes):
             number = int(group.group_id.rsplit("-", 1)[1])
-            outcome.trained += [durations.rollouts[number, int(name.rsplit("/", 1)[1])] for name in outcomes]
+            outcome.trained += [
+                durations.rollouts[number, int(name.rsplit("/", 1)[1])] for name in outcomes
+            ]
 
     task = SumDigitsTask.Config(
-        algorithm=GRPO.Config(), group_size=GROUP_SIZE, dataset=SumDigitsDataset.Config(count=1000), validation=None
+        algorithm=GRPO.Config(),
+        group_size=GROUP_SIZE,
+        dataset=SumDigitsDataset.Config(count=1000),
+        validation=None,
     )
     task.env.max_rollout_tokens = task.sampling.max_tokens = 4096
     task = task.build(name="sum", renderer=renderer)
@@ -193,7 +212,9 @@ async def run_ours(
     batcher = Batcher.Config(row_length=4096, rows_per_microbatch=64).build()
     runner = LocalRunner(engine, seed=0)
     rollouts = RolloutLoop(
-        selection=Selection(Gate(), tasks={"sum": task}, mix=WeightedRoundRobin.Config().build(weights={"sum": 1.0})),
+        selection=Selection(
+            Gate(), tasks={"sum": task}, mix=WeightedRoundRobin.Config().build(weights={"sum": 1.0})
+        ),
         runner=runner,
         policy=engine,
         pacer=pacer,
@@ -222,7 +243,11 @@ async def run_ours(
     await training.run()
     await training.close()
     await rollouts.close()
-    outcome.dispatched = durations.rollouts[: rollouts.ledger.counts()["sum/dispatched"] // GROUP_SIZE].flatten().tolist()
+    outcome.dispatched = (
+        durations.rollouts[: rollouts.ledger.counts()["sum/dispatched"] // GROUP_SIZE]
+        .flatten()
+        .tolist()
+    )
     outcome.steps_per_s = _rate(ends)
     return outcome
 
@@ -290,9 +315,19 @@ def in_virtual_time(coroutine):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--cv", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="coefficients of variation of durations")
     parser.add_argument(
-        "--train", type=float, nargs="+", default=[1.0, 0.3], help="training time / synchronous generation time"
+        "--cv",
+        type=float,
+        nargs="+",
+        default=[0.5, 1.0, 2.0],
+        help="coefficients of variation of durations",
+    )
+    parser.add_argument(
+        "--train",
+        type=float,
+        nargs="+",
+        default=[1.0, 0.3],
+        help="training time / synchronous generation time",
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -300,9 +335,15 @@ def main() -> None:
 
     model = Path(__file__).resolve().parents[1] / "assets" / "tiny_qwen3"
     renderer = build_renderer(RendererConfig(), model)
-    print(f"{GROUPS_PER_STEP} groups of {GROUP_SIZE} a step, {args.steps} steps. Durations: log-normal of mean 1, this cv;")
-    print("train: a step's training time / synchronous generation time. Throughput is a share of the ideal.\n")
-    print("train   cv bound |   ours   fifo  discard | age max |   mean length, trained / dispatched")
+    print(
+        f"{GROUPS_PER_STEP} groups of {GROUP_SIZE} a step, {args.steps} steps. Durations: log-normal of mean 1, this cv;"
+    )
+    print(
+        "train: a step's training time / synchronous generation time. Throughput is a share of the ideal.\n"
+    )
+    print(
+        "train   cv bound |   ours   fifo  discard | age max |   mean length, trained / dispatched"
+    )
     print("                 |                        |         |   ours  discard   thrown away")
     failures = []
     for train, cv, bound in itertools.product(args.train, args.cv, (1, 2, 4)):

@@ -100,7 +100,10 @@ def main() -> None:
     drawn = rng.lognormal(math.log(args.median), args.sigma, args.samples)
     lengths = np.clip(drawn.astype(int), 2, args.row_length).tolist()
     bound = math.ceil(sum(lengths) / args.row_length)
-    ours, arrival = len(pack_rows(lengths, args.row_length)), first_fit_rows(lengths, args.row_length)
+    ours, arrival = (
+        len(pack_rows(lengths, args.row_length)),
+        first_fit_rows(lengths, args.row_length),
+    )
     print(f"{args.samples} samples, {sum(lengths):,} tokens, rows of {args.row_length}")
     print(f"rows: {ours} ours, {arrival} first-fit in order of arrival, {bound} the lower bound")
     print(f"efficiency of packing: {sum(lengths) / (ours * args.row_length):.4f} ours", end=", ")
@@ -108,14 +111,27 @@ def main() -> None:
     print(f"ours / first-fit in rows: {ours / arrival:.4f}; ours / lower bound: {ours / bound:.4f}")
 
     samples = make_samples(lengths, rng)
-    batcher = Batcher.Config(row_length=args.row_length, rows_per_microbatch=args.rows_per_microbatch).build()
+    batcher = Batcher.Config(
+        row_length=args.row_length, rows_per_microbatch=args.rows_per_microbatch
+    ).build()
     plan = batcher.plan(samples, args.ranks)
-    print(f"plan for {args.ranks} ranks: {plan.rows} rows, {plan.efficiency:.4f} of the slots hold a token")
-    times = [(seconds(lambda: batcher.plan(samples, args.ranks)), seconds(lambda: plain_copy(samples)))]
+    print(
+        f"plan for {args.ranks} ranks: {plan.rows} rows, {plan.efficiency:.4f} of the slots hold a token"
+    )
+    times = [
+        (seconds(lambda: batcher.plan(samples, args.ranks)), seconds(lambda: plain_copy(samples)))
+    ]
     for _ in range(args.repeats - 1):
-        times.append((seconds(lambda: batcher.plan(samples, args.ranks)), seconds(lambda: plain_copy(samples))))
+        times.append(
+            (
+                seconds(lambda: batcher.plan(samples, args.ranks)),
+                seconds(lambda: plain_copy(samples)),
+            )
+        )
     planned, copied = (min(column) for column in zip(*times, strict=True))
-    print(f"time: {planned * 1e3:.1f} ms to plan and fill, {copied * 1e3:.1f} ms for the plain copy")
+    print(
+        f"time: {planned * 1e3:.1f} ms to plan and fill, {copied * 1e3:.1f} ms for the plain copy"
+    )
     print(f"ratio plan / plain copy: {planned / copied:.2f}")
 
 

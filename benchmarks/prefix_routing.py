@@ -38,19 +38,25 @@ REPLICAS = 2
 BOUNDS = {"anywhere": 0, "together": generator_client.AHEAD, "no bound": 1_000_000}
 
 
-async def turn(client: GeneratorClient, *, groups: int, size: int, prompt: int, tokens: int, seed: int) -> float:
+async def turn(
+    client: GeneratorClient, *, groups: int, size: int, prompt: int, tokens: int, seed: int
+) -> float:
     """Seconds from the first session to the last completion."""
     sampling = SamplingConfig(max_tokens=tokens)
     random = np.random.default_rng(seed)
     prompts = random.integers(10, 250, (groups, prompt)).astype(np.int32)
 
     async def rollout(group: int, index: int) -> None:
-        session = client.session(rollout_id=f"{seed}-{group}/{index}", seed=index, sampling=sampling, stop_token_ids=[])
+        session = client.session(
+            rollout_id=f"{seed}-{group}/{index}", seed=index, sampling=sampling, stop_token_ids=[]
+        )
         await session.generate(prompts[group], max_tokens=tokens)
         session.close()
 
     began = time.perf_counter()
-    await asyncio.gather(*(rollout(group, index) for group in range(groups) for index in range(size)))
+    await asyncio.gather(
+        *(rollout(group, index) for group in range(groups) for index in range(size))
+    )
     return time.perf_counter() - began
 
 
@@ -78,19 +84,32 @@ async def compare(args: argparse.Namespace, run_dir: str) -> None:
             await client.admit(index, actor)
         cores = [place.devices for place in placement.generators]
         print(f"prompts of {args.prompt} tokens, completions of {args.tokens}, cores {cores}")
-        print(f"{'load':<22}" + "".join(f"{name:>12}" for name in BOUNDS) + f"{'anywhere / together':>22}")
+        print(
+            f"{'load':<22}"
+            + "".join(f"{name:>12}" for name in BOUNDS)
+            + f"{'anywhere / together':>22}"
+        )
         seed = 0
         for groups, size in ((args.groups, args.size), (1, args.groups * args.size)):
             seconds: dict[str, list[float]] = {name: [] for name in BOUNDS}
             for repeat in range(args.repeats + 1):
                 for name, bound in BOUNDS.items():
                     generator_client.AHEAD, seed = bound, seed + 1
-                    took = await turn(client, groups=groups, size=size, prompt=args.prompt, tokens=args.tokens, seed=seed)
+                    took = await turn(
+                        client,
+                        groups=groups,
+                        size=size,
+                        prompt=args.prompt,
+                        tokens=args.tokens,
+                        seed=seed,
+                    )
                     if repeat:  # the first is to warm up
                         seconds[name].append(took)
             medians = {name: statistics.median(values) for name, values in seconds.items()}
             figures = "".join(f"{median:>10.2f} s" for median in medians.values())
-            print(f"{f'{groups} groups of {size}':<22}{figures}{medians['anywhere'] / medians['together']:>22.2f}")
+            print(
+                f"{f'{groups} groups of {size}':<22}{figures}{medians['anywhere'] / medians['together']:>22.2f}"
+            )
     finally:
         client.close()
         for procs in meshes:

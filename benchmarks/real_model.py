@@ -16,11 +16,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from end_to_end import Subject, main  # noqa: E402
 
 from torchtitan.experiments.rl.config.run_config import RunConfig  # noqa: E402
-from torchtitan.experiments.rl.config_registry.smollm2 import last_number_is_answer, rl_sums_smollm2, sums  # noqa: E402
+from torchtitan.experiments.rl.config_registry.smollm2 import (  # noqa: E402
+    last_number_is_answer,
+    rl_sums_smollm2,
+    sums,
+)
 
 
 def questions(config: RunConfig) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    training, held_out = ([(row["question"], str(row["answer"])) for row in rows] for rows in sums())
+    training, held_out = (
+        [(row["question"], str(row["answer"])) for row in rows] for rows in sums()
+    )
     return training, held_out
 
 

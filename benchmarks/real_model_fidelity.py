@@ -58,12 +58,19 @@ def prompts(tokenizer: Any, count: int) -> list[list[int]]:
 
 def engine(model: Path, asked: Path, answers: Path) -> None:
     """In a process of its own: sample a reply to each prompt, or score each text, and write what came."""
-    from torchtitan.experiments.rl.generation.engine import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
+    from torchtitan.experiments.rl.generation.engine import (
+        GenerateRequest,
+        GenerateResult,
+        ScoreRequest,
+        ScoreResult,
+    )
     from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
     from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 
     given = np.load(asked, allow_pickle=True).item()
-    made = VLLMEngineConfig(max_model_len=LONGEST, cpu_kv_cache_gib=1.0).build(model_path=str(model), device="cpu")
+    made = VLLMEngineConfig(max_model_len=LONGEST, cpu_kv_cache_gib=1.0).build(
+        model_path=str(model), device="cpu"
+    )
     for index, ids in enumerate(given["ids"]):
         tokens = np.asarray(ids, np.int32)
         if given["score"]:
@@ -71,7 +78,13 @@ def engine(model: Path, asked: Path, answers: Path) -> None:
         else:
             sampling = SamplingConfig(max_tokens=MAX_TOKENS)
             made.add(
-                GenerateRequest(request_id=index, prompt_token_ids=tokens, sampling=sampling, seed=index, stop_token_ids=[2])
+                GenerateRequest(
+                    request_id=index,
+                    prompt_token_ids=tokens,
+                    sampling=sampling,
+                    seed=index,
+                    stop_token_ids=[2],
+                )
             )
     found: dict[int, tuple[Any, Any]] = {}
     while made.busy:
@@ -81,13 +94,23 @@ def engine(model: Path, asked: Path, answers: Path) -> None:
             else:
                 assert isinstance(result, ScoreResult), result
                 found[result.request_id] = (None, result.logprobs)
-    np.save(answers, np.array([found[index] for index in range(len(given["ids"]))], dtype=object), allow_pickle=True)
+    np.save(
+        answers,
+        np.array([found[index] for index in range(len(given["ids"]))], dtype=object),
+        allow_pickle=True,
+    )
 
 
 def run_engine(model: Path, ids: list[Any], folder: Path, *, score: bool) -> list[tuple[Any, Any]]:
-    np.save(folder / "asked.npy", np.array({"ids": ids, "score": score}, dtype=object), allow_pickle=True)
+    np.save(
+        folder / "asked.npy",
+        np.array({"ids": ids, "score": score}, dtype=object),
+        allow_pickle=True,
+    )
     words = [sys.executable, __file__, "--engine", str(folder / "asked.npy"), "--model", str(model)]
-    run = subprocess.run([*words, "--answers", str(folder / "answers.npy")], capture_output=True, text=True)
+    run = subprocess.run(
+        [*words, "--answers", str(folder / "answers.npy")], capture_output=True, text=True
+    )
     if run.returncode:
         sys.exit(run.stdout[-2000:] + run.stderr[-4000:])
     return [tuple(entry) for entry in np.load(folder / "answers.npy", allow_pickle=True)]
@@ -112,7 +135,10 @@ def compare(model: Path, count: int, folder: Path) -> bool:
     tokenizer = AutoTokenizer.from_pretrained(model)
     asked = prompts(tokenizer, count)
     replies = run_engine(model, asked, folder, score=False)
-    texts = [np.array([*prompt, *reply], np.int32) for prompt, (reply, _) in zip(asked, replies, strict=True)]
+    texts = [
+        np.array([*prompt, *reply], np.int32)
+        for prompt, (reply, _) in zip(asked, replies, strict=True)
+    ]
     sampled = [slice(len(prompt), len(text)) for prompt, text in zip(asked, texts, strict=True)]
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     # The folder names <|im_end|> as padding too, and transformers gives the embedding of the padding no gradient.
@@ -149,10 +175,17 @@ def compare(model: Path, count: int, folder: Path) -> bool:
 
     ours = [learner.score(text)[part] for text, part in zip(texts, sampled, strict=True)]
     with torch.no_grad():
-        reference = [by_transformers(theirs, text).numpy()[part] for text, part in zip(texts, sampled, strict=True)]
+        reference = [
+            by_transformers(theirs, text).numpy()[part]
+            for text, part in zip(texts, sampled, strict=True)
+        ]
     engines = [logprobs for _, logprobs in replies]
     sides = {"trainer": ours, "engine": engines, "transformers": reference}
-    for left, right in (("trainer", "engine"), ("trainer", "transformers"), ("engine", "transformers")):
+    for left, right in (
+        ("trainer", "engine"),
+        ("trainer", "transformers"),
+        ("engine", "transformers"),
+    ):
         pairs = zip(sides[left], sides[right], strict=True)
         report(f"log-probabilities, {left} - {right}", [a - b for a, b in pairs], LIMIT)
 
@@ -179,12 +212,18 @@ def compare(model: Path, count: int, folder: Path) -> bool:
     plan = Batcher.Config(row_length=LONGEST, rows_per_microbatch=4).build().plan(samples, 1)
     learner.forward_backward(plan.microbatches[0], 0)
     norm = learner.optim_step()["train/grad_norm"]
-    optimizer = torch.optim.AdamW(theirs.parameters(), lr=LR, betas=config.optimizer.betas, eps=1.0, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        theirs.parameters(), lr=LR, betas=config.optimizer.betas, eps=1.0, weight_decay=0.0
+    )
     tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
     for index in range(OF_STEP):
-        ratio = (by_transformers(theirs, texts[index])[sampled[index]] - torch.from_numpy(engines[index])).exp()
+        ratio = (
+            by_transformers(theirs, texts[index])[sampled[index]] - torch.from_numpy(engines[index])
+        ).exp()
         (-advantages[index] * ratio.sum() / tokens).backward()
-    their_norm = float(torch.nn.utils.clip_grad_norm_(theirs.parameters(), config.optimizer.max_norm))
+    their_norm = float(
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), config.optimizer.max_norm)
+    )
     optimizer.step()
     print(f"gradient norm: trainer {norm:.6f}, transformers {their_norm:.6f}")
     after, apart, change = theirs.state_dict(), 0.0, 0.0
@@ -192,7 +231,11 @@ def compare(model: Path, count: int, folder: Path) -> bool:
         value = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         apart += float((value.detach() - after[name]).double().square().sum())
         change += float((after[name] - before[name]).double().square().sum())
-    report("change of the weights by the step, relative", [np.array([(apart / change) ** 0.5])], LIMIT_OF_STEP)
+    report(
+        "change of the weights by the step, relative",
+        [np.array([(apart / change) ** 0.5])],
+        LIMIT_OF_STEP,
+    )
 
     exported = learner.save_final(1)
     assert exported is not None
@@ -200,9 +243,17 @@ def compare(model: Path, count: int, folder: Path) -> bool:
     ours = [learner.score(text) for text in texts[:OF_STEP]]
     with torch.no_grad():
         again = [by_transformers(loaded, text).numpy() for text in texts[:OF_STEP]]
-    report("exported folder, trainer - transformers", [a - b for a, b in zip(ours, again, strict=True)], LIMIT)
+    report(
+        "exported folder, trainer - transformers",
+        [a - b for a, b in zip(ours, again, strict=True)],
+        LIMIT,
+    )
     scored = run_engine(exported, texts[:OF_STEP], folder, score=True)
-    report("exported folder, trainer - engine", [a - b for a, (_, b) in zip(ours, scored, strict=True)], LIMIT)
+    report(
+        "exported folder, trainer - engine",
+        [a - b for a, (_, b) in zip(ours, scored, strict=True)],
+        LIMIT,
+    )
     learner.close()
     return good
 

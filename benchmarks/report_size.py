@@ -46,7 +46,9 @@ REPEATS = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rollouts", type=int, default=512, help="of a step")
     parser.add_argument("--tokens", type=int, default=3000, help="of a rollout")
@@ -55,8 +57,14 @@ def main() -> None:
     try:
         began = time.perf_counter()
         make_run(folder, options.steps, options.rollouts, options.tokens)
-        sizes = {name: (folder / name).stat().st_size / 2**20 for name in (ROLLOUTS_FILE, LEDGER_FILE, METRICS_FILE)}
-        print(f"made in       {time.perf_counter() - began:.1f} s: " + ", ".join(f"{n} {s:.1f} MiB" for n, s in sizes.items()))
+        sizes = {
+            name: (folder / name).stat().st_size / 2**20
+            for name in (ROLLOUTS_FILE, LEDGER_FILE, METRICS_FILE)
+        }
+        print(
+            f"made in       {time.perf_counter() - began:.1f} s: "
+            + ", ".join(f"{n} {s:.1f} MiB" for n, s in sizes.items())
+        )
         measure(folder)
     finally:
         shutil.rmtree(folder)
@@ -65,27 +73,48 @@ def main() -> None:
 def make_run(folder: Path, steps: int, rollouts: int, tokens: int) -> None:
     random = np.random.default_rng(0)
     words = [f"word{i}" for i in range(5000)]
-    records, ledger, metrics = (RecordFile(folder / name) for name in (ROLLOUTS_FILE, LEDGER_FILE, METRICS_FILE))
+    records, ledger, metrics = (
+        RecordFile(folder / name) for name in (ROLLOUTS_FILE, LEDGER_FILE, METRICS_FILE)
+    )
     for step in range(steps):
         for number in range(rollouts // GROUP):
             group_id, lines, ends = f"{TASK}-{step * rollouts // GROUP + number}", [], []
             for index in range(GROUP):
                 rollout = made(group_id, index, tokens, step, random, words)
-                lines.append(encode_rollout(rollout, outcome="trained", admitted_version=step, max_bytes=2**30))
+                lines.append(
+                    encode_rollout(
+                        rollout, outcome="trained", admitted_version=step, max_bytes=2**30
+                    )
+                )
                 end = {"rollout_id": rollout.rollout_id, "task": TASK, "dispatched_version": step}
-                ends.append(json.dumps(end | {"column": "trained", "ended_version": step + 1}) + "\n")
+                ends.append(
+                    json.dumps(end | {"column": "trained", "ended_version": step + 1}) + "\n"
+                )
             records.append(compress(b"".join(lines)))
             ledger.append("".join(ends).encode())
         values = {f"perf/metric_{i}": float(random.random()) for i in range(100)}
-        values |= {"rollout/reward_mean": step / steps, "time/step_s": 60.0, f"ledger/{TASK}/dispatched": (step + 1) * rollouts}
+        values |= {
+            "rollout/reward_mean": step / steps,
+            "time/step_s": 60.0,
+            f"ledger/{TASK}/dispatched": (step + 1) * rollouts,
+        }
         metrics.append((json.dumps({"step": step + 1, **values}) + "\n").encode())
-    (folder / "config.json").write_text(json.dumps({"steps": steps, "tasks": {TASK: {"group_size": GROUP}}}))
+    (folder / "config.json").write_text(
+        json.dumps({"steps": steps, "tasks": {TASK: {"group_size": GROUP}}})
+    )
 
 
-def made(group_id: str, index: int, tokens: int, step: int, random: np.random.Generator, words: list[str]) -> Rollout:
+def made(
+    group_id: str, index: int, tokens: int, step: int, random: np.random.Generator, words: list[str]
+) -> Rollout:
     prompt, sampled = tokens // 10, tokens - tokens // 10
     turn = RolloutTurn(
-        prompt_messages=[{"role": "user", "content": " ".join(words[i] for i in random.integers(0, 5000, prompt))}],
+        prompt_messages=[
+            {
+                "role": "user",
+                "content": " ".join(words[i] for i in random.integers(0, 5000, prompt)),
+            }
+        ],
         prompt_token_ids=np.arange(prompt, dtype=np.int32),
         prompt_role_ids=np.full(prompt, 2, np.int8),
         prompt_is_content=np.ones(prompt, bool),
@@ -95,7 +124,10 @@ def made(group_id: str, index: int, tokens: int, step: int, random: np.random.Ge
             policy_versions=np.full(sampled, step, np.int32),
             finish_reason="stop",
         ),
-        assistant_message={"role": "assistant", "content": " ".join(words[i] for i in random.integers(0, 5000, sampled))},
+        assistant_message={
+            "role": "assistant",
+            "content": " ".join(words[i] for i in random.integers(0, 5000, sampled)),
+        },
     )
     rollout = Rollout(
         group_id=group_id,
@@ -106,7 +138,9 @@ def made(group_id: str, index: int, tokens: int, step: int, random: np.random.Ge
         status=RolloutStatus.COMPLETED,
         reward=float(random.random()),
     )
-    rollout.samples = samples_from_turns([turn], task_name=TASK, rollout_id=rollout.rollout_id, temperature=1.0)
+    rollout.samples = samples_from_turns(
+        [turn], task_name=TASK, rollout_id=rollout.rollout_id, temperature=1.0
+    )
     rollout.assign_advantages(float(random.normal()))
     return rollout
 
@@ -149,7 +183,11 @@ def measure(folder: Path) -> None:
 
 
 def resident_mib(pid: int) -> float:
-    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
+    (line,) = [
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    ]
     return int(line.split()[1]) / 1024
 
 

@@ -67,9 +67,13 @@ def said(values: list[float], unit: str = "s") -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60, help="of a run whose checkpoints are measured")
+    parser.add_argument(
+        "--steps", type=int, default=60, help="of a run whose checkpoints are measured"
+    )
     arguments, overrides = parser.parse_known_args()
     if arguments.steps <= WARM_UP or arguments.steps % INTERVAL:
         parser.error(f"--steps {arguments.steps}: give a multiple of {INTERVAL} above {WARM_UP}")
@@ -80,22 +84,39 @@ def main() -> None:
         new, resumed = [], []
         for i in range(arguments.repeats):
             run = base / f"resumed-{i}"
-            new.append(seconds_to_step(1, [*demo, "--steps", "2", "--run-dir", str(run)], run, output))
+            new.append(
+                seconds_to_step(1, [*demo, "--steps", "2", "--run-dir", str(run)], run, output)
+            )
             resumed.append(seconds_to_step(3, ["--resume", str(run), "--steps", "3"], run, output))
-            print(f"to the first step: new {new[-1]:.2f} s, resumed {resumed[-1]:.2f} s", flush=True)
+            print(
+                f"to the first step: new {new[-1]:.2f} s, resumed {resumed[-1]:.2f} s", flush=True
+            )
         with_them, without, waits = [], [], []
         for i in range(arguments.repeats):
             for interval, times in ((INTERVAL, with_them), (0, without)):
                 run = base / f"interval-{interval}-{i}"
-                words = [*demo, "--steps", str(arguments.steps), "--checkpoint.interval", str(interval), "--run-dir", str(run)]
+                words = [
+                    *demo,
+                    "--steps",
+                    str(arguments.steps),
+                    "--checkpoint.interval",
+                    str(interval),
+                    "--run-dir",
+                    str(run),
+                ]
                 finished(started(words, output), output)
                 taken, waited = step_seconds(run)
                 times.append(taken)
                 waits += [waited / taken] if interval else []
-            print(f"a step: {with_them[-1]:.4f} s with checkpoints, {without[-1]:.4f} s without", flush=True)
+            print(
+                f"a step: {with_them[-1]:.4f} s with checkpoints, {without[-1]:.4f} s without",
+                flush=True,
+            )
     shares = [100 * (a / b - 1) for a, b in zip(with_them, without, strict=True)]
     print(f"command to first step: new {said(new)}, resumed {said(resumed)}")
-    print(f"checkpoints every {INTERVAL} steps add {said(shares, '%')} to a step of {said(without)}")
+    print(
+        f"checkpoints every {INTERVAL} steps add {said(shares, '%')} to a step of {said(without)}"
+    )
     print(f"a step waits for them {said([100 * wait for wait in waits], '%')} of its time")
 
 

@@ -84,7 +84,9 @@ class StubPolicy:
 
     def __init__(self, tokenizer, *, turns: int, latency_s: float):
         call = 'I need to know.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 + 34"}}\n</tool_call>'
-        self.completions = [self._completion(tokenizer, text) for text in [call] * (turns - 1) + ["It is 46."]]
+        self.completions = [
+            self._completion(tokenizer, text) for text in [call] * (turns - 1) + ["It is 46."]
+        ]
         self.latency_s, self.random = latency_s, random.Random(0)
 
     @staticmethod
@@ -123,14 +125,23 @@ class Questions(Dataset):
 
 class ToolEnv(MessageEnv):
     async def reset(self):
-        return ResetOutput(messages=[{"role": "user", "content": "How much is 12 + 34? " * 5}], tools=[CALCULATOR])
+        return ResetOutput(
+            messages=[{"role": "user", "content": "How much is 12 + 34? " * 5}], tools=[CALCULATOR]
+        )
 
     async def step_message(self, message):
         answers = [
-            {"role": "tool", "tool_call_id": call["id"], "name": "calculator", "content": "The result is 46. " * 8}
+            {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "name": "calculator",
+                "content": "The result is 46. " * 8,
+            }
             for call in message.get("tool_calls", [])
         ]
-        return StepOutput(env_messages=answers, done=not answers, reward_components={"calls": len(answers)})
+        return StepOutput(
+            env_messages=answers, done=not answers, reward_components={"calls": len(answers)}
+        )
 
 
 class ToolTask(Task):
@@ -138,7 +149,9 @@ class ToolTask(Task):
         return ToolEnv()
 
 
-async def run(renderer, tokenizer, options, *, latency_s: float) -> tuple[float, float, list[float], list[float]]:
+async def run(
+    renderer, tokenizer, options, *, latency_s: float
+) -> tuple[float, float, list[float], list[float]]:
     """CPU seconds a turn of the renderer and of the rest; lags, and this process's CPU time in each."""
     timed = TimedRenderer(renderer)
     task = ToolTask.Config(
@@ -154,7 +167,9 @@ async def run(renderer, tokenizer, options, *, latency_s: float) -> tuple[float,
         recorder = RolloutRecorder.Config().build(run_dir=Path(tempfile.mkdtemp()))
 
     async def one_group(number: int):
-        group = await task.run_group(task.dataset[number], policy, group_id=f"tools-{number}", seed=0)
+        group = await task.run_group(
+            task.dataset[number], policy, group_id=f"tools-{number}", seed=0
+        )
         assert await task.score_group(group) is None
         if recorder is not None:
             recorder.record(group, {})
@@ -166,7 +181,9 @@ async def run(renderer, tokenizer, options, *, latency_s: float) -> tuple[float,
         while True:
             before = time.process_time()
             await asyncio.sleep(INTERVAL_S)
-            own_s.append(time.process_time() - before)  # what the loop did in time, as well as what made it late
+            own_s.append(
+                time.process_time() - before
+            )  # what the loop did in time, as well as what made it late
 
     freeze_objects()
     lag.start()
@@ -175,7 +192,9 @@ async def run(renderer, tokenizer, options, *, latency_s: float) -> tuple[float,
     lag.lap()
     own_s.clear()
     began = time.process_time()
-    groups = await asyncio.gather(*(one_group(number) for number in range(options.rollouts // GROUP_SIZE)))
+    groups = await asyncio.gather(
+        *(one_group(number) for number in range(options.rollouts // GROUP_SIZE))
+    )
     await asyncio.sleep(2 * INTERVAL_S)
     cpu_s = time.process_time() - began
     lag.stop()
@@ -184,7 +203,10 @@ async def run(renderer, tokenizer, options, *, latency_s: float) -> tuple[float,
 
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     turns = sum(len(rollout.turns) for rollout in rollouts)
-    assert turns == options.rollouts * options.turns and len({len(rollout.samples) for rollout in rollouts}) == 1
+    assert (
+        turns == options.rollouts * options.turns
+        and len({len(rollout.samples) for rollout in rollouts}) == 1
+    )
     assert {rollout.status for rollout in rollouts} == {RolloutStatus.COMPLETED}
     if recorder is not None:
         recorder.close()
@@ -198,8 +220,12 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=512)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--latency-s", type=float, default=0.05)
-    parser.add_argument("--record", action="store_true", help="write every rollout to disk meanwhile")
-    parser.add_argument("--profile", action="store_true", help="print where the time goes (profiling adds to it)")
+    parser.add_argument(
+        "--record", action="store_true", help="write every rollout to disk meanwhile"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="print where the time goes (profiling adds to it)"
+    )
     options = parser.parse_args()
     set_up_process()
     renderer = build_renderer(RendererConfig(), TINY_MODEL)
@@ -209,15 +235,21 @@ def main() -> None:
     for latency_s in (0.0, options.latency_s):
         if options.profile:
             profile.enable()
-        renderer_s, path_s, lags, own = asyncio.run(run(renderer, tokenizer, options, latency_s=latency_s))
+        renderer_s, path_s, lags, own = asyncio.run(
+            run(renderer, tokenizer, options, latency_s=latency_s)
+        )
         profile.disable()
         name = "answers at once" if latency_s == 0 else f"answers within {latency_s:g} s"
-        print(f"{name}: {options.rollouts} rollouts of {options.turns} turns, {options.tokens:,} tokens each")
+        print(
+            f"{name}: {options.rollouts} rollouts of {options.turns} turns, {options.tokens:,} tokens each"
+        )
         print(f"  renderer   {renderer_s * 1e3:6.3f} ms CPU a turn")
         print(f"  path       {path_s * 1e3:6.3f} ms CPU a turn, limit {CPU_LIMIT_S * 1e3:g}")
         for name, values in (("lag", lags), ("own", own)):
             p99 = np.quantile(values, 0.99)
-            print(f"  {name}        {max(values) * 1e3:6.1f} ms at most, {p99 * 1e3:.1f} ms p99, limit {LAG_LIMIT_S * 1e3:g}")
+            print(
+                f"  {name}        {max(values) * 1e3:6.1f} ms at most, {p99 * 1e3:.1f} ms p99, limit {LAG_LIMIT_S * 1e3:g}"
+            )
     if options.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(45)
 

@@ -41,7 +41,12 @@ from torchtitan.experiments.rl.envs.renderer import build_renderer  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
 from torchtitan.experiments.rl.operations.provision import spawn_on  # noqa: E402
-from torchtitan.experiments.rl.process.setup import freeze_objects, set_up_logging, set_up_process, unfreeze_objects  # noqa: E402  # noqa: E402
+from torchtitan.experiments.rl.process.setup import (  # noqa: E402
+    freeze_objects,
+    set_up_logging,
+    set_up_process,
+    unfreeze_objects,
+)
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup  # noqa: E402
 from torchtitan.experiments.rl.tasks.task import (
@@ -54,7 +59,9 @@ from torchtitan.experiments.rl.user_code.calls import Gate
 class RolloutPath:
     """Ours: runs steps of groups as the controller does, with a trainer that takes no time."""
 
-    def __init__(self, config: RunConfig, client: GeneratorClient, task: Task, *, groups_per_step: int):
+    def __init__(
+        self, config: RunConfig, client: GeneratorClient, task: Task, *, groups_per_step: int
+    ):
         self._config, self._client, self._task = config, client, task
         self._groups_per_step = groups_per_step
 
@@ -64,11 +71,16 @@ class RolloutPath:
         self._client.version = 0
         loop = RolloutLoop(
             selection=Selection(
-                Gate(), tasks={self._task.name: self._task}, mix=config.task_mix.build(weights={self._task.name: 1.0})
+                Gate(),
+                tasks={self._task.name: self._task},
+                mix=config.task_mix.build(weights={self._task.name: 1.0}),
             ),
             runner=LocalRunner(self._client, seed=seed),
             policy=self._client,
-            pacer=Pacer(groups_per_step=self._groups_per_step, max_offpolicy_steps=config.max_offpolicy_steps),
+            pacer=Pacer(
+                groups_per_step=self._groups_per_step,
+                max_offpolicy_steps=config.max_offpolicy_steps,
+            ),
             batcher=config.batcher.build(),
             total_groups=steps * self._groups_per_step,
         )
@@ -92,7 +104,9 @@ class BareEngine:
     def __init__(self, arguments: dict[str, Any], cores: Sequence[int], run_dir: str):
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve_bare_engine, args=(theirs, arguments, cores, run_dir), daemon=True)
+        self._process = context.Process(
+            target=_serve_bare_engine, args=(theirs, arguments, cores, run_dir), daemon=True
+        )
         # Ctrl-C is for this process: the child ends when the pipe does.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._process.start()
@@ -111,7 +125,10 @@ class BareEngine:
         """Sample what ``groups`` sampled; returns the completions in the same order, and the seconds."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         requests = [
-            (rollout.turns[0].prompt_token_ids.tolist(), derive_seed(seed, rollout.group_id, rollout.index_in_group, 0))
+            (
+                rollout.turns[0].prompt_token_ids.tolist(),
+                derive_seed(seed, rollout.group_id, rollout.index_in_group, 0),
+            )
             for rollout in rollouts
         ]
         self._pipe.send((requests, sampling, stops))
@@ -124,7 +141,9 @@ class BareEngine:
             self._process.kill()
 
 
-def _serve_bare_engine(pipe: Connection, arguments: dict[str, Any], cores: Sequence[int], run_dir: str) -> None:
+def _serve_bare_engine(
+    pipe: Connection, arguments: dict[str, Any], cores: Sequence[int], run_dir: str
+) -> None:
     torch.set_num_threads(len(cores))
     os.environ |= {
         "OMP_NUM_THREADS": str(len(cores)),
@@ -204,7 +223,12 @@ async def compare(args: argparse.Namespace, config: RunConfig, run_dir: str) -> 
     (procs, _), client = spawn_on(None, "generator", placement.generators, "cpu"), GeneratorClient()
     try:
         generator = procs.spawn(
-            "generator", Generator, config.generator, model_path=config.model.hf_assets_path, device="cpu", run_dir=run_dir
+            "generator",
+            Generator,
+            config.generator,
+            model_path=config.model.hf_assets_path,
+            device="cpu",
+            run_dir=run_dir,
         )
         await generator.setup.call()
         await bare.answer()
@@ -213,11 +237,19 @@ async def compare(args: argparse.Namespace, config: RunConfig, run_dir: str) -> 
             f"{args.rollouts} rollouts a step, {args.steps} steps a turn, medians of {args.repeats} turns; "
             f"{len(placement.generators[0].devices)} thread(s) for each engine"
         )
-        print(f"{'load':<12}{'ours':>10}{'vLLM alone':>12}{'ratio':>8}{'tokens a rollout':>18}{'completions that differ':>25}")
+        print(
+            f"{'load':<12}{'ours':>10}{'vLLM alone':>12}{'ratio':>8}{'tokens a rollout':>18}{'completions that differ':>25}"
+        )
         ratios = []
         for load, tokens in (("answers", None), (f"{args.tokens} tokens", args.tokens)):
-            ratios.append((load, await compare_load(args, config, client, bare, load=load, tokens=tokens)))
-        print("ratio ours / vLLM alone: " + ", ".join(f"{ratio:.2f} on {load}" for load, ratio in ratios) + " (at least 0.9)")
+            ratios.append(
+                (load, await compare_load(args, config, client, bare, load=load, tokens=tokens))
+            )
+        print(
+            "ratio ours / vLLM alone: "
+            + ", ".join(f"{ratio:.2f} on {load}" for load, ratio in ratios)
+            + " (at least 0.9)"
+        )
         await generator.shutdown.call()
     finally:
         client.close()
@@ -239,18 +271,30 @@ async def compare_load(
     (task_config,) = config.tasks.values()
     if tokens is not None:
         renderer.get_stop_token_ids = list
-        task_config = replace(task_config, sampling=replace(task_config.sampling, max_tokens=tokens))
+        task_config = replace(
+            task_config, sampling=replace(task_config.sampling, max_tokens=tokens)
+        )
     task = task_config.build(name="sum_digits", renderer=renderer, seed=0)
-    path = RolloutPath(config, client, task, groups_per_step=args.rollouts // task_config.group_size)
+    path = RolloutPath(
+        config, client, task, groups_per_step=args.rollouts // task_config.group_size
+    )
     speeds, differing, rollouts, total = [], 0, 0, 0
     for turn in range(args.warmup + args.repeats):
         groups, our_seconds = await path.run(args.steps, seed=turn)
-        completions, their_seconds = await bare.run(groups, turn, task_config.sampling, renderer.get_stop_token_ids())
-        sampled = [rollout.turns[0].completion.token_ids.tolist() for group in groups for rollout in group.rollouts]
+        completions, their_seconds = await bare.run(
+            groups, turn, task_config.sampling, renderer.get_stop_token_ids()
+        )
+        sampled = [
+            rollout.turns[0].completion.token_ids.tolist()
+            for group in groups
+            for rollout in group.rollouts
+        ]
         differing += sum(a != b for a, b in zip(sampled, completions, strict=True))
         rollouts, total = rollouts + len(sampled), total + sum(map(len, sampled))
         if turn >= args.warmup:
-            speeds.append((sum(map(len, sampled)) / our_seconds, sum(map(len, completions)) / their_seconds))
+            speeds.append(
+                (sum(map(len, sampled)) / our_seconds, sum(map(len, completions)) / their_seconds)
+            )
             if args.verbose:
                 print("  turn {}: {:,.0f} ours, {:,.0f} vLLM alone".format(turn, *speeds[-1]))
     ours, theirs = (statistics.median(column) for column in zip(*speeds, strict=True))
@@ -262,9 +306,18 @@ async def compare_load(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default=None, help="a tiny Qwen3 in hub format; the debug config's if left out")
-    parser.add_argument("--rollouts", type=int, default=256, help="of one step, and the most the engine runs at once")
-    parser.add_argument("--max-offpolicy-steps", type=int, default=1, help="steps whose rollouts are open besides")
+    parser.add_argument(
+        "--model", default=None, help="a tiny Qwen3 in hub format; the debug config's if left out"
+    )
+    parser.add_argument(
+        "--rollouts",
+        type=int,
+        default=256,
+        help="of one step, and the most the engine runs at once",
+    )
+    parser.add_argument(
+        "--max-offpolicy-steps", type=int, default=1, help="steps whose rollouts are open besides"
+    )
     parser.add_argument("--steps", type=int, default=8, help="in each turn")
     parser.add_argument("--tokens", type=int, default=64, help="of the long completions")
     parser.add_argument("--repeats", type=int, default=7)

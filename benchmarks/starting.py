@@ -18,7 +18,15 @@ from datetime import datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMAND = [sys.executable, "-m", "torchtitan.experiments.rl.grpo", "--config", "rl_grpo_qwen3_debug", "--steps", "2"]
+COMMAND = [
+    sys.executable,
+    "-m",
+    "torchtitan.experiments.rl.grpo",
+    "--config",
+    "rl_grpo_qwen3_debug",
+    "--steps",
+    "2",
+]
 PRINTED = {
     "command: imports, checks": "run  ",
     "evaluation of version 0": "validation before the first step",
@@ -55,7 +63,11 @@ def ends(run: Path, words: list[str]) -> dict[str, float]:
     """When each part of a run ended, in seconds since the command."""
     began, found, shown = time.time(), {}, ""
     process = subprocess.Popen(
-        [*COMMAND, "--run-dir", str(run), *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*COMMAND, "--run-dir", str(run), *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -84,7 +96,9 @@ def main() -> None:
     runs = runs[1:]
     print(f"{'':<44}{'takes s':>9}{'ends at s':>11}")
     for name, before in ORDER.items():
-        took = statistics.median(run[name] - (run[before] if before is not None else 0.0) for run in runs)
+        took = statistics.median(
+            run[name] - (run[before] if before is not None else 0.0) for run in runs
+        )
         print(f"{name:<44}{took:>9.2f}{statistics.median(run[name] for run in runs):>11.2f}")
 
 

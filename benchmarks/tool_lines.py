@@ -35,7 +35,9 @@ GRPOTrainer("Qwen/Qwen3-0.6B", right, args=limits, train_dataset=rows, environme
 
 
 def lines(code: str) -> int:
-    return sum(bool(line.strip()) and not re.match("import |from |#", line) for line in code.splitlines())
+    return sum(
+        bool(line.strip()) and not re.match("import |from |#", line) for line in code.splitlines()
+    )
 
 
 def main() -> None:

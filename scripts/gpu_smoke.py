@@ -129,7 +129,14 @@ SIZES = {
         completions=64,
         sampled=256,
         run=(
-            *("--config", "rl_grpo_qwen3_0_6b_1gpu", "--steps", "20", "--validation.examples", "64"),
+            *(
+                "--config",
+                "rl_grpo_qwen3_0_6b_1gpu",
+                "--steps",
+                "20",
+                "--validation.examples",
+                "64",
+            ),
             *("--checkpoint.interval", "5"),
         ),
     ),
@@ -146,7 +153,16 @@ SIZES = {
         completions=4,
         sampled=8,
         run=(
-            *("--config", "rl_grpo_qwen3_debug", "--steps", "2", "--rollouts-per-step", "32", "--validation.examples", "8"),
+            *(
+                "--config",
+                "rl_grpo_qwen3_debug",
+                "--steps",
+                "2",
+                "--rollouts-per-step",
+                "32",
+                "--validation.examples",
+                "8",
+            ),
             *("--post-batch-filters", "none", "--checkpoint.interval", "1"),
         ),
     ),
@@ -248,14 +264,24 @@ def machine(setting: Setting) -> Figures:
 
     def said(*command: str) -> str | None:
         found = shutil.which(command[0])
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip() if found else None
+        return (
+            subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+            if found
+            else None
+        )
 
-    installed = {distribution.name.lower() for distribution in importlib.metadata.distributions() if distribution.name}
+    installed = {
+        distribution.name.lower()
+        for distribution in importlib.metadata.distributions()
+        if distribution.name
+    }
     figures: Figures = {
         "commit": said("git", "rev-parse", "HEAD"),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "packages": {name: importlib.metadata.version(name) for name in PACKAGES if name in installed},
+        "packages": {
+            name: importlib.metadata.version(name) for name in PACKAGES if name in installed
+        },
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
         "shared_memory_gib": shutil.disk_usage(SHARED_MEMORY).total / GIB,
@@ -281,7 +307,9 @@ def machine(setting: Setting) -> Figures:
 def attention(setting: Setting) -> Figures:
     """Flex attention as the trainer has it on GPUs: rows of prefix trees, the same samples whole, and dense causal rows."""
     sizes, on_gpu = setting.sizes, setting.device == "cuda"
-    spec = policy_spec(ModelConfig(hf_assets_path=setting.model), device="cuda", max_seq_len=sizes.row_length)
+    spec = policy_spec(
+        ModelConfig(hf_assets_path=setting.model), device="cuda", max_seq_len=sizes.row_length
+    )
     layer: Any = decoder_config(spec).layers[0]
     config = layer.attention
     heads, key_heads = config.n_heads, config.n_kv_heads or config.n_heads
@@ -297,16 +325,24 @@ def attention(setting: Setting) -> Figures:
 
     def values_for(positions: torch.Tensor) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        shapes = [(*positions.shape, number, config.rope.dim) for number in (heads, key_heads, key_heads)]
+        shapes = [
+            (*positions.shape, number, config.rope.dim) for number in (heads, key_heads, key_heads)
+        ]
         # Flex attention has no backward pass on CPU.
         return [torch.randn(shape, **setting.tensors).requires_grad_(on_gpu) for shape in shapes]
 
     def flex(positions: torch.Tensor) -> Callable[..., torch.Tensor]:
-        return functools.partial(kernel, attention_masks=mask_of(positions), enable_gqa=heads > key_heads)
+        return functools.partial(
+            kernel, attention_masks=mask_of(positions), enable_gqa=heads > key_heads
+        )
 
-    def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def dense(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         q, k, v = (value.transpose(1, 2) for value in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=heads > key_heads)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=heads > key_heads
+        )
         return out.transpose(1, 2)
 
     def results(way: Callable[..., torch.Tensor], values: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -316,7 +352,10 @@ def attention(setting: Setting) -> Figures:
 
     def seconds_of(way: Callable[..., torch.Tensor], positions: torch.Tensor) -> Figures:
         values = values_for(positions)
-        figures: Figures = {"rows": list(positions.shape), "forward": timed(setting, lambda: way(*values))}
+        figures: Figures = {
+            "rows": list(positions.shape),
+            "forward": timed(setting, lambda: way(*values)),
+        }
         if on_gpu:
             figures["forward and backward"] = timed(setting, lambda: results(way, values))
         return figures
@@ -332,14 +371,22 @@ def attention(setting: Setting) -> Figures:
     mask = tree_mask(small)(torch.zeros_like(at[0]), None, at[:, None], at[None])[None, None]
     values = values_for(small)
     exact = [value.detach().float().requires_grad_(on_gpu) for value in values]
-    by_flex, by_dense = results(flex(small), values), results(functools.partial(dense, mask=mask), exact)
-    apart = max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in zip(by_flex, by_dense, strict=True))
+    by_flex, by_dense = (
+        results(flex(small), values),
+        results(functools.partial(dense, mask=mask), exact),
+    )
+    apart = max(
+        float((ours - theirs).abs().max() / theirs.abs().max())
+        for ours, theirs in zip(by_flex, by_dense, strict=True)
+    )
     return bounded(figures, apart, setting.apart)
 
 
 def head(setting: Setting) -> Figures:
     """Log-probabilities of the model's vocabulary, by the number of tokens whose logits are there at once."""
-    decoder = decoder_config(policy_spec(ModelConfig(hf_assets_path=setting.model), device="cpu", max_seq_len=2))
+    decoder = decoder_config(
+        policy_spec(ModelConfig(hf_assets_path=setting.model), device="cpu", max_seq_len=2)
+    )
     tokens, vocabulary = setting.sizes.head_tokens, decoder.vocab_size
     torch.manual_seed(0)
     weight = torch.randn(vocabulary, decoder.dim, **setting.tensors) * decoder.dim**-0.5
@@ -350,7 +397,9 @@ def head(setting: Setting) -> Figures:
     logprobs = torch.empty(0)
     for chunk in (1024, 4096):
         with torch.device("meta"):
-            module = LogprobHead.Config(in_features=decoder.dim, out_features=vocabulary, chunk_tokens=chunk).build()
+            module = LogprobHead.Config(
+                in_features=decoder.dim, out_features=vocabulary, chunk_tokens=chunk
+            ).build()
         module.weight = torch.nn.Parameter(weight)
 
         def passes(module: Any = module) -> None:
@@ -395,7 +444,9 @@ def trainer_config(setting: Setting, **options: Any) -> TrainerConfig:
 @contextmanager
 def one_rank(setting: Setting, config: TrainerConfig, model: str) -> Iterator[Learner]:
     """Build the learner of a trainer of one rank in this process, and take it down at the end."""
-    init_process_group(device=setting.device, rank=0, world_size=1, url=f"file://{tempfile.mkdtemp()}/store")
+    init_process_group(
+        device=setting.device, rank=0, world_size=1, url=f"file://{tempfile.mkdtemp()}/store"
+    )
     try:
         built = Learner(
             config,
@@ -440,7 +491,11 @@ def learner(setting: Setting, **options: Any) -> Figures:
 
         figures: Figures = timed(setting, step) | compared_metrics(found[0])
         tokens = sum(int((batch.task_ids >= 0).sum()) for batch in batches)
-        figures |= {"microbatches": len(batches), "tokens_per_s": tokens / figures["s"], "mfu": found[-1]["mfu"] or None}
+        figures |= {
+            "microbatches": len(batches),
+            "tokens_per_s": tokens / figures["s"],
+            "mfu": found[-1]["mfu"] or None,
+        }
         if setting.device == "cuda":
             figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
             figures["planned_gib"] = planned_gib(config, setting)
@@ -518,7 +573,9 @@ def two_ranks(setting: Setting, *, model: str = "", **options: Any) -> Figures:
         options: of the trainer's config.
     """
     compiled = setting.device == "cuda"
-    config = trainer_config(setting, ranks=2, compile=compiled, activation_checkpoint="full", **options)
+    config = trainer_config(
+        setting, ranks=2, compile=compiled, activation_checkpoint="full", **options
+    )
     return asyncio.run(_two_ranks(setting, config, model or setting.model))
 
 
@@ -602,11 +659,17 @@ async def _updates(
 
     sizes, batches = setting.sizes, microbatches(setting)
     tokenizer = AutoTokenizer.from_pretrained(setting.model)
-    text = np.asarray(tokenizer.encode("Sum of the digits: 4 8 2 7. The sum is 21, for 4 + 8 + 2 + 7 = 21."), np.int32)
+    text = np.asarray(
+        tokenizer.encode("Sum of the digits: 4 8 2 7. The sum is 21, for 4 + 8 + 2 + 7 = 21."),
+        np.int32,
+    )
     # By CUDA IPC from one GPU to another, where there is another.
     gpu = max(0, torch.cuda.device_count() - 1) if weights == "device" else 0
     engine = VLLMEngineConfig(
-        dtype=setting.dtype, max_model_len=sizes.row_length, gpu_memory_utilization=0.3, cpu_kv_cache_gib=0.25
+        dtype=setting.dtype,
+        max_model_len=sizes.row_length,
+        gpu_memory_utilization=0.3,
+        cpu_kv_cache_gib=0.25,
     )
     async with trainer_and_generator(
         setting.model,
@@ -634,7 +697,9 @@ async def _updates(
 
         async def sample(number: int) -> Any:
             sampling = SamplingConfig(max_tokens=sizes.sampled)
-            session = client.session(rollout_id=str(number), seed=number, sampling=sampling, stop_token_ids=[])
+            session = client.session(
+                rollout_id=str(number), seed=number, sampling=sampling, stop_token_ids=[]
+            )
             try:
                 return await session.generate(text, max_tokens=sizes.sampled)
             finally:
@@ -651,7 +716,14 @@ async def _updates(
             "completions": sizes.completions,
             "first_s": first_s,
             "tokens_per_s": sizes.completions * sizes.sampled / seconds,
-            "repeated": float(np.mean([np.array_equal(a.token_ids, b.token_ids) for a, b in zip(first, again, strict=True)])),
+            "repeated": float(
+                np.mean(
+                    [
+                        np.array_equal(a.token_ids, b.token_ids)
+                        for a, b in zip(first, again, strict=True)
+                    ]
+                )
+            ),
             "versions": sorted({int(version) for one in again for version in one.policy_versions}),
         }
         distances = []
@@ -659,7 +731,11 @@ async def _updates(
             scored = await trainer.score.call_one(np.concatenate([text, completion.token_ids]))
             distances.append(np.abs(scored[len(text) :] - completion.logprobs))
         apart = np.concatenate(distances)
-        figures["logprobs"] = {"mean_apart": float(apart.mean()), "most_apart": float(apart.max()), "tokens": len(apart)}
+        figures["logprobs"] = {
+            "mean_apart": float(apart.mean()),
+            "most_apart": float(apart.max()),
+            "tokens": len(apart),
+        }
 
 
 def run(setting: Setting) -> Figures:
@@ -732,14 +808,21 @@ def command_run(setting: Setting, *words: str) -> tuple[Figures, str]:
     """
     folder, began = run_folder(setting), time.time()
     command = [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         said, _ = process.communicate(timeout=max(1.0, setting.until - began - 45))
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)  # it ends after its step
         said, _ = process.communicate()
     records = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
-    figures = {"command": words, "exit_code": process.returncode, "seconds": time.time() - began, "metrics": records}
+    figures = {
+        "command": words,
+        "exit_code": process.returncode,
+        "seconds": time.time() - began,
+        "metrics": records,
+    }
     if process.returncode:
         raise Failed(said[-8000:], figures)
     return figures, said
@@ -753,10 +836,18 @@ STEPS: dict[str, Callable[[Setting], Figures]] = {
     "learner": learner,
     "learner-checkpointing": functools.partial(learner, activation_checkpoint="full"),
     "learner-compiled": functools.partial(learner, compile=True),
-    "learner-compiled-checkpointing": functools.partial(learner, compile=True, activation_checkpoint="full"),
-    "learner-chunks": functools.partial(learner, activation_checkpoint="full", logprob_chunk_tokens=4096),
-    "learner-reference": functools.partial(learner, activation_checkpoint="full", reference=ReferenceConfig(kl_coef=0.1)),
-    "learner-offload": functools.partial(learner, activation_checkpoint="full", enable_cpu_offload=True),
+    "learner-compiled-checkpointing": functools.partial(
+        learner, compile=True, activation_checkpoint="full"
+    ),
+    "learner-chunks": functools.partial(
+        learner, activation_checkpoint="full", logprob_chunk_tokens=4096
+    ),
+    "learner-reference": functools.partial(
+        learner, activation_checkpoint="full", reference=ReferenceConfig(kl_coef=0.1)
+    ),
+    "learner-offload": functools.partial(
+        learner, activation_checkpoint="full", enable_cpu_offload=True
+    ),
     "learner-two-ranks-fsdp": two_ranks,
     "learner-two-ranks-tp": functools.partial(
         two_ranks,
@@ -859,10 +950,19 @@ def time_limit(name: str, later: list[str], *, now: float, end: float, total: fl
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", default=TINY_MODEL, help="hub folder")
     parser.add_argument("--out", type=Path, default=Path("gpu_smoke.json"))
-    parser.add_argument("--only", nargs="+", metavar="STEP", choices=STEPS, default=list(STEPS), help=", ".join(STEPS))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="STEP",
+        choices=STEPS,
+        default=list(STEPS),
+        help=", ".join(STEPS),
+    )
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
@@ -893,13 +993,19 @@ def main() -> int:
     total = 60 * options.minutes
     end = time.time() + total
     steps: dict[str, Figures] = {}
-    with tempfile.TemporaryDirectory(prefix="gpu-smoke-", dir=options.out.resolve().parent) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="gpu-smoke-", dir=options.out.resolve().parent
+    ) as folder:
         for group in groups:
             later = names[names.index(group[-1]) + 1 :]
             until = time_limit(group[-1], later, now=time.time(), end=end, total=total)
-            setting = Setting(model=str(Path(options.model).resolve()), device=device, folder=folder, until=until)
+            setting = Setting(
+                model=str(Path(options.model).resolve()), device=device, folder=folder, until=until
+            )
             if until - time.time() < SHORTEST_S:
-                found: dict[str, Figures] = {name: {"error": "not begun: no time was left (--minutes)"} for name in group}
+                found: dict[str, Figures] = {
+                    name: {"error": "not begun: no time was left (--minutes)"} for name in group
+                }
             else:
                 found = run_steps(group, setting)
             steps |= found
@@ -915,12 +1021,19 @@ def main() -> int:
             steps[name] = compared_steps(taken, bound)
             write(options.out, device, steps)
     failed = [name for name, step in steps.items() if "error" in step]
-    print(f"{len(steps) - len(failed)} of {len(steps)} steps went well; the figures are in {options.out}")
+    print(
+        f"{len(steps) - len(failed)} of {len(steps)} steps went well; the figures are in {options.out}"
+    )
     return 1 if failed else 0
 
 
 def write(out: Path, device: str, steps: dict[str, Figures]) -> None:
-    out.write_text(json.dumps({"written": time.strftime("%Y-%m-%d %H:%M:%S%z"), "device": device, "steps": steps}, indent=1))
+    out.write_text(
+        json.dumps(
+            {"written": time.strftime("%Y-%m-%d %H:%M:%S%z"), "device": device, "steps": steps},
+            indent=1,
+        )
+    )
 
 
 if __name__ == "__main__":

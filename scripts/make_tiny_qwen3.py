@@ -51,7 +51,14 @@ MAX_POSITIONS = 2048
 RENDERER = Qwen3RendererConfig(enable_thinking=False)
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-ADDED_TOKENS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+ADDED_TOKENS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+]
 """As in Qwen3: one token each, but text, which decoding keeps."""
 SPLIT_RULE = (  # Qwen3's
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -106,7 +113,11 @@ CHAT_TEMPLATE = r"""
 CALCULATOR = {
     "name": "calculator",
     "description": "Evaluate an arithmetic expression and return the result.",
-    "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"expression": {"type": "string"}},
+        "required": ["expression"],
+    },
 }
 WORDS = """
     Alice Bob Carol David Emma Frank Grace Henry Irene Jack Karen Liam Maria Nora Oliver Paula Quinn Robert Sarah Thomas
@@ -119,7 +130,10 @@ WORDS = """
 
 def turns(*contents: str) -> list[dict]:
     """Messages that alternate between user and assistant."""
-    return [{"role": role, "content": content} for role, content in zip(cycle(("user", "assistant")), contents)]
+    return [
+        {"role": role, "content": content}
+        for role, content in zip(cycle(("user", "assistant")), contents)
+    ]
 
 
 def conversations(rounds: int) -> Iterator[tuple[list[dict], list[dict] | None]]:
@@ -129,20 +143,30 @@ def conversations(rounds: int) -> Iterator[tuple[list[dict], list[dict] | None]]
         yield turns(prompt_text(digits), answer_text(digits)), None
 
         names, more = stream.sample(WORDS, 4), stream.sample(WORDS, 2)
-        system = {"role": "system", "content": "You are a helpful assistant. Answer with the sorted list only."}
+        system = {
+            "role": "system",
+            "content": "You are a helpful assistant. Answer with the sorted list only.",
+        }
         sorting = turns(
             "Sort these names in alphabetical order, one per line:\n" + "\n".join(names),
             "\n".join(sorted(names)),
             "Now add these words to the list and sort again:\n" + "\n".join(more),
-            "<alphabetical_sorted>\n" + "\n".join(sorted(names + more)) + "\n</alphabetical_sorted>",
+            "<alphabetical_sorted>\n"
+            + "\n".join(sorted(names + more))
+            + "\n</alphabetical_sorted>",
         )
         yield [system, *sorting], None
 
         a, b = stream.randrange(100), stream.randrange(100)
         call = {"name": "calculator", "arguments": {"expression": f"{a} * {b}"}}
-        ask, reply = turns(f"What is {a} * {b}? Use the calculator, then give the final answer as a number.", "")
+        ask, reply = turns(
+            f"What is {a} * {b}? Use the calculator, then give the final answer as a number.", ""
+        )
         reply["tool_calls"] = [{"type": "function", "function": call}]
-        result = {"role": "tool", "content": stream.choice([str(a * b), "Error: invalid expression"])}
+        result = {
+            "role": "tool",
+            "content": stream.choice([str(a * b), "Error: invalid expression"]),
+        }
         answer = {"role": "assistant", "content": f"The answer is {a * b}."}
         yield [ask, reply, result, answer], [{"type": "function", "function": CALCULATOR}]
 
@@ -178,7 +202,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     bpe.train_from_iterator(texts, trainer)
     for text in SPECIAL_TOKENS + ADDED_TOKENS:
         bpe.add_tokens([AddedToken(text, special=text in SPECIAL_TOKENS, normalized=False)])
-    assert bpe.get_vocab_size() == VOCAB_SIZE, f"the corpus gives only {bpe.get_vocab_size()} tokens"
+    assert bpe.get_vocab_size() == VOCAB_SIZE, (
+        f"the corpus gives only {bpe.get_vocab_size()} tokens"
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         chat_template=CHAT_TEMPLATE,
@@ -195,10 +221,15 @@ def check_template(tokenizer: PreTrainedTokenizerFast) -> None:
     renderer = create_renderer(tokenizer, Qwen3RendererConfig())
     for messages, tools in conversations(rounds=3):
         for end in range(1, len(messages) + 1):
-            prompt = {"tools": tools, "add_generation_prompt": messages[end - 1]["role"] != "assistant"}
+            prompt = {
+                "tools": tools,
+                "add_generation_prompt": messages[end - 1]["role"] != "assistant",
+            }
             text = tokenizer.apply_chat_template(messages[:end], tokenize=False, **prompt)
             ids = tokenizer.encode(text, add_special_tokens=False)
-            assert ids == renderer.render_ids(messages[:end], **prompt), f"template and renderer differ: {text}"
+            assert ids == renderer.render_ids(messages[:end], **prompt), (
+                f"template and renderer differ: {text}"
+            )
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, *, moe: bool) -> PreTrainedModel:
@@ -218,11 +249,15 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, moe: bool) -> PreTrainedMo
         pad_token_id=pad,
     )
     if moe:
-        experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+        experts = dict(
+            num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+        )
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**sizes))
-    model.generation_config = GenerationConfig(do_sample=True, eos_token_id=[end, pad], pad_token_id=pad)
+    model.generation_config = GenerationConfig(
+        do_sample=True, eos_token_id=[end, pad], pad_token_id=pad
+    )
     return model
 
 
@@ -236,12 +271,23 @@ def prompt_ids(question: str, renderer: Renderer) -> list[int]:
     return renderer.render_ids(turns(question), add_generation_prompt=True)
 
 
-def warm_up(model, renderer, tokenizer, *, steps: int, example=habit, batch_size: int = 128, lr: float = 2e-3) -> None:
+def warm_up(
+    model,
+    renderer,
+    tokenizer,
+    *,
+    steps: int,
+    example=habit,
+    batch_size: int = 128,
+    lr: float = 2e-3,
+) -> None:
     """Cross-entropy on the completions: the reply's tokens and `<|im_end|>`. `example` gives a list's question and reply."""
     stream = random.Random("warm_up")
     examples = make_examples(steps * batch_size, split="train", seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1, cycle_momentum=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, lr, total_steps=steps, pct_start=0.1, cycle_momentum=False
+    )
     for step in range(steps):
         rows = []
         for digits in examples[step * batch_size : (step + 1) * batch_size]:
@@ -249,13 +295,17 @@ def warm_up(model, renderer, tokenizer, *, steps: int, example=habit, batch_size
             reply_ids = tokenizer.encode(reply, add_special_tokens=False)
             rows.append((prompt_ids(question, renderer), reply_ids + [tokenizer.eos_token_id]))
         length = max(len(prompt + reply) for prompt, reply in rows)
-        ids = torch.full((batch_size, length), tokenizer.pad_token_id)  # causal: padding on the right needs no mask
+        ids = torch.full(
+            (batch_size, length), tokenizer.pad_token_id
+        )  # causal: padding on the right needs no mask
         trained = torch.zeros(batch_size, length, dtype=torch.bool)
         for row, (prompt, reply) in enumerate(rows):
             ids[row, : len(prompt + reply)] = torch.tensor(prompt + reply)
             trained[row, len(prompt) : len(prompt + reply)] = True
         hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
-        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[trained[:, 1:]]), ids[trained])
+        loss = torch.nn.functional.cross_entropy(
+            model.lm_head(hidden[trained[:, 1:]]), ids[trained]
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -266,18 +316,29 @@ def warm_up(model, renderer, tokenizer, *, steps: int, example=habit, batch_size
 
 
 @torch.no_grad()
-def reward(model, renderer: Renderer, examples: list[list[int]], *, temperature: float, question=prompt_text) -> float:
+def reward(
+    model,
+    renderer: Renderer,
+    examples: list[list[int]],
+    *,
+    temperature: float,
+    question=prompt_text,
+) -> float:
     """The part of `examples` whose parsed reply is the sum; temperature 0 is greedy. `question` words a list."""
     generator = torch.Generator().manual_seed(0)
     stops, right = set(renderer.get_stop_token_ids()), 0
     rows = [(digits, prompt_ids(question(digits), renderer)) for digits in examples]
-    for length in sorted({len(prompt) for _, prompt in rows}):  # prompts of equal length need no padding
+    for length in sorted(
+        {len(prompt) for _, prompt in rows}
+    ):  # prompts of equal length need no padding
         same = [row for row in rows if len(row[1]) == length]
         ids = torch.tensor([prompt for _, prompt in same])
         for _ in range(3):  # a right reply is two digits and the stop token at most
             logits = model(input_ids=ids, logits_to_keep=1).logits[:, -1]
             if temperature:
-                tokens = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+                tokens = torch.multinomial(
+                    (logits / temperature).softmax(-1), 1, generator=generator
+                )
             else:
                 tokens = logits.argmax(-1, keepdim=True)
             ids = torch.cat([ids, tokens], 1)
@@ -290,7 +351,9 @@ def reward(model, renderer: Renderer, examples: list[list[int]], *, temperature:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--moe", action="store_true", help="make a mixture of experts")
-    parser.add_argument("--output", type=Path, help="default: assets/tiny_qwen3, or assets/tiny_qwen3_moe")
+    parser.add_argument(
+        "--output", type=Path, help="default: assets/tiny_qwen3, or assets/tiny_qwen3_moe"
+    )
     parser.add_argument("--steps", type=int, default=900, help="of warm-up; default: %(default)s")
     args = parser.parse_args()
 

@@ -54,11 +54,17 @@ def make(name: str, example, *, steps: int, student: Path) -> dict[str, float]:
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     validation = make_examples(1000, split="validation")
     scores = {
-        f"{way} {how}": reward(model, renderer, validation, temperature=temperature, question=question)
+        f"{way} {how}": reward(
+            model, renderer, validation, temperature=temperature, question=question
+        )
         for way, question in (("plain", prompt_text), ("shown", shown))
         for how, temperature in (("greedy", 0.0), ("sampled", 1.0))
     }
-    print(f"{name}: validation reward", ", ".join(f"{key} {value:.3f}" for key, value in scores.items()), flush=True)
+    print(
+        f"{name}: validation reward",
+        ", ".join(f"{key} {value:.3f}" for key, value in scores.items()),
+        flush=True,
+    )
     return scores
 
 

@@ -68,10 +68,18 @@ def traced(config: RunConfig, sample_tokens: int) -> Traced:
     """The step of rank 0 of the config's trainer. Rows are full, with samples of ``sample_tokens`` tokens."""
     rows, length = config.batcher.rows_per_microbatch, config.batcher.row_length
     positions = torch.arange(length) % sample_tokens
-    batch = batch_of((rows, length), positions=positions.expand(rows, length), loss_mask=(positions > 0).expand(rows, length))
+    batch = batch_of(
+        (rows, length),
+        positions=positions.expand(rows, length),
+        loss_mask=(positions > 0).expand(rows, length),
+    )
     seen = rows * int((positions + 1).sum())
     watch = Watch()
-    with pytest.MonkeyPatch.context() as patch, process_group(config.trainer.ranks), watch.resizes_seen():
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        process_group(config.trainer.ranks),
+        watch.resizes_seen(),
+    ):
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         stand_in(patch, watch, fake, seen)
         learner = learning.Learner(
@@ -121,7 +129,9 @@ class Watch(TorchDispatchMode):
                 self.hold(tensor.untyped_storage())
         if func.overloadpacket in flop_registry:
             self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
-        if func is ATEN._grouped_mm.default:  # torch has no count of it: each row meets one expert's matrix
+        if (
+            func is ATEN._grouped_mm.default
+        ):  # torch has no count of it: each row meets one expert's matrix
             self.flops += 2 * args[0].numel() * args[1].shape[-1]
         return out
 
@@ -159,7 +169,9 @@ def known_value(func: Any, args: Any) -> Any:
         return 1.0 if args[0].dtype.is_floating_point else 1
     if func is ATEN.nonzero.default:
         return torch.empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
-    if func is ATEN.index.Tensor and any(index is not None and index.dtype == torch.bool for index in args[1]):
+    if func is ATEN.index.Tensor and any(
+        index is not None and index.dtype == torch.bool for index in args[1]
+    ):
         return args[0].flatten().clone()
     if func in (ATEN._unique2.default, ATEN.unique_dim.default):
         return args[0][:1].clone(), *(args[0].new_empty(0, dtype=torch.int64) for _ in range(2))
@@ -181,8 +193,17 @@ class KernelOfNorm(torch.autograd.Function):
 
 class KernelsOfFlex(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: Callable[[int], None]) -> Any:
-        out, normaliser = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        count: Callable[[int], None],
+    ) -> Any:
+        out, normaliser = (
+            torch.empty_like(query),
+            query.new_empty(query.shape[:3], dtype=torch.float32),
+        )
         ctx.save_for_backward(query, key, value, out, normaliser)
         ctx.count = count
         count(2)  # products: scores, output
@@ -217,16 +238,28 @@ def stand_in(patch: pytest.MonkeyPatch, watch: Watch, fake: FakeTensorMode, seen
 
     def block_mask(mask: Any, rows: int, heads: Any, length: int, *_: Any, **__: Any) -> BlockMask:
         blocks = torch.empty((rows, 1, length // 128), dtype=torch.int32)
-        return BlockMask.from_kv_blocks(blocks, torch.empty((*blocks.shape, length // 128), dtype=torch.int32))
+        return BlockMask.from_kv_blocks(
+            blocks, torch.empty((*blocks.shape, length // 128), dtype=torch.int32)
+        )
 
     patch.setattr(learning, "materialize", materialized)
     patch.setattr(learning, "TrainerCheckpoints", lambda **_: None)
-    patch.setattr(learning, "policy_spec", lambda model, *, device, **rest: policy_spec(model, device="cuda", **rest))
-    patch.setattr(learning.MetricSums, "all_reduce", lambda *_: None)  # sends objects: bytes that FakeTensors lack
+    patch.setattr(
+        learning,
+        "policy_spec",
+        lambda model, *, device, **rest: policy_spec(model, device="cuda", **rest),
+    )
+    patch.setattr(
+        learning.MetricSums, "all_reduce", lambda *_: None
+    )  # sends objects: bytes that FakeTensors lack
     patch.setattr(learning, "load_metrics", lambda *_: {})
     patch.setattr(decoder, "create_attention_mask", block_mask)
     patch.setattr(FlexAttention, "_compiled_flex_attn", flex)
-    patch.setattr(torch.nn.functional, "rms_norm", lambda values, shape, weight, eps: KernelOfNorm.apply(values, weight))
+    patch.setattr(
+        torch.nn.functional,
+        "rms_norm",
+        lambda values, shape, weight, eps: KernelOfNorm.apply(values, weight),
+    )
 
 
 @contextmanager
@@ -246,7 +279,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     default = [f"rl_grpo_qwen3_{size}" for size in ("0_6b", "8b", "32b", "32b_32")]
     parser.add_argument("configs", nargs="*", default=default)
-    print("| config | GiB of a rank, traced | planned | operations of a microbatch, traced | planned |")
+    print(
+        "| config | GiB of a rank, traced | planned | operations of a microbatch, traced | planned |"
+    )
     for name in parser.parse_args().configs:
         config = getattr(config_registry, name)()
         (task,) = config.tasks.values()
@@ -258,7 +293,10 @@ def main() -> None:
         planned = seconds * ranks * DEVICES["H100"].flops * FLOPS_SHARE
         done = found.matrix_flops + found.attention_flops
         memory = plan.trainer_memory.total - plan.trainer_memory.fixed
-        print(f"| `{name}` | {found.peak / GIB:.1f} | {memory / GIB:.1f} | {done:.3g} | {planned:.3g} |", flush=True)
+        print(
+            f"| `{name}` | {found.peak / GIB:.1f} | {memory / GIB:.1f} | {done:.3g} | {planned:.3g} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

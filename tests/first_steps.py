@@ -107,15 +107,21 @@ def _cases() -> dict[str, Callable[[], RunConfig]]:
         "8b, adapters": _variant(small, lora=lora),
         "8b, reference": _variant(small, reference=reference),
         "8b, adapters and reference": _variant(small, lora=lora, reference=reference),
-        "8b, two copies of two shards": _variant(small, parallelism=Parallelism(data_parallel_replicate_degree=2)),
-        "8b, divided rows, not compiled": _variant(small, parallelism=Parallelism(context_parallel_degree=4), compile=False),
+        "8b, two copies of two shards": _variant(
+            small, parallelism=Parallelism(data_parallel_replicate_degree=2)
+        ),
+        "8b, divided rows, not compiled": _variant(
+            small, parallelism=Parallelism(context_parallel_degree=4), compile=False
+        ),
         "8b, nothing recomputed": _variant(small, activation_checkpoint="none"),
         "14b, selective": _variant(large, activation_checkpoint="selective"),
         "14b, adapters": _variant(large, lora=lora),
         "14b, reference": _variant(large, reference=reference),
         "14b, adapters and reference": _variant(large, lora=lora, reference=reference),
         "30b_a3b, replay": _variant(mixture, router_replay="ids"),
-        "30b_a3b, replay and reference": _variant(mixture, router_replay="ids", reference=reference),
+        "30b_a3b, replay and reference": _variant(
+            mixture, router_replay="ids", reference=reference
+        ),
         "30b_a3b_16, replay": _variant(shared_experts, router_replay="ids"),
         "30b_a3b_16, selective": _variant(shared_experts, activation_checkpoint="selective"),
     }
@@ -126,7 +132,9 @@ CASES = _cases()
 """Configs by the names that the command takes. Those whose trainers are alike take the same steps, once."""
 
 
-def take_first_steps(config: RunConfig, *, device: Literal["cpu", "cuda"] = "cpu", backend: str = "aot_eager") -> Outcome:
+def take_first_steps(
+    config: RunConfig, *, device: Literal["cpu", "cuda"] = "cpu", backend: str = "aot_eager"
+) -> Outcome:
     """Build rank 0's learner for a tiny model, and take one step at each row shape and a canary's score.
 
     Raises:
@@ -154,7 +162,9 @@ def take_first_steps(config: RunConfig, *, device: Literal["cpu", "cuda"] = "cpu
             run_dir=run_dir,
         )
         graphs = _compiled_graphs()
-        with torch.compiler.set_stance("fail_on_recompile" if config.trainer.compile else "default"):
+        with torch.compiler.set_stance(
+            "fail_on_recompile" if config.trainer.compile else "default"
+        ):
             for row_rows, length in learner._row_shapes.shapes:
                 batch = _batch(learner, row_rows, length)
                 learner.forward_backward([batch, batch], 0)
@@ -184,7 +194,9 @@ def _batch(learner: learning.Learner, rows: int, length: int) -> TrainingBatch:
     )
     if learner.config.router_replay != "off":
         routers = [moe.router for moe in learning.mixtures_of(learner.model).values()]
-        streams["routes"] = torch.zeros(rows, length, len(routers), routers[0].top_k) + torch.arange(routers[0].top_k)
+        streams["routes"] = torch.zeros(
+            rows, length, len(routers), routers[0].top_k
+        ) + torch.arange(routers[0].top_k)
     return batch_of((rows, length), **streams)
 
 
@@ -216,16 +228,26 @@ def _stand_ins(device: str, backend: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(qwen3.qwen3_configs, TINY, _tiny_model)
         patch.setitem(qwen3.qwen3_configs, TINY_MIXTURE, _tiny_mixture)
-        patch.setattr(learning, "policy_spec", lambda model, *, device, **rest: policy_spec(model, device="cuda", **rest))
+        patch.setattr(
+            learning,
+            "policy_spec",
+            lambda model, *, device, **rest: policy_spec(model, device="cuda", **rest),
+        )
         patch.setattr(learning, "TrainerCheckpoints", _no_checkpoints)
         patch.setattr(learning, "CompileConfig", functools.partial(CompileConfig, backend=backend))
-        patch.setattr(logprob_head, "_compiled", functools.cache(functools.partial(torch.compile, backend=backend)))
+        patch.setattr(
+            logprob_head,
+            "_compiled",
+            functools.cache(functools.partial(torch.compile, backend=backend)),
+        )
         if device == "cpu":
             patch.setattr(FlexAttention, "_compiled_flex_attn", _dense_attention)
             # What the fake process group "receives" is uninitialised memory: counts would be no counts, and norms no numbers.
             patch.setattr(AllToAllTokenDispatcher, "_token_count_exchange", _own_token_counts)
             patch.setattr(learning, "check_finite", lambda *_: None)
-            patch.setattr(compiling, "_maybe_regional_inductor_backend", lambda model, backend: backend)
+            patch.setattr(
+                compiling, "_maybe_regional_inductor_backend", lambda model, backend: backend
+            )
         yield
 
 
@@ -250,7 +272,9 @@ def _tiny_mixture(attn_backend: str, moe_comm_backend: str = "standard") -> qwen
 def _attention_sizes(attn_backend: str) -> dict[str, Any]:
     rope = CosSinRoPE.Config(dim=16, max_seq_len=ROW_LENGTH, theta=1e6)
     heads = dict(n_heads=8, n_kv_heads=4, head_dim=16)
-    return dict(n_layers=LAYERS, dim=WIDTH, attn_backend=attn_backend, rope=rope, fuse_qkv=True, **heads)
+    return dict(
+        n_layers=LAYERS, dim=WIDTH, attn_backend=attn_backend, rope=rope, fuse_qkv=True, **heads
+    )
 
 
 def _around(flavor: Callable[..., Any]) -> qwen3.Qwen3Model.Config:
@@ -261,7 +285,9 @@ def _around(flavor: Callable[..., Any]) -> qwen3.Qwen3Model.Config:
         vocab_size=VOCABULARY,
         dim=WIDTH,
         norm=dataclasses.replace(config.norm, normalized_shape=WIDTH),
-        tok_embeddings=dataclasses.replace(config.tok_embeddings, num_embeddings=VOCABULARY, embedding_dim=WIDTH),
+        tok_embeddings=dataclasses.replace(
+            config.tok_embeddings, num_embeddings=VOCABULARY, embedding_dim=WIDTH
+        ),
         lm_head=dataclasses.replace(config.lm_head, in_features=WIDTH, out_features=VOCABULARY),
     )
 
@@ -275,7 +301,9 @@ def _no_checkpoints(*, model: Any, **_: Any) -> Any:
     return SimpleNamespace()
 
 
-def _own_token_counts(dispatcher: Any, counts: torch.Tensor, group: Any, ranks: int) -> torch.Tensor:
+def _own_token_counts(
+    dispatcher: Any, counts: torch.Tensor, group: Any, ranks: int
+) -> torch.Tensor:
     """Return as each rank's counts of tokens for this rank's experts what this rank counts for theirs."""
     return counts.view(ranks, -1) + 0
 
@@ -285,7 +313,9 @@ def _dense_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend as flex attention does, [B, heads, L, head_dim], by computing every pair of places."""
     rows, length = torch.arange(query.shape[0]), torch.arange(query.shape[2])
-    sees = block_mask.mask_mod(rows[:, None, None, None], torch.zeros((), dtype=torch.int64), length[:, None], length)
+    sees = block_mask.mask_mod(
+        rows[:, None, None, None], torch.zeros((), dtype=torch.int64), length[:, None], length
+    )
     shared = query.shape[1] // key.shape[1]
     keys, values = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     scores = (query @ keys.transpose(-2, -1)).masked_fill(~sees, float("-inf"))
@@ -293,7 +323,9 @@ def _dense_attention(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", metavar="CASE", help="by default all of --list")
     parser.add_argument("--backend", choices=["aot_eager", "inductor"])
     parser.add_argument("--gpu", action="store_true")

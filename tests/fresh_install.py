@@ -27,18 +27,32 @@ def timed(what: str, command: list[str] | str, folder: Path, *, fails: bool = Fa
     began = time.monotonic()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     shell = isinstance(command, str)
-    done = subprocess.run(command, shell=shell, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, shell=shell, cwd=folder, env=environment, capture_output=True, text=True
+    )
     print(f"{what:<24}{time.monotonic() - began:8.1f} s", flush=True)
     if (done.returncode != 0) != fails:
-        sys.exit(f"{command}\nended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        sys.exit(
+            f"{command}\nended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        )
     return done.stderr
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plain", action="store_true", help="type `pip install .` alone, then what the first run says")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="type `pip install .` alone, then what the first run says",
+    )
     parser.add_argument("--dockerfile", action="store_true", help="do what the Dockerfile does")
-    parser.add_argument("--folder", type=Path, help="where to make the environment; it stays (default: a temporary folder)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where to make the environment; it stays (default: a temporary folder)",
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)).resolve()
@@ -64,7 +78,9 @@ def main() -> None:
             timed("what it says", cure, empty)
         else:
             pins = ROOT / "requirements/cpu.txt"
-            torch = next(line for line in pins.read_text().splitlines() if line.startswith("torch=="))
+            torch = next(
+                line for line in pins.read_text().splitlines() if line.startswith("torch==")
+            )
             timed(f"pip install {torch}", [*pip, torch], empty)
             timed("pins and the library", [*pip, "--no-deps", "-r", str(pins), str(ROOT)], empty)
         timed("rl-train, 2 steps", [rl_train, *RUN], empty)

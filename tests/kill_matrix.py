@@ -64,7 +64,15 @@ class RunKind:
 RUNS = (
     RunKind(
         name="grpo",
-        words=["--config", "rl_grpo_qwen3_debug", *SMALL, "--generator.replicas", "2", "--rollout-workers", "1"],
+        words=[
+            "--config",
+            "rl_grpo_qwen3_debug",
+            *SMALL,
+            "--generator.replicas",
+            "2",
+            "--rollout-workers",
+            "1",
+        ],
         parts=("generator-0", "generator-1", "rollout_worker-0", "trainer-0", "controller"),
         reward=0.84,
         reward_sd=0.023,
@@ -83,7 +91,11 @@ def kills(seed: int) -> Iterator[tuple[RunKind, Kill]]:
     """Every part at every moment once, in an order drawn by the seed; then all again, with other steps and delays."""
     random_ = random.Random(seed)
     while True:
-        cases = [(kind, part, moment) for kind in RUNS for part, moment in itertools.product(kind.parts, MOMENTS)]
+        cases = [
+            (kind, part, moment)
+            for kind in RUNS
+            for part, moment in itertools.product(kind.parts, MOMENTS)
+        ]
         random_.shuffle(cases)
         for kind, part, moment in cases:
             yield kind, draw(random_, part, moment, steps=STEPS, interval=INTERVAL, every=EVERY)
@@ -106,7 +118,10 @@ class Outcome:
 
     @property
     def kept(self) -> bool:
-        return self.how in ("the run went on", "resumed by one command", "begun again") and not self.faults
+        return (
+            self.how in ("the run went on", "resumed by one command", "begun again")
+            and not self.faults
+        )
 
     def __str__(self) -> str:
         faults = "".join(f"; {fault}" for fault in self.faults)
@@ -156,13 +171,18 @@ class Trial:
         outcome = Outcome()
         try:
             pid = wait_for_moment(kill, command, self.limit_s)
-            if pid is not None and kill.moment not in ("weight update", "checkpoint"):  # which last less than the look
+            if pid is not None and kill.moment not in (
+                "weight update",
+                "checkpoint",
+            ):  # which last less than the look
                 self.mapped |= shared_memory_of(command.alive())
             if pid is None or not killed(pid, kill.number):
                 outcome.faults = [] if self.end(command) == 0 else [self.last_line()]
                 return outcome
             step = steps_recorded(self.run)
-            outcome.said = f"at step {step}{' in a load' if in_update(command, kill.part) else ''}, "
+            outcome.said = (
+                f"at step {step}{' in a load' if in_update(command, kill.part) else ''}, "
+            )
             if kill.part == "controller" and kill.number == signal.SIGSTOP:
                 time.sleep(SUSPENDED_S)
                 os.kill(pid, signal.SIGCONT)
@@ -191,7 +211,11 @@ class Trial:
             return f"{first}, then {'no end' if code is None else f'exit code {code}'}"
         if resumable:
             return "resumed by one command"
-        return "begun again" if may_begin_again(step) else f"{first}, and no checkpoint after step {step}"
+        return (
+            "begun again"
+            if may_begin_again(step)
+            else f"{first}, and no checkpoint after step {step}"
+        )
 
     def faults(self, *, judge_reward: bool = True) -> list[str]:
         """What is wrong with a run that has ended well. ``judge_reward``: only of the seed that ``RUNS`` has the reward of."""
@@ -203,7 +227,11 @@ class Trial:
             *left_behind(self.temporary, self.mapped),
             *torn_files(self.run),
             *unbalanced(self.run, steps=STEPS, rollouts_per_step=ROLLOUTS, max_age=MAX_AGE),
-            *([f"final reward {reward:.3f}, {distance:+.1f} sd from undisturbed runs'"] if unusual else []),
+            *(
+                [f"final reward {reward:.3f}, {distance:+.1f} sd from undisturbed runs'"]
+                if unusual
+                else []
+            ),
         ]
 
     def note(self, line: str) -> None:
@@ -212,7 +240,10 @@ class Trial:
 
     def last_line(self) -> str:
         lines = self.output.read_text(errors="replace").splitlines() if self.output.exists() else []
-        return next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "no output")
+        return next(
+            (line for line in reversed(lines) if line.startswith("error:")),
+            lines[-1] if lines else "no output",
+        )
 
 
 def measure(runs: int, base: Path, limit_s: float) -> None:
@@ -225,7 +256,10 @@ def measure(runs: int, base: Path, limit_s: float) -> None:
             rewards += [reward] if reward is not None else []
             print(f"undisturbed {kind.name}, seed {seed}: reward {reward}, {outcome}", flush=True)
         if len(rewards) > 1:
-            print(f"{kind.name}: reward {statistics.mean(rewards):.3f}, sd {statistics.stdev(rewards):.3f}", flush=True)
+            print(
+                f"{kind.name}: reward {statistics.mean(rewards):.3f}, sd {statistics.stdev(rewards):.3f}",
+                flush=True,
+            )
 
 
 def killed(pid: int, number: int) -> bool:
@@ -238,14 +272,25 @@ def killed(pid: int, number: int) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--first", type=int, default=0, help="number of the first kill")
     parser.add_argument("--only", type=int, nargs="+", help="these numbers alone")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--undisturbed", type=int, default=0, help="first so many runs of each kind without a kill")
-    parser.add_argument("--limit-s", type=float, default=400.0, help="for each start of the command")
-    parser.add_argument("--folder", type=Path, default=None, help="where the runs are kept; a temporary folder otherwise")
+    parser.add_argument(
+        "--undisturbed", type=int, default=0, help="first so many runs of each kind without a kill"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=400.0, help="for each start of the command"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=None,
+        help="where the runs are kept; a temporary folder otherwise",
+    )
     arguments = parser.parse_args()
     numbers = arguments.only or range(arguments.first, arguments.first + arguments.kills)
     kept = 0
@@ -256,11 +301,16 @@ def main() -> int:
         for number in numbers:
             kind, kill = drawn[number]
             for attempt in range(ATTEMPTS):
-                outcome = Trial(kind, base / str(number), arguments.limit_s).disturbed(kill if not attempt else kill.at_once())
+                outcome = Trial(kind, base / str(number), arguments.limit_s).disturbed(
+                    kill if not attempt else kill.at_once()
+                )
                 if outcome.how != "never killed" or outcome.faults:
                     break
             kept += outcome.kept
-            print(f"{number:>3} {'ok  ' if outcome.kept else 'LOST'} {kind.name:<4} {kill} {outcome}", flush=True)
+            print(
+                f"{number:>3} {'ok  ' if outcome.kept else 'LOST'} {kind.name:<4} {kill} {outcome}",
+                flush=True,
+            )
     print(f"{kept} of {len(numbers)}")
     return 0 if kept == len(numbers) else 1
 

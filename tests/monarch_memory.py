@@ -86,7 +86,10 @@ def kept_kb() -> int:
 
 
 async def idle(seconds: float) -> None:
-    called = [this_host().spawn_procs(per_host={"procs": 1}).spawn(f"idle_{index}", Called) for index in range(4)]
+    called = [
+        this_host().spawn_procs(per_host={"procs": 1}).spawn(f"idle_{index}", Called)
+        for index in range(4)
+    ]
 
     async def kept() -> list[int]:
         return [kept_kb(), *[await each.kept_kb.choose() for each in called]]
@@ -97,20 +100,29 @@ async def idle(seconds: float) -> None:
     await asyncio.sleep(seconds)
     here, *there = ((b - a) / seconds for a, b in zip(before, await kept(), strict=True))
     each = ", ".join(f"{rate:.2f}" for rate in there)
-    print(f"idle       {here:5.2f} kB a second in the process that spawned four, {each} kB in these", flush=True)
+    print(
+        f"idle       {here:5.2f} kB a second in the process that spawned four, {each} kB in these",
+        flush=True,
+    )
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--calls", type=int, default=10_000)
     parser.add_argument("--idle", type=float, default=240.0, help="seconds")
     arguments = parser.parse_args()
     for way in WAYS:
         caller, called = (
-            this_host().spawn_procs(per_host={"procs": 1}).spawn(actor.__name__, actor) for actor in (Caller, Called)
+            this_host().spawn_procs(per_host={"procs": 1}).spawn(actor.__name__, actor)
+            for actor in (Caller, Called)
         )
         here, there = await caller.measure.call_one(called, way, arguments.calls)
-        print(f"{way:<10} {here:5.2f} kB a call in the caller, {there:5.2f} kB in the called process", flush=True)
+        print(
+            f"{way:<10} {here:5.2f} kB a call in the caller, {there:5.2f} kB in the called process",
+            flush=True,
+        )
     await idle(arguments.idle)
 
 

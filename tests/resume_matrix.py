@@ -57,10 +57,21 @@ SMALL = [
     *f"--config rl_grpo_qwen3_debug --rollouts-per-step {ROLLOUTS} --validation.examples 16".split(),
     *f"--validation.every {EVERY} --post-batch-filters none".split(),
 ]
-SYNC = [*SMALL, *f"--max-offpolicy-steps 0 --steps {STEPS} --checkpoint.interval {INTERVAL}".split()]
-SYNC_MOMENTS: tuple[Moment, ...] = ("build", "training", "checkpoint", "validation", "weight update")
+SYNC = [
+    *SMALL,
+    *f"--max-offpolicy-steps 0 --steps {STEPS} --checkpoint.interval {INTERVAL}".split(),
+]
+SYNC_MOMENTS: tuple[Moment, ...] = (
+    "build",
+    "training",
+    "checkpoint",
+    "validation",
+    "weight update",
+)
 SHORT_STEPS, SHORT_INTERVAL, SHORT_KILLS = 8, 2, 4
-SHORT = f"--max-offpolicy-steps 0 --steps {SHORT_STEPS} --checkpoint.interval {SHORT_INTERVAL}".split()
+SHORT = (
+    f"--max-offpolicy-steps 0 --steps {SHORT_STEPS} --checkpoint.interval {SHORT_INTERVAL}".split()
+)
 LORA = [*SMALL, *SHORT, *"--trainer.lora.rank 8 --trainer.optimizer.lr 1e-3".split()]
 REAL = [
     *f"--config rl_sums_smollm2 --rollouts-per-step {ROLLOUTS} --validation.examples 16 --validation.every {EVERY}".split(),
@@ -95,7 +106,9 @@ class Case:
         self.faults: list[str] = []
 
     def start(self, words: list[str]) -> Command:
-        return Command(self.run, words, output=self.folder / "output", temporary=self.folder / "tmp")
+        return Command(
+            self.run, words, output=self.folder / "output", temporary=self.folder / "tmp"
+        )
 
     def go_on(self, words: list[str]) -> Command:
         """Resume, or begin again where nothing was saved."""
@@ -134,17 +147,25 @@ def killed_and_resumed(
         command.kill_session()
         if not came and command.process.returncode not in (0, -signal.SIGKILL):
             case.faults.append(f"exit code {command.process.returncode} before the kill")
-        missed = "the run had ended before it could be killed" if ended else f"the moment did not come in {case.limit_s:g} s"
+        missed = (
+            "the run had ended before it could be killed"
+            if ended
+            else f"the moment did not come in {case.limit_s:g} s"
+        )
         yield kill, f"from step {max(base, 0)}, at step {was}", ([] if came else [missed]) + check()
     case.end(case.go_on(words))
 
 
-def planned(random_: random.Random, count: int, moments: tuple[Moment, ...], *, steps: int, interval: int) -> list[Kill]:
+def planned(
+    random_: random.Random, count: int, moments: tuple[Moment, ...], *, steps: int, interval: int
+) -> list[Kill]:
     """So many kills in the order of their steps, the last at the shutdown: a run can't be killed earlier than it was before."""
     drawn = []
     for number in range(count - 1):
         moment = moments[number % len(moments)]
-        drawn.append(draw(random_, "controller", moment, steps=steps, interval=interval, every=EVERY))
+        drawn.append(
+            draw(random_, "controller", moment, steps=steps, interval=interval, every=EVERY)
+        )
     drawn.sort(key=lambda kill: kill.step)
     last = draw(random_, "controller", "shutdown", steps=steps, interval=interval, every=EVERY)
     return [replace(kill, number=signal.SIGKILL) for kill in [*drawn, last]]
@@ -159,11 +180,15 @@ def undisturbed(folder: Path, words: list[str], limit_s: float) -> Case | str:
     return case
 
 
-def sync(folder: Path, words: list[str], plan: list[Kill], *, like: Path, limit_s: float) -> Iterator[Result]:
+def sync(
+    folder: Path, words: list[str], plan: list[Kill], *, like: Path, limit_s: float
+) -> Iterator[Result]:
     """A synchronous run that is killed, beside the undisturbed one in ``like``."""
     case, name, rows = Case(folder, limit_s), folder.name, []
     for number, (kill, said, faults) in enumerate(
-        killed_and_resumed(case, words, plan, lambda: different_metrics(case.run, like, whole=False))
+        killed_and_resumed(
+            case, words, plan, lambda: different_metrics(case.run, like, whole=False)
+        )
     ):
         rows.append((f"{name} {number}, {kill.moment}", not faults, "; ".join([said, *faults])))
         print(f"     killed: {rows[-1][0]}, {rows[-1][2]}", flush=True)
@@ -177,7 +202,9 @@ def sync(folder: Path, words: list[str], plan: list[Kill], *, like: Path, limit_
     yield f"{name}, the whole run", not case.faults, case
 
 
-def short(base: Path, name: str, words: list[str], limit_s: float, random_: random.Random) -> Iterator[Result]:
+def short(
+    base: Path, name: str, words: list[str], limit_s: float, random_: random.Random
+) -> Iterator[Result]:
     """As ``sync``, with an undisturbed run of its own."""
     like = base / f"undisturbed-{name}"
     print(f"undisturbed, {name}: {undisturbed(like, words, limit_s)}", flush=True)
@@ -188,17 +215,31 @@ def short(base: Path, name: str, words: list[str], limit_s: float, random_: rand
 
 def asynchronous(base: Path, limit_s: float, random_: random.Random) -> Iterator[Result]:
     case = Case(base / "async", limit_s)
-    plan = planned(random_, ASYNC_KILLS, ("training", "weight update", "checkpoint", "training"), steps=ASYNC_STEPS, interval=2)
+    plan = planned(
+        random_,
+        ASYNC_KILLS,
+        ("training", "weight update", "checkpoint", "training"),
+        steps=ASYNC_STEPS,
+        interval=2,
+    )
     for number, (kill, said, faults) in enumerate(killed_and_resumed(case, ASYNC, plan, list)):
-        print(f"     killed: async {number}, {kill.moment}, {'; '.join([said, *faults])}", flush=True)
+        print(
+            f"     killed: async {number}, {kill.moment}, {'; '.join([said, *faults])}", flush=True
+        )
         case.faults += faults
     case.faults += torn_files(case.run)
-    case.faults += unbalanced(case.run, steps=ASYNC_STEPS, rollouts_per_step=ROLLOUTS, max_age=MAX_AGE)
+    case.faults += unbalanced(
+        case.run, steps=ASYNC_STEPS, rollouts_per_step=ROLLOUTS, max_age=MAX_AGE
+    )
     served = not_served(rollout_records(case.run), examples=EXAMPLES, times=2)
     recorded = len(rollout_records(case.run))
     if recorded != 2 * EXAMPLES * GROUP:
         served.append(f"{recorded} rollouts were recorded, and not {2 * EXAMPLES * GROUP}")
-    yield f"async, {ASYNC_KILLS} kills: each example served twice", not served, "; ".join(served) or case
+    yield (
+        f"async, {ASYNC_KILLS} kills: each example served twice",
+        not served,
+        "; ".join(served) or case,
+    )
     yield "async: ledger, files, ages", not case.faults, case
 
 
@@ -221,8 +262,18 @@ def continued(case: Case, run: Path, step: int, words: list[str]) -> None:
 def compared(case: Case, reference: Path, step: int) -> tuple[bool, object]:
     """Whether the step after ``step`` is the reference's up to rounding: same rollouts, same loss and gradient."""
     if not case.faults:
-        ours, theirs = ({r["step"]: r for r in json_lines(run / "metrics.jsonl")}[step + 1] for run in (case.run, reference))
-        for key in ("rollout/reward_mean", "batch/tokens", "loss/total", "train/grad_norm", "policy/entropy", "train/lr"):
+        ours, theirs = (
+            {r["step"]: r for r in json_lines(run / "metrics.jsonl")}[step + 1]
+            for run in (case.run, reference)
+        )
+        for key in (
+            "rollout/reward_mean",
+            "batch/tokens",
+            "loss/total",
+            "train/grad_norm",
+            "policy/entropy",
+            "train/lr",
+        ):
             if not math.isclose(ours[key], theirs[key], rel_tol=ROUNDING, abs_tol=1e-6):
                 case.faults.append(f"step {step + 1}: {key} = {ours[key]}, and not {theirs[key]}")
         case.faults += unbalanced(case.run, steps=STEPS, rollouts_per_step=ROLLOUTS, max_age=0)
@@ -233,25 +284,34 @@ def init(base: Path, limit_s: float) -> Iterator[Result]:
     """With steps too small to change a float32 weight, the final policy is that of the checkpoint."""
     reference = base / "undisturbed" / "run"
     case = Case(base / "init", limit_s)
-    words = [*SMALL, *"--max-offpolicy-steps 0 --seed 5 --steps 1 --trainer.optimizer.lr 1e-30".split()]
+    words = [
+        *SMALL,
+        *"--max-offpolicy-steps 0 --seed 5 --steps 1 --trainer.optimizer.lr 1e-30".split(),
+    ]
     case.to_the_end([*words, "--init-from", str(reference), "--run-dir", str(case.run)])
     if not case.faults:
         ours, theirs = (
-            {path.name: path.read_bytes() for path in run.glob("policy/step-*/*.safetensors")} for run in (case.run, reference)
+            {path.name: path.read_bytes() for path in run.glob("policy/step-*/*.safetensors")}
+            for run in (case.run, reference)
         )
         if not theirs or ours != theirs:
             case.faults.append("the weights are not those of the run it began from")
         first = json_lines(case.run / "metrics.jsonl")[0]["validation/reward"]
         last = json_lines(reference / "metrics.jsonl")[-1]["validation/reward"]
         if first != last:
-            case.faults.append(f"the first evaluation gives {first}, the other run's last gave {last}")
+            case.faults.append(
+                f"the first evaluation gives {first}, the other run's last gave {last}"
+            )
     yield "--init-from", not case.faults, case
 
 
 def faults(base: Path, limit_s: float) -> Iterator[Result]:
     """What full disks, power cuts, stopped processes and other people do to a run, one after another."""
     case = Case(base / "faults", limit_s)
-    words = [*SMALL, *f"--steps {STEPS} --checkpoint.interval 1 --checkpoint.keep 3 --max-offpolicy-steps 0".split()]
+    words = [
+        *SMALL,
+        *f"--steps {STEPS} --checkpoint.interval 1 --checkpoint.keep 3 --max-offpolicy-steps 0".split(),
+    ]
     command = case.start([*words, "--run-dir", str(case.run)])
     came = wait_for(lambda: steps_recorded(case.run) >= 1 or not command.lives, limit_s)
     parts = command.parts() if came and command.lives else {}
@@ -261,7 +321,11 @@ def faults(base: Path, limit_s: float) -> Iterator[Result]:
         return
     sockets = listening_sockets(command.alive())
     open_ = [path for path in sockets if not private(path)]
-    yield "faults, sockets that no other user can enter", len(sockets) >= 4 and not open_, open_ or f"{len(sockets)} sockets"
+    yield (
+        "faults, sockets that no other user can enter",
+        len(sockets) >= 4 and not open_,
+        open_ or f"{len(sockets)} sockets",
+    )
 
     said = Said(case.folder / "output")
     _, most = resource.prlimit(parts["trainer-0"], resource.RLIMIT_FSIZE)
@@ -280,7 +344,11 @@ def faults(base: Path, limit_s: float) -> Iterator[Result]:
     named = wait_for(lambda: "generator 0 has not answered for" in said.new, 60)
     os.kill(parts["generator-0"], signal.SIGCONT)
     case.end(command)
-    yield "faults, a stopped generator is named and the run goes on", named and not case.faults, case
+    yield (
+        "faults, a stopped generator is named and the run goes on",
+        named and not case.faults,
+        case,
+    )
     newest = max((case.run / "checkpoints").glob("step-*"), key=step_of, default=None)
     later = newest is not None and step_of(newest) == STEPS > step
     yield "faults, checkpoints after the one without room", later, newest
@@ -292,12 +360,22 @@ def faults(base: Path, limit_s: float) -> Iterator[Result]:
         (case.run / name).write_bytes(b"")
     case.to_the_end(["--resume", str(case.run), "--steps", str(STEPS + 2)])
     steps = steps_recorded(case.run)
-    yield "faults, resumed after a power cut emptied its command", steps == STEPS + 2 and not case.faults, case
+    yield (
+        "faults, resumed after a power cut emptied its command",
+        steps == STEPS + 2 and not case.faults,
+        case,
+    )
 
     (case.run / "checkpoints" / f"step-{STEPS + 2:06d}" / "manifest.json").unlink()
     case.to_the_end(["--resume", str(case.run)])
-    named = f"step-{STEPS + 2:06d} is damaged: " in said.all and "manifest.json is missing" in said.all
-    yield "faults, a newest checkpoint without its manifest is named", named and not case.faults, case
+    named = (
+        f"step-{STEPS + 2:06d} is damaged: " in said.all and "manifest.json is missing" in said.all
+    )
+    yield (
+        "faults, a newest checkpoint without its manifest is named",
+        named and not case.faults,
+        case,
+    )
 
     forged, made = base / "forged" / "run", base / "forged" / "made"
     shutil.rmtree(forged.parent, ignore_errors=True)
@@ -305,7 +383,12 @@ def faults(base: Path, limit_s: float) -> Iterator[Result]:
     shutil.rmtree(forged / "checkpoints")
     folder = CheckpointFolder(forged, keep=9)
     source = next((case.run / "checkpoints").glob("step-*"))
-    shutil.copytree(source, folder.begin(STEPS), dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+    shutil.copytree(
+        source,
+        folder.begin(STEPS),
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("manifest.json"),
+    )
     for metadata in (forged / "checkpoints").rglob(".metadata"):
         metadata.write_bytes(pickle.dumps(Mkdir(made)))
     folder.commit(STEPS)
@@ -316,11 +399,18 @@ def faults(base: Path, limit_s: float) -> Iterator[Result]:
         "rl-export": [f"{rl}.export", str(forged), "--to", str(forged.parent / "policy")],
     }.items():
         ended = subprocess.run(
-            [sys.executable, "-m", *command_words], cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False
+            [sys.executable, "-m", *command_words],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
         )
         line = ended.stderr.strip().splitlines()[-1:]
         refused = (
-            ended.returncode == 2 and "names posix.mkdir, which no checkpoint needs" in "".join(line) and not made.exists()
+            ended.returncode == 2
+            and "names posix.mkdir, which no checkpoint needs" in "".join(line)
+            and not made.exists()
         )
         yield f"faults, a forged checkpoint is refused by {name}", refused, "".join(line)
 
@@ -351,12 +441,21 @@ class Said:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=10, help="of the synchronous run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=(*PARTS, "real"), help="these parts alone")
-    parser.add_argument("--limit-s", type=float, default=400.0, help="for each start of the command")
-    parser.add_argument("--folder", type=Path, default=None, help="where the runs are kept; a temporary folder otherwise")
+    parser.add_argument(
+        "--limit-s", type=float, default=400.0, help="for each start of the command"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=None,
+        help="where the runs are kept; a temporary folder otherwise",
+    )
     arguments = parser.parse_args()
     parts = arguments.only or PARTS
     right = total = 0
@@ -373,8 +472,12 @@ def main() -> int:
             "elastic": lambda: elastic(base, limit_s),
             "init": lambda: init(base, limit_s),
             "faults": lambda: faults(base, limit_s),
-            "lora": lambda: short(base, "lora", LORA, limit_s, random.Random(f"lora {arguments.seed}")),
-            "real": lambda: short(base, "real", REAL, limit_s, random.Random(f"real {arguments.seed}")),
+            "lora": lambda: short(
+                base, "lora", LORA, limit_s, random.Random(f"lora {arguments.seed}")
+            ),
+            "real": lambda: short(
+                base, "real", REAL, limit_s, random.Random(f"real {arguments.seed}")
+            ),
         }
         for part in parts:
             for name, fine, said in runs[part]():

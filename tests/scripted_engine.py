@@ -129,7 +129,11 @@ class ScriptedEngine:
     def add(self, request: Request) -> RequestFailed | None:
         assert not self.asleep
         scores = isinstance(request, ScoreRequest)
-        length = len(request.token_ids) if scores else len(request.prompt_token_ids) + request.sampling.max_tokens
+        length = (
+            len(request.token_ids)
+            if scores
+            else len(request.prompt_token_ids) + request.sampling.max_tokens
+        )
         if length > self._config.max_model_len:
             cause = f"{length} tokens exceed max_model_len {self._config.max_model_len}"
             return RequestFailed(request_id=request.request_id, cause=cause)
@@ -160,7 +164,9 @@ class ScriptedEngine:
 
     def load(self, manifest: Manifest, *, recompute: bool, verify: bool = True) -> LoadReport:
         tensors = self._reader.tensors(manifest)
-        assert all(each.token_ids for each in self._open.values()), "a request without a token was not withdrawn"
+        assert all(each.token_ids for each in self._open.values()), (
+            "a request without a token was not withdrawn"
+        )
         self._table = tensors[TABLE].double().numpy()
         digests = digests_of(torch.from_numpy(self._table)) if verify else {}
         self._version, self.asleep = manifest.version, False
@@ -178,7 +184,9 @@ class ScriptedEngine:
         request = each.request
         if isinstance(request, ScoreRequest):
             before, after = request.token_ids[:-1], request.token_ids[1:]
-            logprobs = np.concatenate([[0.0], np.log(self._table[before, after])]).astype(np.float32)
+            logprobs = np.concatenate([[0.0], np.log(self._table[before, after])]).astype(
+                np.float32
+            )
             return ScoreResult(request_id=request.request_id, logprobs=logprobs)
         self._sample(each, request)
         stopped = each.token_ids[-1] in request.stop_token_ids

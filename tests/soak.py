@@ -87,7 +87,10 @@ def fitted(steps: Sequence[float], values: Sequence[float]) -> Line:
     if count < 3:
         return Line(slope=0.0, error=float("inf"))
     edges = [round(i * len(steps) / count) for i in range(count + 1)]
-    x, y = ([statistics.mean(of[start:end]) for start, end in zip(edges, edges[1:], strict=False)] for of in (steps, values))
+    x, y = (
+        [statistics.mean(of[start:end]) for start, end in zip(edges, edges[1:], strict=False)]
+        for of in (steps, values)
+    )
     middle_x, middle_y = statistics.mean(x), statistics.mean(y)
     spread = sum((value - middle_x) ** 2 for value in x)
     slope = sum((a - middle_x) * (b - middle_y) for a, b in zip(x, y, strict=True)) / spread
@@ -143,7 +146,9 @@ def file_sizes(run: Path) -> dict[str, int]:
         try:
             if path.is_file():
                 name = path.relative_to(run)
-                sizes[name.parts[0] if name.parts[0] in ("checkpoints", "tensorboard") else str(name)] += path.stat().st_size
+                sizes[
+                    name.parts[0] if name.parts[0] in ("checkpoints", "tensorboard") else str(name)
+                ] += path.stat().st_size
         except OSError:  # a checkpoint that was just deleted
             pass
     return sizes
@@ -174,11 +179,17 @@ def watch(
 
 
 def report(
-    samples: dict[str, list[Sample]], files: list[tuple[int, dict[str, int]]], *, warm_up: int, bound: float
+    samples: dict[str, list[Sample]],
+    files: list[tuple[int, dict[str, int]]],
+    *,
+    warm_up: int,
+    bound: float,
 ) -> list[str]:
     """Print the tables. Returns what is wrong, a line each."""
     faults = []
-    print(f"{'process':<18} {'MB first':>9} {'warm':>8} {'last':>8} {'MB per 100 steps':>20}  descriptors  threads")
+    print(
+        f"{'process':<18} {'MB first':>9} {'warm':>8} {'last':>8} {'MB per 100 steps':>20}  descriptors  threads"
+    )
     for name, of in sorted(samples.items()):
         after = [sample for sample in of if sample.step >= warm_up]
         if not after:
@@ -193,13 +204,20 @@ def report(
             f"{name:<18} {of[0].memory_mb:>9.1f} {after[0].memory_mb:>8.1f} {of[-1].memory_mb:>8.1f} {str(line):>20}  "
             + "  ".join(f"{min(values)} to {max(values)}" for values in counts.values())
         )
-        faults += [f"{name}: {what} grow from {min(v)} to {max(v)}" for what, v in counts.items() if grows(v)]
+        faults += [
+            f"{name}: {what} grow from {min(v)} to {max(v)}"
+            for what, v in counts.items()
+            if grows(v)
+        ]
     faults += divided(samples, warm_up=warm_up, bound=bound)
     after_warm_up = [(step, sizes) for step, sizes in files if step >= warm_up]
     if after_warm_up:
         print(f"{'file':<28} {'kB last':>9} {'kB per 100 steps':>20}")
     for name in sorted(after_warm_up[-1][1] if after_warm_up else []):
-        line = fitted([step for step, _ in after_warm_up], [sizes.get(name, 0) / 1024 for _, sizes in after_warm_up])
+        line = fitted(
+            [step for step, _ in after_warm_up],
+            [sizes.get(name, 0) / 1024 for _, sizes in after_warm_up],
+        )
         print(f"{name:<28} {after_warm_up[-1][1][name] / 1024:>9.1f} {str(line):>20}")
     return faults
 
@@ -224,30 +242,44 @@ def divided(samples: dict[str, list[Sample]], *, warm_up: int, bound: float) -> 
             )
         )
         rest = fitted(steps, [sample.memory_mb - sample.explained_mb for sample in after])
-        other = fitted(steps, [sample.memory_mb - sample.live_mb - sample.free_mb for sample in after])
+        other = fitted(
+            steps, [sample.memory_mb - sample.live_mb - sample.free_mb for sample in after]
+        )
         print(
             f"{name:<18} {monarch.slope:>+8.3f}{''.join(f'{str(line):>17}' for line in (rest, live, free, other))}"
             f"  {objects.slope / 100:>+14.2f}"
         )
         if rest.slope - 2 * rest.error > bound:
-            faults.append(f"{name}: memory grows by {rest} MB per 100 steps, beside what Monarch keeps of its calls")
+            faults.append(
+                f"{name}: memory grows by {rest} MB per 100 steps, beside what Monarch keeps of its calls"
+            )
     return faults
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--warm-up", type=int, default=400, help="steps")
     parser.add_argument("--every", type=int, default=5, help="steps between two samples")
     parser.add_argument("--bound", type=float, default=0.3, help="MB per 100 steps")
-    parser.add_argument("--folder", type=Path, default=None, help="where the run is kept; a temporary folder otherwise")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=None,
+        help="where the run is kept; a temporary folder otherwise",
+    )
     arguments, words = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as temporary:
         base = arguments.folder or Path(temporary)
         base.mkdir(parents=True, exist_ok=True)
         run, probes = base / "run", base / "probes"
         probes.mkdir(exist_ok=True)
-        os.environ |= {"MEMORY_PROBE": str(probes.resolve()), "PYTHONPATH": str(PROBE)}  # for the processes of the run
+        os.environ |= {
+            "MEMORY_PROBE": str(probes.resolve()),
+            "PYTHONPATH": str(PROBE),
+        }  # for the processes of the run
         own = [*WORDS, "--steps", str(arguments.steps), "--run-dir", str(run), *words]
         command = Command(run, own, output=base / "output", temporary=base / "tmp")
         try:
@@ -258,7 +290,9 @@ def main() -> int:
         seconds = time.monotonic() - command.began
         faults = report(samples, files, warm_up=arguments.warm_up, bound=arguments.bound)
         if code != 0:
-            faults.append(f"the run ended with {code}: {(base / 'output').read_text().splitlines()[-1:]}")
+            faults.append(
+                f"the run ended with {code}: {(base / 'output').read_text().splitlines()[-1:]}"
+            )
     for fault in faults:
         print(f"fault: {fault}")
     print(f"{arguments.steps} steps in {seconds:.0f} s, {len(faults)} faults")

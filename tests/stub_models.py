@@ -12,16 +12,28 @@ from typing import Any
 
 from torchtitan.experiments.rl.config.costs import ModelSizes
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
-from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, hub_shapes, policy_spec
+from torchtitan.experiments.rl.models.policy import (
+    ModelConfig,
+    decoder_config,
+    hub_shapes,
+    policy_spec,
+)
 
 
 def stub_model(folder: Path, flavor: str) -> Path:
     """A folder of a Qwen3 ``flavor`` of torchtitan ("qwen3/8B"), with the tiny model's tokenizer."""
     folder.mkdir(parents=True)
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    ):
         if Path(TINY_MODEL, name).exists():
             shutil.copy(Path(TINY_MODEL, name), folder)
-    spec = policy_spec(ModelConfig(hf_assets_path=str(folder), flavor=flavor), device="cpu", max_seq_len=2)
+    spec = policy_spec(
+        ModelConfig(hf_assets_path=str(folder), flavor=flavor), device="cpu", max_seq_len=2
+    )
     decoder: Any = decoder_config(spec)
     sizes, layer = ModelSizes.of(decoder, 0, 0), decoder.layers[0]
     config = {

@@ -39,7 +39,9 @@ class Process(Actor):
     @endpoint
     async def repeat(self, what: str, calls: int) -> None:
         for _ in range(calls):
-            await (torchstore.get("key") if what == "get" else torchstore.put("key", list(range(100))))
+            await (
+                torchstore.get("key") if what == "get" else torchstore.put("key", list(range(100)))
+            )
         await asyncio.sleep(1.0)
 
     @endpoint
@@ -48,11 +50,15 @@ class Process(Actor):
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--calls", type=int, default=2000)
     calls = parser.parse_args().calls
     meshes = [this_host().spawn_procs(per_host={"procs": 1}) for _ in range(3)]
-    volume, plain, sparing = (mesh.spawn(f"process_{index}", Process) for index, mesh in enumerate(meshes))
+    volume, plain, sparing = (
+        mesh.spawn(f"process_{index}", Process) for index, mesh in enumerate(meshes)
+    )
     await start_store(meshes[0])
 
     async def kept() -> list[int]:
@@ -64,7 +70,9 @@ async def main() -> None:
             await client.repeat.choose(what, calls)
             before = await kept()
             await client.repeat.choose(what, calls)
-            asking, volumes, controllers = ((b - a) / calls for a, b in zip(before, await kept(), strict=True))
+            asking, volumes, controllers = (
+                (b - a) / calls for a, b in zip(before, await kept(), strict=True)
+            )
             print(
                 f"{name:<14} {what}  {asking:5.2f} kB in the process that asks, {volumes:5.2f} kB in the volume's, "
                 f"{controllers:5.2f} kB in the controller's",

@@ -35,14 +35,20 @@ class V2EngineConfig(VLLMEngineConfig):
         adapters: Mapping[str, int] | None = None,
         routes: bool = False,
     ) -> VLLMEngine:
-        assert os.environ["TRITON_INTERPRET"] == "1", "triton was imported as its compiler: launch the process with ENVIRONMENT"
+        assert os.environ["TRITON_INTERPRET"] == "1", (
+            "triton was imported as its compiler: launch the process with ENVIRONMENT"
+        )
         from triton.backends import backends
 
         backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
         compat.set_environment(device=device)
         import vllm
 
-        as_on_gpus = {"enable_chunked_prefill": True, "max_num_batched_tokens": self.chunk_tokens, "async_scheduling": True}
+        as_on_gpus = {
+            "enable_chunked_prefill": True,
+            "max_num_batched_tokens": self.chunk_tokens,
+            "async_scheduling": True,
+        }
         arguments = vllm.EngineArgs
 
         def changed(**given: Any) -> Any:
@@ -51,10 +57,18 @@ class V2EngineConfig(VLLMEngineConfig):
         vllm.EngineArgs = changed
         _keep_async_scheduling()
         vllm_engine._sharing_of_last_blocks = dict
-        engine = VLLMEngine(self, model_path=model_path, device=device, adapters=adapters or {}, routes=routes)
-        runner = engine._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        assert engine._engine.engine_core.engine_core.batch_queue is not None, "steps are scheduled asynchronously"
-        assert "vllm.v1.worker.gpu.model_runner" in {kind.__module__ for kind in type(runner).__mro__}, type(runner)
+        engine = VLLMEngine(
+            self, model_path=model_path, device=device, adapters=adapters or {}, routes=routes
+        )
+        runner = (
+            engine._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        )
+        assert engine._engine.engine_core.engine_core.batch_queue is not None, (
+            "steps are scheduled asynchronously"
+        )
+        assert "vllm.v1.worker.gpu.model_runner" in {
+            kind.__module__ for kind in type(runner).__mro__
+        }, type(runner)
         return engine
 
 

@@ -1,7 +1,8 @@
 """Overlay: the installed torchtitan supplies every module this checkout does not hold.
 
-The installed ``torchtitan`` is a regular package, so a folder of the same name found first on ``sys.path`` would hide it.
-Extending ``__path__`` makes both folders one package, with this checkout in front.
+The installed ``torchtitan`` is a regular package, so a folder of the same name that is found first
+on ``sys.path`` would hide it. Extending ``__path__`` makes both folders one package, with this
+checkout in front.
 """
 
 from importlib.metadata import version

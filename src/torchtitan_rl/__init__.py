@@ -16,7 +16,11 @@ def root() -> str:
     import os
 
     here = os.path.dirname(os.path.abspath(__file__))
-    return here if os.path.isdir(os.path.join(here, "torchtitan")) else os.path.dirname(os.path.dirname(here))
+    return (
+        here
+        if os.path.isdir(os.path.join(here, "torchtitan"))
+        else os.path.dirname(os.path.dirname(here))
+    )
 
 
 class LibraryFinder:
@@ -33,7 +37,9 @@ class LibraryFinder:
         from importlib.util import spec_from_file_location
 
         folder = os.path.join(root(), *LIBRARY.split("."))
-        return spec_from_file_location(name, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder])
+        return spec_from_file_location(
+            name, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+        )
 
 
 sys.meta_path.insert(0, LibraryFinder)

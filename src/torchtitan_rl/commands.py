@@ -23,7 +23,9 @@ def _run(module: str) -> int:
         return 2
     from torchtitan.experiments.rl.process.setup import run_command
 
-    return run_command(lambda: importlib.import_module(f"torchtitan.experiments.rl.{module}").main())
+    return run_command(
+        lambda: importlib.import_module(f"torchtitan.experiments.rl.{module}").main()
+    )
 
 
 def what_is_lacking() -> str | None:
@@ -32,7 +34,10 @@ def what_is_lacking() -> str | None:
     for requirement in (*(requires(DISTRIBUTION) or ()), *NOT_RESOLVED):
         if ";" in requirement:  # of an extra
             continue
-        name, wanted = re.split(r"[^\w.-]", requirement, maxsplit=1)[0], requirement.partition("==")[2]
+        name, wanted = (
+            re.split(r"[^\w.-]", requirement, maxsplit=1)[0],
+            requirement.partition("==")[2],
+        )
         try:
             found = version(name)
         except PackageNotFoundError:
@@ -42,7 +47,10 @@ def what_is_lacking() -> str | None:
             lacking[name] = f"{requirement} (here: {found})"
     if not lacking:
         return None
-    pip, pins = f"{shlex.quote(sys.executable)} -m pip install", shlex.quote(os.path.join(root(), "requirements", "cpu.txt"))
+    pip, pins = (
+        f"{shlex.quote(sys.executable)} -m pip install",
+        shlex.quote(os.path.join(root(), "requirements", "cpu.txt")),
+    )
     # torch with its dependencies: its CUDA build can't be imported without them.
     torch = f"{pip} {lacking['torch'].partition(' ')[0]} && " if "torch" in lacking else ""
     return f"not installed: {', '.join(lacking.values())}; {torch}{pip} --no-deps -r {pins} installs all (on GPUs: gpu.txt)"

@@ -30,10 +30,16 @@ SIZES = ((1280, 800), (390, 800))
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    path = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     assert path, "no Chromium: on Debian, apt-get install chromium"
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"] if os.getuid() == 0 else [])
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox"] if os.getuid() == 0 else []
+        )
         yield browser
         browser.close()
 
@@ -57,7 +63,9 @@ def opened(page: Page, address: str, route: str, run: int = 0) -> Page:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--all", type=Path, metavar="FOLDER")
     options = parser.parse_args()
@@ -75,7 +83,9 @@ def pictures_of_readme(browser: Browser, address: str, run: ReportedRun) -> None
     page = new_page(browser, width=1200, height=640, color_scheme="light")
     opened(page, address, "overview").screenshot(path=ROOT / "docs/report-overview.png")
     with_tokens(page, address, run)
-    page.get_by_role("heading", name="Training sample").first.evaluate("heading => heading.scrollIntoView()")
+    page.get_by_role("heading", name="Training sample").first.evaluate(
+        "heading => heading.scrollIntoView()"
+    )
     page.locator(".tokens span[style*=rgba]").nth(4).hover()
     page.screenshot(path=ROOT / "docs/report-tokens.png")
 
@@ -87,13 +97,21 @@ def pictures_of_all(browser: Browser, address: str, run: ReportedRun, folder: Pa
         for scheme in ("light", "dark"):
             page = new_page(browser, width=width, height=height, color_scheme=scheme)
             for name in PAGES:
-                opened(page, address, name).screenshot(path=folder / f"{name}-{width}-{scheme}.png", full_page=True)
-            opened(page, address, f"group/{place}").screenshot(path=folder / f"group-{width}-{scheme}.png", full_page=True)
-            with_tokens(page, address, run).screenshot(path=folder / f"rollout-{width}-{scheme}.png", full_page=True)
+                opened(page, address, name).screenshot(
+                    path=folder / f"{name}-{width}-{scheme}.png", full_page=True
+                )
+            opened(page, address, f"group/{place}").screenshot(
+                path=folder / f"group-{width}-{scheme}.png", full_page=True
+            )
+            with_tokens(page, address, run).screenshot(
+                path=folder / f"rollout-{width}-{scheme}.png", full_page=True
+            )
 
 
 def new_page(browser: Browser, *, width: int, height: int, color_scheme: Any) -> Page:
-    return browser.new_context(viewport={"width": width, "height": height}, color_scheme=color_scheme).new_page()
+    return browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme=color_scheme
+    ).new_page()
 
 
 def with_tokens(page: Page, address: str, run: ReportedRun) -> Page:
@@ -106,7 +124,9 @@ def with_tokens(page: Page, address: str, run: ReportedRun) -> Page:
 
 def longest(run: ReportedRun) -> Any:
     """The rollout of most turns and tokens that was trained."""
-    return run.rows("SELECT place, line FROM rollouts WHERE outcome = 'trained' ORDER BY turns DESC, tokens DESC LIMIT 1")[0]
+    return run.rows(
+        "SELECT place, line FROM rollouts WHERE outcome = 'trained' ORDER BY turns DESC, tokens DESC LIMIT 1"
+    )[0]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from torchtitan.experiments.rl.tools.report.run import ReportedRun
 PATIENCE_MS = 60_000
 expect.set_options(timeout=PATIENCE_MS)
 WIDTHS = (1280, 390)
-HOSTILE = "<script>document.title='taken'</script><img src=x onerror=alert(1)>\x1b[31mred\x1b[0m\u202e"
+HOSTILE = (
+    "<script>document.title='taken'</script><img src=x onerror=alert(1)>\x1b[31mred\x1b[0m\u202e"
+)
 FOLDER = os.environ.get("REPORT_SCREENSHOTS")
 
 
@@ -30,12 +32,20 @@ def browser():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = small_run(tmp_path_factory.mktemp("report") / "run")
-    hostile = [rollout("bad-0", 0, reward=1.0, reply=HOSTILE), rollout("bad-0", 1, reward=0.5, reply="y" * 2**20)]
-    hostile[0].samples[0].trainer_logprobs = np.array([0, 0, 0, np.log(2) - 0.5, np.log(0.5) - 0.25], np.float32)
+    hostile = [
+        rollout("bad-0", 0, reward=1.0, reply=HOSTILE),
+        rollout("bad-0", 1, reward=0.5, reply="y" * 2**20),
+    ]
+    hostile[0].samples[0].trainer_logprobs = np.array(
+        [0, 0, 0, np.log(2) - 0.5, np.log(0.5) - 0.25], np.float32
+    )
     record(folder, [hostile], {"bad-0/0": "trained", "bad-0/1": "trained"}, step=2)
     for label, rewards in (("0", [0, 1, 0]), ("3.final", [1, 0, 1])):
         record_evaluation(
-            folder, label, {name: [reward] for name, reward in zip((HOSTILE, "b", "c"), rewards, strict=True)}, step=3
+            folder,
+            label,
+            {name: [reward] for name, reward in zip((HOSTILE, "b", "c"), rewards, strict=True)},
+            step=3,
         )
     run = ReportedRun(folder)
     run.refresh()
@@ -57,7 +67,9 @@ def page(browser: Browser):
     page = context.new_page()
     page.set_default_timeout(PATIENCE_MS)
     wrong: list[str] = []
-    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console", lambda message: wrong.append(message.text) if message.type == "error" else None
+    )
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
     yield page
@@ -117,7 +129,9 @@ def test_filters_are_in_the_address_and_in_the_form(page, address):
 
 def test_what_a_model_said_is_shown_and_does_nothing(page, address, run):
     opened(page, address, f"rollout/{key_of(run, 'bad-0/0')}")
-    expect(page.locator(".message.assistant")).to_contain_text("<script>document.title='taken'</script>")
+    expect(page.locator(".message.assistant")).to_contain_text(
+        "<script>document.title='taken'</script>"
+    )
     assert page.title() != "taken" and page.locator("main img, main script").count() == 0
     opened(page, address, f"rollout/{key_of(run, 'bad-0/1')}")
     expect(page.locator(".message.assistant")).to_contain_text("1,028,576 characters more")
@@ -133,7 +147,9 @@ def test_examples_won_and_lost_lead_to_both_rollouts(page, address):
     page.locator("select[name=after]").select_option("0:0")
     page.get_by_role("button", name="Compare").click()
     expect(page.locator("main")).to_contain_text("1 won, 2 lost")
-    page.locator("section", has=page.get_by_role("heading", name="Won", exact=True)).get_by_role("link").last.click()
+    page.locator("section", has=page.get_by_role("heading", name="Won", exact=True)).get_by_role(
+        "link"
+    ).last.click()
     page.wait_for_selector('main[data-page="rollout"]')
     expect(page.locator("h1")).to_have_text("validation-sums-1@0/0")
 
@@ -159,8 +175,16 @@ def test_tokens_are_coloured_by_the_ratio_of_trainer_and_generator(page, address
     opened(page, address, f"rollout/{key_of(run, 'bad-0/0')}")
     page.get_by_role("button", name="Show the tokens").click()
     page.get_by_label("Coloured by").select_option("ratio")
-    colours = page.locator(".tokens span").evaluate_all("spans => spans.map((span) => span.style.background)")
-    assert colours == ["", "", "", "rgba(0, 114, 178, 0.65)", "rgba(213, 94, 0, 0.65)"]  # twice, and half
+    colours = page.locator(".tokens span").evaluate_all(
+        "spans => spans.map((span) => span.style.background)"
+    )
+    assert colours == [
+        "",
+        "",
+        "",
+        "rgba(0, 114, 178, 0.65)",
+        "rgba(213, 94, 0, 0.65)",
+    ]  # twice, and half
     expect(page.locator("main")).to_contain_text("0.5 to 2; blue above 1")
     page.locator(".tokens span").nth(0).hover()
     expect(page.locator(".tokendetail")).to_contain_text("ratio –")
@@ -170,7 +194,9 @@ def test_a_run_that_goes_on_is_followed(page, address, run):
     opened(page, address, "overview")
     write_metrics(run.folder, {4: {"rollout/reward_mean": 0.875}}, resume_step=3)
     expect(page.locator("main")).to_contain_text("step 4 of 3")
-    expect(page.locator("figure", has_text="Reward of training").locator(".legend")).to_contain_text("0.875")
+    expect(
+        page.locator("figure", has_text="Reward of training").locator(".legend")
+    ).to_contain_text("0.875")
 
 
 def test_an_exported_file_needs_no_server(page, run, tmp_path):
@@ -208,7 +234,9 @@ def contrast(first: str, second: str) -> float:
 
 def luminance(colour: str) -> float:
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -234,7 +262,9 @@ def test_curves_are_smoothed_and_drawn_along_the_time(page, address):
     figure.locator("svg[role=img]").focus()
     page.keyboard.press("ArrowLeft")
     # Of 0.25, 0.5, 0.75: (0.125 * 0.25 + 0.25 * 0.5 + 0.5 * 0.75) / 0.875, after three steps of 2 seconds.
-    expect(figure.locator(".readout")).to_contain_text("minutes of steps 0.1: rollout/reward_mean 0.6071")
+    expect(figure.locator(".readout")).to_contain_text(
+        "minutes of steps 0.1: rollout/reward_mean 0.6071"
+    )
 
 
 def test_a_part_of_a_chart_is_shown_larger_until_all_of_it_is_asked_for(page, address):
@@ -270,7 +300,9 @@ def test_the_list_shows_how_each_rollout_begins_and_says_that_it_searches(page, 
     rows = page.locator("tbody tr").all_inner_texts()
     kinds = ["validation" in text for text in rows]
     assert kinds == sorted(kinds) and True in kinds, "training rollouts come first"
-    page.route("**/api/runs/0/rollouts?*", lambda route: (page.wait_for_timeout(300), route.continue_()))
+    page.route(
+        "**/api/runs/0/rollouts?*", lambda route: (page.wait_for_timeout(300), route.continue_())
+    )
     page.locator("input[name=text]").fill("broke")
     page.get_by_role("button", name="Show").click()
     expect(page.locator("main [role=status]").first).to_contain_text("Searching the texts")
@@ -297,4 +329,6 @@ def test_a_groups_prompt_is_open_and_its_odd_one_comes_first(page, address, run)
 def test_two_runs_have_their_curves_in_one_chart(page, run):
     with served([run, run]) as address:
         opened(page, address, "runs")
-        expect(page.locator("figure", has_text="rollout/reward_mean").locator(".legend li")).to_have_count(2)
+        expect(
+            page.locator("figure", has_text="rollout/reward_mean").locator(".legend li")
+        ).to_have_count(2)

@@ -29,7 +29,12 @@ from typing import Any
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
-from torchtitan.experiments.rl.tasks import RendererEnvConfig, SamplingConfig, Task, agent_command_task
+from torchtitan.experiments.rl.tasks import (
+    RendererEnvConfig,
+    SamplingConfig,
+    Task,
+    agent_command_task,
+)
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
 
 HERE = Path(__file__).resolve().parent
@@ -57,7 +62,10 @@ def structured_code(line: str) -> str:
     return json.dumps({"thought": "I go on.", "code": line})
 
 
-ADDITIONS = [tool_call("calculator", expression="2 + 3"), tool_call("calculator", expression="5 + 4")]
+ADDITIONS = [
+    tool_call("calculator", expression="2 + 3"),
+    tool_call("calculator", expression="5 + 4"),
+]
 TEXT = [*ADDITIONS, ANSWER]
 OBJECT = '{"value": 9}'
 LINES = ['print(calculator("2 + 3"))', 'print(calculator("5 + 4"))', "final_answer(9)"]
@@ -114,9 +122,15 @@ class Hub:
 
 
 HUBS = {
-    "verifiers": Hub(mode="v1, null harness", module="my_verifiers", config="rl_verifiers", replies=["1"]),
-    "openenv": Hub(mode="template", module="my_openenv", config="rl_openenv", replies=["hello", "again"]),
-    "textarena": Hub(mode="GuessTheNumber", module="my_game", config="rl_game", replies=["[7]", "[13]"]),
+    "verifiers": Hub(
+        mode="v1, null harness", module="my_verifiers", config="rl_verifiers", replies=["1"]
+    ),
+    "openenv": Hub(
+        mode="template", module="my_openenv", config="rl_openenv", replies=["hello", "again"]
+    ),
+    "textarena": Hub(
+        mode="GuessTheNumber", module="my_game", config="rl_game", replies=["[7]", "[13]"]
+    ),
 }
 
 
@@ -192,7 +206,9 @@ async def run_hub(name: str, python: Path) -> Row:
     os.chdir(folder)
     sys.path.insert(0, str(folder))  # the modules of the page
     if name == "openenv" and not Path("my_env").exists():
-        subprocess.run([python.with_name("openenv"), "init", "my_env"], check=True, stdout=sys.stderr)
+        subprocess.run(
+            [python.with_name("openenv"), "init", "my_env"], check=True, stdout=sys.stderr
+        )
     if name == "textarena":
         # Last, so that the packages of this environment come first.
         sys.path.append(sysconfig.get_path("purelib", vars={"base": str(python.parents[1])}))
@@ -219,7 +235,12 @@ async def run_rollout(config: Task.Config, replies: list[str]) -> Rollout:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", choices=[*PROGRAMS, *HUBS], help="framework to run")
-    parser.add_argument("--folder", type=Path, default=ROOT / "outputs/frameworks", help="where the environments are")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=ROOT / "outputs/frameworks",
+        help="where the environments are",
+    )
     parser.add_argument("--write", action="store_true", help="put the table into docs/agents.md")
     return parser
 
@@ -232,7 +253,9 @@ async def main() -> int:
     for name in [options.only] if options.only else [*PROGRAMS, *HUBS]:
         python = environment(name, options.folder.absolute())
         for mode in PROGRAMS.get(name, [None]):
-            rows.append(await (run_hub(name, python) if mode is None else run_program(name, mode, python)))
+            rows.append(
+                await (run_hub(name, python) if mode is None else run_program(name, mode, python))
+            )
             print(rows[-1], end="", flush=True)
             if not rows[-1].works:
                 print(rows[-1].rollout.answer, rows[-1].rollout.error, file=sys.stderr)

@@ -32,15 +32,24 @@ async def chat(endpoint, question, *, stream):
 async def responses(endpoint, question, *, stream):
     client, items = endpoint.client(), [{"role": "user", "content": question}]
     for _ in range(TURNS):
-        asked = {"model": endpoint.model, "input": items, "tools": [{"type": "function", "strict": False, **FUNCTION}]}
+        asked = {
+            "model": endpoint.model,
+            "input": items,
+            "tools": [{"type": "function", "strict": False, **FUNCTION}],
+        }
         if stream:
             async with client.responses.stream(**asked) as events:
                 said = await events.get_final_response()
         else:
             said = await client.responses.create(**asked)
-        items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in said.output]
+        items += [
+            item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in said.output
+        ]
         calls = [item for item in said.output if item.type == "function_call"]
-        items += [{"type": "function_call_output", "call_id": call.call_id, "output": "7"} for call in calls]
+        items += [
+            {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+            for call in calls
+        ]
         if not calls:
             items.append({"role": "user", "content": "again"})
 
@@ -50,19 +59,36 @@ async def messages(endpoint, question, *, stream):
 
     client, said_so_far = AsyncAnthropic(base_url=endpoint.anthropic_url, api_key=endpoint.key), []
     said_so_far.append({"role": "user", "content": question})
-    tool = {"name": FUNCTION["name"], "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"]}
+    tool = {
+        "name": FUNCTION["name"],
+        "description": FUNCTION["description"],
+        "input_schema": FUNCTION["parameters"],
+    }
     for _ in range(TURNS):
-        asked = {"model": endpoint.model, "max_tokens": 40, "messages": said_so_far, "tools": [tool]}
-        counted = (await client.messages.count_tokens(**{k: v for k, v in asked.items() if k != "max_tokens"})).input_tokens
+        asked = {
+            "model": endpoint.model,
+            "max_tokens": 40,
+            "messages": said_so_far,
+            "tools": [tool],
+        }
+        counted = (
+            await client.messages.count_tokens(
+                **{k: v for k, v in asked.items() if k != "max_tokens"}
+            )
+        ).input_tokens
         if stream:
             async with client.messages.stream(**asked) as events:
                 said = await events.get_final_message()
         else:
             said = await client.messages.create(**asked)
         assert said_so_far[1:] or said.usage.input_tokens == counted
-        said_so_far.append({"role": "assistant", "content": [block.model_dump() for block in said.content]})
+        said_so_far.append(
+            {"role": "assistant", "content": [block.model_dump() for block in said.content]}
+        )
         calls = [block for block in said.content if block.type == "tool_use"]
-        results = [{"type": "tool_result", "tool_use_id": call.id, "content": "7"} for call in calls]
+        results = [
+            {"type": "tool_result", "tool_use_id": call.id, "content": "7"} for call in calls
+        ]
         said_so_far.append({"role": "user", "content": results or "again"})
 
 
@@ -89,14 +115,19 @@ async def openai_agents(endpoint, question, *, stream):
         pass
 
 
-WAYS = [(ask, stream) for ask in (chat, responses, messages, openai_agents) for stream in (False, True)]
+WAYS = [
+    (ask, stream) for ask in (chat, responses, messages, openai_agents) for stream in (False, True)
+]
 
 
 class ClientsTask(AgentTask):
     async def run_agent(self, sample, endpoint):
         ask, stream = WAYS[next(COUNT) % len(WAYS)]
         await ask(endpoint, prompt_text(sample.env_input), stream=stream)
-        return {"way": f"{ask.__name__} {'stream' if stream else 'plain'}", "lock": threading.Lock()}  # no pickle holds it
+        return {
+            "way": f"{ask.__name__} {'stream' if stream else 'plain'}",
+            "lock": threading.Lock(),
+        }  # no pickle holds it
 
 
 def length(answer, expression):

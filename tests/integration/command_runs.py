@@ -28,7 +28,9 @@ ENDLESS = ["--steps", "100000", "--validation.every", "0"]
 PATIENCE_S = 600
 """How long to wait for what must come; nothing is claimed about how long it takes."""
 NOTED_EVERY_S = 0.5
-COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+COMPILED = os.environ.get(
+    "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+)
 """Kept from run to run, where torch keeps it."""
 
 
@@ -63,7 +65,10 @@ class Run:
         own = {"TMPDIR": str(self.temporary)}
         with contextlib.ExitStack() as files:
             if columns is None:
-                out, err = files.enter_context(self._out.open("wb")), files.enter_context(self._err.open("wb"))
+                out, err = (
+                    files.enter_context(self._out.open("wb")),
+                    files.enter_context(self._err.open("wb")),
+                )
             else:
                 out = err = files.enter_context(terminal_that_writes_to(self._out, columns))
                 own["TERM"] = "xterm"
@@ -110,7 +115,9 @@ class Run:
     def until_step(self, step: int) -> None:
         def ended_or_there() -> bool:
             path = self.folder / "metrics.jsonl"
-            return self._process.poll() is not None or (path.exists() and len(read_metrics(path)) > step)
+            return self._process.poll() is not None or (
+                path.exists() and len(read_metrics(path)) > step
+            )
 
         wait_for(ended_or_there, f"step {step} did not come")
         assert self._process.poll() is None, self.err + self.out
@@ -123,7 +130,11 @@ class Run:
         """Processes of the run's session, itself included; zombies are not alive."""
         pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
         stats = {pid: process_stat(pid) for pid in pids}
-        return {pid for pid, stat in stats.items() if stat and stat[2] == self._process.pid and stat[0] != "Z"}
+        return {
+            pid
+            for pid, stat in stats.items()
+            if stat and stat[2] == self._process.pid and stat[0] != "Z"
+        }
 
     def worker(self, name: str, index: int = 0) -> int:
         """The process that holds the log file of this rank of the role."""
@@ -164,7 +175,11 @@ def terminal_that_writes_to(file: Path, columns: int) -> IO[bytes]:
 
     def copy() -> None:
         no_process_has_the_other_end = contextlib.suppress(OSError)
-        with file.open("wb", buffering=0) as copied, os.fdopen(ours, "rb", buffering=0) as end, no_process_has_the_other_end:
+        with (
+            file.open("wb", buffering=0) as copied,
+            os.fdopen(ours, "rb", buffering=0) as end,
+            no_process_has_the_other_end,
+        ):
             while written := end.read(2**16):
                 copied.write(written)
 
@@ -185,16 +200,23 @@ def wait_for(condition: Callable[[], object], what: str = "nothing happened") ->
 
 def private(path: str) -> bool:
     """Whether a folder above ``path`` lets nobody in but its owner."""
-    return not path.startswith("@") and any(folder.stat().st_mode & 0o077 == 0 for folder in Path(path).parents)
+    return not path.startswith("@") and any(
+        folder.stat().st_mode & 0o077 == 0 for folder in Path(path).parents
+    )
 
 
 def assert_ledger_balances(record: dict) -> None:
     columns = {key: count for key, count in record.items() if key.startswith("ledger/sum_digits/")}
     dispatched = columns.pop("ledger/sum_digits/dispatched")
-    assert sum(columns.values()) == dispatched and columns["ledger/sum_digits/trained"] == 32 * record["step"]
+    assert (
+        sum(columns.values()) == dispatched
+        and columns["ledger/sum_digits/trained"] == 32 * record["step"]
+    )
 
 
-def command(words: list[str], *, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+def command(
+    words: list[str], *, cwd: Path = ROOT, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", MODULE, *words],
         cwd=cwd,

@@ -46,9 +46,17 @@ def untied_model(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def llama_model(tmp_path_factory) -> str:
     """As Llama 3.2: tied head, rotary frequencies scaled; so much, and from so few positions on, that it shows in a test."""
-    rope = dict(rope_type="llama3", rope_theta=1000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    rope = dict(
+        rope_type="llama3",
+        rope_theta=1000.0,
+        factor=32.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    )
     rope["original_max_position_embeddings"] = 64
-    return llama_folder(tmp_path_factory.mktemp("llama"), tie_word_embeddings=True, rope_parameters=rope)
+    return llama_folder(
+        tmp_path_factory.mktemp("llama"), tie_word_embeddings=True, rope_parameters=rope
+    )
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +88,10 @@ def fused_model(tmp_path_factory) -> str:
         for parameter in model.parameters():
             parameter.normal_(mean=float(parameter.ndim == 1), std=0.15)  # vectors are the norms'
     tensors = spec.state_dict_adapter(spec.model, None).to_hf(model.state_dict())
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     config = Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         dtype="float32",
@@ -104,7 +115,9 @@ def one_rank(tmp_path_factory) -> Iterator[None]:
     """This process is the only rank. Threads are one, for the same bits each time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    init_process_group(device="cpu", rank=0, world_size=1, url=f"file://{tmp_path_factory.mktemp('ranks')}/store")
+    init_process_group(
+        device="cpu", rank=0, world_size=1, url=f"file://{tmp_path_factory.mktemp('ranks')}/store"
+    )
     yield
     dist.destroy_process_group()
     torch.set_num_threads(threads)

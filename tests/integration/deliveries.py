@@ -25,7 +25,9 @@ def random_tokens(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 768, count).astype(np.int32)
 
 
-async def sampler(generator: Any, max_tokens: int = 40) -> Callable[..., Awaitable[tuple[np.ndarray, np.ndarray, set[int]]]]:
+async def sampler(
+    generator: Any, max_tokens: int = 40
+) -> Callable[..., Awaitable[tuple[np.ndarray, np.ndarray, set[int]]]]:
     """Return a function that samples a completion by seed, adapter and length of the prompt.
 
     It returns the prompt with its completion, the engine's log-probabilities of the completion, and the versions on its tokens.
@@ -34,7 +36,9 @@ async def sampler(generator: Any, max_tokens: int = 40) -> Callable[..., Awaitab
     await generator.attach.call_one(0, port)
     ids = itertools.count()
 
-    async def sample(seed: int, adapter: str = "", length: int = LENGTH) -> tuple[np.ndarray, np.ndarray, set[int]]:
+    async def sample(
+        seed: int, adapter: str = "", length: int = LENGTH
+    ) -> tuple[np.ndarray, np.ndarray, set[int]]:
         prompt = random_tokens(length, seed)
         request = GenerateRequest(
             request_id=next(ids),
@@ -48,12 +52,18 @@ async def sampler(generator: Any, max_tokens: int = 40) -> Callable[..., Awaitab
         async with asyncio.timeout(60):
             (result,) = await receiver.recv()
         completion = result.completion
-        return np.concatenate([prompt, completion.token_ids]), completion.logprobs, set(completion.policy_versions.tolist())
+        return (
+            np.concatenate([prompt, completion.token_ids]),
+            completion.logprobs,
+            set(completion.policy_versions.tolist()),
+        )
 
     return sample
 
 
-async def deliver(learner: Learner, generator: Any, version: int, canary: np.ndarray) -> WeightReceipt:
+async def deliver(
+    learner: Learner, generator: Any, version: int, canary: np.ndarray
+) -> WeightReceipt:
     """Publish the learner's weights as ``version`` and have the generator take them. Returns the generator's receipt."""
     publisher = SnapshotPublisher(rank=0, host=host_identity(), dtype=torch.float32)
     publisher.write(version, learner.hub_tensors)

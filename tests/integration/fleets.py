@@ -12,7 +12,12 @@ from monarch.actor import Channel, concurrent_endpoint
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
-from torchtitan.experiments.rl.generation.engine import GenerateRequest, GenerateResult, Result, ScoreResult
+from torchtitan.experiments.rl.generation.engine import (
+    GenerateRequest,
+    GenerateResult,
+    Result,
+    ScoreResult,
+)
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.operations.provision import shut_down
 from torchtitan.experiments.rl.process.host import host_identity
@@ -44,7 +49,9 @@ class SwitchedGenerator(Generator):
 
         def watched_step() -> list:
             outputs = step()
-            self._from_cache.update((output.request_id, output.num_cached_tokens) for output in outputs)
+            self._from_cache.update(
+                (output.request_id, output.num_cached_tokens) for output in outputs
+            )
             return outputs
 
         engine.step = watched_step
@@ -63,7 +70,9 @@ class Fleet:
         self.generator = mesh.slice(procs=0)
         """The replica that tests speak to where one is enough."""
         self.version = 0
-        self.models: dict[int, Qwen3ForCausalLM] = {0: Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()}
+        self.models: dict[int, Qwen3ForCausalLM] = {
+            0: Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        }
         self._publisher = SnapshotPublisher(rank=0, host=host_identity(), dtype=torch.float32)
         self._config = Qwen3Config.from_pretrained(path)
         self._ids = itertools.count()
@@ -110,7 +119,9 @@ class Fleet:
         async with asyncio.timeout(PATIENCE_S):
             while len(results) < count:
                 results += await self._receiver.recv()
-        assert len(results) == count and all(isinstance(r, GenerateResult | ScoreResult) for r in results), results
+        assert len(results) == count and all(
+            isinstance(r, GenerateResult | ScoreResult) for r in results
+        ), results
         return {result.request_id: result for result in results}
 
     async def answer(self, request: GenerateRequest) -> Completion:
@@ -166,11 +177,15 @@ def given_whole_prefix(
 ) -> np.ndarray:
     """[T]: of each token, by one model that reads everything before it."""
     tokens = torch.from_numpy(np.concatenate([prompt, token_ids]).astype(np.int64))
-    return chosen(model(tokens[None, :-1]).logits[0, len(prompt) - 1 :] / temperature, tokens[len(prompt) :])
+    return chosen(
+        model(tokens[None, :-1]).logits[0, len(prompt) - 1 :] / temperature, tokens[len(prompt) :]
+    )
 
 
 @torch.no_grad()
-def given_kept_cache(models: dict[int, Qwen3ForCausalLM], prompt: np.ndarray, completion: Completion) -> np.ndarray:
+def given_kept_cache(
+    models: dict[int, Qwen3ForCausalLM], prompt: np.ndarray, completion: Completion
+) -> np.ndarray:
     """[T]: of each token, by its version, which reads what the versions before it have left in the cache."""
     tokens = torch.from_numpy(np.concatenate([prompt, completion.token_ids]).astype(np.int64))
     cache, read, logprobs = DynamicCache(), 0, []
@@ -193,5 +208,7 @@ def by_label(fleet: Fleet, prompt: np.ndarray, completion: Completion) -> np.nda
     expected = np.zeros(len(completion.token_ids))
     for version in set(completion.policy_versions.tolist()):
         mine = completion.policy_versions == version
-        expected[mine] = given_whole_prefix(fleet.models[version], prompt, completion.token_ids)[mine]
+        expected[mine] = given_whole_prefix(fleet.models[version], prompt, completion.token_ids)[
+            mine
+        ]
     return expected

@@ -28,7 +28,9 @@ class FreshEnvironment:
     def pip(self, *words: str) -> None:
         """Run this process's pip for this environment."""
         pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python")]
-        done = subprocess.run([*pip, *words], cwd=self.bin, env=without_python_path(), capture_output=True, text=True)
+        done = subprocess.run(
+            [*pip, *words], cwd=self.bin, env=without_python_path(), capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr + done.stdout
 
     def run(self, *command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess:
@@ -47,8 +49,20 @@ class FreshEnvironment:
 
 
 def build_wheel(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", *no_isolation(), "--wheel-dir", str(folder), str(ROOT)]
-    done = subprocess.run(command, cwd=folder, env=without_python_path(), capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        *no_isolation(),
+        "--wheel-dir",
+        str(folder),
+        str(ROOT),
+    ]
+    done = subprocess.run(
+        command, cwd=folder, env=without_python_path(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     (wheel,) = folder.glob("*.whl")
     return wheel

@@ -48,7 +48,9 @@ def samples_of(count: int = 24, *, vocabulary: int = 768, seed: int = 0) -> list
             TrainingSample(
                 token_ids=random.integers(0, vocabulary, length).astype(np.int32),
                 loss_mask=sampled,
-                generator_logprobs=np.where(sampled, random.normal(-8, 1, length), 0).astype(np.float32),
+                generator_logprobs=np.where(sampled, random.normal(-8, 1, length), 0).astype(
+                    np.float32
+                ),
                 policy_versions=np.where(sampled, 0, -1).astype(np.int32),
                 advantages=np.where(sampled, random.normal(), 0).astype(np.float32),
                 ce_weights=np.where(~sampled & (np.arange(length) > 1), 0.1, 0).astype(np.float32),
@@ -74,7 +76,8 @@ def own_routes(learner: Learner, tokens: np.ndarray) -> np.ndarray:
     """uint8 [L, layers, k]: what the learner's routers choose, in their order."""
     found: list[torch.Tensor] = []
     hooks = [
-        moe.router.register_forward_hook(lambda *of: found.append(of[2][1])) for moe in mixtures_of(learner.model).values()
+        moe.router.register_forward_hook(lambda *of: found.append(of[2][1]))
+        for moe in mixtures_of(learner.model).values()
     ]
     learner.score(tokens)
     for hook in hooks:
@@ -86,7 +89,9 @@ def routed_samples(learner: Learner | None, seed: int = 0, **options) -> list[Tr
     """The fixed samples with the experts that the learner would take, or with random ones."""
     random, samples = np.random.default_rng(seed), samples_of(**options)
     for sample in samples:
-        others = random.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (len(sample), LAYERS, 1)), axis=-1)[..., :K]
+        others = random.permuted(
+            np.tile(np.arange(EXPERTS, dtype=np.uint8), (len(sample), LAYERS, 1)), axis=-1
+        )[..., :K]
         sample.routes = others if learner is None else own_routes(learner, sample.token_ids)
     return samples
 
@@ -102,7 +107,9 @@ def conditioned_samples(*, given=None) -> list[TrainingSample]:
     for index, sample in enumerate(samples):
         sample.ref_kl_weights = sample.loss_mask.astype(np.float32)
         sample.rl_weights = np.zeros(len(sample), np.float32)
-        sample.ref_logprobs = np.where(sample.loss_mask, random.normal(-8, 1, len(sample)), 0).astype(np.float32)
+        sample.ref_logprobs = np.where(
+            sample.loss_mask, random.normal(-8, 1, len(sample)), 0
+        ).astype(np.float32)
         tail = sample.token_ids[len(sample) // 2 :]  # sampled
         ids = np.concatenate([random.integers(0, 768, 3 + index).astype(np.int32), tail])
         sample.temperature = 1.0
@@ -112,7 +119,9 @@ def conditioned_samples(*, given=None) -> list[TrainingSample]:
         if given is not None:
             scores = given(ids)[-len(tail) :]
             sample.reference_ids = None
-            sample.ref_logprobs = np.concatenate([np.zeros(len(sample) - len(tail), np.float32), scores])
+            sample.ref_logprobs = np.concatenate(
+                [np.zeros(len(sample) - len(tail), np.float32), scores]
+            )
     return samples
 
 
@@ -131,7 +140,14 @@ def learner_of(
     config.lr_scheduler.warmup_steps = 0
     sizes = dict(max_seq_len=512, total_steps=10)
     return Learner(
-        config, model=model, device="cpu", **sizes, run_dir=str(run_dir), start=start, dtype=dtype, adapters=adapters
+        config,
+        model=model,
+        device="cpu",
+        **sizes,
+        run_dir=str(run_dir),
+        start=start,
+        dtype=dtype,
+        adapters=adapters,
     )
 
 
@@ -161,13 +177,17 @@ def accumulate(learner: Learner, layout: dict, samples: list[TrainingSample]) ->
     return learner.forward_backward(plan.microbatches[learner.data_parallel.rank], 0).compute()
 
 
-def loss_and_gradient(learner: Learner, layout: dict, samples=None) -> tuple[float, dict[str, torch.Tensor]]:
+def loss_and_gradient(
+    learner: Learner, layout: dict, samples=None
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Of one step on the fixed samples; the learner's own gradient is cleared."""
     loss = accumulate(learner, layout, samples or samples_of())["loss/total"]
     held = learner.model.named_parameters()
     gradient = {name: full(parameter.grad) for name, parameter in held if parameter.requires_grad}
     learner.trained[""].optimizers.zero_grad()
-    return loss, {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in gradient.items()}
+    return loss, {
+        name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in gradient.items()
+    }
 
 
 def step(learner: Learner) -> dict[str, torch.Tensor]:
@@ -180,7 +200,13 @@ def step(learner: Learner) -> dict[str, torch.Tensor]:
 def assert_same(left, right, *, rtol: float, atol: float) -> None:
     assert left.keys() == right.keys()
     for name in left:
-        torch.testing.assert_close(left[name], right[name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            left[name],
+            right[name],
+            rtol=rtol,
+            atol=atol,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 def fused_config(path: str) -> ModelConfig:
@@ -191,18 +217,29 @@ def compute_in_float64(monkeypatch_setattr) -> None:
     """FSDP casts parameters to the configured compute dtype, which names no float64: let float32 mean that."""
     from torchtitan.models.qwen3 import parallelize
 
-    monkeypatch_setattr(parallelize, "TORCH_DTYPE_MAP", parallelize.TORCH_DTYPE_MAP | {"float32": torch.float64})
+    monkeypatch_setattr(
+        parallelize, "TORCH_DTYPE_MAP", parallelize.TORCH_DTYPE_MAP | {"float32": torch.float64}
+    )
 
 
 def one_step(learner: Learner) -> dict:
     """Everything that one step on the fixed samples makes, and what it was made from."""
-    plan = Batcher.Config(**LAYOUTS["long rows"]).build().plan(samples_of(), learner.data_parallel.size)
+    plan = (
+        Batcher.Config(**LAYOUTS["long rows"])
+        .build()
+        .plan(samples_of(), learner.data_parallel.size)
+    )
     microbatches = plan.microbatches[learner.data_parallel.rank]
     metrics = learner.forward_backward(microbatches, 0).compute()
     denominators = learner._denominators(microbatches)
     metrics |= learner.optim_step()
     coordinate = learner.data_parallel
-    return dict(metrics=metrics, denominators=denominators, parameters=parameters(learner), coordinate=coordinate)
+    return dict(
+        metrics=metrics,
+        denominators=denominators,
+        parameters=parameters(learner),
+        coordinate=coordinate,
+    )
 
 
 def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
@@ -210,13 +247,22 @@ def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
     publisher = SnapshotPublisher(rank=learner.rank, host="here", dtype=torch.float32)
     publisher.write(1, learner.hub_tensors)
     found = by_hub_name(compare_paths(publisher, learner))
-    return {name: view.clone() for name, view in publisher._targets[1].items()} if learner.rank else found
+    return (
+        {name: view.clone() for name, view in publisher._targets[1].items()}
+        if learner.rank
+        else found
+    )
 
 
 def read(publisher: SnapshotPublisher) -> dict[str, torch.Tensor]:
     """What a generator of the publisher's host finds."""
     manifest = Manifest(
-        version=1, shapes=publisher._shapes, dtype=torch.float32, parts=publisher._parts[1], publication="", digests={}
+        version=1,
+        shapes=publisher._shapes,
+        dtype=torch.float32,
+        parts=publisher._parts[1],
+        publication="",
+        digests={},
     )
     return {name: tensor.clone() for name, tensor in SnapshotReader().tensors(manifest).items()}
 
@@ -224,13 +270,18 @@ def read(publisher: SnapshotPublisher) -> dict[str, torch.Tensor]:
 def compare_paths(host: SnapshotPublisher, learner: Learner) -> dict[str, torch.Tensor]:
     """Ranks that keep their parts on their own devices publish the digests and the bytes of ``host``, which are returned.
     Collective."""
-    kept = SnapshotPublisher(rank=learner.rank, host="here", dtype=torch.float32, device=torch.device("cpu"))
+    kept = SnapshotPublisher(
+        rank=learner.rank, host="here", dtype=torch.float32, device=torch.device("cpu")
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DTensor, "full_tensor", None)  # a rank that gathers a tensor fails
         kept.write(1, learner.hub_tensors)
         assert kept._digests(1) == host._digests(1)  # returns when every rank has written
     own = list(kept._targets[1].values())
-    assert sum(buffer.bytes.numel() for buffer in kept._buffers) < sum(part.nbytes + 64 for part in own) + 1, "its own parts"
+    assert (
+        sum(buffer.bytes.numel() for buffer in kept._buffers)
+        < sum(part.nbytes + 64 for part in own) + 1
+    ), "its own parts"
     found, wanted = read(kept), read(host)
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
@@ -264,4 +315,6 @@ def assert_same_step(result, expected) -> None:
     assert result[0] == pytest.approx(expected[0], rel=1e-6)
     scale = max(gradient.abs().max() for gradient in expected[1].values())
     assert scale > 1e-3
-    assert_same(result[1], expected[1], rtol=1e-6, atol=5e-8 * float(scale))  # torchtitan rotates queries and keys in float32
+    assert_same(
+        result[1], expected[1], rtol=1e-6, atol=5e-8 * float(scale)
+    )  # torchtitan rotates queries and keys in float32

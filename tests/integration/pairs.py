@@ -40,10 +40,16 @@ class Pair:
     def prompt(self, length: int, seed: int = 0) -> np.ndarray:
         return np.random.default_rng(seed).integers(3, self.vocabulary, length).astype(np.int32)
 
-    def request(self, prompt, *, seed=0, max_tokens=8, temperature=1.0, stop=NEVER, texts=()) -> GenerateRequest:
+    def request(
+        self, prompt, *, seed=0, max_tokens=8, temperature=1.0, stop=NEVER, texts=()
+    ) -> GenerateRequest:
         sampling = SamplingConfig(max_tokens=max_tokens, temperature=temperature, stop=list(texts))
         return GenerateRequest(
-            request_id=next(self.ids), prompt_token_ids=prompt, sampling=sampling, seed=seed, stop_token_ids=stop
+            request_id=next(self.ids),
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            seed=seed,
+            stop_token_ids=stop,
         )
 
     def submit(self, *requests) -> None:

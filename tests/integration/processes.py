@@ -13,7 +13,11 @@ def descendants(pid: int) -> set[int]:
         if entry.isdigit() and (stat := process_stat(int(entry))) and stat[0] != "Z":
             parents[int(entry)] = stat[1]
     found: set[int] = set()
-    while more := {child for child, parent in parents.items() if (parent == pid or parent in found) and child not in found}:
+    while more := {
+        child
+        for child, parent in parents.items()
+        if (parent == pid or parent in found) and child not in found
+    }:
         found |= more
     return found
 
@@ -39,7 +43,11 @@ def open_files(pid: int) -> set[str]:
 
 def listening_sockets(pids: Iterable[int]) -> set[str]:
     """Paths of the Unix sockets at which processes wait for others. An abstract one begins with @, and has no permissions."""
-    inodes = {found.removeprefix("socket:[").removesuffix("]") for pid in pids for found in open_files(pid)}
+    inodes = {
+        found.removeprefix("socket:[").removesuffix("]")
+        for pid in pids
+        for found in open_files(pid)
+    }
     found = set()
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         _, _, _, flags, _, _, inode, *name = line.split()

@@ -16,5 +16,7 @@ def run_ranks(work: Callable[..., None], *args: object, count: int) -> None:
     Raises:
         ProcessRaisedException, ProcessExitedException: of the first that fails.
     """
-    multiprocessing.set_forkserver_preload(PRELOADED)  # before the server starts; later calls change nothing
+    multiprocessing.set_forkserver_preload(
+        PRELOADED
+    )  # before the server starts; later calls change nothing
     torch.multiprocessing.start_processes(work, args, nprocs=count, start_method="forkserver")

@@ -20,7 +20,9 @@ def test_every_client_is_trained_on_what_it_was_answered_in_a_worker_and_after_a
         assert len(trained) == 64
         ways = {rollout.answer["way"] for rollout in trained}
         assert ways == {
-            f"{ask} {how}" for ask in ("chat", "responses", "messages", "openai_agents") for how in ("plain", "stream")
+            f"{ask} {how}"
+            for ask in ("chat", "responses", "messages", "openai_agents")
+            for how in ("plain", "stream")
         }
         for rollout in trained:
             assert_accounted(rollout)
@@ -30,8 +32,12 @@ def test_every_client_is_trained_on_what_it_was_answered_in_a_worker_and_after_a
             stopped = all(turn.completion.finish_reason == "stop" for turn in rollout.turns)
             assert len(rollout.samples) == 1 or not stopped
         assert all(abs(metrics["mismatch_kl/all"]) < 0.1 for metrics in run.steps)
-        turns = sum(metrics["rollout/turns_mean"] * metrics["rollout/count"] for metrics in run.steps)
-        assert sum(metrics["agent/clients/answered"] for metrics in run.steps) == pytest.approx(turns)
+        turns = sum(
+            metrics["rollout/turns_mean"] * metrics["rollout/count"] for metrics in run.steps
+        )
+        assert sum(metrics["agent/clients/answered"] for metrics in run.steps) == pytest.approx(
+            turns
+        )
         shown = lines_of(records[0])
         assert "turn 1" in shown[1] and records[0].rollout.turns[0].call["dialect"] in shown[1]
         run.assert_nothing_left()

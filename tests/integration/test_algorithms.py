@@ -100,15 +100,31 @@ def everything():
 
 def command(folder: Path, *words: str, path: Path | None = None, name: str = "grpo") -> None:
     """Run the command to its end; what it prints goes beside its folder, and no process is left."""
-    run = [sys.executable, "-m", f"torchtitan.experiments.rl.{name}", "--run-dir", str(folder), *words]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), path and str(path)])), KEY_VARIABLE: KEY}
+    run = [
+        sys.executable,
+        "-m",
+        f"torchtitan.experiments.rl.{name}",
+        "--run-dir",
+        str(folder),
+        *words,
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), path and str(path)])),
+        KEY_VARIABLE: KEY,
+    }
     out = folder.with_name("printed")
     with out.open("w") as file:
-        process = subprocess.Popen(run, cwd=path or ROOT, env=environment, stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(
+            run, cwd=path or ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
         code = process.wait(PATIENCE_S)
     assert code == 0, out.read_text()
     deadline = time.monotonic() + 30
-    while left := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if in_session(pid, process.pid)]:
+    while left := [
+        pid
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if in_session(pid, process.pid)
+    ]:
         assert time.monotonic() < deadline, f"processes left alive: {left}"
         time.sleep(0.2)
 
@@ -123,7 +139,9 @@ def server(tmp_path_factory) -> Iterator[str]:
     """The tiny teacher behind vLLM's own server, which wants a key. Yields its URL."""
     port, log = portpicker.pick_unused_port(), tmp_path_factory.mktemp("server") / "log"
     words = f"--model {TINY_TEACHER} --served-model-name tiny --port {port} --host 127.0.0.1 --api-key {KEY}"
-    words += " --enforce-eager --dtype float32 --max-model-len 512 --max-num-seqs 32 --disable-log-stats"
+    words += (
+        " --enforce-eager --dtype float32 --max-model-len 512 --max-num-seqs 32 --disable-log-stats"
+    )
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -133,7 +151,9 @@ def server(tmp_path_factory) -> Iterator[str]:
     try:
         waited_from = time.monotonic()
         while not answers(f"http://127.0.0.1:{port}/health"):
-            assert process.poll() is None and time.monotonic() - waited_from < PATIENCE_S, log.read_text()[-3000:]
+            assert process.poll() is None and time.monotonic() - waited_from < PATIENCE_S, (
+                log.read_text()[-3000:]
+            )
             time.sleep(0.5)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
@@ -144,7 +164,9 @@ def server(tmp_path_factory) -> Iterator[str]:
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as response:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+            url, timeout=5
+        ) as response:
             return response.status == 200
     except OSError:
         return False
@@ -156,7 +178,11 @@ def outside(server, tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("outside")
     (home / "my_package").mkdir()
     (home / "my_package" / "__init__.py").touch()
-    text = OUTSIDE.replace("@URL@", server).replace("@NOTES@", str(home / "notes")).replace("@KEY_VARIABLE@", KEY_VARIABLE)
+    text = (
+        OUTSIDE.replace("@URL@", server)
+        .replace("@NOTES@", str(home / "notes"))
+        .replace("@KEY_VARIABLE@", KEY_VARIABLE)
+    )
     (home / "my_package" / "configs.py").write_text(text)
     command(home / "run", "--module", "my_package.configs", "--config", "everything", path=home)
     return home
@@ -174,7 +200,12 @@ def test_an_algorithm_and_a_loss_of_a_users_package_train_beside_the_librarys(ou
     assert len(steps) == 4
     seen = {key for step in steps for key in step}
     # Reinforce masks nothing; it reports negative advantages as masked, so the number is a share of wrong answers.
-    assert {"rl/masked_fraction", "rollout/own/reward_mean", "rollout/taught/reward_mean", "rollout/both/reward_mean"} <= seen
+    assert {
+        "rl/masked_fraction",
+        "rollout/own/reward_mean",
+        "rollout/taught/reward_mean",
+        "rollout/both/reward_mean",
+    } <= seen
     for step in steps:
         if "rl/masked_fraction" in step:
             assert 0 <= step["rl/masked_fraction"] <= 1
@@ -244,20 +275,38 @@ def test_a_server_and_a_folder_are_measured_on_the_same_examples(evaluated):
     for model, rewards in zip(result["models"], found, strict=True):
         figures = model["tasks"]["sum_digits"]
         assert all(len(own) == ATTEMPTS for own in rewards.values()) and figures["failed"] == 0
-        assert figures[f"avg@{ATTEMPTS}"]["value"] == pytest.approx(np.mean([np.mean(own) for own in rewards.values()]))
-        assert figures[f"pass@{ATTEMPTS}"]["value"] == pytest.approx(np.mean([max(own) for own in rewards.values()]))
-        assert model["metrics"]["validation/reward"] == pytest.approx(figures[f"avg@{ATTEMPTS}"]["value"])
+        assert figures[f"avg@{ATTEMPTS}"]["value"] == pytest.approx(
+            np.mean([np.mean(own) for own in rewards.values()])
+        )
+        assert figures[f"pass@{ATTEMPTS}"]["value"] == pytest.approx(
+            np.mean([max(own) for own in rewards.values()])
+        )
+        assert model["metrics"]["validation/reward"] == pytest.approx(
+            figures[f"avg@{ATTEMPTS}"]["value"]
+        )
     served, local = result["models"]
     assert served["model"].startswith("tiny at http") and local["model"] == TINY_MODEL
-    assert served["tasks"]["sum_digits"]["avg@4"]["value"] > 0.9 > local["tasks"]["sum_digits"]["avg@4"]["value"]
+    assert (
+        served["tasks"]["sum_digits"]["avg@4"]["value"]
+        > 0.9
+        > local["tasks"]["sum_digits"]["avg@4"]["value"]
+    )
 
 
 def test_the_paired_tests_p_value_is_that_of_counting_all_signs(evaluated):
     served, local = (rewards_by_example(folder) for folder in (evaluated, evaluated / "against"))
-    steps = {example: round(sum(local[example]) - sum(served[example])) for example in served}  # of 1 / ATTEMPTS
+    steps = {
+        example: round(sum(local[example]) - sum(served[example])) for example in served
+    }  # of 1 / ATTEMPTS
     sums = Counter({0: 1})
     for step in steps.values():
-        sums = sum((Counter({total + sign * step: ways for total, ways in sums.items()}) for sign in (1, -1)), Counter())
+        sums = sum(
+            (
+                Counter({total + sign * step: ways for total, ways in sums.items()})
+                for sign in (1, -1)
+            ),
+            Counter(),
+        )
     seen = abs(sum(steps.values()))
     p_value = sum(ways for total, ways in sums.items() if abs(total) >= seen) / 2 ** len(steps)
     compared = json.loads((evaluated / "evaluation.json").read_text())["comparison"]["sum_digits"]
@@ -266,12 +315,17 @@ def test_the_paired_tests_p_value_is_that_of_counting_all_signs(evaluated):
     assert set(compared["lost"]) == {example for example, step in steps.items() if step < 0}
     assert set(compared["won"]) == {example for example, step in steps.items() if step > 0}
     printed = (evaluated.with_name("printed")).read_text()
-    assert f"second less first {compared['difference']:+.3f}" in printed and f"p = {compared['p_value']:.3g};" in printed
+    assert (
+        f"second less first {compared['difference']:+.3f}" in printed
+        and f"p = {compared['p_value']:.3g};" in printed
+    )
 
 
 def test_the_key_is_in_no_file_of_the_evaluation_and_in_nothing_it_printed(evaluated):
     files = [file for file in evaluated.rglob("*") if file.is_file()]
-    assert len(files) > 4 and not any(KEY.encode() in file.read_bytes() for file in [*files, evaluated.with_name("printed")])
+    assert len(files) > 4 and not any(
+        KEY.encode() in file.read_bytes() for file in [*files, evaluated.with_name("printed")]
+    )
 
 
 def test_the_servers_model_answers_in_a_played_game(server, tmp_path, monkeypatch, capsys):
@@ -283,4 +337,6 @@ def test_the_servers_model_answers_in_a_played_game(server, tmp_path, monkeypatc
     assert (turn.completion.policy_versions == -1).all() and (turn.completion.logprobs < 0).any()
     assert f"model> {turn.assistant_message['content']}" in capsys.readouterr().out
     digits = turn.prompt_messages[-1]["content"].partition(": ")[2].split()
-    assert record.rollout.reward == (turn.assistant_message["content"].strip() == str(sum(map(int, digits))))
+    assert record.rollout.reward == (
+        turn.assistant_message["content"].strip() == str(sum(map(int, digits)))
+    )

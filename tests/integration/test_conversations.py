@@ -42,7 +42,9 @@ def generator(tmp_path_factory) -> Iterator:
 
     async def build():
         run_dir = str(tmp_path_factory.mktemp("generator"))
-        mesh = procs.spawn("generator", Generator, config, model_path=str(MODEL), device="cpu", run_dir=run_dir)
+        mesh = procs.spawn(
+            "generator", Generator, config, model_path=str(MODEL), device="cpu", run_dir=run_dir
+        )
         await mesh.setup.call()
         return mesh
 
@@ -61,7 +63,9 @@ def learner(one_rank, tmp_path_factory) -> Iterator[Learner]:
     learner.close()
 
 
-async def conversations(generator, folder: Path, *, temperature: float, **renderer) -> tuple[list[RolloutGroup], list[Rollout]]:
+async def conversations(
+    generator, folder: Path, *, temperature: float, **renderer
+) -> tuple[list[RolloutGroup], list[Rollout]]:
     """Groups as they were sampled and scored, and their rollouts as they are on disk."""
     task = SumDigitsRoundsTask.Config(
         algorithm=GRPO.Config(),
@@ -75,12 +79,16 @@ async def conversations(generator, folder: Path, *, temperature: float, **render
     recorder = RolloutRecorder.Config().build(run_dir=folder)
 
     async def one_group(index: int) -> RolloutGroup:
-        group = await task.run_group(task.dataset[index], client, group_id=f"rounds-{index}", seed=0)
+        group = await task.run_group(
+            task.dataset[index], client, group_id=f"rounds-{index}", seed=0
+        )
         assert await task.score_group(group) is None
         recorder.record(group, {rollout.rollout_id: "trained" for rollout in group.rollouts})
         return group
 
-    groups = await asyncio.wait_for(asyncio.gather(*(one_group(index) for index in range(GROUPS))), 120)
+    groups = await asyncio.wait_for(
+        asyncio.gather(*(one_group(index) for index in range(GROUPS))), 120
+    )
     client.close()
     recorder.close()
     return groups, [record.rollout for record in read_rollouts(folder)]
@@ -89,12 +97,18 @@ async def conversations(generator, folder: Path, *, temperature: float, **render
 @torch.no_grad()
 def largest_difference(learner: Learner, rollouts: list[Rollout]) -> float:
     """Between what the trainer says of the sampled tokens, in prefix trees beside others, and what their generator said."""
-    plan = Batcher.Config(row_length=512, rows_per_microbatch=4).build().plan([s for r in rollouts for s in r.samples], 1)
+    plan = (
+        Batcher.Config(row_length=512, rows_per_microbatch=4)
+        .build()
+        .plan([s for r in rollouts for s in r.samples], 1)
+    )
     assert plan.shared_fraction > 0.1
     differences, tokens = [], 0
     for batch in itertools.chain(*plan.microbatches):
         logprobs, _ = batch_logprobs(learner.model, batch)
-        differences.append((logprobs - batch.generator_logprobs)[batch.loss_mask].abs().max().item())
+        differences.append(
+            (logprobs - batch.generator_logprobs)[batch.loss_mask].abs().max().item()
+        )
         tokens += int(batch.loss_mask.sum())
     assert tokens == sum(rollout.completion_tokens for rollout in rollouts)
     return max(differences)
@@ -114,7 +128,9 @@ def assert_recorded_as_sampled(groups: list[RolloutGroup], read: list[Rollout]) 
     assert not by_id
 
 
-async def test_trainer_agrees_on_every_sampled_token_of_recorded_conversations(generator, learner, tmp_path):
+async def test_trainer_agrees_on_every_sampled_token_of_recorded_conversations(
+    generator, learner, tmp_path
+):
     groups, read = await conversations(generator, tmp_path, temperature=1.0)
     assert_recorded_as_sampled(groups, read)
     whole = [rollout for rollout in read if len(rollout.turns) == ROUNDS]
@@ -123,12 +139,16 @@ async def test_trainer_agrees_on_every_sampled_token_of_recorded_conversations(g
 
     (sample,) = whole[0].samples
     scored = learner.score(sample.token_ids)
-    np.testing.assert_allclose(scored[sample.loss_mask], sample.generator_logprobs[sample.loss_mask], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        scored[sample.loss_mask], sample.generator_logprobs[sample.loss_mask], rtol=0, atol=1e-4
+    )
     # The comparison can fail: one token further, it does.
     assert np.abs(scored[1:] - np.roll(scored, 1)[1:]).max() > 0.1
 
 
-async def test_trainer_agrees_where_history_is_rendered_anew_and_samples_fork(generator, learner, tmp_path):
+async def test_trainer_agrees_where_history_is_rendered_anew_and_samples_fork(
+    generator, learner, tmp_path
+):
     # This hot, the model says things that are not tokenised as it said them, when the next turn renders them anew.
     groups, read = await conversations(
         generator, tmp_path, temperature=1.8, enable_thinking=True, thinking_retention="tool_cycle"

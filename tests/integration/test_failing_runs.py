@@ -124,10 +124,15 @@ def mastered():
 """
 
 
-def test_user_code_that_fails_outside_rollouts_ends_the_run_with_its_name_and_a_summary(start, tmp_path, monkeypatch):
+def test_user_code_that_fails_outside_rollouts_ends_the_run_with_its_name_and_a_summary(
+    start, tmp_path, monkeypatch
+):
     (tmp_path / "hostile.py").write_text(HOSTILE)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
-    runs = {name: start("--module", "hostile", *ENDLESS, config=name) for name in ("set_up_badly", "exits")}
+    runs = {
+        name: start("--module", "hostile", *ENDLESS, config=name)
+        for name in ("set_up_badly", "exits")
+    }
     wanted = {
         "set_up_badly": "error: task 'sum_digits': SetUpBadly.setup: ValueError: no pool",
         "exits": "error: task 'sum_digits': sampler Exits.next: SystemExit: 3",
@@ -137,15 +142,22 @@ def test_user_code_that_fails_outside_rollouts_ends_the_run_with_its_name_and_a_
         assert run.err.splitlines()[-1].startswith(wanted[name])
         assert "stopped by an error (RunError)" in run.out and "closed" not in run.out
         files = {line.split('"')[1] for line in run.err.splitlines() if line.startswith('  File "')}
-        assert files == {str(tmp_path / "hostile.py")}, "the frames are those of the user's code alone"
+        assert files == {str(tmp_path / "hostile.py")}, (
+            "the frames are those of the user's code alone"
+        )
         run.assert_nothing_left()
 
 
 def test_run_whose_task_is_mastered_ends_as_complete(start, tmp_path, monkeypatch):
     (tmp_path / "hostile.py").write_text(HOSTILE)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
-    run = start("--module", "hostile", *ENDLESS, "--max-drops-in-a-row", "40", config="mastered").ended_well()
-    assert "stopped by nothing left to learn: in the last 40 groups of each task all rewards tie" in run.out
+    run = start(
+        "--module", "hostile", *ENDLESS, "--max-drops-in-a-row", "40", config="mastered"
+    ).ended_well()
+    assert (
+        "stopped by nothing left to learn: in the last 40 groups of each task all rewards tie"
+        in run.out
+    )
     assert (run.folder / "policy").is_dir()
     run.assert_nothing_left()
 
@@ -182,10 +194,21 @@ def starved():
 """
 
 
-def test_run_whose_host_has_no_memory_for_checkpoints_goes_on_to_its_end_and_says_so_at_once(start, tmp_path, monkeypatch):
+def test_run_whose_host_has_no_memory_for_checkpoints_goes_on_to_its_end_and_says_so_at_once(
+    start, tmp_path, monkeypatch
+):
     (tmp_path / "starved.py").write_text(STARVED)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
-    words = ["--module", "starved", "--steps", "3", "--validation.every", "0", "--checkpoint.interval", "1"]
+    words = [
+        "--module",
+        "starved",
+        "--steps",
+        "3",
+        "--validation.every",
+        "0",
+        "--checkpoint.interval",
+        "1",
+    ]
     run = start(*words, config="starved").ended_well()
     warnings = [line for line in run.err.splitlines() if line.startswith("WARNING")]
     wanted = [
@@ -194,11 +217,17 @@ def test_run_whose_host_has_no_memory_for_checkpoints_goes_on_to_its_end_and_say
         for step in (2, 3)
     ]
     assert [line[: len(begin)] for line, begin in zip(warnings, wanted, strict=False)] == wanted
-    assert len(warnings) in (2, 3)  # the end tries the last state once more, unless that attempt was the end's own
+    assert len(warnings) in (
+        2,
+        3,
+    )  # the end tries the last state once more, unless that attempt was the end's own
     assert [path.name for path in checkpoints(run.folder)] == ["step-000001"]
     verify(run.folder / "checkpoints/step-000001")
     assert "steps       3 of 3" in run.out and "checkpoint  checkpoints/step-000001" in run.out
-    assert "not saved   the state after step 3 is not saved" in run.out and (run.folder / "policy/step-3").is_dir()
+    assert (
+        "not saved   the state after step 3 is not saved" in run.out
+        and (run.folder / "policy/step-3").is_dir()
+    )
     run.assert_nothing_left()
 
 
@@ -214,14 +243,20 @@ MISTAKES = {
 
 def test_mistakes_are_one_line_and_exit_code_2_and_start_nothing(tmp_path):
     def attempt(words: list[str]) -> subprocess.CompletedProcess:
-        return command(["--config", "rl_grpo_qwen3_debug", "--output-dir", str(tmp_path / "outputs"), *words])
+        return command(
+            ["--config", "rl_grpo_qwen3_debug", "--output-dir", str(tmp_path / "outputs"), *words]
+        )
 
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(attempt, MISTAKES.values()))
     for name, result in zip(MISTAKES, results, strict=True):
         assert result.returncode == 2, name
         assert re.fullmatch(r"error: [^\n]+\n", result.stderr), (name, result.stderr)
-        started = "starting    rl_grpo_qwen3_debugg" if name == "unknown config" else "starting    rl_grpo_qwen3_debug"
+        started = (
+            "starting    rl_grpo_qwen3_debugg"
+            if name == "unknown config"
+            else "starting    rl_grpo_qwen3_debug"
+        )
         assert result.stdout == f"{started} (imports, then checks)\n", name
     assert not (tmp_path / "outputs").exists()
 
@@ -242,7 +277,11 @@ def test_config_of_a_package_elsewhere_runs_from_anywhere(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     env = environment() | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    result = command(["--module", "my_package.configs", "--config", "my_run", "--dry-run"], cwd=elsewhere, env=env)
+    result = command(
+        ["--module", "my_package.configs", "--config", "my_run", "--dry-run"],
+        cwd=elsewhere,
+        env=env,
+    )
     assert result.returncode == 0 and result.stderr == ""
     assert "steps          17, each on 32 groups" in result.stdout
     assert list(elsewhere.iterdir()) == []

@@ -91,7 +91,9 @@ def pairs(meshes, tied_model, untied_model, tmp_path_factory) -> Iterator[dict[s
 
     async def build_all() -> None:
         await build("tied", made["tied"])
-        with pytest.MonkeyPatch.context() as patch:  # a process has one store: the second pair uses the first's
+        with (
+            pytest.MonkeyPatch.context() as patch
+        ):  # a process has one store: the second pair uses the first's
             patch.setattr(provision, "start_store", AsyncMock())
             await build("untied", made["untied"])
 
@@ -110,11 +112,19 @@ async def close_all(meshes: list[tuple[ProcMesh, Any]]) -> None:
 def generator_of_two(pairs, meshes, tmp_path_factory) -> Any:
     """The tied model once more, in an engine whose two processes share each layer and the vocabulary. Closed with the pairs."""
     config = GeneratorConfig()
-    config.engine.max_model_len, config.engine.max_num_seqs, config.engine.tensor_parallel_degree = MAX_LEN, AT_ONCE, 2
-    procs = provision.spawn_on(None, "generator_of_two", [Place(0, tuple(sorted(os.sched_getaffinity(0))))], "cpu")[0]
+    (
+        config.engine.max_model_len,
+        config.engine.max_num_seqs,
+        config.engine.tensor_parallel_degree,
+    ) = MAX_LEN, AT_ONCE, 2
+    procs = provision.spawn_on(
+        None, "generator_of_two", [Place(0, tuple(sorted(os.sched_getaffinity(0))))], "cpu"
+    )[0]
     run_dir = str(tmp_path_factory.mktemp("generator_of_two"))
     path = pairs["tied"].path
-    generator = procs.spawn("generator_of_two", Generator, config, model_path=path, device="cpu", run_dir=run_dir)
+    generator = procs.spawn(
+        "generator_of_two", Generator, config, model_path=path, device="cpu", run_dir=run_dir
+    )
 
     meshes.append((procs, generator))
 
@@ -138,28 +148,38 @@ def pair(request, pairs) -> Pair:
 # ---- what is sampled
 
 
-async def test_log_probabilities_are_those_of_the_trainer_and_of_transformers_at_the_sampling_temperature(pair, reference):
+async def test_log_probabilities_are_those_of_the_trainer_and_of_transformers_at_the_sampling_temperature(
+    pair, reference
+):
     assert not pair.updated
     for temperature in (0.7, 1.0, FLAT):
         prompt = pair.prompt(20)
         completion = await pair.complete(prompt, max_tokens=30, temperature=temperature, seed=5)
         assert len(completion.token_ids) == 30 and completion.finish_reason == "length"
-        expected = reference(pair.path, np.concatenate([prompt, completion.token_ids]), temperature)[20:]
+        expected = reference(
+            pair.path, np.concatenate([prompt, completion.token_ids]), temperature
+        )[20:]
         np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
         if temperature == 1.0:
             trained = await pair.trained_logprobs(prompt, completion)
             np.testing.assert_allclose(completion.logprobs, trained, rtol=0, atol=1e-4)
-    assert np.ptp(completion.logprobs) > 1, "at the last temperature at least there is something to agree on"
+    assert np.ptp(completion.logprobs) > 1, (
+        "at the last temperature at least there is something to agree on"
+    )
 
 
 async def test_score_gives_the_trainers_log_probabilities_of_any_tokens(pair, reference):
     assert not pair.updated
     tokens = [pair.prompt(length, seed=length) for length in (2, 17, 300)]
-    results = await pair.run(*(ScoreRequest(request_id=next(pair.ids), token_ids=each) for each in tokens))
+    results = await pair.run(
+        *(ScoreRequest(request_id=next(pair.ids), token_ids=each) for each in tokens)
+    )
     for each, result in zip(tokens, results, strict=True):
         assert result.logprobs.shape == each.shape and result.logprobs[0] == 0
         np.testing.assert_allclose(result.logprobs, reference(pair.path, each), rtol=0, atol=1e-4)
-        np.testing.assert_allclose(result.logprobs, await pair.trainer.score.call_one(each), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(
+            result.logprobs, await pair.trainer.score.call_one(each), rtol=0, atol=1e-4
+        )
 
 
 async def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(tied):
@@ -180,28 +200,47 @@ async def test_a_stop_token_ends_a_completion_and_is_part_of_it(tied):
     length = free.token_ids.tolist().index(stop) + 1
     stopped = await tied.complete(prompt, stop=[stop], **options)
     assert stopped.token_ids.tolist() == free.token_ids[:length].tolist()
-    assert stopped.finish_reason == "stop" and len(stopped.logprobs) == len(stopped.policy_versions) == length
+    assert (
+        stopped.finish_reason == "stop"
+        and len(stopped.logprobs) == len(stopped.policy_versions) == length
+    )
 
 
-async def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it_and_all_sampled_is_kept(tied):
+async def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it_and_all_sampled_is_kept(
+    tied,
+):
     decode = AutoTokenizer.from_pretrained(tied.path).decode
     prompt, options = tied.prompt(12, seed=3), dict(seed=77, max_tokens=20, temperature=FLAT)
     free = (await tied.complete(prompt, **options)).token_ids.tolist()
     texts = [decode(free[:n]) for n in range(len(free) + 1)]
-    end = next(n for n in range(3, len(free)) if len(texts[n]) > len(texts[n - 1]) + 1 and texts[n].isascii())
-    stop = texts[end][len(texts[end - 1]) - 1 : -1]  # ends inside a token, and began in the one before
+    end = next(
+        n
+        for n in range(3, len(free))
+        if len(texts[n]) > len(texts[n - 1]) + 1 and texts[n].isascii()
+    )
+    stop = texts[end][
+        len(texts[end - 1]) - 1 : -1
+    ]  # ends inside a token, and began in the one before
     length = next(n for n, text in enumerate(texts) if stop in text)
     stopped, other = await tied.run(
-        tied.request(prompt, texts=["never said", stop], **options), tied.request(prompt, texts=["never said"], **options)
+        tied.request(prompt, texts=["never said", stop], **options),
+        tied.request(prompt, texts=["never said"], **options),
     )
-    assert stopped.completion.token_ids.tolist() == free[:length] and stopped.completion.finish_reason == "stop"
+    assert (
+        stopped.completion.token_ids.tolist() == free[:length]
+        and stopped.completion.finish_reason == "stop"
+    )
     assert len(stopped.completion.logprobs) == len(stopped.completion.policy_versions) == length
-    assert other.completion.token_ids.tolist() == free and other.completion.finish_reason == "length"
+    assert (
+        other.completion.token_ids.tolist() == free and other.completion.finish_reason == "length"
+    )
 
 
 async def test_greedy_takes_the_most_likely_token_and_needs_no_seed(tied):
     prompt = tied.prompt(12, seed=4)
-    first, second = await tied.run(*(tied.request(prompt, temperature=0.0, seed=seed, max_tokens=6) for seed in (1, 2)))
+    first, second = await tied.run(
+        *(tied.request(prompt, temperature=0.0, seed=seed, max_tokens=6) for seed in (1, 2))
+    )
     assert first.completion.token_ids.tolist() == second.completion.token_ids.tolist()
 
 
@@ -211,11 +250,15 @@ async def test_greedy_takes_the_most_likely_token_and_needs_no_seed(tied):
 async def test_a_long_request_holds_up_no_short_one(tied):
     long = tied.request(tied.prompt(10), max_tokens=600)
     tied.submit(long)
-    shorts = [tied.request(tied.prompt(10, seed=i), seed=i, max_tokens=2 + i % 5) for i in range(20)]
+    shorts = [
+        tied.request(tied.prompt(10, seed=i), seed=i, max_tokens=2 + i % 5) for i in range(20)
+    ]
     for short in shorts:
         tied.submit(short)
     order = [result.request_id for result in await tied.answers(21)]
-    assert order[-1] == long.request_id and set(order[:-1]) == {short.request_id for short in shorts}
+    assert order[-1] == long.request_id and set(order[:-1]) == {
+        short.request_id for short in shorts
+    }
 
 
 async def test_a_request_that_can_not_run_is_refused_alone(tied):
@@ -224,13 +267,18 @@ async def test_a_request_that_can_not_run_is_refused_alone(tied):
     assert len(completed.completion.token_ids) == 8
     assert isinstance(refused, RequestFailed) and f"max_model_len {MAX_LEN}" in refused.cause
     # vLLM's own refusals, which are no ValueErrors.
-    completed, refused = await tied.run(tied.request(tied.prompt(10)), tied.request(tied.prompt(10), temperature=3.0))
+    completed, refused = await tied.run(
+        tied.request(tied.prompt(10)), tied.request(tied.prompt(10), temperature=3.0)
+    )
     assert len(completed.completion.token_ids) == 8
     assert isinstance(refused, RequestFailed) and "temperature must be in" in refused.cause
 
 
 async def test_aborted_requests_are_not_answered_and_leave_the_others_alone(tied):
-    long, short = tied.request(tied.prompt(10), max_tokens=900), tied.request(tied.prompt(10), max_tokens=50)
+    long, short = (
+        tied.request(tied.prompt(10), max_tokens=900),
+        tied.request(tied.prompt(10), max_tokens=50),
+    )
     tied.submit(long, short)
     await tied.generator.abort.call_one([long.request_id])
     (result,) = await tied.answers(1)
@@ -258,13 +306,18 @@ async def test_after_an_update_generator_and_trainer_agree_on_weights_that_clear
         np.testing.assert_allclose(completion.logprobs, trained, rtol=0, atol=1e-4)
 
 
-async def test_an_engine_of_two_processes_takes_versions_over_as_one_of_one_process_does(tied, generator_of_two):
+async def test_an_engine_of_two_processes_takes_versions_over_as_one_of_one_process_does(
+    tied, generator_of_two
+):
     before = await generator_of_two.canary.call_one(CANARY)
     for _ in range(2):
         await tied.train()
         trainer = await tied.publish()
         receipt, single = await asyncio.gather(
-            *(generator.update_weights.call_one(tied.version, CANARY) for generator in (generator_of_two, tied.generator))
+            *(
+                generator.update_weights.call_one(tied.version, CANARY)
+                for generator in (generator_of_two, tied.generator)
+            )
         )
         assert (receipt.version, receipt.fingerprint) == (tied.version, single.fingerprint)
         np.testing.assert_allclose(receipt.canary_logprobs, trainer, rtol=0, atol=1e-4)
@@ -272,7 +325,9 @@ async def test_an_engine_of_two_processes_takes_versions_over_as_one_of_one_proc
         before = receipt.canary_logprobs
 
 
-async def test_tokens_carry_the_version_they_were_sampled_with_when_weights_change_in_mid_completion(tied):
+async def test_tokens_carry_the_version_they_were_sampled_with_when_weights_change_in_mid_completion(
+    tied,
+):
     await tied.train()
     prompt, old = tied.prompt(10), tied.version
     before = await tied.complete(prompt, seed=9, max_tokens=5)
@@ -296,8 +351,15 @@ async def test_a_prompt_is_computed_once_for_a_group_and_all_answer_as_if_alone(
     # 21 tokens are less than a cache block (32 on CPU), and 170 are five blocks and a part.
     prompt, options = pair.prompt(length, seed=12), dict(max_tokens=6)
     await pair.generator.usage.call_one()
-    group = [result.completion for result in await pair.run(*(pair.request(prompt, seed=seed, **options) for seed in range(4)))]
-    assert (await pair.generator.usage.call_one())["prompts_cached"] == 3 * (length - 1) / (4 * length)
+    group = [
+        result.completion
+        for result in await pair.run(
+            *(pair.request(prompt, seed=seed, **options) for seed in range(4))
+        )
+    ]
+    assert (await pair.generator.usage.call_one())["prompts_cached"] == 3 * (length - 1) / (
+        4 * length
+    )
     assert len({tuple(completion.token_ids.tolist()) for completion in group}) > 1
     for completion in group:
         trained = await pair.trained_logprobs(prompt, completion)
@@ -328,7 +390,10 @@ async def test_requests_that_wait_while_weights_change_are_answered_with_the_new
     prompt = tied.prompt(300, seed=11)
     await tied.complete(prompt)
     await tied.publish()
-    requests = [tied.request(prompt, seed=seed, max_tokens=100, temperature=1.0) for seed in range(3 * AT_ONCE)]
+    requests = [
+        tied.request(prompt, seed=seed, max_tokens=100, temperature=1.0)
+        for seed in range(3 * AT_ONCE)
+    ]
     tied.submit(*requests)
     await tied.update()
     completions = [result.completion for result in await tied.answers(len(requests))]
@@ -341,9 +406,13 @@ async def test_requests_that_wait_while_weights_change_are_answered_with_the_new
             np.testing.assert_allclose(completion.logprobs, trained, rtol=0, atol=1e-4)
 
 
-async def test_a_snapshot_that_is_gone_is_not_loaded_and_the_old_weights_stay(tied, generator_of_two):
+async def test_a_snapshot_that_is_gone_is_not_loaded_and_the_old_weights_stay(
+    tied, generator_of_two
+):
     generators = (tied.generator, generator_of_two)
-    await asyncio.gather(*(generator.update_weights.call_one(tied.version, CANARY) for generator in generators))
+    await asyncio.gather(
+        *(generator.update_weights.call_one(tied.version, CANARY) for generator in generators)
+    )
     old = [await generator.canary.call_one(CANARY) for generator in generators]
     await tied.train()
     trainer = await tied.publish()
@@ -364,7 +433,9 @@ async def test_a_snapshot_that_is_gone_is_not_loaded_and_the_old_weights_stay(ti
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-async def test_an_engine_that_was_given_a_corrupted_snapshot_answers_nothing_any_more(tied, generator_of_two, workers):
+async def test_an_engine_that_was_given_a_corrupted_snapshot_answers_nothing_any_more(
+    tied, generator_of_two, workers
+):
     """Called last of those that use the engines."""
     await tied.train()
     await tied.publish()
@@ -374,7 +445,9 @@ async def test_an_engine_that_was_given_a_corrupted_snapshot_answers_nothing_any
     buffer.bytes[len(buffer.bytes) // 2] ^= 1
     generator = tied.generator if workers == 1 else generator_of_two
     if workers == 1:
-        waiting = [tied.request(tied.prompt(5), seed=seed, max_tokens=900) for seed in range(2 * AT_ONCE)]
+        waiting = [
+            tied.request(tied.prompt(5), seed=seed, max_tokens=900) for seed in range(2 * AT_ONCE)
+        ]
         tied.submit(*waiting)
     error = f"weights of version {tied.version}"
     with pytest.raises(Exception, match=f"{error}.* published"):
@@ -382,10 +455,14 @@ async def test_an_engine_that_was_given_a_corrupted_snapshot_answers_nothing_any
     with pytest.raises(Exception, match=f"the engine stopped: {error}"):
         await generator.canary.call_one(CANARY)
     if workers == 1:
-        assert isinstance((await tied.messages(1))[-1], GeneratorFailed), "a completion under way was answered"
+        assert isinstance((await tied.messages(1))[-1], GeneratorFailed), (
+            "a completion under way was answered"
+        )
 
 
-async def test_shutdown_leaves_no_process_and_no_shared_memory(pairs, generator_of_two, meshes, others):
+async def test_shutdown_leaves_no_process_and_no_shared_memory(
+    pairs, generator_of_two, meshes, others
+):
     before = descendants(os.getpid()) - others
     assert len(before) >= 4
     shared = temporary.shared_memory_of(before)

@@ -26,7 +26,11 @@ def test_every_step_gives_its_figures(figures):
     assert figures.keys() == wanted
     assert not any("error" in step for step in figures.values())
     assert figures["machine"]["figures"]["packages"]["torch"].startswith("2.")
-    assert all(figures[name]["figures"]["s"] > 0 for name in wanted if name.startswith("learner") and "apart" not in name)
+    assert all(
+        figures[name]["figures"]["s"] > 0
+        for name in wanted
+        if name.startswith("learner") and "apart" not in name
+    )
 
 
 def test_each_version_reaches_the_engine_and_what_is_sampled_agrees_with_the_trainer(figures):

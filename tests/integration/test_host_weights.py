@@ -17,7 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchstore
-from monarch.actor import Actor, Point, ProcMesh, concurrent_endpoint, current_rank, default_bootstrap_cmd, this_host
+from monarch.actor import (
+    Actor,
+    Point,
+    ProcMesh,
+    concurrent_endpoint,
+    current_rank,
+    default_bootstrap_cmd,
+    this_host,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -30,7 +38,13 @@ from torchtitan.experiments.rl.process.host import HOST_VARIABLE, host_identity
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.process.setup import launch_environment, set_up_spawned_process
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
-from torchtitan.experiments.rl.weights.reader import HostCopy, WeightReader, copy_key, published, start_store
+from torchtitan.experiments.rl.weights.reader import (
+    HostCopy,
+    WeightReader,
+    copy_key,
+    published,
+    start_store,
+)
 from torchtitan.experiments.rl.weights.snapshot import SnapshotReader, fingerprint
 from torchtitan.experiments.rl.weights.sync import CanaryBound, WeightSync
 
@@ -42,7 +56,9 @@ HALF = VOCABULARY * VOCABULARY * 2 + 32
 
 def table_of(version: int) -> torch.Tensor:
     """No two versions agree on any token."""
-    return torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(version)).softmax(-1)
+    return torch.randn(
+        VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(version)
+    ).softmax(-1)
 
 
 class TrainerRank(Actor):
@@ -52,15 +68,25 @@ class TrainerRank(Actor):
     async def begin(self, rendezvous: str | None, dimension: int) -> None:
         """A trainer whose ranks cut the table along a dimension; without a rendezvous, in the place of another one."""
         if rendezvous is not None:
-            dist.init_process_group("gloo", init_method=rendezvous, rank=current_rank().rank, world_size=2)
-        self._publisher = SnapshotPublisher(rank=dist.get_rank(), host=host_identity(), dtype=torch.float32)
+            dist.init_process_group(
+                "gloo", init_method=rendezvous, rank=current_rank().rank, world_size=2
+            )
+        self._publisher = SnapshotPublisher(
+            rank=dist.get_rank(), host=host_identity(), dtype=torch.float32
+        )
         self._mesh, self._dimension = init_device_mesh("cpu", (2,)), dimension
 
     @concurrent_endpoint
-    async def copy_weights(self, version: int, canary_token_ids: np.ndarray, remote_readers: bool) -> None:
+    async def copy_weights(
+        self, version: int, canary_token_ids: np.ndarray, remote_readers: bool
+    ) -> None:
         table = table_of(version)
-        self._canary = np.concatenate([[0.0], np.log(table.numpy()[canary_token_ids[:-1], canary_token_ids[1:]])])
-        self._publisher.write(version, {TABLE: distribute_tensor(table, self._mesh, [Shard(self._dimension)])})
+        self._canary = np.concatenate(
+            [[0.0], np.log(table.numpy()[canary_token_ids[:-1], canary_token_ids[1:]])]
+        )
+        self._publisher.write(
+            version, {TABLE: distribute_tensor(table, self._mesh, [Shard(self._dimension)])}
+        )
         await self._publisher.announce(remote_readers)
 
     @concurrent_endpoint
@@ -74,7 +100,9 @@ def spawn(name: str, *hosts: str) -> ProcMesh:
     shares = (cores,) * len(hosts)
 
     def launch(point: Point) -> Any:
-        return default_bootstrap_cmd().with_env(launch_environment(cores, "cpu") | {HOST_VARIABLE: hosts[point.rank]})
+        return default_bootstrap_cmd().with_env(
+            launch_environment(cores, "cpu") | {HOST_VARIABLE: hosts[point.rank]}
+        )
 
     return this_host().spawn_procs(
         per_host={"procs": len(hosts)},
@@ -102,11 +130,15 @@ class World:
 
     async def start_reader(self, host: str, proc: int) -> None:
         """A run starts a process for it. Here it is one more actor of a process that is there."""
-        await self.readers.admit(host, PartProcess(procs=self.procs, actor=self.reader(proc), life=Lifetime(host)))
+        await self.readers.admit(
+            host, PartProcess(procs=self.procs, actor=self.reader(proc), life=Lifetime(host))
+        )
 
     def reader(self, proc: int) -> Any:
         name = f"reader_{next(self.ids)}"
-        return self.procs.slice(procs=proc).spawn(name, WeightReader, run_dir=self.folder, index=proc)
+        return self.procs.slice(procs=proc).spawn(
+            name, WeightReader, run_dir=self.folder, index=proc
+        )
 
 
 async def build(folder: Path) -> World:
@@ -123,11 +155,19 @@ async def build(folder: Path) -> World:
         run_dir=str(folder),
     )
     await start_store(procs.slice(procs=0))
-    await asyncio.gather(trainer.begin.call(f"file://{folder}/rendezvous", 1), generators.setup.call())
+    await asyncio.gather(
+        trainer.begin.call(f"file://{folder}/rendezvous", 1), generators.setup.call()
+    )
     client, readers = GeneratorClient(), WeightReaders(["host a", "host c"])
     for index in range(2):
         await client.admit(index, generators.slice(procs=index))
-    sync = WeightSync(trainer, client, text=np.arange(8) % VOCABULARY, bound=CanaryBound("float32"), copies=readers)
+    sync = WeightSync(
+        trainer,
+        client,
+        text=np.arange(8) % VOCABULARY,
+        bound=CanaryBound("float32"),
+        copies=readers,
+    )
     world = World(trainer, generators, client, readers, sync, procs, str(folder))
     await world.start_reader("host a", 0)
     await world.start_reader("host c", 2)
@@ -170,7 +210,9 @@ async def test_each_host_reads_a_version_once_and_its_engines_map_what_was_read(
         await assert_holds(world, "c")
     shared = {str(os.stat(part.handle).st_ino) for part in (await copy_on("c")).parts}
     for identity in (await world.generators.identity.call()).values():
-        mapped = [line.split() for line in Path(f"/proc/{identity.pid}/maps").read_text().splitlines()]
+        mapped = [
+            line.split() for line in Path(f"/proc/{identity.pid}/maps").read_text().splitlines()
+        ]
         assert shared <= {fields[4] for fields in mapped}
 
 
@@ -185,7 +227,9 @@ async def test_a_replica_that_is_back_loads_what_its_host_has_read(world):
     assert admitted and world.readers.take_fetched_bytes() == {"host a": 0, "host c": 0}
 
 
-async def test_a_reader_that_is_made_again_reads_the_version_again_and_the_engines_take_it_from_there(world):
+async def test_a_reader_that_is_made_again_reads_the_version_again_and_the_engines_take_it_from_there(
+    world,
+):
     await world.deliver()
     before = await copy_on("c")
     world.readers.lose("host c")

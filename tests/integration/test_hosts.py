@@ -24,20 +24,30 @@ def environment_of(pid: int) -> dict[str, str]:
 
 def processes_of(temporary: Path) -> dict[int, dict[str, str]]:
     """Environments of the processes of a run, on all its hosts, by their temporary folder."""
-    found = {int(entry): environment_of(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
-    return {pid: own for pid, own in found.items() if own.get("TMPDIR", "").startswith(str(temporary))}
+    found = {
+        int(entry): environment_of(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()
+    }
+    return {
+        pid: own for pid, own in found.items() if own.get("TMPDIR", "").startswith(str(temporary))
+    }
 
 
 def test_three_hosts_have_the_roles_of_the_config_and_a_killed_one_ends_the_run_by_its_name(start):
     run = start(*ENDLESS, config="rl_grpo_qwen3_debug_hosts")
     run.until_step(2)
     sockets = listening_sockets(processes_of(run.temporary))
-    assert len(sockets) >= 12 and all(map(private, sockets)), f"another user could enter the run by {sockets}"
+    assert len(sockets) >= 12 and all(map(private, sockets)), (
+        f"another user could enter the run by {sockets}"
+    )
     host_of = {}
     for pid, launched in processes_of(run.temporary).items():
         logs = [path.stem for path in map(Path, open_files(pid)) if "logs" in path.parts]
         host_of |= dict.fromkeys(logs, launched.get(HOST_VARIABLE, "").rpartition("/")[2])
-    roles = {name: host for name, host in host_of.items() if name.startswith(("trainer", "generator", "rollout"))}
+    roles = {
+        name: host
+        for name, host in host_of.items()
+        if name.startswith(("trainer", "generator", "rollout"))
+    }
     assert roles == {
         "trainer-0": "process host 0",
         "trainer-1": "process host 1",
@@ -45,17 +55,28 @@ def test_three_hosts_have_the_roles_of_the_config_and_a_killed_one_ends_the_run_
         "generator-1": "process host 2",
         "rollout_worker-0": "process host 2",
     }
-    agents = [pid for pid, own in processes_of(run.temporary).items() if own.get("HYPERACTOR_PROCESS_NAME") == "hosts_2"]
+    agents = [
+        pid
+        for pid, own in processes_of(run.temporary).items()
+        if own.get("HYPERACTOR_PROCESS_NAME") == "hosts_2"
+    ]
     os.kill(min(agents), signal.SIGKILL)
     assert run.wait() == 1
     name = re.escape(socket.gethostname())
-    assert re.search(rf"^error: host 2 \({name}\) died: [\w ]+ \(logs in ", run.err, re.MULTILINE), run.err
+    assert re.search(
+        rf"^error: host 2 \({name}\) died: [\w ]+ \(logs in ", run.err, re.MULTILINE
+    ), run.err
     assert "Traceback" not in run.err and "Monarch" not in run.err
     assert "Monarch internal logs" in (run.folder / "logs/monarch.txt").read_text()
     wait_for(lambda: not processes_of(run.temporary), "processes left alive")
     run.assert_nothing_left()
-    columns = Counter(json.loads(line)["column"] for line in (run.folder / "ledger.jsonl").read_text().splitlines())
+    columns = Counter(
+        json.loads(line)["column"]
+        for line in (run.folder / "ledger.jsonl").read_text().splitlines()
+    )
     assert columns["trained"] >= 2 * 32
-    fetched = re.findall(r"(host_\d) fetched version (\d+): ", (run.folder / "logs" / "controller.jsonl").read_text())
+    fetched = re.findall(
+        r"(host_\d) fetched version (\d+): ", (run.folder / "logs" / "controller.jsonl").read_text()
+    )
     assert {host for host, _ in fetched} == {"host_1", "host_2"}, "those of the generators"
     assert max(Counter(fetched).values()) == 1, "a host fetches a version once"

@@ -38,14 +38,18 @@ from torchtitan.experiments.rl.weights.snapshot import SnapshotReader
 
 def test_loss_and_gradient_do_not_depend_on_recomputed_activations_or_logit_chunks(exact):
     expected = loss_and_gradient(exact(), REFERENCE_LAYOUT)
-    assert_same_step(loss_and_gradient(exact(activation_checkpoint="full"), REFERENCE_LAYOUT), expected)
+    assert_same_step(
+        loss_and_gradient(exact(activation_checkpoint="full"), REFERENCE_LAYOUT), expected
+    )
     assert_same_step(loss_and_gradient(exact(logprob_chunk_tokens=3), REFERENCE_LAYOUT), expected)
 
 
 @pytest.mark.parametrize("activation_checkpoint", ["selective", "full"])
 def test_a_compiled_learner_computes_what_the_eager_one_does(exact, activation_checkpoint):
     expected = loss_and_gradient(exact(mixed_precision_param="float64"), REFERENCE_LAYOUT)
-    compiled = exact(mixed_precision_param="float64", compile=True, activation_checkpoint=activation_checkpoint)
+    compiled = exact(
+        mixed_precision_param="float64", compile=True, activation_checkpoint=activation_checkpoint
+    )
     assert_same_step(loss_and_gradient(compiled, REFERENCE_LAYOUT), expected)
 
 
@@ -66,7 +70,9 @@ def test_prefix_trees_change_nothing_of_adapters(exact):
         torch.nn.init.normal_(parameter, std=0.05, generator=random) if "lora_b" in name else None
     apart = loss_and_gradient(learner, REFERENCE_LAYOUT | {"share_prefixes": False}, tree_samples())
     assert_same_step(loss_and_gradient(learner, LAYOUTS["long rows"], tree_samples()), apart)
-    assert apart[1].keys() == trained_state(learner.model).keys() and all(tensor.any() for tensor in apart[1].values())
+    assert apart[1].keys() == trained_state(learner.model).keys() and all(
+        tensor.any() for tensor in apart[1].values()
+    )
 
 
 # ---- checkpoints
@@ -76,7 +82,13 @@ def test_log_probabilities_of_a_folder_saved_by_transformers_are_those_of_transf
     one_rank, tmp_path, tied_model, untied_model, llama_model, reference
 ):
     unscaled = llama_folder(tmp_path / "unscaled", tie_word_embeddings=False)
-    models = ((tied_model, 768), (untied_model, 96), (llama_model, 768), (unscaled, 768), (str(MOE_MODEL), 768))
+    models = (
+        (tied_model, 768),
+        (untied_model, 96),
+        (llama_model, 768),
+        (unscaled, 768),
+        (str(MOE_MODEL), 768),
+    )
     for path, vocabulary in models:
         learner = learner_of(tmp_path / "runs" / Path(path).name, model=path)
         tokens = np.random.default_rng(1).integers(0, vocabulary, 200).astype(np.int32)
@@ -85,11 +97,20 @@ def test_log_probabilities_of_a_folder_saved_by_transformers_are_those_of_transf
         np.testing.assert_allclose(logprobs, reference(path, tokens), rtol=1e-5, atol=2e-5)
 
 
-def test_packed_samples_have_the_log_probabilities_of_each_alone(one_rank, tmp_path, tied_model, reference):
+def test_packed_samples_have_the_log_probabilities_of_each_alone(
+    one_rank, tmp_path, tied_model, reference
+):
     learner = learner_of(tmp_path)
     samples = samples_of(9)
-    (batch,) = Batcher.Config(row_length=128, rows_per_microbatch=8).build().plan(samples, 1).microbatches[0]
-    logprobs, _ = learner.model(batch.token_ids, batch.positions, batch.temperatures, batch.positions != 0)
+    (batch,) = (
+        Batcher.Config(row_length=128, rows_per_microbatch=8)
+        .build()
+        .plan(samples, 1)
+        .microbatches[0]
+    )
+    logprobs, _ = learner.model(
+        batch.token_ids, batch.positions, batch.temperatures, batch.positions != 0
+    )
     starts = [tuple(start) for start in (batch.positions == 0).nonzero().tolist()]
     seen = 0
     for row, start in starts:
@@ -99,12 +120,16 @@ def test_packed_samples_have_the_log_probabilities_of_each_alone(one_rank, tmp_p
             continue
         temperature = batch.temperatures[row, start].item()
         expected = reference(tied_model, batch.token_ids[row, start:end].numpy(), temperature)
-        np.testing.assert_allclose(logprobs[row, start:end].detach().numpy(), expected, rtol=1e-5, atol=2e-5)
+        np.testing.assert_allclose(
+            logprobs[row, start:end].detach().numpy(), expected, rtol=1e-5, atol=2e-5
+        )
         seen += 1
     assert seen == len(samples)
 
 
-def test_samples_of_a_step_get_the_log_probabilities_of_each_alone(one_rank, tmp_path, tied_model, reference):
+def test_samples_of_a_step_get_the_log_probabilities_of_each_alone(
+    one_rank, tmp_path, tied_model, reference
+):
     """Beside others in a row, and where a prefix is shared."""
     learner = learner_of(tmp_path)
     samples = samples_of(12)
@@ -117,16 +142,24 @@ def test_samples_of_a_step_get_the_log_probabilities_of_each_alone(one_rank, tmp
     assert len(placed) == 12
     for one, logprobs in placed:
         expected = reference(tied_model, one.token_ids, one.temperature)
-        np.testing.assert_allclose(logprobs, np.where(one.loss_mask, expected, 0), rtol=1e-5, atol=2e-5)
+        np.testing.assert_allclose(
+            logprobs, np.where(one.loss_mask, expected, 0), rtol=1e-5, atol=2e-5
+        )
 
 
-def test_published_tensors_are_the_hub_folders_in_the_generators_dtype(one_rank, tmp_path, untied_model, monkeypatch):
+def test_published_tensors_are_the_hub_folders_in_the_generators_dtype(
+    one_rank, tmp_path, untied_model, monkeypatch
+):
     on_disk = load_file(Path(untied_model) / "model.safetensors")
     assert "lm_head.weight" in on_disk
-    assert_same(published(learner_of(tmp_path, model=untied_model), monkeypatch), on_disk, rtol=0, atol=0)
+    assert_same(
+        published(learner_of(tmp_path, model=untied_model), monkeypatch), on_disk, rtol=0, atol=0
+    )
 
 
-def test_experts_are_published_as_three_stacks_a_layer_that_have_the_hubs_tensors_in_order(one_rank, tmp_path, monkeypatch):
+def test_experts_are_published_as_three_stacks_a_layer_that_have_the_hubs_tensors_in_order(
+    one_rank, tmp_path, monkeypatch
+):
     on_disk = load_file(MOE_MODEL / "model.safetensors")
     assert "model.layers.3.mlp.experts.7.down_proj.weight" in on_disk
     found = published(learner_of(tmp_path, model=str(MOE_MODEL)), monkeypatch)
@@ -137,7 +170,9 @@ def test_experts_are_published_as_three_stacks_a_layer_that_have_the_hubs_tensor
 
 def test_fused_flavor_publishes_the_tensors_it_loaded(one_rank, tmp_path, fused_model, monkeypatch):
     learner = learner_of(tmp_path, model=fused_config(fused_model))
-    assert any("wqkv" in name for name, _ in learner.model.named_parameters()), "the flavor under test fuses q, k and v"
+    assert any("wqkv" in name for name, _ in learner.model.named_parameters()), (
+        "the flavor under test fuses q, k and v"
+    )
     on_disk = load_file(f"{fused_model}/model.safetensors")
     assert "model.layers.0.self_attn.q_proj.weight" in on_disk and "lm_head.weight" not in on_disk
     assert_same(published(learner, monkeypatch), on_disk, rtol=0, atol=0)
@@ -163,7 +198,9 @@ def published(learner: Learner, monkeypatch) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("poison", [np.inf, np.nan])
-def test_a_gradient_that_is_not_finite_stops_the_run_and_changes_nothing(one_rank, tmp_path, poison):
+def test_a_gradient_that_is_not_finite_stops_the_run_and_changes_nothing(
+    one_rank, tmp_path, poison
+):
     learner = learner_of(tmp_path)
     before = parameters(learner)
     samples = samples_of()
@@ -189,4 +226,6 @@ def test_what_is_of_the_whole_step_does_not_depend_on_how_it_is_packed(exact):
         assert_same_step(loss_and_gradient(learner, layout), expected)
     normalised = accumulate(learner, REFERENCE_LAYOUT, samples_of())["loss/rl"]
     learner.config.loss.normalize_advantages = False
-    assert abs(normalised) > 0 and accumulate(learner, REFERENCE_LAYOUT, samples_of())["loss/rl"] != pytest.approx(normalised)
+    assert abs(normalised) > 0 and accumulate(learner, REFERENCE_LAYOUT, samples_of())[
+        "loss/rl"
+    ] != pytest.approx(normalised)

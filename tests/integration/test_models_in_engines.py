@@ -29,7 +29,12 @@ from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.weights.reader import start_store
 
-LLAMA, FUSED, MOE, ADAPTED = "Llama 3", "fused flavor of Qwen3", "mixture of experts", "adapters of a Llama 3"
+LLAMA, FUSED, MOE, ADAPTED = (
+    "Llama 3",
+    "fused flavor of Qwen3",
+    "mixture of experts",
+    "adapters of a Llama 3",
+)
 TWO = "two adapters of a Llama 3, in an engine of two processes"
 NAMES = ("code", "math")
 NOTHING, BOTH = 1, 5
@@ -57,11 +62,20 @@ def generators(models, tmp_path_factory) -> Iterator[dict[str, Any]]:
     async def build() -> dict[str, Any]:
         made = {}
         for index, (name, model) in enumerate(models.items()):
-            options = dict(model_path=model.hf_assets_path, device="cpu", run_dir=str(tmp_path_factory.mktemp("generator")))
+            options = dict(
+                model_path=model.hf_assets_path,
+                device="cpu",
+                run_dir=str(tmp_path_factory.mktemp("generator")),
+            )
             config = GeneratorConfig()
-            config.engine.max_model_len, config.engine.tensor_parallel_degree = 512, 2 if name == TWO else 1
+            config.engine.max_model_len, config.engine.tensor_parallel_degree = (
+                512,
+                2 if name == TWO else 1,
+            )
             own = procs.slice(procs=index)
-            made[name] = own.spawn(f"generator_{index}", Generator, config, adapters=adapters.get(name), **options)
+            made[name] = own.spawn(
+                f"generator_{index}", Generator, config, adapters=adapters.get(name), **options
+            )
         await start_store(procs.slice(procs=0))
         await asyncio.gather(*(generator.setup.call_one() for generator in made.values()))
         return made
@@ -85,7 +99,10 @@ async def test_adapters_that_add_nothing_leave_engine_and_trainer_as_they_are_bi
     assert (receipt.canary_logprobs == base).all() and np.ptp(base) > 1
     plain, adapted = [await sampler(generators[name]) for name in (LLAMA, ADAPTED)]
     for seed in range(3):
-        (tokens, logprobs, versions), (own_tokens, own, own_versions) = await plain(seed), await adapted(seed)
+        (tokens, logprobs, versions), (own_tokens, own, own_versions) = (
+            await plain(seed),
+            await adapted(seed),
+        )
         assert (versions, own_versions) == ({0}, {NOTHING})
         assert (tokens == own_tokens).all() and (logprobs == own).all()
     assert (learner.score(tokens) == learner_of(tmp_path, model=models[LLAMA]).score(tokens)).all()
@@ -103,12 +120,18 @@ async def test_engine_trainer_and_transformers_agree_before_and_after_a_publishe
     path, generator, version = models[name].hf_assets_path, generators[name], VERSIONS[name]
     lora = LORA if name == ADAPTED else None
     learner = learner_of(tmp_path, model=models[name], lr=LR[name], lora=lora)
-    assert any("wqkv" in parameter for parameter, _ in learner.model.named_parameters()) == (name == FUSED)
+    assert any("wqkv" in parameter for parameter, _ in learner.model.named_parameters()) == (
+        name == FUSED
+    )
     sample = await sampler(generator)
 
     tokens, sampled, versions = await sample(seed=1)
     expected = reference(path, tokens)[LENGTH:]
-    assert versions == {NOTHING if name == ADAPTED else 0} and len(sampled) == 40 and np.ptp(expected) > 1
+    assert (
+        versions == {NOTHING if name == ADAPTED else 0}
+        and len(sampled) == 40
+        and np.ptp(expected) > 1
+    )
     np.testing.assert_allclose(learner.score(tokens)[LENGTH:], expected, rtol=0, atol=1e-4)
     np.testing.assert_allclose(sampled, expected, rtol=0, atol=1e-4)
 
@@ -124,8 +147,12 @@ async def test_engine_trainer_and_transformers_agree_before_and_after_a_publishe
     tokens, sampled, versions = await sample(seed=1)
     assert versions == {version} and np.ptp(sampled) > 1
     np.testing.assert_allclose(sampled, learner.score(tokens)[LENGTH:], rtol=0, atol=1e-4)
-    np.testing.assert_allclose(sampled, by_flex_attention(learner, models[name], tokens, lora)[LENGTH:], rtol=0, atol=1e-4)
-    assert np.abs(sampled - reference(path, tokens)[LENGTH:]).max() > 0.1, "the engine has its old weights"
+    np.testing.assert_allclose(
+        sampled, by_flex_attention(learner, models[name], tokens, lora)[LENGTH:], rtol=0, atol=1e-4
+    )
+    assert np.abs(sampled - reference(path, tokens)[LENGTH:]).max() > 0.1, (
+        "the engine has its old weights"
+    )
 
     # What is saved at the end is a folder that transformers reads as the trained policy.
     folder = learner.save_final(version)
@@ -133,11 +160,20 @@ async def test_engine_trainer_and_transformers_agree_before_and_after_a_publishe
     np.testing.assert_allclose(reference(str(folder), tokens)[LENGTH:], sampled, rtol=0, atol=1e-4)
 
 
-async def test_an_engine_of_two_processes_serves_two_adapters_each_to_its_own_requests(models, generators, one_rank, tmp_path):
+async def test_an_engine_of_two_processes_serves_two_adapters_each_to_its_own_requests(
+    models, generators, one_rank, tmp_path
+):
     """Prompts of many cached blocks and of less than one, asked of both adapters in turn: neither reads the other's cache."""
-    learner, generator = learner_of(tmp_path, model=models[TWO], lr=LR[ADAPTED], lora=LORA, adapters=NAMES), generators[TWO]
-    samples = [replace(sample, adapter=NAMES[index % 2]) for index, sample in enumerate(samples_of(16))]
-    learner.forward_backward(Batcher.Config(row_length=512).build().plan(samples, 1).microbatches[0], 0)
+    learner, generator = (
+        learner_of(tmp_path, model=models[TWO], lr=LR[ADAPTED], lora=LORA, adapters=NAMES),
+        generators[TWO],
+    )
+    samples = [
+        replace(sample, adapter=NAMES[index % 2]) for index, sample in enumerate(samples_of(16))
+    ]
+    learner.forward_backward(
+        Batcher.Config(row_length=512).build().plan(samples, 1).microbatches[0], 0
+    )
     learner.optim_step()
     canary, sample = random_tokens(8), await sampler(generator)
     receipt = await deliver(learner, generator, BOTH, canary)
@@ -146,14 +182,19 @@ async def test_an_engine_of_two_processes_serves_two_adapters_each_to_its_own_re
         for seed, name in itertools.product((1, 1, 2), NAMES):
             tokens, sampled, versions = await sample(seed, name, length)
             assert versions == {BOTH}
-            own, others = (learner.score(tokens, adapter)[length:] for adapter in (name, *(set(NAMES) - {name})))
+            own, others = (
+                learner.score(tokens, adapter)[length:]
+                for adapter in (name, *(set(NAMES) - {name}))
+            )
             np.testing.assert_allclose(sampled, own, rtol=0, atol=1e-4)
             assert np.abs(sampled - others).max() > 0.1
     learner.close()
 
 
 @torch.no_grad()
-def by_flex_attention(learner: Learner, model: ModelConfig, tokens: np.ndarray, lora: LoRA.Config | None) -> np.ndarray:
+def by_flex_attention(
+    learner: Learner, model: ModelConfig, tokens: np.ndarray, lora: LoRA.Config | None
+) -> np.ndarray:
     """Log-probabilities of the learner's policy with the attention that it has on GPUs, not compiled."""
     policy = policy_spec(model, device="cuda", max_seq_len=512, lora=lora).model.build()
     policy.init_states(buffer_device=torch.device("cpu"))

@@ -73,7 +73,12 @@ def work_of_a_rank(rank: int, folder: str, fused: str, llama: str) -> None:
     for world_size in (4, 2):
         if rank >= world_size:
             break
-        init_process_group(device="cpu", rank=rank, world_size=world_size, url=f"file://{folder}/store-{world_size}")
+        init_process_group(
+            device="cpu",
+            rank=rank,
+            world_size=world_size,
+            url=f"file://{folder}/store-{world_size}",
+        )
         for mesh, parallelism in MESHES.items():
             if RANKS[mesh] == world_size:
                 results[mesh] = work_on(mesh, parallelism, f"{folder}/{mesh}", fused, llama)
@@ -84,10 +89,16 @@ def work_of_a_rank(rank: int, folder: str, fused: str, llama: str) -> None:
 def work_on(mesh: str, parallelism: Parallelism, folder: str, fused: str, llama: str) -> dict:
     own = dict(model=model_of(mesh), parallelism=parallelism)
     learner = learner_of(f"{folder}/float32", lr=LR, **own)
-    results = one_step(learner) | {"snapshot": snapshot(learner), "two hosts": snapshot_of_two_hosts(learner)}
+    results = one_step(learner) | {
+        "snapshot": snapshot(learner),
+        "two hosts": snapshot_of_two_hosts(learner),
+    }
     if mesh == "mixture, experts 2":
         learner.checkpoints.begin(Path(folder, "trainer"), 1).result()
-        results |= {"start": TrainerStart(folder=Path(folder, "trainer"), step=1), "next": one_step(learner)}
+        results |= {
+            "start": TrainerStart(folder=Path(folder, "trainer"), step=1),
+            "next": one_step(learner),
+        }
         results["policy"] = learner.save_final(2)
     learner.close()
     if mesh == "tensor 2":
@@ -102,15 +113,21 @@ def work_on(mesh: str, parallelism: Parallelism, folder: str, fused: str, llama:
         results["trees"] = loss_and_gradient(learner, LAYOUTS["long rows"], tree_samples())
         learner.close()
         if "mixture" in mesh:
-            learner = learner_of(f"{folder}/replay", dtype=torch.float64, router_replay="ids", **own)
-            results["replay"] = loss_and_gradient(learner, LAYOUTS["short rows"], routed_samples(None))
+            learner = learner_of(
+                f"{folder}/replay", dtype=torch.float64, router_replay="ids", **own
+            )
+            results["replay"] = loss_and_gradient(
+                learner, LAYOUTS["short rows"], routed_samples(None)
+            )
             learner.close()
     return results
 
 
 @pytest.fixture(scope="module")
 def llama_of_two_key_heads(tmp_path_factory) -> str:
-    return llama_folder(tmp_path_factory.mktemp("llama2"), tie_word_embeddings=False, num_key_value_heads=2)
+    return llama_folder(
+        tmp_path_factory.mktemp("llama2"), tie_word_embeddings=False, num_key_value_heads=2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +151,9 @@ def alone_with(one_rank, tmp_path_factory) -> dict[str, dict]:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_loss_gradient_norm_and_published_parameters_are_those_of_one_rank(alone_with, ranks, mesh):
     alone, before = alone_with[model_of(mesh)], load_file(Path(model_of(mesh), "model.safetensors"))
-    assert max((alone["parameters"][name] - before[name]).abs().max() for name in before) > LR / 2, "the step changed nothing"
+    assert (
+        max((alone["parameters"][name] - before[name]).abs().max() for name in before) > LR / 2
+    ), "the step changed nothing"
     for result in (results[mesh] for results in ranks if mesh in results):
         for metric in ("loss/total", "train/grad_norm"):
             assert result["metrics"][metric] == pytest.approx(alone["metrics"][metric], rel=1e-5)
@@ -152,19 +171,29 @@ def test_two_hosts_publish_a_half_each_without_a_rank_that_gathers_a_tensor(rank
     stacks = {stack_name(name) for name in result["parameters"]}
     assert published["seen"].keys() == stacks, "a digest for each stack, and for each other tensor"
     if mesh == "copies 2, shards 2":
-        assert nbytes == {"a": nbytes["whole"], "whole": nbytes["whole"]}, "the copy on the other host is not published"
+        assert nbytes == {"a": nbytes["whole"], "whole": nbytes["whole"]}, (
+            "the copy on the other host is not published"
+        )
     else:
         assert max(nbytes["a"], nbytes["b"]) < 0.6 * nbytes["whole"]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_in_float64_nothing_but_rounding_depends_on_the_mesh(one_rank, ranks, mesh, tmp_path, monkeypatch):
+def test_in_float64_nothing_but_rounding_depends_on_the_mesh(
+    one_rank, ranks, mesh, tmp_path, monkeypatch
+):
     compute_in_float64(monkeypatch.setattr)
     learner = learner_of(tmp_path, dtype=torch.float64, model=model_of(mesh))
     expected = loss_and_gradient(learner, REFERENCE_LAYOUT)
-    of_trees = loss_and_gradient(learner, REFERENCE_LAYOUT | {"share_prefixes": False}, tree_samples())
+    of_trees = loss_and_gradient(
+        learner, REFERENCE_LAYOUT | {"share_prefixes": False}, tree_samples()
+    )
     learner.config.router_replay = "ids"
-    replayed = loss_and_gradient(learner, REFERENCE_LAYOUT, routed_samples(None)) if "mixture" in mesh else None
+    replayed = (
+        loss_and_gradient(learner, REFERENCE_LAYOUT, routed_samples(None))
+        if "mixture" in mesh
+        else None
+    )
     learner.close()
     for results in ranks:
         if mesh in results:
@@ -181,9 +210,13 @@ def test_in_float64_nothing_but_rounding_depends_on_the_mesh(one_rank, ranks, me
 def test_every_choice_of_every_rank_is_computed_and_its_load_counted(alone_with, ranks, mesh):
     alone = alone_with[model_of(mesh)]["metrics"]
     for result in (results[mesh] for results in ranks if mesh in results):
-        metrics = {name: value for name, value in result["metrics"].items() if name.startswith("experts/")}
+        metrics = {
+            name: value for name, value in result["metrics"].items() if name.startswith("experts/")
+        }
         assert metrics["experts/dropped"] == 0 and len(metrics) == 1 + 2 * 4
-        assert 1 <= metrics["experts/layer_0/load_max"] <= 4 and metrics["experts/layer_0/unused"] < 1
+        assert (
+            1 <= metrics["experts/layer_0/load_max"] <= 4 and metrics["experts/layer_0/unused"] < 1
+        )
         if "tensor" not in mesh:  # sequence-parallel ranks count padding too
             # A token that two samples share is computed, and counted, as often as the ranks that have one of them.
             assert metrics == pytest.approx({name: alone[name] for name in metrics}, rel=0.005)
@@ -194,7 +227,9 @@ def test_what_expert_parallel_ranks_saved_one_rank_goes_on_with(one_rank, ranks,
     learner = learner_of(tmp_path, model=str(MOE_MODEL), lr=LR, start=saved["start"])
     assert_same(parameters(learner), saved["parameters"], rtol=0, atol=0)
     found = one_step(learner)
-    assert found["metrics"]["loss/total"] == pytest.approx(saved["next"]["metrics"]["loss/total"], rel=1e-5)
+    assert found["metrics"]["loss/total"] == pytest.approx(
+        saved["next"]["metrics"]["loss/total"], rel=1e-5
+    )
     assert_same(found["parameters"], saved["next"]["parameters"], rtol=0, atol=1e-5)
     (file,) = saved["policy"].glob("*.safetensors")
     assert_same(load_file(file), saved["next"]["parameters"], rtol=0, atol=0)
@@ -202,9 +237,13 @@ def test_what_expert_parallel_ranks_saved_one_rank_goes_on_with(one_rank, ranks,
 
 
 def test_tensor_parallel_ranks_have_one_data_parallel_coordinate(ranks):
-    assert [results["tensor 2"]["coordinate"] for results in ranks[:2]] == [DataParallel(rank=0, size=1)] * 2
+    assert [results["tensor 2"]["coordinate"] for results in ranks[:2]] == [
+        DataParallel(rank=0, size=1)
+    ] * 2
     coordinates = [results["tensor 2, shards 2"]["coordinate"] for results in ranks]
-    assert [coordinate.rank for coordinate in coordinates] == [0, 0, 1, 1] and {c.size for c in coordinates} == {2}
+    assert [coordinate.rank for coordinate in coordinates] == [0, 0, 1, 1] and {
+        c.size for c in coordinates
+    } == {2}
     assert [results["context 2, shards 2"]["coordinate"] for results in ranks] == coordinates
 
 

@@ -20,7 +20,13 @@ class Terminal:
         self._ours, theirs = pty.openpty()
         command = [sys.executable, "-m", "torchtitan.experiments.rl.play", *words]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment() | variables, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment() | variables,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
         )
         os.close(theirs)
         self.shown = ""
@@ -89,7 +95,16 @@ def test_a_game_is_played_with_the_model_and_left_at_a_terminal(tmp_path):
     """Two rollouts, in turn. Of the first a turn is the model's, in an engine of the command's own."""
     (tmp_path / "hostile_games.py").write_text(HOSTILE)
     game = rl_guess_number_qwen3_debug().tasks["guess_number"].dataset.build()[0].env_input
-    words = ["--module", "hostile_games", "--config", "played", "--rollouts", "2", "--run-dir", str(tmp_path / "played")]
+    words = [
+        "--module",
+        "hostile_games",
+        "--config",
+        "played",
+        "--rollouts",
+        "2",
+        "--run-dir",
+        str(tmp_path / "played"),
+    ]
     terminal = Terminal(words, {"PYTHONPATH": str(tmp_path)})
     terminal.until("you> ")
     assert "I am thinking of a number" in terminal.shown
@@ -103,7 +118,9 @@ def test_a_game_is_played_with_the_model_and_left_at_a_terminal(tmp_path):
     assert "error: it was interrupted" in terminal.shown
     terminal.enter("/model")
     terminal.until("model> ")
-    assert terminal.shown.splitlines()[1] == "(the model answers)" and "arning" not in terminal.shown, terminal.shown
+    assert (
+        terminal.shown.splitlines()[1] == "(the model answers)" and "arning" not in terminal.shown
+    ), terminal.shown
     terminal.until("rollout 1, turn 0")
     terminal.until("you> ")
     terminal.enter(str(game.secret))
@@ -112,7 +129,11 @@ def test_a_game_is_played_with_the_model_and_left_at_a_terminal(tmp_path):
     assert f"You have {game.guesses - 1} guesses left" in terminal.shown
     terminal.interrupt()
     terminal.until("saved ")
-    assert "Correct!" in terminal.shown and "reward 1" in terminal.shown and "The session was ended" in terminal.shown
+    assert (
+        "Correct!" in terminal.shown
+        and "reward 1" in terminal.shown
+        and "The session was ended" in terminal.shown
+    )
     assert "error" not in terminal.shown
     assert terminal.close() == 0
     assert sorted(path.name for path in (tmp_path / "played").iterdir()) == [

@@ -59,7 +59,9 @@ def test_puzzles_are_answered_scored_and_trained_on_by_real_actors(tmp_path, mon
     notes = tmp_path / "notes.jsonl"
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setenv("NOTES", str(notes))
-    run = Run(tmp_path, "--module", "sums", "--steps", "2", "--max-offpolicy-steps", "0", config="rl_sums")
+    run = Run(
+        tmp_path, "--module", "sums", "--steps", "2", "--max-offpolicy-steps", "0", config="rl_sums"
+    )
     try:
         run.ended_well()
         run.assert_nothing_left()

@@ -25,7 +25,11 @@ def same_but_for_the_clock(left: Run, right: Run) -> None:
     for ours, theirs in zip(left.metrics, right.metrics, strict=True):
         ours, theirs = without_timing(ours), without_timing(theirs)
         keys = ours.keys() | theirs.keys()
-        assert {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)} == {}
+        assert {
+            key: (ours.get(key), theirs.get(key))
+            for key in keys
+            if ours.get(key) != theirs.get(key)
+        } == {}
 
 
 RECORDED = "--recorder.trainer-logprobs"
@@ -36,7 +40,10 @@ def sync_runs(start) -> list[Run]:
     """Side by side, so that their timing differs. The engine of the second one sleeps while the trainer steps."""
     words = "--max-offpolicy-steps 0 --seed 7 --steps 4 --validation.every 2 --trainer.no-save-final-model"
     words += " --checkpoint.interval 1 --checkpoint.keep 9 --provision.share-gpus"
-    return [run.ended_well() for run in [start(*words.split()), start(*words.split(), "--generator.engine.sleep")]]
+    return [
+        run.ended_well()
+        for run in [start(*words.split()), start(*words.split(), "--generator.engine.sleep")]
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +59,9 @@ def test_synchronous_runs_of_one_seed_have_the_same_metrics(sync_runs):
     assert any(record["train/grad_norm"] > 0 for record in sync_runs[0].steps)
 
 
-def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(sync_runs, tmp_path_factory, start):
+def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(
+    sync_runs, tmp_path_factory, start
+):
     # Files and checkpoints as if killed while the third checkpoint was written, after a weight update and an evaluation.
     folder = tmp_path_factory.mktemp("copied") / "run"
     shutil.copytree(sync_runs[0].folder, folder)
@@ -71,7 +80,9 @@ def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(sync_r
         ids = [row[0] for row in index.rows(f"SELECT rollout_id FROM {table}")]
         assert len(ids) == len(set(ids)) == len(lines_of(folder / name))
     index.close()
-    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [f"step-00000{step}" for step in (1, 2, 3, 4)]
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [
+        f"step-00000{step}" for step in (1, 2, 3, 4)
+    ]
 
 
 def test_evaluate_gives_the_runs_own_validation_figures_of_version_0(sync_runs, start):
@@ -81,15 +92,23 @@ def test_evaluate_gives_the_runs_own_validation_figures_of_version_0(sync_runs, 
     (model,) = json.loads(evaluation.out)["models"]
     assert {"step": 0, **model["metrics"]} == sync_runs[0].metrics[0]
     figures = model["tasks"]["sum_digits"]
-    assert figures["avg@1"]["value"] == figures["pass@1"]["value"] == model["metrics"]["validation/reward"]
-    rewards = [record.rollout.reward for record in read_rollouts(evaluation.folder, kind="validation")]
+    assert (
+        figures["avg@1"]["value"]
+        == figures["pass@1"]["value"]
+        == model["metrics"]["validation/reward"]
+    )
+    rewards = [
+        record.rollout.reward for record in read_rollouts(evaluation.folder, kind="validation")
+    ]
     assert len(rewards) == 8 and sum(rewards) / 8 == model["metrics"]["validation/reward"]
     evaluation.assert_nothing_left()
 
 
 def lines_of(path: Path) -> list:
     """The records of a file, in any order, without their seconds."""
-    text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+    text = (
+        gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    ).decode()
     return sorted(re.sub(r'"(generate|env)_s":[^,}]*', "", line) for line in text.splitlines())
 
 
@@ -108,15 +127,23 @@ def test_a_profiled_step_has_a_lane_for_each_process_and_changes_nothing(wide_ru
     plain, profiled = wide_runs
     assert not list(plain.folder.glob("trace-*"))
     events = json.loads((profiled.folder / "trace-steps-2-2.json").read_text())["traceEvents"]
-    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    processes = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
     names = ["controller", "trainer rank 0", "trainer rank 1", "generator 0", "generator 1"]
     assert list(processes.values()) == names
     seen = {(processes[event["pid"]], event["name"]) for event in events if event["ph"] in "bB"}
-    assert seen >= {("controller", name) for name in ("step", "rollout", "generate", "render", "pack", "wait")}
     assert seen >= {
-        (name, part) for name in names[1:3] for part in ("forward", "backward", "optimizer", "copy weights out", "digests")
+        ("controller", name) for name in ("step", "rollout", "generate", "render", "pack", "wait")
     }
-    assert seen >= {(name, part) for name in names[3:] for part in ("step", "load weights", "reload")}
+    assert seen >= {
+        (name, part)
+        for name in names[1:3]
+        for part in ("forward", "backward", "optimizer", "copy weights out", "digests")
+    }
+    assert seen >= {
+        (name, part) for name in names[3:] for part in ("step", "load weights", "reload")
+    }
     rollouts = [event for event in events if event["ph"] == "b" and event["name"] == "rollout"]
     assert len({event["args"]["rollout"] for event in rollouts}) == len(rollouts) >= 32
     (step,) = [event for event in events if event["ph"] == "b" and event["name"] == "step"]
@@ -126,11 +153,17 @@ def test_a_profiled_step_has_a_lane_for_each_process_and_changes_nothing(wide_ru
 def test_records_have_the_trainers_log_probabilities_where_they_are_asked_for(wide_runs):
     """On-policy they are the generator's. That asking changes nothing else is what the comparison of the two runs shows."""
     for run, asked in zip(wide_runs, (False, True), strict=True):
-        rollouts = [r.rollout for r in read_rollouts(run.folder, kind="training") if r.outcome == "trained"]
+        rollouts = [
+            r.rollout for r in read_rollouts(run.folder, kind="training") if r.outcome == "trained"
+        ]
         samples = [sample for rollout in rollouts for sample in rollout.samples]
-        assert len(samples) >= 32 and all((sample.trainer_logprobs is not None) == asked for sample in samples)
+        assert len(samples) >= 32 and all(
+            (sample.trainer_logprobs is not None) == asked for sample in samples
+        )
         for sample in samples if asked else ():
-            np.testing.assert_allclose(sample.trainer_logprobs, sample.generator_logprobs, atol=1e-4)
+            np.testing.assert_allclose(
+                sample.trainer_logprobs, sample.generator_logprobs, atol=1e-4
+            )
             assert (sample.trainer_logprobs[sample.loss_mask] < 0).all()
 
 
@@ -147,7 +180,10 @@ def test_synchronous_runs_are_on_policy_at_every_step(runs, request):
 def test_ranks_and_replicas_change_nothing_but_rounding(sync_runs, wide_runs):
     """The first step has the same rollouts, whoever samples them, and the same loss, however it is shared out."""
     one, two = sync_runs[0].steps[0], wide_runs[0].steps[0]
-    assert one["rollout/reward_mean"] == two["rollout/reward_mean"] and one["batch/tokens"] == two["batch/tokens"]
+    assert (
+        one["rollout/reward_mean"] == two["rollout/reward_mean"]
+        and one["batch/tokens"] == two["batch/tokens"]
+    )
     for key in ("loss/total", "train/grad_norm", "policy/entropy"):
         assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-6)
 
@@ -158,7 +194,10 @@ def test_adapters_that_are_served_and_adapters_that_are_merged_make_the_same_run
     words += " --trainer.optimizer.lr 1e-2"
     served, merged = (
         run.ended_well()
-        for run in [start(*words.split()), start(*words.split(), *"--generator.adapter merged --trainer.ranks 2".split())]
+        for run in [
+            start(*words.split()),
+            start(*words.split(), *"--generator.adapter merged --trainer.ranks 2".split()),
+        ]
     )
     for run in (served, merged):
         for record in run.steps:
@@ -166,9 +205,9 @@ def test_adapters_that_are_served_and_adapters_that_are_merged_make_the_same_run
     for ours, theirs in zip(served.steps, merged.steps, strict=True):
         for key in ("rollout/reward_mean", "batch/tokens", "policy/entropy", "train/grad_norm"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-2, abs=1e-5), key
-    assert served.steps[-1]["policy/entropy"] != pytest.approx(served.steps[0]["policy/entropy"], rel=1e-2), (
-        "nothing was learned"
-    )
+    assert served.steps[-1]["policy/entropy"] != pytest.approx(
+        served.steps[0]["policy/entropy"], rel=1e-2
+    ), "nothing was learned"
 
 
 def test_tasks_train_and_sample_with_adapters_of_their_own(start):
@@ -176,7 +215,11 @@ def test_tasks_train_and_sample_with_adapters_of_their_own(start):
     token is what the trainer says with the adapter of its task."""
     words = "--max-offpolicy-steps 0 --seed 7 --steps 4 --checkpoint.interval 2 --trainer.ranks 2 --generator.weights device"
     words += " --trainer.lora.rank 4 --trainer.optimizer.lr 1e-2"
-    names = {"sum_digits": "digits", "sum_digits_distilled": "distilled", "sum_digits_rounds": "digits"}
+    names = {
+        "sum_digits": "digits",
+        "sum_digits_distilled": "distilled",
+        "sum_digits_rounds": "digits",
+    }
     for task, adapter in names.items():
         words += f" --tasks.{task}.adapter {adapter}"
     run = start(*words.split(), config="rl_mixed_qwen3_debug").ended_well()
@@ -184,9 +227,12 @@ def test_tasks_train_and_sample_with_adapters_of_their_own(start):
         assert record["policy/age_max"] == 0 and record["rl/logprob_diff_max"] <= 1e-4
         assert record["digits/train/grad_norm"] > 0 and record["distilled/train/grad_norm"] > 0
     found = [
-        load_file(run.folder / f"policy/step-4/{name}/adapter/adapter_model.safetensors") for name in ("digits", "distilled")
+        load_file(run.folder / f"policy/step-4/{name}/adapter/adapter_model.safetensors")
+        for name in ("digits", "distilled")
     ]
-    assert found[0].keys() == found[1].keys() and not any(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    assert found[0].keys() == found[1].keys() and not any(
+        torch.equal(found[0][key], found[1][key]) for key in found[0]
+    )
     with pytest.raises(ConfigError, match="name one of them, such as .*policy/step-4/d"):
         model_folder(str(run.folder))
     shutil.rmtree(run.folder / "checkpoints" / "step-000004")

@@ -65,9 +65,14 @@ def test_a_models_own_routes_replayed_are_the_plain_forward_bit_for_bit(exact, t
             found += batch_logprobs(learner.model, batch, replay=True)
         found += loss_and_gradient(learner, LAYOUTS["short rows"], given)[1].values()
     half = len(found) // 2
-    assert all(torch.equal(left, right) for left, right in zip(found[:half], found[half:], strict=True))
+    assert all(
+        torch.equal(left, right) for left, right in zip(found[:half], found[half:], strict=True)
+    )
     metrics = accumulate(learner, LAYOUTS["short rows"], samples)
-    assert metrics["experts/agreement"] == metrics["experts/tokens_agree"] == 1 and metrics["experts/unrecorded"] == 0
+    assert (
+        metrics["experts/agreement"] == metrics["experts/tokens_agree"] == 1
+        and metrics["experts/unrecorded"] == 0
+    )
     assert metrics["experts/mismatch_kl_own"] == metrics["experts/mismatch_kl_replayed"]
     learner.close()
 
@@ -75,19 +80,29 @@ def test_a_models_own_routes_replayed_are_the_plain_forward_bit_for_bit(exact, t
 def test_a_routers_gradient_with_replay_is_that_of_finite_differences(exact):
     """By the scores of the experts that it is told to take, which are others than its own. torchtitan rotates queries and keys
     in float32, so this is each layer by itself."""
-    learner, random = exact(**MOE, mixed_precision_param="float64"), torch.Generator().manual_seed(0)
+    learner, random = (
+        exact(**MOE, mixed_precision_param="float64"),
+        torch.Generator().manual_seed(0),
+    )
     for moe in mixtures_of(learner.model).values():
         x, v = torch.randn(2, 2, 5, 128, generator=random, dtype=torch.float64)
-        moe.router.routes_BLK = torch.rand(2, 5, EXPERTS, generator=random).argsort(-1)[..., :K].short()
+        moe.router.routes_BLK = (
+            torch.rand(2, 5, EXPERTS, generator=random).argsort(-1)[..., :K].short()
+        )
         moe.router.routes_BLK[0, 0] = -1
         gate = moe.router.gate.weight
 
-        def value(weight: torch.Tensor, moe: Any = moe, x: torch.Tensor = x, v: torch.Tensor = v) -> torch.Tensor:
+        def value(
+            weight: torch.Tensor, moe: Any = moe, x: torch.Tensor = x, v: torch.Tensor = v
+        ) -> torch.Tensor:
             return (torch.func.functional_call(moe, {"router.gate.weight": weight}, x) * v).sum()
 
         assert torch.autograd.gradcheck(value, gate, eps=1e-6, rtol=1e-6, atol=1e-8)
         assert torch.autograd.grad(value(gate), gate)[0].abs().max() > 1e-3
-        assert 0 < (moe.router.agreed_BLK == 1).sum() < 18 and (moe.router.agreed_BLK[0, 0] == -1).all()
+        assert (
+            0 < (moe.router.agreed_BLK == 1).sum() < 18
+            and (moe.router.agreed_BLK[0, 0] == -1).all()
+        )
     learner.close()
 
 
@@ -108,10 +123,14 @@ def test_prefix_trees_whose_routes_part_anywhere_are_the_samples_apart(exact):
     learner.close()
 
 
-@pytest.mark.parametrize("option", [dict(activation_checkpoint="full"), dict(mixed_precision_param="float64")], ids=str)
+@pytest.mark.parametrize(
+    "option", [dict(activation_checkpoint="full"), dict(mixed_precision_param="float64")], ids=str
+)
 def test_recomputed_activations_and_no_fsdp_compute_with_the_same_routes(exact, option):
     expected = loss_and_gradient(exact(**MOE), REFERENCE_LAYOUT, routed_samples(None))
-    assert_same_step(loss_and_gradient(exact(**MOE, **option), REFERENCE_LAYOUT, routed_samples(None)), expected)
+    assert_same_step(
+        loss_and_gradient(exact(**MOE, **option), REFERENCE_LAYOUT, routed_samples(None)), expected
+    )
     others = loss_and_gradient(exact(model=str(MOE_MODEL)), REFERENCE_LAYOUT, routed_samples(None))
     assert abs(others[0] / expected[0] - 1) > 1e-3, "without replay the routers choose"
 
@@ -120,9 +139,13 @@ def test_adapters_of_attention_are_trained_with_replay(exact):
     learner = exact(**MOE, lora=LoRA.Config(rank=4))
     samples = routed_samples(learner)
     own = loss_and_gradient(learner, REFERENCE_LAYOUT, samples)
-    plain = loss_and_gradient(learner, REFERENCE_LAYOUT, [replace(sample, routes=None) for sample in samples])
+    plain = loss_and_gradient(
+        learner, REFERENCE_LAYOUT, [replace(sample, routes=None) for sample in samples]
+    )
     assert own[0] == plain[0] and all(torch.equal(own[1][name], plain[1][name]) for name in own[1])
-    assert own[1].keys() == trained_state(learner.model).keys() and not any("moe" in name for name in own[1])
+    assert own[1].keys() == trained_state(learner.model).keys() and not any(
+        "moe" in name for name in own[1]
+    )
     learner.close()
 
 
@@ -135,14 +158,18 @@ def test_a_learner_that_goes_on_from_a_checkpoint_takes_the_same_step(one_rank, 
 
     next_step(learner)
     learner.checkpoints.begin(tmp_path / "saved", 1).result()
-    resumed = learner_of(tmp_path / "second", start=TrainerStart(folder=tmp_path / "saved", step=1), **MOE)
+    resumed = learner_of(
+        tmp_path / "second", start=TrainerStart(folder=tmp_path / "saved", step=1), **MOE
+    )
     (metrics, expected), (found_metrics, found) = next_step(learner), next_step(resumed)
     assert found_metrics == metrics and 0 < metrics["experts/agreement"] < 1
     assert_same(found, expected, rtol=0, atol=0)
     learner.close(), resumed.close()
 
 
-def test_tokens_without_a_route_are_counted_and_routes_of_another_model_are_refused(one_rank, tmp_path):
+def test_tokens_without_a_route_are_counted_and_routes_of_another_model_are_refused(
+    one_rank, tmp_path
+):
     learner = learner_of(tmp_path, **MOE)
     samples = routed_samples(learner, count=4)
     for sample in samples:
@@ -155,10 +182,17 @@ def test_tokens_without_a_route_are_counted_and_routes_of_another_model_are_refu
     assert metrics["experts/unrecorded"] == lost / sum(len(sample) - 1 for sample in samples)
     assert metrics["experts/agreement"] == 1
     samples[0].routes[1, 2, 0] = EXPERTS
-    with pytest.raises(RunError, match=r"took experts up to 8, in \[layers, k\] = \[4, 2\], and the trainer's model has 8 in"):
+    with pytest.raises(
+        RunError,
+        match=r"took experts up to 8, in \[layers, k\] = \[4, 2\], and the trainer's model has 8 in",
+    ):
         accumulate(learner, REFERENCE_LAYOUT, samples)
     with pytest.raises(RunError, match=r"= \[3, 2\], and the trainer's model has 8 in \[4, 2\]"):
-        accumulate(learner, REFERENCE_LAYOUT, [replace(sample, routes=sample.routes[:, :3]) for sample in samples[1:]])
+        accumulate(
+            learner,
+            REFERENCE_LAYOUT,
+            [replace(sample, routes=sample.routes[:, :3]) for sample in samples[1:]],
+        )
     learner.close()
 
 
@@ -179,7 +213,10 @@ class RoutedGenerator:
         own = next(self._ids)
         sampling = SamplingConfig(max_tokens=tokens)
         return GenerateRequest(
-            request_id=own, prompt_token_ids=prompt, sampling=sampling, **{"seed": own, "stop_token_ids": []} | fields
+            request_id=own,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            **{"seed": own, "stop_token_ids": []} | fields,
         )
 
     async def answers(self, *requests: GenerateRequest) -> list[Completion]:
@@ -190,7 +227,9 @@ class RoutedGenerator:
         found: dict[int, Completion] = {}
         async with asyncio.timeout(240):
             while len(found) < len(requests):
-                found |= {result.request_id: result.completion for result in await self._receiver.recv()}
+                found |= {
+                    result.request_id: result.completion for result in await self._receiver.recv()
+                }
         return [found[request.request_id] for request in requests]
 
 
@@ -198,7 +237,9 @@ class RoutedGenerator:
 def generators(tmp_path_factory) -> Iterator[dict[int, RoutedGenerator]]:
     """By their processes. That of one has a cache of some 600 tokens."""
     cores = sorted(os.sched_getaffinity(0))
-    procs = spawn_on(None, "generator", [Place(0, (cores[0],)), Place(0, (cores[0], cores[-1]))], "cpu")[0]
+    procs = spawn_on(
+        None, "generator", [Place(0, (cores[0],)), Place(0, (cores[0], cores[-1]))], "cpu"
+    )[0]
 
     async def build() -> dict[int, RoutedGenerator]:
         made = {}
@@ -235,7 +276,9 @@ def assert_routes(found: np.ndarray, expected: np.ndarray) -> None:
     assert (np.sort(found, -1) == np.sort(expected, -1)).all()
 
 
-async def assert_completions_have_their_experts(generator: RoutedGenerator, learner: Learner) -> None:
+async def assert_completions_have_their_experts(
+    generator: RoutedGenerator, learner: Learner
+) -> None:
     await generator.begin()
     for length in (20, 100):  # less than a block, which is copied, and several, which are shared
         prompt = random_tokens(length, length)
@@ -284,7 +327,9 @@ async def test_a_request_that_an_update_computes_again_keeps_the_routes_of_its_l
     while not (await generator.actor.usage.call_one())["steps"]:
         await asyncio.sleep(0.01)
     before = learner_of(tmp_path, **MOE)
-    learner.forward_backward(Batcher.Config(row_length=512).build().plan(samples_of(8), 1).microbatches[0], 0)
+    learner.forward_backward(
+        Batcher.Config(row_length=512).build().plan(samples_of(8), 1).microbatches[0], 0
+    )
     learner.optim_step()
     await deliver(learner, generator.actor, 1, random_tokens(8))
     (completion,) = await generator.wait(request)
@@ -294,7 +339,9 @@ async def test_a_request_that_an_update_computes_again_keeps_the_routes_of_its_l
     end = 30 + old - 1  # the last old token was no input yet
     assert_routes(completion.routes[:end], own_routes(before, tokens)[:end])
     assert_routes(completion.routes[end:], own_routes(learner, tokens)[end:-1])
-    assert (own_routes(before, tokens) != own_routes(learner, tokens)).any(), "the step changed no route"
+    assert (own_routes(before, tokens) != own_routes(learner, tokens)).any(), (
+        "the step changed no route"
+    )
     assert (await generator.actor.usage.call_one())["routes_kept"] == end
     before.close(), learner.close()
 

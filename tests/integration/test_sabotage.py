@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
         ("--experts --versions 8", "bfloat16", 40),
     ],
 )
-def test_every_sabotage_is_caught_at_its_version_and_no_honest_version_is_stopped(tmp_path, words, dtype, cases):
+def test_every_sabotage_is_caught_at_its_version_and_no_honest_version_is_stopped(
+    tmp_path, words, dtype, cases
+):
     words += f" --dtypes {dtype} --json"
     command = [sys.executable, "-m", "tests.sabotage", *words.split(), str(tmp_path / "found")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)

@@ -25,12 +25,22 @@ def test_a_script_trains_a_task_of_its_own_with_workers_and_resumes_it(tmp_path)
     (tmp_path / "mine.py").write_text(code + TRAINED)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        [sys.executable, "mine.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "mine.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.endswith("both ended\n") and "steps       2 of 2, 1 of them in " in ended.stdout
+    assert (
+        ended.stdout.endswith("both ended\n")
+        and "steps       2 of 2, 1 of them in " in ended.stdout
+    )
     rollouts = [record.rollout for record in read_rollouts(tmp_path / "run")]
     assert {rollout.task_name for rollout in rollouts} == {"phonebook"} and len(rollouts) >= 32
     assert {"right", "calls"} <= set(rollouts[0].reward_components)
     assert any(len(rollout.turns) > 1 for rollout in rollouts), "some call the tool"
-    assert list(read_rollouts(tmp_path / "run", "validation")), "the row that is held out is asked too"
+    assert list(read_rollouts(tmp_path / "run", "validation")), (
+        "the row that is held out is asked too"
+    )

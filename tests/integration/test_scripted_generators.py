@@ -40,10 +40,14 @@ CANARY = np.arange(8, dtype=np.int32)
 
 def table_of(version: int) -> torch.Tensor:
     """No two versions agree on any token."""
-    return torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(version)).softmax(-1)
+    return torch.randn(
+        VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(version)
+    ).softmax(-1)
 
 
-TABLES = {version: table_of(version).double().numpy() for version in range(len(MODES) * VERSIONS + 1)}
+TABLES = {
+    version: table_of(version).double().numpy() for version in range(len(MODES) * VERSIONS + 1)
+}
 
 
 def logprobs_of(version: int, token_ids: np.ndarray) -> np.ndarray:
@@ -57,16 +61,22 @@ def meshes(tmp_path_factory) -> Iterator[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("generators")
     path = save_table(table_of(0), folder)
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    procs = spawn_on(None, "generator", [Place(0, share) for share in (cores,) * REPLICAS], "cpu")[0]
+    procs = spawn_on(None, "generator", [Place(0, share) for share in (cores,) * REPLICAS], "cpu")[
+        0
+    ]
 
     def generators(name: str, how: WeightUpdate) -> Any:
         # 50 tokens take 50 ms, longer than the client takes to ask for more: every update finds completions running.
         engine = ScriptedEngineConfig(max_model_len=4096, step_s=0.001)
         config = GeneratorConfig(replicas=REPLICAS, weight_update=how, engine=engine)
-        return procs.spawn(name, Generator, config, model_path=path, device="cpu", run_dir=str(folder), role=name)
+        return procs.spawn(
+            name, Generator, config, model_path=path, device="cpu", run_dir=str(folder), role=name
+        )
 
     async def build() -> dict[str, Any]:
-        made = {how: generators(how, how) for how in MODES} | {"failing": generators("failing", "keep")}
+        made = {how: generators(how, how) for how in MODES} | {
+            "failing": generators("failing", "keep")
+        }
         await start_store(procs.slice(procs=0))
         for mesh in made.values():
             await mesh.setup.call()
@@ -109,7 +119,9 @@ class Load:
         random = np.random.default_rng(seed)
         while not self.over:
             own, sampling = int(random.integers(2**62)), SamplingConfig(max_tokens=200)
-            session = self.client.session(rollout_id=str(seed), seed=own, sampling=sampling, stop_token_ids=[])
+            session = self.client.session(
+                rollout_id=str(seed), seed=own, sampling=sampling, stop_token_ids=[]
+            )
             prompt = random.integers(0, VOCABULARY, 3).astype(np.int32)
             for _ in range(3):
                 completion = await self._turn(session, prompt, tokens=int(random.integers(1, 100)))
@@ -135,7 +147,10 @@ class Load:
         """Requests far too long to finish, given up while they run or wait."""
         while not self.over:
             session = self.client.session(
-                rollout_id="c", seed=seed, sampling=SamplingConfig(max_tokens=4000), stop_token_ids=[]
+                rollout_id="c",
+                seed=seed,
+                sampling=SamplingConfig(max_tokens=4000),
+                stop_token_ids=[],
             )
             request = asyncio.create_task(session.generate(CANARY, max_tokens=4000))
             await self.more_turns(1)
@@ -172,12 +187,16 @@ async def test_weight_updates_under_load_lose_no_request_and_label_every_token(h
                 await publisher.prove()
                 for receipt in (await client.update_weights(version, CANARY)).values():
                     assert receipt.version == version
-                    np.testing.assert_allclose(receipt.canary_logprobs[1:], logprobs_of(version, CANARY), rtol=1e-5)
+                    np.testing.assert_allclose(
+                        receipt.canary_logprobs[1:], logprobs_of(version, CANARY), rtol=1e-5
+                    )
             await load.more_turns(SESSIONS)
             load.over = True
         assert load.requested == len(load.turns) and load.cancelled > 0
         assert client._open == {} and not any(client._router.load.values())
-        assert client.generated_tokens == sum(len(completion.token_ids) for _, completion, _ in load.turns)
+        assert client.generated_tokens == sum(
+            len(completion.token_ids) for _, completion, _ in load.turns
+        )
 
     seen, mixed = set(), 0
     for prompt, completion, live in load.turns:
@@ -191,7 +210,10 @@ async def test_weight_updates_under_load_lose_no_request_and_label_every_token(h
     assert seen == {0, *versions}
     assert mixed == 0 if how == "drain" else mixed > 0
     for token_ids, logprobs in load.scores:
-        agrees = [np.allclose(logprobs[1:], logprobs_of(version, token_ids), rtol=1e-5) for version in (0, *versions)]
+        agrees = [
+            np.allclose(logprobs[1:], logprobs_of(version, token_ids), rtol=1e-5)
+            for version in (0, *versions)
+        ]
         assert sum(agrees) == 1, "one version scored all of them"
 
 

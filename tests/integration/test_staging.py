@@ -115,7 +115,9 @@ def test_a_checkpoint_whose_write_stalls_has_the_state_before_the_next_step_bit_
     writing.result()
     after = parameters(learner)
     learner.close()
-    again = learner_of(tmp_path / "again", start=TrainerStart(folder=tmp_path / "trainer", step=1), **options)
+    again = learner_of(
+        tmp_path / "again", start=TrainerStart(folder=tmp_path / "trainer", step=1), **options
+    )
     assert_same(parameters(again), before, rtol=0, atol=0)
     assert step(again, 2) == second
     assert_same(parameters(again), after, rtol=0, atol=0)
@@ -124,7 +126,9 @@ def test_a_checkpoint_whose_write_stalls_has_the_state_before_the_next_step_bit_
     assert device is None or 4 * 4 * PARAMETERS <= sum(device.locked) < 4 * 4 * PARAMETERS + 1000
 
 
-def test_the_copy_takes_12_bytes_a_parameter_once_for_all_checkpoints(one_rank, tmp_path, device, monkeypatch):
+def test_the_copy_takes_12_bytes_a_parameter_once_for_all_checkpoints(
+    one_rank, tmp_path, device, monkeypatch
+):
     copies, stage = [], DefaultStager.stage
 
     def recorded(stager, state):
@@ -138,7 +142,11 @@ def test_the_copy_takes_12_bytes_a_parameter_once_for_all_checkpoints(one_rank, 
         learner.checkpoints.begin(tmp_path / "trainer", number).result()
         assert STATE <= sum(device.locked) < STATE + 1000, "the second and third copy take no more"
     pointers = [
-        {name: value.data_ptr() for name, value in copy.items() if name in dict(learner.model.named_parameters())}
+        {
+            name: value.data_ptr()
+            for name, value in copy.items()
+            if name in dict(learner.model.named_parameters())
+        }
         for copy in copies
     ]
     assert len(pointers[0]) > 40 and pointers[0] == pointers[1] == pointers[2]
@@ -152,7 +160,9 @@ def test_the_copy_is_queued_behind_the_threads_own_kernels_and_complete_before_i
     events, copy, save = device.events, torch.UntypedStorage.copy_, state_dict_saver.save
 
     def copied(target, source, non_blocking=None):
-        events.append(f"copy by {threading.get_ident()}, {'queued' if non_blocking else 'blocking'}")
+        events.append(
+            f"copy by {threading.get_ident()}, {'queued' if non_blocking else 'blocking'}"
+        )
         return copy(target, source, non_blocking)
 
     def written(*arguments, **options):
@@ -194,7 +204,9 @@ LIMITS = {"64 MB, as docker's": 64 * MIB, "6 GiB": 6 * GIB}
 
 
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
-def test_a_checkpoint_takes_no_shared_memory_however_little_there_is(one_rank, tmp_path, device, monkeypatch, limit):
+def test_a_checkpoint_takes_no_shared_memory_however_little_there_is(
+    one_rank, tmp_path, device, monkeypatch, limit
+):
     shared, new = Ending(limit), torch.UntypedStorage._new_shared
 
     def new_shared(size, **options):
@@ -245,7 +257,9 @@ def test_training_goes_on_where_a_hosts_memory_ends_and_saves_when_there_is_some
         error = learner.checkpoints.begin(tmp_path / "trainer", number).exception()
         assert isinstance(error, StagingError)
         wanted = "rank 0 can't copy its state into its host's memory: raise the limit of the host or container to"
-        assert str(error).startswith(wanted) and "(RuntimeError: DefaultCPUAllocator: can't allocate memory" in str(error)
+        assert str(error).startswith(
+            wanted
+        ) and "(RuntimeError: DefaultCPUAllocator: can't allocate memory" in str(error)
         assert not (tmp_path / "trainer").exists()
         memory.taken = 0  # what was copied is freed
     memory.limit = QWEN3_0_6B + MIB
@@ -278,7 +292,9 @@ def test_what_was_copied_before_memory_ended_is_freed(one_rank, tmp_path, monkey
     learner.close()
 
 
-def test_where_page_locking_is_refused_the_copy_is_made_without_it(one_rank, tmp_path, device, monkeypatch, caplog):
+def test_where_page_locking_is_refused_the_copy_is_made_without_it(
+    one_rank, tmp_path, device, monkeypatch, caplog
+):
     taken = []
     monkeypatch.setattr(staging, "take_cuda_error", lambda: taken.append("error"))
     device.refuses = True
@@ -287,9 +303,15 @@ def test_where_page_locking_is_refused_the_copy_is_made_without_it(one_rank, tmp
     learner.checkpoints.begin(tmp_path / "trainer", 1).result()
     device.refuses = False
     learner.checkpoints.begin(tmp_path / "trainer", 2).result()
-    assert device.locked == [] and taken == ["error"], "it is asked for once, and CUDA has forgotten the refusal"
-    (line,) = [record.getMessage() for record in caplog.records if "page-locked" in record.getMessage()]
-    assert line.startswith("a checkpoint's copy can't be page-locked, so it takes longer: Registering memory failed")
+    assert device.locked == [] and taken == ["error"], (
+        "it is asked for once, and CUDA has forgotten the refusal"
+    )
+    (line,) = [
+        record.getMessage() for record in caplog.records if "page-locked" in record.getMessage()
+    ]
+    assert line.startswith(
+        "a checkpoint's copy can't be page-locked, so it takes longer: Registering memory failed"
+    )
     again = learner_of(tmp_path / "again", start=TrainerStart(folder=tmp_path / "trainer", step=2))
     assert_same(parameters(again), parameters(learner), rtol=0, atol=0)
     again.close()
@@ -306,7 +328,9 @@ def work_of_a_rank(rank: int, folder: str) -> None:
         if rank == 1:
             ends_after(patch, 64 * MIB)
         error = learner.checkpoints.begin(Path(folder, "trainer"), 1).exception()
-    assert isinstance(error, StagingError) and str(error).startswith("rank 1 can't copy its state"), error
+    assert isinstance(error, StagingError) and str(error).startswith(
+        "rank 1 can't copy its state"
+    ), error
     assert not Path(folder, "trainer").exists()
     learner.checkpoints.begin(Path(folder, "trainer"), 1).result()
     learner.close()

@@ -6,7 +6,13 @@ import re
 import signal
 from collections import Counter
 
-from tests.integration.command_runs import ENDLESS, PATIENCE_S, assert_ledger_balances, private, wait_for
+from tests.integration.command_runs import (
+    ENDLESS,
+    PATIENCE_S,
+    assert_ledger_balances,
+    private,
+    wait_for,
+)
 from tests.integration.processes import listening_sockets
 from tests.screen import Screen
 from torchtitan.experiments.rl.checkpointing.folder import step_of, verify
@@ -23,8 +29,14 @@ def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing(st
     run.until_step(2)
     run.send(signal.SIGINT)
     assert run.wait() == 130, run.out
-    wait_for(lambda: run.out.endswith(f"--resume {run.folder}\r\n"), "the terminal did not show the end")
-    assert "stopped by SIGINT" in run.out and "stopping after this step" in run.out and "Traceback" not in run.out
+    wait_for(
+        lambda: run.out.endswith(f"--resume {run.folder}\r\n"), "the terminal did not show the end"
+    )
+    assert (
+        "stopped by SIGINT" in run.out
+        and "stopping after this step" in run.out
+        and "Traceback" not in run.out
+    )
     assert "waiting for the trainer to start (" in run.out
     rows = [row for row in Screen(1000).feed(run.out).rows if row]
     assert max(len(row) for row in rows if str(run.folder) not in row) <= 80
@@ -45,12 +57,16 @@ def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing(st
     run.assert_nothing_left()
 
 
-def test_a_signal_to_every_process_of_the_job_ends_the_run_with_a_checkpoint_and_leaves_nothing(start):
+def test_a_signal_to_every_process_of_the_job_ends_the_run_with_a_checkpoint_and_leaves_nothing(
+    start,
+):
     run = start(*ENDLESS, "--checkpoint.interval", "0", "--checkpoint.grace-s", str(PATIENCE_S))
     run.until_step(2)
     assert [path.name[:14] for path in run.temporary.iterdir()] == ["torchtitan-rl-"]
     sockets = listening_sockets(run.alive())
-    assert len(sockets) >= 4 and all(map(private, sockets)), f"another user could enter the run by {sockets}"
+    assert len(sockets) >= 4 and all(map(private, sockets)), (
+        f"another user could enter the run by {sockets}"
+    )
     run.send(signal.SIGTERM)
     assert run.wait() == 143, run.out + run.err
     (checkpoint,) = (run.folder / "checkpoints").iterdir()
@@ -66,7 +82,9 @@ def test_run_whose_trainer_may_not_be_made_again_ends_with_one_error_line_that_n
     os.kill(run.worker("trainer"), signal.SIGKILL)  # while the run is being built
     assert run.wait() == 1, run.err
     (error,) = [line for line in run.err.splitlines() if line.startswith("error:")]
-    assert re.match(r"error: trainer rank 0 died: .+ \(supervision.max_restarts = 0\) \(logs in ", error)
+    assert re.match(
+        r"error: trainer rank 0 died: .+ \(supervision.max_restarts = 0\) \(logs in ", error
+    )
     assert "Traceback" not in run.err
     assert "stopped by an error" in run.out
     run.assert_nothing_left()
@@ -74,19 +92,39 @@ def test_run_whose_trainer_may_not_be_made_again_ends_with_one_error_line_that_n
 
 def test_run_goes_on_when_any_of_its_parts_is_killed(start):
     """Both generators at once, so that requests have to wait, and the worker while they do. Then the trainer."""
-    run = start(*ENDLESS, "--rollout-workers", "1", "--generator.replicas", "2", "--checkpoint.interval", "2")
+    run = start(
+        *ENDLESS,
+        "--rollout-workers",
+        "1",
+        "--generator.replicas",
+        "2",
+        "--checkpoint.interval",
+        "2",
+    )
     run.until_step(2)
-    killed = {("generator", 0): "generator 0", ("generator", 1): "generator 1", ("rollout_worker", 0): "rollout worker 0"}
+    killed = {
+        ("generator", 0): "generator 0",
+        ("generator", 1): "generator 1",
+        ("rollout_worker", 0): "rollout worker 0",
+    }
     for name, index in killed:
         os.kill(run.worker(name, index), signal.SIGKILL)
-    wait_for(lambda: all(f"{part} is back" in run.out for part in killed.values()), "a part did not come back")
+    wait_for(
+        lambda: all(f"{part} is back" in run.out for part in killed.values()),
+        "a part did not come back",
+    )
     run.until_step(len(run.steps) + 3)
     os.kill(run.worker("trainer"), signal.SIGKILL)
-    went_on = re.compile(rf"^trainer rank 0 died: {ENDED}; the run goes on from step (\d+); (\d+) steps? lost .1 of 3.$", re.M)
+    went_on = re.compile(
+        rf"^trainer rank 0 died: {ENDED}; the run goes on from step (\d+); (\d+) steps? lost .1 of 3.$",
+        re.M,
+    )
     wait_for(lambda: went_on.search(run.out), "the run did not go on")
     step, lost = map(int, went_on.search(run.out).groups())
     printed = [int(line.split("/")[0]) for line in run.out.splitlines() if "/100000 " in line]
-    assert step % 2 == 0 and step + lost == max(printed), "steps lost are those after the checkpoint"
+    assert step % 2 == 0 and step + lost == max(printed), (
+        "steps lost are those after the checkpoint"
+    )
     run.until_step(step + lost + 2)
     run.send(signal.SIGINT)
     assert run.wait() == 130, run.err
@@ -103,6 +141,9 @@ def test_run_goes_on_when_any_of_its_parts_is_killed(start):
     assert len({end["rollout_id"] for end in ends}) == len(ends)
     columns = Counter(end["column"] for end in ends)
     assert columns["lost"] == 0 and columns["trained"] == 32 * run.steps[-1]["step"]
-    assert sum(record.outcome == "trained" for record in read_rollouts(run.folder)) == columns["trained"]
+    assert (
+        sum(record.outcome == "trained" for record in read_rollouts(run.folder))
+        == columns["trained"]
+    )
     assert "Traceback" not in run.err
     run.assert_nothing_left()

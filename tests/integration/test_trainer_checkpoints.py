@@ -64,10 +64,14 @@ def uninterrupted(one_rank, tmp_path_factory) -> dict:
     writing.result()
     learner.close()
     start = TrainerStart(folder=folder / "trainer", step=2)
-    return dict(start=start, weights=weights, metrics=[first, second, third], final=parameters(learner))
+    return dict(
+        start=start, weights=weights, metrics=[first, second, third], final=parameters(learner)
+    )
 
 
-def test_the_step_after_a_checkpoint_is_the_uninterrupted_runs_bit_for_bit(uninterrupted, one_rank, tmp_path):
+def test_the_step_after_a_checkpoint_is_the_uninterrupted_runs_bit_for_bit(
+    uninterrupted, one_rank, tmp_path
+):
     learner = learner_of(tmp_path, start=uninterrupted["start"])
     assert learner.steps_taken == 2
     assert_same(parameters(learner), uninterrupted["weights"], rtol=0, atol=0)
@@ -77,7 +81,9 @@ def test_the_step_after_a_checkpoint_is_the_uninterrupted_runs_bit_for_bit(unint
     learner.close()
 
 
-def test_a_mixture_of_experts_goes_on_bit_for_bit_and_is_exported_by_the_hubs_names(one_rank, tmp_path):
+def test_a_mixture_of_experts_goes_on_bit_for_bit_and_is_exported_by_the_hubs_names(
+    one_rank, tmp_path
+):
     learner = learner_of(tmp_path / "first", model=str(MOE_MODEL))
     step(learner, 1)
     start, weights = saved(learner, tmp_path / "trainer", 1), parameters(learner)
@@ -92,14 +98,20 @@ def test_a_mixture_of_experts_goes_on_bit_for_bit_and_is_exported_by_the_hubs_na
     assert_same(load_file(tmp_path / "policy" / "model.safetensors"), weights, rtol=0, atol=0)
 
 
-def test_a_new_learning_rate_holds_from_the_first_step_after_a_checkpoint(uninterrupted, one_rank, tmp_path):
+def test_a_new_learning_rate_holds_from_the_first_step_after_a_checkpoint(
+    uninterrupted, one_rank, tmp_path
+):
     learner = learner_of(tmp_path, start=uninterrupted["start"], lr=5e-4)
     # The schedule decays linearly to 0 over the 10 steps: half the rate of the uninterrupted run, at the same place in it.
-    assert step(learner, 3)["train/lr"] == pytest.approx(uninterrupted["metrics"][2]["train/lr"] / 2)
+    assert step(learner, 3)["train/lr"] == pytest.approx(
+        uninterrupted["metrics"][2]["train/lr"] / 2
+    )
     learner.close()
 
 
-def test_a_run_that_starts_from_weights_only_has_a_new_optimizer_and_schedule(uninterrupted, one_rank, tmp_path):
+def test_a_run_that_starts_from_weights_only_has_a_new_optimizer_and_schedule(
+    uninterrupted, one_rank, tmp_path
+):
     start = TrainerStart(folder=uninterrupted["start"].folder, step=0, weights_only=True)
     learner = learner_of(tmp_path, start=start)
     assert_same(parameters(learner), uninterrupted["weights"], rtol=0, atol=0)
@@ -108,7 +120,9 @@ def test_a_run_that_starts_from_weights_only_has_a_new_optimizer_and_schedule(un
     learner.close()
 
 
-def test_a_step_that_fails_in_its_middle_leaves_a_state_that_is_not_saved(one_rank, tmp_path, monkeypatch):
+def test_a_step_that_fails_in_its_middle_leaves_a_state_that_is_not_saved(
+    one_rank, tmp_path, monkeypatch
+):
     learner = learner_of(tmp_path)
     accumulate(learner, LAYOUTS["long rows"], samples_of())
 
@@ -139,7 +153,12 @@ def test_an_exported_checkpoint_is_a_hub_folder_with_the_trainers_weights(uninte
     export_checkpoint(uninterrupted["start"].folder, ModelConfig(hf_assets_path=str(MODEL)), target)
     assert_same(load_file(target / "model.safetensors"), uninterrupted["weights"], rtol=0, atol=0)
     loaded = AutoModelForCausalLM.from_pretrained(target, dtype="auto").state_dict()
-    assert_same({name: loaded[name] for name in uninterrupted["weights"]}, uninterrupted["weights"], rtol=0, atol=0)
+    assert_same(
+        {name: loaded[name] for name in uninterrupted["weights"]},
+        uninterrupted["weights"],
+        rtol=0,
+        atol=0,
+    )
     assert AutoTokenizer.from_pretrained(target).encode("<|im_end|>")
     assert os.listdir(tmp_path / "exports") == ["policy"], "nothing is left beside it"
 
@@ -160,7 +179,14 @@ def adapted(one_rank, tmp_path_factory) -> dict:
     policy = learner.checkpoints.export(3, rank=0)
     scores = learner.score(TOKENS)
     learner.close()
-    return dict(start=start, weights=weights, third=third, final=parameters(learner), policy=policy, scores=scores)
+    return dict(
+        start=start,
+        weights=weights,
+        third=third,
+        final=parameters(learner),
+        policy=policy,
+        scores=scores,
+    )
 
 
 def test_adapters_that_add_nothing_leave_the_policy_as_it_is_bit_for_bit(one_rank, tmp_path):
@@ -168,13 +194,17 @@ def test_adapters_that_add_nothing_leave_the_policy_as_it_is_bit_for_bit(one_ran
     assert (learner.score(TOKENS) == plain.score(TOKENS)).all()
 
 
-def test_a_run_of_adapters_goes_on_bit_for_bit_and_saves_nothing_of_the_base(adapted, one_rank, tmp_path):
+def test_a_run_of_adapters_goes_on_bit_for_bit_and_saves_nothing_of_the_base(
+    adapted, one_rank, tmp_path
+):
     learner = learner_of(tmp_path, start=adapted["start"], **LORA)
     assert_same(parameters(learner), adapted["weights"], rtol=0, atol=0)
     assert step(learner, 3) == adapted["third"]
     assert_same(parameters(learner), adapted["final"], rtol=0, atol=0)
     learner.close()
-    written = FileSystemReader(adapted["start"].folder / "step-2").read_metadata().state_dict_metadata
+    written = (
+        FileSystemReader(adapted["start"].folder / "step-2").read_metadata().state_dict_metadata
+    )
     assert any("lora_a" in name for name in written)
     assert not [name for name in written if "weight" in name and "lora" not in name], "of the base"
 
@@ -189,7 +219,9 @@ def test_adapters_of_another_base_are_refused(adapted, one_rank, tmp_path):
         learner_of(tmp_path, model=str(base), start=adapted["start"], **LORA)
 
 
-def test_a_run_of_adapters_does_not_begin_with_a_whole_model(adapted, uninterrupted, one_rank, tmp_path):
+def test_a_run_of_adapters_does_not_begin_with_a_whole_model(
+    adapted, uninterrupted, one_rank, tmp_path
+):
     start = replace(uninterrupted["start"], weights_only=True)
     with pytest.raises(RunError, match="goes on from adapters"):
         learner_of(tmp_path, start=start, **LORA)
@@ -198,19 +230,37 @@ def test_a_run_of_adapters_does_not_begin_with_a_whole_model(adapted, uninterrup
     learner.close()
 
 
-def test_what_adapters_end_as_is_a_hub_folder_and_a_peft_folder(adapted, one_rank, tmp_path, reference):
-    np.testing.assert_allclose(reference(str(adapted["policy"]), TOKENS), adapted["scores"], rtol=0, atol=1e-4)
+def test_what_adapters_end_as_is_a_hub_folder_and_a_peft_folder(
+    adapted, one_rank, tmp_path, reference
+):
+    np.testing.assert_allclose(
+        reference(str(adapted["policy"]), TOKENS), adapted["scores"], rtol=0, atol=1e-4
+    )
     init = LoRA.Config(rank=4, init_from=str(adapted["policy"] / "adapter"))
     learner = learner_of(tmp_path, lora=init)
     assert (learner.score(TOKENS) == adapted["scores"]).all()
-    export_checkpoint(adapted["start"].folder, ModelConfig(hf_assets_path=str(MODEL)), tmp_path / "merged", lora=LORA["lora"])
     export_checkpoint(
-        adapted["start"].folder, ModelConfig(hf_assets_path=str(MODEL)), tmp_path / "alone", lora=LORA["lora"], adapter=True
+        adapted["start"].folder,
+        ModelConfig(hf_assets_path=str(MODEL)),
+        tmp_path / "merged",
+        lora=LORA["lora"],
     )
-    assert {file.name for file in (tmp_path / "alone").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    export_checkpoint(
+        adapted["start"].folder,
+        ModelConfig(hf_assets_path=str(MODEL)),
+        tmp_path / "alone",
+        lora=LORA["lora"],
+        adapter=True,
+    )
+    assert {file.name for file in (tmp_path / "alone").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     alone = load_file(tmp_path / "alone" / "adapter_model.safetensors")
     for name, tensor in adapted["weights"].items():
-        torch.testing.assert_close(tensor, alone[name] * (4 if "lora_B" in name else 1), rtol=0, atol=0)
+        torch.testing.assert_close(
+            tensor, alone[name] * (4 if "lora_B" in name else 1), rtol=0, atol=0
+        )
     merged = learner_of(tmp_path, model=str(tmp_path / "merged"))
     served = learner_of(tmp_path, start=adapted["start"], **LORA)
     np.testing.assert_allclose(merged.score(TOKENS), served.score(TOKENS), rtol=0, atol=1e-4)
@@ -229,24 +279,37 @@ def test_the_reference_of_adapters_is_the_base_for_the_price_of_adapters(one_ran
 # ---- several adapters
 
 NAMES = ("code", "math")
-APART = dict(lora=LoRA.Config(rank=4), lr=1e-2, reference=ReferenceConfig(kind="lagged", every=2, kl_coef=0.1))
+APART = dict(
+    lora=LoRA.Config(rank=4),
+    lr=1e-2,
+    reference=ReferenceConfig(kind="lagged", every=2, kl_coef=0.1),
+)
 TRAINED = {1: NAMES, 2: ("math",), 3: NAMES}
 """By step: those that have samples in it."""
 
 
 def adapted_samples(name: str, number: int, adapter: str) -> list[TrainingSample]:
     samples = [*samples_of(seed=10 * number + len(name)), *tree_samples()]
-    return [replace(sample, adapter=adapter, task_name=name) for sample in samples if name == "code" or len(sample) % 3]
+    return [
+        replace(sample, adapter=adapter, task_name=name)
+        for sample in samples
+        if name == "code" or len(sample) % 3
+    ]
 
 
 def step_of_several(learner: Learner, number: int) -> dict[str, float]:
     """Rows of each adapter that has samples in the step, which lie mixed."""
     own = [adapted_samples(name, number, name) for name in TRAINED[number]]
     mixed = [sample for pair in zip_longest(*own) for sample in pair if sample is not None]
-    return accumulate(learner, LAYOUTS["rows of another length, three at a time"], mixed) | learner.optim_step()
+    return (
+        accumulate(learner, LAYOUTS["rows of another length, three at a time"], mixed)
+        | learner.optim_step()
+    )
 
 
-def test_two_adapters_that_are_trained_together_are_those_that_are_trained_alone_bit_for_bit(one_rank, tmp_path):
+def test_two_adapters_that_are_trained_together_are_those_that_are_trained_alone_bit_for_bit(
+    one_rank, tmp_path
+):
     """The second step has no sample of one of them: no momentum, decay or schedule moves it."""
     together, metrics, held = learner_of(tmp_path, adapters=NAMES, **APART), [], []
     for number in TRAINED:
@@ -256,10 +319,16 @@ def test_two_adapters_that_are_trained_together_are_those_that_are_trained_alone
             start = saved(together, tmp_path / "trainer", 2)
     assert all(torch.equal(held[0]["code"][key], held[1]["code"][key]) for key in held[0]["code"])
     for name in NAMES:
-        alone, numbers = learner_of(tmp_path, **APART), [number for number in TRAINED if name in TRAINED[number]]
+        alone, numbers = (
+            learner_of(tmp_path, **APART),
+            [number for number in TRAINED if name in TRAINED[number]],
+        )
         for number in numbers:
             samples = adapted_samples(name, number, "")
-            own = accumulate(alone, LAYOUTS["rows of another length, three at a time"], samples) | alone.optim_step()
+            own = (
+                accumulate(alone, LAYOUTS["rows of another length, three at a time"], samples)
+                | alone.optim_step()
+            )
             for metric in ("train/grad_norm", "train/lr", "reference/version"):
                 assert metrics[number - 1][f"{name}/{metric}"] == own[metric]
         assert_same(held[2][name], alone.adapters.peft()[""], rtol=0, atol=0)
@@ -268,7 +337,10 @@ def test_two_adapters_that_are_trained_together_are_those_that_are_trained_alone
     assert (other == second).all() and np.abs(canary - other).max() > 0.1
     # What is published, saved and written of each is its own.
     published = parameters(together)
-    assert len(published) == 2 * len(held[2]["code"]) and list(compat.adapters_in(published)) == ["code", "math"]
+    assert len(published) == 2 * len(held[2]["code"]) and list(compat.adapters_in(published)) == [
+        "code",
+        "math",
+    ]
     for name in NAMES:
         for key, tensor in held[2][name].items():
             assert torch.equal(published[f"{name}/{key}"], tensor * (4 if "lora_B" in key else 1))
@@ -282,39 +354,64 @@ def test_two_adapters_that_are_trained_together_are_those_that_are_trained_alone
     export_checkpoint(start.folder, model, exported, lora=APART["lora"], names=NAMES, adapter=True)
     for name in NAMES:
         assert_same(begun.adapters.peft()[name], held[1][name], rtol=0, atol=0)
-        assert_same(load_file(policy / name / "adapter" / "adapter_model.safetensors"), held[2][name], rtol=0, atol=0)
-        assert_same(load_file(exported / name / "adapter_model.safetensors"), held[1][name], rtol=0, atol=0)
+        assert_same(
+            load_file(policy / name / "adapter" / "adapter_model.safetensors"),
+            held[2][name],
+            rtol=0,
+            atol=0,
+        )
+        assert_same(
+            load_file(exported / name / "adapter_model.safetensors"), held[1][name], rtol=0, atol=0
+        )
         merged = learner_of(tmp_path, model=str(policy / name))
-        np.testing.assert_allclose(merged.score(TOKENS), together.score(TOKENS, name), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(
+            merged.score(TOKENS), together.score(TOKENS, name), rtol=0, atol=1e-4
+        )
     with pytest.raises(RunError, match="adapters, of its names"):
-        learner_of(tmp_path, start=replace(start, weights_only=True), adapters=("code", "physics"), **APART)
+        learner_of(
+            tmp_path, start=replace(start, weights_only=True), adapters=("code", "physics"), **APART
+        )
 
 
 # ---- another number of ranks
 
 
 def held(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: full(tensor) for name, tensor in learner.trained[""].reference.state_dict().items()}
+    return {
+        name: full(tensor) for name, tensor in learner.trained[""].reference.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("kind", ["ema", "lagged"])
-def test_a_reference_follows_the_policy_is_saved_with_it_and_changes_it_by_its_term_alone(one_rank, tmp_path, kind):
+def test_a_reference_follows_the_policy_is_saved_with_it_and_changes_it_by_its_term_alone(
+    one_rank, tmp_path, kind
+):
     config = ReferenceConfig(kind=kind, decay=0.75, every=2, kl_coef=0.1)
     learner = learner_of(tmp_path, reference=config)
     policies, references, metrics = [], [], []
     for number in range(4):
         if number == 3:
             start = saved(learner, tmp_path / "trainer", 3)
-        policies.append({name: full(parameter) for name, parameter in learner.model.named_parameters()})
+        policies.append(
+            {name: full(parameter) for name, parameter in learner.model.named_parameters()}
+        )
         references.append(held(learner))
-        metrics.append(accumulate(learner, LAYOUTS["long rows"], samples_of(seed=number)) | learner.optim_step())
+        metrics.append(
+            accumulate(learner, LAYOUTS["long rows"], samples_of(seed=number))
+            | learner.optim_step()
+        )
     # Before the first step the two are one; 0.75 and 0.25 by hand after it.
     assert metrics[0]["reference/kl"] == 0 and metrics[3]["reference/kl"] > 0
-    assert [entry["reference/version"] for entry in metrics] == ([0, 1, 2, 3] if kind == "ema" else [0, 0, 2, 2])
+    assert [entry["reference/version"] for entry in metrics] == (
+        [0, 1, 2, 3] if kind == "ema" else [0, 0, 2, 2]
+    )
     expected = policies[0]
     for number in range(4):
         if kind == "ema":
-            expected = {name: 0.75 * tensor + 0.25 * policies[number][name] for name, tensor in expected.items()}
+            expected = {
+                name: 0.75 * tensor + 0.25 * policies[number][name]
+                for name, tensor in expected.items()
+            }
         else:
             expected = policies[number // 2 * 2]
         found = {name: references[number][name] for name in expected}
@@ -334,7 +431,9 @@ def test_a_reference_follows_the_policy_is_saved_with_it_and_changes_it_by_its_t
         steps.append(parameters(other))
     assert_same(steps[0], steps[1], rtol=0, atol=0)
     new = learner_of(tmp_path, start=replace(start, weights_only=True), reference=config)
-    assert_same({name: full(p) for name, p in new.model.named_parameters()}, policies[3], rtol=0, atol=0)
+    assert_same(
+        {name: full(p) for name, p in new.model.named_parameters()}, policies[3], rtol=0, atol=0
+    )
     assert_same(held(new), policies[3] | {"version": torch.tensor(0)}, rtol=0, atol=0)
 
 
@@ -361,7 +460,9 @@ def test_two_ranks_go_on_from_one_and_one_from_two(uninterrupted, one_rank, tmp_
     wide = torch.load(tmp_path / "result-0.pt", weights_only=False)
     assert_same(wide["weights"], uninterrupted["weights"], rtol=0, atol=0)
     assert wide["third"] == pytest.approx(uninterrupted["metrics"][2], rel=1e-4)
-    learner = learner_of(tmp_path / "narrow", start=TrainerStart(folder=tmp_path / "trainer", step=3))
+    learner = learner_of(
+        tmp_path / "narrow", start=TrainerStart(folder=tmp_path / "trainer", step=3)
+    )
     # Rounding of a gradient near 0 may turn Adam's step around: by at most the learning rate of 1e-3.
     assert_same(parameters(learner), uninterrupted["final"], rtol=0, atol=1e-4)
     learner.close()

@@ -62,13 +62,18 @@ class Repeated(Parallelism):
         return parallelism
 
 
-def shared_and_apart(learner: Learner) -> dict[bool, tuple[dict[str, float], dict[str, torch.Tensor]]]:
+def shared_and_apart(
+    learner: Learner,
+) -> dict[bool, tuple[dict[str, float], dict[str, torch.Tensor]]]:
     """Metrics and gradient of one step on forks of forks, with and without shared prefixes."""
     results = {}
     for share in (True, False):
         layout = dict(row_length=90, rows_per_microbatch=3, share_prefixes=share)
         metrics = accumulate(learner, layout, forks_of_forks())
-        results[share] = metrics, {name: full(parameter.grad) for name, parameter in learner.model.named_parameters()}
+        results[share] = (
+            metrics,
+            {name: full(parameter.grad) for name, parameter in learner.model.named_parameters()},
+        )
         learner.trained[""].optimizers.zero_grad()
     return results
 
@@ -79,7 +84,9 @@ def work_of_a_rank(rank: int, folder: str, fused_model: str, llama_model: str) -
     init_process_group(device="cpu", rank=rank, world_size=2, url=f"file://{folder}/store")
     results = {}
     for name, copies in (("sharded", 1), ("copied", 2)):
-        learner = learner_of(f"{folder}/{name}", parallelism=Parallelism(data_parallel_replicate_degree=copies))
+        learner = learner_of(
+            f"{folder}/{name}", parallelism=Parallelism(data_parallel_replicate_degree=copies)
+        )
         results[f"gradients {name}"] = gradients_before_each_microbatch(learner)
         results[f"parameters {name}"] = step(learner)
         results[f"snapshot {name}"] = snapshot(learner)
@@ -101,14 +108,22 @@ def work_of_a_rank(rank: int, folder: str, fused_model: str, llama_model: str) -
     learner.close()
     compute_in_float64(setattr)
     learner = learner_of(f"{folder}/float64", dtype=torch.float64)
-    results["float64"] = {name: loss_and_gradient(learner, layout) for name, layout in LAYOUTS.items()}
+    results["float64"] = {
+        name: loss_and_gradient(learner, layout) for name, layout in LAYOUTS.items()
+    }
     learner.config.loss.normalize_advantages = True
-    results["normalized"] = {name: loss_and_gradient(learner, layout) for name, layout in LAYOUTS.items()}
+    results["normalized"] = {
+        name: loss_and_gradient(learner, layout) for name, layout in LAYOUTS.items()
+    }
     learner.close()
     learner = compared(learner_of(f"{folder}/compared", dtype=torch.float64, reference=REFERENCE))
     results["compared"] = loss_and_gradient(learner, LAYOUTS["short rows"])
-    results["conditioned"] = loss_and_gradient(learner, LAYOUTS["short rows"], conditioned_samples())
-    results["conditioned on one"] = loss_and_gradient(learner, LAYOUTS["long rows"], conditioned_samples()[:1])
+    results["conditioned"] = loss_and_gradient(
+        learner, LAYOUTS["short rows"], conditioned_samples()
+    )
+    results["conditioned on one"] = loss_and_gradient(
+        learner, LAYOUTS["long rows"], conditioned_samples()[:1]
+    )
     learner.close()
     torch.Tensor.float = torch.Tensor.double
     learner = learner_of(f"{folder}/shared", dtype=torch.float64)
@@ -152,11 +167,15 @@ def stepped(one_rank, tmp_path_factory) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("mesh", ["sharded", "copied"])
 def test_one_step_gives_the_same_parameters_on_one_rank_and_on_two(stepped, two_ranks, mesh):
     before = load_file(MODEL / "model.safetensors")
-    assert max((stepped[name] - before[name]).abs().max() for name in stepped) > 5e-4, "the step changed nothing"
+    assert max((stepped[name] - before[name]).abs().max() for name in stepped) > 5e-4, (
+        "the step changed nothing"
+    )
     assert_same(two_ranks[f"parameters {mesh}"], stepped, rtol=0, atol=1e-5)
 
 
-def test_shards_keep_no_whole_gradient_between_microbatches_and_copies_add_theirs_up_once(two_ranks, stepped):
+def test_shards_keep_no_whole_gradient_between_microbatches_and_copies_add_theirs_up_once(
+    two_ranks, stepped
+):
     first, *others = two_ranks["gradients sharded"]
     assert first == 0 and len(others) > 2 and set(others) == {len(stepped)}
     assert set(two_ranks["gradients copied"]) == {0}
@@ -169,23 +188,36 @@ def test_ranks_that_write_their_shards_write_the_whole_snapshot(two_ranks, mesh)
 
 @pytest.mark.parametrize("mesh", ["sharded", "copied"])
 def test_fused_weights_of_a_sharded_model_are_published_apart(two_ranks, fused_model, mesh):
-    assert_same(two_ranks[f"snapshot fused {mesh}"], load_file(f"{fused_model}/model.safetensors"), rtol=0, atol=0)
+    assert_same(
+        two_ranks[f"snapshot fused {mesh}"],
+        load_file(f"{fused_model}/model.safetensors"),
+        rtol=0,
+        atol=0,
+    )
 
 
 def test_more_ranks_than_key_heads_keep_every_row_in_its_place(two_ranks, llama_model, reference):
     # transformers and torchtitan order the rows of each head's queries and keys differently, and a rank holds half a head.
-    assert_same(two_ranks["snapshot llama"], load_file(f"{llama_model}/model.safetensors"), rtol=0, atol=0)
-    np.testing.assert_allclose(two_ranks["score llama"], reference(llama_model, TOKENS), rtol=1e-5, atol=2e-5)
+    assert_same(
+        two_ranks["snapshot llama"], load_file(f"{llama_model}/model.safetensors"), rtol=0, atol=0
+    )
+    np.testing.assert_allclose(
+        two_ranks["score llama"], reference(llama_model, TOKENS), rtol=1e-5, atol=2e-5
+    )
 
 
 def test_every_mesh_scores_alike(stepped, two_ranks, one_rank, tmp_path):
     learner = learner_of(tmp_path)
     step(learner)
     for mesh in ("sharded", "copied"):
-        np.testing.assert_allclose(two_ranks[f"score {mesh}"], learner.score(TOKENS), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(
+            two_ranks[f"score {mesh}"], learner.score(TOKENS), rtol=0, atol=1e-4
+        )
 
 
-def test_ranks_of_one_data_parallel_coordinate_step_as_one_rank_alone(both_ranks, one_rank, tmp_path):
+def test_ranks_of_one_data_parallel_coordinate_step_as_one_rank_alone(
+    both_ranks, one_rank, tmp_path
+):
     learner = learner_of(tmp_path)
     alone = one_step(learner)
     learner.close()
@@ -219,16 +251,23 @@ def test_loss_and_gradient_do_not_depend_on_rows_microbatches_or_ranks(exact, tw
         assert_same_step(result, expected)
 
 
-def test_advantages_are_normalised_over_the_tokens_of_all_rows_microbatches_and_ranks(exact, two_ranks):
+def test_advantages_are_normalised_over_the_tokens_of_all_rows_microbatches_and_ranks(
+    exact, two_ranks
+):
     learner, samples = exact(), samples_of()
-    advantages = np.concatenate([sample.advantages[sample.loss_mask].astype(np.float64) for sample in samples])
+    advantages = np.concatenate(
+        [sample.advantages[sample.loss_mask].astype(np.float64) for sample in samples]
+    )
     for sample in samples:
         normalized = (sample.advantages - advantages.mean()) / (advantages.std() + 1e-6)
         sample.advantages = np.where(sample.loss_mask, normalized, 0).astype(np.float32)
     expected = loss_and_gradient(learner, REFERENCE_LAYOUT, samples)
     assert expected[0] != pytest.approx(loss_and_gradient(learner, REFERENCE_LAYOUT)[0], rel=1e-3)
     learner.config.loss.normalize_advantages = True
-    for result in [loss_and_gradient(learner, LAYOUTS["short rows"]), *two_ranks["normalized"].values()]:
+    for result in [
+        loss_and_gradient(learner, LAYOUTS["short rows"]),
+        *two_ranks["normalized"].values(),
+    ]:
         assert_same_step(result, expected)
 
 
@@ -241,7 +280,9 @@ def test_the_distance_to_a_reference_does_not_depend_on_ranks_or_rows(exact, two
     assert_same_step(two_ranks["compared"], expected)
 
 
-def test_the_reference_scores_samples_behind_other_prompts_whatever_their_rows_and_ranks(exact, two_ranks):
+def test_the_reference_scores_samples_behind_other_prompts_whatever_their_rows_and_ranks(
+    exact, two_ranks
+):
     learner = compared(exact(reference=REFERENCE))
 
     def behind(token_ids: np.ndarray) -> np.ndarray:
@@ -249,7 +290,10 @@ def test_the_reference_scores_samples_behind_other_prompts_whatever_their_rows_a
             return learner.score(token_ids)
 
     expected = loss_and_gradient(learner, REFERENCE_LAYOUT, conditioned_samples(given=behind))
-    for result in (loss_and_gradient(learner, LAYOUTS["short rows"], conditioned_samples()), two_ranks["conditioned"]):
+    for result in (
+        loss_and_gradient(learner, LAYOUTS["short rows"], conditioned_samples()),
+        two_ranks["conditioned"],
+    ):
         assert_same_step(result, expected)
     # One rank alone has such a sample; the other computes padding with it.
     expected = loss_and_gradient(learner, REFERENCE_LAYOUT, conditioned_samples(given=behind)[:1])
@@ -257,12 +301,16 @@ def test_the_reference_scores_samples_behind_other_prompts_whatever_their_rows_a
 
 
 def test_samples_that_leave_scoring_to_a_reference_need_one(exact):
-    with pytest.raises(RunError, match="leaves its reference to the trainer, which has none: set trainer.reference"):
+    with pytest.raises(
+        RunError, match="leaves its reference to the trainer, which has none: set trainer.reference"
+    ):
         loss_and_gradient(exact(), REFERENCE_LAYOUT, conditioned_samples())
 
 
 def test_shared_prefixes_change_nothing_on_one_rank_or_on_two(exact, two_ranks, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # torchtitan turns queries and keys in float32
+    monkeypatch.setattr(
+        torch.Tensor, "float", torch.Tensor.double
+    )  # torchtitan turns queries and keys in float32
     alone = shared_and_apart(exact())
     metrics, gradient = alone[False]
     scale = max(float(tensor.abs().max()) for tensor in gradient.values())

@@ -28,7 +28,11 @@ from tests.integration.fleets import (
 )
 from tests.integration.learners import learner_of, samples_of
 from tests.integration.models import MOE_MODEL
-from tests.integration.test_router_replay import MOE, RoutedGenerator, assert_completions_have_their_experts
+from tests.integration.test_router_replay import (
+    MOE,
+    RoutedGenerator,
+    assert_completions_have_their_experts,
+)
 from tests.v2_engine import ENVIRONMENT, V2EngineConfig
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.placement import Place
@@ -56,8 +60,12 @@ def launched(name: str) -> Any:
         await procs.initialized
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(provision, "launch_environment", lambda *given: launch_environment(*given) | ENVIRONMENT)
-        procs = provision.spawn_on(None, name, [Place(0, (min(os.sched_getaffinity(0)),))], "cpu")[0]
+        patch.setattr(
+            provision, "launch_environment", lambda *given: launch_environment(*given) | ENVIRONMENT
+        )
+        procs = provision.spawn_on(None, name, [Place(0, (min(os.sched_getaffinity(0)),))], "cpu")[
+            0
+        ]
         asyncio.run(started(procs))
     return procs
 
@@ -83,19 +91,29 @@ def fleet(untied_model, tmp_path_factory) -> Iterator[Fleet]:
     yield from running(launched("generator"), config, untied_model, run_dir)
 
 
-def request(fleet: Fleet, prompt: np.ndarray, tokens: int, *, seed: int = 0, **sampling: Any) -> GenerateRequest:
+def request(
+    fleet: Fleet, prompt: np.ndarray, tokens: int, *, seed: int = 0, **sampling: Any
+) -> GenerateRequest:
     made = fleet.request(prompt, tokens, seed)
     made.sampling = SamplingConfig(max_tokens=tokens, **sampling)
     return made
 
 
-async def test_sampled_and_scored_tokens_have_the_models_log_probabilities_at_every_temperature(fleet):
+async def test_sampled_and_scored_tokens_have_the_models_log_probabilities_at_every_temperature(
+    fleet,
+):
     await fleet.begin("keep")
     model, temperatures = fleet.models[fleet.version], (0.0, 0.7, 1.0, 1.5)
     prompt = prompt_of(150, seed=1)  # in three chunks
-    requests = [request(fleet, prompt, 6, seed=2**62 + 1, temperature=temperature) for temperature in temperatures]
+    requests = [
+        request(fleet, prompt, 6, seed=2**62 + 1, temperature=temperature)
+        for temperature in temperatures
+    ]
     # One token alone, a chunk and its neighbours, and several chunks.
-    scores = [ScoreRequest(request_id=10**6 + length, token_ids=prompt_of(length, length)) for length in (2, 63, 64, 65, 200)]
+    scores = [
+        ScoreRequest(request_id=10**6 + length, token_ids=prompt_of(length, length))
+        for length in (2, 63, 64, 65, 200)
+    ]
     fleet.submit(*requests, *scores)
     results = await fleet.results(len(requests) + len(scores))
     for score in scores:
@@ -104,17 +122,26 @@ async def test_sampled_and_scored_tokens_have_the_models_log_probabilities_at_ev
         assert_agree(found[1:], given_whole_prefix(model, ids[:1], ids[1:]))
     for one, temperature in zip(requests, temperatures, strict=True):
         completion = results[one.request_id].completion
-        assert len(completion.token_ids) == 6 and set(completion.policy_versions.tolist()) == {fleet.version}
-        assert_agree(completion.logprobs, given_whole_prefix(model, prompt, completion.token_ids, temperature or 1.0))
+        assert len(completion.token_ids) == 6 and set(completion.policy_versions.tolist()) == {
+            fleet.version
+        }
+        assert_agree(
+            completion.logprobs,
+            given_whole_prefix(model, prompt, completion.token_ids, temperature or 1.0),
+        )
     greedy = results[requests[0].request_id].completion
-    assert greedy.logprobs.max() <= 0 and (np.exp(greedy.logprobs) > 1 / 96).all(), "each is the likeliest of 96"
+    assert greedy.logprobs.max() <= 0 and (np.exp(greedy.logprobs) > 1 / 96).all(), (
+        "each is the likeliest of 96"
+    )
 
 
 async def test_a_seed_gives_the_same_tokens_alone_and_among_others_and_another_seed_others(fleet):
     await fleet.begin("keep")
     prompt = prompt_of(20)
     alone = await fleet.complete(prompt, 12, seed=7)
-    others = [request(fleet, prompt_of(10 + index, index), 3 + index, seed=index) for index in range(6)]
+    others = [
+        request(fleet, prompt_of(10 + index, index), 3 + index, seed=index) for index in range(6)
+    ]
     same, other = request(fleet, prompt, 12, seed=7), request(fleet, prompt, 12, seed=8)
     fleet.submit(*others[:3], same, other, *others[3:])
     results = await fleet.results(8)
@@ -127,22 +154,34 @@ async def test_a_seed_gives_the_same_tokens_alone_and_among_others_and_another_s
 async def test_every_token_has_the_log_probability_of_its_label_over_an_update(fleet, how):
     await fleet.begin(how)
     first = fleet.version
-    long = [request(fleet, prompt_of(length, seed), 30, seed=seed) for seed, length in enumerate((10, 100))]
+    long = [
+        request(fleet, prompt_of(length, seed), 30, seed=seed)
+        for seed, length in enumerate((10, 100))
+    ]
     await fleet.under_way(*long)
     waiting = [request(fleet, prompt_of(70, seed), 5, seed=seed) for seed in range(3, 8)]
-    scores = [ScoreRequest(request_id=10**6 + index, token_ids=prompt_of(100, index)) for index in range(3)]
+    scores = [
+        ScoreRequest(request_id=10**6 + index, token_ids=prompt_of(100, index))
+        for index in range(3)
+    ]
     await fleet.publish()
     fleet.submit(*waiting, *scores)
     receipt = await fleet.update()
     assert receipt.version == fleet.version
-    assert_agree(receipt.canary_logprobs[1:], given_whole_prefix(fleet.models[fleet.version], CANARY[:1], CANARY[1:]))
+    assert_agree(
+        receipt.canary_logprobs[1:],
+        given_whole_prefix(fleet.models[fleet.version], CANARY[:1], CANARY[1:]),
+    )
     results = await fleet.results(len(long) + len(waiting) + len(scores))
     seen = set()
     for one in long + waiting:
         completion = results[one.request_id].completion
         seen.update(completion.policy_versions.tolist())
         if how == "keep":
-            assert_agree(completion.logprobs, given_kept_cache(fleet.models, one.prompt_token_ids, completion))
+            assert_agree(
+                completion.logprobs,
+                given_kept_cache(fleet.models, one.prompt_token_ids, completion),
+            )
         else:
             assert_agree(completion.logprobs, by_label(fleet, one.prompt_token_ids, completion))
     assert seen == {first, first + 1}
@@ -150,8 +189,13 @@ async def test_every_token_has_the_log_probability_of_its_label_over_an_update(f
     assert versions == [{first} if how == "drain" else seen] * 2
     for score in scores:
         ids, found = score.token_ids, results[score.request_id].logprobs
-        by = [given_whole_prefix(fleet.models[version], ids[:1], ids[1:]) for version in (first, first + 1)]
-        assert any(np.allclose(found[1:], expected, rtol=0, atol=1e-4) for expected in by), "of one version"
+        by = [
+            given_whole_prefix(fleet.models[version], ids[:1], ids[1:])
+            for version in (first, first + 1)
+        ]
+        assert any(np.allclose(found[1:], expected, rtol=0, atol=1e-4) for expected in by), (
+            "of one version"
+        )
 
 
 @pytest.mark.parametrize("how", ["keep", "recompute"])
@@ -202,7 +246,10 @@ async def test_whole_blocks_of_a_prompt_are_cached_for_their_version_alone(fleet
 @pytest.fixture(scope="module")
 def routed(tmp_path_factory) -> Iterator[RoutedGenerator]:
     procs, options = launched("routed"), dict(model_path=str(MOE_MODEL), device="cpu", routes=True)
-    config, run_dir = GeneratorConfig(engine=engine_config()), str(tmp_path_factory.mktemp("routed"))
+    config, run_dir = (
+        GeneratorConfig(engine=engine_config()),
+        str(tmp_path_factory.mktemp("routed")),
+    )
     actor = procs.spawn("routed", SwitchedGenerator, config, run_dir=run_dir, **options)
     for served in serving(procs, actor):
         yield RoutedGenerator(served)
@@ -225,17 +272,27 @@ ADAPTED_VERSION = 1000
 def adapted(llama_model, fleet, tmp_path_factory) -> Iterator[Any]:
     """A generator that serves two adapters of a Llama 3."""
     procs, config = launched("adapted"), GeneratorConfig(engine=engine_config())
-    options = dict(model_path=llama_model, device="cpu", adapters=dict.fromkeys(ADAPTERS, LORA.rank))
-    actor = procs.spawn("adapted", Generator, config, run_dir=str(tmp_path_factory.mktemp("adapted")), **options)
+    options = dict(
+        model_path=llama_model, device="cpu", adapters=dict.fromkeys(ADAPTERS, LORA.rank)
+    )
+    actor = procs.spawn(
+        "adapted", Generator, config, run_dir=str(tmp_path_factory.mktemp("adapted")), **options
+    )
     yield from serving(procs, actor)
 
 
-async def test_the_v2_runner_serves_two_adapters_each_to_its_own_requests(adapted, llama_model, one_rank, tmp_path):
+async def test_the_v2_runner_serves_two_adapters_each_to_its_own_requests(
+    adapted, llama_model, one_rank, tmp_path
+):
     """Each adapter is asked twice for the same prompts of several chunks, with and without a prefix in the cache."""
     model = ModelConfig(hf_assets_path=llama_model)
     learner = learner_of(tmp_path, model=model, lr=0.1, lora=LORA, adapters=ADAPTERS)
-    samples = [replace(sample, adapter=ADAPTERS[index % 2]) for index, sample in enumerate(samples_of(16))]
-    learner.forward_backward(Batcher.Config(row_length=512).build().plan(samples, 1).microbatches[0], 0)
+    samples = [
+        replace(sample, adapter=ADAPTERS[index % 2]) for index, sample in enumerate(samples_of(16))
+    ]
+    learner.forward_backward(
+        Batcher.Config(row_length=512).build().plan(samples, 1).microbatches[0], 0
+    )
     learner.optim_step()
     canary, sample = random_tokens(8), await sampler(adapted, max_tokens=8)
     receipt = await deliver(learner, adapted, ADAPTED_VERSION, canary)

@@ -42,13 +42,17 @@ def fleet(untied_model, tmp_path_factory) -> Iterator[Fleet]:
     config = GeneratorConfig(replicas=2)
     config.engine.max_model_len, config.engine.max_num_seqs = MAX_LEN, SEATS
     cores = sorted(os.sched_getaffinity(0))
-    procs = spawn_on(None, "generator", [Place(0, share) for share in ((cores[0],), (cores[-1],))], "cpu")[0]
+    procs = spawn_on(
+        None, "generator", [Place(0, share) for share in ((cores[0],), (cores[-1],))], "cpu"
+    )[0]
     yield from running(procs, config, untied_model, str(tmp_path_factory.mktemp("fleet")))
 
 
 def assert_other(seen: np.ndarray, expected: np.ndarray) -> None:
     """So that agreement means something: nearly no token's log-probability is within the tolerance of those."""
-    assert len(seen) == 0 or (np.mean(np.abs(seen - expected) > 1e-3) > 0.9 and np.abs(seen - expected).max() > 0.1)
+    assert len(seen) == 0 or (
+        np.mean(np.abs(seen - expected) > 1e-3) > 0.9 and np.abs(seen - expected).max() > 0.1
+    )
 
 
 # ---- labels
@@ -59,7 +63,10 @@ async def test_every_token_has_the_log_probability_of_its_label_over_two_updates
     await fleet.begin(how)
     first = fleet.version
     # Three long ones have tokens when the first update comes; of the others, one has, and the rest waits for a seat.
-    requests = [fleet.request(prompt_of(length, seed), 700, seed) for seed, length in enumerate((10, 200, 300))]
+    requests = [
+        fleet.request(prompt_of(length, seed), 700, seed)
+        for seed, length in enumerate((10, 200, 300))
+    ]
     await fleet.under_way(*requests)
     requests += [fleet.request(prompt_of(150, seed), 60, seed) for seed in range(3, 9)]
     fleet.submit(*requests[3:])
@@ -90,7 +97,8 @@ async def test_every_token_has_the_log_probability_of_its_label_over_two_updates
         for version in range(first, fleet.version + 1):
             others = versions != version
             assert_other(
-                completion.logprobs[others], given_whole_prefix(fleet.models[version], prompt, completion.token_ids)[others]
+                completion.logprobs[others],
+                given_whole_prefix(fleet.models[version], prompt, completion.token_ids)[others],
             )
         if how == "drain":
             assert len(set(versions.tolist())) == 1
@@ -139,8 +147,14 @@ async def test_no_prompt_is_answered_from_another_versions_cache(fleet, how):
         fleet.submit(request)
         completion = await fleet.answer(request)
         assert set(completion.policy_versions.tolist()) == {fleet.version}
-        assert_agree(completion.logprobs, given_whole_prefix(fleet.models[fleet.version], turn, completion.token_ids))
-        assert_other(completion.logprobs, given_whole_prefix(fleet.models[fleet.version - 1], turn, completion.token_ids))
+        assert_agree(
+            completion.logprobs,
+            given_whole_prefix(fleet.models[fleet.version], turn, completion.token_ids),
+        )
+        assert_other(
+            completion.logprobs,
+            given_whole_prefix(fleet.models[fleet.version - 1], turn, completion.token_ids),
+        )
         assert await fleet.generator.from_cache.call_one(request.request_id) == expected
 
 
@@ -149,13 +163,17 @@ async def test_tokens_to_score_are_read_by_one_version(fleet, how):
     await fleet.begin(how)
     await fleet.under_way(*(fleet.request(prompt_of(50, seed), 300, seed) for seed in range(3)))
     await fleet.publish()
-    scores = [ScoreRequest(request_id=10**6 + i, token_ids=prompt_of(400, seed=i)) for i in range(20)]
+    scores = [
+        ScoreRequest(request_id=10**6 + i, token_ids=prompt_of(400, seed=i)) for i in range(20)
+    ]
     fleet.submit(*scores)
     await fleet.update()
     results, versions = await fleet.results(23), []
     for score in scores:
         for version in (fleet.version - 1, fleet.version):
-            expected = given_whole_prefix(fleet.models[version], score.token_ids[:1], score.token_ids[1:])
+            expected = given_whole_prefix(
+                fleet.models[version], score.token_ids[:1], score.token_ids[1:]
+            )
             if np.allclose(results[score.request_id].logprobs[1:], expected, rtol=0, atol=1e-4):
                 versions.append(version)
     assert len(versions) == 20 and versions[-1] == fleet.version
@@ -185,7 +203,9 @@ async def test_aborting_what_an_engine_drains_lets_the_update_come(fleet):
 
 @every_mode
 @pytest.mark.parametrize("lockstep", [False, True])
-async def test_replicas_change_their_weights_each_on_its_own_and_answer_together(fleet, how, lockstep):
+async def test_replicas_change_their_weights_each_on_its_own_and_answer_together(
+    fleet, how, lockstep
+):
     await fleet.begin(how)
     old, client = fleet.version, GeneratorClient(lockstep=lockstep)
     for index in range(2):
@@ -193,7 +213,9 @@ async def test_replicas_change_their_weights_each_on_its_own_and_answer_together
     sampling, begun = SamplingConfig(max_tokens=400), asyncio.Event()
 
     async def talk(seed: int) -> list[tuple[np.ndarray, Completion]]:
-        session = client.session(rollout_id=str(seed), seed=seed, sampling=sampling, stop_token_ids=[])
+        session = client.session(
+            rollout_id=str(seed), seed=seed, sampling=sampling, stop_token_ids=[]
+        )
         prompt, turns = prompt_of(40, seed), []
         for tokens in (30 * (seed + 1), 40):
             completion = await session.generate(prompt, max_tokens=tokens)
@@ -216,8 +238,12 @@ async def test_replicas_change_their_weights_each_on_its_own_and_answer_together
         later = await asyncio.wait_for(talk(10), 60)
     finally:
         client.close()
-    reference = partial(given_kept_cache, fleet.models) if how == "keep" else partial(by_label, fleet)
+    reference = (
+        partial(given_kept_cache, fleet.models) if how == "keep" else partial(by_label, fleet)
+    )
     for prompt, completion in turns + later:
         assert set(completion.policy_versions.tolist()) <= {old, fleet.version}
         assert_agree(completion.logprobs, reference(prompt, completion))
-    assert {version for _, completion in later for version in completion.policy_versions.tolist()} == {fleet.version}
+    assert {
+        version for _, completion in later for version in completion.policy_versions.tolist()
+    } == {fleet.version}

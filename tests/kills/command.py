@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULE = "torchtitan.experiments.rl.grpo"
 ORPHAN_LIMIT_S = 60.0
 """What is left of a run whose command was killed has this long to end by itself."""
-COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+COMPILED = os.environ.get(
+    "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+)
 """Kept from run to run, where torch keeps it."""
 
 
@@ -27,14 +29,20 @@ class Command:
         self.folder, self.output = folder, output
         temporary.mkdir(parents=True, exist_ok=True)
         self.began = time.monotonic()
-        self.logs_before = {path.name: path.stat().st_size for path in (folder / "logs").glob("*.jsonl")}
+        self.logs_before = {
+            path.name: path.stat().st_size for path in (folder / "logs").glob("*.jsonl")
+        }
         """Bytes that an earlier command of this run wrote."""
         with output.open("a") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", MODULE, *words],
                 cwd=ROOT,
                 env=os.environ
-                | {"WANDB_SILENT": "true", "TORCHINDUCTOR_CACHE_DIR": COMPILED, "TMPDIR": str(temporary.resolve())},
+                | {
+                    "WANDB_SILENT": "true",
+                    "TORCHINDUCTOR_CACHE_DIR": COMPILED,
+                    "TMPDIR": str(temporary.resolve()),
+                },
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -46,8 +54,14 @@ class Command:
 
     def alive(self) -> set[int]:
         """Processes of the session; zombies are not alive."""
-        stats = {int(entry): process_stat(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
-        return {pid for pid, stat in stats.items() if stat and stat[2] == self.process.pid and stat[0] != "Z"}
+        stats = {
+            int(entry): process_stat(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()
+        }
+        return {
+            pid
+            for pid, stat in stats.items()
+            if stat and stat[2] == self.process.pid and stat[0] != "Z"
+        }
 
     def pid_of(self, part: str) -> int | None:
         """The process of a part, by the name of its log; "controller" is the command itself. None: there is none yet."""
@@ -110,7 +124,12 @@ def wait_for(condition: Callable[[], object], limit_s: float, every_s: float = 0
 
 def command_line(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120]
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")[:120]
+        )
     except OSError:
         return "?"
 

@@ -76,16 +76,24 @@ def unbalanced(run: Path, *, steps: int, rollouts_per_step: int, max_age: int) -
     if twice := [rollout for rollout, count in ends.items() if count > 1]:
         faults.append(f"ledger: {len(twice)} rollouts end twice, such as {twice[0]}")
     columns = Counter(f"ledger/{record['task']}/{record['column']}" for record in ledger)
-    last = {key: value for key, value in metrics[-1].items() if key.startswith("ledger/")} if metrics else {}
+    last = (
+        {key: value for key, value in metrics[-1].items() if key.startswith("ledger/")}
+        if metrics
+        else {}
+    )
     trained = sum(count for column, count in columns.items() if column.endswith("/trained"))
     if trained != steps * rollouts_per_step:
-        faults.append(f"ledger: {trained} rollouts were trained, and not {steps * rollouts_per_step}")
+        faults.append(
+            f"ledger: {trained} rollouts were trained, and not {steps * rollouts_per_step}"
+        )
     dispatched = sum(value for key, value in last.items() if key.endswith("/dispatched"))
     still_open = sum(value for key, value in last.items() if key.endswith("/open"))
     counted = sum(last.values()) - dispatched - still_open
     # Those open at the last step end afterwards, as "untrained".
     if dispatched != counted + still_open or dispatched != len(ends):
-        faults.append(f"ledger: {dispatched} dispatched, {counted} in columns and {still_open} open, {len(ends)} in the file")
+        faults.append(
+            f"ledger: {dispatched} dispatched, {counted} in columns and {still_open} open, {len(ends)} in the file"
+        )
     if any(record.get("policy/age_max", 0) > max_age for record in metrics):
         faults.append(f"a token is older than {max_age} versions")
     return faults
@@ -93,13 +101,20 @@ def unbalanced(run: Path, *, steps: int, rollouts_per_step: int, max_age: int) -
 
 def final_reward(run: Path) -> float | None:
     """Of the last evaluation."""
-    found = [record["validation/reward"] for record in json_lines(run / "metrics.jsonl") if "validation/reward" in record]
+    found = [
+        record["validation/reward"]
+        for record in json_lines(run / "metrics.jsonl")
+        if "validation/reward" in record
+    ]
     return found[-1] if found else None
 
 
 def different_metrics(run: Path, reference: Path, *, whole: bool) -> list[str]:
     """Where the metrics of a run differ from those of another, timing aside. ``whole``: it has taken all the steps."""
-    ours, theirs = whole_json_lines(run / "metrics.jsonl"), whole_json_lines(reference / "metrics.jsonl")
+    ours, theirs = (
+        whole_json_lines(run / "metrics.jsonl"),
+        whole_json_lines(reference / "metrics.jsonl"),
+    )
     faults = []
     if whole and len(ours) != len(theirs):
         faults.append(f"metrics have {len(ours)} records, and not {len(theirs)}")
@@ -122,10 +137,16 @@ def different_files(run: Path, reference: Path) -> list[str]:
             more, fewer = (ours - theirs).total(), (theirs - ours).total()
             faults.append(f"{name}: {more} lines that the undisturbed run has not, {fewer} missing")
     ours, theirs = (
-        {str(p.relative_to(path)): p.read_bytes() for p in path.glob("policy/step-*/**/*") if p.is_file()}
+        {
+            str(p.relative_to(path)): p.read_bytes()
+            for p in path.glob("policy/step-*/**/*")
+            if p.is_file()
+        }
         for path in (run, reference)
     )
-    faults += [f"final policy: {name} differs" for name in sorted(theirs) if ours.get(name) != theirs[name]]
+    faults += [
+        f"final policy: {name} differs" for name in sorted(theirs) if ours.get(name) != theirs[name]
+    ]
     return faults
 
 
@@ -137,7 +158,9 @@ def _timeless_lines(path: Path) -> list[str]:
 
 def times_served(records: Iterable[Record]) -> Counter[str]:
     """How many groups each example was served in, by ``sample_id``, of rollouts that were recorded."""
-    groups = {(record["data_sample"]["sample_id"], record["rollout"]["group_id"]) for record in records}
+    groups = {
+        (record["data_sample"]["sample_id"], record["rollout"]["group_id"]) for record in records
+    }
     return Counter(sample for sample, _ in groups)
 
 
@@ -145,5 +168,13 @@ def not_served(records: list[Record], *, examples: int, times: int) -> list[str]
     """Where not each of so many examples was served in exactly so many groups."""
     served = times_served(records)
     wrong = {sample: count for sample, count in served.items() if count != times}
-    faults = [f"{len(served)} examples were served, and not {examples}"] if len(served) != examples else []
-    return faults + ([f"{len(wrong)} examples were not served {times} times: {dict(list(wrong.items())[:3])}"] if wrong else [])
+    faults = (
+        [f"{len(served)} examples were served, and not {examples}"]
+        if len(served) != examples
+        else []
+    )
+    return faults + (
+        [f"{len(wrong)} examples were not served {times} times: {dict(list(wrong.items())[:3])}"]
+        if wrong
+        else []
+    )

@@ -18,7 +18,9 @@ from typing import Literal, get_args
 
 from tests.kills.command import Command, steps_recorded
 
-Moment = Literal["build", "validation", "training", "weight update", "checkpoint", "shutdown", "rebuild"]
+Moment = Literal[
+    "build", "validation", "training", "weight update", "checkpoint", "shutdown", "rebuild"
+]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 BUILD_S = 15.0
@@ -56,7 +58,9 @@ class Kill:
         return replace(self, delay_s=0.0)
 
 
-def draw(random_: random.Random, part: str, moment: Moment, *, steps: int, interval: int, every: int) -> Kill:
+def draw(
+    random_: random.Random, part: str, moment: Moment, *, steps: int, interval: int, every: int
+) -> Kill:
     """``interval`` of the checkpoints, ``every`` of the evaluations, in steps."""
     step = random_.randrange(1, steps - 2)
     if moment == "validation":
@@ -66,7 +70,13 @@ def draw(random_: random.Random, part: str, moment: Moment, *, steps: int, inter
     if moment == "shutdown":
         step = steps
     number = random_.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
-    return Kill(part=part, number=number, moment=moment, step=step, delay_s=random_.uniform(0, LATEST_S[moment]))
+    return Kill(
+        part=part,
+        number=number,
+        moment=moment,
+        step=step,
+        delay_s=random_.uniform(0, LATEST_S[moment]),
+    )
 
 
 def wait_for_moment(kill: Kill, command: Command, limit_s: float) -> int | None:
@@ -92,9 +102,14 @@ def wait_for_moment(kill: Kill, command: Command, limit_s: float) -> int | None:
             came = True
         elif kill.moment in ("weight update", "validation"):
             new = loads.count(LOADING)
-            came, reached = reached and new > 0, True  # a load that began before the step does not count
+            came, reached = (
+                reached and new > 0,
+                True,
+            )  # a load that began before the step does not count
         else:
-            came = kill.moment != "checkpoint" or any(command.folder.glob("checkpoints/.step-*.partial"))
+            came = kill.moment != "checkpoint" or any(
+                command.folder.glob("checkpoints/.step-*.partial")
+            )
         if came:
             return pid if waited(kill, command) else None
         time.sleep(0.002)
@@ -104,14 +119,20 @@ def wait_for_moment(kill: Kill, command: Command, limit_s: float) -> int | None:
 def wait_for_rebuild(kill: Kill, command: Command, limit_s: float) -> int | None:
     """Kill the trainer after a step, and return the process that is then made as ``kill.part``. The command's own stays."""
     made = TRAINER if kill.part == "controller" else kill.part
-    trainer = wait_for_moment(replace(kill, part=TRAINER, moment="training", delay_s=0.0), command, limit_s)
+    trainer = wait_for_moment(
+        replace(kill, part=TRAINER, moment="training", delay_s=0.0), command, limit_s
+    )
     before = command.pid_of(made)
     if trainer is None or before is None:
         return None
     os.kill(trainer, signal.SIGKILL)
     while command.lives and time.monotonic() < command.began + limit_s:
         if (pid := command.pid_of(made)) not in (None, before):
-            return (command.process.pid if kill.part == "controller" else pid) if waited(kill, command) else None
+            return (
+                (command.process.pid if kill.part == "controller" else pid)
+                if waited(kill, command)
+                else None
+            )
         time.sleep(0.05)
     return None
 

@@ -48,7 +48,9 @@ class Probe:
         handle = actor_mesh._Actor.handle
 
         def counted(actor: Any, *message: Any) -> Any:
-            self._answers += any(isinstance(part, actor_mesh.Port) for part in message)  # a broadcast brings none
+            self._answers += any(
+                isinstance(part, actor_mesh.Port) for part in message
+            )  # a broadcast brings none
             return handle(actor, *message)
 
         actor_mesh._Actor.handle = counted
@@ -67,4 +69,6 @@ class Probe:
 
 
 if "MEMORY_PROBE" in os.environ:
-    threading.Thread(target=Probe(Path(os.environ["MEMORY_PROBE"])).run, name="memory probe", daemon=True).start()
+    threading.Thread(
+        target=Probe(Path(os.environ["MEMORY_PROBE"])).run, name="memory probe", daemon=True
+    ).start()

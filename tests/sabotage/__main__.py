@@ -31,24 +31,39 @@ from tests.sabotage.world import World, make_mixture, make_model, read_model, re
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 
 
-def run_adapters(dtype: Literal["float32", "bfloat16"], versions: int, seed: int, model: str | None) -> dict[str, str]:
+def run_adapters(
+    dtype: Literal["float32", "bfloat16"], versions: int, seed: int, model: str | None
+) -> dict[str, str]:
     """As ``run``, where a version is an adapter."""
     with tempfile.TemporaryDirectory() as folder:
-        world = World(model or folder, dtype, seed, make=read_model if model else make_model, adapters=True)
+        world = World(
+            model or folder, dtype, seed, make=read_model if model else make_model, adapters=True
+        )
         found = {}
         for name, (how, lr) in ADAPTER_SABOTAGES.items():
             error = world.deliver(how, lr)
             found[name] = "" if str(world.version) in error else f"not caught: {error!r}"
             if error := world.deliver(None, lr):
                 found[name] += f" stopped an honest version after it: {error}"
-        stops = [error for i in range(versions) if (error := world.deliver(None, 10.0 ** -(2 + i % 4), sampled=True))]
-        found[f"{versions} honest adapters"] = f"{len(stops)} were stopped: {stops[0]}" if stops else ""
+        stops = [
+            error
+            for i in range(versions)
+            if (error := world.deliver(None, 10.0 ** -(2 + i % 4), sampled=True))
+        ]
+        found[f"{versions} honest adapters"] = (
+            f"{len(stops)} were stopped: {stops[0]}" if stops else ""
+        )
         world.engine.close()
         return found
 
 
 def run(
-    dtype: Literal["float32", "bfloat16"], versions: int, seed: int, model: str | None, *, experts: bool = False
+    dtype: Literal["float32", "bfloat16"],
+    versions: int,
+    seed: int,
+    model: str | None,
+    *,
+    experts: bool = False,
 ) -> dict[str, str]:
     """Each sabotage and what went wrong with it: "" where it was caught.
 
@@ -56,11 +71,23 @@ def run(
         experts: the model is a mixture, and the sabotages those of one.
     """
     with tempfile.TemporaryDirectory() as folder:
-        world = World(model or folder, dtype, seed, make=read_model if model else make_mixture if experts else make_model)
-        sabotages = {name: how for name, how in SABOTAGES.items() if BIAS in world.names or "bias" not in name}
+        world = World(
+            model or folder,
+            dtype,
+            seed,
+            make=read_model if model else make_mixture if experts else make_model,
+        )
+        sabotages = {
+            name: how
+            for name, how in SABOTAGES.items()
+            if BIAS in world.names or "bias" not in name
+        }
         sabotages = EXPERT_SABOTAGES if experts else sabotages
         found = {}
-        for way, context in (("copied", contextlib.nullcontext), ("reloaded by vLLM", reloaded_by_vllm)):
+        for way, context in (
+            ("copied", contextlib.nullcontext),
+            ("reloaded by vLLM", reloaded_by_vllm),
+        ):
             with context():
                 for name, (how, lr) in sabotages.items():
                     error, case = world.deliver(how, lr), f"{way}, {name}"
@@ -68,19 +95,29 @@ def run(
                     if error := world.deliver(None, lr):
                         found[case] += f" stopped an honest version after it: {error}"
         found["copied as vLLM reloads"] = world.both_ways_differ()
-        stops = [error for i in range(versions) if (error := world.deliver(None, 10.0 ** -(4 + i % 4), sampled=True))]
-        found[f"{versions} honest versions"] = f"{len(stops)} were stopped: {stops[0]}" if stops else ""
+        stops = [
+            error
+            for i in range(versions)
+            if (error := world.deliver(None, 10.0 ** -(4 + i % 4), sampled=True))
+        ]
+        found[f"{versions} honest versions"] = (
+            f"{len(stops)} were stopped: {stops[0]}" if stops else ""
+        )
         world.engine.close()
         return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--versions", type=int, default=200, help="honest versions in a row")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="a hub folder; a tiny model is made without it")
-    parser.add_argument("--adapters", action="store_true", help="a version is an adapter, and not the whole model")
+    parser.add_argument(
+        "--adapters", action="store_true", help="a version is an adapter, and not the whole model"
+    )
     parser.add_argument("--experts", action="store_true", help="the model is a mixture of experts")
     parser.add_argument("--json", help="write the outcome of each case here")
     arguments = parser.parse_args()
@@ -88,9 +125,9 @@ def main() -> None:
     found = {
         f"{dtype}: {name}": fault
         for dtype in arguments.dtypes
-        for name, fault in (run_adapters if arguments.adapters else partial(run, experts=arguments.experts))(
-            dtype, arguments.versions, arguments.seed, arguments.model
-        ).items()
+        for name, fault in (
+            run_adapters if arguments.adapters else partial(run, experts=arguments.experts)
+        )(dtype, arguments.versions, arguments.seed, arguments.model).items()
     }
     missed = {name: fault for name, fault in found.items() if fault}
     for name, fault in missed.items():

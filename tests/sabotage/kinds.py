@@ -50,7 +50,9 @@ EXPERT_SABOTAGES: dict[str, tuple[Sabotage, float]] = {}
 """Of a mixture of experts."""
 
 
-def sabotage(lr: float = 1e-4, name: str | None = None, among: dict = SABOTAGES) -> Callable[[Callable], Callable]:
+def sabotage(
+    lr: float = 1e-4, name: str | None = None, among: dict = SABOTAGES
+) -> Callable[[Callable], Callable]:
     def add(function: Callable) -> Callable:
         among[name or function.__name__] = (contextmanager(function), lr)
         return function
@@ -107,15 +109,23 @@ def change(name: str, lr: float = 1e-4, among: dict = SABOTAGES) -> Callable:
 for _lr in (1e-4, 1e-5, 1e-6, 1e-7):
     change(f"skipped reload, lr {_lr:g}", _lr)(lambda delivery, tensors: None)
     change(f"old version, lr {_lr:g}", _lr)(lambda delivery, tensors: dict(delivery.before))
-change("swapped tensors, q of two layers")(lambda d, t: t | {Q: t[Q.replace("1", "0")], Q.replace("1", "0"): t[Q]})
+change("swapped tensors, q of two layers")(
+    lambda d, t: t | {Q: t[Q.replace("1", "0")], Q.replace("1", "0"): t[Q]}
+)
 change("swapped tensors, k and v")(lambda d, t: t | {K: t[V], V: t[K]})
 change("swapped tensors, gate and up")(lambda d, t: t | {GATE: t[UP], UP: t[GATE]})
 change("scaled tensor")(lambda d, t: t | {GATE: t[GATE] * 1.01})
 change("negated tensor")(lambda d, t: t | {V: -t[V]})
 change("transposed square tensor")(lambda d, t: t | {OUT: t[OUT].t().contiguous()})
-change("two rows of the embedding swapped")(lambda d, t: t | {EMBEDDING: t[EMBEDDING][[1, 0, *range(2, len(t[EMBEDDING]))]]})
-change("one layer of the version before")(lambda d, t: t | {n: v for n, v in d.before.items() if ".layers.1." in n})
-change("norm weights of the version before", 1e-2)(lambda d, t: t | {n: v for n, v in d.before.items() if "norm" in n})
+change("two rows of the embedding swapped")(
+    lambda d, t: t | {EMBEDDING: t[EMBEDDING][[1, 0, *range(2, len(t[EMBEDDING]))]]}
+)
+change("one layer of the version before")(
+    lambda d, t: t | {n: v for n, v in d.before.items() if ".layers.1." in n}
+)
+change("norm weights of the version before", 1e-2)(
+    lambda d, t: t | {n: v for n, v in d.before.items() if "norm" in n}
+)
 change("bias of the version before")(lambda d, t: t | {BIAS: d.before[BIAS]})
 change("half of the tensors")(lambda d, t: dict(list(t.items())[: len(t) // 2]))
 change("dropped tensor, a whole weight")(lambda d, t: {n: v for n, v in t.items() if n != OUT})
@@ -134,7 +144,10 @@ def _(delivery: Delivery, tensors: Tensors) -> Tensors:
 @change("wrong rounding")
 def _(delivery: Delivery, tensors: Tensors) -> Tensors:
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
-    return {name: (value.view(bits[value.dtype]) & ~1).view(value.dtype) for name, value in tensors.items()}
+    return {
+        name: (value.view(bits[value.dtype]) & ~1).view(value.dtype)
+        for name, value in tensors.items()
+    }
 
 
 @change("last bit of one weight")
@@ -191,7 +204,9 @@ def manifest_and_digests_of_the_version_before(delivery: Delivery) -> Iterator[M
 
 
 @sabotage()
-def weights_of_the_version_before_under_this_versions_number(delivery: Delivery) -> Iterator[Manifest]:
+def weights_of_the_version_before_under_this_versions_number(
+    delivery: Delivery,
+) -> Iterator[Manifest]:
     yield replace(delivery.published_before, version=delivery.published.version)
 
 
@@ -206,7 +221,9 @@ def digest_of_another_tensor(delivery: Delivery) -> Iterator[Manifest]:
     yield replace(delivery.published, digests=digests | {Q: digests[OUT]})
 
 
-EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = (f"model.layers.1.mlp.experts.*.{part}_proj.weight" for part in ("gate", "up", "down"))
+EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = (
+    f"model.layers.1.mlp.experts.*.{part}_proj.weight" for part in ("gate", "up", "down")
+)
 ROUTER = "model.layers.0.mlp.gate.weight"
 
 
@@ -222,7 +239,9 @@ def change_experts(name: str, *stacks: str, lr: float = 1e-4) -> Callable:
 
         def changed(delivery: Delivery, tensors: Tensors) -> Tensors:
             chosen = stacks or [own for own in tensors if "*" in own]
-            own = {stack: function(tensors[stack].clone(), delivery.before[stack]) for stack in chosen}
+            own = {
+                stack: function(tensors[stack].clone(), delivery.before[stack]) for stack in chosen
+            }
             return tensors | own
 
         change(name, lr, EXPERT_SABOTAGES)(changed)
@@ -248,17 +267,31 @@ def _with_one_bit_turned(stack: torch.Tensor) -> torch.Tensor:
 
 OF_ONE_LAYER = (EXPERT_GATE, EXPERT_UP, EXPERT_DOWN)
 change_experts("two experts swapped", *OF_ONE_LAYER)(lambda stack, before: stack[[3, 1, 2, 0]])
-change_experts("gates of two experts swapped", EXPERT_GATE)(lambda stack, before: stack[[3, 1, 2, 0]])
-change_experts("experts one place further", *OF_ONE_LAYER)(lambda stack, before: stack.roll(1, 0))
-change_experts("rows of an expert swapped", EXPERT_UP)(lambda stack, before: stack[:, [1, 0, *range(2, stack.shape[1])]])
-change_experts("half of an expert zeroed", EXPERT_DOWN)(lambda stack, before: _zeroed(stack, 1, slice(32, None)))
-change_experts("experts of one rank missing")(lambda stack, before: _zeroed(stack, slice(2, None)))
-change_experts("a rank's rows of every expert missing")(lambda stack, before: _zeroed(stack, slice(None), slice(16, None)))
-change_experts("last bit of one expert", EXPERT_GATE)(lambda stack, before: _with_one_bit_turned(stack))
-change_experts("truncated stack, whose end is of the version before", EXPERT_DOWN)(
-    lambda stack, before: torch.cat([stack.flatten()[:-1000], before.flatten()[-1000:]]).view(stack.shape)
+change_experts("gates of two experts swapped", EXPERT_GATE)(
+    lambda stack, before: stack[[3, 1, 2, 0]]
 )
-change_experts("first expert in every place", EXPERT_UP)(lambda stack, before: stack[:1].repeat(len(stack), 1, 1))
+change_experts("experts one place further", *OF_ONE_LAYER)(lambda stack, before: stack.roll(1, 0))
+change_experts("rows of an expert swapped", EXPERT_UP)(
+    lambda stack, before: stack[:, [1, 0, *range(2, stack.shape[1])]]
+)
+change_experts("half of an expert zeroed", EXPERT_DOWN)(
+    lambda stack, before: _zeroed(stack, 1, slice(32, None))
+)
+change_experts("experts of one rank missing")(lambda stack, before: _zeroed(stack, slice(2, None)))
+change_experts("a rank's rows of every expert missing")(
+    lambda stack, before: _zeroed(stack, slice(None), slice(16, None))
+)
+change_experts("last bit of one expert", EXPERT_GATE)(
+    lambda stack, before: _with_one_bit_turned(stack)
+)
+change_experts("truncated stack, whose end is of the version before", EXPERT_DOWN)(
+    lambda stack, before: torch.cat([stack.flatten()[:-1000], before.flatten()[-1000:]]).view(
+        stack.shape
+    )
+)
+change_experts("first expert in every place", EXPERT_UP)(
+    lambda stack, before: stack[:1].repeat(len(stack), 1, 1)
+)
 
 
 @change("gate and up of an expert swapped", among=EXPERT_SABOTAGES)
@@ -273,9 +306,15 @@ change("gate and up of all experts swapped", among=EXPERT_SABOTAGES)(
 )
 for _lr in (1e-4, 1e-6):
     change_experts(f"an expert of the version before, lr {_lr:g}", lr=_lr)(_with_expert_of)
-    change(f"router of the version before, lr {_lr:g}", _lr, EXPERT_SABOTAGES)(lambda d, t: t | {ROUTER: d.before[ROUTER]})
-change("dropped stack", among=EXPERT_SABOTAGES)(lambda d, t: {name: own for name, own in t.items() if name != EXPERT_DOWN})
-change("dropped router", among=EXPERT_SABOTAGES)(lambda d, t: {name: tensor for name, tensor in t.items() if name != ROUTER})
+    change(f"router of the version before, lr {_lr:g}", _lr, EXPERT_SABOTAGES)(
+        lambda d, t: t | {ROUTER: d.before[ROUTER]}
+    )
+change("dropped stack", among=EXPERT_SABOTAGES)(
+    lambda d, t: {name: own for name, own in t.items() if name != EXPERT_DOWN}
+)
+change("dropped router", among=EXPERT_SABOTAGES)(
+    lambda d, t: {name: tensor for name, tensor in t.items() if name != ROUTER}
+)
 
 
 @sabotage(among=EXPERT_SABOTAGES)
@@ -304,7 +343,10 @@ def old_packed_experts_put_back(delivery: Delivery) -> Iterator[None]:
 
 ADAPTER_SABOTAGES: dict[str, tuple[Sabotage, float]] = {}
 """Where a version is an adapter."""
-FIRST, LAST = ("base_model.model.model.layers.0.self_attn.q_proj.lora_", "base_model.model.model.layers.2.mlp.down_proj.lora_")
+FIRST, LAST = (
+    "base_model.model.model.layers.0.self_attn.q_proj.lora_",
+    "base_model.model.model.layers.2.mlp.down_proj.lora_",
+)
 
 
 def change_adapter(name: str, lr: float = 1e-4) -> Callable:
@@ -336,14 +378,22 @@ def scaled(tensors: Tensors) -> Tensors:
 
 for _lr in (1e-4, 1e-6):
     change_adapter(f"adapter not loaded, lr {_lr:g}", _lr)(lambda delivery, tensors: None)
-    change_adapter(f"adapter of the version before, lr {_lr:g}", _lr)(lambda delivery, tensors: dict(delivery.before))
+    change_adapter(f"adapter of the version before, lr {_lr:g}", _lr)(
+        lambda delivery, tensors: dict(delivery.before)
+    )
 change_adapter("scale taken twice")(lambda d, t: scaled(t))
-change_adapter("adapter not scaled")(lambda d, t: {n: v / 2 if "lora_B" in n else v for n, v in t.items()})
-change_adapter("matrix without its adapter")(lambda d, t: {n: v for n, v in t.items() if not n.startswith(LAST)})
+change_adapter("adapter not scaled")(
+    lambda d, t: {n: v / 2 if "lora_B" in n else v for n, v in t.items()}
+)
+change_adapter("matrix without its adapter")(
+    lambda d, t: {n: v for n, v in t.items() if not n.startswith(LAST)}
+)
 change_adapter("part of a packed matrix without its adapter")(
     lambda d, t: {n: v for n, v in t.items() if not n.startswith(FIRST)}
 )
-change_adapter("one A of the version before")(lambda d, t: t | {f"{FIRST}A.weight": d.before[f"{FIRST}A.weight"]})
+change_adapter("one A of the version before")(
+    lambda d, t: t | {f"{FIRST}A.weight": d.before[f"{FIRST}A.weight"]}
+)
 change_adapter("A of two layers swapped")(
     lambda d, t: (
         t
@@ -384,7 +434,10 @@ def _adapter_changed_in_the_engine(delivery: Delivery) -> Iterator[None]:
         compat.set_adapters = honest
 
 
-ADAPTER_SABOTAGES["adapter changed in the engine"] = (contextmanager(_adapter_changed_in_the_engine), 1e-4)
+ADAPTER_SABOTAGES["adapter changed in the engine"] = (
+    contextmanager(_adapter_changed_in_the_engine),
+    1e-4,
+)
 for _name in (
     "manifest_and_digests_of_the_version_before",
     "weights_of_the_version_before_under_this_versions_number",

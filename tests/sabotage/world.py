@@ -90,10 +90,15 @@ def make_mixture(folder: str) -> tuple[PreTrainedModel, Tensors]:
 def stacked(tensors: Tensors) -> Tensors:
     """Return a checkpoint's tensors as they are published: the experts of a layer as three stacks."""
     found: dict[str, list[torch.Tensor]] = {}
-    experts = sorted(tensors, key=lambda name: [int(part) for part in name.split(".") if part.isdigit()])
+    experts = sorted(
+        tensors, key=lambda name: [int(part) for part in name.split(".") if part.isdigit()]
+    )
     for name in experts:
         found.setdefault(stack_name(name), []).append(tensors[name])
-    return {name: torch.stack(found[name]) if "*" in name else found[name][0] for name in map(stack_name, tensors)}
+    return {
+        name: torch.stack(found[name]) if "*" in name else found[name][0]
+        for name in map(stack_name, tensors)
+    }
 
 
 def of_transformers(tensors: Tensors) -> Tensors:
@@ -129,7 +134,9 @@ def make_model(folder: str) -> tuple[PreTrainedModel, Tensors]:
             layer.self_attn.o_proj.bias.zero_()
     model.save_pretrained(folder)
     file = Path(folder, "model.safetensors")
-    tensors = {name: value for name, value in load_file(file).items() if not name.endswith("o_proj.bias")}
+    tensors = {
+        name: value for name, value in load_file(file).items() if not name.endswith("o_proj.bias")
+    }
     save_file(tensors, file, metadata={"format": "pt"})
     return model, tensors
 
@@ -155,7 +162,9 @@ def merged(base: Tensors, version: Tensors) -> Tensors:
     for name in version:
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         if f"{module}.weight" in base:
-            a, b = (version[f"base_model.model.{module}.lora_{part}.weight"].float() for part in "AB")
+            a, b = (
+                version[f"base_model.model.{module}.lora_{part}.weight"].float() for part in "AB"
+            )
             found[f"{module}.weight"] = base[f"{module}.weight"].float() + b @ a
     return found
 
@@ -180,7 +189,9 @@ class World:
         model, tensors = make(folder)
         tensors = stacked(tensors)
         config = VLLMEngineConfig(max_model_len=64, max_num_seqs=COMPLETIONS, dtype=dtype)
-        self.engine = config.build(model_path=folder, device="cpu", adapters={"": RANK} if adapters else {})
+        self.engine = config.build(
+            model_path=folder, device="cpu", adapters={"": RANK} if adapters else {}
+        )
         self._base = tensors
         if adapters:
             tensors = adapters_of(tensors, seed)
@@ -188,8 +199,13 @@ class World:
         self._alarm, self._bound = MismatchAlarm(dtype, exact=True), CanaryBound(dtype)
         self._random = torch.Generator().manual_seed(seed)
         self._master = {name: value.float().clone() for name, value in tensors.items()}
-        self._shards, self._dtype = {name: whole(tensor.shape) for name, tensor in tensors.items()}, config.torch_dtype
-        self._buffers = [SharedBuffer.create(buffer_bytes(self._shards, self._dtype)) for _ in range(2)]
+        self._shards, self._dtype = (
+            {name: whole(tensor.shape) for name, tensor in tensors.items()},
+            config.torch_dtype,
+        )
+        self._buffers = [
+            SharedBuffer.create(buffer_bytes(self._shards, self._dtype)) for _ in range(2)
+        ]
         self._published: list[Manifest] = []
         self.names = set(tensors)
         self.version = 0
@@ -224,7 +240,9 @@ class World:
             return WeightReceipt(
                 version=(found or published).version,
                 fingerprint=fingerprint(report.digests),
-                canary_logprobs=self._scored(canary) if sabotage is None else np.zeros(len(canary), np.float32),
+                canary_logprobs=self._scored(canary)
+                if sabotage is None
+                else np.zeros(len(canary), np.float32),
                 verify_s=0.0,
                 reload_s=0.0,
             )
@@ -233,12 +251,16 @@ class World:
             return value
 
         async def receipts(version: int, canary_token_ids: np.ndarray) -> dict[int, WeightReceipt]:
-            second = replica(sabotage, canary_token_ids)  # first, so that the engine holds the version before
+            second = replica(
+                sabotage, canary_token_ids
+            )  # first, so that the engine holds the version before
             return {0: replica(None, canary_token_ids), 1: second}
 
         def proof() -> tuple[str, np.ndarray]:
             tokens = sync.canary_token_ids
-            canary = self._trainers(tokens) if sabotage is None else np.zeros(len(tokens), np.float32)
+            canary = (
+                self._trainers(tokens) if sabotage is None else np.zeros(len(tokens), np.float32)
+            )
             return fingerprint(published.digests), canary
 
         rank0 = SimpleNamespace(
@@ -301,29 +323,49 @@ class World:
         """float32 [L]: the log-probability of each token but the first, as the trainer computes it."""
         tokens = torch.from_numpy(np.asarray(token_ids, np.int64))[None]
         logprobs = self._trainer(tokens).logits[0, :-1].float().log_softmax(-1)
-        return np.concatenate([[0.0], logprobs.gather(1, tokens[0, 1:, None]).squeeze(1).numpy()]).astype(np.float32)
+        return np.concatenate(
+            [[0.0], logprobs.gather(1, tokens[0, 1:, None]).squeeze(1).numpy()]
+        ).astype(np.float32)
 
     def _mismatch(self) -> float:
         """Mean distance, in nats, of what engine and trainer say of tokens that are sampled now."""
-        prompts = np.random.default_rng(self.version).integers(0, VOCABULARY, (COMPLETIONS, TOKENS)).astype(np.int32)
+        prompts = (
+            np.random.default_rng(self.version)
+            .integers(0, VOCABULARY, (COMPLETIONS, TOKENS))
+            .astype(np.int32)
+        )
         sampling = SamplingConfig(max_tokens=TOKENS)
         results = self._answers(
             [
-                GenerateRequest(request_id=i, prompt_token_ids=prompt, sampling=sampling, seed=i, stop_token_ids=[])
+                GenerateRequest(
+                    request_id=i,
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
+                    seed=i,
+                    stop_token_ids=[],
+                )
                 for i, prompt in enumerate(prompts)
             ]
         )
         distances = []
         for result in results:
-            assert isinstance(result, GenerateResult) and (result.completion.policy_versions == self.version).all()
+            assert (
+                isinstance(result, GenerateResult)
+                and (result.completion.policy_versions == self.version).all()
+            )
             sampled = result.completion
-            theirs = self._trainers(np.concatenate([prompts[result.request_id], sampled.token_ids]))[TOKENS:]
+            theirs = self._trainers(
+                np.concatenate([prompts[result.request_id], sampled.token_ids])
+            )[TOKENS:]
             distances.append(np.abs(theirs - sampled.logprobs))
         return float(np.mean(distances))
 
     def both_ways_differ(self) -> str:
         """How an engine that copies a version differs from one that loads it by vLLM's own reload; "" if it does not."""
-        model, names = self.engine._engine.model_executor.driver_worker.worker.get_model(), set(self._master)
+        model, names = (
+            self.engine._engine.model_executor.driver_worker.worker.get_model(),
+            set(self._master),
+        )
         if not compat.copying_suffices(model, list(compat.held_weights(model, names)), names):
             return "this model is not loaded by copying"
         tokens = np.random.default_rng(self.version).integers(0, VOCABULARY, 50).astype(np.int32)
@@ -331,13 +373,19 @@ class World:
         for way in (nullcontext, reloaded_by_vllm):
             self._master = {name: value.clone() for name, value in wanted.items()}
             self._publish(1e-2)
-            self._load(self._published[-1])  # the engine holds other weights, of which a load may leave none
+            self._load(
+                self._published[-1]
+            )  # the engine holds other weights, of which a load may leave none
             self._master = wanted
             self._publish(0.0)
             with way():
                 self._load(self._published[-1])
             scored.append(self._scored(tokens))
-        return "" if np.array_equal(*scored) else f"by up to {np.abs(scored[0] - scored[1]).max()} nats"
+        return (
+            ""
+            if np.array_equal(*scored)
+            else f"by up to {np.abs(scored[0] - scored[1]).max()} nats"
+        )
 
 
 @contextmanager

@@ -6,7 +6,14 @@ import json
 import aiohttp
 import numpy as np
 
-from torchtitan.experiments.rl.tasks import AgentTask, MemoryRows, RendererEnvConfig, RowDataset, Rubric, SamplingConfig
+from torchtitan.experiments.rl.tasks import (
+    AgentTask,
+    MemoryRows,
+    RendererEnvConfig,
+    RowDataset,
+    Rubric,
+    SamplingConfig,
+)
 
 ADD = {
     "type": "function",
@@ -32,7 +39,9 @@ def config_of(task_class, *, rows=(), tokens=2048, calls=64, sampled=256, timeou
     fields.setdefault("rubric", Rubric.Config(reward_fns=[no_reward]))
     fields.setdefault("max_retries", 0)
     fields.setdefault("group_size", 1)
-    return task_class.Config(dataset=row_dataset(*rows), env=env, sampling=SamplingConfig(max_tokens=sampled), **fields)
+    return task_class.Config(
+        dataset=row_dataset(*rows), env=env, sampling=SamplingConfig(max_tokens=sampled), **fields
+    )
 
 
 async def run_task(config, policy, renderer, *, seed=0):
@@ -87,7 +96,11 @@ async def client_of(endpoint, **headers):
                 return response.status, json.loads(await response.read())
 
         async def ask(messages, *, headers=None, **fields):
-            return await raw("chat/completions", {"model": "policy", "messages": messages, **fields}, headers=headers)
+            return await raw(
+                "chat/completions",
+                {"model": "policy", "messages": messages, **fields},
+                headers=headers,
+            )
 
         ask.raw, ask.session = raw, session
         yield ask

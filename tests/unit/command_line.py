@@ -12,6 +12,8 @@ def assert_one_line(err: str, *parts: str) -> None:
     line, _, frames = err.partition("\n")
     assert line.startswith("error: "), err
     # A file that is no Python has a place and no frames.
-    assert not frames or frames.startswith(("Traceback (most recent call last):\n", '  File "')), err
+    assert not frames or frames.startswith(("Traceback (most recent call last):\n", '  File "')), (
+        err
+    )
     for part in parts:
         assert part in line

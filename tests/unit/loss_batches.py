@@ -10,13 +10,19 @@ ONE = LossDenominators(rl=1, ce=1, ref_kl=1)
 def batch_of(shape: tuple[int, int], **streams) -> TrainingBatch:
     """A batch whose streams are the given nested lists or tensors, and otherwise empty."""
     rows, length = shape
-    empty = {name: torch.from_numpy(stream.padding(rows * length, None)) for name, stream in STREAMS.items()}
+    empty = {
+        name: torch.from_numpy(stream.padding(rows * length, None))
+        for name, stream in STREAMS.items()
+    }
     defaults = {name: flat.view(*shape, *flat.shape[1:]) for name, flat in empty.items()} | dict(
         positions=torch.arange(length, dtype=torch.int32).expand(rows, length).clone(),
         task_ids=torch.zeros(shape, dtype=torch.int32),
         temperatures=torch.ones(shape),
     )
-    given = {name: torch.as_tensor(values, dtype=defaults[name].dtype) for name, values in streams.items()}
+    given = {
+        name: torch.as_tensor(values, dtype=defaults[name].dtype)
+        for name, values in streams.items()
+    }
     return TrainingBatch(**(defaults | given), task_names=("task",))
 
 

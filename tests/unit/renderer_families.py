@@ -36,7 +36,9 @@ SPECIAL_TOKENS = {
 
 SETTINGS: dict[str, dict] = {
     "qwen3, thoughts kept": dict(name="qwen3", enable_thinking=True, thinking_retention="all"),
-    "qwen3, thoughts stripped": dict(name="qwen3", enable_thinking=True, thinking_retention="tool_cycle"),
+    "qwen3, thoughts stripped": dict(
+        name="qwen3", enable_thinking=True, thinking_retention="tool_cycle"
+    ),
     "qwen3, no thinking": dict(name="qwen3"),
     "qwen3.5, thoughts kept": dict(name="qwen3.5", enable_thinking=True, thinking_retention="all"),
     "qwen3.5, as its template": dict(name="qwen3.5", enable_thinking=True, thinking_retention=None),

@@ -11,10 +11,19 @@ from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.records import RecordKind
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
-from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutStatus, RolloutTurn
+from torchtitan.experiments.rl.rollouts.types import (
+    Completion,
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    RolloutTurn,
+)
 
 
-def rollout(group: str, index: int, *, reward: float | None, reply: str = "7", task: str = "sums", **fields) -> Rollout:
+def rollout(
+    group: str, index: int, *, reward: float | None, reply: str = "7", task: str = "sums", **fields
+) -> Rollout:
     """Of one turn: the prompt's tokens are 1, 2, 3, the completion's 4 and 5."""
     turn = RolloutTurn(
         prompt_messages=[{"role": "system", "content": "Add."}, {"role": "user", "content": "3 4"}],
@@ -40,7 +49,9 @@ def rollout(group: str, index: int, *, reward: float | None, reply: str = "7", t
         reward_components={} if reward is None else {"right": reward},
         **fields,
     )
-    found.samples = samples_from_turns(found.turns, task_name=task, rollout_id=found.rollout_id, temperature=1.0)
+    found.samples = samples_from_turns(
+        found.turns, task_name=task, rollout_id=found.rollout_id, temperature=1.0
+    )
     return found
 
 
@@ -67,7 +78,9 @@ def record(
     assert recorder.not_recorded == 0
 
 
-def write_metrics(folder: Path, records: Mapping[int, Mapping[str, float]], *, resume_step: int | None = None) -> None:
+def write_metrics(
+    folder: Path, records: Mapping[int, Mapping[str, float]], *, resume_step: int | None = None
+) -> None:
     logger = MetricsLogger.Config(tensorboard=False).build(run_dir=folder, resume_step=resume_step)
     for step, metrics in records.items():
         logger.log(step, metrics)
@@ -83,10 +96,15 @@ def write_ledger(folder: Path, ends: Sequence[tuple[str, str, str]]) -> None:
     ledger.close()
 
 
-def record_evaluation(folder: Path, label: str, rewards: Mapping[str, Sequence[float | None]], *, step: int) -> None:
+def record_evaluation(
+    folder: Path, label: str, rewards: Mapping[str, Sequence[float | None]], *, step: int
+) -> None:
     """``rewards``: of each attempt, by the id of the example; the first is the validation set's first."""
     groups = [
-        [rollout(f"validation-sums-{place}@{label}", index, reward=reward) for index, reward in enumerate(attempts)]
+        [
+            rollout(f"validation-sums-{place}@{label}", index, reward=reward)
+            for index, reward in enumerate(attempts)
+        ]
         for place, attempts in enumerate(rewards.values())
     ]
     for example, own in zip(rewards, groups, strict=True):
@@ -106,16 +124,33 @@ def small_run(folder: Path) -> Path:
         rollout("words-0", 0, reward=1.0, task="words"),
         rollout("words-0", 1, reward=None, task="words", error="it broke"),
     ]
-    outcomes = {"sums-0/0": "trained", "sums-0/1": "trained", "words-0/0": "filtered/pre/zero_advantage"}
+    outcomes = {
+        "sums-0/0": "trained",
+        "sums-0/1": "trained",
+        "words-0/0": "filtered/pre/zero_advantage",
+    }
     outcomes["words-0/1"] = "failed/error"
     record(folder, [first], outcomes, step=0)
     record(folder, [second], outcomes, step=1)
     write_ledger(folder, [(name.split("-")[0], name, column) for name, column in outcomes.items()])
-    counts = {"ledger/sums/dispatched": 3, "ledger/sums/open": 1, "ledger/words/dispatched": 2, "ledger/words/open": 0}
+    counts = {
+        "ledger/sums/dispatched": 3,
+        "ledger/sums/open": 1,
+        "ledger/words/dispatched": 2,
+        "ledger/words/open": 0,
+    }
     steps = {0: {"validation/step": 0, "validation/reward": 0.25, "validation/sums/avg@1": 0.25}}
-    steps |= {n: {"rollout/reward_mean": n / 4, "policy/entropy": 1 / n, "time/step_s": 2.0, **counts} for n in (1, 2, 3)}
+    steps |= {
+        n: {"rollout/reward_mean": n / 4, "policy/entropy": 1 / n, "time/step_s": 2.0, **counts}
+        for n in (1, 2, 3)
+    }
     steps[2] |= {"policy/entropy": float("nan")}
     write_metrics(folder, steps)
-    config = {"steps": 3, "seed": 7, "tasks": {"sums": {"group_size": 2}}, "judge": {"api_key": "sk-1", "api_key_env": "JUDGE"}}
+    config = {
+        "steps": 3,
+        "seed": 7,
+        "tasks": {"sums": {"group_size": 2}},
+        "judge": {"api_key": "sk-1", "api_key_env": "JUDGE"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder

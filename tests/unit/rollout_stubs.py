@@ -13,7 +13,9 @@ from torchtitan.experiments.rl.rollouts.types import Completion
 CLOSE = "<|im_end|>"
 
 
-def completion_of(tokenizer, text: str, *, finish_reason: str = "stop", version: int = 0) -> Completion:
+def completion_of(
+    tokenizer, text: str, *, finish_reason: str = "stop", version: int = 0
+) -> Completion:
     """The text as if sampled, with the turn's closing token when it stopped; token i has log-probability -(i + 1) / 8."""
     ids = tokenizer.encode(text + CLOSE * (finish_reason == "stop"), add_special_tokens=False)
     return Completion(
@@ -40,7 +42,11 @@ class ScriptedPolicy:
 
 def tokens_to_stop(tokenizer, ids, stops):
     """Return the number of tokens that complete the first of the texts; all if none is there."""
-    found = (count for count in range(1, len(ids) + 1) if any(stop in tokenizer.decode(ids[:count]) for stop in stops))
+    found = (
+        count
+        for count in range(1, len(ids) + 1)
+        if any(stop in tokenizer.decode(ids[:count]) for stop in stops)
+    )
     return next(found, len(ids)) if stops else len(ids)
 
 
@@ -88,7 +94,14 @@ class ScriptedSession:
 class TalkingEnv(MessageEnv):
     """Answers "more" as a user until ``turns`` answers were given, and earns ``turn_reward`` with each."""
 
-    def __init__(self, turns: int = 1, *, opening: str = "start", role: str = "user", turn_reward: float = 1.0):
+    def __init__(
+        self,
+        turns: int = 1,
+        *,
+        opening: str = "start",
+        role: str = "user",
+        turn_reward: float = 1.0,
+    ):
         self.turns, self.opening, self.role, self.turn_reward = turns, opening, role, turn_reward
         self.received: list[dict] = []
         self.closed = 0
@@ -119,7 +132,11 @@ class BrokenEnv(TalkingEnv):
         return await self._break() if self.where == "reset" else await super().reset()
 
     async def step_message(self, message):
-        return await self._break() if self.where == "step_message" else await super().step_message(message)
+        return (
+            await self._break()
+            if self.where == "step_message"
+            else await super().step_message(message)
+        )
 
     async def _break(self):
         answer = self.what()
@@ -149,7 +166,9 @@ async def hang_through_cancellation():
 
 def answer_with(**changes):
     """A StepOutput with some fields wrong."""
-    return lambda: StepOutput(**{"env_messages": [{"role": "user", "content": "x"}], "done": False, **changes})
+    return lambda: StepOutput(
+        **{"env_messages": [{"role": "user", "content": "x"}], "done": False, **changes}
+    )
 
 
 FAILURES = {
@@ -170,7 +189,9 @@ async def stepped(env, completion=None):
     await (env.initial_prompt() if completion is None else env.step_completion(completion))
     turn = env.turns[before] if len(env.turns) > before else None
     return SimpleNamespace(
-        next_prompt_token_ids=None if env.prompt_token_ids is None else env.prompt_token_ids.tolist(),
+        next_prompt_token_ids=None
+        if env.prompt_token_ids is None
+        else env.prompt_token_ids.tolist(),
         next_prompt_messages=list(env._conversation.messages),
         status=env.status,
         env_messages=turn.env_messages if turn else [],

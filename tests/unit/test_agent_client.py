@@ -49,7 +49,9 @@ async def test_many_rollouts_share_the_connections_of_one_client(renderer, token
             seconds.append(time.process_time() - begun)
             return await super().run_agent(sample, endpoint)
 
-    group = await run_task(config_of(Timed, group_size=64), ScriptedPolicy(tokenizer, "ok"), renderer)
+    group = await run_task(
+        config_of(Timed, group_size=64), ScriptedPolicy(tokenizer, "ok"), renderer
+    )
     assert all(rollout.calls == {"answered": 2} for rollout in group.rollouts)
     # The first client makes the connections' TLS context, which takes 0.03 to 0.1 s.
     assert sum(sorted(seconds)[:-1]) < 0.3
@@ -73,10 +75,14 @@ async def with_failures_caught(sample, endpoint):
 
 
 @pytest.mark.parametrize("agent", [with_a_client_of_its_own, with_failures_caught])
-async def test_an_agent_whose_calls_go_to_a_proxy_is_told(agent, renderer, tokenizer, proxy, monkeypatch):
+async def test_an_agent_whose_calls_go_to_a_proxy_is_told(
+    agent, renderer, tokenizer, proxy, monkeypatch
+):
     rollout = await run_agent(agent, ScriptedPolicy(tokenizer, "ok"), renderer)
     assert rollout.status is RolloutStatus.ERROR
-    assert rollout.error.endswith("the proxy of HTTP_PROXY: use endpoint.client(), or add 127.0.0.1 to NO_PROXY"), rollout.error
+    assert rollout.error.endswith(
+        "the proxy of HTTP_PROXY: use endpoint.client(), or add 127.0.0.1 to NO_PROXY"
+    ), rollout.error
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     rollout = await run_agent(agent, ScriptedPolicy(tokenizer, "ok"), renderer)
     assert rollout.status is RolloutStatus.COMPLETED, rollout.error
@@ -96,7 +102,9 @@ async def test_a_plain_function_is_told_how_to_share_a_client(renderer, tokenize
         def run_agent(self, sample, endpoint):
             endpoint.client()
 
-    (rollout,) = (await run_task(config_of(Plain), ScriptedPolicy(tokenizer, "ok"), renderer)).rollouts
+    (rollout,) = (
+        await run_task(config_of(Plain), ScriptedPolicy(tokenizer, "ok"), renderer)
+    ).rollouts
     assert rollout.status is RolloutStatus.ERROR and "make one openai.OpenAI" in rollout.error
 
 

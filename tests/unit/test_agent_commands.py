@@ -84,7 +84,10 @@ def processes_with(marker: str) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if marker in (entry / "environ").read_text() or "3600.5" in (entry / "cmdline").read_text():
+                if (
+                    marker in (entry / "environ").read_text()
+                    or "3600.5" in (entry / "cmdline").read_text()
+                ):
                     found.append(int(entry.name))
             except OSError:
                 pass
@@ -105,7 +108,11 @@ def places(tmp_path, monkeypatch):
 
 async def run_command(command, renderer, policy, *, row, reward, **fields):
     rubric = Rubric.Config(reward_fns=[reward])
-    return await run_task(config_of(AgentCommandTask, command=command, rows=[row], rubric=rubric, **fields), policy, renderer)
+    return await run_task(
+        config_of(AgentCommandTask, command=command, rows=[row], rubric=rubric, **fields),
+        policy,
+        renderer,
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -115,7 +122,9 @@ async def test_every_end_has_a_name_and_nothing_stays(way, renderer, tokenizer, 
     seen = []
 
     def reward(result, row):
-        seen.append((result.exit_code, len(result.output), len(result.errors), result.folder.is_dir()))
+        seen.append(
+            (result.exit_code, len(result.output), len(result.errors), result.folder.is_dir())
+        )
         return 1.0
 
     row = {"files": {"agent.py": ASK + code}, "variables": {"MARK": marker}}
@@ -130,7 +139,9 @@ async def test_every_end_has_a_name_and_nothing_stays(way, renderer, tokenizer, 
     (rollout,) = group.rollouts
     assert rollout.status == status and cause in (rollout.error or ""), rollout.error
     assert rollout.reward == (1.0 if status in ("completed", "truncated_max_turns") else None)
-    assert all(kept <= 16_384 for _, *lengths, _ in seen for kept in lengths) and all(there for *_, there in seen)
+    assert all(kept <= 16_384 for _, *lengths, _ in seen for kept in lengths) and all(
+        there for *_, there in seen
+    )
     for _ in range(100):  # the kernel takes a moment to take them down
         if not (left := processes_with(marker)):
             break
@@ -155,7 +166,9 @@ asyncio.run(main())
 
 def test_commands_end_with_a_process_that_is_killed():
     marker = f"AGENT_TEST_{os.getpid()}_killed"
-    host = subprocess.Popen([sys.executable, "-c", HOST, marker], cwd=ROOT, stdout=subprocess.PIPE, env=os.environ)
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST, marker], cwd=ROOT, stdout=subprocess.PIPE, env=os.environ
+    )
     try:
         until(lambda: len(processes_with(f"MARK={marker}")) >= 16, seconds=60)
         host.kill()
@@ -176,27 +189,41 @@ def until(holds, *, seconds):
 
 async def test_rewards_may_judge_exit_codes(renderer, tokenizer, places):
     def reward(result, row):
-        return float(result.exit_code == 3 and "bye" in result.errors and (result.folder / "made.txt").read_text() == "this")
+        return float(
+            result.exit_code == 3
+            and "bye" in result.errors
+            and (result.folder / "made.txt").read_text() == "this"
+        )
 
     code = "ask(); open('made.txt', 'w').write('this'); import sys; print('bye', file=sys.stderr); sys.exit(3)"
     row = {"files": {"agent.py": ASK + code}}
     command = [sys.executable, "-S", "agent.py"]
-    group = await run_command(command, renderer, ScriptedPolicy(tokenizer, "ok"), row=row, reward=reward, check_exit=False)
+    group = await run_command(
+        command, renderer, ScriptedPolicy(tokenizer, "ok"), row=row, reward=reward, check_exit=False
+    )
     assert group.rollouts[0].reward == 1.0, group.rollouts[0].error
 
 
 @pytest.mark.parametrize(
-    ("column", "value"), [("files", ["a"]), ("files", {"a": None}), ("variables", "x"), ("variables", {"A": [1]})]
+    ("column", "value"),
+    [("files", ["a"]), ("files", {"a": None}), ("variables", "x"), ("variables", {"A": [1]})],
 )
 async def test_columns_that_are_no_texts_are_named(column, value, renderer, tokenizer, places):
     row = {column: value}
-    group = await run_command(["true"], renderer, ScriptedPolicy(tokenizer, "ok"), row=row, reward=lambda result, row: 0.0)
-    assert f"the row's column {column!r} is " in group.rollouts[0].error and list(places.iterdir()) == []
+    group = await run_command(
+        ["true"], renderer, ScriptedPolicy(tokenizer, "ok"), row=row, reward=lambda result, row: 0.0
+    )
+    assert (
+        f"the row's column {column!r} is " in group.rollouts[0].error
+        and list(places.iterdir()) == []
+    )
 
 
 async def test_a_file_outside_the_folder_is_refused(renderer, tokenizer, places):
     row = {"files": {"../outside.txt": "x"}}
-    group = await run_command(["true"], renderer, ScriptedPolicy(tokenizer, "ok"), row=row, reward=lambda result, row: 0.0)
+    group = await run_command(
+        ["true"], renderer, ScriptedPolicy(tokenizer, "ok"), row=row, reward=lambda result, row: 0.0
+    )
     assert "'../outside.txt' is outside the command's folder" in group.rollouts[0].error
     assert list(places.iterdir()) == []
 
@@ -210,7 +237,13 @@ async def test_a_command_gets_no_secret_of_the_run(renderer, tokenizer, places, 
         seen.append(result.output)
         return 0.0
 
-    await run_command([sys.executable, "-S", "agent.py"], renderer, ScriptedPolicy(tokenizer, "ok"), row=row, reward=reward)
+    await run_command(
+        [sys.executable, "-S", "agent.py"],
+        renderer,
+        ScriptedPolicy(tokenizer, "ok"),
+        row=row,
+        reward=reward,
+    )
     assert "ANTHROPIC_BASE_URL" in seen[0] and "WANDB_API_KEY" not in seen[0]
 
 
@@ -218,8 +251,12 @@ async def test_the_calculator_program_earns_what_the_env_gives(places):
     path = Path(__file__).resolve().parents[2] / "assets/tiny_qwen3_conversations"
     from transformers import AutoTokenizer
 
-    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 + 30"}}\n</tool_call>'
-    policy = ScriptedPolicy(AutoTokenizer.from_pretrained(str(path)), lambda rollout_id, turn: [call, "42"][turn])
+    call = (
+        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 + 30"}}\n</tool_call>'
+    )
+    policy = ScriptedPolicy(
+        AutoTokenizer.from_pretrained(str(path)), lambda rollout_id, turn: [call, "42"][turn]
+    )
     config = config_of(AgentCommandTask, command=PROGRAM, rubric=CalculatorRubric.Config())
     task = config.build(name="agent", renderer=build_renderer(RendererConfig(), path))
     sample = task.dataset[0]
@@ -240,7 +277,9 @@ def test_a_program_that_is_not_there_is_refused_by_its_field():
     assert refused.value.field == "tasks.mine.command"
 
 
-@pytest.mark.parametrize(("field", "value"), [("models", {"gpt": "trained"}), ("noise", {"date": "("})])
+@pytest.mark.parametrize(
+    ("field", "value"), [("models", {"gpt": "trained"}), ("noise", {"date": "("})]
+)
 def test_names_and_patterns_are_checked_before_a_run(field, value):
     config = agent_command_task([{"q": "x"}], ["true"], lambda result, row: 0.0, **{field: value})
     with pytest.raises(ConfigError) as refused:

@@ -13,15 +13,27 @@ from torchtitan.experiments.rl.algorithms.max_rl import MaxRL
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel
-from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutTurn
+from torchtitan.experiments.rl.rollouts.types import (
+    Completion,
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutTurn,
+)
 from torchtitan.experiments.rl.types import ROLES, TrainingSample
 
 
-def turn(completion_tokens: int, prompt_roles: list[str | None] = ("user",), prompt_is_content: list[bool] = (True,)):
+def turn(
+    completion_tokens: int,
+    prompt_roles: list[str | None] = ("user",),
+    prompt_is_content: list[bool] = (True,),
+):
     return RolloutTurn(
         prompt_messages=[],
         prompt_token_ids=np.zeros(len(prompt_roles), np.int32),
-        prompt_role_ids=np.array([ROLES.index(role) if role else -1 for role in prompt_roles], np.int8),
+        prompt_role_ids=np.array(
+            [ROLES.index(role) if role else -1 for role in prompt_roles], np.int8
+        ),
         prompt_is_content=np.array(prompt_is_content),
         completion=Completion(
             token_ids=np.zeros(completion_tokens, np.int32),
@@ -56,7 +68,9 @@ def rollout(reward: float | None, turns: list[RolloutTurn] | None = None) -> Rol
 
 def group(*rollouts: Rollout) -> RolloutGroup:
     sample = DataSample(sample_id="sample", env_input=None)
-    return RolloutGroup(group_id="group", task_name="task", data_sample=sample, rollouts=list(rollouts))
+    return RolloutGroup(
+        group_id="group", task_name="task", data_sample=sample, rollouts=list(rollouts)
+    )
 
 
 def advantages(config: Algorithm.Config, *rollouts: Rollout) -> list[float | None]:
@@ -86,7 +100,9 @@ def test_grpo_is_the_reward_less_the_groups_mean():
 def test_grpo_divides_by_the_standard_deviation_only_when_asked():
     # Mean 1/4; deviation sqrt(3)/4.
     expected = [math.sqrt(3)] + [-1 / math.sqrt(3)] * 3
-    assert of_rewards(GRPO.Config(normalize_std=True), 1.0, 0.0, 0.0, 0.0) == pytest.approx(expected, rel=1e-5)
+    assert of_rewards(GRPO.Config(normalize_std=True), 1.0, 0.0, 0.0, 0.0) == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("config", [GRPO.Config(), GRPO.Config(normalize_std=True), MaxRL.Config()])
@@ -97,9 +113,15 @@ def test_equal_rewards_give_advantages_of_exactly_zero(config, reward):
 
 @pytest.mark.parametrize("config", [GRPO.Config(), MaxRL.Config()])
 def test_a_rollout_without_reward_counts_for_nothing_and_is_left_as_it_is(config):
-    assert of_rewards(config, 1.0, None, 0.0) == of_rewards(config, 1.0, 0.0)[:1] + [None] + of_rewards(config, 1.0, 0.0)[1:]
+    assert (
+        of_rewards(config, 1.0, None, 0.0)
+        == of_rewards(config, 1.0, 0.0)[:1] + [None] + of_rewards(config, 1.0, 0.0)[1:]
+    )
     assert of_rewards(config, None, None) == [None, None]
-    assert of_rewards(config, None, 1.0) == [None, 0.0]  # one survivor has nothing to be compared with
+    assert of_rewards(config, None, 1.0) == [
+        None,
+        0.0,
+    ]  # one survivor has nothing to be compared with
 
 
 # ------------------------------------------------------------------ length penalties
@@ -108,7 +130,10 @@ def test_a_rollout_without_reward_counts_for_nothing_and_is_left_as_it_is(config
 def test_tokens_penalty_rewards_right_answers_shorter_than_the_mean_right_one():
     # Right ones cost 2 and 6: their mean is 4. The shorter gets 1 * (1 + 1/2), the longer keeps 1; the wrong one stays at 0.
     found = advantages(
-        GRPO.Config(length_penalty="tokens"), rollout(1.0, [turn(2)]), rollout(1.0, [turn(6)]), rollout(0.0, [turn(1)])
+        GRPO.Config(length_penalty="tokens"),
+        rollout(1.0, [turn(2)]),
+        rollout(1.0, [turn(6)]),
+        rollout(0.0, [turn(1)]),
     )
     mean = 2.5 / 3
     assert found == pytest.approx([1.5 - mean, 1 - mean, -mean], rel=1e-6)
@@ -117,7 +142,9 @@ def test_tokens_penalty_rewards_right_answers_shorter_than_the_mean_right_one():
 def test_tokens_penalty_weighs_completion_and_tool_response_tokens():
     # Bodies of tool messages count; their template, other roles and tokens of no role don't.
     tool_turn = turn(4, ["user", "tool", "tool", "tool", None], [True, False, True, True, False])
-    config = GRPO.Config(length_penalty="tokens", completion_token_weight=1.0, tool_token_weight=3.0)
+    config = GRPO.Config(
+        length_penalty="tokens", completion_token_weight=1.0, tool_token_weight=3.0
+    )
     # Costs: (1 + 4) + 3 * 2 = 11 and 5; c = 8. The second gets 2 * (1 + 3/8).
     found = advantages(config, rollout(2.0, [turn(1), tool_turn]), rollout(2.0, [turn(5)]))
     assert found == pytest.approx([-0.375, 0.375], rel=1e-6)
@@ -126,7 +153,9 @@ def test_tokens_penalty_weighs_completion_and_tool_response_tokens():
 def test_turns_penalty_counts_turns():
     # Right ones take 1 and 3 turns: c = 2, bonuses 1/2 and 0.
     config = GRPO.Config(length_penalty="turns")
-    found = advantages(config, rollout(1.0, [turn(9)]), rollout(1.0, [turn(1)] * 3), rollout(0.5, [turn(1)]))
+    found = advantages(
+        config, rollout(1.0, [turn(9)]), rollout(1.0, [turn(1)] * 3), rollout(0.5, [turn(1)])
+    )
     assert found == pytest.approx([0.5, 0.0, -0.5], rel=1e-6)
 
 
@@ -135,7 +164,10 @@ def test_length_penalty_needs_a_reward_above_zero_and_never_lowers_one(penalty):
     config = GRPO.Config(length_penalty=penalty)
     wrong = [rollout(0.0, [turn(1)]), rollout(0.0, [turn(9)] * 2), rollout(-1.0, [turn(1)])]
     assert advantages(config, *wrong) == pytest.approx([1 / 3, 1 / 3, -2 / 3])
-    alone = [rollout(1.0, [turn(9)]), rollout(0.0, [turn(1)])]  # the only right one is its own mean: no bonus
+    alone = [
+        rollout(1.0, [turn(9)]),
+        rollout(0.0, [turn(1)]),
+    ]  # the only right one is its own mean: no bonus
     assert advantages(config, *alone) == [0.5, -0.5]
 
 
@@ -199,7 +231,10 @@ class ComparedWithAFrozenModelsOwn(Imitate):
 
 @pytest.mark.parametrize("algorithm", [FromAFrozenModel, ComparedWithAFrozenModelsOwn])
 def test_a_frozen_source_is_refused_where_a_ratio_is_needed(algorithm):
-    with pytest.raises(ConfigError, match=f"a: frozen source.*{algorithm.__name__} needs an importance ratio.*such as SFT"):
+    with pytest.raises(
+        ConfigError,
+        match=f"a: frozen source.*{algorithm.__name__} needs an importance ratio.*such as SFT",
+    ):
         algorithm.Config().validate(field="a", group_size=2, temperature=1.0)
 
 
@@ -213,7 +248,10 @@ def test_reference_logprobs_at_another_temperature_are_refused():
 @pytest.mark.parametrize(
     "config, message",
     [
-        (GRPO.Config(tool_token_weight=-1.0), "a.tool_token_weight = -1.0: must be at least 0; a negative cost rewards length"),
+        (
+            GRPO.Config(tool_token_weight=-1.0),
+            "a.tool_token_weight = -1.0: must be at least 0; a negative cost rewards length",
+        ),
         (
             GRPO.Config(length_penalty="tokens", completion_token_weight=0, tool_token_weight=0),
             "a.length_penalty = 'tokens': .*raise one",

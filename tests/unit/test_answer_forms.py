@@ -134,7 +134,9 @@ def test_a_wrong_answer_is_wrong_in_every_form(reply, answer):
     assert right_answer(reply, {"answer": answer}) == 0
 
 
-@pytest.mark.parametrize("answer", ["", "  ", None, math.nan, pandas.NaT, pandas.NA, "#### ", "\\boxed{}"], ids=repr)
+@pytest.mark.parametrize(
+    "answer", ["", "  ", None, math.nan, pandas.NaT, pandas.NA, "#### ", "\\boxed{}"], ids=repr
+)
 @pytest.mark.parametrize("reply", ["", "None", "nan", "NaT", "42"])
 def test_a_row_without_an_answer_rewards_nothing_and_is_an_error(reply, answer):
     with pytest.raises(ValueError, match="the row's answer is .*: fill it in"):

@@ -40,29 +40,47 @@ from torchtitan.experiments.rl.tasks.calculator import CalculatorTask
 from torchtitan.experiments.rl.tasks.guess_number import Game, GuessNumberTask
 from torchtitan.experiments.rl.tasks.math import MathTask
 from torchtitan.experiments.rl.tasks.questions import QuestionTask, question_task
-from torchtitan.experiments.rl.tasks.reasoning_gym import Puzzle, PuzzleGenerator, ReasoningGymDataset, ReasoningGymTask
+from torchtitan.experiments.rl.tasks.reasoning_gym import (
+    Puzzle,
+    PuzzleGenerator,
+    ReasoningGymDataset,
+    ReasoningGymTask,
+)
 from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsTask
 
-REPLIES = [json.loads(line) for line in (Path(__file__).parent / "replies.jsonl").read_text().splitlines()]
+REPLIES = [
+    json.loads(line) for line in (Path(__file__).parent / "replies.jsonl").read_text().splitlines()
+]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>'
 ROW = [{"question": "?", "answer": "1"}]
 
 
 def math_config(folder):
     (folder / "rows.jsonl").write_text(json.dumps(ROW[0]) + "\n")
-    return MathTask.Config(algorithm=GRPO.Config(), dataset=RowDataset.Config(path=str(folder / "rows.jsonl")))
+    return MathTask.Config(
+        algorithm=GRPO.Config(), dataset=RowDataset.Config(path=str(folder / "rows.jsonl"))
+    )
 
 
 TASKS = {
     "sum_digits": (lambda folder: rl_grpo_qwen3_0_6b().tasks["sum_digits"], list),
     "alphabet_sort": (lambda folder: AlphabetSortTask.Config(algorithm=GRPO.Config()), list),
     "calculator": (lambda folder: CalculatorTask.Config(algorithm=GRPO.Config()), str),
-    "guess_number": (lambda folder: GuessNumberTask.Config(algorithm=GRPO.Config()), lambda sample: Game(**sample)),
-    "questions": (lambda folder: question_task(ROW, rubric=rl_questions_qwen3().tasks["questions"].rubric), dict),
+    "guess_number": (
+        lambda folder: GuessNumberTask.Config(algorithm=GRPO.Config()),
+        lambda sample: Game(**sample),
+    ),
+    "questions": (
+        lambda folder: question_task(ROW, rubric=rl_questions_qwen3().tasks["questions"].rubric),
+        dict,
+    ),
     "math": (math_config, dict),
     "reasoning_gym": (
         lambda folder: ReasoningGymTask.Config(
-            algorithm=GRPO.Config(), dataset=ReasoningGymDataset.Config(generators={"leg_counting": PuzzleGenerator()}, count=1)
+            algorithm=GRPO.Config(),
+            dataset=ReasoningGymDataset.Config(
+                generators={"leg_counting": PuzzleGenerator()}, count=1
+            ),
         ),
         lambda sample: Puzzle(**sample),
     ),
@@ -77,7 +95,9 @@ def test_every_task_has_replies_of_each_verdict():
 
 
 @pytest.mark.parametrize("name", TASKS)
-async def test_replies_earn_what_a_person_would_give_them(name, tokenizer, tokenizer_path, tmp_path):
+async def test_replies_earn_what_a_person_would_give_them(
+    name, tokenizer, tokenizer_path, tmp_path
+):
     make_config, env_input = TASKS[name]
     config = make_config(tmp_path)
     config.rubric.isolated_workers = 1
@@ -92,7 +112,9 @@ async def test_replies_earn_what_a_person_would_give_them(name, tokenizer, token
         sampling = SamplingConfig(max_tokens=max(1, tokens) if reply.get("cut") else 4096)
         sample = DataSample(sample_id="0", env_input=env_input(reply["sample"]))
         policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: replies[turn])
-        group = await task.run_group(sample, policy, group_id="g", seed=0, sampling=sampling, group_size=1)
+        group = await task.run_group(
+            sample, policy, group_id="g", seed=0, sampling=sampling, group_size=1
+        )
         assert await task.score_group(group) is None, group.failure
         (rollout,) = group.rollouts
         assert (rollout.status == "truncated_length") == reply.get("cut", False), reply
@@ -102,11 +124,17 @@ async def test_replies_earn_what_a_person_would_give_them(name, tokenizer, token
     rewards = await asyncio.gather(*map(rewarded, own))
     # A generator of puzzles may give a wrong answer a part of the reward.
     given = [reply["verdict"] == 1 and not reply.get("missed") for reply in own]
-    wrong = [(reward, reply) for reward, reply, right in zip(rewards, own, given, strict=True) if (reward == 1) != right]
+    wrong = [
+        (reward, reply)
+        for reward, reply, right in zip(rewards, own, given, strict=True)
+        if (reward == 1) != right
+    ]
     assert wrong == [], f"{len(wrong)} of {len(own)}"
 
 
-HUB_CONFIGS = [name for name in config_registry.__all__ if "_qwen3" in name and "_debug" not in name]
+HUB_CONFIGS = [
+    name for name in config_registry.__all__ if "_qwen3" in name and "_debug" not in name
+]
 
 
 @pytest.mark.parametrize("name", HUB_CONFIGS)
@@ -165,7 +193,11 @@ def test_the_last_complete_box_is_the_answer(text, inside):
     assert last_boxed(text) == inside
 
 
-@given(st.lists(st.sampled_from(["\\boxed{", "{", "}", "\\{", "\\}", "x", " "]), max_size=12).map("".join))
+@given(
+    st.lists(st.sampled_from(["\\boxed{", "{", "}", "\\{", "\\}", "x", " "]), max_size=12).map(
+        "".join
+    )
+)
 def test_a_box_found_is_balanced_and_in_the_text(text):
     inside = last_boxed(text)
     if inside is not None:
@@ -194,7 +226,10 @@ def test_a_box_at_the_end_is_found_whatever_comes_before(before, answer):
     assert last_boxed(f"{before} \\boxed{{{answer}}}") == answer
 
 
-@given(st.lists(st.integers(0, 99), min_size=2, max_size=20, unique=True), st.sampled_from([" ", ", ", "\n", " or "]))
+@given(
+    st.lists(st.integers(0, 99), min_size=2, max_size=20, unique=True),
+    st.sampled_from([" ", ", ", "\n", " or "]),
+)
 def test_a_list_of_numbers_is_no_answer(numbers, separator):
     assert final_number(separator.join(map(str, numbers))) is None
     assert final_number("Answer: " + " or ".join(map(str, numbers))) is None
@@ -209,7 +244,12 @@ def test_a_last_line_in_the_form_asked_for_is_the_answer_whatever_stands_above(t
 
 @given(st.text(alphabet="a1 .,=$*_\n\\{}<>/#:()?|", max_size=60))
 def test_any_text_has_an_answer_or_none(text):
-    for reply in (text, f"<think>{text}</think>{text}", f"Answer: {text}", f"<answer>{text}</answer>"):
+    for reply in (
+        text,
+        f"<think>{text}</think>{text}",
+        f"Answer: {text}",
+        f"<answer>{text}</answer>",
+    ):
         final_answer(reply), final_number(reply), final_list(reply)
         assert right_answer(reply, {"answer": "no such answer"}) == 0
 
@@ -217,4 +257,7 @@ def test_any_text_has_an_answer_or_none(text):
 @given(st.text(alphabet="a1 .,=*\n", max_size=30))
 def test_thinking_is_not_searched_and_thinking_that_never_ends_has_no_answer(text):
     assert final_number(f"<think>Answer: 21</think>{text}") == final_number(text)
-    assert final_answer(f"{text}<think>Answer: 21") is None and final_number(f"21 <think> {text} 21") is None
+    assert (
+        final_answer(f"{text}<think>Answer: 21") is None
+        and final_number(f"21 <think> {text} 21") is None
+    )

@@ -126,9 +126,13 @@ class BadTask(Task):
         algorithm: Algorithm.Config = field(default_factory=GRPO.Config)
         dataset: Dataset.Config = field(default_factory=Kinds.Config)
         rubric: Rubric.Config = field(
-            default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(good_is_better, takes="rollout")])
+            default_factory=lambda: Rubric.Config(
+                reward_fns=[RewardFn(good_is_better, takes="rollout")]
+            )
         )
-        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(step_timeout_s=STEP_LIMIT_S))
+        env: RendererEnvConfig = field(
+            default_factory=lambda: RendererEnvConfig(step_timeout_s=STEP_LIMIT_S)
+        )
         group_size: int = 4
 
     async def make_envs(self, sample, n):
@@ -175,7 +179,11 @@ async def test_each_is_counted_under_its_cause_closed_once_and_never_trained_on(
     await loop.close()
     loop.recorder.close()
 
-    columns = Counter(column for kind, (_, column, _) in KINDS.items() for _ in range(4 if kind in ALL_FAIL else 2))
+    columns = Counter(
+        column
+        for kind, (_, column, _) in KINDS.items()
+        for _ in range(4 if kind in ALL_FAIL else 2)
+    )
     columns["trained"] += 2 * (len(KINDS) - len(ALL_FAIL))
     assert {key.removeprefix("bad/"): n for key, n in counts.items()} == {
         **columns, "dispatched": 4 * len(KINDS), "open": 0
@@ -196,23 +204,35 @@ async def test_each_is_counted_under_its_cause_closed_once_and_never_trained_on(
         _, column, cause = KINDS[record.rollout.data_sample.env_input]
         if record.rollout.index_in_group >= 2:
             assert record.outcome == column and cause in (record.rollout.error or ""), record
-            assert column == "filtered/pre/truncated" or column == "trained" or record.rollout.reward is None
+            assert (
+                column == "filtered/pre/truncated"
+                or column == "trained"
+                or record.rollout.reward is None
+            )
 
     assert all(env.closed == 1 for env in loop.task.made)
     assert all(session.closed == 1 for session in loop.session_policy.sessions)
 
 
-async def test_opening_prompt_that_overflows_is_in_no_statistic_even_with_a_truncation_reward(renderer, tokenizer):
+async def test_opening_prompt_that_overflows_is_in_no_statistic_even_with_a_truncation_reward(
+    renderer, tokenizer
+):
     task = BadTask.Config(
-        rubric=Rubric.Config(reward_fns=[RewardFn(good_is_better, takes="rollout")], truncation_reward=-1.0)
+        rubric=Rubric.Config(
+            reward_fns=[RewardFn(good_is_better, takes="rollout")], truncation_reward=-1.0
+        )
     ).build(name="bad", renderer=renderer)
     task.made = []
     index = list(KINDS).index("a million characters in reset")
-    group = await task.run_group(task.dataset[index], ScriptedPolicy(tokenizer), group_id="g", seed=0)
+    group = await task.run_group(
+        task.dataset[index], ScriptedPolicy(tokenizer), group_id="g", seed=0
+    )
     assert await task.score_group(group) is None
     assert [rollout.reward for rollout in group.rollouts] == [0.0, 0.25, None, None]
     index = list(KINDS).index("a million characters in a step")
-    group = await task.run_group(task.dataset[index], ScriptedPolicy(tokenizer), group_id="g", seed=0)
+    group = await task.run_group(
+        task.dataset[index], ScriptedPolicy(tokenizer), group_id="g", seed=0
+    )
     assert await task.score_group(group) is None
     assert [rollout.reward for rollout in group.rollouts] == [0.0, 0.25, -1.0, -1.0]
 
@@ -221,10 +241,14 @@ async def test_env_that_hangs_holds_up_no_other(loop):
     loop.task.config.env.step_timeout_s = 30.0
     hanging = [kind for kind in KINDS if "hang" in kind]
     others = [kind for kind in KINDS if kind not in hanging]
-    loop.task.sampler.next = iter([DataSample(sample_id=kind, env_input=kind) for kind in [*hanging, *others]]).__next__
+    loop.task.sampler.next = iter(
+        [DataSample(sample_id=kind, env_input=kind) for kind in [*hanging, *others]]
+    ).__next__
     loop.fill()
     async with asyncio.timeout(20):
-        while len([group_id for group_id in loop._open if loop._open[group_id].group is None]) > len(hanging):
+        while len(
+            [group_id for group_id in loop._open if loop._open[group_id].group is None]
+        ) > len(hanging):
             await asyncio.sleep(0.01)
     await loop.close()
     loop.recorder.close()

@@ -47,7 +47,10 @@ def test_four_advantages_normalised_on_paper():
     sums = advantage_sums(batch)
     assert sums.tolist() == [4, 2, 2]
     found = with_normalized_advantages(batch, sums).advantages
-    assert found[0].tolist() == pytest.approx([1, -1, -1, 1, 0, 0], rel=1e-5) and found.dtype == torch.float32
+    assert (
+        found[0].tolist() == pytest.approx([1, -1, -1, 1, 0, 0], rel=1e-5)
+        and found.dtype == torch.float32
+    )
     assert batch.advantages[0].tolist() == [1, 0, 0, 1, 9, 9]  # the batch itself is left as it is
 
 
@@ -57,17 +60,27 @@ def test_the_steps_statistics_are_of_all_microbatches_together(seed):
     values = [a for batch in batches for a in batch.advantages[rl_members(batch)].double().tolist()]
     sums = sum(map(advantage_sums, batches))
     for batch in batches:
-        found = with_normalized_advantages(batch, sums).advantages[rl_members(batch)].double().numpy()
+        found = (
+            with_normalized_advantages(batch, sums).advantages[rl_members(batch)].double().numpy()
+        )
         own = batch.advantages[rl_members(batch)].double().numpy()
-        assert found == pytest.approx((own - statistics.fmean(values)) / (statistics.pstdev(values) + 1e-6), rel=1e-5, abs=1e-6)
+        assert found == pytest.approx(
+            (own - statistics.fmean(values)) / (statistics.pstdev(values) + 1e-6),
+            rel=1e-5,
+            abs=1e-6,
+        )
 
 
 @pytest.mark.parametrize("advantage", [0.0, 1.0, 0.1])
 def test_equal_advantages_and_no_member_at_all_become_zero(advantage):
-    batch = batch_of((1, 3), loss_mask=[[True] * 3], rl_weights=[[1.0] * 3], advantages=[[advantage] * 3])
+    batch = batch_of(
+        (1, 3), loss_mask=[[True] * 3], rl_weights=[[1.0] * 3], advantages=[[advantage] * 3]
+    )
     assert with_normalized_advantages(batch, advantage_sums(batch)).advantages.abs().max() < 1e-6
     empty = batch_of((1, 3))
-    assert with_normalized_advantages(empty, advantage_sums(empty)).advantages.tolist() == [[0.0] * 3]
+    assert with_normalized_advantages(empty, advantage_sums(empty)).advantages.tolist() == [
+        [0.0] * 3
+    ]
 
 
 # ------------------------------------------------------------------ denominators
@@ -95,7 +108,9 @@ def test_with_the_sum_of_weights_a_component_is_a_weighted_mean():
     batch.rl_weights.zero_()
     batch.ref_kl_weights.zero_()
     wanted = LossConfig(ce_denominator="weights").denominators
-    found, _ = compute_loss(logprobs, batch, step_denominators(count_denominators(batch, wanted), wanted), LossConfig())
+    found, _ = compute_loss(
+        logprobs, batch, step_denominators(count_denominators(batch, wanted), wanted), LossConfig()
+    )
     expected = np.average(-logprobs.numpy(), weights=batch.ce_weights.double().numpy())
     assert found.item() == pytest.approx(expected, rel=1e-12)
 
@@ -127,12 +142,20 @@ def test_reinforce_pp_takes_a_normalised_step_and_every_group():
     config.pre_batch_filters = [ZeroAdvantage.Config(), Truncated.Config()]
     config = reinforce_pp(config)
     check(config)
-    assert config.trainer.loss.normalize_advantages and config.pre_batch_filters == [Truncated.Config()]
+    assert config.trainer.loss.normalize_advantages and config.pre_batch_filters == [
+        Truncated.Config()
+    ]
     config.pre_batch_filters.append(ZeroAdvantage.Config())
-    with pytest.raises(ConfigError, match=r"pre_batch_filters\[1\].mode = 'enforce': drops groups of reward 0.*ReinforcePP"):
+    with pytest.raises(
+        ConfigError,
+        match=r"pre_batch_filters\[1\].mode = 'enforce': drops groups of reward 0.*ReinforcePP",
+    ):
         check(config)
     config.tasks["sum_digits"].algorithm = ReinforcePPBaseline.Config()
     check(config)
     config.trainer.loss.normalize_advantages = False
-    with pytest.raises(ConfigError, match="trainer.loss.normalize_advantages = False: ReinforcePPBaseline of tasks.sum_digits"):
+    with pytest.raises(
+        ConfigError,
+        match="trainer.loss.normalize_advantages = False: ReinforcePPBaseline of tasks.sum_digits",
+    ):
         check(config)

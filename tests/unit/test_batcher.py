@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
-from torchtitan.experiments.rl.losses import DPPO, GSPO, LossConfig, compute_loss, count_denominators
+from torchtitan.experiments.rl.losses import (
+    DPPO,
+    GSPO,
+    LossConfig,
+    compute_loss,
+    count_denominators,
+)
 from torchtitan.experiments.rl.types import LossDenominators, TrainingBatch, TrainingSample
 
 torch.set_num_threads(1)
@@ -25,7 +31,9 @@ def sample(length: int, seed: int = 0, **fields) -> TrainingSample:
     rng = np.random.default_rng(seed)
 
     def weights() -> np.ndarray:
-        values = np.where(rng.random(length) < 0.5, rng.uniform(0.5, 2, length), 0).astype(np.float32)
+        values = np.where(rng.random(length) < 0.5, rng.uniform(0.5, 2, length), 0).astype(
+            np.float32
+        )
         values[0] = 0
         return values
 
@@ -51,7 +59,11 @@ def sample(length: int, seed: int = 0, **fields) -> TrainingSample:
 
 
 def plan_of(samples, row_length=32, rows_per_microbatch=2, ranks=1) -> BatchPlan:
-    return Batcher.Config(row_length=row_length, rows_per_microbatch=rows_per_microbatch).build().plan(samples, ranks)
+    return (
+        Batcher.Config(row_length=row_length, rows_per_microbatch=rows_per_microbatch)
+        .build()
+        .plan(samples, ranks)
+    )
 
 
 def unpack(batch: TrainingBatch) -> tuple[list[dict], list[dict]]:
@@ -62,7 +74,10 @@ def unpack(batch: TrainingBatch) -> tuple[list[dict], list[dict]]:
         assert starts[0] == 0
         for start, end in zip(starts, starts[1:], strict=False):
             assert batch.positions[row, start:end].tolist() == list(range(end - start))
-            piece = {name: getattr(batch, name)[row, start:end].numpy() for name in [*STREAMS, "temperatures", "task_ids"]}
+            piece = {
+                name: getattr(batch, name)[row, start:end].numpy()
+                for name in [*STREAMS, "temperatures", "task_ids"]
+            }
             (paddings if piece["task_ids"][0] == -1 else samples).append(piece)
     return samples, paddings
 
@@ -92,23 +107,37 @@ def test_every_token_comes_back_once_with_all_its_streams(lengths, rows_per_micr
         pieces, paddings = unpack(batch)
         found += len(pieces)
         for piece in pieces:
-            original = expected.pop(key(piece["token_ids"], piece["temperatures"][0].item(), piece["advantages"]))
+            original = expected.pop(
+                key(piece["token_ids"], piece["temperatures"][0].item(), piece["advantages"])
+            )
             for name in STREAMS:
                 np.testing.assert_array_equal(piece[name], getattr(original, name), err_msg=name)
             assert set(piece["temperatures"].tolist()) == {original.temperature}
-            assert {batch.task_names[index] for index in piece["task_ids"].tolist()} == {original.task_name}
+            assert {batch.task_names[index] for index in piece["task_ids"].tolist()} == {
+                original.task_name
+            }
         for padding in paddings:
             assert not padding["loss_mask"].any()
-            assert not any(padding[name].any() for name in ("rl_weights", "ce_weights", "ref_kl_weights"))
-            assert set(padding["policy_versions"].tolist()) == {-1} and set(padding["temperatures"].tolist()) == {1.0}
+            assert not any(
+                padding[name].any() for name in ("rl_weights", "ce_weights", "ref_kl_weights")
+            )
+            assert set(padding["policy_versions"].tolist()) == {-1} and set(
+                padding["temperatures"].tolist()
+            ) == {1.0}
     assert not expected and found == len(samples)
-    placed = list(plan.of_samples([[batch.token_ids.numpy() for batch in rank] for rank in plan.microbatches]))
+    placed = list(
+        plan.of_samples([[batch.token_ids.numpy() for batch in rank] for rank in plan.microbatches])
+    )
     assert sorted(id(one) for one, _ in placed) == sorted(map(id, samples))
     assert all(values.tolist() == one.token_ids.tolist() for one, values in placed)
 
     assert plan.tokens == sum(lengths)
-    computed = plan.tokens - round(plan.shared_fraction * plan.tokens)  # a few begin with the same token
-    assert plan.efficiency == computed / sum((batch.trees or batch).token_ids.numel() for batch in batches)
+    computed = plan.tokens - round(
+        plan.shared_fraction * plan.tokens
+    )  # a few begin with the same token
+    assert plan.efficiency == computed / sum(
+        (batch.trees or batch).token_ids.numel() for batch in batches
+    )
     filled = [(batch.task_ids >= 0).any(1).sum().item() for batch in batches]
     assert plan.rows == sum(filled)
 
@@ -141,18 +170,28 @@ def test_the_same_samples_give_the_same_plan():
     samples = [sample(1 + seed % 20, seed) for seed in range(40)]
     first, second = plan_of(samples, ranks=3), plan_of(samples, ranks=3)
     for a, b in zip(sum(first.microbatches, []), sum(second.microbatches, []), strict=True):
-        assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in [*STREAMS, "positions", "task_ids"])
+        assert all(
+            torch.equal(getattr(a, name), getattr(b, name))
+            for name in [*STREAMS, "positions", "task_ids"]
+        )
 
 
 def test_rows_are_no_longer_than_their_microbatch_needs():
     plan = plan_of([sample(9, 0), sample(3, 1)], row_length=2048)
-    assert plan.microbatches[0][0].token_ids.shape == (1, 16)  # 12 tokens, rounded up to a multiple of 8
+    assert plan.microbatches[0][0].token_ids.shape == (
+        1,
+        16,
+    )  # 12 tokens, rounded up to a multiple of 8
     assert plan.efficiency == 12 / 16
 
 
 def test_a_rank_with_nothing_to_do_gets_one_short_row_of_padding():
     plan = plan_of([sample(20)], ranks=3)
-    assert [[tuple(batch.token_ids.shape) for batch in rank] for rank in plan.microbatches] == [[(1, 24)], [(1, 8)], [(1, 8)]]
+    assert [[tuple(batch.token_ids.shape) for batch in rank] for rank in plan.microbatches] == [
+        [(1, 24)],
+        [(1, 8)],
+        [(1, 8)],
+    ]
     assert count_denominators(plan.microbatches[2][0], ["members"] * 3).tolist() == [0, 0, 0]
     nothing = plan_of([], ranks=2)
     assert (nothing.efficiency, nothing.rows, nothing.tokens) == (0, 0, 0)
@@ -194,15 +233,27 @@ def first_only(length: int) -> np.ndarray:
         (dict(advantages=None), "has tokens with an rl weight and no advantages"),
         (dict(advantages=None, rl_weights=None), "has tokens with an rl weight and no advantages"),
         (
-            dict(ref_logprobs=None, loss_mask=np.arange(6) > 3, ref_kl_weights=(np.arange(6) > 3).astype(np.float32)),
+            dict(
+                ref_logprobs=None,
+                loss_mask=np.arange(6) > 3,
+                ref_kl_weights=(np.arange(6) > 3).astype(np.float32),
+            ),
             "has tokens with a ref_kl weight and no ref_logprobs",
         ),
         (
-            dict(reference_ids=np.array([1, 2, 9, 9]), token_ids=np.array([0, 3, 5, 5, 9, 8]), loss_mask=np.arange(6) > 3),
+            dict(
+                reference_ids=np.array([1, 2, 9, 9]),
+                token_ids=np.array([0, 3, 5, 5, 9, 8]),
+                loss_mask=np.arange(6) > 3,
+            ),
             "has reference_ids that do not end as it does, from its first sampled token on",
         ),
         (
-            dict(reference_ids=np.array([9, 8]), token_ids=np.array([0, 3, 5, 5, 9, 8]), loss_mask=np.arange(6) > 3),
+            dict(
+                reference_ids=np.array([9, 8]),
+                token_ids=np.array([0, 3, 5, 5, 9, 8]),
+                loss_mask=np.arange(6) > 3,
+            ),
             "has reference_ids that do not end as it does",
         ),
         (dict(advantages=np.zeros(5, np.float32)), "has 6 token_ids and 5 advantages"),
@@ -223,7 +274,10 @@ def test_a_sample_that_cannot_be_trained_on_is_refused_with_its_rollout(fields, 
 
 def test_what_a_reference_scores_lies_in_rows_of_its_own_and_each_sampled_token_knows_its_place():
     masks = {length: np.arange(length) >= 3 for length in (5, 6)}
-    samples = [sample(length, length, loss_mask=mask, ref_kl_weights=None) for length, mask in masks.items()]
+    samples = [
+        sample(length, length, loss_mask=mask, ref_kl_weights=None)
+        for length, mask in masks.items()
+    ]
     samples.append(sample(4, 1, ref_kl_weights=None))
     for entry, before in zip(samples[:2], ([7], [7, 8, 9, 10]), strict=True):
         entry.reference_ids = np.concatenate([np.array(before, np.int32), entry.token_ids[3:]])
@@ -262,14 +316,18 @@ def step(samples, theta: torch.Tensor, config: LossConfig, **layout) -> tuple[fl
     """Loss and gradient of one optimizer step, all ranks and microbatches in turn. A token's log-probability depends on its id,
     its position and its temperature, through every entry of ``theta`` [50, 2]."""
     batches = [batch for rank in plan_of(samples, **layout).microbatches for batch in rank]
-    rl, ce, ref_kl = sum(count_denominators(batch, ["members"] * 3) for batch in batches).clamp(min=1).tolist()
+    rl, ce, ref_kl = (
+        sum(count_denominators(batch, ["members"] * 3) for batch in batches).clamp(min=1).tolist()
+    )
     theta = theta.clone().requires_grad_()
     total = 0.0
     for batch in batches:
         scores = theta[batch.token_ids.long()]
         logits = scores[..., 0] + scores[..., 1] * torch.sin(batch.positions.double())
         logprobs = -torch.nn.functional.softplus(logits / batch.temperatures)
-        loss, _ = compute_loss(logprobs, batch, LossDenominators(rl=rl, ce=ce, ref_kl=ref_kl), config)
+        loss, _ = compute_loss(
+            logprobs, batch, LossDenominators(rl=rl, ce=ce, ref_kl=ref_kl), config
+        )
         loss.backward()
         total += loss.item()
     return total, theta.grad
@@ -296,10 +354,14 @@ PACKED_LOSSES = {
 def test_loss_and_gradient_do_not_depend_on_row_length_microbatch_size_or_rank_count(rl):
     samples = [sample(1 + seed * 7 % 32, seed) for seed in range(40)]
     theta = torch.randn(50, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    loss, gradient = step(samples, theta, LossConfig(rl=rl), row_length=2048, rows_per_microbatch=64)
+    loss, gradient = step(
+        samples, theta, LossConfig(rl=rl), row_length=2048, rows_per_microbatch=64
+    )
     if rl.ratio_max < 100:  # the cap acts: without it the gradient is another
         uncapped = replace(rl, ratio_max=None)
-        _, other = step(samples, theta, LossConfig(rl=uncapped), row_length=2048, rows_per_microbatch=64)
+        _, other = step(
+            samples, theta, LossConfig(rl=uncapped), row_length=2048, rows_per_microbatch=64
+        )
         assert not torch.allclose(other, gradient)
     assert gradient.abs().max() > 1e-3
     for layout in LAYOUTS:

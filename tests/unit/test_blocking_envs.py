@@ -48,7 +48,9 @@ class BlockingTask(Task):
 
 
 @pytest.mark.parametrize("where", ["reset", "step_message"])
-async def test_rollout_whose_env_blocks_beyond_its_limit_is_a_timeout_by_name_and_counted(renderer, tokenizer, where):
+async def test_rollout_whose_env_blocks_beyond_its_limit_is_a_timeout_by_name_and_counted(
+    renderer, tokenizer, where
+):
     task = BlockingTask.Config(
         algorithm=GRPO.Config(),
         dataset=Rows.Config(),
@@ -59,7 +61,9 @@ async def test_rollout_whose_env_blocks_beyond_its_limit_is_a_timeout_by_name_an
     task.where = where
     runner = LocalRunner(ScriptedPolicy(tokenizer), seed=0)
     BLOCKING.lap()
-    group = await task.run_group(DataSample(sample_id="0", env_input=None), ScriptedPolicy(tokenizer), group_id="g-0", seed=0)
+    group = await task.run_group(
+        DataSample(sample_id="0", env_input=None), ScriptedPolicy(tokenizer), group_id="g-0", seed=0
+    )
     blocked, other = group.rollouts
     assert blocked.status is RolloutStatus.TIMEOUT
     assert blocked.error.startswith(f"BlockingEnv.{where}: no answer within 0.2 s: it blocked")

@@ -51,7 +51,9 @@ class Silent(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class Drawing:
-    shapes: dict[str, Shape.Config] = field(default_factory=lambda: {"big": Square.Config(length=9)})
+    shapes: dict[str, Shape.Config] = field(
+        default_factory=lambda: {"big": Square.Config(length=9)}
+    )
     undo: list[Shape.Config] = field(default_factory=lambda: [Shape.Config(), Square.Config()])
     size: tuple[Share, NonNegativeFloat] = (0.5, 3)
     path: tuple[PositiveInt, ...] = (1, 2)
@@ -108,11 +110,20 @@ BAD = [
     (dict(path=(3, 2, 0)), "d.path[2] = 0: must be at least 1"),
     (dict(colours={"r": 0.0, "g": 2}), "d.colours.g = 2: must be at least 0 and at most 1"),
     (dict(frame=Shape.Config(sides=2)), "d.frame.sides = 2: must be at least 3"),
-    (dict(shapes={"a": Shape.Config(), "b": Square.Config(length=0)}), "d.shapes.b.length = 0: must be above 0"),
-    (dict(undo=[Shape.Config(), Square.Config(sides=2)]), "d.undo[1].sides = 2: must be at least 3"),
+    (
+        dict(shapes={"a": Shape.Config(), "b": Square.Config(length=0)}),
+        "d.shapes.b.length = 0: must be above 0",
+    ),
+    (
+        dict(undo=[Shape.Config(), Square.Config(sides=2)]),
+        "d.undo[1].sides = 2: must be at least 3",
+    ),
     (dict(extra=[{"x": Shape.Config(sides=1)}]), "d.extra[0].x.sides = 1: must be at least 3"),
     # finite numbers
-    (dict(zoom=math.nan), "d.zoom = nan: must be a finite number and above 0 and below 10; zoom in steps"),
+    (
+        dict(zoom=math.nan),
+        "d.zoom = nan: must be a finite number and above 0 and below 10; zoom in steps",
+    ),
     (dict(size=(0.5, math.inf)), "d.size[1] = inf: must be a finite number and at least 0"),
     (dict(size=(0.5, 10**400)), f"d.size[1] = {10**400}: must be a finite number and at least 0"),
     # types
@@ -256,7 +267,10 @@ def test_fields_come_before_what_relates_them():
                 raise ConfigError(f"{field}.low", self.low, f"must be at most {self.high} {unit}")
 
     check_config(Span(1, 2), field="s", unit="m")
-    for span, message in ((Span(3, 2), "s.low = 3: must be at most 2 m"), (Span(3, -1), "s.high = -1: must be at least 0")):
+    for span, message in (
+        (Span(3, 2), "s.low = 3: must be at most 2 m"),
+        (Span(3, -1), "s.high = -1: must be at least 0"),
+    ):
         with pytest.raises(ConfigError) as error:
             check_config(span, field="s", unit="m")
         assert str(error.value) == message

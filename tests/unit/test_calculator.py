@@ -100,9 +100,19 @@ def test_any_unicode_has_a_bounded_value_or_a_cause(text):
 # ---- data
 
 
-@given(seed=st.integers(0, 5), operands=st.integers(2, 6), split=st.sampled_from(["train", "validation"]))
+@given(
+    seed=st.integers(0, 5),
+    operands=st.integers(2, 6),
+    split=st.sampled_from(["train", "validation"]),
+)
 def test_expressions_keep_their_bounds_and_their_split(seed, operands, split):
-    arguments = {"split": split, "seed": seed, "min_operands": 2, "max_operands": operands, "max_operand": 40}
+    arguments = {
+        "split": split,
+        "seed": seed,
+        "min_operands": 2,
+        "max_operands": operands,
+        "max_operand": 40,
+    }
     expressions = make_examples(12, **arguments)
     assert expressions == make_examples(20, **arguments)[:12]
     for expression in expressions:
@@ -112,11 +122,17 @@ def test_expressions_keep_their_bounds_and_their_split(seed, operands, split):
 
 
 def test_answers_follow_the_rules_of_precedence():
-    assert [evaluate("47 * 86 - 9"), evaluate("9 - 47 * 86"), evaluate("9 - 4 - 3")] == [4033, -4033, 2]
+    assert [evaluate("47 * 86 - 9"), evaluate("9 - 47 * 86"), evaluate("9 - 4 - 3")] == [
+        4033,
+        -4033,
+        2,
+    ]
 
 
 def test_splits_share_no_expression():
-    train, validation = (set(make_examples(3000, split=split, max_operand=30)) for split in ("train", "validation"))
+    train, validation = (
+        set(make_examples(3000, split=split, max_operand=30)) for split in ("train", "validation")
+    )
     assert len(train) > 1500 and len(validation) > 300 and not train & validation
 
 
@@ -127,13 +143,21 @@ async def test_a_call_and_the_answer_earn_1_and_are_one_training_sample(renderer
     rollout, session = await play(renderer, tokenizer, call(), "The answer is 4042.")
     assert (rollout.status, rollout.reward) == (RolloutStatus.COMPLETED, 1.0)
     (result,) = rollout.turns[0].env_messages
-    assert result == {"role": "tool", "tool_call_id": "call_0_0", "name": "calculator", "content": "4042"}
+    assert result == {
+        "role": "tool",
+        "tool_call_id": "call_0_0",
+        "name": "calculator",
+        "content": "4042",
+    }
     (sample,) = rollout.samples
     sampled = tokenizer.decode(sample.token_ids[sample.loss_mask])
     assert sampled == call() + "<|im_end|>The answer is 4042.<|im_end|>"
     prompt = tokenizer.decode(session.prompts[-1])
     assert '{"type": "function", "function": {"name": "calculator"' in prompt
-    assert "user\nWhat is 47 * 86? Use the calculator, then give the final answer as a number.<|im_end|>" in prompt
+    assert (
+        "user\nWhat is 47 * 86? Use the calculator, then give the final answer as a number.<|im_end|>"
+        in prompt
+    )
     assert "user\n<tool_response>\n4042\n</tool_response><|im_end|>" in prompt
 
 
@@ -153,7 +177,9 @@ async def test_a_call_and_the_answer_earn_1_and_are_one_training_sample(renderer
         ((call(), ""), 0.0, 1.0),
     ],
 )
-async def test_reward_is_for_the_answer_and_the_call_together(renderer, tokenizer, replies, right, called):
+async def test_reward_is_for_the_answer_and_the_call_together(
+    renderer, tokenizer, replies, right, called
+):
     rollout, _ = await play(renderer, tokenizer, *replies)
     assert rollout.status is RolloutStatus.COMPLETED and rollout.reward == right * called
     halves = {"solved": right * called, "right": right, "called": called}
@@ -168,24 +194,43 @@ async def test_reward_is_for_the_answer_and_the_call_together(renderer, tokenize
         (call(name="abacus"), "unknown tool"),
         (call(expression=7), "invalid arguments"),
         ('<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>', "invalid arguments"),
-        ('<tool_call>\n{"name": "calculator", "arguments": "47 * 86"}\n</tool_call>', "invalid arguments"),
-        ('<tool_call>\n{"name": "calculator", "arguments": [1]}\n</tool_call>', "invalid arguments"),
+        (
+            '<tool_call>\n{"name": "calculator", "arguments": "47 * 86"}\n</tool_call>',
+            "invalid arguments",
+        ),
+        (
+            '<tool_call>\n{"name": "calculator", "arguments": [1]}\n</tool_call>',
+            "invalid arguments",
+        ),
         ('<tool_call>\n{"name": "calculator"}\n</tool_call>', "invalid arguments"),
         ('<tool_call>\n{"name": "calculator", "argu\n</tool_call>', "invalid tool call"),
         ("<tool_call>\n47 * 86", "invalid tool call"),
         ('<tool_call>\n{"arguments": {"expression": "1"}}\n</tool_call>', "invalid tool call"),
     ],
 )
-async def test_a_bad_call_is_answered_with_its_fault_and_the_conversation_goes_on(renderer, tokenizer, reply, error):
+async def test_a_bad_call_is_answered_with_its_fault_and_the_conversation_goes_on(
+    renderer, tokenizer, reply, error
+):
     rollout, _ = await play(renderer, tokenizer, reply, call(), "4042")
     (answered,) = rollout.turns[0].env_messages
     assert (answered["role"], answered["content"]) == ("tool", f"Error: {error}")
-    assert (rollout.status, rollout.reward, len(rollout.samples)) == (RolloutStatus.COMPLETED, 1.0, 1)
+    assert (rollout.status, rollout.reward, len(rollout.samples)) == (
+        RolloutStatus.COMPLETED,
+        1.0,
+        1,
+    )
 
 
 async def test_each_of_several_calls_is_answered_under_its_id(renderer, tokenizer):
-    rollout, _ = await play(renderer, tokenizer, "\n".join([call("1 + 1"), call("1 +"), "<tool_call>\n{\n</tool_call>"]), "2")
-    assert [(answer.get("tool_call_id"), answer["content"]) for answer in rollout.turns[0].env_messages] == [
+    rollout, _ = await play(
+        renderer,
+        tokenizer,
+        "\n".join([call("1 + 1"), call("1 +"), "<tool_call>\n{\n</tool_call>"]),
+        "2",
+    )
+    assert [
+        (answer.get("tool_call_id"), answer["content"]) for answer in rollout.turns[0].env_messages
+    ] == [
         ("call_0_0", "2"),
         ("call_0_1", "Error: invalid expression"),
         (None, "Error: invalid tool call"),
@@ -203,9 +248,15 @@ async def test_a_model_that_only_calls_runs_out_of_turns_and_earns_nothing(rende
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ({"min_operands": 1}, "tasks.c.dataset.min_operands = 1: must be at least 2 and at most 20"),
+        (
+            {"min_operands": 1},
+            "tasks.c.dataset.min_operands = 1: must be at least 2 and at most 20",
+        ),
         ({"min_operands": 5}, "tasks.c.dataset.min_operands = 5: must be at most max_operands = 4"),
-        ({"max_operands": 21}, "tasks.c.dataset.max_operands = 21: must be at least 2 and at most 20"),
+        (
+            {"max_operands": 21},
+            "tasks.c.dataset.max_operands = 21: must be at least 2 and at most 20",
+        ),
         ({"max_operand": 5}, "tasks.c.dataset.max_operand = 5: must be at least 9 and at most 999"),
     ],
 )

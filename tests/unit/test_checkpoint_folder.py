@@ -30,7 +30,11 @@ OPERATIONS = ("mkdir", "rename", "rmdir", "unlink", "fsync")
 
 
 def contents(step: int) -> dict[str, bytes]:
-    return {"controller.json": b'{"step": %d}' % step, "trainer/shard-0": bytes([step % 256]) * 300, "trainer/empty": b""}
+    return {
+        "controller.json": b'{"step": %d}' % step,
+        "trainer/shard-0": bytes([step % 256]) * 300,
+        "trainer/empty": b"",
+    }
 
 
 def write(checkpoints_of: CheckpointFolder, step: int) -> Path:
@@ -105,7 +109,8 @@ def test_committed_checkpoint_has_its_files_and_their_size_and_sha256(tmp_path):
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["step"] == 20
     assert manifest["files"] == {
-        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in contents(20).items()
+        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in contents(20).items()
     }
     assert newest_valid(tmp_path) == (path, [])
 
@@ -126,7 +131,9 @@ def test_a_discarded_checkpoint_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path / "checkpoints") == [] and steps_in(tmp_path) == []
 
 
-def test_a_run_that_goes_on_from_an_older_step_drops_later_checkpoints_and_writes_them_again(tmp_path):
+def test_a_run_that_goes_on_from_an_older_step_drops_later_checkpoints_and_writes_them_again(
+    tmp_path,
+):
     folder = CheckpointFolder(tmp_path, keep=3)
     for step in (20, 40, 60):
         write(folder, step)
@@ -148,11 +155,15 @@ def test_a_checkpoint_of_the_same_step_is_replaced_if_it_is_damaged_and_stays_if
 
 @settings(max_examples=150, deadline=None)
 @given(
-    steps=st.lists(st.integers(0, 7), min_size=1, max_size=4).map(lambda gaps: [sum(gaps[: i + 1]) for i in range(len(gaps))]),
+    steps=st.lists(st.integers(0, 7), min_size=1, max_size=4).map(
+        lambda gaps: [sum(gaps[: i + 1]) for i in range(len(gaps))]
+    ),
     keep=st.integers(1, 2),
     stop_at=st.integers(0, 60),
 )
-def test_a_power_failure_at_any_operation_leaves_whole_checkpoints_and_at_most_the_last_one_missing(steps, keep, stop_at):
+def test_a_power_failure_at_any_operation_leaves_whole_checkpoints_and_at_most_the_last_one_missing(
+    steps, keep, stop_at
+):
     with tempfile.TemporaryDirectory(dir=MEMORY) as name:
         run_dir, committed, attempted = Path(name), [], None
         disk = Disk(stop_at)
@@ -174,7 +185,9 @@ def test_a_power_failure_at_any_operation_leaves_whole_checkpoints_and_at_most_t
 
 
 @pytest.mark.parametrize("stop_at", range(8))
-def test_a_power_failure_leaves_a_file_that_was_written_durably_as_it_was_or_as_it_is_to_be(stop_at, tmp_path):
+def test_a_power_failure_leaves_a_file_that_was_written_durably_as_it_was_or_as_it_is_to_be(
+    stop_at, tmp_path
+):
     run_dir, disk = tmp_path / "outputs" / "run", Disk(stop_at)
     run_dir.mkdir(parents=True)
     (run_dir / "command.json").write_text("old")
@@ -187,14 +200,18 @@ def test_a_power_failure_leaves_a_file_that_was_written_durably_as_it_was_or_as_
     except PowerFailure:
         pass
     disk.lose_unsynced(run_dir)
-    assert (run_dir / "command.json").read_text() in (["new and longer"] if ended else ["old", "new and longer"])
+    assert (run_dir / "command.json").read_text() in (
+        ["new and longer"] if ended else ["old", "new and longer"]
+    )
     assert ended == (stop_at >= 4), "the file, its name, and the folders above: all on the disk"
     assert not ended or {path.stat().st_ino for path in (run_dir, run_dir.parent)} <= disk._synced
 
 
 @settings(max_examples=60, deadline=None)
 @given(stop_at=st.integers(0, 25), number=st.sampled_from([errno.ENOSPC, errno.EROFS, errno.EIO]))
-def test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before_and_one_line(stop_at, number):
+def test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before_and_one_line(
+    stop_at, number
+):
     with tempfile.TemporaryDirectory(dir=MEMORY) as name:
         run_dir = Path(name)
         folder = CheckpointFolder(run_dir, keep=1)
@@ -208,8 +225,12 @@ def test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before_and_one
                     (partial / file).write_bytes(data)
                 folder.commit(40)
             except CheckpointError as error:
-                assert str(error).startswith("the checkpoint of step 40 can't be written (") and "\n" not in str(error)
-                assert os.strerror(number) in str(error) and str(error).endswith("make the folder writable")
+                assert str(error).startswith(
+                    "the checkpoint of step 40 can't be written ("
+                ) and "\n" not in str(error)
+                assert os.strerror(number) in str(error) and str(error).endswith(
+                    "make the folder writable"
+                )
             except OSError:
                 pass  # of the test's own mkdir
             folder.discard(40)
@@ -224,38 +245,60 @@ def test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before_and_one
     ("damage", "said"),
     [
         (lambda path: (path / "trainer/shard-0").unlink(), "trainer/shard-0 is missing"),
-        (lambda path: os.truncate(path / "trainer/shard-0", 200), "trainer/shard-0 has 200 bytes and had 300"),
+        (
+            lambda path: os.truncate(path / "trainer/shard-0", 200),
+            "trainer/shard-0 has 200 bytes and had 300",
+        ),
         (
             lambda path: (path / "trainer/shard-0").write_bytes(bytes([40]) * 299 + b"!"),
             "trainer/shard-0 has other bytes than were written",
         ),
-        (lambda path: os.truncate(path / "manifest.json", 100), "manifest.json is not what was written"),
-        (lambda path: (path / "manifest.json").write_text("[1]"), "manifest.json is not what was written"),
         (
-            lambda path: (path / "manifest.json").write_text('{"format": 2, "step": 20, "files": {}}'),
+            lambda path: os.truncate(path / "manifest.json", 100),
+            "manifest.json is not what was written",
+        ),
+        (
+            lambda path: (path / "manifest.json").write_text("[1]"),
+            "manifest.json is not what was written",
+        ),
+        (
+            lambda path: (path / "manifest.json").write_text(
+                '{"format": 2, "step": 20, "files": {}}'
+            ),
             "manifest.json is not what was written",
         ),
     ],
 )
-def test_a_damaged_newest_checkpoint_is_refused_by_file_and_the_one_before_is_used(damage, said, tmp_path):
+def test_a_damaged_newest_checkpoint_is_refused_by_file_and_the_one_before_is_used(
+    damage, said, tmp_path
+):
     folder = CheckpointFolder(tmp_path, keep=2)
     older, newer = write(folder, 20), write(folder, 40)
     damage(newer)
     path, (reason,) = newest_valid(tmp_path)
     assert path == older
-    assert reason == f"checkpoint {newer} is damaged: {newer}/{said}; use the one before, or copy this one again"
+    assert (
+        reason
+        == f"checkpoint {newer} is damaged: {newer}/{said}; use the one before, or copy this one again"
+    )
 
 
 def test_a_run_without_a_valid_checkpoint_says_why(tmp_path):
-    with pytest.raises(CheckpointError, match=r"can't be resumed: it has no complete checkpoint \(there is nothing\); start"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"can't be resumed: it has no complete checkpoint \(there is nothing\); start",
+    ):
         newest_valid(tmp_path)
     for name in (".lock", "logs", "config.json"):
         (tmp_path / name).touch()
-    with pytest.raises(CheckpointError, match=r"it has no complete checkpoint \(there is config.json, logs\)"):
+    with pytest.raises(
+        CheckpointError, match=r"it has no complete checkpoint \(there is config.json, logs\)"
+    ):
         newest_valid(tmp_path)
     os.truncate(write(CheckpointFolder(tmp_path, keep=1), 20) / "controller.json", 1)
     with pytest.raises(
-        CheckpointError, match=r"can't be resumed: checkpoint .*step-000020 is damaged: .*has 1 bytes and had 12"
+        CheckpointError,
+        match=r"can't be resumed: checkpoint .*step-000020 is damaged: .*has 1 bytes and had 12",
     ):
         newest_valid(tmp_path)
 
@@ -278,7 +321,9 @@ def test_any_flipped_bit_is_found(position, bit):
         position %= sum(map(len, data.values()))
         for file, content in data.items():
             if position < len(content):
-                if not chr(content[position]).isspace() or file.name != "manifest.json":  # white space says nothing in JSON
+                if (
+                    not chr(content[position]).isspace() or file.name != "manifest.json"
+                ):  # white space says nothing in JSON
                     content[position] ^= 1 << bit
                     file.write_bytes(content)
                     with pytest.raises(CheckpointError):

@@ -86,11 +86,17 @@ def no_calls():
 
 def task_set(*, hangs=False, **configs) -> TaskSet:
     limit_s = 0.2 if hangs else 30.0
-    limits = UserCodeLimits(call_timeout_s=limit_s, setup_timeout_s=limit_s, close_timeout_s=limit_s)
+    limits = UserCodeLimits(
+        call_timeout_s=limit_s, setup_timeout_s=limit_s, close_timeout_s=limit_s
+    )
     return TaskSet(configs, gate=Gate(timeout_s=limit_s), limits=limits, seed=0)
 
 
-CAUSES = {"exits": "SystemExit: 3", "raises": "ValueError: no luck", "hangs": "no answer within 0.2 s"}
+CAUSES = {
+    "exits": "SystemExit: 3",
+    "raises": "ValueError: no luck",
+    "hangs": "no answer within 0.2 s",
+}
 
 
 async def test_tasks_are_closed_once_each(renderer):
@@ -109,7 +115,12 @@ async def test_task_that_was_never_set_up_is_not_closed(renderer):
 
 @pytest.mark.parametrize("what", CAUSES)
 async def test_setup_that_fails_names_its_task_and_only_those_set_up_are_closed(renderer, what):
-    tasks = task_set(hangs=what == "hangs", a=NotedTask.Config(), b=NotedTask.Config(on_setup=what), c=NotedTask.Config())
+    tasks = task_set(
+        hangs=what == "hangs",
+        a=NotedTask.Config(),
+        b=NotedTask.Config(on_setup=what),
+        c=NotedTask.Config(),
+    )
     await tasks.build(renderer)
     with pytest.raises(RunError) as caught:
         await tasks.setup(None)
@@ -130,15 +141,24 @@ async def test_close_that_fails_is_reported_and_the_others_are_closed(renderer, 
 
 @pytest.mark.parametrize("what", CAUSES)
 async def test_dataset_that_fails_while_it_is_built_names_its_task(renderer, what):
-    tasks = task_set(hangs=what == "hangs", a=NotedTask.Config(), b=NotedTask.Config(dataset=Rows.Config(broken=what)))
+    tasks = task_set(
+        hangs=what == "hangs",
+        a=NotedTask.Config(),
+        b=NotedTask.Config(dataset=Rows.Config(broken=what)),
+    )
     with pytest.raises(RunError) as caught:
         await tasks.build(renderer)
-    assert str(caught.value).startswith("task 'b' can't be built: ") and CAUSES[what] in str(caught.value)
+    assert str(caught.value).startswith("task 'b' can't be built: ") and CAUSES[what] in str(
+        caught.value
+    )
 
 
 async def test_dataset_whose_length_fails_is_named(renderer):
     tasks = task_set(b=NotedTask.Config(dataset=Rows.Config(broken="len raises")))
-    with pytest.raises(RunError, match=r"^task 'b' can't be built: dataset = 'Rows': .*: ValueError: no luck \(.*:\d+\)$"):
+    with pytest.raises(
+        RunError,
+        match=r"^task 'b' can't be built: dataset = 'Rows': .*: ValueError: no luck \(.*:\d+\)$",
+    ):
         await tasks.build(renderer)
 
 

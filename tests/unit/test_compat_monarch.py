@@ -11,7 +11,14 @@ from subprocess import PIPE
 from types import SimpleNamespace
 
 import pytest
-from monarch.actor import Actor, ActorError, concurrent_endpoint, default_bootstrap_cmd, this_host, this_proc
+from monarch.actor import (
+    Actor,
+    ActorError,
+    concurrent_endpoint,
+    default_bootstrap_cmd,
+    this_host,
+    this_proc,
+)
 
 from tests.integration.command_runs import ROOT
 from tests.integration.processes import descendants, listening_sockets
@@ -58,7 +65,11 @@ class Owner(Actor):
 
     @concurrent_endpoint
     async def kill_the_second(self) -> tuple[ProcessDeath, list[ProcessDeath]]:
-        workers = this_host().spawn_procs(per_host={"procs": 2}, name="hosted_0").spawn("hosted_0", Worker)
+        workers = (
+            this_host()
+            .spawn_procs(per_host={"procs": 2}, name="hosted_0")
+            .spawn("hosted_0", Worker)
+        )
         pids = {point.rank: pid for point, pid in (await workers.pid.call()).items()}
         waiting = workers.slice(procs=1).wait.call_one()
         os.kill(pids[1], signal.SIGKILL)
@@ -94,8 +105,12 @@ def worker():
     procs.stop().get()
 
 
-@pytest.mark.parametrize(("end", "cause"), [("kill -9 $$", "killed by SIGKILL"), ("exit 3", "exit code 3")])
-async def test_a_process_that_ends_while_it_is_started_is_a_death_with_its_cause(tmp_path, end, cause):
+@pytest.mark.parametrize(
+    ("end", "cause"), [("kill -9 $$", "killed by SIGKILL"), ("exit 3", "exit code 3")]
+)
+async def test_a_process_that_ends_while_it_is_started_is_a_death_with_its_cause(
+    tmp_path, end, cause
+):
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\n{end}\n")
     program.chmod(0o700)
@@ -105,7 +120,9 @@ async def test_a_process_that_ends_while_it_is_started_is_a_death_with_its_cause
         command.program = str(program)
         return command
 
-    procs = this_host().spawn_procs(per_host={"procs": 1}, name="generator_0_1", bootstrap_command=launch)
+    procs = this_host().spawn_procs(
+        per_host={"procs": 1}, name="generator_0_1", bootstrap_command=launch
+    )
     with pytest.raises(ValueError, match="error creating proc") as error:
         await procs.spawn("generator", Worker).pid.call_one()
     death = process_death_behind(error.value)
@@ -132,7 +149,9 @@ def test_what_an_actor_raised_arrives_as_it_was(worker):
     with pytest.raises(ActorError) as caught:
         worker.refuse.call_one().get()
     error = original(caught.value)
-    assert type(error) is RunError and str(error) == "the batch is empty", "ActorError no longer has it in `exception`"
+    assert type(error) is RunError and str(error) == "the batch is empty", (
+        "ActorError no longer has it in `exception`"
+    )
     assert process_death_behind(caught.value) is None
 
 
@@ -178,12 +197,16 @@ def test_a_failure_of_another_form_keeps_its_text():
         def report(self) -> str:
             return "the trainer is\n gone"
 
-    assert process_death(Failure()) == ProcessDeath(actor="trainer", rank="", cause="the trainer is gone")
+    assert process_death(Failure()) == ProcessDeath(
+        actor="trainer", rank="", cause="the trainer is gone"
+    )
 
 
 def test_messages_are_logged_without_the_actors_name(worker, tmp_path):
     (line,) = worker.log.call_one(str(tmp_path)).get().splitlines()
-    assert '"message": "as written"' in line, "Monarch adds the actor's name to log messages in another way"
+    assert '"message": "as written"' in line, (
+        "Monarch adds the actor's name to log messages in another way"
+    )
 
 
 LISTENER = """
@@ -210,16 +233,24 @@ def test_no_other_user_can_connect_to_monarchs_sockets():
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"TMPDIR": folder}
         command = [sys.executable, "-c", LISTENER, folder]
-        with subprocess.Popen(command, env=environment, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True) as process:
+        with subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True
+        ) as process:
             assert process.stdout.readline() == "ready\n"
             sockets = listening_sockets([process.pid, *descendants(process.pid)])
-            assert len(sockets) == 3, "Monarch listens for the command, for its processes and in the process that it spawned"
+            assert len(sockets) == 3, (
+                "Monarch listens for the command, for its processes and in the process that it spawned"
+            )
             assert {os.path.commonpath([path, folder]) for path in sockets} == {folder}
             assert os.stat(folder).st_mode & 0o777 == 0o700
             if os.getuid() == 0:  # nobody else can be another user for a while
                 for path in sockets:
-                    stranger = subprocess.run([sys.executable, "-c", STRANGER, path], capture_output=True, text=True)
-                    assert stranger.stdout == "" and stranger.stderr.endswith("PermissionError: [Errno 13] Permission denied\n")
+                    stranger = subprocess.run(
+                        [sys.executable, "-c", STRANGER, path], capture_output=True, text=True
+                    )
+                    assert stranger.stdout == "" and stranger.stderr.endswith(
+                        "PermissionError: [Errno 13] Permission denied\n"
+                    )
             process.kill()
 
 
@@ -228,15 +259,17 @@ def test_sockets_that_can_not_be_private_are_said_in_one_line(capfd, monkeypatch
     hold_sockets(tmp_path)
     hold_sockets(tmp_path / ("x" * 90))
     line, again = capfd.readouterr().err.splitlines()
-    assert line == again and line.startswith("warning: every user of this host can control this run")
+    assert line == again and line.startswith(
+        "warning: every user of this host can control this run"
+    )
 
 
 def test_the_message_limit_is_monarchs_own_name_and_holds_in_this_process():
     from monarch.config import get_global_config
 
-    assert get_global_config()["codec_max_frame_length"] == int(ENVIRONMENT["HYPERACTOR_CODEC_MAX_FRAME_LENGTH"]), (
-        "Monarch no longer takes its message limit from HYPERACTOR_CODEC_MAX_FRAME_LENGTH"
-    )
+    assert get_global_config()["codec_max_frame_length"] == int(
+        ENVIRONMENT["HYPERACTOR_CODEC_MAX_FRAME_LENGTH"]
+    ), "Monarch no longer takes its message limit from HYPERACTOR_CODEC_MAX_FRAME_LENGTH"
 
 
 def test_the_limits_of_silence_are_monarchs_own_names_and_hold_in_this_process():
@@ -245,5 +278,8 @@ def test_the_limits_of_silence_are_monarchs_own_names_and_hold_in_this_process()
     known = get_global_config()
     for name, value in ENVIRONMENT.items():
         if value.endswith(("h", "m")):
-            names = {name.removeprefix("HYPERACTOR_").lower(), name.removeprefix("HYPERACTOR_MESH_").lower()} & known.keys()
+            names = {
+                name.removeprefix("HYPERACTOR_").lower(),
+                name.removeprefix("HYPERACTOR_MESH_").lower(),
+            } & known.keys()
             assert [known[field] for field in names] == [value], f"Monarch no longer knows {name}"

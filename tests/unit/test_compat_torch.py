@@ -34,18 +34,26 @@ from torchtitan.experiments.rl.errors import PeerGone
 def test_memory_of_a_gpu_is_shared_as_torchs_own_multiprocessing_shares_it():
     """No GPU runs here. What ``_share_cuda_`` gives behind the device is what ``_new_shared_cuda`` takes there, and the last is
     whether to wait for an event."""
-    offers, opens = (inspect.getsource(of) for of in (reductions.reduce_tensor, reductions.rebuild_cuda_tensor))
+    offers, opens = (
+        inspect.getsource(of) for of in (reductions.reduce_tensor, reductions.rebuild_cuda_tensor)
+    )
     given = re.search(r"\(\s*device,([^()]*)\) = storage._share_cuda_\(\)", offers)[1]
     taken = re.search(r"_new_shared_cuda\(\s*storage_device,([^()]*)\)", opens)[1]
     assert given.split() == [word.replace("storage_handle", "handle") for word in taken.split()]
     assert taken.split()[-1] == "event_sync_required,"
     memory, gpu = torch.zeros(8, dtype=torch.uint8), torch.device("cuda", 0)
-    for share in (lambda: offered_memory(memory), lambda: opened_memory((b"", 8, 0, b"", 0, b"", True), gpu)):
+    for share in (
+        lambda: offered_memory(memory),
+        lambda: opened_memory((b"", 8, 0, b"", 0, b"", True), gpu),
+    ):
         with pytest.raises(PeerGone) as caught:
             share()
         said, _, cure = str(caught.value).partition("); ")
         assert re.fullmatch(r"the weights on a trainer's GPU can't be shared \(.*CUDA.*", said)
-        assert cure == 'if no trainer process has ended, CUDA IPC is refused here: set generator.weights to "host"'
+        assert (
+            cure
+            == 'if no trainer process has ended, CUDA IPC is refused here: set generator.weights to "host"'
+        )
 
 
 @pytest.fixture
@@ -57,20 +65,33 @@ def third_of_four():
 
 
 def sharded(local: torch.Tensor, mesh, *placements, shape: tuple[int, int]) -> DTensor:
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+    )
 
 
 def test_compute_local_shape_and_global_offset_gives_the_shard_of_this_rank(third_of_four):
     line = init_device_mesh("cpu", (4,))
     # 10 rows over 4 ranks: 3, 3, 3, 1.
-    assert local_shard(sharded(torch.zeros(3, 5), line, Shard(0), shape=(10, 5))) == ((6, 0), (3, 5))
+    assert local_shard(sharded(torch.zeros(3, 5), line, Shard(0), shape=(10, 5))) == (
+        (6, 0),
+        (3, 5),
+    )
     # 2 rows over 4 ranks: nothing for this one.
     assert local_shard(sharded(torch.zeros(0, 5), line, Shard(0), shape=(2, 5)))[1] == (0, 5)
-    assert local_shard(sharded(torch.zeros(10, 5), line, Replicate(), shape=(10, 5))) == ((0, 0), (10, 5))
+    assert local_shard(sharded(torch.zeros(10, 5), line, Replicate(), shape=(10, 5))) == (
+        (0, 0),
+        (10, 5),
+    )
     # Ranks 0, 1 above 2, 3: this is the second row's first.
     square = init_device_mesh("cpu", (2, 2))
-    assert local_shard(sharded(torch.zeros(5, 2), square, Shard(0), Shard(1), shape=(10, 4))) == ((5, 0), (5, 2))
-    assert local_shard(sharded(torch.zeros(10, 2), square, Replicate(), Shard(1), shape=(10, 4))) == ((0, 0), (10, 2))
+    assert local_shard(sharded(torch.zeros(5, 2), square, Shard(0), Shard(1), shape=(10, 4))) == (
+        (5, 0),
+        (5, 2),
+    )
+    assert local_shard(
+        sharded(torch.zeros(10, 2), square, Replicate(), Shard(1), shape=(10, 4))
+    ) == ((0, 0), (10, 2))
 
 
 # ---- checkpoints that may be forged
@@ -127,7 +148,9 @@ def test_a_forged_checkpoint_is_refused_before_what_it_names_is_called(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load({"noise": None}, checkpoint_id=in_data, no_dist=True)
-    assert made.exists(), "torch unpickles objects without restriction no more: check_pickles need not read them"
+    assert made.exists(), (
+        "torch unpickles objects without restriction no more: check_pickles need not read them"
+    )
 
 
 def test_a_file_that_is_no_pickle_is_refused_as_such(tmp_path):
@@ -141,7 +164,9 @@ def test_a_file_that_is_no_pickle_is_refused_as_such(tmp_path):
 def test_the_last_error_of_the_loaded_cuda_runtime_is_taken_once(tmp_path):
     """A stand-in for libcudart, with an error that a call has left."""
     source, library = tmp_path / "cudart.c", tmp_path / "libcudart.so.13"
-    source.write_text("static int last = 801; int cudaGetLastError(void) { int code = last; last = 0; return code; }")
+    source.write_text(
+        "static int last = 801; int cudaGetLastError(void) { int code = last; last = 0; return code; }"
+    )
     assert take_cuda_error() == 0, "no CUDA is loaded here"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     ctypes.CDLL(str(library))

@@ -16,7 +16,10 @@ from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
 from torchtitan.experiments.rl.compat.torchtitan import built_class
-from torchtitan.experiments.rl.compat.torchtitan.models import HiddenStateDecoder, ShardedLlama3Adapter
+from torchtitan.experiments.rl.compat.torchtitan.models import (
+    HiddenStateDecoder,
+    ShardedLlama3Adapter,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +37,9 @@ print(copies)
 
 def python(code: str) -> str:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -53,14 +58,18 @@ def test_decoder_skip_lm_head_is_off_by_default_and_is_all_that_decides_about_th
 
     config = model_registry("debugmodel", attn_backend="flex").model
     monkeypatch.setattr("torchtitan.models.llama3.model.Llama3TransformerBlock.forward", no_layer)
-    headless = HeadlessLlama.Config(**{field.name: getattr(config, field.name) for field in fields(config)}).build()
+    headless = HeadlessLlama.Config(
+        **{field.name: getattr(config, field.name) for field in fields(config)}
+    ).build()
     headless.init_states(buffer_device=torch.device("cpu"))
     tokens, positions = torch.tensor([[3, 1, 4]]), torch.arange(3)[None]
     hidden = headless.hidden_states(tokens, positions, None)
     assert hidden.shape == (1, 3, config.dim)
     plain = config.build()
     plain.load_state_dict(headless.state_dict())
-    torch.testing.assert_close(headless.lm_head(hidden), plain(tokens, positions, None), rtol=0, atol=0)
+    torch.testing.assert_close(
+        headless.lm_head(hidden), plain(tokens, positions, None), rtol=0, atol=0
+    )
 
 
 def test_configurable_config_owner_is_the_class_that_build_makes():
@@ -76,14 +85,24 @@ def test_configurable_config_owner_is_the_class_that_build_makes():
     assert built_class(Configurable.Config()) is Configurable.Config
 
 
-@pytest.mark.parametrize("method, direction", [("_permute", "to_hf"), ("_reverse_permute", "from_hf")])
-def test_llama3_adapter_permute_takes_the_weight_and_its_heads_first(monkeypatch, method, direction):
+@pytest.mark.parametrize(
+    "method, direction", [("_permute", "to_hf"), ("_reverse_permute", "from_hf")]
+)
+def test_llama3_adapter_permute_takes_the_weight_and_its_heads_first(
+    monkeypatch, method, direction
+):
     """8 query heads and 2 key heads of 4 rows: what the adapter passes for each, and that it uses what we override."""
     spec = model_registry("debugmodel", attn_backend="flex")
     attention = spec.model.layers[0].attention
     attention.n_heads, attention.n_kv_heads, attention.head_dim, spec.model.dim = 8, 2, 4, 32
-    prefix = {"to_hf": "layers.0.attention.qkv_linear.w{}.weight", "from_hf": "model.layers.0.self_attn.{}_proj.weight"}
-    weights = {prefix[direction].format(name): torch.randn(rows, 32) for name, rows in (("q", 32), ("k", 8))}
+    prefix = {
+        "to_hf": "layers.0.attention.qkv_linear.w{}.weight",
+        "from_hf": "model.layers.0.self_attn.{}_proj.weight",
+    }
+    weights = {
+        prefix[direction].format(name): torch.randn(rows, 32)
+        for name, rows in (("q", 32), ("k", 8))
+    }
     seen = []
 
     def spy(self, w, *args):
@@ -95,13 +114,18 @@ def test_llama3_adapter_permute_takes_the_weight_and_its_heads_first(monkeypatch
     ours = getattr(ShardedLlama3Adapter(spec.model, None), direction)(dict(weights))
     assert seen == [((32, 32), 8), ((8, 32), 2)]
     theirs = getattr(Llama3StateDictAdapter(spec.model, None), direction)(dict(weights))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 def test_torchtitan_still_assumes_cuda_where_there_is_no_accelerator():
     printed = python("import torchtitan.tools.utils" + COPIES)
     said = "torchtitan finds the CPU by itself now: use_cpu_without_accelerator can go"
-    assert eval(printed) == {"torchtitan.tools.utils": "cuda", "torchtitan.tools.utils module": "torch.cuda"}, said
+    assert eval(printed) == {
+        "torchtitan.tools.utils": "cuda",
+        "torchtitan.tools.utils module": "torch.cuda",
+    }, said
 
 
 @pytest.mark.parametrize("first", ["set_up", "torchtitan"])
@@ -112,5 +136,9 @@ def test_every_copy_of_the_device_says_cpu_whatever_was_imported_first(first):
     }
     printed = python(steps.pop(first) + "".join(steps.values()) + COPIES)
     copies = eval(printed)
-    assert {"torchtitan.tools.utils", "torchtitan.distributed.utils", "torchtitan.distributed.parallel_dims"} < copies.keys()
+    assert {
+        "torchtitan.tools.utils",
+        "torchtitan.distributed.utils",
+        "torchtitan.distributed.parallel_dims",
+    } < copies.keys()
     assert set(copies.values()) == {"cpu", "torch.cpu"}, copies

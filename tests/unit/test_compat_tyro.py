@@ -24,7 +24,11 @@ class Config:
 def printed(words: list[str], encoding: str) -> str:
     """What tyro prints on stderr; the encoding of stdout decides what it draws the box with."""
     errors, output = io.StringIO(), io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output), pytest.raises(SystemExit):
+    with (
+        contextlib.redirect_stderr(errors),
+        contextlib.redirect_stdout(output),
+        pytest.raises(SystemExit),
+    ):
         tyro.cli(Config, args=words)
     return errors.getvalue()
 

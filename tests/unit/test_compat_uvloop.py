@@ -29,7 +29,9 @@ async def test_processes_are_started_side_by_side_and_give_output_and_codes():
 
     await one(0)  # the first opens what all share
     before = len(os.listdir("/proc/self/fd"))
-    assert await asyncio.gather(*map(one, range(20))) == [(b"xx\n", b"bad\n", code) for code in range(20)]
+    assert await asyncio.gather(*map(one, range(20))) == [
+        (b"xx\n", b"bad\n", code) for code in range(20)
+    ]
     process = await asyncio.create_subprocess_shell("echo $((6 * 7)); exit 3", stdout=-1)
     assert await process.communicate() == (b"42\n", None) and process.returncode == 3
     with pytest.raises(FileNotFoundError):
@@ -62,7 +64,9 @@ async def test_a_process_has_ended_whoever_holds_its_pipes():
 
 async def test_nothing_runs_between_fork_and_exec():
     calls = []
-    os.register_at_fork(before=lambda: calls.append("before"), after_in_child=lambda: calls.append("child"))
+    os.register_at_fork(
+        before=lambda: calls.append("before"), after_in_child=lambda: calls.append("child")
+    )
     process = await started("true")
     await process.communicate()
     assert not calls
@@ -74,7 +78,9 @@ async def test_a_pipe_is_closed_once(writes):
     ends = os.pipe()
     file = os.fdopen(ends[writes], "wb" if writes else "rb", 0)
     loop = asyncio.get_running_loop()
-    transport, _ = await (loop.connect_write_pipe if writes else loop.connect_read_pipe)(asyncio.Protocol, file)
+    transport, _ = await (loop.connect_write_pipe if writes else loop.connect_read_pipe)(
+        asyncio.Protocol, file
+    )
     assert file.closed and not transport.is_closing()
     os.fstat(transport.get_extra_info("pipe").fileno())
     transport.close()

@@ -43,7 +43,10 @@ def test_environment_variables_are_read_by_vllm(monkeypatch):
     compat.set_environment(device="cpu")
     unknown = set(os.environ) - set(envs.environment_variables) - {"OMP_NUM_THREADS"}
     assert not unknown, f"vLLM no longer reads {unknown}"
-    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ and "kv_cache_memory_bytes" in EngineArgs.__dataclass_fields__
+    assert (
+        "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+        and "kv_cache_memory_bytes" in EngineArgs.__dataclass_fields__
+    )
     assert int(os.environ.pop("OMP_NUM_THREADS")) == torch.get_num_threads()
     compat.set_environment(device="cpu", workers=2 * torch.get_num_threads())
     assert os.environ["OMP_NUM_THREADS"] == "1"
@@ -52,19 +55,25 @@ def test_environment_variables_are_read_by_vllm(monkeypatch):
 def test_the_core_client_shuts_its_engine_down_by_a_finalizer():
     from vllm.v1.engine.core_client import InprocClient
 
-    assert "self._finalizer = weakref.finalize(self, self.engine_core.shutdown)" in source_of(InprocClient), (
-        "leave_to_the_exit has to find what shuts the engine down when the process ends"
-    )
+    assert "self._finalizer = weakref.finalize(self, self.engine_core.shutdown)" in source_of(
+        InprocClient
+    ), "leave_to_the_exit has to find what shuts the engine down when the process ends"
 
 
 def test_scheduler_counts_requests_and_the_cache_in_use():
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=object.__new__(Scheduler))))
+    engine = SimpleNamespace(
+        engine_core=SimpleNamespace(
+            engine_core=SimpleNamespace(scheduler=object.__new__(Scheduler))
+        )
+    )
     scheduler = engine.engine_core.engine_core.scheduler
     scheduler.running, scheduler.waiting, scheduler.kv_holding_waiting = ["a", "b"], ["c"], []
     scheduler.kv_cache_manager = SimpleNamespace(usage=0.5)
-    assert compat.occupancy(engine) == (2, 1, 0.5), "Scheduler.get_request_counts, get_kv_cache_usage"
+    assert compat.occupancy(engine) == (2, 1, 0.5), (
+        "Scheduler.get_request_counts, get_kv_cache_usage"
+    )
 
 
 def test_output_processor_keeps_a_counting_detokenizer_for_each_open_request():
@@ -73,13 +82,21 @@ def test_output_processor_keeps_a_counting_detokenizer_for_each_open_request():
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
     assert "self.output_processor = " in source_of(LLMEngine.__init__), "LLMEngine.output_processor"
-    assert "self.request_states[request_id] = " in source_of(OutputProcessor.add_request), "OutputProcessor.request_states"
+    assert "self.request_states[request_id] = " in source_of(OutputProcessor.add_request), (
+        "OutputProcessor.request_states"
+    )
     assert "self.detokenizer = " in source_of(RequestState.__init__), "RequestState.detokenizer"
-    assert "tokenizer=self.tokenizer" in source_of(OutputProcessor.add_request), "OutputProcessor.tokenizer"
+    assert "tokenizer=self.tokenizer" in source_of(OutputProcessor.add_request), (
+        "OutputProcessor.tokenizer"
+    )
     # Without a tokenizer there is nothing to detokenize, and the tokens are counted all the same.
-    counter = IncrementalDetokenizer.from_new_request(None, SimpleNamespace(sampling_params=object()))
+    counter = IncrementalDetokenizer.from_new_request(
+        None, SimpleNamespace(sampling_params=object())
+    )
     engine = SimpleNamespace(
-        output_processor=SimpleNamespace(request_states={"0-a": SimpleNamespace(detokenizer=counter)}),
+        output_processor=SimpleNamespace(
+            request_states={"0-a": SimpleNamespace(detokenizer=counter)}
+        ),
     )
     assert compat.output_token_count(engine, "0-a") == 0
     counter.update([5, 6], False)
@@ -90,7 +107,9 @@ def test_add_request_returns_the_id_under_which_the_state_is_kept():
     from vllm.v1.engine.llm_engine import LLMEngine
 
     assert inspect.signature(LLMEngine.add_request).return_annotation is str
-    assert "internal" in inspect.signature(LLMEngine.abort_request).parameters, "abort_request takes our own ids by default"
+    assert "internal" in inspect.signature(LLMEngine.abort_request).parameters, (
+        "abort_request takes our own ids by default"
+    )
 
 
 def test_scheduler_is_reached_from_the_engine_in_this_process():
@@ -101,9 +120,15 @@ def test_scheduler_is_reached_from_the_engine_in_this_process():
 
     assert "reset_running_requests" in inspect.signature(LLMEngine.reset_prefix_cache).parameters
     assert "self.engine_core = " in source_of(LLMEngine.__init__), "LLMEngine.engine_core"
-    assert "self.engine_core = EngineCore(" in source_of(InprocClient.__init__), "InprocClient.engine_core"
-    assert re.search(r"self\.scheduler\b.*= ", source_of(EngineCore.__init__)), "EngineCore.scheduler"
-    assert "self.requests: dict[str, Request]" in source_of(Scheduler.__init__), "Scheduler.requests"
+    assert "self.engine_core = EngineCore(" in source_of(InprocClient.__init__), (
+        "InprocClient.engine_core"
+    )
+    assert re.search(r"self\.scheduler\b.*= ", source_of(EngineCore.__init__)), (
+        "EngineCore.scheduler"
+    )
+    assert "self.requests: dict[str, Request]" in source_of(Scheduler.__init__), (
+        "Scheduler.requests"
+    )
     assert "engine_core.shutdown" in source_of(InprocClient.shutdown), "InprocClient.shutdown"
 
 
@@ -117,7 +142,9 @@ def test_a_request_with_a_new_salt_has_the_block_hashes_of_one_that_always_had_i
 
     def request(salt: str, prompt: list[int]) -> Request:
         hasher = get_request_block_hasher(4, sha256)
-        return Request("r", prompt, SamplingParams(max_tokens=20), None, cache_salt=salt, block_hasher=hasher)
+        return Request(
+            "r", prompt, SamplingParams(max_tokens=20), None, cache_salt=salt, block_hasher=hasher
+        )
 
     changed = request("1", [1, 2, 3, 4, 5, 6])
     changed.append_output_token_ids([7, 8, 9])
@@ -126,7 +153,9 @@ def test_a_request_with_a_new_salt_has_the_block_hashes_of_one_that_always_had_i
     expected = request("2", [1, 2, 3, 4, 5, 6, 7, 8, 9])
     assert len(old) == 2 and changed.block_hashes == expected.block_hashes != old
     engine = SimpleNamespace(
-        engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace(requests={"r": changed}))),
+        engine_core=SimpleNamespace(
+            engine_core=SimpleNamespace(scheduler=SimpleNamespace(requests={"r": changed}))
+        ),
         reset_prefix_cache=lambda *, reset_running_requests: None,
     )
     compat.recompute_open_requests(engine, cache_salt="1")
@@ -145,9 +174,19 @@ def test_a_connector_is_loaded_by_name_asked_for_each_new_request_and_copies_aro
     assert "ext_tokens is None" in schedule, "None puts a request off to the next step"
     assert "self.connector.update_state_after_alloc(" in schedule
     around = source_of(KVConnectorModelRunnerMixin._get_kv_connector_output)
-    assert around.index("kv_connector.start_load_kv(") < around.index("yield") < around.index("kv_connector.wait_for_save()")
+    assert (
+        around.index("kv_connector.start_load_kv(")
+        < around.index("yield")
+        < around.index("kv_connector.wait_for_save()")
+    )
     request = source_of(Request)
-    for name in ("num_prompt_tokens", "num_output_tokens", "cache_salt", "skip_reading_prefix_cache", "block_hashes"):
+    for name in (
+        "num_prompt_tokens",
+        "num_output_tokens",
+        "cache_salt",
+        "skip_reading_prefix_cache",
+        "block_hashes",
+    ):
         assert name in request, f"Request.{name}"
 
 
@@ -163,7 +202,10 @@ def test_worker_reloads_weights_and_gives_its_model():
 def test_only_a_tied_head_on_cpu_is_packed_again():
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    assert "layer" in inspect.signature(UnquantizedEmbeddingMethod.process_weights_after_loading).parameters
+    assert (
+        "layer"
+        in inspect.signature(UnquantizedEmbeddingMethod.process_weights_after_loading).parameters
+    )
     packed = []
 
     def model(*, tied: bool, device: str = "cpu") -> torch.nn.Module:
@@ -192,7 +234,10 @@ def test_parameters_that_skip_their_clone_are_copied_shallowly():
 def test_weights_are_copied_only_where_a_load_takes_nothing_else(monkeypatch):
     import vllm.distributed
     from vllm.model_executor.layers.attention import Attention, MLAAttention
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+    )
 
     def made(kind: type) -> torch.nn.Module:
         module = kind.__new__(kind)
@@ -209,16 +254,27 @@ def test_weights_are_copied_only_where_a_load_takes_nothing_else(monkeypatch):
 
     def weights(of: torch.nn.Module) -> list[compat.HeldWeight]:
         return [
-            compat.HeldWeight(module=of.norm, parameter=of.norm.weight, sources=("norm.weight",), packed=False),
-            compat.HeldWeight(module=of.lm_head, parameter=of.lm_head.weight, sources=("lm_head.weight",), packed=True),
+            compat.HeldWeight(
+                module=of.norm, parameter=of.norm.weight, sources=("norm.weight",), packed=False
+            ),
+            compat.HeldWeight(
+                module=of.lm_head,
+                parameter=of.lm_head.weight,
+                sources=("lm_head.weight",),
+                packed=True,
+            ),
         ]
 
     names, world = {"norm.weight", "lm_head.weight"}, 1
     monkeypatch.setattr(vllm.distributed, "get_tensor_model_parallel_world_size", lambda: world)
     plain = model()
     assert compat.copying_suffices(plain, weights(plain), names)
-    assert not compat.copying_suffices(plain, weights(plain), names | {"more.weight"}), "a tensor that nothing is made of"
-    assert not compat.copying_suffices(plain, weights(plain)[:1], names), "a parameter of unknown origin"
+    assert not compat.copying_suffices(plain, weights(plain), names | {"more.weight"}), (
+        "a tensor that nothing is made of"
+    )
+    assert not compat.copying_suffices(plain, weights(plain)[:1], names), (
+        "a parameter of unknown origin"
+    )
     quantized, derived, other_head = model(), model(), model()
     quantized.norm.quant_method = SimpleNamespace()
     derived.attention = made(MLAAttention)  # has matrices of its own that are computed from weights
@@ -235,10 +291,18 @@ def test_weights_are_copied_only_where_a_load_takes_nothing_else(monkeypatch):
 def test_linear_modules_are_packed_by_the_function_that_is_replaced(monkeypatch):
     from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
 
-    assert list(inspect.signature(utils.dispatch_cpu_unquantized_gemm).parameters) == ["layer", "remove_weight"]
-    for method in (linear.UnquantizedLinearMethod, vocab_parallel_embedding.UnquantizedEmbeddingMethod):
+    assert list(inspect.signature(utils.dispatch_cpu_unquantized_gemm).parameters) == [
+        "layer",
+        "remove_weight",
+    ]
+    for method in (
+        linear.UnquantizedLinearMethod,
+        vocab_parallel_embedding.UnquantizedEmbeddingMethod,
+    ):
         source = inspect.getsource(method.process_weights_after_loading)
-        assert "from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm" in source, "packed in another way"
+        assert (
+            "from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm" in source
+        ), "packed in another way"
 
 
 def test_models_say_which_tensors_lie_below_each_other():
@@ -291,7 +355,10 @@ def test_a_module_that_is_not_to_be_packed_computes_with_its_weight():
 
 
 def test_only_an_embedding_beside_a_head_of_its_own_is_packed_for_nothing():
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
     from vllm.model_executor.models.llama import LlamaForCausalLM
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
@@ -308,10 +375,14 @@ def test_only_an_embedding_beside_a_head_of_its_own_is_packed_for_nothing():
     model.lm_head = made(ParallelLMHead)
     assert compat.packed_for_nothing(model) == [embedding]
     for kind in (LlamaForCausalLM, Qwen3ForCausalLM):
-        assert "self.logits_processor(self.lm_head, " in source_of(kind.compute_logits), "logits are computed in another way"
+        assert "self.logits_processor(self.lm_head, " in source_of(kind.compute_logits), (
+            "logits are computed in another way"
+        )
 
 
-def held(rows: list[int], sources: int = 3, ndim: int = 2, name: str = "weight", **attributes) -> compat.HeldWeight:
+def held(
+    rows: list[int], sources: int = 3, ndim: int = 2, name: str = "weight", **attributes
+) -> compat.HeldWeight:
     """Make a weight of a linear module, or with three dimensions of a layer's experts."""
     return compat.HeldWeight(
         module=SimpleNamespace(output_partition_sizes=rows, **attributes),
@@ -338,7 +409,11 @@ def test_a_worker_alone_holds_whole_tensors(rank):
     rank(0, 1)
     qkv, weight = held([8, 4, 4]), torch.arange(160.0).view(16, 10)
     query, key, value = compat.parts_of_sources(qkv, weight)
-    assert torch.equal(query, weight[:8]) and torch.equal(key, weight[8:12]) and torch.equal(value, weight[12:])
+    assert (
+        torch.equal(query, weight[:8])
+        and torch.equal(key, weight[8:12])
+        and torch.equal(value, weight[12:])
+    )
     (own,) = compat.parts_of_sources(held([16], 1), weight)
     assert torch.equal(own, weight)
     assert compat.region(qkv, (4, 10), torch.Size((4, 10))) == (slice(0, 4), slice(0, 10))
@@ -347,16 +422,27 @@ def test_a_worker_alone_holds_whole_tensors(rank):
 
 def test_workers_divide_rows_or_columns_and_copy_few_heads(rank):
     rank(3, 4)
-    assert compat.region(held([2, 1, 1]), (8, 10), torch.Size((2, 10))) == (slice(6, 8), slice(0, 10))  # rows
-    assert compat.region(held([8], 1), (8, 12), torch.Size((8, 3))) == (slice(0, 8), slice(9, 12))  # columns
+    assert compat.region(held([2, 1, 1]), (8, 10), torch.Size((2, 10))) == (
+        slice(6, 8),
+        slice(0, 10),
+    )  # rows
+    assert compat.region(held([8], 1), (8, 12), torch.Size((8, 3))) == (
+        slice(0, 8),
+        slice(9, 12),
+    )  # columns
     # Two key-value heads of 2 rows over four workers: the last two have the second.
-    assert compat.region(held([2, 2, 2]), (4, 10), torch.Size((2, 10))) == (slice(2, 4), slice(0, 10))
+    assert compat.region(held([2, 2, 2]), (4, 10), torch.Size((2, 10))) == (
+        slice(2, 4),
+        slice(0, 10),
+    )
 
 
 def test_workers_divide_every_expert_of_a_stack(rank):
     rank(1, 2)
     weight = torch.arange(3.0 * 8 * 5).view(3, 8, 5)
-    gate, up = compat.parts_of_sources(held([], 2, ndim=3), weight)  # of 8 rows each, in the checkpoint
+    gate, up = compat.parts_of_sources(
+        held([], 2, ndim=3), weight
+    )  # of 8 rows each, in the checkpoint
     assert torch.equal(gate, weight[:, :4]) and torch.equal(up, weight[:, 4:])
     all_experts = slice(0, 3)
     rows = all_experts, slice(4, 8), slice(0, 5)
@@ -373,7 +459,9 @@ def test_a_vocabulary_that_is_filled_up_is_read_where_it_has_tokens(rank):
 
 
 @pytest.mark.parametrize("worker", [0, 1])
-def test_vllms_loader_of_a_weight_of_experts_takes_a_stack_and_no_more_of_it_than_the_workers_share(worker):
+def test_vllms_loader_of_a_weight_of_experts_takes_a_stack_and_no_more_of_it_than_the_workers_share(
+    worker,
+):
     """Two of vLLM's workers, by its own functions: gate and up are divided by rows, down by columns."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
@@ -390,18 +478,25 @@ def test_vllms_loader_of_a_weight_of_experts_takes_a_stack_and_no_more_of_it_tha
         is_act_and_mul=True,
         moe_parallel_config=SimpleNamespace(tp_size=2, use_ep=False),
     )
-    for name, shape in {"w13_weight": (experts, rows, columns), "w2_weight": (experts, columns, rows // 2)}.items():
+    for name, shape in {
+        "w13_weight": (experts, rows, columns),
+        "w2_weight": (experts, columns, rows // 2),
+    }.items():
         weight = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
         weight.weight_loader = module.weight_loader
         module.register_parameter(name, weight)
 
     def weight_of(name: str, *sources: str) -> compat.HeldWeight:
-        return compat.HeldWeight(module=module, name=name, parameter=getattr(module, name), sources=sources, packed=False)
+        return compat.HeldWeight(
+            module=module, name=name, parameter=getattr(module, name), sources=sources, packed=False
+        )
 
     weights = [weight_of("w13_weight", "gate", "up"), weight_of("w2_weight", "down")]
     tensors = {"norm": torch.ones(2), **stacks}
     others = compat._for_vllms_loader(weights, tensors, torch.device("cpu"))
-    assert [name for name, _ in others] == ["norm"], "vLLM's loader of the model gets all but the stacks"
+    assert [name for name, _ in others] == ["norm"], (
+        "vLLM's loader of the model gets all but the stacks"
+    )
     own = slice(2 * worker, 2 * worker + 2)
     assert torch.equal(module.w13_weight[:, :2], stacks["gate"][:, own])
     assert torch.equal(module.w13_weight[:, 2:], stacks["up"][:, own])
@@ -411,7 +506,9 @@ def test_vllms_loader_of_a_weight_of_experts_takes_a_stack_and_no_more_of_it_tha
         list(truncated)
     module.moe_config.moe_parallel_config.use_ep = True
     stack = {"experts.*.down_proj.weight": stacks["down"]}
-    one_by_one = compat._for_vllms_loader([weight_of("w2_weight", *stack)], stack, torch.device("cpu"))
+    one_by_one = compat._for_vllms_loader(
+        [weight_of("w2_weight", *stack)], stack, torch.device("cpu")
+    )
     names = [f"experts.{expert}.down_proj.weight" for expert in range(experts)]
     assert [name for name, _ in one_by_one] == names, "of which vLLM gives each worker its own"
 
@@ -421,7 +518,11 @@ def test_a_layers_experts_are_made_of_three_stacks_and_their_scales_of_nothing()
 
     layer = RoutedExperts.__new__(RoutedExperts)
     torch.nn.Module.__init__(layer)
-    layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = ("gate_proj", "up_proj", "down_proj")
+    layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = (
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
     layer.w13_weight, layer.w2_weight = (torch.nn.Parameter(torch.zeros(3, 4, 2)) for _ in range(2))
     layer.w13_weight_scale = torch.nn.Parameter(torch.zeros(3))  # of one that is quantized
     model = torch.nn.Module()
@@ -459,16 +560,24 @@ def test_the_v2_runner_is_reloaded_and_put_to_sleep_by_the_calls_that_the_v1_run
     assert "weights_iterator" in parameters and parameters["is_checkpoint_format"].default is True
     from vllm.model_executor.model_loader.reload import inplace
 
-    assert "initialize_layerwise_reload(model)" in source_of(inplace.reload_weights), "storage stays, and CUDA graphs with it"
+    assert "initialize_layerwise_reload(model)" in source_of(inplace.reload_weights), (
+        "storage stays, and CUDA graphs with it"
+    )
     assert "self.model_runner.reload_weights" in source_of(Worker.reload_weights)
-    assert "return self.model_runner.get_model()" in source_of(Worker.get_model), "compat's worker.get_model()"
+    assert "return self.model_runner.get_model()" in source_of(Worker.get_model), (
+        "compat's worker.get_model()"
+    )
     # vllm/engine.py sleeps at level 2: buffers come back, parameters with the next version, and no prefix stays cached.
-    assert "model.named_buffers()" in source_of(Worker.sleep) and "_sleep_saved_buffers" in source_of(Worker.wake_up)
+    assert "model.named_buffers()" in source_of(
+        Worker.sleep
+    ) and "_sleep_saved_buffers" in source_of(Worker.wake_up)
     assert "clear_prefix_cache = level >= 1" in source_of(EngineCore.sleep)
     # A request comes back from preemption as a new one, with its tokens; its noise depends on seed and position alone.
     assert "new_req_data.prefill_token_ids" in source_of(GPUModelRunner.add_requests)
     states = source_of(SamplingStates.__init__)
-    assert "self.seeds = UvaBackedTensor(max_num_reqs, dtype=torch.int64)" in states, "seeds of 63 bits fit"
+    assert "self.seeds = UvaBackedTensor(max_num_reqs, dtype=torch.int64)" in states, (
+        "seeds of 63 bits fit"
+    )
 
 
 def test_routers_tell_their_choices_and_the_runner_where_each_tokens_keys_go():
@@ -483,13 +592,24 @@ def test_routers_tell_their_choices_and_the_runner_where_each_tokens_keys_go():
 
     # RecordedRoutes stands in for vLLM's capturer, and reads the runner's own record of a request.
     bind = source_of(routed_experts_capturer.bind_routed_experts_capturer)
-    assert "partial(capturer.capture, module.layer_id)" in bind and "module.router.set_capture_fn(capture_fn)" in bind
+    assert (
+        "partial(capturer.capture, module.layer_id)" in bind
+        and "module.router.set_capture_fn(capture_fn)" in bind
+    )
     assert "self.capture_fn(topk_ids)" in source_of(BaseRouter._select_experts)
-    assert "return num_layers, num_experts, num_experts_per_tok" in source_of(routed_experts_capturer._get_routed_experts_shape)
-    assert "slot_mapping" in ForwardContext.__annotations__ and "slot_mapping=slot_mappings" in source_of(GPUModelRunner)
+    assert "return num_layers, num_experts, num_experts_per_tok" in source_of(
+        routed_experts_capturer._get_routed_experts_shape
+    )
+    assert (
+        "slot_mapping" in ForwardContext.__annotations__
+        and "slot_mapping=slot_mappings" in source_of(GPUModelRunner)
+    )
     assert {"block_ids", "output_token_ids"} <= CachedRequestState.__annotations__.keys()
     schedule = source_of(Scheduler.schedule)
-    assert "preempted_req_ids=self.reset_preempted_req_ids" in schedule and "finished_req_ids=self.finished_req_ids" in schedule
+    assert (
+        "preempted_req_ids=self.reset_preempted_req_ids" in schedule
+        and "finished_req_ids=self.finished_req_ids" in schedule
+    )
     # What the V2 runner returns.
     assert "enable_return_routed_experts" in EngineArgs.__dataclass_fields__
     assert "routed_experts" in CompletionOutput.__annotations__

@@ -64,7 +64,11 @@ def parts(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
     if get_origin(annotation) is not Annotated:
         return annotation, ()
     plain, *metadata = get_args(annotation)
-    flat = [part for entry in metadata for part in (list(entry) if isinstance(entry, GroupedMetadata) else [entry])]
+    flat = [
+        part
+        for entry in metadata
+        for part in (list(entry) if isinstance(entry, GroupedMetadata) else [entry])
+    ]
     return plain, tuple(entry for entry in flat if isinstance(entry, BaseMetadata))
 
 
@@ -73,7 +77,9 @@ def bare_numbers(annotation: Any) -> bool:
     plain, bounds = parts(annotation)
     if plain in (int, float):
         return not bounds
-    return get_origin(plain) is not Literal and any(bare_numbers(entry) for entry in get_args(plain))
+    return get_origin(plain) is not Literal and any(
+        bare_numbers(entry) for entry in get_args(plain)
+    )
 
 
 def shipped_config_classes() -> set[type]:
@@ -81,7 +87,8 @@ def shipped_config_classes() -> set[type]:
     modules = [
         importlib.import_module(module.name)
         for module in pkgutil.walk_packages(library.__path__, library.__name__ + ".")
-        if ".tasks." not in module.name or not module.name.endswith("loading")  # that one needs an environment's package
+        if ".tasks." not in module.name
+        or not module.name.endswith("loading")  # that one needs an environment's package
     ]
     ours = {module.__name__ for module in modules}
     found: set[type] = set()
@@ -95,16 +102,26 @@ def shipped_config_classes() -> set[type]:
     add(Configurable.Config)
     add(ModelReference)
     for function in CONFIGS.values():
-        found |= {type(holder) for holder, _, _, _ in fields_of(function()) if dataclasses.is_dataclass(holder)}
+        found |= {
+            type(holder)
+            for holder, _, _, _ in fields_of(function())
+            if dataclasses.is_dataclass(holder)
+        }
     # Nobody sets these: the library reads a model's config from its checkpoint, and the learner makes the other one itself.
-    return {config_class for config_class in found - {CompiledFullAC.Config} if not builds_a_module(config_class)}
+    return {
+        config_class
+        for config_class in found - {CompiledFullAC.Config}
+        if not builds_a_module(config_class)
+    }
 
 
 def builds_a_module(config_class: type) -> bool:
     return issubclass(getattr(config_class, "_owner", None) or object, torch.nn.Module)
 
 
-def fields_of(value: Any, path: str = "", annotation: Any = Any, seen: set[int] | None = None) -> list[tuple]:
+def fields_of(
+    value: Any, path: str = "", annotation: Any = Any, seen: set[int] | None = None
+) -> list[tuple]:
     """(holder, key, annotation, path) of every field and entry in a tree of configs, each shared object once."""
     seen = set() if seen is None else seen
     if id(value) in seen and not isinstance(value, str | int | float | bool | None):
@@ -112,7 +129,9 @@ def fields_of(value: Any, path: str = "", annotation: Any = Any, seen: set[int] 
     seen.add(id(value))
     plain, _ = parts(annotation)
     if get_origin(plain) in (Union, types.UnionType):
-        plain = next((parts(option)[0] for option in get_args(plain) if option is not types.NoneType), Any)
+        plain = next(
+            (parts(option)[0] for option in get_args(plain) if option is not types.NoneType), Any
+        )
     found: list[tuple] = []
     if dataclasses.is_dataclass(value):
         hints = field_annotations(type(value))
@@ -124,7 +143,9 @@ def fields_of(value: Any, path: str = "", annotation: Any = Any, seen: set[int] 
         entry_type = (*get_args(plain), Any, Any)[1]
         entries = [(key, entry_type, f"{path}.{key}") for key in value]
     elif isinstance(value, list):
-        entries = [(index, (*get_args(plain), Any)[0], f"{path}[{index}]") for index in range(len(value))]
+        entries = [
+            (index, (*get_args(plain), Any)[0], f"{path}[{index}]") for index in range(len(value))
+        ]
     else:
         return []
     for key, entry_type, entry_path in entries:
@@ -149,7 +170,8 @@ def test_every_number_in_a_shipped_config_has_a_bound_or_a_reason():
         f"{config_class.__qualname__}.{name}"
         for config_class in shipped_config_classes()
         for name, annotation in field_annotations(config_class).items()
-        if bare_numbers(annotation) and f"{declaring(config_class, name)}.{name}" not in WITHOUT_BOUNDS
+        if bare_numbers(annotation)
+        and f"{declaring(config_class, name)}.{name}" not in WITHOUT_BOUNDS
     }
     assert bare == set()
 
@@ -163,7 +185,9 @@ def test_reasons_are_given_for_fields_that_exist():
 
 def declaring(config_class: type, name: str) -> str:
     """The class whose annotation a field has."""
-    return next(base for base in config_class.__mro__ if name in vars(base).get("__annotations__", {})).__qualname__
+    return next(
+        base for base in config_class.__mro__ if name in vars(base).get("__annotations__", {})
+    ).__qualname__
 
 
 # ---- every wrong value is found
@@ -174,9 +198,16 @@ def bad_values(annotation: Any) -> list[Any]:
     plain, bounds = parts(annotation)
     if get_origin(plain) in (Union, types.UnionType):
         options = get_args(plain)
-        values = [value for option in options if option is not types.NoneType for value in bad_values(option)]
+        values = [
+            value
+            for option in options
+            if option is not types.NoneType
+            for value in bad_values(option)
+        ]
         right = {None} if types.NoneType in options else set()
-        right |= {3} if any(parts(option)[0] in (int, float) for option in options) else set()  # wrong for the others only
+        right |= (
+            {3} if any(parts(option)[0] in (int, float) for option in options) else set()
+        )  # wrong for the others only
         return [value for value in values if isinstance(value, list) or value not in right]
     values = []
     for bound in bounds:
@@ -219,7 +250,9 @@ def fresh(name: str) -> Any:
 def test_a_wrong_value_in_any_field_of_a_shipped_config_is_one_error_that_names_it(name, data):
     config = copy.deepcopy(fresh(name))
     choices = [(entry, bad_values(entry[2])) for entry in fields_of(config)]
-    (holder, key, _, path), values = data.draw(st.sampled_from([choice for choice in choices if choice[1]]))
+    (holder, key, _, path), values = data.draw(
+        st.sampled_from([choice for choice in choices if choice[1]])
+    )
     value = data.draw(st.sampled_from(values))
     put(holder, key, value)
     with pytest.raises(ConfigError) as error:
@@ -259,8 +292,12 @@ def options_of(config: Any) -> list[tuple[str, Any, Any]]:
     return [
         ("--" + re.sub(r"\[(\d+)\]", r".\1", path).replace("_", "-"), annotation, held(holder, key))
         for holder, key, annotation, path in fields_of(config)
-        if isinstance(held(holder, key), int | float | str | None) and not isinstance(held(holder, key), bool)
-        if not any(isinstance(part, type) and dataclasses.is_dataclass(part) for part in get_args(parts(annotation)[0]))
+        if isinstance(held(holder, key), int | float | str | None)
+        and not isinstance(held(holder, key), bool)
+        if not any(
+            isinstance(part, type) and dataclasses.is_dataclass(part)
+            for part in get_args(parts(annotation)[0])
+        )
     ]
 
 
@@ -270,7 +307,9 @@ def test_help_shows_the_bounds_of_every_option(capsys):
     assert not end.value.code
     text = capsys.readouterr().out
     parts = re.split(r"(?m)^\W*(?=--[a-z])", text)[1:]
-    helps = {part.split()[0]: " ".join(re.sub("[│╭╮╰╯─]", " ", part).split()) for part in reversed(parts)}
+    helps = {
+        part.split()[0]: " ".join(re.sub("[│╭╮╰╯─]", " ", part).split()) for part in reversed(parts)
+    }
     for option, bounds in {
         "--steps": "must be at least 1",
         "--max-offpolicy-steps": "must be at least 0",
@@ -284,7 +323,9 @@ def test_help_shows_the_bounds_of_every_option(capsys):
     }.items():
         assert f"({bounds})" in helps[option], helps[option]
     assert "must be" not in helps["--tasks.sum-digits.dataset.seed"]
-    assert "normally 1/5 of --steps" in text and "training.steps" not in text, "torchtitan's help names its trainer's option"
+    assert "normally 1/5 of --steps" in text and "training.steps" not in text, (
+        "torchtitan's help names its trainer's option"
+    )
     for option, annotation, _ in options_of(fresh("rl_grpo_qwen3_debug")):
         if re.search("INT|FLOAT", helps[option].split()[1]):
             assert ("(must be" in helps[option]) == (not bare_numbers(annotation)), option
@@ -302,15 +343,47 @@ def test_every_option_still_sets_its_field():
     ("option", "value", "message"),
     [
         ("--steps", "0", "steps = 0: must be at least 1"),
-        ("--trainer.optimizer.lr", "nan", "trainer.optimizer.lr = nan: must be a finite number and above 0"),
-        ("--trainer.optimizer.lr", "inf", "trainer.optimizer.lr = inf: must be a finite number and above 0"),
+        (
+            "--trainer.optimizer.lr",
+            "nan",
+            "trainer.optimizer.lr = nan: must be a finite number and above 0",
+        ),
+        (
+            "--trainer.optimizer.lr",
+            "inf",
+            "trainer.optimizer.lr = inf: must be a finite number and above 0",
+        ),
         ("--trainer.optimizer.eps", "0", "trainer.optimizer.eps = 0.0: must be above 0"),
-        ("--trainer.lr-scheduler.warmup-steps", "-1", "trainer.lr_scheduler.warmup_steps = -1: must be at least 0"),
-        ("--trainer.lr-scheduler.decay-ratio", "2", "lr_scheduler.decay_ratio = 2.0: must be at least 0 and at most 1"),
-        ("--trainer.loss.rl.mask-high", "-0.1", "trainer.loss.rl.mask_high = -0.1: must be at least 0"),
-        ("--validation.temperature", "2.5", "validation.temperature = 2.5: must be at least 0 and at most 2"),
-        ("--tasks.sum-digits.dataset.min-digits", "1", "dataset.min_digits = 1: must be at least 2; lists of one digit"),
-        ("--tasks.sum-digits.dataset.min-digits", "6", "dataset.min_digits = 6: must be at most max_digits = 5"),
+        (
+            "--trainer.lr-scheduler.warmup-steps",
+            "-1",
+            "trainer.lr_scheduler.warmup_steps = -1: must be at least 0",
+        ),
+        (
+            "--trainer.lr-scheduler.decay-ratio",
+            "2",
+            "lr_scheduler.decay_ratio = 2.0: must be at least 0 and at most 1",
+        ),
+        (
+            "--trainer.loss.rl.mask-high",
+            "-0.1",
+            "trainer.loss.rl.mask_high = -0.1: must be at least 0",
+        ),
+        (
+            "--validation.temperature",
+            "2.5",
+            "validation.temperature = 2.5: must be at least 0 and at most 2",
+        ),
+        (
+            "--tasks.sum-digits.dataset.min-digits",
+            "1",
+            "dataset.min_digits = 1: must be at least 2; lists of one digit",
+        ),
+        (
+            "--tasks.sum-digits.dataset.min-digits",
+            "6",
+            "dataset.min_digits = 6: must be at most max_digits = 5",
+        ),
         ("--output-dir", "", "output_dir = '': must not be empty"),
     ],
 )
@@ -324,7 +397,11 @@ def made(config_class: type) -> Any:
     """A config of the class; what it must be given, a stand-in."""
     given = {}
     for entry in dataclasses.fields(config_class):
-        if entry.init and entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
+        if (
+            entry.init
+            and entry.default is dataclasses.MISSING
+            and entry.default_factory is dataclasses.MISSING
+        ):
             plain = declared(field_annotations(config_class).get(entry.name, Any)).type
             if get_origin(plain) in (Union, types.UnionType):
                 plain = next(option for option in get_args(plain) if option in STAND_INS)
@@ -335,7 +412,11 @@ def made(config_class: type) -> Any:
 
 def may_be_said(annotation: Any) -> bool:
     plain, _ = parts(annotation)
-    return plain in (int, float, str) or get_origin(plain) is Literal or any(map(may_be_said, get_args(plain)))
+    return (
+        plain in (int, float, str)
+        or get_origin(plain) is Literal
+        or any(map(may_be_said, get_args(plain)))
+    )
 
 
 STAND_INS = {
@@ -357,7 +438,11 @@ def test_every_config_class_of_the_library_takes_options():
     classes = shipped_config_classes()
     for config_class in classes:
         config = made(config_class)
-        said = [(option, str(value)) for option, kind, value in options_of(config) if value is not None or may_be_said(kind)]
+        said = [
+            (option, str(value))
+            for option, kind, value in options_of(config)
+            if value is not None or may_be_said(kind)
+        ]
         read = _override(config, [word for words in said for word in words])
         assert read == config, config_class
         with pytest.raises(SystemExit) as end, contextlib.redirect_stdout(io.StringIO()):
@@ -386,7 +471,9 @@ class OwnDataset(MadeDataset.Config):
     rows: Rows = field(default_factory=lambda: Rows([1]))
     may_have_rows: Rows | None = field(default_factory=lambda: Rows([2]))
     no_rows: Rows | None = None
-    by_name: dict[str, Any] = field(default_factory=lambda: {"level": 3, "call": len, "rows": Rows([3])})
+    by_name: dict[str, Any] = field(
+        default_factory=lambda: {"level": 3, "call": len, "rows": Rows([3])}
+    )
     by_any_name: dict[Any, Any] = field(default_factory=lambda: {(1, 2): Rows([3]), "a b": 4})
     several: list[Part | Callable[..., Any]] = field(default_factory=lambda: [Part(), len])
     kind: type = int
@@ -417,11 +504,18 @@ def test_a_config_that_holds_functions_dicts_and_objects_takes_options_and_keeps
     ]
     read = _override(config, words)
     dataset = read.tasks["sum_digits"].dataset
-    assert read.steps == 3 and (dataset.number_or_call, dataset.by_name["level"], dataset.seed) == (7, 5, 9)
+    assert read.steps == 3 and (dataset.number_or_call, dataset.by_name["level"], dataset.seed) == (
+        7,
+        5,
+        9,
+    )
     assert dataset.several == [Part(weight=2.0), len]
     for name in ("call", "may_call", "rows", "may_have_rows", "no_rows", "kind", "anything"):
         assert getattr(dataset, name) is getattr(before, name), name
-    assert dataset.by_any_name == before.by_any_name and dataset.by_name["rows"] is before.by_name["rows"]
+    assert (
+        dataset.by_any_name == before.by_any_name
+        and dataset.by_name["rows"] is before.by_name["rows"]
+    )
 
 
 def test_help_shows_a_field_that_no_words_can_say_and_refuses_it_as_an_option(capsys):
@@ -429,14 +523,25 @@ def test_help_shows_a_field_that_no_words_can_say_and_refuses_it_as_an_option(ca
         _override(own_config(), ["--help"])
     assert not end.value.code
     text = capsys.readouterr().out
-    for name in ("call", "may-have-rows", "no-rows", "by-name.call", "by-any-name", "several.1", "kind", "anything"):
+    for name in (
+        "call",
+        "may-have-rows",
+        "no-rows",
+        "by-name.call",
+        "by-any-name",
+        "several.1",
+        "kind",
+        "anything",
+    ):
         assert re.search(rf"--tasks\.sum-digits\.dataset\.{name} {{fixed}}", text), name
     assert "(is set in a config function)" in text
     with pytest.raises(ConfigError, match="call.* is fixed to .*cannot accept the value 'len'"):
         _override(own_config(), ["--tasks.sum-digits.dataset.call", "len"])
 
 
-@pytest.mark.parametrize("words", [["--steps", "3"], ["--tasks.mine.group-size", "4"], ["--validation.examples", "3"]])
+@pytest.mark.parametrize(
+    "words", [["--steps", "3"], ["--tasks.mine.group-size", "4"], ["--validation.examples", "3"]]
+)
 def test_a_task_of_rows_in_memory_takes_options(words):
     config = fresh("rl_questions_qwen3_debug")
     config.tasks = {"mine": question_task([{"question": "1"}], max, validation=[{"question": "2"}])}

@@ -30,8 +30,12 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("name, parts", [(name, parts) for name, *parts in MODULES.values()], ids=MODULES)
-@pytest.mark.parametrize("words", [["--config", "rl_grpo_qwen3_debug"], ["--list"]], ids=["config", "list"])
+@pytest.mark.parametrize(
+    "name, parts", [(name, parts) for name, *parts in MODULES.values()], ids=MODULES
+)
+@pytest.mark.parametrize(
+    "words", [["--config", "rl_grpo_qwen3_debug"], ["--list"]], ids=["config", "list"]
+)
 def test_a_module_that_is_none_is_refused(refused, name, parts, words):
     err = refused("--module", name, *words)
     for part in ("--module = ", *parts):
@@ -40,11 +44,19 @@ def test_a_module_that_is_none_is_refused(refused, name, parts, words):
 
 BROKEN = {
     "syntax": ("x = 1\ndef broken(:\n", "SyntaxError", 2),
-    "import": ("import os\nimport no_such_package_of_anyone\n", "ModuleNotFoundError: No module named 'no_such_pack", 2),
+    "import": (
+        "import os\nimport no_such_package_of_anyone\n",
+        "ModuleNotFoundError: No module named 'no_such_pack",
+        2,
+    ),
     "name in a module": ("from json import no_such_name\n", "ImportError", 1),
     "raises": ("\n\nraise ValueError('not today')\n", "ValueError: not today", 3),
     "exits": ("import sys\nsys.exit(3)\n", "SystemExit: 3", 2),
-    "an exception that is no Exception": ("class Own(BaseException): pass\nraise Own('x')\n", "Own: x", 2),
+    "an exception that is no Exception": (
+        "class Own(BaseException): pass\nraise Own('x')\n",
+        "Own: x",
+        2,
+    ),
     "an exception without a text": (
         "class Mute(Exception):\n    def __str__(self): raise TypeError\nraise Mute()\n",
         "it can't be imported: Mute: ",
@@ -91,7 +103,9 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("body, cause, line", FUNCTIONS.values(), ids=FUNCTIONS)
 @DRY_OR_NOT
-def test_a_config_function_that_fails_is_named_with_file_and_line(refused, config_module, body, cause, line, dry_run):
+def test_a_config_function_that_fails_is_named_with_file_and_line(
+    refused, config_module, body, cause, line, dry_run
+):
     name, file = config_module(f"def made():\n    {body}\n")
     err = refused("--module", name, "--config", "made", *dry_run)
     assert "--config = 'made'" in err and cause in err and f"({file}:{line})" in err
@@ -99,21 +113,34 @@ def test_a_config_function_that_fails_is_named_with_file_and_line(refused, confi
 
 def test_an_async_config_function_is_refused_and_no_warning_printed(refused, config_module):
     name, _ = config_module("async def made():\n    pass\n")
-    assert "returned a coroutine; return a RunConfig" in refused("--module", name, "--config", "made", "--dry-run")
+    assert "returned a coroutine; return a RunConfig" in refused(
+        "--module", name, "--config", "made", "--dry-run"
+    )
 
 
 # ---- relations
 
 
 RELATIONS = {
-    "betas": (["--trainer.optimizer.betas", "0.99", "0.9"], "trainer.optimizer.betas[0] = 0.99", "betas[1] = 0.9"),
+    "betas": (
+        ["--trainer.optimizer.betas", "0.99", "0.9"],
+        "trainer.optimizer.betas[0] = 0.99",
+        "betas[1] = 0.9",
+    ),
     "a schedule that ends before the run": (
         ["--trainer.lr-scheduler.total-steps", "99"],
         "trainer.lr_scheduler.total_steps = 99",
         "at least steps = 100",
     ),
-    "ranks without end": (["--trainer.ranks", "1000000000"], "trainer.ranks = 1000000000", "a run has at most 1024 processes"),
-    "replicas without end": (["--generator.replicas", "1000000000"], "generator.replicas = 1000000000"),
+    "ranks without end": (
+        ["--trainer.ranks", "1000000000"],
+        "trainer.ranks = 1000000000",
+        "a run has at most 1024 processes",
+    ),
+    "replicas without end": (
+        ["--generator.replicas", "1000000000"],
+        "generator.replicas = 1000000000",
+    ),
     "workers without end": (["--rollout-workers", "1000000000"], "rollout_workers = 1000000000"),
     "parallel without end": (
         ["--generator.engine.tensor-parallel-degree", "1000000000"],
@@ -124,11 +151,24 @@ RELATIONS = {
         "generator.engine.tensor_parallel_degree = 3: the model's 4 attention heads can't be divided by it",
     ),
     "heads of a model that is not there in three parts": (
-        ["--config", "rl_grpo_qwen3_32b", "--generator.engine.tensor-parallel-degree", "3", "--dry-run"],
+        [
+            "--config",
+            "rl_grpo_qwen3_32b",
+            "--generator.engine.tensor-parallel-degree",
+            "3",
+            "--dry-run",
+        ],
         "generator.engine.tensor_parallel_degree = 3: the model's 64 attention heads can't be divided by it",
     ),
-    "rollouts without end": (["--rollouts-per-step", "1000000000000"], "rollouts_per_step = 1000000000000", "1000000"),
-    "a learning rate without end": (["--trainer.optimizer.lr", "1e308"], "trainer.optimizer.lr = 1e+308"),
+    "rollouts without end": (
+        ["--rollouts-per-step", "1000000000000"],
+        "rollouts_per_step = 1000000000000",
+        "1000000",
+    ),
+    "a learning rate without end": (
+        ["--trainer.optimizer.lr", "1e308"],
+        "trainer.optimizer.lr = 1e+308",
+    ),
     "digits without end": (
         ["--tasks.sum-digits.dataset.max-digits", "100000"],
         "tasks.sum_digits.dataset.max_digits = 100000",
@@ -137,7 +177,10 @@ RELATIONS = {
         ["--tasks.sum-digits.sampling.stop-token-ids", "768"],
         "tasks.sum_digits.sampling.stop_token_ids = 768: the model has 768 ids",
     ),
-    "a stop text of nothing": (["--tasks.sum-digits.sampling.stop", ""], "sampling.stop[0] = '': must not be empty"),
+    "a stop text of nothing": (
+        ["--tasks.sum-digits.sampling.stop", ""],
+        "sampling.stop[0] = '': must not be empty",
+    ),
     "a context longer than the model's": (
         ["--generator.engine.max-model-len", "100000"],
         "generator.engine.max_model_len = 100000: the model has 2048 positions",
@@ -145,7 +188,9 @@ RELATIONS = {
 }
 
 
-@pytest.mark.parametrize("words, parts", [(words, parts) for words, *parts in RELATIONS.values()], ids=RELATIONS)
+@pytest.mark.parametrize(
+    "words, parts", [(words, parts) for words, *parts in RELATIONS.values()], ids=RELATIONS
+)
 @DRY_OR_NOT
 def test_numbers_that_do_not_fit_together_are_refused(refused, words, parts, dry_run):
     err = refused(*DEBUG, *words, *dry_run)
@@ -155,7 +200,10 @@ def test_numbers_that_do_not_fit_together_are_refused(refused, words, parts, dry
 
 def test_a_cache_larger_than_the_machine_is_refused(refused):
     err = refused(*DEBUG, "--generator.engine.cpu-kv-cache-gib", "100000")
-    assert "it needs 112,500 GiB and this host has" in err and "lower generator.engine.cpu_kv_cache_gib" in err
+    assert (
+        "it needs 112,500 GiB and this host has" in err
+        and "lower generator.engine.cpu_kv_cache_gib" in err
+    )
 
 
 def test_a_flavor_of_another_size_than_the_folder_is_refused(refused):
@@ -214,15 +262,25 @@ def test_folders_made_on_the_way_to_one_that_can_not_be_made_are_removed(refused
 
 def test_a_runs_folder_is_made_and_holds_the_command_alone(command, tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr("torchtitan.experiments.rl.grpo._run", lambda config, start, name: made.append(start.run_dir) or 0)
+    monkeypatch.setattr(
+        "torchtitan.experiments.rl.grpo._run",
+        lambda config, start, name: made.append(start.run_dir) or 0,
+    )
     assert command(*DEBUG, "--run-dir", str(tmp_path / "a" / "b"))[0] == 0
-    assert made == [str(tmp_path / "a" / "b")] and sorted(os.listdir(tmp_path / "a" / "b")) == [".lock", "command.json"]
+    assert made == [str(tmp_path / "a" / "b")] and sorted(os.listdir(tmp_path / "a" / "b")) == [
+        ".lock",
+        "command.json",
+    ]
 
 
 @pytest.mark.parametrize(
-    "path", ["{tmp}", "{tmp}/" + "x" * 300 + ".jsonl", "/proc/self/mem.jsonl"], ids=["folder", "long", "proc"]
+    "path",
+    ["{tmp}", "{tmp}/" + "x" * 300 + ".jsonl", "/proc/self/mem.jsonl"],
+    ids=["folder", "long", "proc"],
 )
-def test_a_dataset_file_that_is_none_is_refused_before_a_run(refused, config_module, tmp_path, path):
+def test_a_dataset_file_that_is_none_is_refused_before_a_run(
+    refused, config_module, tmp_path, path
+):
     name, _ = config_module(
         "from torchtitan.experiments.rl.algorithms import GRPO\n"
         "from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug\n"
@@ -261,7 +319,10 @@ def test_the_command_itself_ends_in_one_line(tmp_path, words, part):
         capture_output=True,
         text=True,
     )
-    assert ended.returncode == 2 and ended.stdout == "starting    rl_grpo_qwen3_debug (imports, then checks)\n"
+    assert (
+        ended.returncode == 2
+        and ended.stdout == "starting    rl_grpo_qwen3_debug (imports, then checks)\n"
+    )
     assert_one_line(ended.stderr, part)
     assert list(tmp_path.iterdir()) == []
 
@@ -273,7 +334,12 @@ def test_a_locale_without_utf_8_is_no_obstacle(tmp_path):
         "def grün():\n    'Größe ≥ 3 …'\n    return rl_grpo_qwen3_debug()\n",
         encoding="utf-8",
     )
-    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    locale = {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+    }
     for words, shown in (
         (["--list"], "grün  Größe ≥ 3 …\n"),
         (["--config", "grün", "--dry-run"], "model          0.9M parameters"),

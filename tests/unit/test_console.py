@@ -23,9 +23,24 @@ class Terminal(io.StringIO):
 
 def report(step=12, val=None, **changes):
     """The arguments of ``step_line``."""
-    metrics = {"rollout/reward_mean": 0.4832, "perf/trained_tokens_per_s": 11_960.0, "policy/age_mean": 0.75}
-    metrics |= {"policy/age_max": 2, "time/wait_s": 0.1, "time/train_s": 61.25, "time/sync_s": 0.02, "batch/dropped_groups": 0}
-    return step, 110, metrics | {name.replace("__", "/"): value for name, value in changes.items()}, val
+    metrics = {
+        "rollout/reward_mean": 0.4832,
+        "perf/trained_tokens_per_s": 11_960.0,
+        "policy/age_mean": 0.75,
+    }
+    metrics |= {
+        "policy/age_max": 2,
+        "time/wait_s": 0.1,
+        "time/train_s": 61.25,
+        "time/sync_s": 0.02,
+        "batch/dropped_groups": 0,
+    }
+    return (
+        step,
+        110,
+        metrics | {name.replace("__", "/"): value for name, value in changes.items()},
+        val,
+    )
 
 
 def printed_step(console, **changes):
@@ -34,10 +49,20 @@ def printed_step(console, **changes):
 
 
 def summary(**changes) -> RunSummary:
-    values = dict(steps=110, total_steps=110, wall_time_s=131.0, start_val_reward=0.31, final_val_reward=0.725)
-    columns = {"dispatched": 28160, "filtered/post/zero_advantage": 150, "failed/timeout": 10, "trained": 28000, "lost": 0}
+    values = dict(
+        steps=110, total_steps=110, wall_time_s=131.0, start_val_reward=0.31, final_val_reward=0.725
+    )
+    columns = {
+        "dispatched": 28160,
+        "filtered/post/zero_advantage": 150,
+        "failed/timeout": 10,
+        "trained": 28000,
+        "lost": 0,
+    }
     values |= dict(ledger={f"sums/{column}": count for column, count in columns.items()})
-    return RunSummary(**values | dict(files={"metrics": Path("outputs/demo/metrics.jsonl")}) | changes)
+    return RunSummary(
+        **values | dict(files={"metrics": Path("outputs/demo/metrics.jsonl")}) | changes
+    )
 
 
 def test_a_step_line_shows_every_field_in_short():
@@ -54,7 +79,12 @@ def test_a_step_without_validation_or_reward_says_so_without_moving_its_columns(
 @pytest.mark.parametrize("scale", [1, 1_000])
 def test_columns_end_where_their_titles_end(scale):
     line = step_line(
-        *report(9 * scale, perf__trained_tokens_per_s=900.0 * scale, time__wait_s=1.0 * scale, batch__dropped_groups=scale)
+        *report(
+            9 * scale,
+            perf__trained_tokens_per_s=900.0 * scale,
+            time__wait_s=1.0 * scale,
+            batch__dropped_groups=scale,
+        )
     )
     assert len(line) == len(title_line()) <= WIDTH == 80
 
@@ -75,9 +105,17 @@ def test_the_header_wraps_long_sizes_under_their_label():
         model="tiny_qwen3, 0.9M parameters",
         sizes={f"a rather long size number {i}": i for i in range(8)},
     )
-    assert lines[:3] == ["run         demo", "config      rl_grpo_qwen3_debug", "model       tiny_qwen3, 0.9M parameters"]
+    assert lines[:3] == [
+        "run         demo",
+        "config      rl_grpo_qwen3_debug",
+        "model       tiny_qwen3, 0.9M parameters",
+    ]
     assert lines[-2:] == ["folder      outputs/demo", ""]
-    assert max(map(len, lines)) <= WIDTH and all(line.startswith(" " * 12) for line in lines[4:-2]) and len(lines) > 6
+    assert (
+        max(map(len, lines)) <= WIDTH
+        and all(line.startswith(" " * 12) for line in lines[4:-2])
+        and len(lines) > 6
+    )
 
 
 def test_the_summary_says_how_far_how_long_what_was_learned_and_where_it_is():
@@ -92,22 +130,33 @@ def test_the_summary_says_how_far_how_long_what_was_learned_and_where_it_is():
 
 
 def test_the_summary_of_a_resumed_run_says_which_steps_its_time_is_of():
-    assert summary_lines(summary(steps_before=86))[1] == "steps       110 of 110, 24 of them in 2 min 11 s, done"
+    assert (
+        summary_lines(summary(steps_before=86))[1]
+        == "steps       110 of 110, 24 of them in 2 min 11 s, done"
+    )
 
 
 def test_files_in_the_run_folder_are_named_from_there_and_others_in_full():
     files = {"metrics": Path("/runs/demo/metrics.jsonl"), "profile": Path("/elsewhere/trace.json")}
     lines = summary_lines(summary(files=files, run_dir=Path("/runs/demo")))
-    assert lines[-4:-1] == ["folder      /runs/demo", "metrics     metrics.jsonl", "profile     /elsewhere/trace.json"]
+    assert lines[-4:-1] == [
+        "folder      /runs/demo",
+        "metrics     metrics.jsonl",
+        "profile     /elsewhere/trace.json",
+    ]
 
 
 def test_the_run_folder_is_named_from_the_current_one_where_it_is_in_there(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert "folder      outputs/demo" in summary_lines(summary(files={}, run_dir=tmp_path / "outputs" / "demo"))
+    assert "folder      outputs/demo" in summary_lines(
+        summary(files={}, run_dir=tmp_path / "outputs" / "demo")
+    )
 
 
 def test_the_summary_of_a_stopped_run_says_why_and_claims_no_validation():
-    lines = summary_lines(summary(steps=40, wall_time_s=8_000, final_val_reward=None, stopped_by="interrupt"))
+    lines = summary_lines(
+        summary(steps=40, wall_time_s=8_000, final_val_reward=None, stopped_by="interrupt")
+    )
     assert lines[1] == "steps       40 of 110 in 2 h 13 min, stopped by interrupt"
     assert not any("validation" in line for line in lines)
 
@@ -129,7 +178,9 @@ def environment(tmp_path, monkeypatch):
 
 def next_commands(tmp_path, **changes) -> list[str]:
     files = {name: tmp_path / name for name in ("policy", "checkpoint")}
-    return summary_lines(summary(**dict(files=files, run_dir=tmp_path / "outputs/my run") | changes))[-4:]
+    return summary_lines(
+        summary(**dict(files=files, run_dir=tmp_path / "outputs/my run") | changes)
+    )[-4:]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +201,9 @@ def test_the_summary_ends_with_the_commands_that_come_next_as_this_one_was_start
     report, play, evaluate, train = (
         words.format(module=module, script=script)
         for module, script in zip(
-            ("report", "play", "evaluate", "grpo"), ("rl-report", "rl-play", "rl-evaluate", "rl-train"), strict=True
+            ("report", "play", "evaluate", "grpo"),
+            ("rl-report", "rl-play", "rl-evaluate", "rl-train"),
+            strict=True,
         )
     )
     assert next_commands(tmp_path) == [
@@ -164,13 +217,20 @@ def test_the_summary_ends_with_the_commands_that_come_next_as_this_one_was_start
         f"go on with  {train} --resume 'outputs/my run'",
     ]
     failed = next_commands(tmp_path, stopped_by="an error (RunError)", files={})
-    assert failed[-1] == f"see it      {report} 'outputs/my run'", "a run that failed is one to look at"
+    assert failed[-1] == f"see it      {report} 'outputs/my run'", (
+        "a run that failed is one to look at"
+    )
 
 
 def test_what_a_run_has_not_saved_or_measured_is_not_suggested(environment, tmp_path):
-    labels = [line.split()[0] for line in next_commands(tmp_path, start_val_reward=None, final_val_reward=None)]
+    labels = [
+        line.split()[0]
+        for line in next_commands(tmp_path, start_val_reward=None, final_val_reward=None)
+    ]
     assert "measure" not in labels and "try" in labels
-    assert not {"try", "measure", "go"} & {line.split()[0] for line in next_commands(tmp_path, files={})}
+    assert not {"try", "measure", "go"} & {
+        line.split()[0] for line in next_commands(tmp_path, files={})
+    }
 
 
 def test_colours_only_on_a_terminal_that_wants_them(monkeypatch):

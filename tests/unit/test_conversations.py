@@ -23,7 +23,11 @@ from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutStatus
 from torchtitan.experiments.rl.types import ROLES
 
-ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+ADD = {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
 TOOLS = [{"type": "function", "function": ADD}]
 FORGOTTEN = {"role": "assistant", "content": "I said something."}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -74,7 +78,9 @@ class Script(MessageEnv):
 
     async def step_message(self, message):
         self.step += 1
-        return StepOutput(env_messages=self.answers[self.step - 1], done=self.step == len(self.said))
+        return StepOutput(
+            env_messages=self.answers[self.step - 1], done=self.step == len(self.said)
+        )
 
 
 def said() -> st.SearchStrategy[Said]:
@@ -90,7 +96,9 @@ def said() -> st.SearchStrategy[Said]:
 
 def messages(*roles: str) -> st.SearchStrategy[dict]:
     return st.builds(
-        lambda role, text: {"role": role, "content": text}, st.sampled_from(roles), TEXTS.map(lambda text: text + ".")
+        lambda role, text: {"role": role, "content": text},
+        st.sampled_from(roles),
+        TEXTS.map(lambda text: text + "."),
     )
 
 
@@ -102,7 +110,13 @@ def scripts(draw) -> Script:
         opening=opening,
         tools=draw(st.sampled_from([[], TOOLS])),
         said=draw(st.lists(said(), min_size=turns, max_size=turns)),
-        answers=draw(st.lists(st.lists(messages("user", "tool"), min_size=1, max_size=2), min_size=turns, max_size=turns)),
+        answers=draw(
+            st.lists(
+                st.lists(messages("user", "tool"), min_size=1, max_size=2),
+                min_size=turns,
+                max_size=turns,
+            )
+        ),
         forgets=draw(st.sets(st.integers(1, 4), max_size=2)) if draw(st.booleans()) else set(),
     )
 
@@ -123,13 +137,17 @@ class WatchedRenderer:
         return self._script.step in self._script.forgets
 
     def bridge_to_next_turn(self, *args, **kwargs):
-        self.rendered = None if self.forgetful else self._renderer.bridge_to_next_turn(*args, **kwargs)
+        self.rendered = (
+            None if self.forgetful else self._renderer.bridge_to_next_turn(*args, **kwargs)
+        )
         self.bridged = self.rendered is not None
         return self.rendered
 
     def render(self, messages, **kwargs):
         if self.forgetful:
-            messages = [FORGOTTEN if message["role"] == "assistant" else message for message in messages]
+            messages = [
+                FORGOTTEN if message["role"] == "assistant" else message for message in messages
+            ]
         self.rendered = self._renderer.render(messages, **kwargs)
         return self.rendered
 
@@ -156,7 +174,9 @@ async def play(script: Script, family: str, folder, *, first_token: int = 0) -> 
     tokenizer = family_tokenizer(SETTINGS[family]["name"])
     stop = renderer.get_stop_token_ids()[0]
     numbers = itertools.count(first_token + 1)
-    env = RendererEnv(message_env=script, renderer=renderer, config=RendererEnvConfig(max_rollout_tokens=10**5))
+    env = RendererEnv(
+        message_env=script, renderer=renderer, config=RendererEnvConfig(max_rollout_tokens=10**5)
+    )
     await env.initial_prompt()
     before: list[int] = []
     prompts, chains, forks = [], [[]], 0
@@ -187,9 +207,20 @@ async def play(script: Script, family: str, folder, *, first_token: int = 0) -> 
             finish_reason=words.finish_reason,
         )
         await env.step_completion(sampled)
-    assert env.status.is_terminal() and env.status not in (RolloutStatus.ERROR, RolloutStatus.TIMEOUT), env.error
-    rollout = Rollout(group_id="g", index_in_group=first_token, task_name="talk", turns=env.turns, status=env.status)
-    rollout.samples = samples_from_turns(env.turns, task_name="talk", rollout_id=rollout.rollout_id, temperature=0.5)
+    assert env.status.is_terminal() and env.status not in (
+        RolloutStatus.ERROR,
+        RolloutStatus.TIMEOUT,
+    ), env.error
+    rollout = Rollout(
+        group_id="g",
+        index_in_group=first_token,
+        task_name="talk",
+        turns=env.turns,
+        status=env.status,
+    )
+    rollout.samples = samples_from_turns(
+        env.turns, task_name="talk", rollout_id=rollout.rollout_id, temperature=0.5
+    )
     return Played(rollout=rollout, prompts=prompts, chains=chains, forks=forks)
 
 
@@ -203,13 +234,17 @@ def sampled_of(rollout: Rollout, stream: str) -> list:
 
 
 def masked(samples, stream: str) -> list:
-    return [value for sample in samples for value in getattr(sample, stream)[sample.loss_mask].tolist()]
+    return [
+        value for sample in samples for value in getattr(sample, stream)[sample.loss_mask].tolist()
+    ]
 
 
 @pytest.mark.parametrize("family", SETTINGS)
 @settings(max_examples=30)
 @given(script=scripts())
-def test_trained_tokens_are_the_sampled_tokens_each_once_behind_the_prompt_it_was_sampled_from(family, folder, script):
+def test_trained_tokens_are_the_sampled_tokens_each_once_behind_the_prompt_it_was_sampled_from(
+    family, folder, script
+):
     played = asyncio.run(play(script, family, folder))
     rollout, samples = played.rollout, played.rollout.samples
     assert len(rollout.turns) == len(played.prompts)
@@ -219,13 +254,18 @@ def test_trained_tokens_are_the_sampled_tokens_each_once_behind_the_prompt_it_wa
     assert masked(samples, "policy_versions") == sampled_of(rollout, "policy_versions")
 
     # Each turn's prompt and completion are, as they were, a beginning of the sample they are in.
-    where = {logprob: (sample, at) for sample in samples for at, logprob in enumerate(sample.generator_logprobs.tolist())}
+    where = {
+        logprob: (sample, at)
+        for sample in samples
+        for at, logprob in enumerate(sample.generator_logprobs.tolist())
+    }
     for turn, prompt in zip(rollout.turns, played.prompts, strict=True):
         assert turn.prompt_token_ids.tolist() == prompt
         if len(turn.completion.token_ids):
             sample, at = where[turn.completion.logprobs[0].item()]
             assert (
-                sample.token_ids[: at + len(turn.completion.token_ids)].tolist() == prompt + turn.completion.token_ids.tolist()
+                sample.token_ids[: at + len(turn.completion.token_ids)].tolist()
+                == prompt + turn.completion.token_ids.tolist()
             )
 
     for sample in samples:
@@ -243,7 +283,9 @@ def test_rewritten_history_starts_a_sample_and_every_token_keeps_its_role(family
     if all(len(turn.completion.token_ids) for turn in played.rollout.turns):
         assert len(samples) == 1 + played.forks
         assert [sample.role_ids.tolist() for sample in samples] == played.chains
-    assert all((sample.role_ids[sample.loss_mask] == ROLES.index("assistant")).all() for sample in samples)
+    assert all(
+        (sample.role_ids[sample.loss_mask] == ROLES.index("assistant")).all() for sample in samples
+    )
 
 
 @settings(max_examples=40)
@@ -252,14 +294,20 @@ def test_streams_stay_with_their_tokens_through_packing_and_batching(folder, dat
     first_token, samples, sampled = 0, [], []
     for _ in range(data.draw(st.integers(1, 5))):
         family = data.draw(st.sampled_from(sorted(SETTINGS)))
-        rollout = asyncio.run(play(data.draw(scripts()), family, folder, first_token=first_token)).rollout
+        rollout = asyncio.run(
+            play(data.draw(scripts()), family, folder, first_token=first_token)
+        ).rollout
         count = len(sampled_of(rollout, "logprobs"))
         rollout.assign_advantages([logprob * 2 for logprob in sampled_of(rollout, "logprobs")])
-        sampled += zip(sampled_of(rollout, "token_ids"), sampled_of(rollout, "logprobs"), strict=True)
+        sampled += zip(
+            sampled_of(rollout, "token_ids"), sampled_of(rollout, "logprobs"), strict=True
+        )
         samples += rollout.samples
         first_token += count
     longest = max(map(len, samples), default=1)
-    batcher = Batcher.Config(row_length=longest + data.draw(st.integers(0, 300)), rows_per_microbatch=2).build()
+    batcher = Batcher.Config(
+        row_length=longest + data.draw(st.integers(0, 300)), rows_per_microbatch=2
+    ).build()
     plan = batcher.plan(samples, data.draw(st.integers(1, 3)))
 
     # A sample is known by its first sampled token.
@@ -272,14 +320,23 @@ def test_streams_stay_with_their_tokens_through_packing_and_batching(folder, dat
             for name in STREAMS:
                 absent = {"rl_weights": sample.loss_mask}.get(name, np.zeros(len(sample)))
                 want = getattr(sample, name)
-                np.testing.assert_array_equal(piece[name], absent if want is None else want, err_msg=name)
+                np.testing.assert_array_equal(
+                    piece[name], absent if want is None else want, err_msg=name
+                )
             assert (piece["advantages"][mask] == piece["generator_logprobs"][mask] * 2).all()
             assert set(piece["temperatures"].tolist()) == {0.5}
-            trained += zip(piece["token_ids"][mask].tolist(), piece["generator_logprobs"][mask].tolist(), strict=True)
+            trained += zip(
+                piece["token_ids"][mask].tolist(),
+                piece["generator_logprobs"][mask].tolist(),
+                strict=True,
+            )
     assert not expected and sorted(trained) == sorted(sampled)
 
 
-@pytest.mark.parametrize("family", ["qwen3, thoughts kept", "qwen3, thoughts stripped", "llama-3", "deepseek-v3", "default"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3, thoughts kept", "qwen3, thoughts stripped", "llama-3", "deepseek-v3", "default"],
+)
 @settings(max_examples=25)
 @given(script=scripts(), roles=st.sets(st.sampled_from(["tool", "user", "system"]), min_size=1))
 def test_echo_weighs_nothing_but_what_the_env_said_in_its_roles(family, folder, script, roles):
@@ -289,7 +346,10 @@ def test_echo_weighs_nothing_but_what_the_env_said_in_its_roles(family, folder, 
     tokenizer = family_tokenizer(SETTINGS[family]["name"])
     # In the order in which they were said; a rewritten history starts a sample, whose prompt has no weight.
     said = "".join(
-        message["content"] for answer in [script.opening, *script.answers] for message in answer if message["role"] in roles
+        message["content"]
+        for answer in [script.opening, *script.answers]
+        for message in answer
+        if message["role"] in roles
     )
     for sample in played.rollout.samples:
         weighed = sample.ce_weights != 0
@@ -312,7 +372,10 @@ def test_thoughts_stripped_from_the_history_give_two_samples_and_thoughts_kept_o
         return Script(
             opening=[{"role": "user", "content": "1 2"}],
             tools=[],
-            said=[Said("<think>\nadd\n</think>\n\n3", [], "stop"), Said("<think>\nagain\n</think>\n\n7", [], "stop")],
+            said=[
+                Said("<think>\nadd\n</think>\n\n3", [], "stop"),
+                Said("<think>\nagain\n</think>\n\n7", [], "stop"),
+            ],
             answers=[[{"role": "user", "content": "3 4"}], []],
             forgets=set(),
         )
@@ -322,7 +385,10 @@ def test_thoughts_stripped_from_the_history_give_two_samples_and_thoughts_kept_o
     first, second = asyncio.run(play(script(), "qwen3, thoughts stripped", folder)).rollout.samples
     opening = "<|im_start|>user\n1 2<|im_end|>\n<|im_start|>assistant\n"
     next_turn = "<|im_start|>user\n3 4<|im_end|>\n<|im_start|>assistant\n"
-    thought, again = "<think>\nadd\n</think>\n\n3<|im_end|>", "<think>\nagain\n</think>\n\n7<|im_end|>"
+    thought, again = (
+        "<think>\nadd\n</think>\n\n3<|im_end|>",
+        "<think>\nagain\n</think>\n\n7<|im_end|>",
+    )
     assert tokenizer.decode(whole.token_ids) == opening + thought + "\n" + next_turn + again
     assert tokenizer.decode(whole.token_ids[whole.loss_mask]) == thought + again
     assert tokenizer.decode(first.token_ids) == opening + thought

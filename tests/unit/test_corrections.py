@@ -64,10 +64,14 @@ def six_tokens():
 def test_gradient_of_six_tokens_worked_out_on_paper(correction, weights):
     logprobs, batch = six_tokens()
     unclipped = PPOClip.Config(clip_low=1.0, clip_high=100.0)
-    loss, metrics = compute_loss(logprobs, batch, SIX, LossConfig(rl=unclipped, corrections=[correction]))
+    loss, metrics = compute_loss(
+        logprobs, batch, SIX, LossConfig(rl=unclipped, corrections=[correction])
+    )
     loss.backward()
     advantages = [1.0, -1.0, 2.0, 1.0, 1.0, 1.0]
-    expected = [-w * a / 6 for w, a in zip(weights, advantages, strict=True)]  # the denominator stays the member count
+    expected = [
+        -w * a / 6 for w, a in zip(weights, advantages, strict=True)
+    ]  # the denominator stays the member count
     assert logprobs.grad[0].tolist() == pytest.approx(expected, rel=1e-6)
     assert loss.item() == pytest.approx(sum(expected), rel=1e-6)
     (name,) = [name for name in metrics.compute() if name.startswith("rl/left_out/")]
@@ -76,7 +80,11 @@ def test_gradient_of_six_tokens_worked_out_on_paper(correction, weights):
 
 def by_hand_weights(correction, logprobs, batch) -> tuple[list[list[float]], bool]:
     """The factor of each token, and whether ρ is in it."""
-    p, q, member = logprobs.tolist(), batch.generator_logprobs.double().tolist(), rl_members(batch).tolist()
+    p, q, member = (
+        logprobs.tolist(),
+        batch.generator_logprobs.double().tolist(),
+        rl_members(batch).tolist(),
+    )
     ids = sequence_ids(batch.positions).tolist()
     logs: dict[int, list[float]] = {}
     for b, row in enumerate(ids):
@@ -111,15 +119,22 @@ def test_a_corrected_loss_is_the_factor_times_the_variants_of_the_tokens_left(co
     factors, has_ratio = by_hand_weights(correction, logprobs, batch)
     factors = torch.tensor(factors, dtype=torch.float64)
     kept = member & (factors != 0)
-    assert kept.any() and (isinstance(correction, TruncatedImportance.Config) or (member & ~kept).any())
+    assert kept.any() and (
+        isinstance(correction, TruncatedImportance.Config) or (member & ~kept).any()
+    )
 
     attached = logprobs.clone().requires_grad_()
     found, _ = compute_loss(attached, batch, ONE, LossConfig(rl=rl, corrections=[correction]))
     found.backward()
 
     # The same by way of the streams: who is left out has no weight, the factor is a weight, and ρ moves from loss to factor.
-    plain = batch_of(tuple(batch.loss_mask.shape), positions=batch.positions, loss_mask=batch.loss_mask)
-    plain.advantages, plain.generator_logprobs = batch.advantages, logprobs.clone() if has_ratio else batch.generator_logprobs
+    plain = batch_of(
+        tuple(batch.loss_mask.shape), positions=batch.positions, loss_mask=batch.loss_mask
+    )
+    plain.advantages, plain.generator_logprobs = (
+        batch.advantages,
+        logprobs.clone() if has_ratio else batch.generator_logprobs,
+    )
     plain.rl_weights = torch.where(kept, batch.rl_weights.double() * factors, 0)
     reference = logprobs.clone().requires_grad_()
     expected, _ = compute_loss(reference, plain, ONE, LossConfig(rl=rl))
@@ -131,10 +146,18 @@ def test_a_corrected_loss_is_the_factor_times_the_variants_of_the_tokens_left(co
 
 @pytest.mark.parametrize("correction", CORRECTIONS[1:4], ids=lambda entry: type(entry).__qualname__)
 def test_a_ratio_that_overflows_is_left_out_and_leaves_the_gradient_finite(correction):
-    batch = batch_of((1, 2), positions=[[0, 0]], loss_mask=[[True] * 2], rl_weights=[[1.0] * 2], advantages=[[-1.0, 1.0]])
+    batch = batch_of(
+        (1, 2),
+        positions=[[0, 0]],
+        loss_mask=[[True] * 2],
+        rl_weights=[[1.0] * 2],
+        advantages=[[-1.0, 1.0]],
+    )
     batch.generator_logprobs = torch.tensor([[-2000.0, -1.0]])
     logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
-    loss, _ = compute_loss(logprobs, batch, ONE, LossConfig(rl=PPOClip.Config(), corrections=[correction]))
+    loss, _ = compute_loss(
+        logprobs, batch, ONE, LossConfig(rl=PPOClip.Config(), corrections=[correction])
+    )
     loss.backward()
     assert logprobs.grad.tolist() == [[0.0, -1.0]]
 
@@ -145,7 +168,10 @@ def test_masks_combine_and_two_factors_with_the_ratio_are_refused():
     compute_loss(logprobs, batch, SIX, LossConfig(corrections=both))[0].backward()
     assert (logprobs.grad[0] != 0).tolist() == [False, True, False, True, True, False]
     check_corrections(both, field="c")
-    with pytest.raises(ConfigError, match="c = 'TruncatedImportance, IcePop': each has the importance ratio.*name one"):
+    with pytest.raises(
+        ConfigError,
+        match="c = 'TruncatedImportance, IcePop': each has the importance ratio.*name one",
+    ):
         check_corrections([TruncatedImportance.Config(), IcePop.Config()], field="c")
     with pytest.raises(ConfigError, match=r"c\[0\].low = 3: must be at most high = 2.0"):
         check_fields([SequenceMask.Config(low=3)], field="c")

@@ -5,7 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.models.attention import CPUVarlenAttention, PackedDocuments, packed_metadata
+from torchtitan.experiments.rl.models.attention import (
+    CPUVarlenAttention,
+    PackedDocuments,
+    packed_metadata,
+)
 
 torch.set_num_threads(1)
 
@@ -17,18 +21,29 @@ def positions_of(rows: list[list[int]]) -> torch.Tensor:
     return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows]).int()
 
 
-def inputs_of(rows: int, length: int, *, heads: int = 4, kv_heads: int = 2, dtype=torch.float64, seed: int = 0):
+def inputs_of(
+    rows: int, length: int, *, heads: int = 4, kv_heads: int = 2, dtype=torch.float64, seed: int = 0
+):
     generator = torch.Generator().manual_seed(seed)
 
     def random(n):
-        return torch.randn(rows, length, n, HEAD_DIM, generator=generator, dtype=dtype).requires_grad_()
+        return torch.randn(
+            rows, length, n, HEAD_DIM, generator=generator, dtype=dtype
+        ).requires_grad_()
 
     return random(heads), random(kv_heads), random(kv_heads)
 
 
 def attend(q, k, v, positions, **options):
     attention = CPUVarlenAttention.Config().build()
-    return attention(q, k, v, attention_masks=packed_metadata(positions), enable_gqa=q.shape[2] != k.shape[2], **options)
+    return attention(
+        q,
+        k,
+        v,
+        attention_masks=packed_metadata(positions),
+        enable_gqa=q.shape[2] != k.shape[2],
+        **options,
+    )
 
 
 def by_hand(q, k, v, rows: list[list[int]], scale=HEAD_DIM**-0.5):
@@ -65,7 +80,9 @@ def test_output_and_gradients_are_those_of_each_document_alone(rows, heads, kv_h
     for ours in (True, False):
         q, k, v = inputs_of(**shape)
         out = attend(q, k, v, positions_of(rows)) if ours else by_hand(q, k, v, rows)
-        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=out.dtype)
+        upstream = torch.randn(
+            out.shape, generator=torch.Generator().manual_seed(9), dtype=out.dtype
+        )
         (out * upstream).sum().backward()
         results.append((out.detach(), q.grad, k.grad, v.grad))
     for ours, expected in zip(*results, strict=True):
@@ -75,7 +92,9 @@ def test_output_and_gradients_are_those_of_each_document_alone(rows, heads, kv_h
 def test_scale_can_be_given():
     rows = [[3, 6]]
     q, k, v = inputs_of(1, 9)
-    torch.testing.assert_close(attend(q, k, v, positions_of(rows), scale=0.25), by_hand(q, k, v, rows, scale=0.25))
+    torch.testing.assert_close(
+        attend(q, k, v, positions_of(rows), scale=0.25), by_hand(q, k, v, rows, scale=0.25)
+    )
 
 
 def test_packed_rows_never_attend_across_samples():
@@ -90,7 +109,9 @@ def test_packed_rows_never_attend_across_samples():
         same = (before == after).flatten(2).all(-1)
         inside = torch.zeros(2, 16, dtype=torch.bool)
         inside[row, start:end] = True
-        assert torch.equal(same, ~inside), "other samples' outputs changed, or the sample's own did not"
+        assert torch.equal(same, ~inside), (
+            "other samples' outputs changed, or the sample's own did not"
+        )
 
 
 def test_no_token_sees_a_later_one():
@@ -99,7 +120,10 @@ def test_no_token_sees_a_later_one():
     k2, v2 = k.detach().clone(), v.detach().clone()
     k2[0, 6:], v2[0, 6:] = 7.0, 7.0
     after = attend(q.detach(), k2, v2, positions_of([[10]]))
-    assert torch.equal(before[0, :6], after[0, :6]) and not torch.isclose(before[0, 6:], after[0, 6:]).all()
+    assert (
+        torch.equal(before[0, :6], after[0, :6])
+        and not torch.isclose(before[0, 6:], after[0, 6:]).all()
+    )
 
 
 def test_not_a_number_in_one_sample_stays_there():
@@ -118,7 +142,9 @@ def test_documents_are_found_whatever_their_number_and_lengths(documents):
     rows = [[*row, length - sum(row)] if sum(row) < length else row for row in documents]
     packed = PackedDocuments.of(positions_of(rows))
     tokens = torch.arange(len(rows) * length)
-    assert torch.equal(torch.cat([index.flatten() for index in packed.gather])[packed.restore_T], tokens)
+    assert torch.equal(
+        torch.cat([index.flatten() for index in packed.gather])[packed.restore_T], tokens
+    )
     assert sum(len(index) for index in packed.gather) == sum(map(len, rows))
     for index in packed.gather:
         # Padding of a group is at most half of it, and never more documents than there are.

@@ -38,7 +38,10 @@ def rollout_with(sampled=(2, 3, 4)) -> Rollout:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (None, "advantages has a NoneType of dtype object: want 3 numbers, one for each token sampled, or one number for all"),
+        (
+            None,
+            "advantages has a NoneType of dtype object: want 3 numbers, one for each token sampled, or one number for all",
+        ),
         ("1", "advantages has a str of dtype <U1: want 3 numbers"),
         ([1.0, 2.0], r"advantages has shape \(2,\): want 3 numbers"),
         ([[1.0, 2.0, 3.0]], r"advantages has shape \(1, 3\): want 3 numbers"),
@@ -113,13 +116,20 @@ BAD_STREAMS = {
 
 @pytest.mark.parametrize("stream", ["advantages", "rl_weights", "ce_weights", "ref_kl_weights"])
 @pytest.mark.parametrize("kind", BAD_STREAMS)
-async def test_bad_stream_fails_the_group_by_task_algorithm_rollout_and_stream(build, tokenizer, stream, kind):  # noqa: F811
+async def test_bad_stream_fails_the_group_by_task_algorithm_rollout_and_stream(
+    build, tokenizer, stream, kind
+):
     value, cause = BAD_STREAMS[kind]
     task = build(algorithm=Setting.Config(stream=stream, value=value))
     group = await run(task, ScriptedPolicy(tokenizer))
     failure = await task.score_group(group)
-    assert failure.startswith(f"task talk: Setting.score_group: rollout g/1: {stream} ") and cause in failure, failure
-    assert group.scored == [] and {rollout.status for rollout in group.rollouts} == {RolloutStatus.ERROR}
+    assert (
+        failure.startswith(f"task talk: Setting.score_group: rollout g/1: {stream} ")
+        and cause in failure
+    ), failure
+    assert group.scored == [] and {rollout.status for rollout in group.rollouts} == {
+        RolloutStatus.ERROR
+    }
 
 
 @pytest.mark.parametrize("kind", BAD_STREAMS)
@@ -129,29 +139,45 @@ async def test_bad_stream_set_for_one_rollout_fails_that_rollout(build, tokenize
     group = await run(task, ScriptedPolicy(tokenizer))
     assert [rollout.status for rollout in group.rollouts] == ["completed", "error", "completed"]
     error = group.rollouts[1].error
-    assert error.startswith("task talk: Setting.score_rollout: ce_weights ") and cause in error, error
+    assert error.startswith("task talk: Setting.score_rollout: ce_weights ") and cause in error, (
+        error
+    )
     assert await task.score_group(group) is None and len(group.scored) == 2
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 async def test_value_that_no_loss_reads_may_be_anything(build, tokenizer, value):  # noqa: F811
-    task = build(algorithm=Setting.Config(stream="advantages", value=lambda sample: np.where(sample.loss_mask, 1, value)))
+    task = build(
+        algorithm=Setting.Config(
+            stream="advantages", value=lambda sample: np.where(sample.loss_mask, 1, value)
+        )
+    )
     group = await run(task, ScriptedPolicy(tokenizer))
     assert await task.score_group(group) is None
 
 
 async def test_lists_and_other_dtypes_become_the_declared_one(build, tokenizer):  # noqa: F811
-    task = build(algorithm=Setting.Config(stream="ce_weights", value=lambda sample: [0] + [1] * (len(sample) - 1)))
+    task = build(
+        algorithm=Setting.Config(
+            stream="ce_weights", value=lambda sample: [0] + [1] * (len(sample) - 1)
+        )
+    )
     group = await run(task, ScriptedPolicy(tokenizer))
     assert await task.score_group(group) is None
     weights = group.rollouts[1].samples[0].ce_weights
     assert weights.dtype == np.float32 and weights[:2].tolist() == [0, 1]
 
 
-async def test_credit_that_the_batcher_would_refuse_fails_the_group_and_not_the_run(build, tokenizer):  # noqa: F811
+async def test_credit_that_the_batcher_would_refuse_fails_the_group_and_not_the_run(
+    build, tokenizer
+):
     for stream, value, cause in (
         ("advantages", None, "has tokens with an rl weight and no advantages"),
-        ("ref_kl_weights", lambda sample: sample.loss_mask, "has tokens with a ref_kl weight and no ref_logprobs"),
+        (
+            "ref_kl_weights",
+            lambda sample: sample.loss_mask,
+            "has tokens with a ref_kl weight and no ref_logprobs",
+        ),
         ("ce_weights", lambda sample: np.ones(len(sample)), "trains its first token"),
     ):
         task = build(algorithm=Setting.Config(stream=stream, value=value))
@@ -176,18 +202,35 @@ class Answering(Scorer):
 @pytest.mark.parametrize(
     ("answer", "cause"),
     [
-        (lambda ids: np.full(len(ids), -np.inf, np.float32), "OPD.score_rollout: ref_logprobs is -inf at token"),
-        (lambda ids: np.full(len(ids), np.nan, np.float32), "OPD.score_rollout: ref_logprobs is nan at token"),
-        (lambda ids: np.zeros(len(ids) - 1, np.float32), "OPD.score_rollout: ValueError: ref_logprobs has shape"),
-        (lambda ids: np.float32(-1), "OPD.score_rollout: ValueError: ref_logprobs has a float32 of dtype"),
+        (
+            lambda ids: np.full(len(ids), -np.inf, np.float32),
+            "OPD.score_rollout: ref_logprobs is -inf at token",
+        ),
+        (
+            lambda ids: np.full(len(ids), np.nan, np.float32),
+            "OPD.score_rollout: ref_logprobs is nan at token",
+        ),
+        (
+            lambda ids: np.zeros(len(ids) - 1, np.float32),
+            "OPD.score_rollout: ValueError: ref_logprobs has shape",
+        ),
+        (
+            lambda ids: np.float32(-1),
+            "OPD.score_rollout: ValueError: ref_logprobs has a float32 of dtype",
+        ),
     ],
 )
-async def test_reference_that_can_not_be_trained_on_fails_its_rollout(build, tokenizer, answer, cause):  # noqa: F811
+async def test_reference_that_can_not_be_trained_on_fails_its_rollout(
+    build, tokenizer, answer, cause
+):
     policy = Scorer(tokenizer, frozen=Answering(tokenizer, answer))
     task = build(algorithm=OPD.Config(teacher=TEACHER))
     await task.setup(policy)
     group = await run(task, policy)
-    assert all(cause.replace("has a float32 of dtype", "has shape ()") in rollout.error for rollout in group.rollouts)
+    assert all(
+        cause.replace("has a float32 of dtype", "has shape ()") in rollout.error
+        for rollout in group.rollouts
+    )
     assert "0 of 3 rollouts scored" in await task.score_group(group)
 
 
@@ -199,7 +242,9 @@ def failing_env():
 
 
 @pytest.mark.parametrize("kind", ["OPD", "OPSD", "SFT", "Echo", "GRPO"])
-async def test_failed_rollout_with_an_error_reward_is_trained_on_only_with_credit(build, tokenizer, kind):  # noqa: F811
+async def test_failed_rollout_with_an_error_reward_is_trained_on_only_with_credit(
+    build, tokenizer, kind
+):
     config = {
         "OPD": OPD.Config(teacher=TEACHER),
         "OPSD": OPSD.Config(),
@@ -215,14 +260,20 @@ async def test_failed_rollout_with_an_error_reward_is_trained_on_only_with_credi
     if kind == "OPSD":
         config = Shown.Config()
     policy = Scorer(tokenizer, frozen=Scorer(tokenizer))
-    rubric = Rubric.Config(reward_fns=[RewardFn(lambda r, e: 1.0, name="one", takes="rollout")], error_reward=-1.0)
+    rubric = Rubric.Config(
+        reward_fns=[RewardFn(lambda r, e: 1.0, name="one", takes="rollout")], error_reward=-1.0
+    )
     task = build(algorithm=config, envs=[failing_env()], max_retries=0, rubric=rubric)
     await task.setup(policy)
     group = await run(task, policy)
     assert group.rollouts[0].status is RolloutStatus.ERROR and group.rollouts[0].samples
     assert await task.score_group(group) is None
     # GRPO and Echo give it an advantage; the others score no rollout that failed.
-    assert [rollout.reward for rollout in group.rollouts] == [-1.0 if kind in ("Echo", "GRPO") else None, 1.0, 1.0]
+    assert [rollout.reward for rollout in group.rollouts] == [
+        -1.0 if kind in ("Echo", "GRPO") else None,
+        1.0,
+        1.0,
+    ]
     trained = [sample for rollout in group.scored for sample in rollout.samples]
     assert Batcher.Config(row_length=256).build().plan(trained, 1).tokens == sum(map(len, trained))
 
@@ -230,10 +281,17 @@ async def test_failed_rollout_with_an_error_reward_is_trained_on_only_with_credi
 async def test_group_without_a_rollout_that_got_credit_is_dropped(build, tokenizer):  # noqa: F811
     policy = Scorer(tokenizer, frozen=Scorer(tokenizer))
     envs = [failing_env() for _ in range(2)]
-    task = build(algorithm=OPD.Config(teacher=TEACHER), envs=envs, max_retries=0, rubric=Rubric.Config(error_reward=0.0))
+    task = build(
+        algorithm=OPD.Config(teacher=TEACHER),
+        envs=envs,
+        max_retries=0,
+        rubric=Rubric.Config(error_reward=0.0),
+    )
     await task.setup(policy)
     failure = await task.score_group(await run(task, policy))
-    assert failure.startswith("1 of 3 rollouts scored, 2 needed: BrokenEnv.step_message: ValueError: bad luck")
+    assert failure.startswith(
+        "1 of 3 rollouts scored, 2 needed: BrokenEnv.step_message: ValueError: bad luck"
+    )
 
 
 async def test_algorithm_without_methods_gives_no_credit_and_is_left_alone(build, tokenizer):  # noqa: F811
@@ -245,15 +303,26 @@ async def test_algorithm_without_methods_gives_no_credit_and_is_left_alone(build
 
 
 async def test_reward_that_float32_does_not_hold_fails_by_the_functions_name(build, tokenizer):  # noqa: F811
-    task = build(rubric=Rubric.Config(reward_fns=[RewardFn(lambda r, e: 1e300, name="huge", takes="rollout")]))
+    task = build(
+        rubric=Rubric.Config(
+            reward_fns=[RewardFn(lambda r, e: 1e300, name="huge", takes="rollout")]
+        )
+    )
     group = await run(task, ScriptedPolicy(tokenizer))
     assert "reward function 'huge': returned 1e+300 (float)" in await task.score_group(group)
 
 
-async def test_difference_of_rewards_that_overflows_fails_the_group_by_the_algorithms_name(build, tokenizer):  # noqa: F811
+async def test_difference_of_rewards_that_overflows_fails_the_group_by_the_algorithms_name(
+    build, tokenizer
+):
     def by_index(rollouts, env_input):
         return [3e38, -3e38, -3e38]  # each is within float32, but not 3e38 less their mean of -1e38
 
-    task = build(rubric=Rubric.Config(reward_fns=[RewardFn(by_index, group_level=True, takes="rollout")]))
+    task = build(
+        rubric=Rubric.Config(reward_fns=[RewardFn(by_index, group_level=True, takes="rollout")])
+    )
     failure = await task.score_group(await run(task, ScriptedPolicy(tokenizer)))
-    assert "task talk: GRPO.score_group: ValueError: rollout g/0: the advantage 4e+38 is not a finite number" in failure
+    assert (
+        "task talk: GRPO.score_group: ValueError: rollout g/0: the advantage 4e+38 is not a finite number"
+        in failure
+    )

@@ -21,12 +21,21 @@ def test_each_rollout_counts_once_in_mean_and_zero_and_each_token_in_the_extreme
     rollouts = [credited(1, 2, 3), credited(0, 0, 0), credited(-4, 0, 1)]
     found = advantage_metrics(rollouts, "t")
     assert found == pytest.approx(
-        {"advantage/t/mean": (2 + 0 - 1) / 3, "advantage/t/zero": 1 / 3, "advantage/t/min": -4, "advantage/t/max": 3}
+        {
+            "advantage/t/mean": (2 + 0 - 1) / 3,
+            "advantage/t/zero": 1 / 3,
+            "advantage/t/min": -4,
+            "advantage/t/max": 3,
+        }
     )
 
 
 def test_tokens_without_an_rl_weight_and_rollouts_without_credit_count_for_nothing():
-    rollouts = [credited(1, 2, 9, weights=[1, 1, 1, 1, 0]), credited(5, 5, 5, weights=[0] * 5), rollout(1.0)]
+    rollouts = [
+        credited(1, 2, 9, weights=[1, 1, 1, 1, 0]),
+        credited(5, 5, 5, weights=[0] * 5),
+        rollout(1.0),
+    ]
     assert advantage_metrics(rollouts, "t") == {
         "advantage/t/mean": 1.5,
         "advantage/t/zero": 0.0,
@@ -40,7 +49,9 @@ def test_seconds_of_credit_are_a_rollouts_by_task():
     def group(task: str, credit_s: float, count: int) -> RolloutGroup:
         sample = DataSample(sample_id="0", env_input=None)
         rollouts = [rollout(1.0)] * count
-        return RolloutGroup(group_id="g", task_name=task, data_sample=sample, rollouts=rollouts, credit_s=credit_s)
+        return RolloutGroup(
+            group_id="g", task_name=task, data_sample=sample, rollouts=rollouts, credit_s=credit_s
+        )
 
     found = credit_seconds([group("a", 3.0, 4), group("b", 0.5, 2), group("a", 1.0, 1)])
     assert found == {"time/credit_s/a": 4.0 / 5, "time/credit_s/b": 0.25}

@@ -12,7 +12,11 @@ from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.checks import check
 from torchtitan.experiments.rl.config.trial import build_tasks, try_tasks
 from torchtitan.experiments.rl.config_registry import rl_demonstrations_qwen3_debug
-from torchtitan.experiments.rl.controller.step_metrics import _ages, _demonstration_metrics, _rollout_metrics
+from torchtitan.experiments.rl.controller.step_metrics import (
+    _ages,
+    _demonstration_metrics,
+    _rollout_metrics,
+)
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.judge import Reply
@@ -36,23 +40,36 @@ CALL = [
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "times", "arguments": '{"a": 6}'}}],
+        "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "times", "arguments": '{"a": 6}'}}
+        ],
     },
     {"role": "tool", "tool_call_id": "c", "content": "42"},
     {"role": "assistant", "content": "42"},
 ]
-TOOLS = [{"type": "function", "function": {"name": "times", "description": "x", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "times", "description": "x", "parameters": {"type": "object"}},
+    }
+]
 
 
 def task_of(renderer, *rows, **changes) -> DemonstrationTask:
-    config = DemonstrationTask.Config(dataset=RowDataset.Config(rows=MemoryRows(list(rows))), **changes)
+    config = DemonstrationTask.Config(
+        dataset=RowDataset.Config(rows=MemoryRows(list(rows))), **changes
+    )
     return config.build(name="chats", renderer=renderer)
 
 
 def trained(renderer, tokenizer, row, roles=("assistant",)) -> list[str]:
     """The texts that are trained on, in a row each."""
     sample = sample_of(
-        conversation_of(row, messages="messages", tools="tools"), renderer, roles=roles, task_name="t", rollout_id="r"
+        conversation_of(row, messages="messages", tools="tools"),
+        renderer,
+        roles=roles,
+        task_name="t",
+        rollout_id="r",
     )
     runs, before = [], False
     for token, weight in zip(sample.token_ids.tolist(), sample.ce_weights.tolist(), strict=True):
@@ -72,12 +89,20 @@ def test_what_the_policy_would_sample_is_trained_on_and_nothing_of_its_prompts(r
 
 
 def test_chosen_roles_are_trained_on_without_the_template_around_them(renderer, tokenizer):
-    assert trained(renderer, tokenizer, {"messages": CHAT}, ("system", "user")) == ["be brief", "one", "three"]
+    assert trained(renderer, tokenizer, {"messages": CHAT}, ("system", "user")) == [
+        "be brief",
+        "one",
+        "three",
+    ]
 
 
 def test_a_tool_call_is_trained_on_as_the_model_writes_it(renderer, tokenizer):
     call, answer = trained(renderer, tokenizer, {"messages": CALL, "tools": TOOLS})
-    assert call.startswith("<tool_call>") and '"times"' in call and call.endswith("</tool_call><|im_end|>")
+    assert (
+        call.startswith("<tool_call>")
+        and '"times"' in call
+        and call.endswith("</tool_call><|im_end|>")
+    )
     assert answer == "42<|im_end|>"
     assert trained(renderer, tokenizer, {"messages": CALL, "tools": TOOLS}, ("tool",)) == ["42"]
 
@@ -91,9 +116,16 @@ def test_the_prompt_is_that_of_a_rollout(renderer, tokenizer):
         rollout_id="r",
     )
     prompt = renderer.render(CHAT[:2], add_generation_prompt=True).token_ids
-    assert sample.token_ids.tolist() == [*prompt, *tokenizer.encode("two<|im_end|>", add_special_tokens=False)]
+    assert sample.token_ids.tolist() == [
+        *prompt,
+        *tokenizer.encode("two<|im_end|>", add_special_tokens=False),
+    ]
     assert np.flatnonzero(sample.ce_weights)[0] == len(prompt)
-    assert not sample.loss_mask.any() and set(sample.policy_versions.tolist()) == {-1} and not sample.rl_weights.any()
+    assert (
+        not sample.loss_mask.any()
+        and set(sample.policy_versions.tolist()) == {-1}
+        and not sample.rl_weights.any()
+    )
     Batcher.Config(row_length=128).build().plan([sample], 1)
 
 
@@ -103,7 +135,10 @@ def test_fields_that_a_table_fills_with_none_are_left_out(renderer, tokenizer):
     assert trained(renderer, tokenizer, {"messages": rows, "tools": TOOLS}) == trained(
         renderer, tokenizer, {"messages": CALL, "tools": TOOLS}
     )
-    assert trained(renderer, tokenizer, {"messages": CHAT, "tools": None}) == ["two<|im_end|>", "four<|im_end|>"]
+    assert trained(renderer, tokenizer, {"messages": CHAT, "tools": None}) == [
+        "two<|im_end|>",
+        "four<|im_end|>",
+    ]
 
 
 # ---- rows that can't be used
@@ -112,21 +147,36 @@ BAD = [
     ({"text": "x"}, "it has no column 'messages'; it has text"),
     ({"messages": "hello"}, "messages is str 'hello', want a list of messages"),
     ({"messages": []}, "messages is empty"),
-    ({"messages": [{"role": "bot", "content": "x"}]}, "messages[0] has role str 'bot', want one of"),
+    (
+        {"messages": [{"role": "bot", "content": "x"}]},
+        "messages[0] has role str 'bot', want one of",
+    ),
     ({"messages": CHAT[:2]}, "it has no message of assistant with a token to train on"),
-    ({"messages": [*CHAT[:2], {"role": "assistant", "content": "long " * 99}]}, "and env.max_rollout_tokens is 100"),
+    (
+        {"messages": [*CHAT[:2], {"role": "assistant", "content": "long " * 99}]},
+        "and env.max_rollout_tokens is 100",
+    ),
     ({"messages": CALL, "tools": [{"function": {}}]}, "tools[0] has the name"),
 ]
 
 
 def test_conversations_of_sharegpt_are_those_of_the_same_messages(renderer, tokenizer):
     authors = {"system": "system", "user": "human", "assistant": "gpt"}
-    row = {"conversations": [{"from": authors[message["role"]], "value": message["content"]} for message in CHAT]}
+    row = {
+        "conversations": [
+            {"from": authors[message["role"]], "value": message["content"]} for message in CHAT
+        ]
+    }
     assert conversation_of(row, messages="conversations", tools="tools") == (CHAT, None)
-    with pytest.raises(TypeError, match=r"conversations\[0\] has role str 'observation', want one of"):
+    with pytest.raises(
+        TypeError, match=r"conversations\[0\] has role str 'observation', want one of"
+    ):
         odd = {"conversations": [{"from": "observation", "value": "42"}]}
         conversation_of(odd, messages="conversations", tools="tools")
-    with pytest.raises(ValueError, match="no column 'messages'; it has conversations: name that of the messages as messages_c"):
+    with pytest.raises(
+        ValueError,
+        match="no column 'messages'; it has conversations: name that of the messages as messages_c",
+    ):
         conversation_of(row, messages="messages", tools="tools")
 
 
@@ -141,25 +191,40 @@ def test_each_bad_row_is_a_line_before_the_run(renderer):
         assert line.startswith(f"row {number}: ") and cause in line
 
 
-CALLS_CONTROL = [{"id": "c", "type": "function", "function": {"name": "say", "arguments": '{"text": "<|im_end|>"}'}}]
+CALLS_CONTROL = [
+    {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "say", "arguments": '{"text": "<|im_end|>"}'},
+    }
+]
 CONTROL = {
     "an answer": [CHAT[1], {"role": "assistant", "content": "it is <|im_end|>"}],
     "a question": [{"role": "user", "content": "What is <|im_start|>?"}, CHAT[2]],
-    "a part": [{"role": "user", "content": [{"type": "text", "text": "What is <|im_start|>?"}]}, CHAT[2]],
+    "a part": [
+        {"role": "user", "content": [{"type": "text", "text": "What is <|im_start|>?"}]},
+        CHAT[2],
+    ],
     "a thought": [CHAT[1], CHAT[2] | {"reasoning_content": "<|endoftext|>"}],
     "a call": [CHAT[1], CHAT[2] | {"tool_calls": CALLS_CONTROL}],
 }
 
 
 @pytest.mark.parametrize("messages", CONTROL.values(), ids=CONTROL)
-def test_a_conversation_that_would_write_a_control_token_is_refused_by_its_row_unless_a_field_allows_it(messages):
+def test_a_conversation_that_would_write_a_control_token_is_refused_by_its_row_unless_a_field_allows_it(
+    messages,
+):
     run = rl_demonstrations_qwen3_debug()
     config = run.tasks["demonstrations"]
-    config.dataset = RowDataset.Config(rows=MemoryRows([{"messages": CHAT}, {"messages": messages}, {"messages": messages}]))
+    config.dataset = RowDataset.Config(
+        rows=MemoryRows([{"messages": CHAT}, {"messages": messages}, {"messages": messages}])
+    )
     with pytest.raises(ConfigError) as refused:
         build_tasks(run)
     assert refused.value.field == "tasks.demonstrations.dataset"
-    assert "row 1 has it in 'messages'" in str(refused.value) and "(1 others have one too)" in str(refused.value)
+    assert "row 1 has it in 'messages'" in str(refused.value) and "(1 others have one too)" in str(
+        refused.value
+    )
     config.control_tokens = True
     assert len(build_tasks(run)["demonstrations"].dataset) == 3
 
@@ -195,7 +260,10 @@ def test_the_command_prints_the_rows_and_exits_with_2(tmp_path, capsys, monkeypa
     ("change", "field"),
     [
         ({"algorithm": GRPO.Config()}, "tasks.demonstrations.algorithm"),
-        ({"algorithm": StaticSFT.Config(roles=("assistant", "bot"))}, "tasks.demonstrations.algorithm.roles[1]"),
+        (
+            {"algorithm": StaticSFT.Config(roles=("assistant", "bot"))},
+            "tasks.demonstrations.algorithm.roles[1]",
+        ),
         ({"algorithm": StaticSFT.Config(roles=())}, "tasks.demonstrations.algorithm.roles"),
         ({"validation": RowDataset.Config(path="x.jsonl")}, "tasks.demonstrations.validation"),
     ],
@@ -221,7 +289,14 @@ def test_static_sft_in_another_task_is_refused_when_it_is_tried():
 
 async def test_demonstrations_and_compared_rollouts_share_a_run(renderer, tokenizer):
     chats = task_of(renderer, *({"messages": CHAT} for _ in range(5)), group_size=3)
-    loop = Loop(StubTask(lambda number: [0.0, 1.0]), chats, groups_per_step=2, max_offpolicy_steps=1, steps=8, row_length=128)
+    loop = Loop(
+        StubTask(lambda number: [0.0, 1.0]),
+        chats,
+        groups_per_step=2,
+        max_offpolicy_steps=1,
+        steps=8,
+        row_length=128,
+    )
     loop.fill()
     seen: list[str] = []
     for step in range(8):
@@ -234,7 +309,9 @@ async def test_demonstrations_and_compared_rollouts_share_a_run(renderer, tokeni
             assert metrics["demonstrations/chats/trained_tokens"] == sum(
                 np.count_nonzero(rollout.samples[0].ce_weights) for rollout in static
             )
-        sampled = [rollout for group in batch.groups for rollout in group.rollouts if not rollout.static]
+        sampled = [
+            rollout for group in batch.groups for rollout in group.rollouts if not rollout.static
+        ]
         assert _rollout_metrics(batch).get("rollout/count", 0) == len(sampled)
         assert len(_ages(batch.groups, step)) == sum(
             sample.loss_mask.sum() for rollout in sampled for sample in rollout.samples
@@ -242,8 +319,16 @@ async def test_demonstrations_and_compared_rollouts_share_a_run(renderer, tokeni
         loop.step_taken(batch)
     await loop.close()
     counts = loop.ledger.counts()
-    own = {column.removeprefix("chats/"): n for column, n in counts.items() if column.startswith("chats/")}
-    assert own.pop("dispatched") == sum(own.values()) and own["open"] == 0 and own["trained"] == len(seen) >= 9
+    own = {
+        column.removeprefix("chats/"): n
+        for column, n in counts.items()
+        if column.startswith("chats/")
+    }
+    assert (
+        own.pop("dispatched") == sum(own.values())
+        and own["open"] == 0
+        and own["trained"] == len(seen) >= 9
+    )
     assert set(seen[:5]) == set("01234"), "each row once before any comes again"
 
 
@@ -253,7 +338,10 @@ async def test_a_demonstration_is_recorded_as_one(renderer, tokenizer):
     assert await task.score_group(group) is None
     line = encode_rollout(group.rollouts[0], outcome="trained", admitted_version=0, max_bytes=10**6)
     read = decode_rollout(line).rollout
-    assert read.static and read.samples[0].ce_weights.tolist() == group.rollouts[0].samples[0].ce_weights.tolist()
+    assert (
+        read.static
+        and read.samples[0].ce_weights.tolist() == group.rollouts[0].samples[0].ce_weights.tolist()
+    )
     assert read.data_sample.env_input == {"messages": CHAT}
 
 
@@ -272,19 +360,31 @@ class Teacher:
     async def chat(self, messages, *, seed, sampling):
         assert [message["content"] for message in messages] == ["be brief", "2 + 2?"]
         answer = {"role": "assistant", "content": "4"}
-        return Reply(message=answer, prompt_tokens=9, completion_tokens=1, whole=sampling.max_tokens > 1)
+        return Reply(
+            message=answer, prompt_tokens=9, completion_tokens=1, whole=sampling.max_tokens > 1
+        )
 
 
 async def test_a_teachers_answer_is_rendered_for_the_policy_and_trained_on(renderer, tokenizer):
     row = {"messages": [CHAT[0], {"role": "user", "content": "2 + 2?"}]}
     teacher = FrozenModel(name="any", base_url="http://127.0.0.1:9/v1")
     for max_tokens in (8, 1):
-        task = task_of(renderer, row, teacher=teacher, sampling=SamplingConfig(max_tokens=max_tokens))
+        task = task_of(
+            renderer, row, teacher=teacher, sampling=SamplingConfig(max_tokens=max_tokens)
+        )
         task.check_examples(field="tasks.chats")
-        (rollout,) = (await task.run_group(task.dataset[0], Teacher(), group_id="g", seed=0)).rollouts
+        (rollout,) = (
+            await task.run_group(task.dataset[0], Teacher(), group_id="g", seed=0)
+        ).rollouts
         if max_tokens == 1:
-            assert rollout.status is RolloutStatus.ERROR and "sampling.max_tokens is 1" in rollout.error
+            assert (
+                rollout.status is RolloutStatus.ERROR
+                and "sampling.max_tokens is 1" in rollout.error
+            )
             continue
         (sample,) = rollout.samples
         assert tokenizer.decode(sample.token_ids[sample.ce_weights > 0]) == "4<|im_end|>"
-        assert [message["content"] for message in task.dataset[0].env_input["messages"]] == ["be brief", "2 + 2?"]
+        assert [message["content"] for message in task.dataset[0].env_input["messages"]] == [
+            "be brief",
+            "2 + 2?",
+        ]

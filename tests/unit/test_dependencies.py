@@ -56,13 +56,21 @@ def unnamed(file: str, packages: set[str]) -> set[str]:
     for place, extra in EXTRAS.items():
         if file.startswith(place):
             allowed |= named(PROJECT["optional-dependencies"][extra])
-    return {package for package in packages if not {normal(name) for name in DISTRIBUTIONS.get(package, [package])} & allowed}
+    return {
+        package
+        for package in packages
+        if not {normal(name) for name in DISTRIBUTIONS.get(package, [package])} & allowed
+    }
 
 
-@pytest.mark.parametrize("file", sorted(str(file.relative_to(LIBRARY)) for file in LIBRARY.rglob("*.py")))
+@pytest.mark.parametrize(
+    "file", sorted(str(file.relative_to(LIBRARY)) for file in LIBRARY.rglob("*.py"))
+)
 def test_what_a_file_imports_is_named_in_pyproject(file):
     missing = unnamed(file, imported(LIBRARY / file))
-    assert not missing, f"{file} imports {sorted(missing)}: name it in pyproject.toml's dependencies, or in an extra"
+    assert not missing, (
+        f"{file} imports {sorted(missing)}: name it in pyproject.toml's dependencies, or in an extra"
+    )
 
 
 def test_the_check_knows_a_package_that_is_not_named_and_one_of_another_extra():
@@ -72,8 +80,17 @@ def test_the_check_knows_a_package_that_is_not_named_and_one_of_another_extra():
 
 
 def test_the_versions_named_are_those_of_the_pins():
-    pins = set().union(*((ROOT / "requirements" / name).read_text().split() for name in ("cpu.txt", "gpu.txt", "dev.txt")))
-    wanted = [*PROJECT["dependencies"], *NOT_RESOLVED, *sum(PROJECT["optional-dependencies"].values(), [])]
+    pins = set().union(
+        *(
+            (ROOT / "requirements" / name).read_text().split()
+            for name in ("cpu.txt", "gpu.txt", "dev.txt")
+        )
+    )
+    wanted = [
+        *PROJECT["dependencies"],
+        *NOT_RESOLVED,
+        *sum(PROJECT["optional-dependencies"].values(), []),
+    ]
     assert {requirement for requirement in wanted if "==" in requirement} - pins == set()
 
 

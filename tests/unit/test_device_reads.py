@@ -39,7 +39,9 @@ def digests_of(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-async def test_a_publisher_waits_for_the_device_once_a_version_and_not_after_its_copies(dtype, monkeypatch):
+async def test_a_publisher_waits_for_the_device_once_a_version_and_not_after_its_copies(
+    dtype, monkeypatch
+):
     """The next step's kernels are queued when a version is announced and proven."""
 
     async def put(key: str, value: Manifest) -> None:
@@ -50,30 +52,42 @@ async def test_a_publisher_waits_for_the_device_once_a_version_and_not_after_its
     for number in (1, 2):
         device = Device()
         with device:
-            publisher.write(number, {name: device.place(tensor) for name, tensor in tensors.items()})
+            publisher.write(
+                number, {name: device.place(tensor) for name, tensor in tensors.items()}
+            )
         assert device.reads == 1, "all digests together, before the next step begins"
         await publisher.announce(False)
         manifest = await publisher.prove()
         assert device.reads == 1
-        assert manifest.digests == digests_of({name: tensor.to(dtype) for name, tensor in tensors.items()})
+        assert manifest.digests == digests_of(
+            {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        )
 
 
 def held(names: tuple[str, ...], weight: torch.Tensor, **module) -> compat.HeldWeight:
     name = {EXPERTS: "w13_weight", (DOWN,): "w2_weight"}.get(names, "weight")
-    return compat.HeldWeight(module=SimpleNamespace(**module), name=name, parameter=weight, sources=names, packed=False)
+    return compat.HeldWeight(
+        module=SimpleNamespace(**module), name=name, parameter=weight, sources=names, packed=False
+    )
 
 
 def test_an_engine_waits_for_the_device_once_for_all_that_it_holds(monkeypatch):
     tensors, device = version(), Device()
     weights = [
-        held(QKV, device.place(torch.cat([tensors[name] for name in QKV])), output_partition_sizes=[8, 4, 4]),
+        held(
+            QKV,
+            device.place(torch.cat([tensors[name] for name in QKV])),
+            output_partition_sizes=[8, 4, 4],
+        ),
         held(EXPERTS, device.place(torch.cat([tensors[name] for name in EXPERTS], 1))),
         held((DOWN,), device.place(tensors[DOWN])),
         held((NORM,), device.place(tensors[NORM])),
     ]
     monkeypatch.setattr(worker.compat, "held_weights", lambda model, names: iter(weights))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    manifest = Manifest(version=1, shapes=shapes, dtype=torch.float32, parts=(), publication="", digests={})
+    manifest = Manifest(
+        version=1, shapes=shapes, dtype=torch.float32, parts=(), publication="", digests={}
+    )
     with device:
         parts = worker.HeldWeights(None, manifest).parts()
     assert device.reads == 1
@@ -82,8 +96,12 @@ def test_an_engine_waits_for_the_device_once_for_all_that_it_holds(monkeypatch):
 
 def test_an_engine_of_adapters_waits_for_the_device_once_for_all_that_it_holds(monkeypatch):
     device, prefix = Device(), "base_model.model.layers"
-    tensors = {f"{prefix}.{i}.lora_{part}.weight": torch.randn(4, 8) for i in range(5) for part in "AB"}
-    computed_with = [(name, device.place(tensor.clone()), tensor) for name, tensor in tensors.items()]
+    tensors = {
+        f"{prefix}.{i}.lora_{part}.weight": torch.randn(4, 8) for i in range(5) for part in "AB"
+    }
+    computed_with = [
+        (name, device.place(tensor.clone()), tensor) for name, tensor in tensors.items()
+    ]
     monkeypatch.setattr(worker.compat, "set_adapters", lambda worker, tensors: None)
     monkeypatch.setattr(worker.compat, "held_adapter", lambda worker, tensors: iter(computed_with))
     with device:
@@ -94,7 +112,9 @@ def test_an_engine_of_adapters_waits_for_the_device_once_for_all_that_it_holds(m
 
 def test_adapters_on_two_ranks_devices_are_read_once_from_each():
     shape = (4, 8)
-    tensors = {f"layers.{i}.lora_{part}.weight": torch.randn(shape) for i in range(5) for part in "AB"}
+    tensors = {
+        f"layers.{i}.lora_{part}.weight": torch.randn(shape) for i in range(5) for part in "AB"
+    }
     device, parts, buffers = Device(), [], []
     for rows in ((0, 1), (1, 4)):
         shards = dict.fromkeys(tensors, (rows, (0, 8)))
@@ -104,7 +124,14 @@ def test_adapters_on_two_ranks_devices_are_read_once_from_each():
         parts.append(RankParts("here", "", shards))
         buffers.append(device.place(buffer))
     shapes = dict.fromkeys(tensors, shape)
-    manifest = Manifest(version=1, shapes=shapes, dtype=torch.float32, parts=tuple(parts), publication="", digests={})
+    manifest = Manifest(
+        version=1,
+        shapes=shapes,
+        dtype=torch.float32,
+        parts=tuple(parts),
+        publication="",
+        digests={},
+    )
     found = dict(PartedTensors(manifest, buffers, DEVICE).in_host_memory())
     assert device.reads == 2
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

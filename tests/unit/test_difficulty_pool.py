@@ -21,11 +21,16 @@ UNSEEN_LAST = {"unseen_weight": 0.0}
 
 
 def pool(count=5, seed=0, **config) -> DifficultyPool:
-    return DifficultyPool.Config(**config).build(dataset=Letters.Config(count=count).build(), seed=seed)
+    return DifficultyPool.Config(**config).build(
+        dataset=Letters.Config(count=count).build(), seed=seed
+    )
 
 
 def group_of(sample: DataSample, *rewards: float | None) -> RolloutGroup:
-    rollouts = [Rollout(group_id="g", index_in_group=i, task_name="t", reward=reward) for i, reward in enumerate(rewards)]
+    rollouts = [
+        Rollout(group_id="g", index_in_group=i, task_name="t", reward=reward)
+        for i, reward in enumerate(rewards)
+    ]
     return RolloutGroup(group_id="g", task_name="t", data_sample=sample, rollouts=rollouts)
 
 
@@ -100,7 +105,9 @@ def test_pools_are_drawn_from_exactly_by_their_weights():
     weights = {"unseen_weight": 2, "normal_weight": 5, "hard_weight": 1, "easy_weight": 2}
     strategy = pool(count=10_000, **weights)
     rewards = {"unseen": [None], "hard": [0, 0], "normal": [0, 1], "easy": [1, 1]}
-    for sample, where in zip(draw(strategy, 400), ["hard", "normal", "easy", "unseen"] * 100, strict=True):
+    for sample, where in zip(
+        draw(strategy, 400), ["hard", "normal", "easy", "unseen"] * 100, strict=True
+    ):
         strategy.observe(group_of(sample, *rewards[where]))
     # 1,000 turns of 10 in all, whatever was drawn while only unseen ones were there; none changes its pool.
     drawn = Counter()
@@ -193,12 +200,17 @@ def play(strategy, script, open_samples):
 
 
 STEPS = st.one_of(
-    st.none(), st.tuples(st.integers(0, 9), st.lists(st.sampled_from([None, 0.0, 0.3, 1.0]), min_size=0, max_size=4))
+    st.none(),
+    st.tuples(
+        st.integers(0, 9), st.lists(st.sampled_from([None, 0.0, 0.3, 1.0]), min_size=0, max_size=4)
+    ),
 )
 SCRIPTS = st.lists(STEPS, max_size=60)
 STRATEGIES = {
     "pool": DifficultyPool.Config(),
-    "pool of odd weights": DifficultyPool.Config(unseen_weight=0.1, normal_weight=0.7, hard_weight=0.3, easy_weight=0.0),
+    "pool of odd weights": DifficultyPool.Config(
+        unseen_weight=0.1, normal_weight=0.7, hard_weight=0.3, easy_weight=0.0
+    ),
     "replay": ExampleReplay.Config(fraction=0.5, capacity=3),
     "replay by variance, over a pool": ExampleReplay.Config(
         fraction=0.7, keep="variance", capacity=2, fresh=DifficultyPool.Config()
@@ -232,7 +244,9 @@ def test_every_example_is_in_one_pool_or_out(count, script):
     for step in script:
         play(strategy, [step], [])
         state = strategy.state_dict()
-        seen = [sample_id for examples in state["pools"].values() for sample_id in examples] + list(state["out"])
+        seen = [sample_id for examples in state["pools"].values() for sample_id in examples] + list(
+            state["out"]
+        )
         assert len(seen) == len(set(seen)) == state["cursor"]
         assert sum(strategy.pool_sizes().values()) + len(state["out"]) == count
 
@@ -262,7 +276,10 @@ def test_state_of_another_dataset_seed_or_strategy_is_refused(config):
         ({"easy_from": float("inf")}, "sampler.easy_from"),
         ({"easy_weight": -0.1}, "sampler.easy_weight"),
         ({"unseen_weight": float("inf")}, "sampler.unseen_weight"),
-        ({"unseen_weight": 0, "normal_weight": 0, "hard_weight": 0, "easy_weight": 0}, "sampler.normal_weight"),
+        (
+            {"unseen_weight": 0, "normal_weight": 0, "hard_weight": 0, "easy_weight": 0},
+            "sampler.normal_weight",
+        ),
     ],
 )
 def test_pool_that_cannot_be_is_refused(config, field):
@@ -273,7 +290,9 @@ def test_pool_that_cannot_be_is_refused(config, field):
 
 def test_sampler_is_checked_with_the_run():
     config = rl_difficulty_pool_qwen3_debug()
-    config.tasks["sum_digits"].sampler = ExampleReplay.Config(fresh=DifficultyPool.Config(easy_from=0.1))
+    config.tasks["sum_digits"].sampler = ExampleReplay.Config(
+        fresh=DifficultyPool.Config(easy_from=0.1)
+    )
     with pytest.raises(ConfigError) as error:
         checked_plan(config)
     assert error.value.field == "tasks.sum_digits.sampler.fresh.easy_from"

@@ -64,10 +64,16 @@ async def test_the_agents_and_tools_of_the_page_earn_their_reward(
     checked_plan(config)
     (task,) = config.tasks.values()
     task.group_size, task.max_retries = 2, 0
-    group = await run_task(task, ScriptedPolicy(tokenizer, lambda rollout_id, turn: replies[turn]), renderer)
+    group = await run_task(
+        task, ScriptedPolicy(tokenizer, lambda rollout_id, turn: replies[turn]), renderer
+    )
     for rollout in group.rollouts:
         assert rollout.status is RolloutStatus.COMPLETED, rollout.error
-        assert rollout.reward == 1.0 and len(rollout.turns) == len(replies) and len(rollout.samples) == samples
+        assert (
+            rollout.reward == 1.0
+            and len(rollout.turns) == len(replies)
+            and len(rollout.samples) == samples
+        )
 
 
 def test_the_hubs_of_the_page_are_tasks_and_their_rewards_are_read(config_of, tmp_path):
@@ -85,7 +91,10 @@ def test_the_hubs_of_the_page_are_tasks_and_their_rewards_are_read(config_of, tm
     trace.parent.mkdir()
     trace.write_text(json.dumps({"traces": [{"rewards": rewards}]}) + "\n")
     assert sys.modules["my_verifiers"].reward(SimpleNamespace(folder=tmp_path), {}) == 1.0
-    assert sys.modules["my_openenv"].reward(SimpleNamespace(output="INFO: started\n1.25\n"), {}) == 1.25
+    assert (
+        sys.modules["my_openenv"].reward(SimpleNamespace(output="INFO: started\n1.25\n"), {})
+        == 1.25
+    )
 
 
 class GuessBetween1And20:
@@ -108,19 +117,28 @@ class GuessBetween1And20:
 
 
 async def test_the_game_of_the_page_is_played(config_of, renderer, tokenizer, monkeypatch):
-    monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda name: GuessBetween1And20()))
+    monkeypatch.setitem(
+        sys.modules, "textarena", SimpleNamespace(make=lambda name: GuessBetween1And20())
+    )
     (task,) = config_of("my_game", "rl_game").tasks.values()
     task.group_size, task.max_retries = 2, 0
     replies = ["[7]", "[13]"]  # 13 is what the seed of the first row gives
-    group = await run_task(task, ScriptedPolicy(tokenizer, lambda rollout_id, turn: replies[turn]), renderer)
+    group = await run_task(
+        task, ScriptedPolicy(tokenizer, lambda rollout_id, turn: replies[turn]), renderer
+    )
     for rollout in group.rollouts:
         assert rollout.status is RolloutStatus.COMPLETED, rollout.error
         assert rollout.reward == 1.0 and len(rollout.turns) == 2 and len(rollout.samples) == 1
-        assert [turn.prompt_messages[-1]["content"] for turn in rollout.turns] == ["Guess.", "higher"]
+        assert [turn.prompt_messages[-1]["content"] for turn in rollout.turns] == [
+            "Guess.",
+            "higher",
+        ]
 
 
 def test_the_table_of_frameworks_has_a_row_for_every_mode_that_is_run():
     table = frameworks.TABLE.search(PAGE)
-    rows = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in table[0].splitlines()[2:]]
+    rows = [
+        tuple(cell.strip() for cell in line.split("|")[1:3]) for line in table[0].splitlines()[2:]
+    ]
     programs = [(name, mode) for name, modes in frameworks.PROGRAMS.items() for mode in modes]
     assert rows == programs + [(name, hub.mode) for name, hub in frameworks.HUBS.items()]

@@ -35,7 +35,9 @@ def my_algorithms(tmp_path, monkeypatch):
 
 
 def config_of(*words: str):
-    return load_config(parse_command(["--module", "my_algorithms", "--config", "rl_best_of_group", *words]))
+    return load_config(
+        parse_command(["--module", "my_algorithms", "--config", "rl_best_of_group", *words])
+    )
 
 
 async def test_the_algorithm_in_twenty_lines_gives_its_credit(my_algorithms, renderer, tokenizer):
@@ -43,7 +45,9 @@ async def test_the_algorithm_in_twenty_lines_gives_its_credit(my_algorithms, ren
     checked_plan(config)
     task = config.tasks["sum_digits"].build(name="sum_digits", renderer=renderer)
     right = str(sum(task.dataset[0].env_input))
-    policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: right if rollout_id.endswith("0") else "x")
+    policy = ScriptedPolicy(
+        tokenizer, lambda rollout_id, turn: right if rollout_id.endswith("0") else "x"
+    )
     group = await task.run_group(task.dataset[0], policy, group_id="g", seed=0, group_size=2)
     assert await task.score_group(group) is None
     for rollout, learned in zip(group.rollouts, (True, False), strict=True):
@@ -91,9 +95,15 @@ def test_every_algorithm_and_loss_is_in_its_table():
 @pytest.fixture
 def shown_models():
     (lines,) = re.findall(r"```python\n# a vLLM server anywhere\n(.*?)```", PAGE, re.DOTALL)
-    names = {"FrozenModel": FrozenModel, "HostedModel": HostedModel, "VLLMEngineConfig": VLLMEngineConfig}
+    names = {
+        "FrozenModel": FrozenModel,
+        "HostedModel": HostedModel,
+        "VLLMEngineConfig": VLLMEngineConfig,
+    }
     tree = ast.parse(lines)
-    return [eval(compile(ast.Expression(line.value), "docs", "eval"), dict(names)) for line in tree.body]
+    return [
+        eval(compile(ast.Expression(line.value), "docs", "eval"), dict(names)) for line in tree.body
+    ]
 
 
 def test_the_frozen_models_shown_are_valid(shown_models):
@@ -108,7 +118,9 @@ def test_the_hosted_model_shown_serves_a_task_of_the_shipped_gpu_configs(shown_m
     config.tasks["sum_digits"].algorithm = OPD.Config(teacher=hosted)
     check(config)
     plan = plan_run(config, device="cuda", available=list(range(8)))
-    assert needed_gpus(config) == plan.processes == 6  # a trainer rank, 3 generators, 2 GPUs of the teacher
+    assert (
+        needed_gpus(config) == plan.processes == 6
+    )  # a trainer rank, 3 generators, 2 GPUs of the teacher
     # The default engine can't score this task's samples: its context is 2,048 tokens, and they have up to 4,096.
     config.tasks["sum_digits"].algorithm = OPD.Config(teacher=HostedModel(path=hosted.path))
     with pytest.raises(ConfigError, match="teacher.engine.max_model_len = 2048: must be above"):
@@ -121,7 +133,17 @@ def test_the_hosted_model_shown_fits_its_gpus(shown_models):
     parameters = parameter_count(policy_spec(flavor, device="cpu", max_seq_len=1))
     weights = parameters * engine.torch_dtype.itemsize / engine.tensor_parallel_degree
     # Qwen3-32B: 64 layers, 8 heads of 128 for keys and as many for values.
-    longest = engine.max_model_len * 64 * 2 * 8 * 128 * engine.torch_dtype.itemsize / engine.tensor_parallel_degree
+    longest = (
+        engine.max_model_len
+        * 64
+        * 2
+        * 8
+        * 128
+        * engine.torch_dtype.itemsize
+        / engine.tensor_parallel_degree
+    )
     share = engine.gpu_memory_utilization * 80e9
-    assert round(weights / 2**30) == 31 and weights + 8 * longest < share, "the weights, and eight rollouts of full length"
+    assert round(weights / 2**30) == 31 and weights + 8 * longest < share, (
+        "the weights, and eight rollouts of full length"
+    )
     assert 4 * parameters > share, "float32 on one GPU does not"

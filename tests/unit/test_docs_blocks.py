@@ -76,7 +76,9 @@ OTHER_PROGRAMS = (
 
 SMOKE = re.compile(r"scripts/gpu_smoke\.sh(.*)")
 
-OF_THE_LIBRARY = re.compile(r"(?:srun )?(?:\S*python -m torchtitan\.experiments\.rl\.|(?:\.venv/bin/)?rl-)(\S+)(.*)")
+OF_THE_LIBRARY = re.compile(
+    r"(?:srun )?(?:\S*python -m torchtitan\.experiments\.rl\.|(?:\.venv/bin/)?rl-)(\S+)(.*)"
+)
 
 
 def blocks() -> list[tuple[str, str, str]]:
@@ -86,8 +88,17 @@ def blocks() -> list[tuple[str, str, str]]:
 
 def commands() -> list[tuple[str, str]]:
     """Page and command, continued lines in one."""
-    texts = [(page, text) for page, language, text in blocks() if language in ("", "sh") and not is_no_code(text)]
-    return [(page, line.strip()) for page, text in texts for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    texts = [
+        (page, text)
+        for page, language, text in blocks()
+        if language in ("", "sh") and not is_no_code(text)
+    ]
+    return [
+        (page, line.strip())
+        for page, text in texts
+        for line in text.replace("\\\n", " ").splitlines()
+        if line.strip()
+    ]
 
 
 def is_no_code(text: str) -> bool:
@@ -111,10 +122,14 @@ def shown_files(tmp_path, monkeypatch):
 
 
 def test_every_block_of_python_is_run_by_the_test_that_is_named():
-    assert sorted(text.partition("\n")[0] for _, language, text in blocks() if language == "python") == sorted(PYTHON)
+    assert sorted(
+        text.partition("\n")[0] for _, language, text in blocks() if language == "python"
+    ) == sorted(PYTHON)
     for place in PYTHON.values():
         file, name = place.split("::")
-        assert re.search(rf"^(async )?def {name}\(", (Path(__file__).parent / file).read_text(), re.MULTILINE), place
+        assert re.search(
+            rf"^(async )?def {name}\(", (Path(__file__).parent / file).read_text(), re.MULTILINE
+        ), place
 
 
 def test_every_other_block_is_commands_output_or_a_drawing():
@@ -122,7 +137,9 @@ def test_every_other_block_is_commands_output_or_a_drawing():
     unknown = [
         (page, command)
         for page, command in commands()
-        if not any(re.fullmatch(known, command) for known in (OF_THE_LIBRARY, SMOKE, *OTHER_PROGRAMS))
+        if not any(
+            re.fullmatch(known, command) for known in (OF_THE_LIBRARY, SMOKE, *OTHER_PROGRAMS)
+        )
     ]
     assert unknown == []
 
@@ -141,10 +158,15 @@ def test_every_command_of_the_library_is_one_that_its_parser_takes(shown_files, 
                 if parsed.config_name not in (None, "NAME"):
                     load_config(parsed)
             case "observability.rollouts":
-                assert rollouts.main(words) == 1 and "no such file" in capsys.readouterr().err, (page, command)
+                assert rollouts.main(words) == 1 and "no such file" in capsys.readouterr().err, (
+                    page,
+                    command,
+                )
             case "export":
                 export.parser().parse_args(words)
-            case "evaluate" | "report" | "play":  # test_evaluate_*.py, test_report_*.py, test_play.py
+            case (
+                "evaluate" | "report" | "play"
+            ):  # test_evaluate_*.py, test_report_*.py, test_play.py
                 pass
             case "simulate":
                 simulate.parsed(words)
@@ -159,15 +181,21 @@ def test_the_smoke_of_gpus_is_called_with_options_and_steps_that_it_has():
     for words in found:
         gpu_smoke.parser().parse_args(shlex.split(words[1]))
     page = (ROOT / "docs/gpu.md").read_text()
-    for words in re.findall(r"`scripts/gpu_smoke\.sh ([^`]*)`|`(--only [^`]*)`|`(--minutes [^`]*)`", page):
+    for words in re.findall(
+        r"`scripts/gpu_smoke\.sh ([^`]*)`|`(--only [^`]*)`|`(--minutes [^`]*)`", page
+    ):
         gpu_smoke.parser().parse_args(shlex.split(" ".join(words)))
     table = page.partition("| step |")[2].partition("\n\n")[0]
-    named = set(re.findall(r"`([a-z-]+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:])))
+    named = set(
+        re.findall(r"`([a-z-]+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:]))
+    )
     assert named == {name for name in gpu_smoke.STEPS if not name.startswith("learner-")}
 
 
 def test_the_demonstrations_shown_are_a_task_that_is_checked(shown_files):
-    (text,) = [text for _, _, text in blocks() if text.startswith("# in a function that makes a config")]
+    (text,) = [
+        text for _, _, text in blocks() if text.startswith("# in a function that makes a config")
+    ]
     config = rl_questions_qwen3_debug()
     config.tasks = {}
     exec(text, {"config": config})
@@ -192,20 +220,39 @@ def test_the_sums_on_the_way_to_a_real_task_are_trained_as_shown(shown_files, ca
 
 def test_what_other_libraries_words_are_called_here_is_there():
     """Each path of a table's last column is a field, and each class is one of the library's."""
-    rows = re.findall(r"^\|.*\| (.*?) \|$", (ROOT / "docs/coming_from.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\|.*\| (.*?) \|$", (ROOT / "docs/coming_from.md").read_text(), re.MULTILINE
+    )
     words = [word for row in rows for word in re.findall(r"`([\w./<>=]+)", row)]
     fields = {path.replace("-", "_") for path in option_paths(rl_math_qwen3())}
-    paths = [word.replace("tasks.NAME", "tasks.math") for word in words if re.fullmatch(r"[a-z_]+(\.[a-zA-Z_]+)+", word)]
-    assert len(paths) > 30 and {path for path in paths if not path.endswith(".py") and path != "config.recipes"} <= fields
-    source = "\n".join(path.read_text() for path in (ROOT / "torchtitan/experiments/rl").rglob("*.py"))
+    paths = [
+        word.replace("tasks.NAME", "tasks.math")
+        for word in words
+        if re.fullmatch(r"[a-z_]+(\.[a-zA-Z_]+)+", word)
+    ]
+    assert (
+        len(paths) > 30
+        and {path for path in paths if not path.endswith(".py") and path != "config.recipes"}
+        <= fields
+    )
+    source = "\n".join(
+        path.read_text() for path in (ROOT / "torchtitan/experiments/rl").rglob("*.py")
+    )
     classes = {word.partition("(")[0] for word in words if re.fullmatch(r"[A-Z]\w+", word)}
     assert len(classes) > 20 and [name for name in classes if f"class {name}" not in source] == []
 
 
 def test_every_metric_that_other_libraries_names_lead_to_is_one_that_running_md_explains():
-    page = (ROOT / "docs/coming_from.md").read_text().partition("## Metrics by another name")[2].partition("\n## ")[0]
+    page = (
+        (ROOT / "docs/coming_from.md")
+        .read_text()
+        .partition("## Metrics by another name")[2]
+        .partition("\n## ")[0]
+    )
     ours = [
-        name for row in re.findall(r"^\|.*\| (.*?) \|$", page, re.MULTILINE) for name in re.findall(r"`(\w+/[\w./]+)`", row)
+        name
+        for row in re.findall(r"^\|.*\| (.*?) \|$", page, re.MULTILINE)
+        for name in re.findall(r"`(\w+/[\w./]+)`", row)
     ]
     known = (ROOT / "docs/running.md").read_text()
     assert len(ours) > 12
@@ -216,16 +263,24 @@ def test_every_metric_that_other_libraries_names_lead_to_is_one_that_running_md_
 
 def test_every_link_within_the_docs_leads_to_a_page_and_its_heading():
     for page in PAGES:
-        for target, anchor in re.findall(r"\]\((?!http)([\w./-]*)(?:#([\w-]+))?\)", page.read_text()):
+        for target, anchor in re.findall(
+            r"\]\((?!http)([\w./-]*)(?:#([\w-]+))?\)", page.read_text()
+        ):
             found = (page.parent / target) if target else page
             assert found.exists(), (page.name, target)
             headings = re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE) if anchor else []
-            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            anchors = {
+                re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
+            }
             assert not anchor or anchor in anchors, (page.name, target, anchor)
 
 
 def test_data_of_ones_own_passes_a_dry_run_as_shown(shown_files, capsys):
-    own = [command for page, command in commands() if page == "README.md" and re.search(r"rl_mine|mine\.jsonl", command)]
+    own = [
+        command
+        for page, command in commands()
+        if page == "README.md" and re.search(r"rl_mine|mine\.jsonl", command)
+    ]
     assert len(own) == 2
     for command in own:
         assert main([*shlex.split(command)[1:], "--dry-run"]) == 0

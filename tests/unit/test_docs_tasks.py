@@ -37,18 +37,29 @@ def modules(tmp_path, monkeypatch):
 
 def sandbox_task(modules, renderer, **changes):
     return (
-        modules["sandboxes"].SandboxTask.Config(algorithm=GRPO.Config(), **changes).build(name="phonebook", renderer=renderer)
+        modules["sandboxes"]
+        .SandboxTask.Config(algorithm=GRPO.Config(), **changes)
+        .build(name="phonebook", renderer=renderer)
     )
 
 
 def test_every_block_of_code_is_one_that_is_run_here():
-    assert set(FILES) == {"phonebook", "test_phonebook", "short_phonebook", "sandboxes", "slow_tools"}
+    assert set(FILES) == {
+        "phonebook",
+        "test_phonebook",
+        "short_phonebook",
+        "sandboxes",
+        "slow_tools",
+    }
     assert PAGE.count("```python") == len(FILES)
 
 
 def test_a_field_of_ones_own_is_held_to_its_bounds(modules, capsys):
     words = ["--module", "phonebook", "--config", "rl_phonebook", "--dry-run"]
-    override, message = "--tasks.phonebook.dataset.count 0", "tasks.phonebook.dataset.count = 0: must be at least 1"
+    override, message = (
+        "--tasks.phonebook.dataset.count 0",
+        "tasks.phonebook.dataset.count = 0: must be at least 1",
+    )
     assert override in PAGE and message in " ".join(PAGE.split())
     assert main([*words, *override.split()]) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
@@ -59,7 +70,9 @@ def test_a_field_of_ones_own_is_held_to_its_bounds(modules, capsys):
 
 
 async def test_the_tests_of_the_task_pass(modules):
-    tests = [test for name, test in vars(modules["test_phonebook"]).items() if name.startswith("test_")]
+    tests = [
+        test for name, test in vars(modules["test_phonebook"]).items() if name.startswith("test_")
+    ]
     assert len(tests) == 4
     for test in tests:
         outcome = test()
@@ -73,8 +86,14 @@ async def test_the_shorter_task_has_less_than_thirty_lines_and_is_the_same(modul
     config = modules["short_phonebook"].rl_phonebook()
     checked_plan(config)
     task = config.tasks["phonebook"].build(name="phonebook", renderer=renderer)
-    looks_up, stumbles, makes_up = [call, "It is 5514."], [broken, call, "It is 5514."], ["It is 1234."]
-    replies = ScriptedPolicy(TINY_MODEL, lambda rollout, turn: (looks_up, stumbles, makes_up)[rollout][turn])
+    looks_up, stumbles, makes_up = (
+        [call, "It is 5514."],
+        [broken, call, "It is 5514."],
+        ["It is 1234."],
+    )
+    replies = ScriptedPolicy(
+        TINY_MODEL, lambda rollout, turn: (looks_up, stumbles, makes_up)[rollout][turn]
+    )
     group = await task.run_group(task.dataset[0], replies, group_id="g", seed=0, group_size=3)
     assert await task.score_group(group) is None
     assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0, 0.0]
@@ -86,14 +105,27 @@ async def test_the_shorter_task_has_less_than_thirty_lines_and_is_the_same(modul
     assert any("5514" in prompt for prompt in replies.prompts) and any(
         "Error: no such name" in text for text in replies.prompts
     )
-    assert [task.dataset[i].env_input["name"] for i in range(len(task.dataset))] == ["Ada", "Grace", "Alan"]
+    assert [task.dataset[i].env_input["name"] for i in range(len(task.dataset))] == [
+        "Ada",
+        "Grace",
+        "Alan",
+    ]
     assert [task.validation[i].env_input["name"] for i in range(len(task.validation))] == ["Edsger"]
     again = pickle.loads(pickle.dumps(config.tasks["phonebook"]))
-    assert again.message_env is modules["short_phonebook"].PhonebookEnv, "a rollout worker imports it by its name"
+    assert again.message_env is modules["short_phonebook"].PhonebookEnv, (
+        "a rollout worker imports it by its name"
+    )
 
 
 def test_the_command_finds_the_config_and_its_override(modules):
-    words = ["--module", "phonebook", "--config", "rl_phonebook", "--tasks.phonebook.env.max-turns", "2"]
+    words = [
+        "--module",
+        "phonebook",
+        "--config",
+        "rl_phonebook",
+        "--tasks.phonebook.env.max-turns",
+        "2",
+    ]
     assert all(word in PAGE for word in words)
     config = load_config(parse_command(words))
     assert config.tasks["phonebook"].env.max_turns == 2
@@ -109,7 +141,9 @@ async def test_a_reply_is_cut_at_its_limit(modules, renderer):
     assert rollout.status is RolloutStatus.TRUNCATED_LENGTH and rollout.completion_tokens == 3
 
 
-async def test_sandboxes_are_lent_to_one_env_at_a_time_and_come_back_whatever_happens(modules, renderer):
+async def test_sandboxes_are_lent_to_one_env_at_a_time_and_come_back_whatever_happens(
+    modules, renderer
+):
     task = sandbox_task(modules, renderer, max_retries=0)
     await task.setup(ScriptedPolicy(TINY_MODEL, []))
     sandboxes = list(task.pool._queue)
@@ -119,7 +153,9 @@ async def test_sandboxes_are_lent_to_one_env_at_a_time_and_come_back_whatever_ha
             raise RuntimeError("the engine is gone")
         return "It is 5514."
 
-    group = await task.run_group(task.dataset[0], ScriptedPolicy(TINY_MODEL, reply), group_id="g", seed=0, group_size=12)
+    group = await task.run_group(
+        task.dataset[0], ScriptedPolicy(TINY_MODEL, reply), group_id="g", seed=0, group_size=12
+    )
     assert [rollout.status for rollout in group.rollouts] == ["error", "completed", "completed"] * 4
     assert sorted(map(id, task.pool._queue)) == sorted(map(id, sandboxes)) and len(sandboxes) == 4
     assert sum(sandbox.uses for sandbox in sandboxes) == 12
@@ -131,7 +167,11 @@ async def test_what_was_said_can_be_read_as_shown(modules, renderer, tmp_path, c
             await asyncio.sleep(0.05)
             return await super().step_message(message)
 
-    task = modules["phonebook"].PhonebookTask.Config(algorithm=GRPO.Config()).build(name="phonebook", renderer=renderer)
+    task = (
+        modules["phonebook"]
+        .PhonebookTask.Config(algorithm=GRPO.Config())
+        .build(name="phonebook", renderer=renderer)
+    )
     task.make_env = lambda sample: SlowEnv(sample.env_input)
     policy = ScriptedPolicy(TINY_MODEL, ["It is 1234."])
     group = await task.run_group(task.dataset[0], policy, group_id="g", seed=0, group_size=2)

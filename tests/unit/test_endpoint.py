@@ -17,7 +17,12 @@ import torchtitan.experiments.rl as library
 from torchtitan.experiments.rl.compat.monarch import original
 from torchtitan.experiments.rl.errors import ConfigError, PeerGone, RunError
 from torchtitan.experiments.rl.process.setup import set_up_logging
-from torchtitan.experiments.rl.user_code.endpoint import cause_in, for_a_future, reported, reported_endpoint
+from torchtitan.experiments.rl.user_code.endpoint import (
+    cause_in,
+    for_a_future,
+    reported,
+    reported_endpoint,
+)
 
 WAIT_S = 60
 
@@ -75,7 +80,10 @@ CASES = {
     "unpicklable": (raising(lambda: Unpicklable("out of memory")), "Unpicklable: out of memory"),
     "reduce_raises": (raising(lambda: ReduceRaises("bad config")), "ReduceRaises: bad config"),
     "not_made_again": (raising(lambda: NotMadeAgain(3, 2)), "NotMadeAgain: 3 exceeds 2"),
-    "config": (raising(lambda: ConfigError("steps", 0, "be at least 1")), "steps = 0: be at least 1"),
+    "config": (
+        raising(lambda: ConfigError("steps", 0, "be at least 1")),
+        "steps = 0: be at least 1",
+    ),
     "mute": (raising(lambda: Mute()), "Mute: its message can't be read (SystemExit in __str__)"),
     "exits": (raising(lambda: SystemExit(3)), "SystemExit: 3"),
     "interrupts": (raising(KeyboardInterrupt), "KeyboardInterrupt"),
@@ -86,7 +94,10 @@ CASES = {
     "cpp": (of_cpp, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"),
     "own": (raising(lambda: RunError("the loss is nan")), "the loss is nan"),
     "own_with_part": (raising(lambda: RunError("worker 0: the loss is nan")), "the loss is nan"),
-    "lines": (raising(lambda: ValueError("first\nsecond\n  third")), "ValueError: first second third"),
+    "lines": (
+        raising(lambda: ValueError("first\nsecond\n  third")),
+        "ValueError: first second third",
+    ),
 }
 
 
@@ -123,14 +134,20 @@ def worker(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_an_endpoint_raises_arrives_as_a_sentence_and_its_traceback_is_in_the_log(worker, case):
+def test_what_an_endpoint_raises_arrives_as_a_sentence_and_its_traceback_is_in_the_log(
+    worker, case
+):
     actor, run_dir = worker
     with pytest.raises(Exception) as caught:
         actor.fail.call_one(case).get(timeout=WAIT_S)
     error = original(caught.value)
     assert type(error) is RunError
-    assert re.sub(r" \(\w+\.py:\d+\)$", "", str(error)) == f"worker 0: {CASES[case][1]}"  # which may name the place too
-    lines = [json.loads(line) for line in (run_dir / "logs" / "worker-0.jsonl").read_text().splitlines()]
+    assert (
+        re.sub(r" \(\w+\.py:\d+\)$", "", str(error)) == f"worker 0: {CASES[case][1]}"
+    )  # which may name the place too
+    lines = [
+        json.loads(line) for line in (run_dir / "logs" / "worker-0.jsonl").read_text().splitlines()
+    ]
     assert lines[-1]["message"] == "worker 0: fail failed" and "Traceback" in lines[-1]["exception"]
     assert actor.answer.call_one(21).get(timeout=WAIT_S) == 42  # the actor lives on
 
@@ -154,7 +171,9 @@ async def test_the_error_that_arrives_keeps_nothing_of_the_one_that_was_raised()
     with pytest.raises(RunError) as caught:
         await reported(Local.fail)(Local())
     assert caught.value.__context__ is None and caught.value.__cause__ is None
-    assert str(pickle.loads(pickle.dumps(caught.value))).startswith("worker 0: KeyError: 'the second' (test_endpoint.py:")
+    assert str(pickle.loads(pickle.dumps(caught.value))).startswith(
+        "worker 0: KeyError: 'the second' (test_endpoint.py:"
+    )
 
 
 async def test_an_error_that_may_follow_from_a_death_arrives_as_that():
@@ -182,9 +201,13 @@ def test_every_endpoint_of_every_actor_of_the_library_reports():
         for module in pkgutil.walk_packages(library.__path__, f"{library.__name__}.")
         if not module.name.endswith(".__main__")
         for value in vars(import_module(module.name)).values()
-        if inspect.isclass(value) and issubclass(value, Actor) and value.__module__.startswith(library.__name__)
+        if inspect.isclass(value)
+        and issubclass(value, Actor)
+        and value.__module__.startswith(library.__name__)
     }
-    actors = {actor for actor in actors if not actor.__module__.endswith("compat.torchstore")}  # torchstore's own
+    actors = {
+        actor for actor in actors if not actor.__module__.endswith("compat.torchstore")
+    }  # torchstore's own
     names = {
         "Controller",
         "Evaluator",
@@ -197,12 +220,16 @@ def test_every_endpoint_of_every_actor_of_the_library_reports():
     }
     assert {actor.__name__ for actor in actors} == names
     for actor in actors:
-        endpoints = {name: value for name, value in inspect.getmembers(actor) if hasattr(value, "_method")}
+        endpoints = {
+            name: value for name, value in inspect.getmembers(actor) if hasattr(value, "_method")
+        }
         assert endpoints
         for name, endpoint in endpoints.items():
             # Monarch's wrapper, then what ``reported`` made of the method.
             codes = {getattr(function, "__code__", None) for function in wrapped(endpoint._method)}
-            assert reported(Local.fail).__code__ in codes, f"{actor.__name__}.{name}: its exception may never reach the caller"
+            assert reported(Local.fail).__code__ in codes, (
+                f"{actor.__name__}.{name}: its exception may never reach the caller"
+            )
         assert hasattr(actor, "part") or "self.part = " in inspect.getsource(actor.__init__)
 
 

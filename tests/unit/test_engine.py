@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.scripted_engine import ScriptedEngine, ScriptedEngineConfig, counting_table, save_table, snapshot_of
+from tests.scripted_engine import (
+    ScriptedEngine,
+    ScriptedEngineConfig,
+    counting_table,
+    save_table,
+    snapshot_of,
+)
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.config.checks import check, plan_run
@@ -28,7 +34,12 @@ from torchtitan.experiments.rl.generation.engine import (
 )
 from torchtitan.experiments.rl.generation.references import HostedModel
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngine, VLLMEngineConfig
-from torchtitan.experiments.rl.generation.vllm.worker import NOT_HELD, QUANTIZED, UNKNOWN, whole_digests
+from torchtitan.experiments.rl.generation.vllm.worker import (
+    NOT_HELD,
+    QUANTIZED,
+    UNKNOWN,
+    whole_digests,
+)
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 
 ENGINES = (VLLMEngine, ScriptedEngine)
@@ -40,7 +51,18 @@ ENGINES = (VLLMEngine, ScriptedEngine)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_has_what_the_protocol_names(engine):
     names = [name for name in vars(Engine) if not name.startswith("_")]
-    assert set(names) == {"version", "busy", "add", "step", "occupancy", "withdraw", "load", "sleep", "abort", "close"}
+    assert set(names) == {
+        "version",
+        "busy",
+        "add",
+        "step",
+        "occupancy",
+        "withdraw",
+        "load",
+        "sleep",
+        "abort",
+        "close",
+    }
     for name in names:
         promised, given = getattr(Engine, name), getattr(engine, name)
         assert isinstance(given, property) == isinstance(promised, property)
@@ -65,11 +87,18 @@ def test_vllm_is_imported_by_its_engine_alone_and_only_when_one_is_built():
     importers = set()
     for file in library.rglob("*.py"):
         tree = ast.parse(file.read_text())
-        inside = {node for scope in ast.walk(tree) if isinstance(scope, ast.FunctionDef) for node in ast.walk(scope)}
+        inside = {
+            node
+            for scope in ast.walk(tree)
+            if isinstance(scope, ast.FunctionDef)
+            for node in ast.walk(scope)
+        }
         for node in ast.walk(tree):
             if any(name.partition(".")[0] == "vllm" for name in imported_names(node)):
                 importers.add(name := str(file.relative_to(library)))
-                assert node in inside or name == LOADED, f"{file}, line {node.lineno}: import it inside a function"
+                assert node in inside or name == LOADED, (
+                    f"{file}, line {node.lineno}: import it inside a function"
+                )
             assert not any(name.endswith("vllm.last_block") for name in imported_names(node)), (
                 f"{file}: vLLM loads it, by its name"
             )
@@ -117,10 +146,21 @@ def test_the_command_line_reaches_every_field_of_the_engine_a_config_names():
     }
     for path, get in (
         ("generator.engine", lambda config: config.generator.engine),
-        ("tasks.sum-digits.algorithm.teacher.engine", lambda config: config.tasks["sum_digits"].algorithm.teacher.engine),
+        (
+            "tasks.sum-digits.algorithm.teacher.engine",
+            lambda config: config.tasks["sum_digits"].algorithm.teacher.engine,
+        ),
     ):
-        words = [word for name, value in given.items() for word in (f"--{path}.{name.replace('_', '-')}", value)]
-        words += [f"--{path}.no-cuda-graphs", f"--{path}.no-enable-prefix-caching", f"--{path}.sleep"]
+        words = [
+            word
+            for name, value in given.items()
+            for word in (f"--{path}.{name.replace('_', '-')}", value)
+        ]
+        words += [
+            f"--{path}.no-cuda-graphs",
+            f"--{path}.no-enable-prefix-caching",
+            f"--{path}.sleep",
+        ]
         assert get(override(*words)) == expected
 
 
@@ -135,11 +175,17 @@ def test_checks_and_plan_read_no_more_of_an_engine_than_its_base():
     check(config)
     assert plan_run(config, device="cpu").generator_gib == 0
     config.tasks["sum_digits"].sampling.stop = ["END"]
-    with pytest.raises(ConfigError, match="sampling.stop = .*END.*ScriptedEngineConfig does not look for texts"):
+    with pytest.raises(
+        ConfigError, match="sampling.stop = .*END.*ScriptedEngineConfig does not look for texts"
+    ):
         check(config)
     config.tasks["sum_digits"].sampling.stop = []
-    config.tasks["sum_digits"].algorithm = config_registry.rl_opd_qwen3_debug().tasks["sum_digits"].algorithm
-    config.tasks["sum_digits"].algorithm.teacher = HostedModel(path="t", engine=ScriptedEngineConfig())
+    config.tasks["sum_digits"].algorithm = (
+        config_registry.rl_opd_qwen3_debug().tasks["sum_digits"].algorithm
+    )
+    config.tasks["sum_digits"].algorithm.teacher = HostedModel(
+        path="t", engine=ScriptedEngineConfig()
+    )
     check(config)
 
 
@@ -168,7 +214,9 @@ def engine_of(table: torch.Tensor, **settings) -> ScriptedEngine:
     return ScriptedEngine(ScriptedEngineConfig(**settings), table)
 
 
-def request(request_id: int, *, last: int = 3, tokens: int = 5, seed: int = 0, stop=(), **sampling) -> GenerateRequest:
+def request(
+    request_id: int, *, last: int = 3, tokens: int = 5, seed: int = 0, stop=(), **sampling
+) -> GenerateRequest:
     return GenerateRequest(
         request_id=request_id,
         prompt_token_ids=np.array([1, last], np.int32),
@@ -239,8 +287,12 @@ def test_a_version_loaded_in_mid_completion_samples_the_rest_and_scores_what_com
     np.testing.assert_allclose(results[-1].logprobs, [0, np.log(0.9), np.log(0.1 / 15)], rtol=1e-5)
 
 
-@pytest.mark.parametrize("gone, kind", [(["", "the weights are gone"], PeerGone), (["", ""], WrongWeights)])
-def test_a_vllm_engine_whose_load_breaks_can_go_on_only_if_nothing_has_changed(gone, kind, monkeypatch):
+@pytest.mark.parametrize(
+    "gone, kind", [(["", "the weights are gone"], PeerGone), (["", ""], WrongWeights)]
+)
+def test_a_vllm_engine_whose_load_breaks_can_go_on_only_if_nothing_has_changed(
+    gone, kind, monkeypatch
+):
     def collective_rpc(method, args):
         assert engine._early == ["ended"], "no step is in flight while weights change"
         if method == "map_snapshot":
@@ -249,10 +301,16 @@ def test_a_vllm_engine_whose_load_breaks_can_go_on_only_if_nothing_has_changed(g
         raise ValueError("no such tensor")
 
     engine = object.__new__(VLLMEngine)
-    engine._engine, engine._version, engine._asleep = SimpleNamespace(collective_rpc=collective_rpc), 4, False
+    engine._engine, engine._version, engine._asleep = (
+        SimpleNamespace(collective_rpc=collective_rpc),
+        4,
+        False,
+    )
     engine._early, engine._results = [], list
     monkeypatch.setattr(compat, "finish_steps", lambda engine: ["ended"])
-    with pytest.raises(RunError, match="gone|version 5 are not loaded: ValueError: no such tensor") as caught:
+    with pytest.raises(
+        RunError, match="gone|version 5 are not loaded: ValueError: no such tensor"
+    ) as caught:
         engine.load(snapshot_of(5, counting_table(0.9)), recompute=False)
     assert type(caught.value) is kind and engine.version == 4
 

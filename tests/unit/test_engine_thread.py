@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.scripted_engine import TABLE, ScriptedEngine, ScriptedEngineConfig, counting_table, digests_of, snapshot_of
+from tests.scripted_engine import (
+    TABLE,
+    ScriptedEngine,
+    ScriptedEngineConfig,
+    counting_table,
+    digests_of,
+    snapshot_of,
+)
 from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.config import WeightUpdate
@@ -125,7 +132,9 @@ class Harness:
         while self.engine.begun == self.engine.ended:
             asked = asyncio.ensure_future(self.thread.call(idle))
             asked.add_done_callback(lambda _: self.changes.notify())
-            await self.changes.until(lambda asked=asked: self.engine.begun > self.engine.ended or asked.done())
+            await self.changes.until(
+                lambda asked=asked: self.engine.begun > self.engine.ended or asked.done()
+            )
             if asked.done() and (asked.exception() or asked.result()):
                 return
 
@@ -146,13 +155,17 @@ class Harness:
         """
         manifest = snapshot_of(version, table(version))
         if gone:
-            manifest = replace(manifest, parts=(manifest.parts[0]._replace(handle="/proc/self/fd/99999"),))
+            manifest = replace(
+                manifest, parts=(manifest.parts[0]._replace(handle="/proc/self/fd/99999"),)
+            )
 
         async def digests() -> dict[str, str]:
             await taken()
             return manifest.digests
 
-        task = asyncio.create_task(self.thread.update_weights(manifest, CANARY, how, digests=digests() if verify else None))
+        task = asyncio.create_task(
+            self.thread.update_weights(manifest, CANARY, how, digests=digests() if verify else None)
+        )
         await asyncio.sleep(0)
         return task
 
@@ -173,7 +186,11 @@ async def harness() -> AsyncIterator[Harness]:
 def generate(request_id: int, tokens: int) -> GenerateRequest:
     sampling = SamplingConfig(max_tokens=tokens)
     return GenerateRequest(
-        request_id=request_id, prompt_token_ids=CANARY, sampling=sampling, seed=request_id, stop_token_ids=[]
+        request_id=request_id,
+        prompt_token_ids=CANARY,
+        sampling=sampling,
+        seed=request_id,
+        stop_token_ids=[],
     )
 
 
@@ -202,11 +219,17 @@ async def test_draining_ends_what_has_tokens_and_keeps_everything_else_for_the_n
     assert harness.versions() == {i: [0, 0, 0] for i in range(4)}
     await harness.step(4)
     assert (await update).version == 1
-    assert harness.versions() == {i: [0, 0, 0] for i in range(4)} | {4: [1, 1, 1], 5: [1, 1, 1], 6: [1]}
+    assert harness.versions() == {i: [0, 0, 0] for i in range(4)} | {
+        4: [1, 1, 1],
+        5: [1, 1, 1],
+        6: [1],
+    }
 
 
 @pytest.mark.parametrize("how", MODES)
-async def test_an_engine_sleeps_when_what_has_tokens_is_done_and_wakes_with_the_next_version(harness, how):
+async def test_an_engine_sleeps_when_what_has_tokens_is_done_and_wakes_with_the_next_version(
+    harness, how
+):
     harness.submit(*(generate(i, 2) for i in range(5)))  # four of them find a seat
     await harness.step()
     falling = asyncio.create_task(harness.thread.sleep())
@@ -252,7 +275,10 @@ async def test_a_load_is_work_that_may_take_long_and_says_of_which_version(harne
     update = await harness.update(1, "keep")
     await harness.step()
     await update
-    assert (harness.engine.pulse_in_load.doing, harness.engine.pulse_in_load.slow) == ("loading version 1", True)
+    assert (harness.engine.pulse_in_load.doing, harness.engine.pulse_in_load.slow) == (
+        "loading version 1",
+        True,
+    )
     assert not harness.thread._heartbeat.pulse().slow
 
 
@@ -264,7 +290,9 @@ async def test_an_idle_engine_takes_new_weights_without_a_request_to_wake_it(har
 
 
 @pytest.mark.parametrize("how", MODES)
-async def test_two_updates_asked_for_at_once_are_made_in_turn_each_with_its_own_canary(harness, how):
+async def test_two_updates_asked_for_at_once_are_made_in_turn_each_with_its_own_canary(
+    harness, how
+):
     harness.submit(generate(1, 3))
     await harness.step()
     updates = [await harness.update(1, how), await harness.update(2, how)]
@@ -273,7 +301,9 @@ async def test_two_updates_asked_for_at_once_are_made_in_turn_each_with_its_own_
     receipts = await asyncio.wait_for(asyncio.gather(*updates), LIMIT_S)
     assert [receipt.version for receipt in receipts] == [1, 2]
     for receipt in receipts:
-        np.testing.assert_allclose(receipt.canary_logprobs, canary_logprobs(receipt.version), rtol=1e-6)
+        np.testing.assert_allclose(
+            receipt.canary_logprobs, canary_logprobs(receipt.version), rtol=1e-6
+        )
     assert harness.engine.version == 2 and set(harness.versions()) == {1, 2}
     if how == "drain":
         assert harness.versions()[1] == [0, 0, 0]
@@ -319,7 +349,9 @@ async def test_a_request_that_waited_and_can_not_run_is_refused_alone(harness):
 
 
 @pytest.mark.parametrize("how", MODES)
-async def test_a_snapshot_that_is_gone_fails_its_update_alone_and_lets_go_of_what_waited(harness, how):
+async def test_a_snapshot_that_is_gone_fails_its_update_alone_and_lets_go_of_what_waited(
+    harness, how
+):
     harness.submit(*(generate(i, 2) for i in range(6)))
     await harness.step()
     update = await harness.update(1, how, gone=True)
@@ -333,7 +365,9 @@ async def test_a_snapshot_that_is_gone_fails_its_update_alone_and_lets_go_of_wha
 
 
 @pytest.mark.parametrize("how", MODES)
-async def test_an_engine_that_fails_ends_every_update_that_waits_for_it_and_those_asked_for_later(harness, how):
+async def test_an_engine_that_fails_ends_every_update_that_waits_for_it_and_those_asked_for_later(
+    harness, how
+):
     harness.submit(generate(1, 5), generate(2, 5))
     await harness.step()
     updates = [await harness.update(1, how), await harness.update(2, how)]
@@ -374,17 +408,33 @@ async def test_a_caller_that_cancels_its_update_does_not_stop_the_engine(harness
 
 @pytest.mark.parametrize("how", MODES)
 def test_the_command_line_chooses_a_mode(how):
-    assert main(["--config", "rl_grpo_qwen3_debug", "--generator.weight-update", how, "--dry-run"]) == 0
+    assert (
+        main(["--config", "rl_grpo_qwen3_debug", "--generator.weight-update", how, "--dry-run"])
+        == 0
+    )
 
 
 def test_a_mode_that_is_none_is_refused_with_the_modes_there_are(capsys):
-    assert main(["--config", "rl_grpo_qwen3_debug", "--generator.weight-update", "sometimes", "--dry-run"]) == 2
+    assert (
+        main(
+            [
+                "--config",
+                "rl_grpo_qwen3_debug",
+                "--generator.weight-update",
+                "sometimes",
+                "--dry-run",
+            ]
+        )
+        == 2
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert "--generator.weight-update" in line and all(f"'{how}'" in line for how in MODES)
 
 
 @pytest.mark.parametrize("how", MODES)
-async def test_an_engine_that_holds_other_weights_than_it_was_given_answers_nothing_with_them(harness, how, monkeypatch):
+async def test_an_engine_that_holds_other_weights_than_it_was_given_answers_nothing_with_them(
+    harness, how, monkeypatch
+):
     load = harness.engine.load
 
     def wrong(manifest, **how):
@@ -404,7 +454,9 @@ async def test_an_engine_that_holds_other_weights_than_it_was_given_answers_noth
     assert {r.request_id for r in harness.delivered if isinstance(r, GenerateResult)} <= {1, 2}
 
 
-async def test_an_engine_that_has_loaded_makes_no_step_before_the_trainer_has_taken_digests(harness):
+async def test_an_engine_that_has_loaded_makes_no_step_before_the_trainer_has_taken_digests(
+    harness,
+):
     taken = asyncio.Event()
     harness.submit(generate(1, 3))
     await harness.step()
@@ -427,7 +479,9 @@ async def test_an_engine_whose_weights_can_not_be_proven_answers_nothing_with_th
     await harness.step()
     update = await harness.update(1, "keep", taken=dies)
     harness.engine.allowed.release(1000)
-    with pytest.raises(RunError, match="weights of version 1 can't be proven: ConnectionError: the trainer is gone"):
+    with pytest.raises(
+        RunError, match="weights of version 1 can't be proven: ConnectionError: the trainer is gone"
+    ):
         await asyncio.wait_for(update, LIMIT_S)
     await harness.changes.until(lambda: harness.delivered)
     assert [type(message) for message in harness.delivered] == [GeneratorFailed]
@@ -435,7 +489,10 @@ async def test_an_engine_whose_weights_can_not_be_proven_answers_nothing_with_th
 
 async def test_a_version_that_is_not_verified_has_no_fingerprint_and_its_canary(harness):
     harness.engine.allowed.release(1000)
-    receipts = [await asyncio.wait_for(await harness.update(v, "keep", verify=v == 2), LIMIT_S) for v in (1, 2)]
+    receipts = [
+        await asyncio.wait_for(await harness.update(v, "keep", verify=v == 2), LIMIT_S)
+        for v in (1, 2)
+    ]
     assert [receipt.fingerprint for receipt in receipts] == ["", fingerprint(digests_of(table(2)))]
     assert all(len(receipt.canary_logprobs) == len(CANARY) for receipt in receipts)
 
@@ -450,12 +507,24 @@ def test_results_travel_whole_in_the_order_and_the_types_they_have():
         replica=2,
         routes=np.arange(6, dtype=np.uint8).reshape(3, 1, 2),
     )
-    odd = replace(completion, token_ids=["a"], logprobs=np.zeros((1, 2)), policy_versions=np.array([object]), routes=None)
-    sent = [GenerateResult(request_id=number, completion=own) for number, own in enumerate((completion, odd))]
+    odd = replace(
+        completion,
+        token_ids=["a"],
+        logprobs=np.zeros((1, 2)),
+        policy_versions=np.array([object]),
+        routes=None,
+    )
+    sent = [
+        GenerateResult(request_id=number, completion=own)
+        for number, own in enumerate((completion, odd))
+    ]
     for result, arrived in zip(sent, pickle.loads(cloudpickle.dumps(sent)), strict=True):
         assert arrived.request_id == result.request_id
         for entry in fields(Completion):
-            ours, theirs = getattr(result.completion, entry.name), getattr(arrived.completion, entry.name)
+            ours, theirs = (
+                getattr(result.completion, entry.name),
+                getattr(arrived.completion, entry.name),
+            )
             assert type(theirs) is type(ours) and np.array_equal(theirs, ours)
             if isinstance(ours, np.ndarray):
                 assert theirs.dtype == ours.dtype and theirs.flags.writeable

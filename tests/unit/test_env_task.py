@@ -59,7 +59,21 @@ def test_the_saved_config_names_the_env_and_the_command_line_sets_every_other_fi
         "def made():\n    config = rl_grpo_qwen3_debug()\n    config.tasks = {'mine': env_task(ROWS, AskEnv, right)}\n"
         "    return config\n"
     )
-    words = ["--module", name, "--config", "made", "--tasks.mine.env.max-turns", "2", "--tasks.mine.group-size", "4"]
+    words = [
+        "--module",
+        name,
+        "--config",
+        "made",
+        "--tasks.mine.env.max-turns",
+        "2",
+        "--tasks.mine.group-size",
+        "4",
+    ]
     task = load_config(parse_command(words)).tasks["mine"]
-    assert (type(task), task.env.max_turns, task.group_size, task.message_env) == (EnvTask.Config, 2, 4, AskEnv)
+    assert (type(task), task.env.max_turns, task.group_size, task.message_env) == (
+        EnvTask.Config,
+        2,
+        4,
+        AskEnv,
+    )
     assert resolved_config(task)["message_env"] == "tests.unit.test_env_task.AskEnv"

@@ -32,13 +32,18 @@ THREE = ("tasks.a.env", 7, "lower it")
 
 def exception_classes():
     """Found in the source by the name of a base class, so that a new one is tested too."""
-    found, more = {"Exception", "ValueError", "RuntimeError", "BaseException", "TypeError", "OSError"}, True
+    found, more = (
+        {"Exception", "ValueError", "RuntimeError", "BaseException", "TypeError", "OSError"},
+        True,
+    )
     classes = {}
     while more:
         more = False
         for path in sorted(ROOT.rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
-                bases = {base.id for base in getattr(node, "bases", ()) if isinstance(base, ast.Name)}
+                bases = {
+                    base.id for base in getattr(node, "bases", ()) if isinstance(base, ast.Name)
+                }
                 if bases & found and node.name not in classes:
                     parts = path.relative_to(ROOT).with_suffix("").parts
                     classes[node.name] = ".".join((package.__name__, *parts))
@@ -62,7 +67,13 @@ def test_exception_is_the_same_in_another_process(name, module):
 
 
 def test_the_search_finds_the_known_ones():
-    assert {"ConfigError", "MissingError", "RunError", "CheckpointError", "UserCodeTimeout"} <= dict(exception_classes()).keys()
+    assert {
+        "ConfigError",
+        "MissingError",
+        "RunError",
+        "CheckpointError",
+        "UserCodeTimeout",
+    } <= dict(exception_classes()).keys()
     assert issubclass(CheckpointError, RunError) and issubclass(MissingError, ConfigError)
 
 
@@ -85,9 +96,15 @@ class Hostile:
 
 
 def test_config_error_of_a_value_that_can_not_be_pickled_or_shown_keeps_its_message():
-    for value, text in ((Hostile(), "<Hostile>"), (lambda: 3, "<function"), (["a", Hostile], "['a', <class")):
+    for value, text in (
+        (Hostile(), "<Hostile>"),
+        (lambda: 3, "<function"),
+        (["a", Hostile], "['a', <class"),
+    ):
         again = pickle.loads(pickle.dumps(ConfigError("field", value, "no cure")))
-        assert str(again) == str(ConfigError("field", value, "no cure")) and str(again).startswith(f"field = {text}")
+        assert str(again) == str(ConfigError("field", value, "no cure")) and str(again).startswith(
+            f"field = {text}"
+        )
 
 
 class Unreadable(Exception):
@@ -109,18 +126,25 @@ def test_only_the_main_thread_is_interrupted_by_a_person():
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    with ThreadPoolExecutor(1) as thread, pytest.raises(ConfigError, match="its __len__ failed: KeyboardInterrupt"):
+    with (
+        ThreadPoolExecutor(1) as thread,
+        pytest.raises(ConfigError, match="its __len__ failed: KeyboardInterrupt"),
+    ):
         thread.submit(interrupted).result()
 
 
 def test_the_place_of_an_error_is_the_users_own_code_that_it_came_through():
     with pytest.raises(json.JSONDecodeError) as caught:
         json.loads("{")
-    assert re.fullmatch(r"JSONDecodeError: .*\(char 1\) \(test_errors\.py:\d+\)", cause_of(caught.value))
+    assert re.fullmatch(
+        r"JSONDecodeError: .*\(char 1\) \(test_errors\.py:\d+\)", cause_of(caught.value)
+    )
     with pytest.raises(SyntaxError) as caught:
         compile("a = (", "/home/me/mine.py", "exec")
     assert cause_of(caught.value).endswith(" (mine.py:1)")
-    assert cause_of(ValueError()) == "ValueError" and cause_of(RunError("a sentence")) == "a sentence"
+    assert (
+        cause_of(ValueError()) == "ValueError" and cause_of(RunError("a sentence")) == "a sentence"
+    )
 
 
 def caught(call) -> BaseException:
@@ -156,13 +180,21 @@ def test_a_traceback_has_causes_and_groups_and_is_bounded():
 
     shown = users_traceback(caught(of_a_cause))
     assert (
-        "in recurse" in shown and "The above exception was the direct cause" in shown and shown.endswith("ValueError: no row")
+        "in recurse" in shown
+        and "The above exception was the direct cause" in shown
+        and shown.endswith("ValueError: no row")
     )
-    inside_a_group = users_traceback(ExceptionGroup("two failed", [caught(of_a_cause), caught(lambda: recurse(1))]))
+    inside_a_group = users_traceback(
+        ExceptionGroup("two failed", [caught(of_a_cause), caught(lambda: recurse(1))])
+    )
     assert inside_a_group.count("in recurse") == 3
-    many = users_traceback(ExceptionGroup("many failed", [caught(functools.partial(recurse, i)) for i in range(14)]))
+    many = users_traceback(
+        ExceptionGroup("many failed", [caught(functools.partial(recurse, i)) for i in range(14)])
+    )
     assert len(many.splitlines()) == TRACEBACK_LINES
-    assert len(users_traceback(caught(lambda: recurse(5000))).splitlines()) < 20  # Python says how often a line is repeated
+    assert (
+        len(users_traceback(caught(lambda: recurse(5000))).splitlines()) < 20
+    )  # Python says how often a line is repeated
 
 
 def test_a_library_error_has_the_traceback_of_what_it_was_made_of_here_and_in_another_process():

@@ -73,7 +73,10 @@ def test_two_examples_that_happen_to_be_near_each_other_do_not_make_it_certain()
     assert high - low > 0.75
     two = [example(0, 0.5), example(1, 0.6)]
     compared = paired([example(0, 0.0), example(1, 0.0)], two)
-    assert compared["high"] - compared["low"] == pytest.approx(2 * 12.7062 * 0.05) and compared["p_value"] == 0.5
+    assert (
+        compared["high"] - compared["low"] == pytest.approx(2 * 12.7062 * 0.05)
+        and compared["p_value"] == 0.5
+    )
 
 
 def test_intervals_hold_the_truth_in_95_of_100_evaluations():
@@ -90,7 +93,9 @@ def test_intervals_hold_the_truth_in_95_of_100_evaluations():
 
 def test_students_factors_are_those_of_the_tables():
     table = {1: 12.7062, 4: 2.7764, 10: 2.2281, 11: 2.2010, 30: 2.0423, 60: 2.0003, 1000: 1.9623}
-    assert {freedom: round(student(freedom), 4) for freedom in table} == pytest.approx(table, abs=2e-4)
+    assert {freedom: round(student(freedom), 4) for freedom in table} == pytest.approx(
+        table, abs=2e-4
+    )
 
 
 def test_an_interval_of_other_rewards_is_of_standard_errors():
@@ -116,19 +121,30 @@ def test_figures_count_an_example_once_and_leave_out_attempts_that_failed():
 
 
 def test_slices_are_of_fields_that_divide_the_examples():
-    examples = [example(i, float(i % 2), digits=i % 2, name=f"n{i}", source="all") for i in range(8)]
+    examples = [
+        example(i, float(i % 2), digits=i % 2, name=f"n{i}", source="all") for i in range(8)
+    ]
     slices = task_figures(examples, attempts=1, pass_reward=1.0)["slices"]
-    assert {field: {value: part["avg@1"]["value"] for value, part in parts.items()} for field, parts in slices.items()} == {
-        "digits": {"0": 0.0, "1": 1.0}
-    }
+    assert {
+        field: {value: part["avg@1"]["value"] for value, part in parts.items()}
+        for field, parts in slices.items()
+    } == {"digits": {"0": 0.0, "1": 1.0}}
 
 
 def test_facts_of_an_example_are_plain_values():
-    sample = DataSample(sample_id="7", env_input=object(), info={"level": 3, "made_by": object(), 4: "four"})
+    sample = DataSample(
+        sample_id="7", env_input=object(), info={"level": 3, "made_by": object(), 4: "four"}
+    )
     group = RolloutGroup(group_id="validation-t-0", task_name="t", data_sample=sample, rollouts=[])
-    group.rollouts.append(Rollout(group_id="validation-t-0", index_in_group=0, task_name="t", reward=np.float32(0.5)))
+    group.rollouts.append(
+        Rollout(group_id="validation-t-0", index_in_group=0, task_name="t", reward=np.float32(0.5))
+    )
     found = example_of(group)
-    assert found.facts == {"level": 3, "4": "four"} and found.rewards == [0.5] and json.dumps(found.rewards)
+    assert (
+        found.facts == {"level": 3, "4": "four"}
+        and found.rewards == [0.5]
+        and json.dumps(found.rewards)
+    )
 
 
 def test_sign_flips_of_wins_and_losses_are_the_exact_binomial_test():
@@ -149,7 +165,9 @@ def test_models_are_compared_on_the_examples_that_both_were_scored_on():
     second = [example(0, 1.0), example(1, 0.0), example(2, 1.0, 1.0), example(3, attempts=1)]
     found = paired(first, second)
     assert found["examples"] == 3 and found["difference"] == pytest.approx(0.5 / 3)
-    assert found["won"] == ["validation-t-0", "validation-t-2"] and found["lost"] == ["validation-t-1"]
+    assert found["won"] == ["validation-t-0", "validation-t-2"] and found["lost"] == [
+        "validation-t-1"
+    ]
     assert paired([], second)["p_value"] is None
 
 
@@ -158,7 +176,10 @@ def test_the_config_of_an_evaluation_has_the_chosen_tasks_and_attempts():
     schedule = config.tasks["sum_digits"].validation_schedule
     assert (schedule.attempts, schedule.temperature, schedule.examples) == (4, 1.0, 256)
     assert (
-        evaluated_config(rl_grpo_qwen3_debug(), tasks=[], attempts=None).tasks["sum_digits"].validation_schedule.attempts == 1
+        evaluated_config(rl_grpo_qwen3_debug(), tasks=[], attempts=None)
+        .tasks["sum_digits"]
+        .validation_schedule.attempts
+        == 1
     )
     with pytest.raises(ConfigError, match="no such task; the config has sum_digits"):
         evaluated_config(rl_grpo_qwen3_debug(), tasks=["sums"], attempts=None)
@@ -191,9 +212,14 @@ def test_options_that_make_no_evaluation_are_refused(words, message):
 
 def test_a_result_is_printed_with_its_intervals_and_the_comparison():
     examples = [example(i, float(i < 3), digits=i % 2) for i in range(4)]
-    figures = {"attempts": 1, "temperature": 0.0} | task_figures(examples, attempts=1, pass_reward=1.0)
+    figures = {"attempts": 1, "temperature": 0.0} | task_figures(
+        examples, attempts=1, pass_reward=1.0
+    )
     model = {"model": "m", "folder": "f", "metrics": {}, "tasks": {"sums": figures}}
     lines = result_lines({"models": [model], "comparison": {"sums": paired(examples, examples)}})
     text = "\n".join(lines)
     assert "avg@1    0.750  (0.301 to 0.954)" in text and "digits = 0 (2)" in text
-    assert "second less first +0.000 (+0.000 to +0.000), p = 1; 0 of 4 examples better, 0 worse" in text
+    assert (
+        "second less first +0.000 (+0.000 to +0.000), p = 1; 0 of 4 examples better, 0 worse"
+        in text
+    )

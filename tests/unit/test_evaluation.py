@@ -10,7 +10,12 @@ from tests.unit.waiting import until
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, read_rollouts
-from torchtitan.experiments.rl.tools.evaluate import Candidate, Evaluation, checked_plan, evaluated_config
+from torchtitan.experiments.rl.tools.evaluate import (
+    Candidate,
+    Evaluation,
+    checked_plan,
+    evaluated_config,
+)
 
 
 class Adder:
@@ -31,7 +36,11 @@ class Adder:
         if self.status != 200:
             return web.Response(status=self.status, text="no such \x1b[31mmodel")
         ids = [*self.tokenizer.encode(str(sum(map(int, digits)))), body["stop_token_ids"][0]]
-        choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}, "finish_reason": "stop"}
+        choice = {
+            "token_ids": ids,
+            "logprobs": {"token_logprobs": [-0.5] * len(ids)},
+            "finish_reason": "stop",
+        }
         return web.json_response({"choices": [choice]})
 
 
@@ -76,18 +85,32 @@ async def test_an_evaluation_that_is_stopped_keeps_what_was_measured(adder, tmp_
     assert {record.rollout.reward for record in records} == {1.0}
 
 
-async def test_where_every_attempt_fails_the_cause_is_kept_and_nothing_becomes_a_number(adder, tmp_path, capsys):
+async def test_where_every_attempt_fails_the_cause_is_kept_and_nothing_becomes_a_number(
+    adder, tmp_path, capsys
+):
     adder.status = 404
     result = await evaluation(adder, tmp_path).run()
-    assert "validation/reward" not in result.metrics and result.metrics["validation/sum_digits/failed"] == 16
+    assert (
+        "validation/reward" not in result.metrics
+        and result.metrics["validation/sum_digits/failed"] == 16
+    )
     cause = result.causes["sum_digits"]
     assert "'adder' at http://127.0.0.1" in cause and "refused with HTTP 404: no such" in cause
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("a rollout failed: ") and line.endswith("logs/evaluator.jsonl has all") and "\x1b" not in line
-    assert [record.rollout.reward for record in read_rollouts(tmp_path, kind="validation")] == [None] * 16
+    assert (
+        line.startswith("a rollout failed: ")
+        and line.endswith("logs/evaluator.jsonl has all")
+        and "\x1b" not in line
+    )
+    assert [record.rollout.reward for record in read_rollouts(tmp_path, kind="validation")] == [
+        None
+    ] * 16
 
 
 async def test_a_token_that_the_model_does_not_have_fails_the_attempt(adder, tmp_path):
     adder.tokenizer.encode = lambda text: [5, 99_999]
     result = await evaluation(adder, tmp_path, examples=2).run()
-    assert "a completion has the token id 99999, and the model has 768 ids" in result.causes["sum_digits"]
+    assert (
+        "a completion has the token id 99999, and the model has 768 ids"
+        in result.causes["sum_digits"]
+    )

@@ -35,13 +35,19 @@ def two_layers(monkeypatch):
 
 
 # A rank that is alone, its head tied; four shards; two shards of two tensor-parallel ranks; a mixture in four shards.
-CASES = [(rl_grpo_qwen3_0_6b, "full", 0), (rl_grpo_qwen3_8b, "none", 0), (rl_grpo_qwen3_14b, "full", 0)]
+CASES = [
+    (rl_grpo_qwen3_0_6b, "full", 0),
+    (rl_grpo_qwen3_8b, "none", 0),
+    (rl_grpo_qwen3_14b, "full", 0),
+]
 ADAPTED = [(config, checkpointing, 16) for config, checkpointing, _ in CASES]
 MIXTURE = [(rl_grpo_qwen3_30b_a3b, "full", 0)]
 
 
 @pytest.mark.parametrize("config, checkpointing, rank", CASES + ADAPTED + MIXTURE)
-def test_a_step_takes_the_memory_and_the_operations_that_the_plan_says(config, checkpointing, rank, two_layers):
+def test_a_step_takes_the_memory_and_the_operations_that_the_plan_says(
+    config, checkpointing, rank, two_layers
+):
     """Whole models: ``python -m tests.fake_step``."""
     config = config()
     config.trainer.lora = LoRA.Config(rank=rank) if rank else None
@@ -49,15 +55,26 @@ def test_a_step_takes_the_memory_and_the_operations_that_the_plan_says(config, c
     plan, found = plan_of(config), traced(config, 4096)
     memory = plan.trainer_memory
     assert memory.total - memory.fixed == pytest.approx(found.peak, rel=0.05)
-    planned = plan.balance.train_s * DEVICES["H100"].flops * FLOPS_SHARE * config.trainer.ranks / (512 * 4096) * 8192
+    planned = (
+        plan.balance.train_s
+        * DEVICES["H100"].flops
+        * FLOPS_SHARE
+        * config.trainer.ranks
+        / (512 * 4096)
+        * 8192
+    )
     shared = config.trainer.parallelism.tensor_parallel_degree
-    near = dict(rel=0.02 if rank else 0.01)  # the input of the first layer has no gradient with adapters: one of two here
+    near = dict(
+        rel=0.02 if rank else 0.01
+    )  # the input of the first layer has no gradient with adapters: one of two here
     assert (found.matrix_flops + found.attention_flops) * shared == pytest.approx(planned, **near)
     if checkpointing == "none":
         # The trainer's own count is without the logits that the head makes again. torchtitan counts that a token attends to
         # all of its sample, twice what it sees, and a backward pass of 4 products, where the kernel has 5.
         again = 2 * 151_936 * 4096 * 8192
-        assert found.matrix_flops - again + found.attention_flops * 2 * 6 / 7 == pytest.approx(found.model_flops, **near)
+        assert found.matrix_flops - again + found.attention_flops * 2 * 6 / 7 == pytest.approx(
+            found.model_flops, **near
+        )
 
 
 WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "item"}
@@ -73,7 +90,8 @@ def test_a_microbatch_does_not_wait_for_its_gpu(two_layers, monkeypatch):
     def noted(func, args):
         name = func.overloadpacket.__name__
         if microbatches and (
-            name in WAITS or (name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1]))
+            name in WAITS
+            or (name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1]))
         ):
             seen.append(name)
         return known(func, args)

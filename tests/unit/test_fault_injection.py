@@ -68,8 +68,12 @@ class FatedTask(Task):
     class Config(Task.Config):
         algorithm: Algorithm.Config = field(default_factory=GRPO.Config)
         dataset: Dataset.Config = field(default_factory=Fates.Config)
-        rubric: Rubric.Config = field(default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(reward, takes="rollout")]))
-        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(step_timeout_s=0.02, rollout_timeout_s=0.1))
+        rubric: Rubric.Config = field(
+            default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(reward, takes="rollout")])
+        )
+        env: RendererEnvConfig = field(
+            default_factory=lambda: RendererEnvConfig(step_timeout_s=0.02, rollout_timeout_s=0.1)
+        )
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=200))
         group_size: int = 2
         max_retries: int = 0
@@ -94,11 +98,17 @@ def build(renderer, tokenizer, *, total_groups):
     task.made = []
 
     def reply(rollout_id: str, turn: int):
-        session = next(session for session in reversed(policy.sessions) if session.rollout_id == rollout_id)
+        session = next(
+            session for session in reversed(policy.sessions) if session.rollout_id == rollout_id
+        )
         opening = tokenizer.decode(session.prompts[-1])
         if "rollout times out" in opening:
             return None
-        return "x " * 2 * ROW_LENGTH if "oversized 0" in opening or opening.count("oversized") > opening.count("half") else "ok"
+        return (
+            "x " * 2 * ROW_LENGTH
+            if "oversized 0" in opening or opening.count("oversized") > opening.count("half")
+            else "ok"
+        )
 
     policy = ScriptedPolicy(tokenizer, reply)
     policy.version = 0
@@ -129,7 +139,10 @@ async def test_a_thousand_groups_leave_by_every_way_and_the_ledger_balances(rend
         assert pacer.free_slots >= 0
         trained += sum(len(group.rollouts) for group in batch.groups)
         assert all(version - group.admitted_version <= 1 for group in batch.groups)
-        assert {group.data_sample.env_input for group in batch.groups} <= {"trained", "half oversized"}
+        assert {group.data_sample.env_input for group in batch.groups} <= {
+            "trained",
+            "half oversized",
+        }
         loop.trained(batch)  # checks the ledger against what is open
         version += 1
         policy.version = version
@@ -142,10 +155,18 @@ async def test_a_thousand_groups_leave_by_every_way_and_the_ledger_balances(rend
     assert counts["fated/open"] == 0 and counts["fated/trained"] == trained
     ends = Counter({key.removeprefix("fated/"): n for key, n in counts.items()})
     assert sum(ends.values()) - ends["dispatched"] == ends["dispatched"]
-    columns = ("oversized", "filtered/pre/zero_advantage", "filtered/post/late", "failed/error", "failed/timeout")
+    columns = (
+        "oversized",
+        "filtered/pre/zero_advantage",
+        "filtered/post/late",
+        "failed/error",
+        "failed/timeout",
+    )
     assert all(ends[column] >= 20 for column in columns), ends
     assert ends["failed/group_too_small"] >= 20
-    assert all(env.closed == 1 for env in task.made) and all(session.closed == 1 for session in policy.sessions)
+    assert all(env.closed == 1 for env in task.made) and all(
+        session.closed == 1 for session in policy.sessions
+    )
     assert pacer.free_slots + len(pacer._untaken) + len(pacer._taken) == 2
 
 

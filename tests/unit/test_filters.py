@@ -16,12 +16,19 @@ def group_of(*advantages: float | None, **weights) -> RolloutGroup:
     rollouts = []
     for index, advantage in enumerate(advantages):
         samples = samples_of([turn_of([1, 2], [3, 4])])
-        rollouts.append(Rollout(group_id="g", index_in_group=index, task_name="t", reward=0.0, samples=samples))
+        rollouts.append(
+            Rollout(group_id="g", index_in_group=index, task_name="t", reward=0.0, samples=samples)
+        )
         if advantage is not None:
             rollouts[-1].assign_advantages(advantage)
         for name, value in weights.items():
             setattr(samples[0], name, np.full(4, value, np.float32))
-    return RolloutGroup(group_id="g", task_name="t", data_sample=DataSample(sample_id="0", env_input=None), rollouts=rollouts)
+    return RolloutGroup(
+        group_id="g",
+        task_name="t",
+        data_sample=DataSample(sample_id="0", env_input=None),
+        rollouts=rollouts,
+    )
 
 
 class Odd(Filter):
@@ -39,7 +46,11 @@ def filters(*configs):
 
 
 def apply_filters(entries, group):
-    return combine([(entry, entry.name) for entry in entries], group, [matches_of(entry, group) for entry in entries])
+    return combine(
+        [(entry, entry.name) for entry in entries],
+        group,
+        [matches_of(entry, group) for entry in entries],
+    )
 
 
 def test_group_of_zero_advantages_is_dropped():
@@ -52,7 +63,9 @@ def test_tokens_of_matching_rollouts_are_counted_by_filter_also_where_it_only_mo
     group = group_of(0.0, 0.5, 0.0)
     for rollout, sampled in zip(group.rollouts, ([5], [6, 7], [8, 9, 1]), strict=True):
         rollout.turns = [turn_of([1, 2], sampled), turn_of([1, 2], sampled)]
-    result = apply_filters(filters(ZeroAdvantage.Config(per="rollout", mode="monitor"), Odd.Config()), group)
+    result = apply_filters(
+        filters(ZeroAdvantage.Config(per="rollout", mode="monitor"), Odd.Config()), group
+    )
     assert result.tokens == {"zero_advantage": 2 * (1 + 3), "odd": 2 * 2}
 
 
@@ -61,8 +74,13 @@ def test_single_rollouts_without_a_signal_are_dropped_where_the_config_says_so()
     group.rollouts[3].samples[0].ce_weights = np.array([0, 0, 0.5, 0], np.float32)
     assert apply_filters(filters(ZeroAdvantage.Config()), group).dropped == []
     result = apply_filters(filters(ZeroAdvantage.Config(per="rollout")), group)
-    assert result.dropped == [(group.rollouts[0], "zero_advantage")] and result.kept == group.rollouts[1:]
-    assert apply_filters(filters(ZeroAdvantage.Config(per="rollout")), group_of(0.0, 0.0)).kept == []
+    assert (
+        result.dropped == [(group.rollouts[0], "zero_advantage")]
+        and result.kept == group.rollouts[1:]
+    )
+    assert (
+        apply_filters(filters(ZeroAdvantage.Config(per="rollout")), group_of(0.0, 0.0)).kept == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,11 +92,21 @@ def test_single_rollouts_without_a_signal_are_dropped_where_the_config_says_so()
         group_of(None, None, ref_kl_weights=1.0),
         group_of(0.0, 0.0, ref_kl_weights=1.0),
     ],
-    ids=["one advantage", "no advantages", "ce weights", "ref_kl weights", "zero advantages and ref_kl"],
+    ids=[
+        "one advantage",
+        "no advantages",
+        "ce weights",
+        "ref_kl weights",
+        "zero advantages and ref_kl",
+    ],
 )
 def test_group_that_teaches_something_is_kept(group):
     result = apply_filters(filters(ZeroAdvantage.Config()), group)
-    assert result.kept == group.rollouts and result.dropped == [] and result.matched == {"zero_advantage": 0}
+    assert (
+        result.kept == group.rollouts
+        and result.dropped == []
+        and result.matched == {"zero_advantage": 0}
+    )
 
 
 def test_weights_of_zero_teach_nothing():
@@ -93,7 +121,9 @@ def test_monitor_counts_and_drops_nothing():
 
 def test_monitor_does_not_hide_an_enforcer_and_the_first_enforcer_is_named():
     group = group_of(1.0, 1.0, 1.0)
-    result = apply_filters(filters(Everything.Config(mode="monitor"), Odd.Config(), Everything.Config()), group)
+    result = apply_filters(
+        filters(Everything.Config(mode="monitor"), Odd.Config(), Everything.Config()), group
+    )
     assert [(rollout.index_in_group, name) for rollout, name in result.dropped] == [
         (0, "everything"),
         (1, "odd"),
@@ -105,7 +135,10 @@ def test_monitor_does_not_hide_an_enforcer_and_the_first_enforcer_is_named():
 def test_rollouts_without_a_reward_are_not_filtered():
     group = group_of(0.0, 0.0)
     group.rollouts[0].reward = None
-    assert [rollout.index_in_group for rollout, _ in apply_filters(filters(Everything.Config()), group).dropped] == [1]
+    assert [
+        rollout.index_in_group
+        for rollout, _ in apply_filters(filters(Everything.Config()), group).dropped
+    ] == [1]
 
 
 def test_no_filters_keep_everything():
@@ -116,18 +149,35 @@ def test_no_filters_keep_everything():
 def test_a_config_of_ones_own_counts_before_the_batch_and_drops_from_it():
     debug = rl_grpo_qwen3_debug()
     config = RunConfig(tasks=debug.tasks, model=debug.model)
-    for slot, mode in ((config.pre_batch_filters, "monitor"), (config.post_batch_filters, "enforce")):
-        assert [entry.build().name for entry in slot] == ["gibberish", "repetition", "zero_advantage"]
+    for slot, mode in (
+        (config.pre_batch_filters, "monitor"),
+        (config.post_batch_filters, "enforce"),
+    ):
+        assert [entry.build().name for entry in slot] == [
+            "gibberish",
+            "repetition",
+            "zero_advantage",
+        ]
         assert {entry.mode for entry in slot} == {mode}
         assert slot[1].distinct_ngrams > 0 and slot[2].per == "rollout"
-    assert RunConfig(tasks=debug.tasks, model=debug.model, post_batch_filters=[]).post_batch_filters == []
+    assert (
+        RunConfig(tasks=debug.tasks, model=debug.model, post_batch_filters=[]).post_batch_filters
+        == []
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in config_registry.__all__ if name.startswith("rl_")])
+@pytest.mark.parametrize(
+    "name", [name for name in config_registry.__all__ if name.startswith("rl_")]
+)
 def test_every_shipped_config_has_the_default_filters(name):
     config = getattr(config_registry, name)()
     names = ["gibberish", "repetition", "zero_advantage"]
     if config.trainer.loss.normalize_advantages:  # over the step: groups of equal rewards teach too
         names.remove("zero_advantage")
-    for slot, mode in ((config.pre_batch_filters, "monitor"), (config.post_batch_filters, "enforce")):
-        assert [entry.build().name for entry in slot] == names and {entry.mode for entry in slot} == {mode}
+    for slot, mode in (
+        (config.pre_batch_filters, "monitor"),
+        (config.post_batch_filters, "enforce"),
+    ):
+        assert [entry.build().name for entry in slot] == names and {
+            entry.mode for entry in slot
+        } == {mode}

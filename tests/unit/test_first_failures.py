@@ -5,28 +5,45 @@ import pytest
 from tests.unit.test_rollout_loop import Loop, StubTask, train_until
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.operations.alarms import FEW_GROUPS, StallDetectors
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.rollouts.types import (
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+)
 
 
 def group(*errors, task="sums", failure="0 of 2 rollouts scored"):
     """One rollout an error; None is one that was scored."""
     sample = DataSample(sample_id="s", env_input=None)
     rollouts = [
-        Rollout(group_id="g", index_in_group=i, task_name=task, error=error, reward=None if error else 1.0)
+        Rollout(
+            group_id="g",
+            index_in_group=i,
+            task_name=task,
+            error=error,
+            reward=None if error else 1.0,
+        )
         for i, error in enumerate(errors)
     ]
-    return RolloutGroup(group_id="g", task_name=task, data_sample=sample, rollouts=rollouts, failure=failure)
+    return RolloutGroup(
+        group_id="g", task_name=task, data_sample=sample, rollouts=rollouts, failure=failure
+    )
 
 
 def fail(failures, groups):
     for entry in groups:
         failures.group_arrived(entry)
         if entry.failure is not None:
-            failures.group_dropped([f"{entry.task_name}/failed/error"], entry, signal=False, taken=False)
+            failures.group_dropped(
+                [f"{entry.task_name}/failed/error"], entry, signal=False, taken=False
+            )
 
 
 def detectors(said, limit=100):
-    return StallDetectors(limit, {"sums": 1, "other": 1}, lambda line, traceback: said.append(line + traceback))
+    return StallDetectors(
+        limit, {"sums": 1, "other": 1}, lambda line, traceback: said.append(line + traceback)
+    )
 
 
 @pytest.fixture
@@ -38,7 +55,11 @@ def test_each_kind_is_printed_once_where_it_comes_first(said):
     failures = detectors(said)
     fail(
         failures,
-        [group("Env.reset: no port 8001", None, failure=None), group("Env.reset: no port 8002", "late"), group("late")],
+        [
+            group("Env.reset: no port 8001", None, failure=None),
+            group("Env.reset: no port 8002", "late"),
+            group("late"),
+        ],
     )
     fail(failures, [group("late", task="other")])
     assert [line.split(";")[0] for line in said] == [
@@ -57,16 +78,23 @@ def test_the_first_of_a_kind_has_the_frames_of_the_users_code(said):
 
 
 def test_first_groups_that_fail_in_one_way_end_the_run_with_that_cause(said):
-    groups = [group(f"Env.reset: no port {i}", f"Env.reset: no port {i + 100}") for i in range(FEW_GROUPS)]
+    groups = [
+        group(f"Env.reset: no port {i}", f"Env.reset: no port {i + 100}") for i in range(FEW_GROUPS)
+    ]
     failures = detectors(said)
     fail(failures, groups[:-1])
-    with pytest.raises(RunError, match="^the first 8 groups all failed in the same way: Env.reset: no port 0 .task sums.$"):
+    with pytest.raises(
+        RunError,
+        match="^the first 8 groups all failed in the same way: Env.reset: no port 0 .task sums.$",
+    ):
         fail(failures, groups[-1:])
     assert len(said) == 1
 
 
 @pytest.mark.parametrize(
-    "others", [[group("one"), group("another")], [group("one", None, failure=None)]], ids=["two ways", "one that was scored"]
+    "others",
+    [[group("one"), group("another")], [group("one", None, failure=None)]],
+    ids=["two ways", "one that was scored"],
 )
 def test_first_groups_that_fail_otherwise_do_not(said, others):
     fail(detectors(said), [*others, *[group("one")] * 2 * FEW_GROUPS])
@@ -92,4 +120,6 @@ async def test_a_run_ends_so_and_its_ledger_balances():
     said = await train_until(loop, RunError)
     assert said.startswith("the first 8 groups all failed in the same way: Env.reset: no port ")
     counts = loop.ledger.counts()
-    assert 2 * FEW_GROUPS <= counts["stub/failed/error"] <= 2 * FEW_GROUPS + 4  # two groups may have run beside the last
+    assert (
+        2 * FEW_GROUPS <= counts["stub/failed/error"] <= 2 * FEW_GROUPS + 4
+    )  # two groups may have run beside the last

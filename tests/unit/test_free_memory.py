@@ -29,11 +29,15 @@ print(before - resident_kb())
 
 
 def test_memory_between_what_stays_is_given_back():
-    freed = subprocess.run([sys.executable, "-c", FREES_80_MB], cwd=ROOT, capture_output=True, text=True, check=True)
+    freed = subprocess.run(
+        [sys.executable, "-c", FREES_80_MB], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert int(freed.stdout) > 60_000, freed.stdout
 
 
-async def test_a_process_of_the_run_does_so_once_a_minute_when_it_is_asked_for_its_usage(monkeypatch):
+async def test_a_process_of_the_run_does_so_once_a_minute_when_it_is_asked_for_its_usage(
+    monkeypatch,
+):
     actor, given, now = WatchedActor(), [], 1000.0
     actor._gave_back = now
     monkeypatch.setattr(watched, "give_back_free_memory", lambda: given.append(now))
@@ -41,6 +45,8 @@ async def test_a_process_of_the_run_does_so_once_a_minute_when_it_is_asked_for_i
     answers: list[dict] = []
     for second in range(151):
         now = 1000.0 + second
-        await WatchedActor.usage._method(actor, SimpleNamespace(send=answers.append, exception=answers.append))
+        await WatchedActor.usage._method(
+            actor, SimpleNamespace(send=answers.append, exception=answers.append)
+        )
         await until(lambda number=second: len(answers) == number + 1)
     assert given == [1060.0, 1120.0] and isinstance(answers[0], dict)

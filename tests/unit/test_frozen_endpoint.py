@@ -84,18 +84,28 @@ class FakeServer:
         self.headers.append(dict(request.headers))
         answer = self.answers.pop(0) if self.answers else None
         if isinstance(answer, int):
-            return web.Response(status=answer, text=self.repeat or f"key was {request.headers.get('Authorization')}\nno")
+            return web.Response(
+                status=answer,
+                text=self.repeat or f"key was {request.headers.get('Authorization')}\nno",
+            )
         if answer is not None:
             return web.Response(text=answer if isinstance(answer, str) else json.dumps(answer))
         return web.json_response({"choices": [self.choice(body)]})
 
     def choice(self, body: dict) -> dict:
         if "prompt_logprobs" in body:
-            positions = [{"999": {"logprob": 0.0}, str(token): {"logprob": -t / 10}} for t, token in enumerate(body["prompt"])]
+            positions = [
+                {"999": {"logprob": 0.0}, str(token): {"logprob": -t / 10}}
+                for t, token in enumerate(body["prompt"])
+            ]
             return {"prompt_logprobs": [None, *positions[1:]]}
         sampled = [5, 6, 7][: body["max_tokens"]]
         logprobs = {"token_logprobs": [-0.5] * len(sampled)}
-        return {"token_ids": sampled, "logprobs": logprobs, "finish_reason": "stop" if len(sampled) == 3 else "length"}
+        return {
+            "token_ids": sampled,
+            "logprobs": logprobs,
+            "finish_reason": "stop" if len(sampled) == 3 else "length",
+        }
 
 
 @pytest.fixture
@@ -134,7 +144,9 @@ def tokens(*ids: int) -> np.ndarray:
 
 
 def session(client, **sampling):
-    return client.session(rollout_id="r", seed=11, sampling=SamplingConfig(**sampling), stop_token_ids=[2])
+    return client.session(
+        rollout_id="r", seed=11, sampling=SamplingConfig(**sampling), stop_token_ids=[2]
+    )
 
 
 # ---- what is asked, and what comes back
@@ -143,12 +155,26 @@ def session(client, **sampling):
 async def test_chat_sends_messages_and_reads_the_answer_and_what_it_cost(server, connect):
     answer = {"role": "assistant", "content": "yes", "refusal": None}
     usage = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11}
-    server.answers = [503, {"choices": [{"message": answer, "finish_reason": "stop"}], "usage": usage}]
+    server.answers = [
+        503,
+        {"choices": [{"message": answer, "finish_reason": "stop"}], "usage": usage},
+    ]
     asked = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "which?"}]
-    reply = await connect().chat(asked, seed=3, sampling=SamplingConfig(temperature=0.0, max_tokens=4))
-    assert reply == Reply(message={"role": "assistant", "content": "yes"}, prompt_tokens=9, completion_tokens=2)
+    reply = await connect().chat(
+        asked, seed=3, sampling=SamplingConfig(temperature=0.0, max_tokens=4)
+    )
+    assert reply == Reply(
+        message={"role": "assistant", "content": "yes"}, prompt_tokens=9, completion_tokens=2
+    )
     assert server.paths == ["/v1/chat/completions"] * 2
-    wanted = {"model": "big", "messages": asked, "max_tokens": 4, "temperature": 0.0, "top_p": 1.0, "seed": 3}
+    wanted = {
+        "model": "big",
+        "messages": asked,
+        "max_tokens": 4,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "seed": 3,
+    }
     assert server.requests == [wanted] * 2
     server.answers = [
         {"choices": [{"message": answer, "finish_reason": "length"}]},
@@ -175,10 +201,14 @@ async def test_score_reads_log_probabilities_by_token_id(server, connect):
 
 
 async def test_session_sends_tokens_and_gets_tokens_without_a_policy_version(server, connect):
-    talk = session(connect(), temperature=0.7, top_p=0.9, max_tokens=9, stop=["END"], stop_token_ids=[4])
+    talk = session(
+        connect(), temperature=0.7, top_p=0.9, max_tokens=9, stop=["END"], stop_token_ids=[4]
+    )
     completion = await talk.generate(tokens(1, 2, 3), max_tokens=50)
     assert completion.token_ids.tolist() == [5, 6, 7] and completion.logprobs.tolist() == [-0.5] * 3
-    assert completion.policy_versions.tolist() == [-1, -1, -1] and completion.finish_reason == "stop"
+    assert (
+        completion.policy_versions.tolist() == [-1, -1, -1] and completion.finish_reason == "stop"
+    )
     assert (completion.token_ids.dtype, completion.logprobs.dtype) == (np.int32, np.float32)
     assert (await talk.generate(tokens(1, 2, 3), max_tokens=2)).finish_reason == "length"
     first, second = server.requests
@@ -222,7 +252,11 @@ async def test_busy_and_failing_servers_are_asked_again(server, connect, failure
 
 async def test_waits_double_so_a_busy_server_is_left_alone(server, connect, monkeypatch):
     waits, wait_s, server.answers = [], EndpointClient._wait_s, [503] * 4
-    monkeypatch.setattr(EndpointClient, "_wait_s", lambda client, attempt: waits.append(wait_s(client, attempt)) or waits[-1])
+    monkeypatch.setattr(
+        EndpointClient,
+        "_wait_s",
+        lambda client, attempt: waits.append(wait_s(client, attempt)) or waits[-1],
+    )
     started = time.perf_counter()
     await connect(backoff_s=0.05).score(tokens(1, 2))
     assert time.perf_counter() - started >= 0.99 * sum(waits), "they are waited for"
@@ -232,14 +266,21 @@ async def test_waits_double_so_a_busy_server_is_left_alone(server, connect, monk
 
 async def test_after_the_last_retry_the_error_names_model_and_url(server, connect):
     server.answers = [503] * 3
-    with pytest.raises(RunError, match=re.escape(f"frozen model 'big' at {server.url} failed 3 times, last with HTTP 503")):
+    with pytest.raises(
+        RunError,
+        match=re.escape(f"frozen model 'big' at {server.url} failed 3 times, last with HTTP 503"),
+    ):
         await connect(max_retries=2).score(tokens(1, 2))
     assert len(server.requests) == 3
 
 
 async def test_a_server_that_is_not_there_is_tried_again_and_named():
-    client = EndpointClient(FrozenModel(name="big", base_url="http://127.0.0.1:9/v1", max_retries=1, backoff_s=0.01))
-    with pytest.raises(RunError, match="'big' at http://127.0.0.1:9/v1 failed 2 times, last with ConnectError"):
+    client = EndpointClient(
+        FrozenModel(name="big", base_url="http://127.0.0.1:9/v1", max_retries=1, backoff_s=0.01)
+    )
+    with pytest.raises(
+        RunError, match="'big' at http://127.0.0.1:9/v1 failed 2 times, last with ConnectError"
+    ):
         await client.score(tokens(1, 2))
     await client.close()
 
@@ -276,7 +317,9 @@ async def test_rubbish_is_named_and_never_becomes_a_number(server, connect, body
 
 async def test_a_server_that_returns_text_only_is_named(server, connect):
     server.answers = [{"choices": [{"text": "hi", "finish_reason": "stop"}]}]
-    with pytest.raises(RunError, match="without token_ids, logprobs and finish_reason: is it a vLLM server"):
+    with pytest.raises(
+        RunError, match="without token_ids, logprobs and finish_reason: is it a vLLM server"
+    ):
         await session(connect()).generate(tokens(1), max_tokens=3)
 
 
@@ -317,7 +360,9 @@ async def test_a_request_goes_where_fewest_are_in_flight(server, other, connect_
     await slow
 
 
-async def test_requests_of_a_server_that_dies_are_answered_by_the_other(server, other, connect_both, caplog):
+async def test_requests_of_a_server_that_dies_are_answered_by_the_other(
+    server, other, connect_both, caplog
+):
     client = connect_both()
     server.go_on.clear()
     other.go_on.clear()
@@ -333,12 +378,16 @@ async def test_requests_of_a_server_that_dies_are_answered_by_the_other(server, 
         await client.score(tokens(1, 2))
     assert len(other.requests) == 10
     (line,) = said_of_servers(caplog)
-    assert line.startswith(f"frozen model big: its server {server.url} is set aside, it failed with ")
+    assert line.startswith(
+        f"frozen model big: its server {server.url} is set aside, it failed with "
+    )
     assert costs == {"frozen/servers_set_aside": 1}
 
 
 @pytest.mark.parametrize("status", [500, 503])
-async def test_a_server_that_fails_is_set_aside_and_the_next_asked_at_once(server, other, connect_both, caplog, status):
+async def test_a_server_that_fails_is_set_aside_and_the_next_asked_at_once(
+    server, other, connect_both, caplog, status
+):
     client = connect_both()
     server.answers = [status]
     for _ in range(3):
@@ -367,7 +416,9 @@ async def test_where_all_fail_one_line_names_each_with_its_cause(server, other, 
     assert f"{server.url} with HTTP 503" in said and f"{other.url} with ConnectError" in said
 
 
-async def test_servers_that_are_all_set_aside_are_asked_all_the_same(server, other, connect_both, caplog):
+async def test_servers_that_are_all_set_aside_are_asked_all_the_same(
+    server, other, connect_both, caplog
+):
     client = connect_both(max_retries=0)
     server.answers, other.answers = [503], [503]
     with pytest.raises(RunError, match="each of its 2 servers failed 1 times"):
@@ -375,7 +426,9 @@ async def test_servers_that_are_all_set_aside_are_asked_all_the_same(server, oth
     assert (await client.score(tokens(1, 2))).tolist() == pytest.approx([0, -0.1])
 
 
-async def test_a_server_is_tried_again_by_one_request_and_brought_back(server, other, connect_both, caplog, monkeypatch):
+async def test_a_server_is_tried_again_by_one_request_and_brought_back(
+    server, other, connect_both, caplog, monkeypatch
+):
     monkeypatch.setattr(endpoint, "SET_ASIDE_S", 0.0)
     client = connect_both()
     await server.stop()
@@ -400,7 +453,9 @@ async def test_a_server_is_tried_again_by_one_request_and_brought_back(server, o
     assert costs == {"frozen/servers_back": 1}
 
 
-async def test_a_trial_that_is_cancelled_leaves_its_place_to_another(server, other, connect_both, monkeypatch):
+async def test_a_trial_that_is_cancelled_leaves_its_place_to_another(
+    server, other, connect_both, monkeypatch
+):
     monkeypatch.setattr(endpoint, "SET_ASIDE_S", 0.0)
     client = connect_both()
     server.answers = [503]
@@ -415,14 +470,18 @@ async def test_a_trial_that_is_cancelled_leaves_its_place_to_another(server, oth
     assert len(other.requests) == 1
 
 
-async def test_a_refusal_of_one_server_is_repeated_at_no_other_and_names_it(server, other, connect_both):
+async def test_a_refusal_of_one_server_is_repeated_at_no_other_and_names_it(
+    server, other, connect_both
+):
     server.answers = [400]
     with pytest.raises(RunError, match=f"'big' at {server.url} refused with HTTP 400"):
         await connect_both().score(tokens(1, 2))
     assert other.requests == []
 
 
-async def test_an_answer_without_log_probabilities_names_the_server_that_gave_it(server, other, connect_both):
+async def test_an_answer_without_log_probabilities_names_the_server_that_gave_it(
+    server, other, connect_both
+):
     other.answers = [{"choices": [{}]}]
     client = connect_both()
     await client.score(tokens(1, 2))
@@ -438,14 +497,19 @@ async def test_the_key_is_read_at_each_request_and_sent_as_a_bearer(server, conn
     for key in (KEY, "another"):
         monkeypatch.setenv("TEACHER_KEY", key)
         await client.score(tokens(1, 2))
-    assert [headers["Authorization"] for headers in server.headers] == [f"Bearer {KEY}", "Bearer another"]
+    assert [headers["Authorization"] for headers in server.headers] == [
+        f"Bearer {KEY}",
+        "Bearer another",
+    ]
     await connect().score(tokens(1, 2))
     assert "Authorization" not in server.headers[-1]
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("status", [None, 401, 503])
-async def test_nothing_that_a_server_says_is_shown_where_it_was_sent_a_key(server, connect, monkeypatch, caplog, form, status):
+async def test_nothing_that_a_server_says_is_shown_where_it_was_sent_a_key(
+    server, connect, monkeypatch, caplog, form, status
+):
     monkeypatch.setenv("TEACHER_KEY", KEY)
     said = " ".join(form(KEY))
     server.repeat = said
@@ -459,7 +523,9 @@ async def test_nothing_that_a_server_says_is_shown_where_it_was_sent_a_key(serve
     assert ("HTTP" if status else "no completion: (its words are left out") in str(error.value)
 
 
-async def test_what_a_server_says_is_shown_where_no_key_is_sent_and_where_a_switch_asks_for_it(server, connect, monkeypatch):
+async def test_what_a_server_says_is_shown_where_no_key_is_sent_and_where_a_switch_asks_for_it(
+    server, connect, monkeypatch
+):
     monkeypatch.setenv("TEACHER_KEY", KEY)
     monkeypatch.setenv("TORCHTITAN_RL_SERVER_TEXT", "1")
     server.answers = [401]
@@ -468,14 +534,26 @@ async def test_what_a_server_says_is_shown_where_no_key_is_sent_and_where_a_swit
 
 
 async def test_a_finish_reason_of_a_servers_own_words_is_not_recorded(server, connect):
-    server.answers = [{"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [-1]}, "finish_reason": KEY}]}]
-    with pytest.raises(RunError, match="answered without token_ids, logprobs and finish_reason") as error:
+    server.answers = [
+        {
+            "choices": [
+                {"token_ids": [5], "logprobs": {"token_logprobs": [-1]}, "finish_reason": KEY}
+            ]
+        }
+    ]
+    with pytest.raises(
+        RunError, match="answered without token_ids, logprobs and finish_reason"
+    ) as error:
         await session(connect()).generate(tokens(1), max_tokens=3)
     assert KEY not in str(error.value)
 
 
-async def test_a_key_that_is_not_set_is_an_error_that_names_its_variable(server, connect, monkeypatch):
+async def test_a_key_that_is_not_set_is_an_error_that_names_its_variable(
+    server, connect, monkeypatch
+):
     monkeypatch.delenv("TEACHER_KEY", raising=False)
-    with pytest.raises(RunError, match="'big' at .* has no key: TEACHER_KEY: this environment variable is not set"):
+    with pytest.raises(
+        RunError, match="'big' at .* has no key: TEACHER_KEY: this environment variable is not set"
+    ):
         await connect(api_key_env="TEACHER_KEY").score(tokens(1, 2))
     assert server.requests == []

@@ -20,7 +20,9 @@ async def test_quick_call_is_answered_without_the_event_loop_going_round():
     assert ticks == []
 
 
-async def test_slow_call_leaves_the_event_loop_free_and_those_behind_it_keep_their_order(monkeypatch):
+async def test_slow_call_leaves_the_event_loop_free_and_those_behind_it_keep_their_order(
+    monkeypatch,
+):
     gate, order, threads, free, waited = Gate(), [], set(), threading.Event(), []
     result = Job.result
 

@@ -35,7 +35,11 @@ def as_clients_send(message, how):
     for call in sent.get("tool_calls", ()):
         arguments = json.loads(call["function"]["arguments"])
         turned = dict(reversed(arguments.items()))
-        call["function"]["arguments"] = [json.dumps(arguments), json.dumps(turned, indent=2), turned][how % 3]
+        call["function"]["arguments"] = [
+            json.dumps(arguments),
+            json.dumps(turned, indent=2),
+            turned,
+        ][how % 3]
         call["id"] = f"own_{how}"
     if how % 2:
         sent.pop("reasoning_content", None)
@@ -81,12 +85,15 @@ def test_a_request_goes_on_from_the_deepest_turn_that_begins_it(script):
         depths = [
             len(known)
             for known, _ in turns
-            if len(known) <= len(request) and all(agrees(a, b) for a, b in zip(known, request, strict=False))
+            if len(known) <= len(request)
+            and all(agrees(a, b) for a, b in zip(known, request, strict=False))
         ]
         assert match.known == max(depths, default=0)
         path = [] if match.node is None else match.node.path()
         own = turns[path[-1]][0] if path else []
-        assert len(own) == match.known and all(agrees(a, b) for a, b in zip(own, request, strict=False))
+        assert len(own) == match.known and all(
+            agrees(a, b) for a, b in zip(own, request, strict=False)
+        )
         node = chains.add(match, request[match.known :], step["said"], len(turns), extends=True)
         turns.append(([*own, *request[match.known :], step["said"]], node))
     assert sorted(node.value for node in chains.in_order()) == list(range(len(turns)))
@@ -101,10 +108,14 @@ def test_turns_are_handed_on_chain_by_chain(script):
         request = [*history, *step["new"]]
         match = chains.match("scope", request)
         value = (index, [*request, step["said"]])
-        nodes.append(chains.add(match, request[match.known :], step["said"], value, extends=index % 2 == 0))
+        nodes.append(
+            chains.add(match, request[match.known :], step["said"], value, extends=index % 2 == 0)
+        )
     order = list(chains.in_order())
     for before, node in zip([None, *order], order, strict=False):
-        extending = [child for child in node.parent.children if child.extends] if node.parent else []
+        extending = (
+            [child for child in node.parent.children if child.extends] if node.parent else []
+        )
         # The first that extends a turn comes right after it: that is what joins it to the turn's sample.
         if extending and node is extending[0]:
             assert before is node.parent
@@ -112,7 +123,9 @@ def test_turns_are_handed_on_chain_by_chain(script):
 
 def test_another_scope_is_another_tree():
     chains = Chains()
-    chains.add(chains.match(("policy", None), [user("go")]), [user("go")], said("yes"), 1, extends=False)
+    chains.add(
+        chains.match(("policy", None), [user("go")]), [user("go")], said("yes"), 1, extends=False
+    )
     request = [user("go"), said("yes"), user("more")]
     assert chains.match(("policy", None), request).known == 2
     assert chains.match(("policy", [{"name": "new"}]), request).known == 0
@@ -143,7 +156,11 @@ def test_where_a_client_leaves_reasoning_out_every_answer_that_may_be_meant_is_f
         (said("x", arguments={"a": 1, "b": 2}), said("x", arguments={"b": 2, "a": 1}), True),
         (said("x", arguments={"a": 1}), said("x", arguments={"a": "1"}), False),
         (said("x", arguments={"a": 1}), said("x"), False),
-        (said("x", arguments={"a": 1}), said("x") | {"tool_calls": [{"name": "search", "arguments": '{"a": 1}'}]}, True),
+        (
+            said("x", arguments={"a": 1}),
+            said("x") | {"tool_calls": [{"name": "search", "arguments": '{"a": 1}'}]},
+            True,
+        ),
         (said("x "), said("x"), True),
         (user("x "), user("x"), False),
         (user("x"), said("x"), False),
@@ -157,7 +174,8 @@ def test_looking_up_a_long_history_canonicalises_only_what_is_new(monkeypatch):
     chains, history = Chains(), []
     looked_at = []
     monkeypatch.setattr(
-        "torchtitan.experiments.rl.gateway.chains.meaning", lambda message: looked_at.append(message) or meaning(message)
+        "torchtitan.experiments.rl.gateway.chains.meaning",
+        lambda message: looked_at.append(message) or meaning(message),
     )
     for turn in range(128):
         history.append(user(f"{turn}"))

@@ -88,13 +88,20 @@ async def rollout_of(agent, renderer, tokenizer, **options):
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_what_would_change_the_distribution_is_refused_by_its_field(path, renderer, tokenizer):
+async def test_what_would_change_the_distribution_is_refused_by_its_field(
+    path, renderer, tokenizer
+):
     async def agent(ask):
         for name, values in REFUSED.items():
             for value in values:
-                status, reply = await ask.raw(path, {"model": "policy", **BODIES[path], name: value})
+                status, reply = await ask.raw(
+                    path, {"model": "policy", **BODIES[path], name: value}
+                )
                 message = reply["error"]["message"]
-                assert status == 400 and message.startswith(f"{name} = ") and "; " in message, (name, reply)
+                assert status == 400 and message.startswith(f"{name} = ") and "; " in message, (
+                    name,
+                    reply,
+                )
         everything = {"model": "policy", **BODIES[path], **NEUTRAL}
         for fields in (everything, everything | dict.fromkeys(REFUSED), everything | {"top_k": 0}):
             status, reply = await ask.raw(path, fields)

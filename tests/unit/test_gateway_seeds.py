@@ -44,7 +44,9 @@ async def seeds_of(agent, renderer, tokenizer, *, epochs=1, rollouts=1, run_seed
                 await agent(ask)
 
     policy = Policy(tokenizer)
-    task = config_of(Agent, models=MODELS, group_size=rollouts).build(name="agent", renderer=renderer)
+    task = config_of(Agent, models=MODELS, group_size=rollouts).build(
+        name="agent", renderer=renderer
+    )
     await task.setup(policy)
     try:
         for epoch in range(epochs):
@@ -69,7 +71,9 @@ async def two_dialogues_of_two_turns(ask):
     await asyncio.gather(dialogue(), dialogue())
 
 
-async def test_equal_requests_of_a_frozen_model_have_a_seed_each_and_a_repeated_run_the_same(renderer, tokenizer):
+async def test_equal_requests_of_a_frozen_model_have_a_seed_each_and_a_repeated_run_the_same(
+    renderer, tokenizer
+):
     many = {"epochs": 2, "rollouts": 8}
     first = await seeds_of(two_dialogues_of_two_turns, renderer, tokenizer, **many)
     assert len(first) == 2 * 8 * 2 * 2 and len(set(first)) == 64
@@ -79,16 +83,22 @@ async def test_equal_requests_of_a_frozen_model_have_a_seed_each_and_a_repeated_
     assert not set(other_run) & set(first)
 
 
-async def test_a_clients_own_seed_is_used_for_a_frozen_model_and_refused_for_the_policy(renderer, tokenizer):
+async def test_a_clients_own_seed_is_used_for_a_frozen_model_and_refused_for_the_policy(
+    renderer, tokenizer
+):
     async def agent(ask):
         said = await ask_the_user(ask, [ASK], seed=7)
         await ask_the_user(ask, [ASK, said, ASK], seed=0)
         for model in ("policy", "small"):
-            status, reply = await ask.raw("chat/completions", {"model": model, "messages": [ASK], "seed": 7})
+            status, reply = await ask.raw(
+                "chat/completions", {"model": model, "messages": [ASK], "seed": 7}
+            )
             assert status == 400 and reply["error"]["param"] == "seed", reply
             assert "leave it out" in reply["error"]["message"]
         for wrong in (True, 1.5, "7"):
-            status, reply = await ask.raw("chat/completions", {"model": "user", "messages": [ASK], "seed": wrong})
+            status, reply = await ask.raw(
+                "chat/completions", {"model": "user", "messages": [ASK], "seed": wrong}
+            )
             assert status == 400 and reply["error"]["param"] == "seed", reply
 
     assert await seeds_of(agent, renderer, tokenizer) == [7, 0]

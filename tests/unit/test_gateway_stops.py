@@ -41,7 +41,9 @@ def react(*, puts_back=""):
 
 @pytest.mark.parametrize("puts_back", ["", STOP])
 @pytest.mark.parametrize("family", ["qwen3, no thinking", "llama-3", "default"])
-async def test_an_agent_that_stops_at_a_text_gives_one_sample_of_what_it_was_shown(family, puts_back, tmp_path_factory):
+async def test_an_agent_that_stops_at_a_text_gives_one_sample_of_what_it_was_shown(
+    family, puts_back, tmp_path_factory
+):
     renderer = family_renderer(family, tmp_path_factory.getbasetemp())
     tokenizer = family_tokenizer(SETTINGS[family]["name"])
     rollout = await run_agent(react(puts_back=puts_back), ScriptedPolicy(tokenizer, says), renderer)
@@ -53,10 +55,17 @@ async def test_an_agent_that_stops_at_a_text_gives_one_sample_of_what_it_was_sho
     assert rollout.completion_tokens == np.count_nonzero(sample.loss_mask)
 
 
-async def test_anthropics_clients_are_told_at_which_text_it_stopped_and_what_was_sampled(renderer, tokenizer):
+async def test_anthropics_clients_are_told_at_which_text_it_stopped_and_what_was_sampled(
+    renderer, tokenizer
+):
     async def agent(sample, endpoint):
         async with client_of(endpoint) as ask:
-            body = {"model": "policy", "messages": [TASK], "max_tokens": 99, "stop_sequences": [STOP]}
+            body = {
+                "model": "policy",
+                "messages": [TASK],
+                "max_tokens": 99,
+                "stop_sequences": [STOP],
+            }
             status, reply = await ask.raw("messages", body)
             assert status == 200, reply
             assert reply["content"] == [{"type": "text", "text": THOUGHT}]
@@ -71,7 +80,9 @@ async def test_anthropics_clients_are_told_at_which_text_it_stopped_and_what_was
 async def test_stop_texts_of_responses_end_the_answer_too(renderer, tokenizer):
     async def agent(sample, endpoint):
         async with client_of(endpoint) as ask:
-            status, reply = await ask.raw("responses", {"model": "policy", "input": [TASK], "stop": STOP})
+            status, reply = await ask.raw(
+                "responses", {"model": "policy", "input": [TASK], "stop": STOP}
+            )
             assert status == 200 and reply["output"][0]["content"][0]["text"] == THOUGHT, reply
 
     rollout = await run_agent(agent, ScriptedPolicy(tokenizer, says), renderer)
@@ -83,16 +94,24 @@ async def test_a_call_of_a_tool_before_the_stop_text_is_delivered(renderer, toke
 
     async def agent(sample, endpoint):
         async with client_of(endpoint) as ask:
-            tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+            tool = {
+                "type": "function",
+                "function": {"name": "add", "parameters": {"type": "object"}},
+            }
             _, reply = await ask([TASK], tools=[tool], stop=["</tool_call>"])
             choice = reply["choices"][0]
-            assert choice["finish_reason"] == "tool_calls" and len(choice["message"]["tool_calls"]) == 1
+            assert (
+                choice["finish_reason"] == "tool_calls"
+                and len(choice["message"]["tool_calls"]) == 1
+            )
 
     rollout = await run_agent(agent, ScriptedPolicy(tokenizer, call), renderer)
     assert rollout.status is RolloutStatus.COMPLETED, rollout.error
 
 
-async def test_an_engine_that_does_not_look_for_texts_refuses_the_field_by_name(renderer, tokenizer, monkeypatch):
+async def test_an_engine_that_does_not_look_for_texts_refuses_the_field_by_name(
+    renderer, tokenizer, monkeypatch
+):
     monkeypatch.setattr(ScriptedSession, "stops_at_texts", False)
 
     async def agent(sample, endpoint):
@@ -100,7 +119,12 @@ async def test_an_engine_that_does_not_look_for_texts_refuses_the_field_by_name(
             status, reply = await ask([TASK], stop=[STOP])
             assert status == 400 and reply["error"]["param"] == "stop", reply
             assert "does not look for texts" in reply["error"]["message"]
-            body = {"model": "policy", "messages": [TASK], "max_tokens": 9, "stop_sequences": [STOP]}
+            body = {
+                "model": "policy",
+                "messages": [TASK],
+                "max_tokens": 9,
+                "stop_sequences": [STOP],
+            }
             status, reply = await ask.raw("messages", body)
             assert status == 400 and "stop_sequences = " in reply["error"]["message"]
             assert (await ask([TASK], stop=[]))[0] == 200
@@ -126,7 +150,9 @@ class Client:
 
 async def test_a_session_of_the_engine_sends_the_tasks_stop_texts_and_the_clients():
     sampling = SamplingConfig(stop=["END"], max_tokens=8)
-    session = GeneratorSession(Client(), rollout_id="g/0", seed=1, sampling=sampling, stop_token_ids=[2])
+    session = GeneratorSession(
+        Client(), rollout_id="g/0", seed=1, sampling=sampling, stop_token_ids=[2]
+    )
     for own, sent in (([STOP], ["END", STOP]), ((), ["END"])):
         with pytest.raises(Sent) as error:
             await session.generate(np.array([1], np.int32), max_tokens=4, stop=own)

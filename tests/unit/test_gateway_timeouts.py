@@ -58,9 +58,13 @@ async def until(fits):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_openais_client_gets_the_answer_of_a_turn_that_takes_longer_than_its_time_out(stream, renderer, tokenizer):
+async def test_openais_client_gets_the_answer_of_a_turn_that_takes_longer_than_its_time_out(
+    stream, renderer, tokenizer
+):
     async def agent(sample, endpoint):
-        client = AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key, timeout=0.8, max_retries=8)
+        client = AsyncOpenAI(
+            base_url=endpoint.url, api_key=endpoint.key, timeout=0.8, max_retries=8
+        )
         if stream:
             chunks = await client.chat.completions.create(**BODY, stream=True)
             return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
@@ -75,7 +79,9 @@ async def test_openais_client_gets_the_answer_of_a_turn_that_takes_longer_than_i
 
 
 @pytest.mark.parametrize("headers", [None, {"x-stainless-retry-count": "1"}])
-async def test_a_repeat_joins_the_call_that_its_client_has_left_marked_or_not(headers, renderer, tokenizer):
+async def test_a_repeat_joins_the_call_that_its_client_has_left_marked_or_not(
+    headers, renderer, tokenizer
+):
     async def agent(sample, endpoint):
         async with client_of(endpoint) as ask:
             await give_up(ask)
@@ -97,14 +103,22 @@ async def test_a_repeat_gets_the_answer_that_nobody_was_there_for(renderer, toke
             policy.released.set()
             await until(lambda: policy.ended == 1)
             assert (await ask.raw("chat/completions", BODY))[0] == 200
-            assert (await ask.raw("chat/completions", BODY))[0] == 200  # the first was delivered: a sibling
+            assert (await ask.raw("chat/completions", BODY))[
+                0
+            ] == 200  # the first was delivered: a sibling
 
     policy = SlowPolicy(tokenizer)
     rollout = await run_agent(agent, policy, renderer)
-    assert rollout.calls == {"answered": 2, "retried": 1} and policy.begun == 2 and len(rollout.samples) == 2
+    assert (
+        rollout.calls == {"answered": 2, "retried": 1}
+        and policy.begun == 2
+        and len(rollout.samples) == 2
+    )
 
 
-async def test_a_call_ends_in_the_engine_a_while_after_its_last_reader_and_is_no_turn(renderer, tokenizer, monkeypatch):
+async def test_a_call_ends_in_the_engine_a_while_after_its_last_reader_and_is_no_turn(
+    renderer, tokenizer, monkeypatch
+):
     monkeypatch.setattr(session, "KEEP_S", 0.1)
 
     async def agent(sample, endpoint):
@@ -119,7 +133,9 @@ async def test_a_call_ends_in_the_engine_a_while_after_its_last_reader_and_is_no
     policy = SlowPolicy(tokenizer)
     rollout = await run_agent(agent, policy, renderer, calls=2)
     assert rollout.status is RolloutStatus.COMPLETED, rollout.error
-    assert rollout.calls == {"answered": 1, "aborted": 3} and policy.begun == 4 and policy.ended == 1
+    assert (
+        rollout.calls == {"answered": 1, "aborted": 3} and policy.begun == 4 and policy.ended == 1
+    )
 
 
 async def test_a_reader_that_comes_back_keeps_the_call(renderer, tokenizer, monkeypatch):
@@ -150,7 +166,9 @@ async def test_calls_that_wait_are_bounded_and_end_with_the_rollout(renderer, to
     assert rollout.calls == {"aborted": 2, "refused": 1} and policy.begun == 2 and not rollout.turns
 
 
-async def test_a_cut_answer_that_came_after_its_client_had_gone_truncates_nothing(renderer, tokenizer):
+async def test_a_cut_answer_that_came_after_its_client_had_gone_truncates_nothing(
+    renderer, tokenizer
+):
     async def agent(sample, endpoint):
         async with client_of(endpoint) as ask:
             await give_up(ask)
@@ -160,11 +178,16 @@ async def test_a_cut_answer_that_came_after_its_client_had_gone_truncates_nothin
                 await ask.raw("chat/completions", BODY)
             await ask.raw("chat/completions", {"model": "small", "messages": [HELLO]})
 
-    for behaviour, status in (("goes", RolloutStatus.COMPLETED), ("comes back", RolloutStatus.TRUNCATED_LENGTH)):
+    for behaviour, status in (
+        ("goes", RolloutStatus.COMPLETED),
+        ("comes back", RolloutStatus.TRUNCATED_LENGTH),
+    ):
         policy = SlowPolicy(tokenizer)
         policy.reply = lambda rollout_id, turn: "one two three four"
         rows = [{"input": behaviour}]
-        rollout = await run_agent(agent, policy, renderer, sampled=2, rows=rows, models={"small": "auxiliary"})
+        rollout = await run_agent(
+            agent, policy, renderer, sampled=2, rows=rows, models={"small": "auxiliary"}
+        )
         assert rollout.status is status, rollout.error
 
 
@@ -173,24 +196,34 @@ async def test_a_stream_lives_from_the_moment_the_model_is_asked(renderer, token
 
     async def agent(sample, endpoint):
         async with client_of(endpoint) as ask:
-            for path, fields in (("chat/completions", {"messages": [HELLO]}), ("messages", {"messages": [HELLO]})):
+            for path, fields in (
+                ("chat/completions", {"messages": [HELLO]}),
+                ("messages", {"messages": [HELLO]}),
+            ):
                 body = {"model": "policy", "stream": True, "max_tokens": 9, **fields}
                 async with ask.session.post(f"{endpoint.url}/{path}", json=body) as response:
-                    assert await response.content.readany() in (b": keep-alive\n\n", server.messages.KEEP_ALIVE)
+                    assert await response.content.readany() in (
+                        b": keep-alive\n\n",
+                        server.messages.KEEP_ALIVE,
+                    )
                     policy.released.set()
                     assert b"ok" in await response.read()
                 policy.released.clear()
 
     policy = SlowPolicy(tokenizer)
     rollout = await run_agent(agent, policy, renderer)
-    assert rollout.status is RolloutStatus.COMPLETED and rollout.calls == {"answered": 2}, rollout.error
+    assert rollout.status is RolloutStatus.COMPLETED and rollout.calls == {"answered": 2}, (
+        rollout.error
+    )
 
 
 async def test_a_stream_is_refused_with_a_status_before_the_model_is_asked(renderer, tokenizer):
     async def agent(sample, endpoint):
         async with client_of(endpoint) as ask:
             for fields in ({"messages": [{"role": "user", "content": "word " * 400}]}, {"seed": 3}):
-                status, reply = await ask.raw("chat/completions", {**BODY, "stream": True, **fields})
+                status, reply = await ask.raw(
+                    "chat/completions", {**BODY, "stream": True, **fields}
+                )
                 assert status == 400 and reply["error"]["message"]
 
     rollout = await run_agent(agent, ScriptedPolicy(tokenizer, "ok"), renderer, tokens=128)
@@ -205,15 +238,25 @@ class FailingModel(ScriptedPolicy):
         return ScriptedPolicy(self.tokenizer, lambda rollout_id, turn: RunError(cause))
 
 
-async def test_a_frozen_model_that_fails_is_named_once_and_leaves_no_traceback(renderer, tokenizer, caplog):
+async def test_a_frozen_model_that_fails_is_named_once_and_leaves_no_traceback(
+    renderer, tokenizer, caplog
+):
     caplog.set_level(logging.INFO)
 
     async def agent(sample, endpoint):
         body = {"model": "user", "messages": [HELLO]}
-        async with client_of(endpoint) as ask, AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key) as client:
-            with pytest.raises(InternalServerError, match="frozen model 'user' at http://localhost:1/v1 failed 6 times"):
+        async with (
+            client_of(endpoint) as ask,
+            AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key) as client,
+        ):
+            with pytest.raises(
+                InternalServerError,
+                match="frozen model 'user' at http://localhost:1/v1 failed 6 times",
+            ):
                 await client.chat.completions.create(**body)
-            async with ask.session.post(f"{endpoint.url}/chat/completions", json={**body, "stream": True}) as response:
+            async with ask.session.post(
+                f"{endpoint.url}/chat/completions", json={**body, "stream": True}
+            ) as response:
                 assert '"code": "model_failed"' in (await response.read()).decode()
             await ask([HELLO])
 

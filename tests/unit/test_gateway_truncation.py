@@ -151,7 +151,9 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("calls", "status"), ENDS, ids=[calls.__name__ for calls, _ in ENDS])
-async def test_a_rollout_is_truncated_only_where_the_run_cut_the_policy(calls, status, renderer, tokenizer):
+async def test_a_rollout_is_truncated_only_where_the_run_cut_the_policy(
+    calls, status, renderer, tokenizer
+):
     class Agent(AgentTask):
         async def run_agent(self, sample, endpoint):
             async with client_of(endpoint) as ask:
@@ -180,7 +182,9 @@ async def test_a_cut_answer_that_no_client_got_truncates_nothing(renderer, token
     assert rollout.status is COMPLETED and rollout.calls == {"answered": 1, "undelivered": 1}
 
 
-async def test_a_spent_budget_truncates_an_agent_that_asked_the_policy_for_more(renderer, tokenizer):
+async def test_a_spent_budget_truncates_an_agent_that_asked_the_policy_for_more(
+    renderer, tokenizer
+):
     for model, status in (
         ("policy", RolloutStatus.TRUNCATED_MAX_TURNS),
         ("small", COMPLETED),

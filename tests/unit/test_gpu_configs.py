@@ -33,7 +33,12 @@ ON_ALL_HOSTS = [name for name in CONFIGS if name.startswith("rl_grpo_")]
 """The others are one of these with another task."""
 LARGER_THAN_80_GB = ["rl_grpo_qwen3_30b_a3b", "rl_grpo_qwen3_32b"]
 OWN_DATA = {
-    "rl_questions_qwen3": ["--tasks.questions.dataset.path", "rows.jsonl", "--tasks.questions.rubric", "own.py:right"],
+    "rl_questions_qwen3": [
+        "--tasks.questions.dataset.path",
+        "rows.jsonl",
+        "--tasks.questions.rubric",
+        "own.py:right",
+    ],
     "rl_math_qwen3": [
         *("--tasks.math.dataset.path", "rows.jsonl", "--tasks.math.dataset.name", "None"),
         *("--tasks.math.validation.path", "rows.jsonl", "--tasks.math.validation.name", "None"),
@@ -50,7 +55,9 @@ def right(completion, example):
 def models(tmp_path_factory):
     """A folder with the stub of every model that a config names."""
     folder = tmp_path_factory.mktemp("hub")
-    for path, flavor in {(config.model.hf_assets_path, config.model.flavor) for config in CONFIGS.values()}:
+    for path, flavor in {
+        (config.model.hf_assets_path, config.model.flavor) for config in CONFIGS.values()
+    }:
         stub_model(folder / path, str(flavor))
     return folder
 
@@ -58,14 +65,18 @@ def models(tmp_path_factory):
 @pytest.fixture
 def started(models, tmp_path, monkeypatch, capsys):
     """Runs the command up to the spawn, or to sbatch; gives the plan that it would start, or the error line."""
-    (tmp_path / "rows.jsonl").write_text((json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n") * 20)
+    (tmp_path / "rows.jsonl").write_text(
+        (json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n") * 20
+    )
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / HUB_FOLDER).parent.mkdir()
     (tmp_path / HUB_FOLDER).symlink_to(models / HUB_FOLDER)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(machine, "PROBE_BYTES", 2**10)
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**50, total=2**51))
+    monkeypatch.setattr(
+        machine.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**50, total=2**51)
+    )
     monkeypatch.setattr(trial, "try_tasks", lambda config, tasks: {})  # tests of the tasks have it
     plans, numbers = [], itertools.count()
     monkeypatch.setattr(grpo, "_run", lambda config, start, name: plans.append(start.plan) or 0)
@@ -101,12 +112,19 @@ def lacking(config, there: str) -> str:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_reaches_the_spawn_or_names_the_gpus_that_it_needs_and_that_are_there(name, started, monkeypatch):
+def test_a_config_reaches_the_spawn_or_names_the_gpus_that_it_needs_and_that_are_there(
+    name, started, monkeypatch
+):
     config, number = CONFIGS[name], list(CONFIGS).index(name)
     for index, (gpus, memory) in enumerate(HOSTS.values()):
         if gpus == 1 and name not in ON_ALL_HOSTS:
             continue
-        fake_gpus(monkeypatch, gpus, memory_gib=memory, capability=CAPABILITIES[(number + index) % len(CAPABILITIES)])
+        fake_gpus(
+            monkeypatch,
+            gpus,
+            memory_gib=memory,
+            capability=CAPABILITIES[(number + index) % len(CAPABILITIES)],
+        )
         found = started(name, "--provision.job", "this_host")
         if needed_gpus(config) > gpus:
             assert found == lacking(config, f"this host has {gpus}")
@@ -119,12 +137,16 @@ def test_a_config_reaches_the_spawn_or_names_the_gpus_that_it_needs_and_that_are
             assert takes and 80 < float(takes[1]) < 141, found
         else:
             assert found.device == "cuda" and found.config.trainer.ranks == config.trainer.ranks
-            trainer, generators = map(gpus_of, (found.placement.trainer, found.placement.generators))
+            trainer, generators = map(
+                gpus_of, (found.placement.trainer, found.placement.generators)
+            )
             assert {*trainer, *generators} == {*range(needed_gpus(config))}
             assert bool({*trainer} & {*generators}) == config.provision.share_gpus
 
 
-@pytest.mark.parametrize("name", ["rl_grpo_qwen3_8b", "rl_grpo_qwen3_14b_16", "rl_grpo_qwen3_32b_32"])
+@pytest.mark.parametrize(
+    "name", ["rl_grpo_qwen3_8b", "rl_grpo_qwen3_14b_16", "rl_grpo_qwen3_32b_32"]
+)
 def test_a_config_is_submitted_to_two_hosts_of_8_or_names_the_gpus_that_they_lack(name, started):
     config, words = CONFIGS[name], ["--provision.job", "slurm", "--provision.job.hosts", "2"]
     found = started(name, *words)
@@ -136,7 +158,9 @@ def test_a_config_is_submitted_to_two_hosts_of_8_or_names_the_gpus_that_they_lac
         assert ranks == [0] * len(ranks)  # no config of 16 GPUs or fewer has more than 8 ranks
 
 
-@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if needed_gpus(config) > 8])
+@pytest.mark.parametrize(
+    "name", [name for name, config in CONFIGS.items() if needed_gpus(config) > 8]
+)
 def test_a_config_of_more_than_8_gpus_is_submitted_to_hosts_of_8(name, started):
     found = started(name)
     assert found.device == "cuda" and found.hosts == needed_gpus(CONFIGS[name]) / 8
@@ -145,24 +169,58 @@ def test_a_config_of_more_than_8_gpus_is_submitted_to_hosts_of_8(name, started):
 def test_rows_of_128k_are_planned_over_the_parts_of_8_ranks(started):
     """A row is longer than the 40,960 positions of the model, which are those of a sample."""
     parts = ["trainer.ranks", "trainer.parallelism.context-parallel-degree"]
-    words = ["--gpus", "16", "--batcher.row-length", "131072", "--trainer.parallelism.tensor-parallel-degree", "1"]
+    words = [
+        "--gpus",
+        "16",
+        "--batcher.row-length",
+        "131072",
+        "--trainer.parallelism.tensor-parallel-degree",
+        "1",
+    ]
     words += [word for part in parts for word in (f"--{part}", "8")]
     plans = [
-        started("rl_grpo_qwen3_8b", *words, "--provision.job", "slurm", "--provision.job.hosts", "2", "--trainer.no-compile")
+        started(
+            "rl_grpo_qwen3_8b",
+            *words,
+            "--provision.job",
+            "slurm",
+            "--provision.job.hosts",
+            "2",
+            "--trainer.no-compile",
+        )
     ]
     words[3] = "65536"
     plans.append(
-        started("rl_grpo_qwen3_8b", *words, "--provision.job", "slurm", "--provision.job.hosts", "2", "--trainer.no-compile")
+        started(
+            "rl_grpo_qwen3_8b",
+            *words,
+            "--provision.job",
+            "slurm",
+            "--provision.job.hosts",
+            "2",
+            "--trainer.no-compile",
+        )
     )
     long, short = [plan.trainer_memory for plan in plans]
-    assert any(line.startswith("shapes ") and line.endswith("1 x 131072") for line in plans[0].lines())
+    assert any(
+        line.startswith("shapes ") and line.endswith("1 x 131072") for line in plans[0].lines()
+    )
     assert long.activations == 2 * short.activations and long.total < 80 * 2**30
 
 
 def test_which_configs_start_on_which_hosts():
-    fitting = {gpus: [name for name in CONFIGS if needed_gpus(CONFIGS[name]) <= gpus] for gpus in (1, 8, 16)}
-    assert [name for name in CONFIGS if name not in fitting[16]] == ["rl_grpo_qwen3_32b_32", "rl_grpo_qwen3_32b_64"]
-    assert [name for name in fitting[16] if name not in fitting[8]] == ["rl_grpo_qwen3_14b_16", "rl_grpo_qwen3_30b_a3b_16"]
+    fitting = {
+        gpus: [name for name in CONFIGS if needed_gpus(CONFIGS[name]) <= gpus]
+        for gpus in (1, 8, 16)
+    }
+    assert [name for name in CONFIGS if name not in fitting[16]] == [
+        "rl_grpo_qwen3_32b_32",
+        "rl_grpo_qwen3_32b_64",
+    ]
+    assert [name for name in fitting[16] if name not in fitting[8]] == [
+        "rl_grpo_qwen3_14b_16",
+        "rl_grpo_qwen3_30b_a3b_16",
+    ]
     assert fitting[1] == ["rl_grpo_qwen3_0_6b_1gpu"]
 
 
@@ -173,7 +231,9 @@ def test_the_trainer_takes_flex_attention_on_every_gpu(monkeypatch, capability):
         for config in {config.model.flavor: config for config in CONFIGS.values()}.values():
             spec = policy_spec(config.model, device="cuda", max_seq_len=8192)
             decoder = decoder_config(spec)
-            assert {type(layer.attention.inner_attention) for layer in decoder.layers} == {FlexAttention.Config}
+            assert {type(layer.attention.inner_attention) for layer in decoder.layers} == {
+                FlexAttention.Config
+            }
         assert isinstance(spec.model.build().layers["0"].attention.inner_attention, FlexAttention)
 
 
@@ -181,10 +241,15 @@ def test_the_trainer_takes_flex_attention_on_every_gpu(monkeypatch, capability):
     "url, interfaces",
     [
         ("file:///nowhere/store", {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}),
-        ("tcp://192.0.2.7:1234", {"GLOO_SOCKET_IFNAME": "eth7"}),  # NCCL looks for itself, InfiniBand too
+        (
+            "tcp://192.0.2.7:1234",
+            {"GLOO_SOCKET_IFNAME": "eth7"},
+        ),  # NCCL looks for itself, InfiniBand too
     ],
 )
-def test_ranks_on_gpus_meet_over_nccl_and_keep_gloo_for_what_is_in_the_hosts_memory(monkeypatch, url, interfaces):
+def test_ranks_on_gpus_meet_over_nccl_and_keep_gloo_for_what_is_in_the_hosts_memory(
+    monkeypatch, url, interfaces
+):
     fake_gpus(monkeypatch, 1)
     seen = {}
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -194,16 +259,37 @@ def test_ranks_on_gpus_meet_over_nccl_and_keep_gloo_for_what_is_in_the_hosts_mem
     monkeypatch.setattr(f"{prefix}.interface_towards", lambda host: {"192.0.2.7": "eth7"}[host])
     monkeypatch.setattr(f"{prefix}.socket.if_nameindex", lambda: [(1, "lo"), (2, "eth7")])
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.update(device=device))
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: seen.update(backend=backend, **options))
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda backend, **options: seen.update(backend=backend, **options),
+    )
     init_process_group(device="cuda", rank=3, world_size=4, url=url)
     assert seen.pop("timeout").total_seconds() == 1800
-    assert seen == {"device": 0, "backend": "cpu:gloo,cuda:nccl", "init_method": url, "rank": 3, "world_size": 4}
-    found = {name: value for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if (value := machine.os.environ.get(name))}
+    assert seen == {
+        "device": 0,
+        "backend": "cpu:gloo,cuda:nccl",
+        "init_method": url,
+        "rank": 3,
+        "world_size": 4,
+    }
+    found = {
+        name: value
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        if (value := machine.os.environ.get(name))
+    }
     assert found == interfaces
 
 
 def test_every_size_of_the_stub_is_its_models(models):
-    sizes = {"0.6B": 0.596, "1.7B": 1.721, "4B": 4.022, "8B": 8.191, "14B": 14.768, "32B": 32.762}  # 10**9, of the model cards
+    sizes = {
+        "0.6B": 0.596,
+        "1.7B": 1.721,
+        "4B": 4.022,
+        "8B": 8.191,
+        "14B": 14.768,
+        "32B": 32.762,
+    }  # 10**9, of the model cards
     for name, billions in sizes.items():
         file = models / HUB_FOLDER / f"Qwen3-{name}" / "model.safetensors"
         assert file.stat().st_size / 2e9 == pytest.approx(billions, rel=1e-3)

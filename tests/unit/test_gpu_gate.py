@@ -12,7 +12,9 @@ MODEL = rl_grpo_qwen3_debug().model
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
-def test_models_are_built_for_their_shapes_without_the_flash_attention_of_the_gpu(monkeypatch, capability):
+def test_models_are_built_for_their_shapes_without_the_flash_attention_of_the_gpu(
+    monkeypatch, capability
+):
     fake_gpus(monkeypatch, 1, capability=capability)
     for device in ("cpu", "cuda"):
         policy_spec(MODEL, device=device, max_seq_len=2).model.build()

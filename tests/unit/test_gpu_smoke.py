@@ -33,7 +33,9 @@ def test_steps_after_one_that_fails_run_and_what_it_had_stays(setting, tmp_path,
     def beyond(setting):
         return bounded({"half": 1}, 0.2, 0.1)
 
-    monkeypatch.setattr(gpu_smoke, "STEPS", {"breaks": breaks, "beyond": beyond, "good": lambda setting: {"s": 2}})
+    monkeypatch.setattr(
+        gpu_smoke, "STEPS", {"breaks": breaks, "beyond": beyond, "good": lambda setting: {"s": 2}}
+    )
     child(["breaks", "beyond", "good"], setting, tmp_path / "out")
     found = {}
     for line in (tmp_path / "out").read_text().splitlines():
@@ -48,11 +50,17 @@ def test_steps_after_one_that_fails_run_and_what_it_had_stays(setting, tmp_path,
     "script, seconds, said",
     [
         ("#!/bin/sh\necho no driver; exit 7\n", 60, "the process ended with 7\nno driver\n"),
-        ("#!/bin/sh\necho half a step; kill -11 $$\n", 60, "the process ended with -11\nhalf a step\n"),
+        (
+            "#!/bin/sh\necho half a step; kill -11 $$\n",
+            60,
+            "the process ended with -11\nhalf a step\n",
+        ),
         ("#!/bin/sh\necho compiling; sleep 1000\n", 0.5, "no time was left\ncompiling\n"),
     ],
 )
-def test_a_process_that_dies_or_hangs_leaves_an_error_with_what_it_said(setting, tmp_path, monkeypatch, script, seconds, said):
+def test_a_process_that_dies_or_hangs_leaves_an_error_with_what_it_said(
+    setting, tmp_path, monkeypatch, script, seconds, said
+):
     program = tmp_path / "python"
     program.write_text(script)
     program.chmod(0o755)

@@ -40,7 +40,10 @@ def group(renderer):
 
     def make(*envs):
         config = RendererEnvConfig(step_timeout_s=30.0)
-        return [RendererEnv(message_env=env, renderer=counting, config=config, group=prompts) for env in envs], counting.calls
+        return [
+            RendererEnv(message_env=env, renderer=counting, config=config, group=prompts)
+            for env in envs
+        ], counting.calls
 
     return make
 
@@ -54,7 +57,9 @@ async def test_equal_conversations_are_rendered_once_and_others_by_themselves(gr
     assert envs[0].prompt_token_ids.tolist() != envs[1].prompt_token_ids.tolist()
 
 
-async def test_shared_prompt_is_the_one_that_each_rollout_would_have_rendered_and_read_only(group, renderer):
+async def test_shared_prompt_is_the_one_that_each_rollout_would_have_rendered_and_read_only(
+    group, renderer
+):
     (first, second), _ = group(TalkingEnv(), TalkingEnv())
     alone = RendererEnv(message_env=TalkingEnv(), renderer=renderer, config=RendererEnvConfig())
     for env in (first, second, alone):
@@ -122,8 +127,12 @@ class TalkTask(Task):
         return TalkingEnv()
 
 
-async def test_first_requests_leave_before_the_envs_of_many_other_groups_are_made(renderer, tokenizer):
-    config = TalkTask.Config(algorithm=GRPO.Config(), dataset=OneExample.Config(), rubric=RUBRIC, group_size=2)
+async def test_first_requests_leave_before_the_envs_of_many_other_groups_are_made(
+    renderer, tokenizer
+):
+    config = TalkTask.Config(
+        algorithm=GRPO.Config(), dataset=OneExample.Config(), rubric=RUBRIC, group_size=2
+    )
     task = config.build(name="talk", renderer=renderer)
     noted = task.noted = []
 
@@ -132,7 +141,10 @@ async def test_first_requests_leave_before_the_envs_of_many_other_groups_are_mad
         return "ok"
 
     policy = ScriptedPolicy(tokenizer, reply)
-    groups = (task.run_group(task.dataset[0], policy, group_id=f"talk-{number}", seed=0) for number in range(40))
+    groups = (
+        task.run_group(task.dataset[0], policy, group_id=f"talk-{number}", seed=0)
+        for number in range(40)
+    )
     await asyncio.gather(*groups)
     assert len(noted) == 160
     assert noted[: noted.index("request")].count("env") < 40  # of 80

@@ -19,7 +19,12 @@ from torchtitan.experiments.rl.controller.step_metrics import _ages, _replay_met
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay, GroupReplayConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.rollouts.types import (
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+)
 from torchtitan.experiments.rl.types import STREAMS
 
 
@@ -47,16 +52,28 @@ def group_of(number: int, *, versions=(0, 0), advantages=(-1.0, 1.0)) -> Rollout
 
 
 def store(groups_per_step=4, *, seed=0, **config) -> GroupReplay:
-    return GroupReplay(GroupReplayConfig(**{"fraction": 0.5} | config), groups_per_step=groups_per_step, seed=seed)
+    return GroupReplay(
+        GroupReplayConfig(**{"fraction": 0.5} | config), groups_per_step=groups_per_step, seed=seed
+    )
 
 
 # ---- the store
 
 
 @settings(max_examples=80)
-@given(data=st.data(), max_age=st.integers(1, 5), capacity=st.integers(1, 12), most=st.integers(1, 3), seed=st.integers(0, 99))
+@given(
+    data=st.data(),
+    max_age=st.integers(1, 5),
+    capacity=st.integers(1, 12),
+    most=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
 def test_age_size_and_replays_have_their_bounds(data, max_age, capacity, most, seed):
-    replay, replays, number = store(capacity=capacity, max_age=max_age, most_replays=most, seed=seed), Counter(), 0
+    replay, replays, number = (
+        store(capacity=capacity, max_age=max_age, most_replays=most, seed=seed),
+        Counter(),
+        0,
+    )
     oldest: dict[str, int] = {}
     for version in range(12):
         drawn = replay.draw(version)
@@ -64,11 +81,16 @@ def test_age_size_and_replays_have_their_bounds(data, max_age, capacity, most, s
         assert len(names) == len(set(names)) <= 2
         replays.update(names)
         for group in drawn:
-            ages = version - np.concatenate([s.policy_versions[s.loss_mask] for r in group.rollouts for s in r.samples])
+            ages = version - np.concatenate(
+                [s.policy_versions[s.loss_mask] for r in group.rollouts for s in r.samples]
+            )
             assert ages.max() == version - oldest[group.group_id] <= max_age
         for _ in range(data.draw(st.integers(0, 3))):
             versions = data.draw(
-                st.tuples(st.integers(max(0, version - 2), version), st.integers(max(0, version - 2), version))
+                st.tuples(
+                    st.integers(max(0, version - 2), version),
+                    st.integers(max(0, version - 2), version),
+                )
             )
             replay.add([group_of(number, versions=versions)])
             oldest[f"sums-{number}"] = min(versions)
@@ -94,7 +116,9 @@ def test_a_replayed_group_has_the_streams_it_was_stored_with_and_no_replica():
         (sample,), (before,) = rollout.samples, stored.samples
         for name in STREAMS:
             expected = None if name == "replicas" else getattr(before, name)
-            assert np.array_equal(getattr(sample, name), expected) or getattr(sample, name) is expected
+            assert (
+                np.array_equal(getattr(sample, name), expected) or getattr(sample, name) is expected
+            )
         assert before.replicas is not None, "the stored group is as it was"
 
 
@@ -103,7 +127,9 @@ def test_the_oldest_leave_a_full_store_and_the_same_seed_draws_the_same():
     for _ in range(2):
         replay = store(8, capacity=6, seed=5, max_age=99)
         replay.add(group_of(number) for number in range(9))
-        assert [group.group_id for group in replay.groups()] == [f"sums-{number}" for number in range(3, 9)]
+        assert [group.group_id for group in replay.groups()] == [
+            f"sums-{number}" for number in range(3, 9)
+        ]
         draws.append([group.group_id for version in range(2) for group in replay.draw(version)])
     assert draws[0] == draws[1] and len(set(draws[0])) == 6
 
@@ -120,11 +146,16 @@ def test_what_another_run_trained_on_is_stored_as_if_version_0_had_sampled_it(tm
     replay = store(path=str(tmp_path), max_age=3)
     groups = {group.group_id: group for group in replay.groups()}
     assert sorted(groups) == ["recorded/sums-0", "recorded/sums-1", "recorded/sums-2"]
-    assert [rollout.rollout_id for rollout in groups["recorded/sums-1"].rollouts] == ["recorded/sums-1/1"]
+    assert [rollout.rollout_id for rollout in groups["recorded/sums-1"].rollouts] == [
+        "recorded/sums-1/1"
+    ]
     for group in groups.values():
         for rollout in group.rollouts:
             (sample,) = rollout.samples
-            assert set(sample.policy_versions[sample.loss_mask].tolist()) == {0} and sample.rollout_id == rollout.rollout_id
+            assert (
+                set(sample.policy_versions[sample.loss_mask].tolist()) == {0}
+                and sample.rollout_id == rollout.rollout_id
+            )
             assert sample.generator_logprobs[sample.loss_mask].any() and sample.advantages.any()
     assert len(replay.draw(3)) == 2 and replay.draw(4) == []
 
@@ -135,7 +166,17 @@ def test_a_folder_without_records_to_train_on_is_refused(tmp_path):
     recorder.close()
     with pytest.raises(ConfigError, match="no group that was trained on"):
         store(path=str(tmp_path))
-    assert len(GroupReplay(GroupReplayConfig(fraction=0.5, path=str(tmp_path)), groups_per_step=4, seed=0, load=False)) == 0
+    assert (
+        len(
+            GroupReplay(
+                GroupReplayConfig(fraction=0.5, path=str(tmp_path)),
+                groups_per_step=4,
+                seed=0,
+                load=False,
+            )
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,13 +211,19 @@ class AgingTask(StubTask):
         return rollout
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 @given(bound=st.integers(0, 2), max_age=st.integers(1, 4), seed=st.integers(0, 99))
 async def test_on_policy_replayed_static_and_barrier_free_rollouts_balance_and_keep_their_bounds(
     renderer, bound, max_age, seed
 ):
-    compared = AgingTask(lambda number: [0.0, 1.0] if number % 4 else [RolloutStatus.ERROR, 1.0], name="compared")
-    free = AgingTask(lambda number: [1.0] if number % 5 else [RolloutStatus.TIMEOUT], name="free", group_size=3)
+    compared = AgingTask(
+        lambda number: [0.0, 1.0] if number % 4 else [RolloutStatus.ERROR, 1.0], name="compared"
+    )
+    free = AgingTask(
+        lambda number: [1.0] if number % 5 else [RolloutStatus.TIMEOUT], name="free", group_size=3
+    )
     free.needs_group = False
     chats = task_of(renderer, *({"messages": CHAT} for _ in range(4)), group_size=2)
     replay = store(6, max_age=max_age, seed=seed)
@@ -206,7 +253,11 @@ async def test_on_policy_replayed_static_and_barrier_free_rollouts_balance_and_k
     counts = loop.ledger.counts()
     assert set(trained.values()) == {1} and sum(replayed.values()) > 0
     for name in ("compared", "free", "chats"):
-        own = {column.removeprefix(f"{name}/"): n for column, n in counts.items() if column.startswith(f"{name}/")}
+        own = {
+            column.removeprefix(f"{name}/"): n
+            for column, n in counts.items()
+            if column.startswith(f"{name}/")
+        }
         assert own.pop("replayed", 0) == replayed[name]
         assert own.pop("dispatched") == sum(own.values()) and own["open"] == 0
         assert own["trained"] == sum(rollout_id.startswith(f"{name}-") for rollout_id in trained)
@@ -233,13 +284,19 @@ async def test_a_resumed_run_replays_what_the_uninterrupted_one_does(tmp_path):
     whole = loop.ledger.counts()
     assert sum(map(len, ids)) > 4
 
-    loop = await resumed(task(), state, groups, 3, steps=6, replay=store(4, seed=3, max_age=4), **sizes)
+    loop = await resumed(
+        task(), state, groups, 3, steps=6, replay=store(4, seed=3, max_age=4), **sizes
+    )
     again = []
     for _ in range(3):
         batch = await loop.batch()
         again.append([group.group_id for group in batch.replayed])
         for group in batch.replayed:
-            assert all(sample.advantages is not None for rollout in group.rollouts for sample in rollout.samples)
+            assert all(
+                sample.advantages is not None
+                for rollout in group.rollouts
+                for sample in rollout.samples
+            )
         loop.step_taken(batch)
     await loop.close()
     assert again == ids[3:] and loop.ledger.counts() == whole

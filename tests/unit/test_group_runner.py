@@ -8,11 +8,21 @@ import pytest
 
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.config.checks import checked_plan
-from torchtitan.experiments.rl.controller.group_runner import GroupRequest, GroupResult, WorkerRunner
+from torchtitan.experiments.rl.controller.group_runner import (
+    GroupRequest,
+    GroupResult,
+    WorkerRunner,
+)
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutTurn
+from torchtitan.experiments.rl.rollouts.types import (
+    Completion,
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutTurn,
+)
 
 SAMPLE = DataSample(sample_id="0", env_input=None)
 
@@ -28,7 +38,9 @@ class StubWorkers:
         async def run(task_name, request):
             self.asked[index].append(request)
             await self.released.wait()
-            return GroupResult(group=group_of(request.group_id, tokens=3), event_loop_lag_s=index / 10)
+            return GroupResult(
+                group=group_of(request.group_id, tokens=3), event_loop_lag_s=index / 10
+            )
 
         life = Lifetime(f"rollout worker {index}")
         runner.admit(index, SimpleNamespace(run=SimpleNamespace(choose=run)), life)
@@ -66,7 +78,9 @@ def open_rollouts(runner: WorkerRunner) -> list[int]:
 
 
 def task(group_size: int):
-    return SimpleNamespace(name="sums", needs_group=True, config=SimpleNamespace(group_size=group_size, adapter=""))
+    return SimpleNamespace(
+        name="sums", needs_group=True, config=SimpleNamespace(group_size=group_size, adapter="")
+    )
 
 
 def request(group_id: str, **changes) -> GroupRequest:
@@ -77,9 +91,14 @@ async def test_a_group_goes_to_the_worker_with_the_fewest_open_rollouts():
     mesh, policy = StubWorkers(2), SimpleNamespace(version=7, generated_tokens=0)
     runner = runner_of(mesh, policy)
     sizes = [4, 1, 1, 1, 1, 1]  # after the group of four, the other worker gets the next four
-    work = [asyncio.create_task(runner.run(task(size), request(str(i)))) for i, size in enumerate(sizes)]
+    work = [
+        asyncio.create_task(runner.run(task(size), request(str(i)))) for i, size in enumerate(sizes)
+    ]
     await iterations(10)
-    assert [[request.group_id for request in asked] for asked in mesh.asked] == [["0", "5"], ["1", "2", "3", "4"]]
+    assert [[request.group_id for request in asked] for asked in mesh.asked] == [
+        ["0", "5"],
+        ["1", "2", "3", "4"],
+    ]
     assert {request.policy_version for asked in mesh.asked for request in asked} == {7}
     mesh.released.set()
     for group in await asyncio.gather(*work):
@@ -105,7 +124,12 @@ async def test_measured_group_carries_its_sampling_and_size():
     sampling = SamplingConfig(temperature=0.0)
     group = await runner.run(task(4), request("v", sampling=sampling, group_size=2, credit=False))
     (asked,) = mesh.asked[0]
-    assert (group.group_id, asked.sampling, asked.group_size, asked.credit) == ("v", sampling, 2, False)
+    assert (group.group_id, asked.sampling, asked.group_size, asked.credit) == (
+        "v",
+        sampling,
+        2,
+        False,
+    )
 
 
 async def test_groups_of_a_worker_that_dies_are_run_again_under_their_ids_elsewhere_or_when_it_is_back():
@@ -114,7 +138,10 @@ async def test_groups_of_a_worker_that_dies_are_run_again_under_their_ids_elsewh
     lives = [workers.admit(runner, index) for index in range(2)]
     work = [asyncio.create_task(runner.run(task(2), request(name))) for name in "abc"]
     await until(lambda: sum(map(len, workers.asked)) == 3)
-    assert [[request.group_id for request in asked] for asked in workers.asked] == [["a", "c"], ["b"]]
+    assert [[request.group_id for request in asked] for asked in workers.asked] == [
+        ["a", "c"],
+        ["b"],
+    ]
     lives[0].end("killed by SIGKILL")
     await until(lambda: len(workers.asked[1]) == 3)
     assert {request.group_id for request in workers.asked[1]} == {"a", "b", "c"}
@@ -126,7 +153,11 @@ async def test_groups_of_a_worker_that_dies_are_run_again_under_their_ids_elsewh
         runner.lose(index)
     workers.admit(runner, 0)
     await until(lambda: len(workers.asked[0]) == 5)
-    assert {request.group_id: request.policy_version for request in workers.asked[0][2:]} == {"a": 4, "b": 4, "c": 4}
+    assert {request.group_id: request.policy_version for request in workers.asked[0][2:]} == {
+        "a": 4,
+        "b": 4,
+        "c": 4,
+    }
     workers.released.set()
     assert [group.group_id for group in await asyncio.gather(*work)] == ["a", "b", "c"]
     assert policy.generated_tokens == 9 and open_rollouts(runner) == [0]
@@ -137,5 +168,7 @@ def test_workers_of_a_synchronous_run_are_refused():
 
     config = rl_grpo_qwen3_debug()
     config.rollout_workers, config.max_offpolicy_steps = 2, 0
-    with pytest.raises(ConfigError, match="rollout_workers = 2: synchronous runs repeat bit for bit"):
+    with pytest.raises(
+        ConfigError, match="rollout_workers = 2: synchronous runs repeat bit for bit"
+    ):
         checked_plan(config)

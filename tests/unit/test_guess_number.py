@@ -39,18 +39,27 @@ async def play(renderer, tokenizer, *replies, **changes):
 # ---- data
 
 
-@given(seed=st.integers(0, 5), numbers=st.integers(2, 30), split=st.sampled_from(["train", "validation"]))
+@given(
+    seed=st.integers(0, 5),
+    numbers=st.integers(2, 30),
+    split=st.sampled_from(["train", "validation"]),
+)
 def test_games_keep_their_bounds_and_their_split(seed, numbers, split):
     arguments = {"split": split, "seed": seed, "numbers": numbers, "max_number": 99, "guesses": 4}
     games = make_examples(12, **arguments)
     assert games == make_examples(20, **arguments)[:12]
     for game in games:
-        assert 1 <= game.low <= game.secret <= game.high <= 99 and game.high - game.low == numbers - 1
+        assert (
+            1 <= game.low <= game.secret <= game.high <= 99 and game.high - game.low == numbers - 1
+        )
         assert game.guesses == 4 and split_of(game.low, game.high) == split
 
 
 def test_splits_share_no_range_and_each_number_of_a_range_comes_up():
-    train, validation = (make_examples(5000, split=split, numbers=7, max_number=99) for split in ("train", "validation"))
+    train, validation = (
+        make_examples(5000, split=split, numbers=7, max_number=99)
+        for split in ("train", "validation")
+    )
     assert not {game.low for game in train} & {game.low for game in validation}
     for games in (train, validation):
         secrets = [game.secret - game.low for game in games]
@@ -91,7 +100,11 @@ async def test_halving_finds_every_one_of_seven_numbers_in_three_guesses():
             guess = (low + high) // 2
             step = await env.step_message({"role": "assistant", "content": str(guess)})
             done = step.done
-            low, high = (guess + 1, high) if "higher" in step.env_messages[0]["content"] else (low, guess - 1)
+            low, high = (
+                (guess + 1, high)
+                if "higher" in step.env_messages[0]["content"]
+                else (low, guess - 1)
+            )
         assert step.reward_components == {"found": 1.0} and guess == secret
 
 
@@ -108,7 +121,10 @@ async def test_hints_lead_to_the_number_and_the_game_is_one_training_sample(rend
         "I am thinking of a number between 41 and 47. You have 3 guesses. Reply with one number per turn."
     )
     (sample,) = rollout.samples
-    assert tokenizer.decode(sample.token_ids[sample.loss_mask]) == "44<|im_end|>47<|im_end|>46<|im_end|>"
+    assert (
+        tokenizer.decode(sample.token_ids[sample.loss_mask])
+        == "44<|im_end|>47<|im_end|>46<|im_end|>"
+    )
 
 
 async def test_every_reply_costs_a_guess_and_the_last_ends_the_game(renderer, tokenizer):
@@ -121,9 +137,13 @@ async def test_every_reply_costs_a_guess_and_the_last_ends_the_game(renderer, to
     assert (rollout.status, rollout.reward) == (RolloutStatus.COMPLETED, 0.0)
 
 
-@pytest.mark.parametrize(("guesses", "reward"), [(["46"], 1.0), (["44", "46"], 0.5), (["44", "45", "46"], 0.25)])
+@pytest.mark.parametrize(
+    ("guesses", "reward"), [(["46"], 1.0), (["44", "46"], 0.5), (["44", "45", "46"], 0.25)]
+)
 async def test_discount_makes_a_late_find_worth_less(renderer, tokenizer, guesses, reward):
-    rollout = await play(renderer, tokenizer, *guesses, rubric=GuessNumberRubric.Config(discount=0.5))
+    rollout = await play(
+        renderer, tokenizer, *guesses, rubric=GuessNumberRubric.Config(discount=0.5)
+    )
     assert rollout.reward == reward and rollout.reward_components["found"] == 1.0
 
 
@@ -140,8 +160,14 @@ async def test_a_game_cut_short_found_nothing(renderer, tokenizer):
     [
         ({"numbers": 1}, "tasks.g.dataset.numbers = 1: must be at least 2"),
         ({"guesses": 0}, "tasks.g.dataset.guesses = 0: must be at least 1"),
-        ({"max_number": 99}, "tasks.g.dataset.max_number = 99: leaves no range of 100 numbers to train: raise it"),
-        ({"guesses": 9}, "tasks.g.env.max_turns = 8: an example of tasks.g.dataset may take 9 turns: raise this"),
+        (
+            {"max_number": 99},
+            "tasks.g.dataset.max_number = 99: leaves no range of 100 numbers to train: raise it",
+        ),
+        (
+            {"guesses": 9},
+            "tasks.g.env.max_turns = 8: an example of tasks.g.dataset may take 9 turns: raise this",
+        ),
     ],
 )
 def test_a_dataset_that_cannot_work_says_what_to_change(dataset, message):

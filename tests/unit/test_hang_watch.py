@@ -63,7 +63,9 @@ async def test_a_thread_that_is_at_one_step_for_too_long_ends_its_process(watche
     process.doing, process.since = "a step of the engine", clock.now
     await until(lambda: life.cause is not None)
     assert 20 < clock.now - process.since < 25
-    assert life.cause.startswith("hung: a step of the engine for 2") and lines[0].startswith("generator 1 hangs: a step of")
+    assert life.cause.startswith("hung: a step of the engine for 2") and lines[0].startswith(
+        "generator 1 hangs: a step of"
+    )
 
 
 async def test_work_that_may_take_long_has_the_longer_limit(watched, clock):
@@ -82,7 +84,9 @@ async def test_a_process_that_does_not_answer_ends(watched, clock):
     await until(lambda: life.cause is not None)
     assert 20 < clock.now - silent_since < 30 and life.cause.startswith("hung: no answer for 2")
     said, hangs = lines
-    assert said == "generator 1 has not answered for 16 s: its host is busy, stopped or out of reach"
+    assert (
+        said == "generator 1 has not answered for 16 s: its host is busy, stopped or out of reach"
+    )
     assert "no stack could be had" in hangs
 
 
@@ -95,7 +99,9 @@ async def test_a_silence_is_said_once_and_its_end_too(watched, clock):
     process.silent = False
     await until(lambda: len(lines) > 1)
     assert life.cause is None and len(lines) == 2
-    assert lines[0].startswith("generator 1 has not answered for ") and lines[1].startswith("generator 1 answers again after ")
+    assert lines[0].startswith("generator 1 has not answered for ") and lines[1].startswith(
+        "generator 1 answers again after "
+    )
 
 
 async def test_a_pause_of_everything_is_no_hang(watched, clock):

@@ -19,8 +19,12 @@ def not_injected(monkeypatch):
 
 
 def test_two_processes_of_one_host_have_one_identity():
-    code = "from torchtitan.experiments.rl.process.host import host_identity; print(host_identity())"
-    other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "from torchtitan.experiments.rl.process.host import host_identity; print(host_identity())"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert other.stdout.strip() == host_identity()
 
 

@@ -39,7 +39,11 @@ UNLIMITED = str(2**63 - 4096)
 
 def group(limit: str, used_gib: int, *, unused_gib: int = 0, version: int = 2) -> dict[str, str]:
     """Files of a control group."""
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    names = (
+        ("memory.max", "memory.current")
+        if version == 2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
     inactive = "inactive_file" if version == 2 else "total_inactive_file"
     statistics = f"anon 7\n{inactive} {unused_gib * GIB}\n"
     return {names[0]: limit, names[1]: str(used_gib * GIB), "memory.stat": statistics}
@@ -79,7 +83,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("groups, files, expected", CASES.values(), ids=CASES)
-def test_the_memory_of_a_host_is_the_lowest_limit_that_this_process_is_under(monkeypatch, tmp_path, groups, files, expected):
+def test_the_memory_of_a_host_is_the_lowest_limit_that_this_process_is_under(
+    monkeypatch, tmp_path, groups, files, expected
+):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text(MEMINFO)
     if groups:
@@ -114,7 +120,9 @@ agent.main()
         code,
         str(tmp_path / "socket"),
     ]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, env=os.environ)
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, timeout=240, env=os.environ
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(hard), str(hard)]
 
@@ -135,7 +143,9 @@ def test_a_host_of_the_8b_keeps_a_checkpoints_copy_two_versions_and_the_processe
     assert needed.checkpoint == 12 * QWEN3_8B, "float32 weights and two moments"
     assert needed.versions == 2 * 2 * QWEN3_8B and needed.offloaded == 0
     workers = plan.config.rollout_workers
-    assert needed.processes == (4 + 4 + workers + 1) * PROCESS_GIB * GIB, "ranks, engines, workers, the command"
+    assert needed.processes == (4 + 4 + workers + 1) * PROCESS_GIB * GIB, (
+        "ranks, engines, workers, the command"
+    )
     total = (12 + 4) * QWEN3_8B / GIB + (9 + workers) * 0.5
     assert needed.total == pytest.approx(total * GIB)
     assert (
@@ -212,12 +222,19 @@ def test_a_host_with_too_little_memory_is_refused_and_one_that_is_in_use_is_warn
     monkeypatch, capsys, tmp_path, free, total, refused, warned
 ):
     fake_gpus(monkeypatch, 8, host_gib=(free, total))
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**50, total=2**51))
-    code, out, err = gate(capsys, tmp_path, "--config", "rl_grpo_qwen3_8b", "--rollout-workers", "0")
+    monkeypatch.setattr(
+        machine.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**50, total=2**51)
+    )
+    code, out, err = gate(
+        capsys, tmp_path, "--config", "rl_grpo_qwen3_8b", "--rollout-workers", "0"
+    )
     assert code == 0
     line = f"before a run   host memory = '{total:.1f} GiB': {NEEDED}: raise the limit of the container or job"
     assert (line in out) == refused
-    assert (f"warning: {free:.1f} GiB of this host's memory are free, and {NEEDED}: end other programs" in err) == warned
+    assert (
+        f"warning: {free:.1f} GiB of this host's memory are free, and {NEEDED}: end other programs"
+        in err
+    ) == warned
 
 
 @pytest.mark.parametrize(
@@ -231,11 +248,17 @@ def test_a_host_with_too_little_memory_is_refused_and_one_that_is_in_use_is_warn
     ],
     ids=["kubernetes", "slurm"],
 )
-def test_a_job_that_asks_for_too_little_memory_is_refused_by_its_field(capsys, tmp_path, words, field):
+def test_a_job_that_asks_for_too_little_memory_is_refused_by_its_field(
+    capsys, tmp_path, words, field
+):
     kubernetes = ["--provision.job.image", "registry/rl:1", "--provision.job.volume-claim", "runs"]
     for gib, refused in ((200, True), (300, False)):
-        own = [word.format(gib) for word in words] + (kubernetes if words[0] == "kubernetes" else [])
-        code, out, _ = gate(capsys, tmp_path, "--config", "rl_grpo_qwen3_32b_32", "--provision.job", *own)
+        own = [word.format(gib) for word in words] + (
+            kubernetes if words[0] == "kubernetes" else []
+        )
+        code, out, _ = gate(
+            capsys, tmp_path, "--config", "rl_grpo_qwen3_32b_32", "--provision.job", *own
+        )
         assert code == 0
         # 183.07 for half of the checkpoint, 61.02 for two halves of a version, and the processes.
         line = f"provision.job.{field.format(gib)}: on host 0 the run needs about 24"
@@ -269,7 +292,8 @@ def test_a_job_that_asks_for_no_memory_says_nothing_of_it():
 def test_a_host_of_several_says_itself_that_it_has_too_little():
     plan = plan_of("rl_grpo_qwen3_32b_32")
     hosts = [
-        SimpleNamespace(name=f"host {number} (node{number})", memory_gib=gib) for number, gib in enumerate((500, 200, 500, 500))
+        SimpleNamespace(name=f"host {number} (node{number})", memory_gib=gib)
+        for number, gib in enumerate((500, 200, 500, 500))
     ]
     with pytest.raises(
         RunError,

@@ -36,8 +36,14 @@ def shard_of(shape: tuple[int, ...], cuts: dict[int, tuple[int, int]]) -> Shard:
 @st.composite
 def meshes(draw):
     """Tensors, what each rank holds of each, and their dtype."""
-    copies, first, second = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    shapes = draw(st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=4))
+    copies, first, second = (
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+    )
+    shapes = draw(
+        st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=4)
+    )
     held = []
     # Each tensor is cut along at most two of its dimensions, whichever, by the two sides of the mesh; or held whole by all.
     plans = []
@@ -53,7 +59,10 @@ def meshes(draw):
             }
         )
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    tensors = {f"t{n}": (torch.arange(math.prod(shape)) + 1 + n).reshape(shape).to(dtype) for n, shape in enumerate(shapes)}
+    tensors = {
+        f"t{n}": (torch.arange(math.prod(shape)) + 1 + n).reshape(shape).to(dtype)
+        for n, shape in enumerate(shapes)
+    }
     return tensors, held, dtype
 
 
@@ -70,17 +79,27 @@ def test_what_ranks_write_is_every_tensor_once(mesh):
             sums[name] += int(digest(part, own[name], shapes[name]))
         parts.append(RankParts("here", f"rank {rank}", own))
         buffers.append(buffer)
-    assert sum(volume(shard) for own in parts for shard in own.shards.values()) == sum(map(torch.numel, tensors.values()))
-    manifest = Manifest(version=1, shapes=shapes, dtype=dtype, parts=tuple(parts), publication="", digests={})
+    assert sum(volume(shard) for own in parts for shard in own.shards.values()) == sum(
+        map(torch.numel, tensors.values())
+    )
+    manifest = Manifest(
+        version=1, shapes=shapes, dtype=dtype, parts=tuple(parts), publication="", digests={}
+    )
     found = PartedTensors(manifest, buffers)
     assert list(found) == list(tensors) and len(found) == len(tensors)
     memory = {buffer.untyped_storage().data_ptr() for buffer in buffers}
     for name, tensor in found.items():
         assert tensor.dtype == dtype and torch.equal(tensor, tensors[name])
-        whole = any(name in own.shards and volume(own.shards[name]) == tensor.numel() for own in parts)
-        assert (tensor.untyped_storage().data_ptr() in memory) is (whole and tensor.numel() > 0), "a whole one is not copied"
+        whole = any(
+            name in own.shards and volume(own.shards[name]) == tensor.numel() for own in parts
+        )
+        assert (tensor.untyped_storage().data_ptr() in memory) is (whole and tensor.numel() > 0), (
+            "a whole one is not copied"
+        )
     # What the ranks say of their own parts adds up to what anyone finds in the whole.
-    assert named(sums.items()) == named((name, int(digest(tensor))) for name, tensor in found.items())
+    assert named(sums.items()) == named(
+        (name, int(digest(tensor))) for name, tensor in found.items()
+    )
 
 
 def test_shards_in_a_buffer_by_hand():

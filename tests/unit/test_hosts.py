@@ -18,7 +18,12 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts import pool
 from torchtitan.experiments.rl.hosts.pool import TOKEN_BYTES, text_of
 from torchtitan.experiments.rl.operations.provision import MARK_FILE, check_shared_files
-from torchtitan.experiments.rl.process.host import LOOPBACK, interface_towards, network_address, source_address
+from torchtitan.experiments.rl.process.host import (
+    LOOPBACK,
+    interface_towards,
+    network_address,
+    source_address,
+)
 from torchtitan.experiments.rl.process.lifetime import descendants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +44,9 @@ child.wait()
 def host():
     """A host's agent with two processes and its keeper; its port, its token, and the processes of it that live."""
     token = secrets.token_bytes(TOKEN_BYTES)
-    agent = subprocess.Popen([sys.executable, "-c", AGENT, token.hex()], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, token.hex()], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     port = int(agent.stdout.readline())
     wait_until(lambda: len(descendants(agent.pid)) == 3)
     yield SimpleNamespace(port=port, token=token, agent=agent, alive=lambda: descendants(agent.pid))
@@ -72,7 +79,10 @@ def test_a_stranger_can_not_end_a_host_nor_keep_the_command_from_it(host):
 
 def test_strangers_that_say_nothing_do_not_hold_the_command_up(host):
     with contextlib.ExitStack() as strangers:
-        silent = [strangers.enter_context(socket.create_connection(("127.0.0.1", host.port))) for _ in range(20)]
+        silent = [
+            strangers.enter_context(socket.create_connection(("127.0.0.1", host.port)))
+            for _ in range(20)
+        ]
         with socket.create_connection(("127.0.0.1", host.port)) as command:
             command.sendall(host.token)
         assert host.agent.wait(timeout=60) == -9
@@ -117,12 +127,16 @@ def test_hosts_that_see_the_same_files_pass_and_the_mark_goes(tmp_path):
 
 
 @pytest.mark.parametrize("there", [None, "of another disk"])
-@pytest.mark.parametrize(("name", "field"), [(MARK_FILE, "--run-dir"), ("config.json", "model.hf_assets_path")])
+@pytest.mark.parametrize(
+    ("name", "field"), [(MARK_FILE, "--run-dir"), ("config.json", "model.hf_assets_path")]
+)
 def test_a_host_that_does_not_see_a_folder_is_named_with_the_folder(tmp_path, name, field, there):
     pool = Pool(one=text_of, two=lambda file: there if file.name == name else text_of(file))
     config = config_registry.rl_grpo_qwen3_debug()
     folder = tmp_path if name == MARK_FILE else Path(config.model.hf_assets_path).resolve()
-    with pytest.raises(RunError, match=f"^two does not see the folder {folder} as this host does: .*{field}"):
+    with pytest.raises(
+        RunError, match=f"^two does not see the folder {folder} as this host does: .*{field}"
+    ):
         check_shared_files(pool, config, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -137,7 +151,11 @@ def test_a_file_that_is_not_there_has_no_text_and_an_empty_one_has(tmp_path):
 
 
 def test_the_network_address_is_one_that_leads_out_and_a_host_name_does_not_change_it(monkeypatch):
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *name: [(0, 0, 0, "", ("127.0.1.1", 0)), (0, 0, 0, "", ("10.0.0.7", 0))])
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda *name: [(0, 0, 0, "", ("127.0.1.1", 0)), (0, 0, 0, "", ("10.0.0.7", 0))],
+    )
     assert network_address() == "10.0.0.7"
     monkeypatch.setattr(socket, "getaddrinfo", lambda *name: [(0, 0, 0, "", ("127.0.1.1", 0))])
     assert network_address() == source_address("192.0.2.1")
@@ -159,14 +177,18 @@ def attached(monkeypatch):
     return calls
 
 
-def test_agents_that_begin_to_listen_late_are_waited_for_before_monarch_attaches(attached, tmp_path):
+def test_agents_that_begin_to_listen_late_are_waited_for_before_monarch_attaches(
+    attached, tmp_path
+):
     """Monarch loses its first message to an agent that listens more than half a minute later."""
     early = socket.create_server(("127.0.0.1", 0))
     late, path = socket.socket(), tmp_path / "socket"
     late.bind(("127.0.0.1", 0))
     (_, port), (_, late_port) = early.getsockname(), late.getsockname()
     endpoints = [("127.0.0.1", port), ("127.0.0.1", late_port), str(path)]
-    attaching = threading.Thread(target=lambda: pool.attach(["a", "b", "c"], endpoints, timeout_s=60))
+    attaching = threading.Thread(
+        target=lambda: pool.attach(["a", "b", "c"], endpoints, timeout_s=60)
+    )
     attaching.start()
     assert attached == []
     late.listen()
@@ -178,15 +200,22 @@ def test_agents_that_begin_to_listen_late_are_waited_for_before_monarch_attaches
     assert attached == [["a", "b", "c"]]
 
 
-def test_an_agent_that_does_not_come_is_one_line_with_its_host_and_the_field(attached, monkeypatch, capsys):
+def test_an_agent_that_does_not_come_is_one_line_with_its_host_and_the_field(
+    attached, monkeypatch, capsys
+):
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         place = bound.getsockname()
         with pytest.raises(RunError) as error:
             pool.attach(["a"], [place], timeout_s=0.05)
         said = f"host 0 of 1: no agent at 127.0.0.1:{place[1]} after 0.05 s (Connection refused): "
-        assert str(error.value).startswith(said) and "provision.job.start_timeout_s" in str(error.value)
-        assert f"warning: whoever reaches port {place[1]} of these hosts can run code as you" in capsys.readouterr().err
+        assert str(error.value).startswith(said) and "provision.job.start_timeout_s" in str(
+            error.value
+        )
+        assert (
+            f"warning: whoever reaches port {place[1]} of these hosts can run code as you"
+            in capsys.readouterr().err
+        )
         with pytest.raises(RunError, match="stopped while its hosts were taken"):
             pool.attach(["a"], [place], timeout_s=60, stopped=lambda: True)
 
@@ -194,5 +223,8 @@ def test_an_agent_that_does_not_come_is_one_line_with_its_host_and_the_field(att
         raise RuntimeError("attach failed: config push failed\nsomething long")
 
     monkeypatch.setattr(pool, "attach_to_workers", refuse)
-    with pytest.raises(RunError, match="^the hosts' agents can't be attached to: attach failed: config push failed$"):
+    with pytest.raises(
+        RunError,
+        match="^the hosts' agents can't be attached to: attach failed: config push failed$",
+    ):
         pool.attach(["a"], [], timeout_s=1)

@@ -23,18 +23,26 @@ def hub_answers(monkeypatch, token):
     monkeypatch.setattr(hub, "hub_fault", lambda: None)
     monkeypatch.setattr(HfApi, "whoami", lambda self: {"name": "me"})
     monkeypatch.setattr(HfApi, "create_repo", lambda self, name, exist_ok: f"https://hub/{name}")
-    monkeypatch.setattr(HfApi, "upload_folder", lambda self, repo_id, folder_path: uploaded.append((repo_id, folder_path)))
+    monkeypatch.setattr(
+        HfApi,
+        "upload_folder",
+        lambda self, repo_id, folder_path: uploaded.append((repo_id, folder_path)),
+    )
     return uploaded
 
 
 def test_without_a_token_nothing_begins(refused, monkeypatch):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    assert "--push-to-hub = 'me/mine': there is no token: run `hf auth login`" in refused(*DEBUG, "--push-to-hub", "me/mine")
+    assert "--push-to-hub = 'me/mine': there is no token: run `hf auth login`" in refused(
+        *DEBUG, "--push-to-hub", "me/mine"
+    )
 
 
 def test_without_a_hub_nothing_begins(refused, monkeypatch, token):
     monkeypatch.setattr(hub, "hub_fault", lambda: "no hub answers at https://hub")
-    assert "no hub answers at https://hub; leave it out, and" in refused(*DEBUG, "--push-to-hub", "me/mine")
+    assert "no hub answers at https://hub; leave it out, and" in refused(
+        *DEBUG, "--push-to-hub", "me/mine"
+    )
 
 
 def test_what_is_no_name_and_what_has_nothing_to_push_is_refused(refused, hub_answers):
@@ -65,7 +73,9 @@ def test_the_newest_policy_of_a_run_is_pushed(hub_answers, command, tmp_path, mo
     assert out.endswith("pushed      https://hub/me/mine\n")
 
 
-def test_an_upload_that_fails_leaves_the_folder_and_says_how_to_try_again(tmp_path, capsys, monkeypatch):
+def test_an_upload_that_fails_leaves_the_folder_and_says_how_to_try_again(
+    tmp_path, capsys, monkeypatch
+):
     def fail(folder, name):
         raise ConnectionError("the network\nis gone")
 
@@ -74,7 +84,9 @@ def test_an_upload_that_fails_leaves_the_folder_and_says_how_to_try_again(tmp_pa
     assert not config_hub.push(tmp_path / "my policy", "me/mine")
     err = capsys.readouterr().err
     assert_one_line(
-        err, "me/mine was not pushed (ConnectionError: the network", f"again: hf upload me/mine '{tmp_path}/my policy'"
+        err,
+        "me/mine was not pushed (ConnectionError: the network",
+        f"again: hf upload me/mine '{tmp_path}/my policy'",
     )
     assert (tmp_path / "my policy").is_dir()
 
@@ -84,10 +96,15 @@ def test_an_upload_that_fails_leaves_the_folder_and_says_how_to_try_again(tmp_pa
     [
         (["nowhere", "--to", "new"], "RUN_OR_CHECKPOINT = 'nowhere': no such folder"),
         (["empty", "--to", "new"], "can't be resumed: it has no complete checkpoint"),
-        (["empty", "--to", "empty"], "--to = 'empty': it is there already: name a folder that is not"),
+        (
+            ["empty", "--to", "empty"],
+            "--to = 'empty': it is there already: name a folder that is not",
+        ),
     ],
 )
-def test_what_can_not_be_exported_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys, words, message):
+def test_what_can_not_be_exported_is_one_line_and_writes_nothing(
+    tmp_path, monkeypatch, capsys, words, message
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     assert export.main(words) == 2

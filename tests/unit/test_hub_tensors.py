@@ -44,14 +44,18 @@ def test_they_are_what_the_whole_state_dict_gives_and_only_one_part_is_converted
     with torch.no_grad():
         linear = model.layers["0"].attention.qkv_linear
         linear.get_parameter("wqkv.weight").zero_()
-    assert not dict(tensors.items())["model.layers.0.self_attn.q_proj.weight"].any(), "an old value was kept"
+    assert not dict(tensors.items())["model.layers.0.self_attn.q_proj.weight"].any(), (
+        "an old value was kept"
+    )
 
 
 def test_experts_are_three_stacks_a_layer_that_share_the_models_memory():
     model, adapter = model_and_adapter(ModelConfig(hf_assets_path=str(MOE_MODEL)))
     expected = adapter.to_hf(model.state_dict())
     found = dict(HubTensors(model, adapter.to_hf).items())
-    assert len(expected) == 4 * (9 + 3 * 8) + 2, "four layers of eight experts, the embedding and the last norm"
+    assert len(expected) == 4 * (9 + 3 * 8) + 2, (
+        "four layers of eight experts, the embedding and the last norm"
+    )
     assert len(found) == 4 * (9 + 3) + 2
     assert_same(by_hub_name(found), expected, rtol=0, atol=0)
     stack = found["model.layers.2.mlp.experts.*.up_proj.weight"]
@@ -78,7 +82,9 @@ def test_no_publish_keeps_what_was_gathered_for_one_part_when_it_comes_to_the_ne
         return adapter.to_hf(state)
 
     for part in (*model.layers.values(), model.norm, model.lm_head):
-        part.register_state_dict_pre_hook(lambda *_: alive.append(sum(storage() is not None for storage in made)))
+        part.register_state_dict_pre_hook(
+            lambda *_: alive.append(sum(storage() is not None for storage in made))
+        )
     publisher = SnapshotPublisher(rank=0, host="here", dtype=torch.float32)
     for version in (1, 2):  # the first also lays out the buffers
         publisher.write(version, HubTensors(model, to_hub))

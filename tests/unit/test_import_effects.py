@@ -91,7 +91,9 @@ print(json.dumps({"imported": ours, "changed": changed, "device": after["torchti
 def test_importing_every_module_changes_nothing_in_the_process():
     env = {name: value for name, value in os.environ.items() if not name.startswith("HYPERACTOR_")}
     env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run([sys.executable, "-c", CODE], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", CODE], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     said = json.loads(result.stdout.splitlines()[-1])
     files = [file.relative_to(ROOT) for file in (ROOT / "torchtitan/experiments/rl").rglob("*.py")]
@@ -105,7 +107,9 @@ def test_the_package_itself_imports_no_dependency():
     code = """import sys, torchtitan.experiments.rl
 print([name for name in ("torch", "monarch", "torchstore", "vllm") if name in sys.modules])"""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
     assert result.stdout.strip() == "[]", result.stderr
 
 
@@ -122,6 +126,12 @@ assert main([sys.argv[1], "--export", sys.argv[1] + "/run.html"]) == 0  # pages,
 import torchtitan.experiments.rl.tools.report.app
 print([name for name in ("torch", "transformers", "renderers", "monarch", "torchtitan.config") if name in sys.modules])"""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code, str(folder)], env=env, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert result.stdout.splitlines()[-1] == "[]", result.stdout + result.stderr
     assert '"advantages": [0.0, 0.0, 0.0, 0.5, 0.75]' in (folder / "run.html").read_text()

@@ -72,7 +72,11 @@ def sleepers() -> list[str]:
 
 
 def test_each_call_has_a_process_of_its_own_in_the_main_thread(calls):
-    first, main = calls.call(lambda: (os.getpid(), threading.current_thread() is threading.main_thread()), (), timeout_s=30)
+    first, main = calls.call(
+        lambda: (os.getpid(), threading.current_thread() is threading.main_thread()),
+        (),
+        timeout_s=30,
+    )
     second, _ = calls.call(lambda: (os.getpid(), 0), (), timeout_s=30)
     assert main and len({first, second, os.getpid()}) == 3
 
@@ -81,11 +85,17 @@ def test_each_call_has_a_process_of_its_own_in_the_main_thread(calls):
 def test_what_one_reply_changes_no_later_reply_gains_from(calls, grader, poison):
     assert calls.call(grader.grade, ("0",), timeout_s=30) == 0.0
     calls.call(grader.grade, (poison,), timeout_s=30)
-    assert [calls.call(grader.grade, (reply,), timeout_s=30) for reply in ("0", "42", "1")] == [0.0, 1.0, 0.0]
+    assert [calls.call(grader.grade, (reply,), timeout_s=30) for reply in ("0", "42", "1")] == [
+        0.0,
+        1.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize(
-    "ending", ["", "; time.sleep(3600)", "; os.kill(os.getpid(), 11)"], ids=["returns", "hangs", "crashes"]
+    "ending",
+    ["", "; time.sleep(3600)", "; os.kill(os.getpid(), 11)"],
+    ids=["returns", "hangs", "crashes"],
 )
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_all_that_a_call_has_started_ends_with_it(calls, grader, start, ending):
@@ -93,14 +103,19 @@ def test_all_that_a_call_has_started_ends_with_it(calls, grader, start, ending):
     try:
         calls.call(grader.grade, (code,), timeout_s=1.0 if "sleep(3600)" in ending else 30.0)
     except UserCodeError as error:
-        assert str(error) in ("no answer within 1 s; its process was killed", "its process died (SIGSEGV)")
+        assert str(error) in (
+            "no answer within 1 s; its process was killed",
+            "its process died (SIGSEGV)",
+        )
     assert sleepers() == []
 
 
 def test_what_outlives_its_server_ends_all_the_same(calls, grader):
     kills = "import os, signal, subprocess; subprocess.Popen(['sleep', '3600.25'], start_new_session=True); "
     with pytest.raises(UserCodeError, match="its process died .SIGKILL"):
-        calls.call(grader.grade, (kills + "os.kill(os.getppid(), 9); signal.pause()",), timeout_s=30)
+        calls.call(
+            grader.grade, (kills + "os.kill(os.getppid(), 9); signal.pause()",), timeout_s=30
+        )
     assert sleepers() == [] and calls.call(grader.grade, ("42",), timeout_s=30) == 1.0
 
 
@@ -130,7 +145,9 @@ def test_memory_is_bounded(calls, grader):
         calls.call(grader.grade, ("x = bytearray(1 << 30)",), timeout_s=30)
     eats = "import subprocess, sys, time; [subprocess.Popen([sys.executable, '-S', '-c', "
     eats += "'import time; x = bytearray(100 << 20); time.sleep(60)']) for _ in range(8)]; time.sleep(60)"
-    with pytest.raises(UserCodeError, match="it used more than 0.5 GiB of memory; its processes were killed"):
+    with pytest.raises(
+        UserCodeError, match="it used more than 0.5 GiB of memory; its processes were killed"
+    ):
         calls.call(grader.grade, (eats,), timeout_s=60)
 
 
@@ -154,8 +171,14 @@ def test_what_a_call_prints_is_cut(grader):
         'IsolatedCalls(1).call(grader.grade, (\'print("seen" + "x" * 100000)\',), timeout_s=60)'
     )
     environment = os.environ | {"PYTHONPATH": f"{Path(grader.__file__).parent}{os.pathsep}{ROOT}"}
-    printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
-    assert printed.stdout == b"" and printed.stderr.startswith(b"seenx") and len(printed.stderr) == isolated.MOST_OUTPUT
+    printed = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, check=True
+    )
+    assert (
+        printed.stdout == b""
+        and printed.stderr.startswith(b"seenx")
+        and len(printed.stderr) == isolated.MOST_OUTPUT
+    )
 
 
 def test_no_key_is_in_the_environment(grader, monkeypatch):
@@ -169,9 +192,13 @@ def test_an_answer_runs_no_code_here(calls, grader):
         def __reduce__(self):
             return builtins.exec, ("import builtins; builtins.TRAPPED = True",)
 
-    with pytest.raises(UserCodeError, match="returned a Trap, want a number, a text, or lists of them"):
+    with pytest.raises(
+        UserCodeError, match="returned a Trap, want a number, a text, or lists of them"
+    ):
         calls.call(Trap, (), timeout_s=30)
-    forged = "import os, stat\ndef is_pipe(fd):\n    try: return stat.S_ISFIFO(os.fstat(fd).st_mode)\n"
+    forged = (
+        "import os, stat\ndef is_pipe(fd):\n    try: return stat.S_ISFIFO(os.fstat(fd).st_mode)\n"
+    )
     forged += "    except OSError: return False\n"
     forged += "for fd in filter(is_pipe, range(3, 64)):\n    try: os.write(fd, b'no json')\n    except OSError: pass"
     with pytest.raises(UserCodeError, match="its answer can't be read"):
@@ -180,15 +207,24 @@ def test_an_answer_runs_no_code_here(calls, grader):
 
 
 def test_numbers_of_numpy_and_lists_arrive(calls):
-    assert calls.call(lambda: [np.float32(0.5), np.int64(2), True, np.bool_(True)], (), timeout_s=30) == [0.5, 2, True, True]
+    assert calls.call(
+        lambda: [np.float32(0.5), np.int64(2), True, np.bool_(True)], (), timeout_s=30
+    ) == [0.5, 2, True, True]
     assert calls.call(lambda: np.array([1.0, 2.0]), (), timeout_s=30) == [1.0, 2.0]
-    assert np.isnan(calls.call(lambda: float("nan"), (), timeout_s=30)) and calls.call(str, ("a",), timeout_s=30) == "a"
+    assert (
+        np.isnan(calls.call(lambda: float("nan"), (), timeout_s=30))
+        and calls.call(str, ("a",), timeout_s=30) == "a"
+    )
 
 
 def test_errors_have_their_cause_and_the_users_frames(calls, grader):
-    with pytest.raises(UserCodeError, match=r"ZeroDivisionError: division by zero \(<string>:1\)") as failed:
+    with pytest.raises(
+        UserCodeError, match=r"ZeroDivisionError: division by zero \(<string>:1\)"
+    ) as failed:
         calls.call(grader.grade, ("1 / 0",), timeout_s=30)
-    assert "grader.py" in failed.value.traceback and failed.value.traceback.endswith("ZeroDivisionError: division by zero")
+    assert "grader.py" in failed.value.traceback and failed.value.traceback.endswith(
+        "ZeroDivisionError: division by zero"
+    )
     with pytest.raises(UserCodeError, match="SystemExit"):
         calls.call(leaves, (), timeout_s=30)
     with pytest.raises(UserCodeError, match="can't be sent"):

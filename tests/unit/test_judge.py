@@ -36,7 +36,9 @@ class Server:
 
     async def chat(self, messages, *, seed, sampling):
         if messages == [{"role": "user", "content": "Hello"}]:  # at setup
-            return Reply(message={"role": "assistant", "content": "Hi"}, prompt_tokens=1, completion_tokens=1)
+            return Reply(
+                message={"role": "assistant", "content": "Hi"}, prompt_tokens=1, completion_tokens=1
+            )
         self.asked.append(messages)
         self.seeds.append(seed)
         self.open += 1
@@ -48,7 +50,9 @@ class Server:
             self.open -= 1
         if isinstance(answer, Reply):
             return answer
-        return Reply(message={"role": "assistant", "content": answer}, prompt_tokens=7, completion_tokens=2)
+        return Reply(
+            message={"role": "assistant", "content": answer}, prompt_tokens=7, completion_tokens=2
+        )
 
 
 async def judge_of(server: Server, **config) -> Judge:
@@ -99,7 +103,9 @@ async def test_only_so_many_answers_are_kept_the_last_used_ones():
 async def test_no_more_calls_are_open_than_the_limit():
     server = Server(lambda messages: asyncio.sleep(0.001, "yes"))
     judge = await judge_of(server, max_concurrency=3)
-    await asyncio.gather(*(judge.chat([{"role": "user", "content": str(number)}]) for number in range(20)))
+    await asyncio.gather(
+        *(judge.chat([{"role": "user", "content": str(number)}]) for number in range(20))
+    )
     assert server.most_open == 3 and len(server.asked) == 20
 
 
@@ -121,19 +127,36 @@ async def test_a_failure_is_tried_again_with_another_seed_and_is_not_kept():
     server = Server(failing(3, RunError("the model is gone")))
     judge = await judge_of(server, max_retries=2)
     spent: dict[str, float] = {}
-    with counted_in(spent), pytest.raises(JudgeFailed, match="judge 'grader' failed, last with: the model is gone"):
+    with (
+        counted_in(spent),
+        pytest.raises(JudgeFailed, match="judge 'grader' failed, last with: the model is gone"),
+    ):
         await judge.chat(ASKED)
     assert spent["judge/grader/calls"] == 3 and spent["judge/grader/failed"] == 1
     assert (await judge.chat(ASKED))["content"] == "yes"
 
 
 async def test_an_attempt_that_takes_too_long_and_an_answer_that_is_cut_off_are_failures():
-    judge = await judge_of(Server(lambda messages: asyncio.Event().wait()), timeout_s=0.01, max_retries=1)
-    with pytest.raises(JudgeFailed, match="'grader' failed, last with: no answer within timeout_s = 0.01"):
+    judge = await judge_of(
+        Server(lambda messages: asyncio.Event().wait()), timeout_s=0.01, max_retries=1
+    )
+    with pytest.raises(
+        JudgeFailed, match="'grader' failed, last with: no answer within timeout_s = 0.01"
+    ):
         await judge.chat(ASKED)
-    half = Reply(message={"role": "assistant", "content": "ye"}, prompt_tokens=1, completion_tokens=2, whole=False)
-    judge = await judge_of(Server(lambda messages: half), sampling=SamplingConfig(temperature=0.0, max_tokens=2))
-    with pytest.raises(JudgeFailed, match="'grader' failed, last with: its answer was cut off at sampling.max_tokens = 2"):
+    half = Reply(
+        message={"role": "assistant", "content": "ye"},
+        prompt_tokens=1,
+        completion_tokens=2,
+        whole=False,
+    )
+    judge = await judge_of(
+        Server(lambda messages: half), sampling=SamplingConfig(temperature=0.0, max_tokens=2)
+    )
+    with pytest.raises(
+        JudgeFailed,
+        match="'grader' failed, last with: its answer was cut off at sampling.max_tokens = 2",
+    ):
         await judge.chat(ASKED)
     assert len(judge._client.asked) == 1, "a greedy answer would be cut off again"
 
@@ -157,7 +180,9 @@ async def test_a_hosted_judge_is_asked_in_tokens_by_its_own_template(tokenizer):
         answer = await judge.chat(ASKED)
     assert answer == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
     (session,) = host.sessions
-    assert tokenizer.decode(session.prompts[0]).startswith("<|im_start|>user\nwhich?<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(session.prompts[0]).startswith(
+        "<|im_start|>user\nwhich?<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert session.sampling.temperature == 0 and session.closed
     assert spent["judge/judge/prompt_tokens"] == len(session.prompts[0])
 
@@ -178,38 +203,59 @@ async def judged_group(renderer, tokenizer, server: Server, replies: list[str], 
         group_size=len(replies),
         rubric=JudgedSumDigitsRubric.Config(judge=judge, **config),
     ).build(name="judged", renderer=renderer)
-    policy = Replying(tokenizer, lambda rollout_id, turn: replies[int(rollout_id.rpartition("/")[2])])
+    policy = Replying(
+        tokenizer, lambda rollout_id, turn: replies[int(rollout_id.rpartition("/")[2])]
+    )
     await task.setup(policy)
-    group = await task.run_group(DataSample(sample_id="0", env_input=[4, 8]), policy, group_id="g", seed=0)
+    group = await task.run_group(
+        DataSample(sample_id="0", env_input=[4, 8]), policy, group_id="g", seed=0
+    )
     await task.score_group(group)
     return group
 
 
-async def test_the_judges_answer_decides_the_reward_and_the_truth_is_only_recorded(renderer, tokenizer):
+async def test_the_judges_answer_decides_the_reward_and_the_truth_is_only_recorded(
+    renderer, tokenizer
+):
     server = Server(lambda messages: "13")  # wrong
     group = await judged_group(renderer, tokenizer, server, ["12", "13", "13", "x"])
     assert server.asked == [[{"role": "user", "content": "Sum of the digits: 4 8"}]]
     assert group.rewards == [0.0, 1.0, 1.0, 0.0]
-    assert [rollout.reward_components["correct"] for rollout in group.rollouts] == [1.0, 0.0, 0.0, 0.0]
+    assert [rollout.reward_components["correct"] for rollout in group.rollouts] == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
     assert group.costs["judge/grader/calls"] == 1 and group.costs["judge/grader/cached"] == 3
     found = costs([group, group])
-    assert found["judge/grader/calls"] == 2 and found["time/judge/grader_s"] == 2 * group.costs["judge/grader/seconds"]
+    assert (
+        found["judge/grader/calls"] == 2
+        and found["time/judge/grader_s"] == 2 * group.costs["judge/grader/seconds"]
+    )
     assert not any(name.endswith("/seconds") for name in found)
 
 
 async def test_a_pairwise_judges_rewards_are_shares_of_comparisons(renderer, tokenizer):
-    group = await judged_group(renderer, tokenizer, Server(lambda messages: "12"), ["12", "1", "12", "2"], mode="pairwise")
+    group = await judged_group(
+        renderer, tokenizer, Server(lambda messages: "12"), ["12", "1", "12", "2"], mode="pairwise"
+    )
     # A right reply ties with the other right one and beats two; a wrong one ties with the other and loses to two.
     assert group.rewards == pytest.approx([2.5 / 3, 0.5 / 3, 2.5 / 3, 0.5 / 3])
 
 
 @pytest.mark.parametrize("mode", ["each", "pairwise"])
-async def test_a_judge_that_fails_gives_no_reward_and_the_rollout_names_it(renderer, tokenizer, mode):
+async def test_a_judge_that_fails_gives_no_reward_and_the_rollout_names_it(
+    renderer, tokenizer, mode
+):
     server = Server(failing(99, RunError("no such model")))
     group = await judged_group(renderer, tokenizer, server, ["12", "13"], mode=mode)
     assert group.rewards == [] and group.failure is not None
     for rollout in group.rollouts:
-        assert rollout.status is RolloutStatus.ERROR and "judge 'grader' failed, last with: no such model" in rollout.error
+        assert (
+            rollout.status is RolloutStatus.ERROR
+            and "judge 'grader' failed, last with: no such model" in rollout.error
+        )
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6))

@@ -59,25 +59,45 @@ except RunError as error:
 
 def started(code: str) -> list[str]:
     """Lines of a process of its own: Monarch's job changes the transport of the whole process."""
-    done = subprocess.run([sys.executable, "-c", code + START], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", code + START], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 def test_the_pods_are_asked_for_with_their_gpus_and_volumes_and_removed_if_they_do_not_come():
-    created, error, deleted = sorted(started(PACKAGE), key=lambda line: ("create", "error", "delete").index(line.split()[0]))
+    created, error, deleted = sorted(
+        started(PACKAGE), key=lambda line: ("create", "error", "delete").index(line.split()[0])
+    )
     asked = json.loads(created.removeprefix("create "))
     name = asked["body"]["metadata"]["name"]
-    assert (asked["group"], asked["plural"], asked["namespace"]) == ("monarch.pytorch.org", "monarchmeshes", "ml")
+    assert (asked["group"], asked["plural"], asked["namespace"]) == (
+        "monarch.pytorch.org",
+        "monarchmeshes",
+        "ml",
+    )
     assert asked["body"]["kind"] == "MonarchMesh" and asked["body"]["spec"]["replicas"] == 2
     pod = asked["body"]["spec"]["podTemplate"]["spec"]
     (worker,) = pod["containers"]
-    assert worker["command"] == ["python", "-m", "torchtitan.experiments.rl.hosts.agent", "--port", "26600"]
+    assert worker["command"] == [
+        "python",
+        "-m",
+        "torchtitan.experiments.rl.hosts.agent",
+        "--port",
+        "26600",
+    ]
     assert worker["image"] == "registry/trainer:1" and worker["workingDir"] == "/workspace"
-    assert worker["resources"] == {"requests": {"nvidia.com/gpu": "4"}, "limits": {"nvidia.com/gpu": "4"}}
+    assert worker["resources"] == {
+        "requests": {"nvidia.com/gpu": "4"},
+        "limits": {"nvidia.com/gpu": "4"},
+    }
     assert worker["volumeMounts"][0] == {"name": "shared", "mountPath": "/shared"}
     assert pod["volumes"][0] == {"name": "shared", "persistentVolumeClaim": {"claimName": "runs"}}
-    assert pod["volumes"][1] == {"name": "dev-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}
+    assert pod["volumes"][1] == {
+        "name": "dev-shm",
+        "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"},
+    }
     assert error == f"error the pods of {name} in namespace ml did not come: no pods here"
     assert json.loads(deleted.removeprefix("delete "))["name"] == name
     assert name.isalnum() and name.islower()
@@ -85,11 +105,17 @@ def test_the_pods_are_asked_for_with_their_gpus_and_volumes_and_removed_if_they_
 
 def test_without_its_package_one_line_says_so():
     absent = "import sys\nsys.modules['kubernetes'] = None\n"
-    assert started(absent) == ["error provision.job kubernetes needs the package kubernetes: pip install kubernetes"]
+    assert started(absent) == [
+        "error provision.job kubernetes needs the package kubernetes: pip install kubernetes"
+    ]
 
 
 def test_a_dry_run_prints_the_manifest(command, tmp_path):
-    words = [word for name, value in JOB.items() for word in (f"--provision.job.{name.replace('_', '-')}", value)]
+    words = [
+        word
+        for name, value in JOB.items()
+        for word in (f"--provision.job.{name.replace('_', '-')}", value)
+    ]
     code, out, _ = command(
         "--config",
         "rl_grpo_qwen3_32b_32",
@@ -100,7 +126,12 @@ def test_a_dry_run_prints_the_manifest(command, tmp_path):
         "--run-dir",
         str(tmp_path / "r"),
     )
-    assert code == 0 and '"replicas": 4' in out and '"claimName": "runs"' in out and '"nvidia.com/gpu": "8"' in out
+    assert (
+        code == 0
+        and '"replicas": 4' in out
+        and '"claimName": "runs"' in out
+        and '"nvidia.com/gpu": "8"' in out
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,9 +166,15 @@ def test_a_pod_is_ready_when_its_agent_listens_and_asks_for_what_the_config_says
     (worker,) = pod["containers"]
     assert worker["readinessProbe"]["tcpSocket"] == {"port": 4000}
     assert worker["command"][-2:] == ["--port", "4000"]
-    assert worker["env"][0] == {"name": "MONARCH_PORT", "value": "4000"}, "where Monarch's job reads it"
+    assert worker["env"][0] == {"name": "MONARCH_PORT", "value": "4000"}, (
+        "where Monarch's job reads it"
+    )
     assert worker["env"][1:] == [{"name": "NCCL_IB_HCA", "value": "mlx5"}]
-    assert worker["resources"]["limits"] == {"nvidia.com/gpu": "8", "memory": "800Gi", "rdma/hca": "8"}
+    assert worker["resources"]["limits"] == {
+        "nvidia.com/gpu": "8",
+        "memory": "800Gi",
+        "rdma/hca": "8",
+    }
     assert worker["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     assert pod["nodeSelector"] == {"gpu": "h100"}
     assert pod["tolerations"] == [
@@ -147,10 +184,33 @@ def test_a_pod_is_ready_when_its_agent_listens_and_asks_for_what_the_config_says
 
 
 def test_what_a_pod_asks_for_can_be_said_on_the_command_line(command, tmp_path):
-    words = [word for name, value in JOB.items() for word in (f"--provision.job.{name.replace('_', '-')}", value)]
-    more = ["--provision.job.env", "NCCL_IB_HCA", "mlx5", "--provision.job.resources", "rdma/hca", "8"]
-    more += ["--provision.job.capabilities", "IPC_LOCK", "--provision.job.tolerations", "gpu:NoSchedule"]
+    words = [
+        word
+        for name, value in JOB.items()
+        for word in (f"--provision.job.{name.replace('_', '-')}", value)
+    ]
+    more = [
+        "--provision.job.env",
+        "NCCL_IB_HCA",
+        "mlx5",
+        "--provision.job.resources",
+        "rdma/hca",
+        "8",
+    ]
+    more += [
+        "--provision.job.capabilities",
+        "IPC_LOCK",
+        "--provision.job.tolerations",
+        "gpu:NoSchedule",
+    ]
     folder = ["--dry-run", "--run-dir", str(tmp_path / "r")]
-    code, out, err = command("--config", "rl_grpo_qwen3_32b_32", "--provision.job", "kubernetes", *words, *more, *folder)
+    code, out, err = command(
+        "--config", "rl_grpo_qwen3_32b_32", "--provision.job", "kubernetes", *words, *more, *folder
+    )
     assert code == 0, err
-    assert '"value": "mlx5"' in out and '"rdma/hca": "8"' in out and '"IPC_LOCK"' in out and '"effect": "NoSchedule"' in out
+    assert (
+        '"value": "mlx5"' in out
+        and '"rdma/hca": "8"' in out
+        and '"IPC_LOCK"' in out
+        and '"effect": "NoSchedule"' in out
+    )

@@ -36,7 +36,9 @@ def request(tokens, *, salt="0", adapter=0, skip=False, sampled=0):
         cache_salt=salt,
         lora_request=SimpleNamespace(lora_int_id=adapter) if adapter else None,
         skip_reading_prefix_cache=skip,
-        block_hashes=[(salt, *tokens[: end + BLOCK]) for end in range(0, len(tokens) - BLOCK + 1, BLOCK)],
+        block_hashes=[
+            (salt, *tokens[: end + BLOCK]) for end in range(0, len(tokens) - BLOCK + 1, BLOCK)
+        ],
     )
 
 
@@ -77,15 +79,21 @@ class Engine:
         self.connector.bind_connector_metadata(metadata)
         for each, blocks, cached, _ in running:
             for start in range(0, cached, BLOCK):
-                self.cache[blocks[start // BLOCK]] = torch.tensor(each.prompt_token_ids[start : start + BLOCK])
+                self.cache[blocks[start // BLOCK]] = torch.tensor(
+                    each.prompt_token_ids[start : start + BLOCK]
+                )
             self.cache[blocks[cached // BLOCK]] = -1
         self.connector.start_load_kv(None)
         for each, blocks, cached, copied in running:
             assert 0 <= copied < BLOCK and cached + copied < each.num_prompt_tokens
             rows = self.cache[blocks].flatten()
-            assert rows[: cached + copied].tolist() == each.prompt_token_ids[: cached + copied], "what is not computed is right"
+            assert rows[: cached + copied].tolist() == each.prompt_token_ids[: cached + copied], (
+                "what is not computed is right"
+            )
             for position in range(cached + copied, each.num_prompt_tokens):
-                self.cache[blocks[position // BLOCK], position % BLOCK] = each.prompt_token_ids[position]
+                self.cache[blocks[position // BLOCK], position % BLOCK] = each.prompt_token_ids[
+                    position
+                ]
             self.computed.append(each.num_prompt_tokens - cached - copied)
         self.connector.wait_for_save()
         return left
@@ -105,7 +113,9 @@ def test_a_group_computes_its_prompt_once_and_then_one_token_each(connector_type
 
 def test_two_groups_are_computed_side_by_side_and_a_later_request_waits_for_nothing(connector_type):
     engine = Engine(connector(connector_type))
-    left = engine.step([request([1, 2, 3]), request([1, 2, 3]), request([1, 2, 4]), request([1, 5, 3])])
+    left = engine.step(
+        [request([1, 2, 3]), request([1, 2, 3]), request([1, 2, 4]), request([1, 5, 3])]
+    )
     # [1, 2] is the same prefix for the first three: only a prompt's last token may differ.
     assert [each.prompt_token_ids for each in left] == [[1, 2, 3], [1, 2, 4]]
     assert engine.step([*left, request([1, 5, 9])]) == []
@@ -120,11 +130,16 @@ def test_two_groups_are_computed_side_by_side_and_a_later_request_waits_for_noth
 def test_what_must_not_or_can_not_be_shared_is_computed(connector_type, other):
     engine = Engine(connector(connector_type))
     assert engine.step([request([1, 2, 3])]) == []
-    assert engine.step([request([1, 2, 3], **other), request([1, 2, 3], **other)]) in ([], [request([1, 2, 3], **other)])
+    assert engine.step([request([1, 2, 3], **other), request([1, 2, 3], **other)]) in (
+        [],
+        [request([1, 2, 3], **other)],
+    )
     assert engine.computed[1] == 3
 
 
-def test_a_prompt_after_the_same_last_tokens_but_other_first_ones_is_not_taken_for_it(connector_type):
+def test_a_prompt_after_the_same_last_tokens_but_other_first_ones_is_not_taken_for_it(
+    connector_type,
+):
     engine = Engine(connector(connector_type))
     for first in (range(4), range(4, 8)):
         assert engine.step([request([*first, 20, 21, 22])]) == []
@@ -157,15 +172,21 @@ prompts = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=11)
 
 
 @given(
-    steps=st.lists(st.lists(st.tuples(prompts, st.sampled_from("01"), st.booleans()), max_size=6), max_size=12),
+    steps=st.lists(
+        st.lists(st.tuples(prompts, st.sampled_from("01"), st.booleans()), max_size=6), max_size=12
+    ),
     capacity=st.integers(1, 4),
 )
 @settings(max_examples=200, deadline=None)
-def test_whatever_comes_every_request_runs_and_no_wrong_token_is_copied(connector_type, steps, capacity):
+def test_whatever_comes_every_request_runs_and_no_wrong_token_is_copied(
+    connector_type, steps, capacity
+):
     engine = Engine(connector(connector_type, at_once=capacity))
     waiting: list = []
     for arrivals in [*steps, [], []]:
-        waiting = engine.step([*waiting, *(request(tokens, salt=salt, skip=skip) for tokens, salt, skip in arrivals)])
+        waiting = engine.step(
+            [*waiting, *(request(tokens, salt=salt, skip=skip) for tokens, salt, skip in arrivals)]
+        )
     assert waiting == [] and len(engine.computed) == sum(map(len, steps))
 
 

@@ -48,13 +48,19 @@ def problems(library: Path) -> list[str]:
     imports = imports_of(library)
     floor_of = {name: floor for floor, names in enumerate(FLOORS) for name in names}
     found = [
-        f"{module}: {_room(module)} is on no floor" for module in sorted(imports) if _room(module) not in floor_of and module
+        f"{module}: {_room(module)} is on no floor"
+        for module in sorted(imports)
+        if _room(module) not in floor_of and module
     ]
     if found:
         return found
     for module, targets in sorted(imports.items()):
         for target in sorted(targets):
-            if _room(target) != _room(module) and module and floor_of[_room(target)] >= floor_of[_room(module)]:
+            if (
+                _room(target) != _room(module)
+                and module
+                and floor_of[_room(target)] >= floor_of[_room(module)]
+            ):
                 found.append(f"{module} imports {target}, which is not on a floor below")
     try:
         TopologicalSorter(imports).prepare()
@@ -83,7 +89,11 @@ def test_imports_point_one_way_without_circles():
             "import torchtitan.experiments.rl.batching.packing",
             "losses.loss imports batching.packing, which is not",
         ),
-        ("rollouts/types.py", "from torchtitan.experiments.rl.rollouts.samples import turn_spans", "in a circle"),
+        (
+            "rollouts/types.py",
+            "from torchtitan.experiments.rl.rollouts.samples import turn_spans",
+            "in a circle",
+        ),
         (
             "envs/conversation.py",
             "def late():\n    from torchtitan.experiments.rl import grpo",

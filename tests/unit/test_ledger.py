@@ -35,7 +35,9 @@ def test_columns_of_a_task_are_counted_and_the_rest_is_open():
     ledger.check({"sums/3", "sort/0", "sort/1"})
 
 
-@pytest.mark.parametrize("seen, named", [(["sums/1"], "lost .*sums/2"), (["sums/0", "sums/1", "sums/2"], "sums/0")])
+@pytest.mark.parametrize(
+    "seen, named", [(["sums/1"], "lost .*sums/2"), (["sums/0", "sums/1", "sums/2"], "sums/0")]
+)
 def test_a_ledger_that_does_not_balance_stops_the_run(seen, named):
     ledger = dispatched(sums=3)
     ledger.end("sums/0", "trained", version=4)
@@ -87,5 +89,9 @@ def test_columns_and_open_always_sum_to_dispatched(events, data):
         ledger.check(open_rollouts)
         counts = ledger.counts()
         for name in {task for task, _ in events}:
-            columns = sum(n for key, n in counts.items() if key.startswith(f"{name}/") and not key.endswith("/dispatched"))
+            columns = sum(
+                n
+                for key, n in counts.items()
+                if key.startswith(f"{name}/") and not key.endswith("/dispatched")
+            )
             assert columns == counts[f"{name}/dispatched"]

@@ -36,7 +36,9 @@ async def test_the_end_of_a_watched_process_is_noticed_with_its_signal(sleeper):
 
 async def test_the_end_of_a_watched_process_is_noticed_with_its_exit_code():
     life = Lifetime("generator 1")
-    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)"], stdin=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)"], stdin=subprocess.PIPE
+    )
     life.watch(process.pid)
     process.stdin.close()
     assert await asyncio.wait_for(life.ended(), 30) == "its process ended with exit code 3"
@@ -46,8 +48,14 @@ async def test_the_end_of_a_watched_process_is_noticed_with_its_exit_code():
 @pytest.mark.parametrize(
     ("code", "cause"),
     [
-        ("print('terminate called', flush=True); os.abort()", "killed by SIGABRT (what it printed is in {})"),
-        ("print('no memory', flush=True); os._exit(3)", "its process ended with exit code 3 (what it printed is in {})"),
+        (
+            "print('terminate called', flush=True); os.abort()",
+            "killed by SIGABRT (what it printed is in {})",
+        ),
+        (
+            "print('no memory', flush=True); os._exit(3)",
+            "its process ended with exit code 3 (what it printed is in {})",
+        ),
         ("os.abort()", "killed by SIGABRT"),
         ("print('of no interest', flush=True); os.kill(os.getpid(), 9)", "killed by SIGKILL"),
     ],
@@ -85,7 +93,9 @@ async def test_the_cause_a_watch_learns_counts_when_monarch_reports_the_end_firs
     life = Lifetime("generator 1")
     life.watch(sleeper.pid)
     life.report("the process this actor was running on failed: Killed(sig=9)")
-    call = asyncio.create_task(life.call(fail(SupervisionError("Actor X exited because of the following reason: gone"))))
+    call = asyncio.create_task(
+        life.call(fail(SupervisionError("Actor X exited because of the following reason: gone")))
+    )
     await asyncio.sleep(0.01)
     assert life.cause is None and not call.done()
     sleeper.kill()
@@ -94,7 +104,9 @@ async def test_the_cause_a_watch_learns_counts_when_monarch_reports_the_end_firs
     assert life.cause == "killed by SIGKILL"
 
 
-async def test_monarchs_report_counts_for_a_process_that_lives_on_or_is_not_watched(sleeper, monkeypatch):
+async def test_monarchs_report_counts_for_a_process_that_lives_on_or_is_not_watched(
+    sleeper, monkeypatch
+):
     monkeypatch.setattr(lifetime, "WATCH_S", 0.0)
     watched, elsewhere = Lifetime("generator 0"), Lifetime("generator 1")
     watched.watch(sleeper.pid)

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from tests.screen import Screen
 from torchtitan.experiments.rl.observability.console import BASIS, Console, Progress, Waits
-from torchtitan.experiments.rl.process.terminal import ERASE, LiveLine, SharedTerminal, can_redraw, end_live_line, has_colours
+from torchtitan.experiments.rl.process.terminal import (
+    ERASE,
+    LiveLine,
+    SharedTerminal,
+    can_redraw,
+    end_live_line,
+    has_colours,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +37,12 @@ def terminal(monkeypatch) -> Terminal:
     return Terminal()
 
 
-METRICS = {"rollout/reward_mean": 0.5, "perf/trained_tokens_per_s": 1e4, "policy/age_mean": 0.5, "policy/age_max": 1}
+METRICS = {
+    "rollout/reward_mean": 0.5,
+    "perf/trained_tokens_per_s": 1e4,
+    "policy/age_mean": 0.5,
+    "policy/age_max": 1,
+}
 METRICS |= {"time/wait_s": 0.1, "time/train_s": 0.2, "time/sync_s": 0.01, "batch/dropped_groups": 0}
 
 
@@ -69,15 +81,21 @@ def test_what_stays_on_a_terminal_is_what_a_pipe_gets(events):
                     console.note(text)
                 elif kind in ("print", "begin a line"):
                     sys.stdout.write(text)
-                elif not in_line:  # else it is in the middle of the line of this process, wherever that goes
+                elif (
+                    not in_line
+                ):  # else it is in the middle of the line of this process, wherever that goes
                     stream.write(f"{ERASE if can_redraw(stream) else ''}{text}\n")
-                in_line = kind == "begin a line" or (in_line and kind in ("draw", "another process"))
+                in_line = kind == "begin a line" or (
+                    in_line and kind in ("draw", "another process")
+                )
             console.close()
         return stream.getvalue()
 
     piped = printed(io.StringIO())
     assert "\r" not in piped and "\033" not in piped
-    assert Screen().feed(printed(Terminal())).rows == [row for line in piped.split("\n") for row in rows_of(line)]
+    assert Screen().feed(printed(Terminal())).rows == [
+        row for line in piped.split("\n") for row in rows_of(line)
+    ]
 
 
 def rows_of(line: str) -> list[str]:
@@ -116,7 +134,10 @@ def test_a_terminal_that_is_gone_ends_no_run(terminal):
 
 
 def test_waits_are_lines_only_where_no_live_line_shows_them(terminal):
-    for stream, lines in ((terminal, []), (io.StringIO(), ["waiting for the trainer to start (5 s)"])):
+    for stream, lines in (
+        (terminal, []),
+        (io.StringIO(), ["waiting for the trainer to start (5 s)"]),
+    ):
         console, now = Console(stream), [0.0]
         console.waits = Waits(lambda: now[0])  # noqa: B023
         console.waits.begin("the trainer to start")
@@ -131,7 +152,11 @@ def test_a_long_note_breaks_between_words_on_a_terminal_and_is_one_line_in_a_fil
     for stream in (terminal, file := io.StringIO()):
         Console(stream).note(note)
     rows = Screen().feed(terminal.getvalue()).rows[:-1]
-    assert len(rows) == 3 and max(map(len, rows)) <= 80 and all(row.startswith("  ") for row in rows[1:])
+    assert (
+        len(rows) == 3
+        and max(map(len, rows)) <= 80
+        and all(row.startswith("  ") for row in rows[1:])
+    )
     assert " ".join(row.strip() for row in rows) == note.strip()
     assert file.getvalue() == note + "\n"
 
@@ -151,7 +176,9 @@ def test_escape_sequences_go_to_terminals_that_take_them_and_colours_where_they_
     monkeypatch, term, no_color, redraws, colours
 ):
     for name, value in (("TERM", term), ("NO_COLOR", no_color)):
-        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(
+            name, value
+        )
     assert (can_redraw(Terminal()), has_colours(Terminal())) == (redraws, colours)
     assert not can_redraw(io.StringIO()) and not has_colours(io.StringIO())
 
@@ -181,12 +208,18 @@ print("end")
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("environment", [{"TERM": "xterm"}, {"TERM": "xterm", "NO_COLOR": "1"}, {"TERM": "dumb"}])
+@pytest.mark.parametrize(
+    "environment", [{"TERM": "xterm"}, {"TERM": "xterm", "NO_COLOR": "1"}, {"TERM": "dumb"}]
+)
 def test_at_a_real_terminal_nothing_is_left_of_the_live_line(columns, environment):
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, columns))
-    inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.Popen([sys.executable, "-c", SHOW], env=inherited | environment, stdout=theirs, stderr=theirs)
+    inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {
+        "PYTHONPATH": str(ROOT)
+    }
+    run = subprocess.Popen(
+        [sys.executable, "-c", SHOW], env=inherited | environment, stdout=theirs, stderr=theirs
+    )
     os.close(theirs)
     written = b""
     while chunk := read(ours):
@@ -244,7 +277,9 @@ def test_there_is_no_estimate_before_there_is_a_basis_and_after_the_end():
         taken(progress, clock, 60.0, first=step)
         assert progress.seconds_left() is None and "left" not in progress.line()
     taken(progress, clock, 60.0, first=BASIS + 1)
-    assert progress.seconds_left() == 0.0 and progress.line() == "        4/4 [####################]"
+    assert (
+        progress.seconds_left() == 0.0 and progress.line() == "        4/4 [####################]"
+    )
 
 
 def test_the_time_in_which_a_run_is_built_again_is_no_step():
@@ -253,7 +288,9 @@ def test_the_time_in_which_a_run_is_built_again_is_no_step():
     taken(progress, clock, 9.0, 2.0, 2.0, 2.0)
     clock.now += 500.0  # the trainer died, and the run goes on from step 2
     progress.begin(2, 100)
-    assert progress.seconds_left() is None and progress.line() == "      2/100 [--------------------]"
+    assert (
+        progress.seconds_left() is None and progress.line() == "      2/100 [--------------------]"
+    )
     taken(progress, clock, 7.0, 2.0, first=3)
     assert progress.seconds_left() == 96 * 2
     assert progress.line().endswith("2 s a step, about 3 min 12 s left")

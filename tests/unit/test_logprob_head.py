@@ -19,18 +19,28 @@ torch.set_num_threads(1)
 WIDTH, VOCABULARY, TOKENS = 12, 50, 37
 
 
-def head_of(dtype=torch.float64, *, vocabulary=VOCABULARY, width=WIDTH, chunk_tokens=1024, scale=1.0) -> LogprobHead:
+def head_of(
+    dtype=torch.float64, *, vocabulary=VOCABULARY, width=WIDTH, chunk_tokens=1024, scale=1.0
+) -> LogprobHead:
     init = {"weight": torch.nn.init.zeros_, "bias": torch.nn.init.zeros_}
-    head = LogprobHead.Config(in_features=width, out_features=vocabulary, param_init=init, chunk_tokens=chunk_tokens).build()
+    head = LogprobHead.Config(
+        in_features=width, out_features=vocabulary, param_init=init, chunk_tokens=chunk_tokens
+    ).build()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         head.weight.copy_(torch.randn(vocabulary, width, generator=generator) * scale)
     return head.to(dtype)
 
 
-def inputs_of(tokens: int, dtype=torch.float64, *, temperature=None, width=WIDTH, vocabulary=VOCABULARY):
+def inputs_of(
+    tokens: int, dtype=torch.float64, *, temperature=None, width=WIDTH, vocabulary=VOCABULARY
+):
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(tokens, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    hidden = (
+        torch.randn(tokens, width, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+    )
     targets = torch.randint(vocabulary, (tokens,), generator=generator, dtype=torch.int32)
     temperatures = 0.3 + 2 * torch.rand(tokens, generator=generator)
     if temperature is not None:
@@ -42,15 +52,22 @@ def inputs_of(tokens: int, dtype=torch.float64, *, temperature=None, width=WIDTH
 def plain(head, hidden, targets, temperatures):
     """Full logits and torch's own log_softmax."""
     logprobs = torch.log_softmax(hidden @ head.weight.T / temperatures[:, None], -1)
-    return logprobs.gather(1, targets[:, None].long()).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(1, targets[:, None].long()).squeeze(1), -(logprobs.exp() * logprobs).sum(
+        -1
+    )
 
 
-@pytest.mark.parametrize("temperature", [None, 0.1, 0.7, 1.0, 5.0], ids=lambda t: f"temperature {t or 'per token'}")
+@pytest.mark.parametrize(
+    "temperature", [None, 0.1, 0.7, 1.0, 5.0], ids=lambda t: f"temperature {t or 'per token'}"
+)
 @pytest.mark.parametrize("chunk", [1, 2, 5, 36, 37, 38, 1000])
 def test_log_probabilities_entropy_and_gradients_are_those_of_log_softmax(chunk, temperature):
     results = []
     for forward in (lambda head, *args: head(*args, chunk_tokens=chunk), plain):
-        head, (hidden, targets, temperatures, upstream) = head_of(), inputs_of(TOKENS, temperature=temperature)
+        head, (hidden, targets, temperatures, upstream) = (
+            head_of(),
+            inputs_of(TOKENS, temperature=temperature),
+        )
         logprobs, entropy = forward(head, hidden, targets, temperatures)
         (logprobs * upstream).sum().backward()
         results.append((logprobs.detach(), entropy.detach(), hidden.grad, head.weight.grad))
@@ -84,7 +101,9 @@ def test_compiled_chunks_are_the_eager_ones_to_rounding_and_one_length_whatever_
 
 def test_chunk_size_of_the_config_is_the_most_at_once():
     head, (hidden, targets, temperatures, _) = head_of(chunk_tokens=3), inputs_of(TOKENS)
-    with Largest(watched=lambda tensor: tensor.shape[1:] == (VOCABULARY,) and len(tensor) != WIDTH) as seen:
+    with Largest(
+        watched=lambda tensor: tensor.shape[1:] == (VOCABULARY,) and len(tensor) != WIDTH
+    ) as seen:
         head(hidden, targets, temperatures)
         head(hidden, targets, temperatures, chunk_tokens=20)
     assert seen.elements == 3 * VOCABULARY
@@ -106,7 +125,9 @@ def test_no_token_gives_empty_outputs_that_still_carry_a_gradient_of_zero():
     logprobs, entropy = head(hidden, targets, temperatures)
     assert logprobs.shape == entropy.shape == (0,) and logprobs.dtype == torch.float64
     logprobs.sum().backward()
-    assert hidden.grad.shape == (0, WIDTH) and torch.equal(head.weight.grad, torch.zeros_like(head.weight))
+    assert hidden.grad.shape == (0, WIDTH) and torch.equal(
+        head.weight.grad, torch.zeros_like(head.weight)
+    )
 
 
 def test_entropy_carries_no_gradient():
@@ -116,7 +137,10 @@ def test_entropy_carries_no_gradient():
 
 
 def test_bfloat16_weights_give_float32_log_probabilities():
-    head, (hidden, targets, temperatures, upstream) = head_of(torch.bfloat16), inputs_of(TOKENS, torch.bfloat16)
+    head, (hidden, targets, temperatures, upstream) = (
+        head_of(torch.bfloat16),
+        inputs_of(TOKENS, torch.bfloat16),
+    )
     logprobs, entropy = head(hidden, targets, temperatures.float(), chunk_tokens=7)
     assert logprobs.dtype == entropy.dtype == torch.float32
     (logprobs * upstream).sum().backward()
@@ -158,7 +182,9 @@ class Largest(TorchDispatchMode):
 def test_no_tensor_of_a_row_holds_its_logits_in_the_head(row_length):
     vocabulary = 997
     head = head_of(torch.float32, vocabulary=vocabulary, width=4)
-    hidden, targets, temperatures, upstream = inputs_of(row_length - 1, torch.float32, vocabulary=vocabulary, width=4)
+    hidden, targets, temperatures, upstream = inputs_of(
+        row_length - 1, torch.float32, vocabulary=vocabulary, width=4
+    )
     with Largest() as seen:
         logprobs, _ = head(hidden, targets, temperatures, chunk_tokens=max(1, row_length // 4))
         (logprobs * upstream).sum().backward()
@@ -176,7 +202,9 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             self.count += any(
-                tensor.numel() == self._elements for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)
+                tensor.numel() == self._elements
+                for tensor in tree_leaves(args)
+                if isinstance(tensor, torch.Tensor)
             )
         return function(*args, **(kwargs or {}))
 
@@ -207,8 +235,12 @@ def saved_elements(run) -> int:
 @pytest.fixture(scope="module")
 def policy(tokenizer_path):
     """The tiny policy with a vocabulary much wider than anything else in it."""
-    spec = policy_spec(ModelConfig(hf_assets_path=str(tokenizer_path)), device="cpu", max_seq_len=512)
-    spec.model.vocab_size = spec.model.tok_embeddings.num_embeddings = spec.model.lm_head.out_features = 4096
+    spec = policy_spec(
+        ModelConfig(hf_assets_path=str(tokenizer_path)), device="cpu", max_seq_len=512
+    )
+    spec.model.vocab_size = spec.model.tok_embeddings.num_embeddings = (
+        spec.model.lm_head.out_features
+    ) = 4096
     model = spec.model.build()
     model.init_states(buffer_device=torch.device("cpu"))
     with torch.no_grad():
@@ -218,7 +250,9 @@ def policy(tokenizer_path):
 
 
 @pytest.mark.parametrize("rows, length", [(1, 24), (1, 200), (3, 64)])
-def test_no_tensor_of_the_whole_policy_holds_a_rows_logits_forward_or_backward(policy, rows, length):
+def test_no_tensor_of_the_whole_policy_holds_a_rows_logits_forward_or_backward(
+    policy, rows, length
+):
     vocabulary = policy.config.vocab_size
     tokens = torch.randint(vocabulary, (rows, length))
     positions = torch.arange(length).expand(rows, length)
@@ -249,7 +283,11 @@ class Threads:
     """A process group whose ranks are threads of this process."""
 
     def __init__(self, size: int):
-        self.size, self._barrier, self._given = size, threading.Barrier(size), [torch.empty(0)] * size
+        self.size, self._barrier, self._given = (
+            size,
+            threading.Barrier(size),
+            [torch.empty(0)] * size,
+        )
 
     def all_reduce(self, rank: int, tensor: torch.Tensor, largest: bool) -> None:
         self._given[rank] = tensor.clone()
@@ -275,7 +313,9 @@ def part_of(whole: LogprobHead, rank: int, threads: Threads) -> LogprobHead:
     vocabulary = whole.weight.shape[0]
     part = head_of(whole.weight.dtype, vocabulary=vocabulary)
     rows = torch.chunk(whole.weight.detach(), threads.size)
-    part.weight = torch.nn.Parameter(rows[rank].clone() if rank < len(rows) else whole.weight.detach()[:0].clone())
+    part.weight = torch.nn.Parameter(
+        rows[rank].clone() if rank < len(rows) else whole.weight.detach()[:0].clone()
+    )
     part._shard = VocabularyShard.of(vocabulary, (threads, rank))
     return part
 
@@ -300,8 +340,12 @@ def test_ranks_that_share_a_vocabulary_give_what_one_rank_gives_alone(vocabulary
         torch.testing.assert_close(logprobs, expected.detach(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(entropy, expected_entropy, rtol=1e-10, atol=1e-10)
     # The gradient of the hidden states is a sum over the ranks; that of the weight lies side by side.
-    torch.testing.assert_close(sum(hidden_grad for _, _, hidden_grad, _ in results), hidden.grad, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(torch.cat([grad for *_, grad in results]), whole.weight.grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        sum(hidden_grad for _, _, hidden_grad, _ in results), hidden.grad, rtol=1e-10, atol=1e-12
+    )
+    torch.testing.assert_close(
+        torch.cat([grad for *_, grad in results]), whole.weight.grad, rtol=1e-10, atol=1e-12
+    )
 
 
 def test_no_tensor_of_a_rank_is_as_wide_as_the_vocabulary(monkeypatch):
@@ -312,7 +356,9 @@ def test_no_tensor_of_a_rank_is_as_wide_as_the_vocabulary(monkeypatch):
         whole = head_of(torch.float32, vocabulary=vocabulary)
         monkeypatch.setattr(logprob_head.dist, "all_reduce", lambda *arguments, **options: None)
         part = part_of(whole, 0, Threads(ranks))
-        hidden, targets, temperatures, upstream = inputs_of(TOKENS, torch.float32, vocabulary=vocabulary)
+        hidden, targets, temperatures, upstream = inputs_of(
+            TOKENS, torch.float32, vocabulary=vocabulary
+        )
         with Largest() as seen:
             logprobs, _ = part(hidden, targets, temperatures, chunk_tokens=20)
             (logprobs * upstream).sum().backward()

@@ -25,7 +25,9 @@ def run(tmp_path):
         """The records of the log file, and what reached the terminal."""
         command = [sys.executable, "-c", SETUP + code, str(tmp_path)]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
         assert result.returncode == 0, result.stderr
         text = (tmp_path / "logs" / "trainer-0.jsonl").read_text()
         return [json.loads(line) for line in text.splitlines()], result.stdout + result.stderr
@@ -51,7 +53,11 @@ for logger in (ours, other):
     logger.info("i"); logger.warning("w"); logger.error("e")
 warnings.warn("deprecated")
 """)
-    assert terminal.splitlines() == ["WARNING trainer-0: w", "ERROR trainer-0: e", "ERROR trainer-0: e"]
+    assert terminal.splitlines() == [
+        "WARNING trainer-0: w",
+        "ERROR trainer-0: e",
+        "ERROR trainer-0: e",
+    ]
     assert [r["level"] for r in records] == ["INFO", "WARNING", "ERROR"] * 2 + ["WARNING"]
     assert records[-1]["logger"] == "py.warnings" and "deprecated" in records[-1]["message"]
 
@@ -63,7 +69,9 @@ exec(compile("try: 1 / 0\\nexcept ZeroDivisionError: ours.exception('reward func
 """)
     assert record["exception"].startswith("Traceback") and "Traceback" not in terminal
     (line,) = terminal.splitlines()
-    assert line.startswith("ERROR trainer-0: reward function failed (ZeroDivisionError: division by zero; traceback in ")
+    assert line.startswith(
+        "ERROR trainer-0: reward function failed (ZeroDivisionError: division by zero; traceback in "
+    )
 
 
 def test_the_terminal_shows_the_frames_of_the_users_code_once(run):
@@ -76,10 +84,17 @@ for _ in range(2):
         except KeyError as error: raise RunError("Sampler.next: KeyError: 'x'") from error
     except RunError: ours.exception("the run failed")
 """)
-    assert all("mine.py" in record["exception"] and record["exception"].startswith("Traceback") for record in records)
+    assert all(
+        "mine.py" in record["exception"] and record["exception"].startswith("Traceback")
+        for record in records
+    )
     line, header, *frames, last = terminal.splitlines()
-    assert line.startswith("ERROR trainer-0: the run failed (RunError: Sampler.next: KeyError: 'x'; traceback in ")
-    assert header == "Traceback (most recent call last):" and last.startswith("ERROR trainer-0: the run failed (RunError")
+    assert line.startswith(
+        "ERROR trainer-0: the run failed (RunError: Sampler.next: KeyError: 'x'; traceback in "
+    )
+    assert header == "Traceback (most recent call last):" and last.startswith(
+        "ERROR trainer-0: the run failed (RunError"
+    )
     assert '  File "/home/me/mine.py", line 1, in fail' in frames and frames[-1] == "KeyError: 'x'"
 
 
@@ -101,7 +116,11 @@ for level in (logging.CRITICAL, logging.NOTSET):  # the first as in the prefligh
     logging.disable(level)
     asyncio.run(main())
 """)
-    logged = [record["exception"].splitlines() for record in records if "user code failed" in record["message"]]
+    logged = [
+        record["exception"].splitlines()
+        for record in records
+        if "user code failed" in record["message"]
+    ]
     assert [lines[-1] for lines in logged] == ["KeyError: 0", "KeyError: 0"]
     assert [", in fail" in "".join(lines) for lines in logged] == [True, False] and terminal == ""
 
@@ -113,7 +132,10 @@ threads = [threading.Thread(target=fail, name="weight-sync"), threading.Thread(t
 for thread in threads: thread.start(); thread.join()
 """)
     assert record["message"] == "thread weight-sync ended by an exception"
-    assert "KeyError: 'lost'" in record["exception"] and terminal.count("thread weight-sync ended") == 1
+    assert (
+        "KeyError: 'lost'" in record["exception"]
+        and terminal.count("thread weight-sync ended") == 1
+    )
 
 
 def test_setting_up_twice_writes_each_record_once(run):
@@ -131,7 +153,9 @@ set_up_logging(path.parents[1], "trainer-0"); other.warning("chatter")
 
 
 def test_messages_that_cannot_be_formatted_or_encoded_are_still_logged(run):
-    records, terminal = run("other.warning('%d groups', 'many'); other.warning('half a \\ud83d character')")
+    records, terminal = run(
+        "other.warning('%d groups', 'many'); other.warning('half a \\ud83d character')"
+    )
     assert [r["message"] for r in records] == ["%d groups ('many',)", "half a \ud83d character"]
     assert terminal == ""
 
@@ -144,7 +168,11 @@ for number in range(3):
     ours.info("record %d", number)
 handler.stream = None
 """)
-    assert terminal.count("\n") == 1 and "WARNING the log " in terminal and "No space left on device" in terminal
+    assert (
+        terminal.count("\n") == 1
+        and "WARNING the log " in terminal
+        and "No space left on device" in terminal
+    )
 
 
 def test_a_full_disk_is_one_line_however_many_parts_meet_it_and_of_the_command_alone(run, tmp_path):
@@ -184,8 +212,17 @@ set_up_logging(path.parents[1], "trainer-0")
 for number in range(100):
     ours.info("record %d", number)
 """)
-    older = [json.loads(line) for line in (tmp_path / "logs" / "trainer-0.jsonl.1").read_text().splitlines()]
-    assert sorted(os.listdir(tmp_path / "logs")) == ["trainer-0.jsonl", "trainer-0.jsonl.1"] and terminal == ""
+    older = [
+        json.loads(line)
+        for line in (tmp_path / "logs" / "trainer-0.jsonl.1").read_text().splitlines()
+    ]
+    assert (
+        sorted(os.listdir(tmp_path / "logs")) == ["trainer-0.jsonl", "trainer-0.jsonl.1"]
+        and terminal == ""
+    )
     messages = [record["message"] for record in older + records]
-    assert messages == [f"record {number}" for number in range(100 - len(messages), 100)] and 10 < len(messages) < 40
+    assert (
+        messages == [f"record {number}" for number in range(100 - len(messages), 100)]
+        and 10 < len(messages) < 40
+    )
     assert all(path.stat().st_size <= 2000 for path in (tmp_path / "logs").iterdir())

@@ -28,7 +28,9 @@ FOLDER = ModelConfig(hf_assets_path=PATH)
 FUSED = ModelConfig(hf_assets_path=PATH, flavor="qwen3/debugmodel")
 
 
-def built(lora: LoRA.Config, model: ModelConfig = FOLDER) -> tuple[torch.nn.Module, ModelSpec, Adapters]:
+def built(
+    lora: LoRA.Config, model: ModelConfig = FOLDER
+) -> tuple[torch.nn.Module, ModelSpec, Adapters]:
     spec = spec_of(lora, model)
     with torch.device("meta"):
         made = spec.model.build()
@@ -53,9 +55,23 @@ def spec_of(lora: LoRA.Config, model: ModelConfig = FOLDER) -> ModelSpec:
 
 def test_only_adapters_are_trained_and_the_head_and_the_embedding_have_none():
     model, _, _ = built(LoRA.Config(rank=4))
-    assert trained_state(model).keys() == {name for name, _ in model.named_parameters() if ".lora_" in name}
-    assert not any(part in name for name in trained_state(model) for part in ("lm_head", "tok_embeddings", "norm"))
-    assert {name.split(".")[-3] for name in trained_state(model)} == {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}
+    assert trained_state(model).keys() == {
+        name for name, _ in model.named_parameters() if ".lora_" in name
+    }
+    assert not any(
+        part in name
+        for name in trained_state(model)
+        for part in ("lm_head", "tok_embeddings", "norm")
+    )
+    assert {name.split(".")[-3] for name in trained_state(model)} == {
+        "wq",
+        "wk",
+        "wv",
+        "wo",
+        "w1",
+        "w2",
+        "w3",
+    }
 
 
 def test_targets_choose_matrices():
@@ -66,7 +82,9 @@ def test_targets_choose_matrices():
 
 @pytest.mark.parametrize("targets", [("wq", "q_proj"), ("lm_head",), ("tok_embeddings",), ()])
 def test_a_target_that_names_no_matrix_of_a_layer_is_refused(targets):
-    with pytest.raises(ConfigError, match="trainer.lora.targets.*(wkv, wo|nothing would be trained)"):
+    with pytest.raises(
+        ConfigError, match="trainer.lora.targets.*(wkv, wo|nothing would be trained)"
+    ):
         spec_of(LoRA.Config(targets=targets))
 
 
@@ -95,7 +113,11 @@ def test_an_adapter_by_hub_names_adds_to_the_hub_weights_what_the_model_computes
     to_hub = spec.state_dict_adapter(spec.model, None).to_hf
 
     def hub_weights() -> dict[str, torch.Tensor]:
-        held = {name: tensor.clone() for name, tensor in made.state_dict().items() if ".lora_" not in name}
+        held = {
+            name: tensor.clone()
+            for name, tensor in made.state_dict().items()
+            if ".lora_" not in name
+        }
         return to_hub(held)
 
     before = hub_weights()
@@ -110,7 +132,12 @@ def test_an_adapter_by_hub_names_adds_to_the_hub_weights_what_the_model_computes
         if module in adapted:
             a, b = (peft[f"base_model.model.{module}.lora_{part}.weight"].double() for part in "AB")
             expected = expected + 2.5 * (b @ a)
-            torch.testing.assert_close(scaled[f"base_model.model.{module}.lora_B.weight"].double(), 2.5 * b, rtol=1e-6, atol=0)
+            torch.testing.assert_close(
+                scaled[f"base_model.model.{module}.lora_B.weight"].double(),
+                2.5 * b,
+                rtol=1e-6,
+                atol=0,
+            )
         torch.testing.assert_close(merged[name].double(), expected, rtol=0, atol=1e-6, msg=name)
     for name, weight in hub_weights().items():
         assert torch.equal(weight, before[name]), "the base comes back bit for bit"
@@ -130,7 +157,9 @@ def test_a_forward_pass_adds_scale_b_a_and_a_backward_pass_reaches_adapters_alon
     logprobs, _ = made(*arguments)
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-4)
     logprobs.sum().backward()
-    assert all((parameter.grad is not None) == parameter.requires_grad for parameter in made.parameters())
+    assert all(
+        (parameter.grad is not None) == parameter.requires_grad for parameter in made.parameters()
+    )
 
 
 def test_a_peft_folder_is_read_as_it_was_written(tmp_path):
@@ -140,7 +169,15 @@ def test_a_peft_folder_is_read_as_it_was_written(tmp_path):
     write_adapter(tmp_path / "adapter", tensors, lora, base=PATH)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8)
-    assert set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert set(config["target_modules"]) == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
     _, _, again = built(LoRA.Config(rank=4, alpha=8, init_from=str(tmp_path / "adapter")))
     again.start()
     for name, tensor in again.peft()[""].items():
@@ -149,15 +186,22 @@ def test_a_peft_folder_is_read_as_it_was_written(tmp_path):
 
 def test_an_adapter_of_some_matrices_asks_for_these_as_targets(tmp_path):
     lora = LoRA.Config(rank=4)
-    tensors = {name: tensor for name, tensor in built(lora)[2].peft()[""].items() if "q_proj" in name}
+    tensors = {
+        name: tensor for name, tensor in built(lora)[2].peft()[""].items() if "q_proj" in name
+    }
     write_adapter(tmp_path / "adapter", tensors, lora, base=PATH)
     whole = LoRA.Config(rank=4, init_from=str(tmp_path / "adapter"))
-    with pytest.raises(ConfigError, match=r"lacks 48 of the 56 tensors.*train the matrices that it has: .*targets wq$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"lacks 48 of the 56 tensors.*train the matrices that it has: .*targets wq$",
+    ):
         built(whole)[2].start()
     _, _, adapters = built(replace(whole, targets=("wq",)))
     adapters.start()
     started = adapters.peft()[""]
-    assert started.keys() == tensors.keys() and all(torch.equal(started[name], tensors[name]) for name in tensors)
+    assert started.keys() == tensors.keys() and all(
+        torch.equal(started[name], tensors[name]) for name in tensors
+    )
 
 
 @pytest.mark.parametrize("kind", ["folder", "llama", "fused"])
@@ -167,7 +211,11 @@ def test_the_shapes_of_a_peft_folder_are_known_before_a_model_is_made(kind, targ
     model = {"folder": FOLDER, "llama": llama, "fused": FUSED}[kind]
     lora = LoRA.Config(rank=3, targets=targets)
     _, spec, adapters = built(lora, model)
-    shapes = {name: shape for of_target in adapter_shapes(spec, lora).values() for name, shape in of_target.items()}
+    shapes = {
+        name: shape
+        for of_target in adapter_shapes(spec, lora).values()
+        for name, shape in of_target.items()
+    }
     assert shapes == {name: tuple(tensor.shape) for name, tensor in adapters.peft()[""].items()}
 
 
@@ -189,11 +237,18 @@ def test_a_peft_folder_that_does_not_fit_is_refused_by_what_is_wrong(tmp_path, c
     if "rename" in change:
         tensors = {name.replace(*change["rename"]): tensor for name, tensor in tensors.items()}
     if "cut" in change:
-        tensors = {name: tensor[..., :-1] if change["cut"] in name else tensor for name, tensor in tensors.items()}
+        tensors = {
+            name: tensor[..., :-1] if change["cut"] in name else tensor
+            for name, tensor in tensors.items()
+        }
     write_adapter(tmp_path / "a", tensors, lora, base=PATH)
     file = tmp_path / "a" / "adapter_config.json"
     values = json.loads(file.read_text())
-    file.write_text(json.dumps(values | {key: value for key, value in change.items() if key in (*values, "use_dora")}))
+    file.write_text(
+        json.dumps(
+            values | {key: value for key, value in change.items() if key in (*values, "use_dora")}
+        )
+    )
     if "torn" in change:
         (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"torn")
     with pytest.raises(ConfigError, match=f"trainer.lora.init_from.*{named}"):
@@ -204,7 +259,9 @@ def test_three_adapters_do_not_fit_a_flavor_that_has_one_for_all(tmp_path):
     _, _, adapters = built(LoRA.Config(rank=2), FUSED)
     tensors = adapters.peft()[""]
     a = [
-        tensor for name, tensor in tensors.items() if "layers.0.self_attn" in name and "lora_A" in name and "o_proj" not in name
+        tensor
+        for name, tensor in tensors.items()
+        if "layers.0.self_attn" in name and "lora_A" in name and "o_proj" not in name
     ]
     assert len(a) == 3 and all(torch.equal(a[0], other) for other in a), "they share one A"
     for name in tensors:
@@ -226,8 +283,13 @@ def test_a_merged_folder_has_the_base_with_what_was_added_in_float32(tmp_path, d
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert merged.keys() == before.keys()
     for name, weight in before.items():
-        pair = [tensors.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight") for part in "AB"]
-        expected = weight if pair[0] is None else (weight.float() + 0.5 * (pair[1] @ pair[0])).to(dtype)
+        pair = [
+            tensors.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight")
+            for part in "AB"
+        ]
+        expected = (
+            weight if pair[0] is None else (weight.float() + 0.5 * (pair[1] @ pair[0])).to(dtype)
+        )
         assert torch.equal(merged[name], expected), name
     AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     save_file({}, base / "model.safetensors")

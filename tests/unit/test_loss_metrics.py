@@ -7,7 +7,13 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.loss_batches import ONE, batch_of, random_batch
-from torchtitan.experiments.rl.losses import LossConfig, MetricSums, PPOClip, compute_loss, mismatch_metrics
+from torchtitan.experiments.rl.losses import (
+    LossConfig,
+    MetricSums,
+    PPOClip,
+    compute_loss,
+    mismatch_metrics,
+)
 from torchtitan.experiments.rl.types import LossDenominators, TrainingBatch
 
 torch.set_num_threads(1)
@@ -54,7 +60,9 @@ def test_a_nan_among_the_tokens_is_seen():
 def test_sums_are_float64_so_a_step_of_many_tokens_loses_none():
     metrics = MetricSums()
     for _ in range(3):
-        metrics.add_mean("x", torch.full((2,), 2**24, dtype=torch.float32) + torch.tensor([0.0, 2.0]), ALL)
+        metrics.add_mean(
+            "x", torch.full((2,), 2**24, dtype=torch.float32) + torch.tensor([0.0, 2.0]), ALL
+        )
     assert metrics.compute() == {"x": 2**24 + 1}
 
 
@@ -113,7 +121,9 @@ def test_reducing_in_a_real_group_of_one_and_in_no_group_changes_nothing(tmp_pat
 def test_rl_metrics_of_three_tokens_worked_out_on_paper():
     # Ratios 2, 1 and 0.5; the fourth token is no member.
     generator = torch.tensor([[-2.0, -1.0, -0.5, -9.0]], dtype=torch.float64)
-    logprobs = generator + torch.tensor([[math.log(2), 0.0, -math.log(2), 50.0]], dtype=torch.float64)
+    logprobs = generator + torch.tensor(
+        [[math.log(2), 0.0, -math.log(2), 50.0]], dtype=torch.float64
+    )
     batch = batch_of(
         (1, 4),
         loss_mask=[[True, True, True, False]],
@@ -122,9 +132,15 @@ def test_rl_metrics_of_three_tokens_worked_out_on_paper():
         advantages=[[1.0, 1.0, 1.0, 1.0]],
     )
     batch.generator_logprobs = generator
-    _, metrics = compute_loss(logprobs, batch, LossDenominators(rl=3, ce=2, ref_kl=1), LossConfig(rl=PPOClip.Config()))
+    _, metrics = compute_loss(
+        logprobs, batch, LossDenominators(rl=3, ce=2, ref_kl=1), LossConfig(rl=PPOClip.Config())
+    )
     found = metrics.compute()
-    assert {name.partition("/")[0] for name in found} == {"loss", "rl", "ce"}  # no ref_kl member: no ref_kl number
+    assert {name.partition("/")[0] for name in found} == {
+        "loss",
+        "rl",
+        "ce",
+    }  # no ref_kl member: no ref_kl number
     log2 = math.log(2)
     expected = {
         "rl/loss": (-1.2 - 2 - 0.5) / 3,
@@ -144,7 +160,11 @@ def test_rl_metrics_of_three_tokens_worked_out_on_paper():
 
 def test_ref_kl_reports_how_far_the_policy_is_from_the_reference():
     batch = batch_of(
-        (1, 2), generator_logprobs=[[-1.0, -1.0]], ref_logprobs=[[-0.5, -3.0]], loss_mask=[[1, 1]], ref_kl_weights=[[1.0, 1.0]]
+        (1, 2),
+        generator_logprobs=[[-1.0, -1.0]],
+        ref_logprobs=[[-0.5, -3.0]],
+        loss_mask=[[1, 1]],
+        ref_kl_weights=[[1.0, 1.0]],
     )
     found = compute_loss(torch.tensor([[-1.0, -1.0]]), batch, ONE, LossConfig())[1].compute()
     assert found["ref_kl/kl"] == pytest.approx((-0.5 + 2.0) / 2)
@@ -159,7 +179,12 @@ def test_metrics_of_rows_merged_one_by_one_are_those_of_the_whole_batch():
     merged, total = MetricSums(), 0.0
     for row in range(4):
         streams = {name: getattr(batch, name) for name in batch.__slots__}
-        part = TrainingBatch(**{n: v[row : row + 1] if isinstance(v, torch.Tensor) else v for n, v in streams.items()})
+        part = TrainingBatch(
+            **{
+                n: v[row : row + 1] if isinstance(v, torch.Tensor) else v
+                for n, v in streams.items()
+            }
+        )
         part_loss, metrics = compute_loss(logprobs[row : row + 1], part, denominators, LossConfig())
         merged.merge(metrics)
         total += part_loss.item()
@@ -200,13 +225,20 @@ def test_mismatch_is_reported_by_task_and_by_the_age_of_the_weights_that_sampled
 
 
 def test_the_distance_to_a_reference_model_is_reported_by_task():
-    batch = batch_of((2, 2), task_ids=[[0, 0], [1, 1]], ref_kl_weights=[[1, 0.5], [0, 1]], ref_logprobs=[[-1, -2], [9, -1]])
+    batch = batch_of(
+        (2, 2),
+        task_ids=[[0, 0], [1, 1]],
+        ref_kl_weights=[[1, 0.5], [0, 1]],
+        ref_logprobs=[[-1, -2], [9, -1]],
+    )
     batch.task_names = ("taught", "both", "unseen")
     policy = torch.tensor([[-1.5, -1.0], [-3.0, -1.25]], dtype=torch.float64)
     found = mismatch_metrics(policy, batch, policy_version=0).compute()
     # Whatever its weight, a token counts once; the third has none.
     kl = {"ref_kl/kl/task/taught": (-0.5 + 1.0) / 2, "ref_kl/kl/task/both": -0.25}
-    assert {name: value for name, value in found.items() if name.startswith("ref_kl/")} == pytest.approx(kl, abs=1e-12)
+    assert {
+        name: value for name, value in found.items() if name.startswith("ref_kl/")
+    } == pytest.approx(kl, abs=1e-12)
 
 
 def test_distances_are_reported_by_the_replica_and_the_age_that_sampled():
@@ -219,9 +251,9 @@ def test_distances_are_reported_by_the_replica_and_the_age_that_sampled():
     lr = torch.tensor([[0.1, -0.2, 0.3], [-0.4, 9.0, 9.0]])
     found = mismatch_metrics(batch.generator_logprobs + lr, batch, policy_version=7).compute()
     expected = {"replica/0/age/0": 0.15, "replica/0/age/1": 0.3, "replica/1/age/0": 0.4}
-    assert {name: value for name, value in found.items() if name.startswith("mismatch/")} == pytest.approx(
-        {f"mismatch/{name}": value for name, value in expected.items()}, abs=1e-7
-    )
+    assert {
+        name: value for name, value in found.items() if name.startswith("mismatch/")
+    } == pytest.approx({f"mismatch/{name}": value for name, value in expected.items()}, abs=1e-7)
 
 
 def test_mismatch_estimates_the_kl_from_generator_to_trainer_without_bias():

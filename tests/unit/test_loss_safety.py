@@ -39,21 +39,34 @@ def test_membership_is_mask_and_weight_for_rl_and_weight_alone_for_the_others():
 
 @pytest.mark.parametrize("rl", VARIANTS, ids=lambda rl: type(rl).__qualname__)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_without_members_the_loss_is_zero_attached_and_its_gradient_zero_whatever_the_logprobs(rl, bad):
+def test_without_members_the_loss_is_zero_attached_and_its_gradient_zero_whatever_the_logprobs(
+    rl, bad
+):
     logprobs = torch.tensor([[bad, -1.0, bad]], dtype=torch.float64, requires_grad=True)
-    batch = batch_of((1, 3), generator_logprobs=[[bad] * 3], advantages=[[bad] * 3], ref_logprobs=[[bad] * 3])
+    batch = batch_of(
+        (1, 3), generator_logprobs=[[bad] * 3], advantages=[[bad] * 3], ref_logprobs=[[bad] * 3]
+    )
     loss, metrics = compute_loss(logprobs, batch, ONE, LossConfig(rl=rl))
     assert loss.item() == 0 and loss.requires_grad
     loss.backward()
     assert logprobs.grad.tolist() == [[0.0, 0.0, 0.0]]
-    assert metrics.compute() == {"loss/total": 0.0, "loss/rl": 0.0, "loss/ce": 0.0, "loss/ref_kl": 0.0}
+    assert metrics.compute() == {
+        "loss/total": 0.0,
+        "loss/rl": 0.0,
+        "loss/ce": 0.0,
+        "loss/ref_kl": 0.0,
+    }
 
 
 @pytest.mark.parametrize("rl", VARIANTS, ids=lambda rl: type(rl).__qualname__)
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_what_non_members_hold_changes_neither_loss_nor_gradient_nor_metrics(rl, bad):
     logprobs, batch = random_batch(1)
-    outside = ~((batch.loss_mask & (batch.rl_weights != 0)) | (batch.ce_weights != 0) | (batch.ref_kl_weights != 0))
+    outside = ~(
+        (batch.loss_mask & (batch.rl_weights != 0))
+        | (batch.ce_weights != 0)
+        | (batch.ref_kl_weights != 0)
+    )
     assert outside.any()
     results = []
     for value in (-1.0, bad):
@@ -112,7 +125,9 @@ def test_where_policy_and_reference_agree_an_overflowing_ratio_leaves_loss_and_g
     )
     loss, _ = compute_loss(logprobs, batch, ONE, LossConfig())
     loss.backward()
-    assert loss.item() == pytest.approx(1e-3 * 899**2) and logprobs.grad.tolist() == [[0.0, pytest.approx(2e-3 * 899)]]
+    assert loss.item() == pytest.approx(1e-3 * 899**2) and logprobs.grad.tolist() == [
+        [0.0, pytest.approx(2e-3 * 899)]
+    ]
 
 
 def test_the_loss_is_computed_in_the_dtype_of_the_logprobs():
@@ -127,7 +142,10 @@ def test_computing_the_loss_never_waits_for_the_device(rl):
     logprobs, batch = random_batch(0)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = {name: getattr(batch, name) for name in batch.__slots__}
-        fake = {name: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for name, v in fake.items()}
+        fake = {
+            name: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v
+            for name, v in fake.items()
+        }
         attached = mode.from_tensor(logprobs).requires_grad_()
         loss, _metrics = compute_loss(attached, TrainingBatch(**fake), ONE, LossConfig(rl=rl))
         loss.backward()
@@ -174,11 +192,19 @@ def test_a_custom_function_that_sums_is_refused_by_name():
         return tokens.logprobs.sum()
 
     batch = batch_of((1, 2), loss_mask=[[True, True]], rl_weights=[[1.0, 1.0]])
-    with pytest.raises(ValueError, match="'summed' returned shape \\(\\) for tokens of shape \\(1, 2\\)"):
-        compute_loss(torch.zeros(1, 2), batch, ONE, LossConfig(rl=CustomRLLoss.Config(function=summed)))
+    with pytest.raises(
+        ValueError, match="'summed' returned shape \\(\\) for tokens of shape \\(1, 2\\)"
+    ):
+        compute_loss(
+            torch.zeros(1, 2), batch, ONE, LossConfig(rl=CustomRLLoss.Config(function=summed))
+        )
 
 
 def test_loss_configs_travel_between_processes():
-    config = LossConfig(rl=CustomRLLoss.Config(function=reinforce), ref_kl=RefKL.Config(mask_low=0.3))
+    config = LossConfig(
+        rl=CustomRLLoss.Config(function=reinforce), ref_kl=RefKL.Config(mask_low=0.3)
+    )
     assert pickle.loads(pickle.dumps(config)) == config
-    assert LossConfig() == LossConfig(rl=DPPO.Config(mask_high=0.2, mask_low=0.2, adv_tau=1.0, kl_tau=1e-3))
+    assert LossConfig() == LossConfig(
+        rl=DPPO.Config(mask_high=0.2, mask_low=0.2, adv_tau=1.0, kl_tau=1e-3)
+    )

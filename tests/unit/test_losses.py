@@ -61,7 +61,9 @@ def by_hand_dppo(c: DPPO.Config, t: Token) -> tuple[float, float]:
     return -gain * ratio + c.kl_tau * (t.p - t.q) ** 2, -gain * slope + 2 * c.kl_tau * (t.p - t.q)
 
 
-def by_hand_surrogate(uncapped: float, a: float, low: float, high: float, ratio_max: float | None) -> tuple[float, float]:
+def by_hand_surrogate(
+    uncapped: float, a: float, low: float, high: float, ratio_max: float | None
+) -> tuple[float, float]:
     ratio, slope = cap(uncapped, ratio_max)
     plain, clipped = ratio * a, clip(ratio, low, high) * a
     return -min(plain, clipped), -slope * a if plain <= clipped else 0.0
@@ -95,7 +97,11 @@ def by_hand(logprobs, batch, denominators, config, by_hand_rl) -> tuple[float, l
     """The whole loss and its gradient, token by token."""
     rows, length = logprobs.shape
     p, q = logprobs.tolist(), batch.generator_logprobs.tolist()
-    mask, a, positions = batch.loss_mask.tolist(), batch.advantages.tolist(), batch.positions.tolist()
+    mask, a, positions = (
+        batch.loss_mask.tolist(),
+        batch.advantages.tolist(),
+        batch.positions.tolist(),
+    )
     rl, ce, kl = batch.rl_weights.tolist(), batch.ce_weights.tolist(), batch.ref_kl_weights.tolist()
     ref = batch.ref_logprobs.tolist()
 
@@ -129,7 +135,11 @@ def by_hand(logprobs, batch, denominators, config, by_hand_rl) -> tuple[float, l
 
 VARIANTS = [
     pytest.param(DPPO.Config(), by_hand_dppo, id="dppo"),
-    pytest.param(DPPO.Config(mask_high=0.05, mask_low=0.1, adv_tau=0.7, kl_tau=0.3), by_hand_dppo, id="dppo-tight"),
+    pytest.param(
+        DPPO.Config(mask_high=0.05, mask_low=0.1, adv_tau=0.7, kl_tau=0.3),
+        by_hand_dppo,
+        id="dppo-tight",
+    ),
     pytest.param(PPOClip.Config(), by_hand_ppo, id="ppo"),
     pytest.param(PPOClip.Config(clip_low=0.2, clip_high=0.28), by_hand_ppo, id="dapo"),
     pytest.param(CISPO.Config(), by_hand_cispo, id="cispo"),
@@ -138,16 +148,25 @@ VARIANTS = [
     pytest.param(DPPO.Config(ratio_max=1.3), by_hand_dppo, id="dppo-capped"),
     pytest.param(PPOClip.Config(ratio_max=1.5), by_hand_ppo, id="ppo-capped"),
     pytest.param(PPOClip.Config(ratio_max=1.1), by_hand_ppo, id="ppo-capped-below-the-clip"),
-    pytest.param(GSPO.Config(clip_low=0.05, clip_high=0.08, ratio_max=1.1), by_hand_gspo, id="gspo-capped"),
+    pytest.param(
+        GSPO.Config(clip_low=0.05, clip_high=0.08, ratio_max=1.1), by_hand_gspo, id="gspo-capped"
+    ),
     pytest.param(CustomRLLoss.Config(function=reinforce), by_hand_reinforce, id="custom"),
 ]
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rl, by_hand_rl", VARIANTS)
-def test_loss_and_gradient_are_the_formulas_over_the_members_of_each_component(rl, by_hand_rl, seed):
+def test_loss_and_gradient_are_the_formulas_over_the_members_of_each_component(
+    rl, by_hand_rl, seed
+):
     logprobs, batch = random_batch(seed)
-    overlaps = batch.loss_mask & (batch.rl_weights != 0) & (batch.ce_weights != 0) & (batch.ref_kl_weights != 0)
+    overlaps = (
+        batch.loss_mask
+        & (batch.rl_weights != 0)
+        & (batch.ce_weights != 0)
+        & (batch.ref_kl_weights != 0)
+    )
     assert overlaps.any()
     config = LossConfig(rl=rl, ref_kl=RefKL.Config(mask_low=0.1, kl_tau=0.2, ratio_max=1.4))
     denominators = LossDenominators(rl=31, ce=17, ref_kl=23)
@@ -156,14 +175,18 @@ def test_loss_and_gradient_are_the_formulas_over_the_members_of_each_component(r
     loss.backward()
     expected_loss, expected_gradient = by_hand(logprobs, batch, denominators, config, by_hand_rl)
     assert loss.item() == pytest.approx(expected_loss, rel=1e-9, abs=1e-9)
-    torch.testing.assert_close(logprobs.grad, torch.tensor(expected_gradient, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        logprobs.grad, torch.tensor(expected_gradient, dtype=torch.float64), rtol=1e-9, atol=1e-9
+    )
 
 
 def test_every_variant_masks_or_clips_something_in_the_comparison_above():
     for variant in VARIANTS[:-1]:
         rl = variant.values[0]
         logprobs, batch = random_batch(0)
-        fraction = compute_loss(logprobs, batch, ONE, LossConfig(rl=rl))[1].compute()["rl/masked_fraction"]
+        fraction = compute_loss(logprobs, batch, ONE, LossConfig(rl=rl))[1].compute()[
+            "rl/masked_fraction"
+        ]
         assert 0 < fraction < 1 or isinstance(rl, CISPO.Config), variant.id
 
 
@@ -177,7 +200,9 @@ def test_default_rl_loss_of_four_tokens_worked_out_on_paper():
         advantages=[[1.0, 1.0, -2.0, -2.0]],
     )
     batch.generator_logprobs = torch.full((1, 4), 0.5, dtype=torch.float64).log()
-    loss, metrics = compute_loss(logprobs, batch, LossDenominators(rl=4, ce=1, ref_kl=1), LossConfig())
+    loss, metrics = compute_loss(
+        logprobs, batch, LossDenominators(rl=4, ce=1, ref_kl=1), LossConfig()
+    )
     squares = sum(math.log(ratio) ** 2 for ratio in (1.2, 1.5, 0.9, 0.5))
     assert loss.item() == pytest.approx((-1.2 + 2 * 0.9 + 1e-3 * squares) / 4, rel=1e-12)
     assert metrics.compute()["rl/masked_fraction"] == 0.5
@@ -185,11 +210,15 @@ def test_default_rl_loss_of_four_tokens_worked_out_on_paper():
 
 def test_a_token_may_belong_to_all_three_components_each_with_its_own_weight_and_denominator():
     logprobs = torch.tensor([[-0.7]], dtype=torch.float64, requires_grad=True)
-    batch = batch_of((1, 1), loss_mask=[[True]], rl_weights=[[2.0]], ce_weights=[[0.5]], ref_kl_weights=[[4.0]])
+    batch = batch_of(
+        (1, 1), loss_mask=[[True]], rl_weights=[[2.0]], ce_weights=[[0.5]], ref_kl_weights=[[4.0]]
+    )
     batch.generator_logprobs = logprobs.detach().clone()
     batch.advantages = torch.tensor([[3.0]])
     batch.ref_logprobs = torch.tensor([[-0.2]], dtype=torch.float64)
-    loss, metrics = compute_loss(logprobs, batch, LossDenominators(rl=8, ce=5, ref_kl=10), LossConfig())
+    loss, metrics = compute_loss(
+        logprobs, batch, LossDenominators(rl=8, ce=5, ref_kl=10), LossConfig()
+    )
     rl, ce, ref_kl = 2 * -3 / 8, 0.5 * 0.7 / 5, 4 * -0.5 / 10
     assert loss.item() == pytest.approx(rl + ce + ref_kl, rel=1e-12)
     found = metrics.compute()
@@ -211,9 +240,13 @@ def test_gspo_gradient_is_the_sequence_level_one_where_advantages_agree_within_a
     g = torch.Generator().manual_seed(0)
     lengths, advantages = [5, 3, 4], [1.0, -0.5, 2.0]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    per_token = torch.cat([torch.full((n,), a) for n, a in zip(lengths, advantages, strict=True)])[None]
+    per_token = torch.cat([torch.full((n,), a) for n, a in zip(lengths, advantages, strict=True)])[
+        None
+    ]
     generator = -torch.rand(1, 12, generator=g) - 0.5
-    mask = torch.tensor([[False, True, True, False, True, False, True, True, False, True, True, True]])
+    mask = torch.tensor(
+        [[False, True, True, False, True, False, True, True, False, True, True, True]]
+    )
     batch = batch_of(
         (1, 12),
         positions=positions,
@@ -234,7 +267,9 @@ def test_gspo_gradient_is_the_sequence_level_one_where_advantages_agree_within_a
     for start, n, a in zip([0, 5, 8], lengths, advantages, strict=True):
         members = mask[0, start : start + n]
         lr = (reference - generator.double())[0, start : start + n][members]
-        total = total - members.sum() * lr.mean().exp() * a  # each sequence times its tokens: all tokens count the same
+        total = (
+            total - members.sum() * lr.mean().exp() * a
+        )  # each sequence times its tokens: all tokens count the same
     total.backward()
     assert loss.item() == pytest.approx(total.item(), rel=1e-12)
     torch.testing.assert_close(attached.grad, reference.grad, rtol=1e-12, atol=0)
@@ -250,7 +285,9 @@ def test_gspo_keeps_ratios_near_one_in_float32():
         advantages=[[1.0] * 3],
     )
     logprobs = torch.tensor([[-60.0 + 2**-12, -60.0, -60.0]])  # exact in float32
-    loss, metrics = compute_loss(logprobs, batch, LossDenominators(rl=3, ce=1, ref_kl=1), LossConfig(rl=GSPO.Config()))
+    loss, metrics = compute_loss(
+        logprobs, batch, LossDenominators(rl=3, ce=1, ref_kl=1), LossConfig(rl=GSPO.Config())
+    )
     assert loss.item() == pytest.approx(-math.exp(2**-12 / 3), rel=2e-7)
     assert metrics.compute()["rl/masked_fraction"] == 0
 
@@ -302,7 +339,9 @@ def test_every_capped_variant_bounds_a_ratio_of_negative_advantage(rl):
     assert metrics.compute()["rl/ratio_capped_fraction"] == 1
 
 
-@pytest.mark.parametrize("rl", [DPPO.Config(), PPOClip.Config()], ids=lambda rl: type(rl).__qualname__)
+@pytest.mark.parametrize(
+    "rl", [DPPO.Config(), PPOClip.Config()], ids=lambda rl: type(rl).__qualname__
+)
 def test_what_mask_or_clip_takes_does_not_count_as_capped(rl):
     # d = 0.9 and the ratio is 9e5: both the test and the cap say no, and the test is first.
     logprobs, batch = one_token(0.9, 1e-6, advantage=2.0)
@@ -332,7 +371,9 @@ def test_the_default_cap_changes_no_bit_of_a_batch_whose_ratios_are_below_it(rl,
         logprobs, batch = random_batch(seed)
         attached = logprobs.float().requires_grad_()
         config = LossConfig(rl=rl.Config(**changes), ref_kl=RefKL.Config(**changes))
-        loss, metrics = compute_loss(attached, batch, LossDenominators(rl=31, ce=17, ref_kl=23), config)
+        loss, metrics = compute_loss(
+            attached, batch, LossDenominators(rl=31, ce=17, ref_kl=23), config
+        )
         loss.backward()
         results.append((loss.item(), attached.grad.tolist(), metrics.compute()))
     assert results[0] == results[1] == results[2]
@@ -355,7 +396,9 @@ def test_a_capped_ratio_that_would_overflow_leaves_loss_and_gradient_finite(rl):
     loss, _ = compute_loss(logprobs, batch, ONE, config)
     loss.backward()
     pull = 2e-3 * 899 if rl is DPPO else 0.0
-    assert math.isfinite(loss.item()) and logprobs.grad[0].tolist() == pytest.approx([pull, -1.0], rel=1e-5)
+    assert math.isfinite(loss.item()) and logprobs.grad[0].tolist() == pytest.approx(
+        [pull, -1.0], rel=1e-5
+    )
 
 
 def test_a_correction_with_the_ratio_in_it_leaves_the_variants_cap_nothing_to_do():
@@ -372,12 +415,17 @@ def test_a_correction_with_the_ratio_in_it_leaves_the_variants_cap_nothing_to_do
 def test_a_cap_that_is_not_above_1_is_refused(component, value):
     config = LossConfig()
     getattr(config, component).ratio_max = value
-    with pytest.raises(ConfigError, match=f"{component}.ratio_max = {value}: must be above 1; .*None sets no cap"):
+    with pytest.raises(
+        ConfigError, match=f"{component}.ratio_max = {value}: must be above 1; .*None sets no cap"
+    ):
         check_fields(config)
     getattr(config, component).ratio_max = None
     check_fields(config)
 
 
 def test_a_cap_that_is_infinite_is_refused_with_the_way_to_have_none():
-    with pytest.raises(ConfigError, match="rl.ratio_max = inf: must be a finite number and above 1; .*None sets no cap"):
+    with pytest.raises(
+        ConfigError,
+        match="rl.ratio_max = inf: must be a finite number and above 1; .*None sets no cap",
+    ):
         check_fields(LossConfig(rl=DPPO.Config(ratio_max=math.inf)))

@@ -7,7 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.unit.test_router import PROMPT, Endpoint, Replica, connect, generate, open_session, settle  # noqa: F401
+from tests.unit.test_router import (  # noqa: F401
+    PROMPT,
+    Endpoint,
+    Replica,
+    connect,
+    generate,
+    open_session,
+    settle,
+)
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.engine import GeneratorFailed
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
@@ -19,7 +27,9 @@ CANARY = np.zeros(2, np.float32)
 
 def receipt(version: int, canary: float = 0.0) -> WeightReceipt:
     logprobs = np.full(2, canary, np.float32)
-    return WeightReceipt(version=version, fingerprint="f", canary_logprobs=logprobs, verify_s=0.5, reload_s=0.25)
+    return WeightReceipt(
+        version=version, fingerprint="f", canary_logprobs=logprobs, verify_s=0.5, reload_s=0.25
+    )
 
 
 # ---- requests
@@ -101,7 +111,9 @@ async def test_in_lockstep_requests_of_a_lost_replica_wait_for_those_in_flight(c
 
 async def test_an_engine_that_stops_is_reported_and_its_requests_wait(connect):  # noqa: F811
     stopped = []
-    client, (replica,) = await connect(on_stopped=lambda index, cause: stopped.append((index, cause)))
+    client, (replica,) = await connect(
+        on_stopped=lambda index, cause: stopped.append((index, cause))
+    )
     task = generate(open_session(client))
     await settle()
     await replica.send([GeneratorFailed(cause="RuntimeError: out of memory")])
@@ -142,7 +154,9 @@ async def test_a_replica_that_is_lost_in_an_update_has_no_receipt_and_the_others
         await asyncio.Event().wait()
 
     lives = [Lifetime("generator 0"), Lifetime("generator 1")]
-    for index, update in enumerate([hang, Endpoint(lambda version, canary: receipt(version)).choose]):
+    for index, update in enumerate(
+        [hang, Endpoint(lambda version, canary: receipt(version)).choose]
+    ):
         replica = Replica()
         replica.update_weights = SimpleNamespace(choose=update)
         await client.admit(index, replica, lives[index])
@@ -202,7 +216,9 @@ async def test_a_replica_that_is_back_loads_the_version_of_the_others_before_it_
         loaded.append(version)
         return receipt(version, version / 10)
 
-    again = SimpleNamespace(update_weights=Endpoint(load), canary=Endpoint(lambda ids: np.zeros(2, np.float32)))
+    again = SimpleNamespace(
+        update_weights=Endpoint(load), canary=Endpoint(lambda ids: np.zeros(2, np.float32))
+    )
 
     async def take_requests() -> None:
         loaded.append("takes requests")
@@ -219,7 +235,9 @@ async def test_a_replica_that_is_back_loads_the_version_of_the_others_before_it_
     report = await updating
     await admitting
     assert loaded[1:] == [7, "takes requests"]
-    assert report.version == 7 and report.canary_max_diff == 0 and report.reload_s == 0, "no replica was there"
+    assert report.version == 7 and report.canary_max_diff == 0 and report.reload_s == 0, (
+        "no replica was there"
+    )
 
 
 async def test_no_update_begins_while_a_replica_loads():
@@ -288,7 +306,9 @@ async def test_a_replica_that_is_back_while_the_others_sleep_takes_no_memory_bef
 
     async def take_requests() -> None: ...
 
-    admitting = asyncio.create_task(sync.admit(0, SimpleNamespace(update_weights=Endpoint(load)), take_requests))
+    admitting = asyncio.create_task(
+        sync.admit(0, SimpleNamespace(update_weights=Endpoint(load)), take_requests)
+    )
     await settle()
     assert loaded == []
     await sync.update(await sync.copy_out(2))
@@ -314,7 +334,10 @@ async def test_a_replica_that_is_back_with_other_weights_than_the_trainer_takes_
     "wrong, error",
     [
         (receipt(1, 0.2), "generator 1 answered version 2 with the weights of version 1"),
-        (replace(receipt(2, 0.2), fingerprint="g"), "generator 1 holds weights of fingerprint g as version 2; .* published f"),
+        (
+            replace(receipt(2, 0.2), fingerprint="g"),
+            "generator 1 holds weights of fingerprint g as version 2; .* published f",
+        ),
     ],
 )
 async def test_a_replica_that_is_back_without_the_published_version_takes_no_request(wrong, error):
@@ -325,7 +348,9 @@ async def test_a_replica_that_is_back_without_the_published_version_takes_no_req
         raise AssertionError("it takes requests")
 
     with pytest.raises(RunError, match=error):
-        await sync.admit(1, SimpleNamespace(update_weights=Endpoint(lambda version, ids: wrong)), take_requests)
+        await sync.admit(
+            1, SimpleNamespace(update_weights=Endpoint(lambda version, ids: wrong)), take_requests
+        )
 
 
 async def test_replicas_are_admitted_side_by_side_and_an_update_waits_for_all_of_them():
@@ -353,14 +378,20 @@ async def test_replicas_are_admitted_side_by_side_and_an_update_waits_for_all_of
     await all_load.wait()
     await asyncio.gather(*admitting, updating)
     assert len(taken) == 3 and generators.updated == [1, 2]
-    await sync.admit(0, SimpleNamespace(update_weights=Endpoint(lambda version, ids: receipt(version, 0.2))), nothing)
+    await sync.admit(
+        0,
+        SimpleNamespace(update_weights=Endpoint(lambda version, ids: receipt(version, 0.2))),
+        nothing,
+    )
 
 
 async def test_an_admission_that_is_given_up_leaves_the_way_free_for_the_next_update():
     generators = Generators()
     sync = sync_of(generators)
     await sync.update(await sync.copy_out(1))
-    hangs = SimpleNamespace(update_weights=SimpleNamespace(call_one=lambda version, ids: asyncio.Event().wait()))
+    hangs = SimpleNamespace(
+        update_weights=SimpleNamespace(call_one=lambda version, ids: asyncio.Event().wait())
+    )
     admitting = asyncio.create_task(sync.admit(0, hangs, nothing))
     await settle()
     generators.released.clear()

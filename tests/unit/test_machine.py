@@ -33,13 +33,18 @@ def plan():
 
 
 def room(monkeypatch, gib: float) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1000 * GIB, free=gib * GIB))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(total=1000 * GIB, free=gib * GIB)
+    )
 
 
 def test_a_checkpoint_is_three_values_a_parameter_and_the_disk_holds_one_more_than_are_kept(plan):
     eight = of_billions(plan, 8, kept=2)
     assert eight.checkpoint_gib == 96.0 and eight.disk_gib == 3 * 96 + 32
-    assert any(line.startswith("disk           about 320.00 GiB: 2 checkpoints of 96.00 GiB") for line in eight.lines())
+    assert any(
+        line.startswith("disk           about 320.00 GiB: 2 checkpoints of 96.00 GiB")
+        for line in eight.lines()
+    )
     eight.config.trainer = dataclasses.replace(eight.config.trainer, dtype="bfloat16")
     assert eight.checkpoint_gib == 48.0
 
@@ -47,7 +52,9 @@ def test_a_checkpoint_is_three_values_a_parameter_and_the_disk_holds_one_more_th
 def of_billions(plan: RunPlan, parameters: int, *, kept: int = 3) -> RunPlan:
     """The plan for a model of so many times 2**30 parameters, with so many checkpoints kept."""
     checkpoint = dataclasses.replace(plan.config.checkpoint, keep=kept)
-    sizes = dataclasses.replace(plan.sizes, parameters=parameters * 2**30, trained=parameters * 2**30)
+    sizes = dataclasses.replace(
+        plan.sizes, parameters=parameters * 2**30, trained=parameters * 2**30
+    )
     config = dataclasses.replace(plan.config, checkpoint=checkpoint)
     return dataclasses.replace(plan, config=config, sizes=sizes)
 
@@ -99,7 +106,11 @@ def test_engines_of_several_processes_need_shared_memory(plan, monkeypatch, tmp_
     wide.config.generator = dataclasses.replace(plan.config.generator, replicas=2, engine=engine)
     real = shutil.disk_usage
     monkeypatch.setattr(
-        shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * 2**20) if path == machine.SHARED_MEMORY else real(path)
+        shutil,
+        "disk_usage",
+        lambda path: (
+            SimpleNamespace(free=100 * 2**20) if path == machine.SHARED_MEMORY else real(path)
+        ),
     )
     assert lacking(wide, str(tmp_path)) == [
         "shared memory = '/dev/shm with 100 MiB free': 2 engine(s) of several processes need 128 MiB there: enlarge it "
@@ -109,12 +120,18 @@ def test_engines_of_several_processes_need_shared_memory(plan, monkeypatch, tmp_
 
 
 @pytest.mark.parametrize("words", [[], ["--dry-run"]], ids=["run", "dry run"])
-def test_an_engine_that_is_not_installed_is_one_line_and_a_dry_run_only_notes_it(words, monkeypatch, capsys):
+def test_an_engine_that_is_not_installed_is_one_line_and_a_dry_run_only_notes_it(
+    words, monkeypatch, capsys
+):
     monkeypatch.setitem(sys.modules, "vllm", None)  # as Python has it: not to be imported
     assert main(["--config", "rl_grpo_qwen3_debug", *words]) == (0 if words else 2)
     output = capsys.readouterr()
     line = f"generator.engine = 'vllm': is not installed: pip install --no-deps -r {PINS}/cpu.txt, or gpu.txt for GPUs\n"
-    assert (output.out.endswith(f"before a run   {line}") and output.err == "") if words else output.err == f"error: {line}"
+    assert (
+        (output.out.endswith(f"before a run   {line}") and output.err == "")
+        if words
+        else output.err == f"error: {line}"
+    )
 
 
 def test_a_hosted_model_needs_its_engine_too(monkeypatch):
@@ -127,12 +144,16 @@ def test_a_hosted_model_needs_its_engine_too(monkeypatch):
 # ---- a checkpoint's time
 
 
-def test_a_checkpoints_time_is_that_of_a_file_in_the_same_folder_by_its_size(plan, monkeypatch, tmp_path):
+def test_a_checkpoints_time_is_that_of_a_file_in_the_same_folder_by_its_size(
+    plan, monkeypatch, tmp_path
+):
     now = iter([10.0, 10.5])
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(now))
     monkeypatch.setattr(machine, "PROBE_BYTES", 2**20)
     large = of_billions(plan, 2)
-    assert checkpoint_seconds(large, str(tmp_path / "not/there/yet")) == 0.5 * 24 * 1024, "half a second for each MiB"
+    assert checkpoint_seconds(large, str(tmp_path / "not/there/yet")) == 0.5 * 24 * 1024, (
+        "half a second for each MiB"
+    )
     assert list(tmp_path.iterdir()) == []
     assert checkpoint_seconds(plan, str(tmp_path)) is None, "that of the tiny model takes no time"
     assert checkpoint_seconds(large, "/proc/self") is None, "nothing can be written there"
@@ -167,18 +188,32 @@ def test_a_gpu_host_needs_a_compiler_headers_and_lockable_memory(monkeypatch, tm
     assert len(host.gpu_host_lacks(several_hosts=False)) == 2, "one host uses no RDMA"
     (tmp_path / "Python.h").touch()
     monkeypatch.setenv("CC", "clang")
-    monkeypatch.setattr(host.resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(
+        host.resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    )
     assert host.gpu_host_lacks(several_hosts=True) == []
 
 
-def test_the_command_says_before_a_run_on_gpus_what_kernels_lack_here(monkeypatch, capsys, tmp_path):
+def test_the_command_says_before_a_run_on_gpus_what_kernels_lack_here(
+    monkeypatch, capsys, tmp_path
+):
     fake_gpus(monkeypatch, 2)
     monkeypatch.setattr(machine, "gpu_host_lacks", lambda several_hosts: ["has no Python.h"])
-    words = ["--config", "rl_grpo_qwen3_debug", "--provision.device", "cuda", "--run-dir", str(tmp_path / "r")]
+    words = [
+        "--config",
+        "rl_grpo_qwen3_debug",
+        "--provision.device",
+        "cuda",
+        "--run-dir",
+        str(tmp_path / "r"),
+    ]
     assert main(words) == 2
     assert "provision.device = 'cuda': this host has no Python.h" in capsys.readouterr().err
     assert main([*words, "--dry-run"]) == 0
-    assert "before a run   provision.device = 'cuda': this host has no Python.h" in capsys.readouterr().out
+    assert (
+        "before a run   provision.device = 'cuda': this host has no Python.h"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.fixture(scope="module")
@@ -202,10 +237,16 @@ def test_rows_are_halved_until_the_run_fits_the_free_memory(smollm2, monkeypatch
     assert rows_with(12.5, 16, smollm2, monkeypatch)[::2] == (8, None)
     rows, gib, line = rows_with(9.7, 16, smollm2, monkeypatch)
     assert rows == 4 and gib == pytest.approx(2.01 + 0.38 + 4 * 0.615, abs=0.1)
-    assert line.startswith("rows        4 a microbatch: batcher.rows_per_microbatch = 8 would need 12.")
+    assert line.startswith(
+        "rows        4 a microbatch: batcher.rows_per_microbatch = 8 would need 12."
+    )
     assert rows_with(8.5, 16, smollm2, monkeypatch)[0] == 2
     rows, _, line = rows_with(3, 16, smollm2, monkeypatch)
-    assert rows == 1 and "still. If the system kills it: batcher.row_length, lower it to the longest rollout" in line
+    assert (
+        rows == 1
+        and "still. If the system kills it: batcher.row_length, lower it to the longest rollout"
+        in line
+    )
 
 
 def test_a_run_beyond_the_hosts_memory_is_one_line_with_what_to_lower(smollm2, monkeypatch, capsys):

@@ -8,8 +8,12 @@ from torchtitan.experiments.rl.training.learner import materialize
 
 
 @pytest.mark.parametrize("offload, parameters_on", [(False, "meta"), (True, "cpu")])
-def test_offloaded_parameters_lie_in_the_hosts_memory_and_buffers_where_they_are_used(tokenizer_path, offload, parameters_on):
-    spec = policy_spec(ModelConfig(hf_assets_path=str(tokenizer_path)), device="cuda", max_seq_len=64)
+def test_offloaded_parameters_lie_in_the_hosts_memory_and_buffers_where_they_are_used(
+    tokenizer_path, offload, parameters_on
+):
+    spec = policy_spec(
+        ModelConfig(hf_assets_path=str(tokenizer_path)), device="cuda", max_seq_len=64
+    )
     with torch.device("meta"):
         model = spec.model.build()
     materialize(model, torch.device("meta"), parameters_on_cpu=offload)

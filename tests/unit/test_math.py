@@ -24,7 +24,10 @@ ROWS = [
     {"question": "Roots of x^2 = 4?", "answer": "\\{-2, 2\\}"},
     {"question": "2 + 2?", "answer": "4"},
 ]
-GSM8K_ROW = {"question": "Ann has 3 bags of 40 nuts. How many?", "answer": "3 * 40 = <<3*40=120>>120 nuts\n#### 1,200"}
+GSM8K_ROW = {
+    "question": "Ann has 3 bags of 40 nuts. How many?",
+    "answer": "3 * 40 = <<3*40=120>>120 nuts\n#### 1,200",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -42,14 +45,18 @@ def file(tmp_path):
             columns = {name: [row[name] for row in rows] for name in ("question", "answer")}
             datasets.Dataset.from_dict(columns).to_parquet(path)
         else:
-            path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+            path.write_text(
+                "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+            )
         return str(path)
 
     return write
 
 
 def config(path, *, rubric=None, template=None, **dataset):
-    task = MathTask.Config(algorithm=GRPO.Config(), dataset=RowDataset.Config(path=path, **dataset), group_size=4)
+    task = MathTask.Config(
+        algorithm=GRPO.Config(), dataset=RowDataset.Config(path=path, **dataset), group_size=4
+    )
     task.rubric = MathRubric.Config(isolated_workers=1, **(rubric or {}))
     task.template = template or task.template
     return task
@@ -67,7 +74,10 @@ def test_a_file_of_any_format_gives_its_rows_in_order(file, name):
 
 def test_one_file_can_be_cut_into_training_and_validation(file):
     path = file()
-    parts = [RowDataset.Config(path=path, split=split).build() for split in ("train[:75%]", "train[75%:]", "test[:1]")]
+    parts = [
+        RowDataset.Config(path=path, split=split).build()
+        for split in ("train[:75%]", "train[75%:]", "test[:1]")
+    ]
     assert [[part[i].env_input["answer"] for i in range(len(part))] for part in parts] == [
         ["42", "\\frac{3}{2}", "\\{-2, 2\\}"],
         ["4"],
@@ -78,7 +88,9 @@ def test_one_file_can_be_cut_into_training_and_validation(file):
 async def test_columns_can_have_any_name_and_answers_can_be_numbers(file, renderer, tokenizer):
     path = file([{"problem": "6 * 7?", "solution": 42}])
     task_config = config(path, rubric={"answer_column": "solution"}, template="{problem}")
-    task, policy, group, _ = await run(task_config, renderer, tokenizer, ["\\boxed{42}", "\\boxed{43}"])
+    task, policy, group, _ = await run(
+        task_config, renderer, tokenizer, ["\\boxed{42}", "\\boxed{43}"]
+    )
     task.check_examples(field="tasks.t")
     assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0]
     assert "user\n6 * 7?<|im_end|>" in tokenizer.decode(policy.sessions[0].prompts[0])
@@ -99,15 +111,28 @@ MISTAKES = {
         "t.template = '{problem}'",
         "no column 'problem'; it has question, answer",
     ),
-    "no rows": ({"rows": [], "name": "problems.parquet"}, {}, "t.dataset.path", "is empty: want at least one row"),
-    "a slice with no rows": ({}, {"split": "train[:0]"}, "t.dataset.split = 'train[:0]': is empty: there are 4 rows"),
+    "no rows": (
+        {"rows": [], "name": "problems.parquet"},
+        {},
+        "t.dataset.path",
+        "is empty: want at least one row",
+    ),
+    "a slice with no rows": (
+        {},
+        {"split": "train[:0]"},
+        "t.dataset.split = 'train[:0]': is empty: there are 4 rows",
+    ),
     "no JSON": (
         {"rows": [*ROWS, "{"]},
         {},
         "t.dataset.path",
         "line 5 is no JSON (Expecting",
     ),
-    "a slice that is none": ({}, {"split": "train[x]"}, "t.dataset.split = 'train[x]': names no part, such as"),
+    "a slice that is none": (
+        {},
+        {"split": "train[x]"},
+        "t.dataset.split = 'train[x]': names no part, such as",
+    ),
     "a question that is null": (
         {"rows": [ROWS[0], {"question": None, "answer": "1"}]},
         {},
@@ -152,8 +177,12 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("written", "fields", "parts"), [(w, d, p) for w, d, *p in MISTAKES.values()], ids=MISTAKES)
-def test_data_that_cannot_be_asked_is_refused_in_one_line_before_a_run(file, renderer, written, fields, parts):
+@pytest.mark.parametrize(
+    ("written", "fields", "parts"), [(w, d, p) for w, d, *p in MISTAKES.values()], ids=MISTAKES
+)
+def test_data_that_cannot_be_asked_is_refused_in_one_line_before_a_run(
+    file, renderer, written, fields, parts
+):
     task_config = config(file(**written), **fields)
     task_config.validate(field="tasks.t")  # a plan needs no data
     with pytest.raises(ConfigError) as error:
@@ -166,18 +195,27 @@ def test_data_that_cannot_be_asked_is_refused_in_one_line_before_a_run(file, ren
 
 def test_a_row_without_an_answer_is_refused_in_the_validation_too(file, renderer):
     task_config = config(file())
-    task_config.validation = RowDataset.Config(path=file([{"question": "1?", "answer": ""}], name="held_out.jsonl"))
-    with pytest.raises(ConfigError, match=r"tasks.t.rubric.answer_column = 'answer': line 1 of .*held_out.jsonl ends ''"):
+    task_config.validation = RowDataset.Config(
+        path=file([{"question": "1?", "answer": ""}], name="held_out.jsonl")
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"tasks.t.rubric.answer_column = 'answer': line 1 of .*held_out.jsonl ends ''",
+    ):
         task_config.build(name="t", renderer=renderer).check_examples(field="tasks.t")
 
 
 def test_a_missing_file_is_named_and_so_is_that_of_the_validation(file):
     task = config("nowhere/problems.jsonl")
-    with pytest.raises(ConfigError, match=r"tasks.t.dataset.path = 'nowhere/problems.jsonl': no such file"):
+    with pytest.raises(
+        ConfigError, match=r"tasks.t.dataset.path = 'nowhere/problems.jsonl': no such file"
+    ):
         task.check_present(field="tasks.t")
     task = config(file())
     task.validation = RowDataset.Config(path="nowhere/test.parquet")
-    with pytest.raises(ConfigError, match=r"tasks.t.validation.path = 'nowhere/test.parquet': no such file"):
+    with pytest.raises(
+        ConfigError, match=r"tasks.t.validation.path = 'nowhere/test.parquet': no such file"
+    ):
         task.check_present(field="tasks.t")
 
 
@@ -194,7 +232,9 @@ def test_a_hub_dataset_is_loaded_by_its_three_names_and_not_before_the_run(monke
     task.validate(field="tasks.t")
     task.check_present(field="tasks.t")
     assert asked == []
-    assert task.dataset.build()[0].env_input == GSM8K_ROW and asked == [("openai/gsm8k", "main", "test")]
+    assert task.dataset.build()[0].env_input == GSM8K_ROW and asked == [
+        ("openai/gsm8k", "main", "test")
+    ]
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
@@ -221,7 +261,10 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
             lambda task: setattr(task, "template", "Solve it."),
             "tasks.t.template = 'Solve it.': names no column of the data",
         ),
-        (lambda task: setattr(task.dataset, "path", ""), "tasks.t.dataset.path = '': must not be empty"),
+        (
+            lambda task: setattr(task.dataset, "path", ""),
+            "tasks.t.dataset.path = '': must not be empty",
+        ),
         (
             lambda task: setattr(task.dataset, "name", "main"),
             "tasks.t.dataset.name = 'main': only datasets of the hub have one",
@@ -238,7 +281,10 @@ def test_a_config_that_cannot_work_is_refused_before_a_plan(change, message):
 
 def test_without_math_verify_the_cure_is_its_name(file, monkeypatch):
     monkeypatch.setattr("torchtitan.experiments.rl.tasks.math.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"tasks.t.rubric = 'math-verify': is not installed: pip install math-verify"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tasks.t.rubric = 'math-verify': is not installed: pip install math-verify",
+    ):
         config(file()).check_present(field="tasks.t")
 
 
@@ -249,7 +295,12 @@ def test_naming_the_configs_imports_no_optional_package():
         "print({'math_verify', 'datasets', 'reasoning_gym'} & set(sys.modules))"
     )
     root = Path(__file__).resolve().parents[2]
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == "set()\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=root, capture_output=True, text=True
+        ).stdout
+        == "set()\n"
+    )
 
 
 # ---- the comparison
@@ -290,28 +341,46 @@ def test_answers_are_compared_as_mathematics(expected, given, same):
 
 async def run(task_config, renderer, tokenizer, replies, *, index=0):
     task = task_config.build(name="math", renderer=renderer)
-    policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: replies[int(rollout_id.rpartition("/")[2])])
-    group = await task.run_group(task.dataset[index], policy, group_id="g", seed=0, group_size=len(replies))
+    policy = ScriptedPolicy(
+        tokenizer, lambda rollout_id, turn: replies[int(rollout_id.rpartition("/")[2])]
+    )
+    group = await task.run_group(
+        task.dataset[index], policy, group_id="g", seed=0, group_size=len(replies)
+    )
     return task, policy, group, await task.score_group(group)
 
 
 async def test_right_wrong_and_unreadable_answers_get_1_and_0(file, renderer, tokenizer):
-    replies = ["6 * 7 is \\boxed{42}.", "\\boxed{42}? No: \\boxed{43}", "The answer is 42.", "\\boxed{\\frac{}"]
+    replies = [
+        "6 * 7 is \\boxed{42}.",
+        "\\boxed{42}? No: \\boxed{43}",
+        "The answer is 42.",
+        "\\boxed{\\frac{}",
+    ]
     _, policy, group, failure = await run(config(file()), renderer, tokenizer, replies)
     assert failure is None
     assert [(rollout.status, rollout.reward) for rollout in group.rollouts] == [
         (RolloutStatus.COMPLETED, reward) for reward in (1.0, 0.0, 1.0, 0.0)
     ]
-    assert [rollout.reward_components["boxed"] for rollout in group.rollouts] == [1.0, 1.0, 0.0, 0.0]
+    assert [rollout.reward_components["boxed"] for rollout in group.rollouts] == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
     asked = "What is 6 * 7?\n\nReason step by step, and put your final answer within \\boxed{}.<|im_end|>"
     assert tokenizer.decode(policy.sessions[0].prompts[0]).count(asked) == 1
     (sample,) = group.rollouts[0].samples
     assert tokenizer.decode(sample.token_ids[sample.loss_mask]) == replies[0] + "<|im_end|>"
 
 
-async def test_an_answer_nobody_can_compare_is_an_error_not_a_0_and_costs_the_others_nothing(file, renderer, tokenizer):
+async def test_an_answer_nobody_can_compare_is_an_error_not_a_0_and_costs_the_others_nothing(
+    file, renderer, tokenizer
+):
     replies = ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{1.5}", "\\boxed{2}"]
-    _, _, group, failure = await run(config(file(), rubric={"timeout_s": 10.0}), renderer, tokenizer, replies, index=1)
+    _, _, group, failure = await run(
+        config(file(), rubric={"timeout_s": 10.0}), renderer, tokenizer, replies, index=1
+    )
     assert failure is None
     hung, *others = group.rollouts
     assert (hung.status, hung.reward) == (RolloutStatus.ERROR, None)
@@ -321,9 +390,14 @@ async def test_an_answer_nobody_can_compare_is_an_error_not_a_0_and_costs_the_ot
     assert math.isclose(float(others[0].samples[0].advantages.max()), 0.5)
 
 
-async def test_a_system_prompt_and_a_template_of_ones_own_reach_the_model(file, renderer, tokenizer):
+async def test_a_system_prompt_and_a_template_of_ones_own_reach_the_model(
+    file, renderer, tokenizer
+):
     task_config = config(file())
     task_config.system_prompt, task_config.template = "Be brief.", "Box it: \\boxed{}. {question}"
     _, policy, _, _ = await run(task_config, renderer, tokenizer, ["\\boxed{42}"])
     prompt = tokenizer.decode(policy.sessions[0].prompts[0])
-    assert "system\nBe brief.<|im_end|>" in prompt and "user\nBox it: \\boxed{}. What is 6 * 7?<|im_end|>" in prompt
+    assert (
+        "system\nBe brief.<|im_end|>" in prompt
+        and "user\nBox it: \\boxed{}. What is 6 * 7?<|im_end|>" in prompt
+    )

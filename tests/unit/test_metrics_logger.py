@@ -29,7 +29,9 @@ def lines(run_dir) -> list[str]:
 
 
 def test_a_line_holds_the_step_first_and_the_other_keys_sorted(tmp_path):
-    jsonl_only(tmp_path).log(3, {"reward/mean": np.float32(0.5), "loss": torch.tensor(2.0), "groups": np.int64(4)})
+    jsonl_only(tmp_path).log(
+        3, {"reward/mean": np.float32(0.5), "loss": torch.tensor(2.0), "groups": np.int64(4)}
+    )
     assert lines(tmp_path) == ['{"step": 3, "groups": 4, "loss": 2.0, "reward/mean": 0.5}']
 
 
@@ -42,12 +44,23 @@ def test_a_line_is_on_disk_before_close(tmp_path):
 def test_non_finite_values_become_null_and_are_named_in_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         jsonl_only(tmp_path).log(1, {"a": math.nan, "b": -math.inf, "c": 1.0})
-    assert json.loads(lines(tmp_path)[0], parse_constant=pytest.fail) == {"step": 1, "a": None, "b": None, "c": 1.0}
+    assert json.loads(lines(tmp_path)[0], parse_constant=pytest.fail) == {
+        "step": 1,
+        "a": None,
+        "b": None,
+        "c": 1.0,
+    }
     assert "a, b" in caplog.text
 
 
 def test_without_timing_keeps_what_a_second_run_repeats():
-    record = {"step": 1, "time/wait_s": 0.1, "perf/tokens_per_second": 9.0, "timeouts": 2, "loss": 0.5}
+    record = {
+        "step": 1,
+        "time/wait_s": 0.1,
+        "perf/tokens_per_second": 9.0,
+        "timeouts": 2,
+        "loss": 0.5,
+    }
     assert without_timing(record) == {"step": 1, "timeouts": 2, "loss": 0.5}
 
 
@@ -76,7 +89,11 @@ def test_a_resumed_run_goes_on_with_the_record_that_its_checkpoint_has(tmp_path)
     cut_back(tmp_path, offsets)
     after = jsonl_only(tmp_path, resume_step=2)
     after.log(3, {"loss": 30.0})
-    assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path / METRICS_FILE)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path / METRICS_FILE)] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 30.0),
+    ]
 
 
 def test_a_new_run_starts_a_new_record(tmp_path):
@@ -100,7 +117,9 @@ def test_tensorboard_gets_the_finite_values(tmp_path):
 
 def test_offline_wandb_writes_its_run_into_the_run_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    metrics = MetricsLogger.Config(tensorboard=False, wandb=True).build(run_dir=tmp_path, run_config={"seed": 1})
+    metrics = MetricsLogger.Config(tensorboard=False, wandb=True).build(
+        run_dir=tmp_path, run_config={"seed": 1}
+    )
     metrics.log(1, {"loss": 0.5})
     metrics.close()
     (record,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
@@ -111,7 +130,9 @@ def test_offline_wandb_writes_its_run_into_the_run_folder(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("server_can", [True, False])
-def test_a_resumed_run_cuts_its_online_wandb_run_back_where_the_server_can(tmp_path, monkeypatch, caplog, server_can):
+def test_a_resumed_run_cuts_its_online_wandb_run_back_where_the_server_can(
+    tmp_path, monkeypatch, caplog, server_can
+):
     asked = []
 
     def init(**arguments):
@@ -136,9 +157,15 @@ def test_online_wandb_without_a_key_is_a_one_line_config_error(monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(ConfigError) as error:
         check_config(MetricsLogger.Config(wandb=True, wandb_mode="online"), field="metrics")
-    assert str(error.value) == "metrics.wandb_mode = 'online': WANDB_API_KEY is not set: set it, or use offline"
+    assert (
+        str(error.value)
+        == "metrics.wandb_mode = 'online': WANDB_API_KEY is not set: set it, or use offline"
+    )
 
 
 def test_an_unknown_wandb_mode_names_the_known_ones():
-    with pytest.raises(ConfigError, match=r"metrics.wandb_mode = 'on': must be one of 'offline', 'online', 'disabled'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"metrics.wandb_mode = 'on': must be one of 'offline', 'online', 'disabled'",
+    ):
         check_fields(MetricsLogger.Config(wandb_mode="on"), field="metrics")

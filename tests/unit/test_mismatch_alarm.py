@@ -9,15 +9,23 @@ import pytest
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.controller.saved_state import MismatchState
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.operations.alarms import FIRST_VERSIONS, MismatchAlarm, mismatch_alarm
+from torchtitan.experiments.rl.operations.alarms import (
+    FIRST_VERSIONS,
+    MismatchAlarm,
+    mismatch_alarm,
+)
 
 
 def step(*distances: float, age: int = 0) -> dict[str, float]:
     """Metrics of a step: the distance of each replica's tokens."""
-    return {f"mismatch/replica/{r}/age/{age}": distance for r, distance in enumerate(distances)} | {"loss/total": 1e6}
+    return {f"mismatch/replica/{r}/age/{age}": distance for r, distance in enumerate(distances)} | {
+        "loss/total": 1e6
+    }
 
 
-def seen(alarm: MismatchAlarm, *distances: float, age: int = 0, versions: int = FIRST_VERSIONS) -> MismatchAlarm:
+def seen(
+    alarm: MismatchAlarm, *distances: float, age: int = 0, versions: int = FIRST_VERSIONS
+) -> MismatchAlarm:
     for version in range(versions):
         alarm.check(version, step(*distances, age=age))
     return alarm
@@ -35,7 +43,10 @@ def test_a_stale_head_in_bfloat16_stops_the_run_by_replica_and_version():
 def test_older_tokens_name_the_version_that_sampled_them():
     alarm = seen(MismatchAlarm("float32", exact=True), 0.01, age=3)
     alarm.check(9, step(3.9, age=3))  # 1 nat for each version from 6 to 9
-    with pytest.raises(RunError, match="generator 0 and trainer disagree on tokens of version 6: .* in the step on version 9"):
+    with pytest.raises(
+        RunError,
+        match="generator 0 and trainer disagree on tokens of version 6: .* in the step on version 9",
+    ):
         alarm.check(9, step(4.1, age=3))
 
 
@@ -54,7 +65,11 @@ def test_bounds_follow_what_the_first_versions_show_and_nothing_later():
 def test_a_resumed_run_goes_on_with_the_bounds_it_had():
     before = seen(seen(MismatchAlarm("float32", exact=True), 0.004), 0.3, age=1, versions=2)
     kept = MismatchAlarm("float32", exact=True)
-    kept.restore(msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(before.state()))), list[MismatchState]))
+    kept.restore(
+        msgspec.convert(
+            json.loads(json.dumps(msgspec.to_builtins(before.state()))), list[MismatchState]
+        )
+    )
     assert kept.bound(0) == pytest.approx(0.04), "10 times 0.004"
     assert kept.bound(1) == 2.0, "two versions of five: not derived yet"
     # A generator that went wrong while the run was away does not become the measure.
@@ -79,7 +94,10 @@ def test_a_distance_that_is_no_number_is_above_every_bound():
 def test_metrics_say_how_near_the_bound_is():
     alarm = MismatchAlarm("float32", exact=True)
     assert alarm.check(0, {"loss/total": 1.0}) == {}
-    assert alarm.check(0, step(0.5, 0.75)) == {"mismatch/bound/age/0": 1.0, "mismatch/share_of_bound_max": 0.75}
+    assert alarm.check(0, step(0.5, 0.75)) == {
+        "mismatch/bound/age/0": 1.0,
+        "mismatch/share_of_bound_max": 0.75,
+    }
 
 
 def test_an_honest_run_of_200_versions_is_not_stopped():

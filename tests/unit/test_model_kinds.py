@@ -28,9 +28,15 @@ ADAPTERS = LoRA.Config(rank=4, alpha=8)
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, torch.Tensor]:
     """The adapters of the tiny model: 28 matrices, and so 56 tensors."""
-    spec = policy_spec(ModelConfig(hf_assets_path=str(TINY_MODEL)), device="cpu", max_seq_len=1, lora=ADAPTERS)
+    spec = policy_spec(
+        ModelConfig(hf_assets_path=str(TINY_MODEL)), device="cpu", max_seq_len=1, lora=ADAPTERS
+    )
     random = torch.Generator().manual_seed(0)
-    shapes = [shape for of_target in adapter_shapes(spec, ADAPTERS).values() for shape in of_target.items()]
+    shapes = [
+        shape
+        for of_target in adapter_shapes(spec, ADAPTERS).values()
+        for shape in of_target.items()
+    ]
     assert len(shapes) == 56
     return {name: torch.randn(shape, generator=random) for name, shape in shapes}
 
@@ -48,7 +54,12 @@ def run(tmp_path, tensors) -> Path:
     folder.mkdir()
     words = ["--trainer.lora.rank", "4", "--trainer.lora.alpha", "8"]
     save_command(
-        folder, SavedCommand(config_name=DEBUG[1], module="torchtitan.experiments.rl.config_registry", overrides=words)
+        folder,
+        SavedCommand(
+            config_name=DEBUG[1],
+            module="torchtitan.experiments.rl.config_registry",
+            overrides=words,
+        ),
     )
     config = rl_grpo_qwen3_debug()
     config.trainer.lora = ADAPTERS
@@ -78,7 +89,9 @@ def test_a_run_its_checkpoint_its_policy_and_its_adapter_are_one_model(run):
 
 def test_a_folder_of_peft_is_no_model_and_the_error_says_how_it_becomes_one(peft, refused):
     for option in ("--model", "--against"):
-        with pytest.raises(ConfigError, match=f"{option} = '{peft}': a folder of PEFT, which has no whole model"):
+        with pytest.raises(
+            ConfigError, match=f"{option} = '{peft}': a folder of PEFT, which has no whole model"
+        ):
             model_folder(str(peft), field=option)
     err = refused(*DEBUG, "--model", str(peft))
     assert f"rl.export {peft} --to FOLDER (--init-adapter trains on)" in err
@@ -89,7 +102,10 @@ def test_a_config_that_names_a_run_as_its_model_is_told_where_its_policies_are(r
     for folder in (run, run / "checkpoints" / "step-000002"):
         shutil.copy(run / "config.json", folder / "config.json") if folder != run else None
         err = refused(*DEBUG, "--model.hf-assets-path", str(folder), "--dry-run")
-        assert f"model.hf_assets_path = '{folder}': a run or a checkpoint of one: its policies are" in err
+        assert (
+            f"model.hf_assets_path = '{folder}': a run or a checkpoint of one: its policies are"
+            in err
+        )
 
 
 # ---- a run to go on with, or to begin with
@@ -98,15 +114,23 @@ def test_a_config_that_names_a_run_as_its_model_is_told_where_its_policies_are(r
 @pytest.mark.parametrize("option", ["--resume", "--init-from"])
 def test_what_is_no_run_is_named_with_the_option_that_takes_it(refused, peft, option):
     given = [] if option == "--resume" else DEBUG
-    assert "a hub folder, and no run: --model takes it" in refused(*given, option, str(TINY_MODEL), "--dry-run")
-    assert "a folder of PEFT, and no run: --init-adapter takes it" in refused(*given, option, str(peft), "--dry-run")
+    assert "a hub folder, and no run: --model takes it" in refused(
+        *given, option, str(TINY_MODEL), "--dry-run"
+    )
+    assert "a folder of PEFT, and no run: --init-adapter takes it" in refused(
+        *given, option, str(peft), "--dry-run"
+    )
 
 
-def test_a_checkpoint_of_adapters_begins_no_run_of_the_whole_model_nor_of_others(refused, command, run):
+def test_a_checkpoint_of_adapters_begins_no_run_of_the_whole_model_nor_of_others(
+    refused, command, run
+):
     lora = ["--trainer.lora.rank", "4", "--init-from", str(run), "--dry-run"]
     assert command(*DEBUG, *lora)[0] == 0
     assert "it has trained adapters, and this run the whole model" in refused(*DEBUG, *lora[2:])
-    assert "trainer.lora.rank = 2: its adapters have rank 4" in refused(*DEBUG, *lora, "--trainer.lora.rank", "2")
+    assert "trainer.lora.rank = 2: its adapters have rank 4" in refused(
+        *DEBUG, *lora, "--trainer.lora.rank", "2"
+    )
     save_config(run, rl_grpo_qwen3_debug())
     assert "it has trained the whole model, and this run trains adapters" in refused(*DEBUG, *lora)
 
@@ -123,8 +147,19 @@ def test_a_run_stands_for_the_adapters_of_its_newest_policy(run, peft):
     adapter = run / "policy" / "step-2" / "adapter"
     for named in (run, run / "checkpoints" / "step-000002", adapter.parent, adapter):
         words = parse_command([*DEBUG, "--init-adapter", str(named)]).overrides
-        assert words == [*("--trainer.lora.rank", "4", "--trainer.lora.alpha", "8.0", "--trainer.lora.init-from", str(adapter))]
-    with pytest.raises(ConfigError, match="has no adapter_config.json; of a whole model all weights are trained"):
+        assert words == [
+            *(
+                "--trainer.lora.rank",
+                "4",
+                "--trainer.lora.alpha",
+                "8.0",
+                "--trainer.lora.init-from",
+                str(adapter),
+            )
+        ]
+    with pytest.raises(
+        ConfigError, match="has no adapter_config.json; of a whole model all weights are trained"
+    ):
         parse_command([*DEBUG, "--init-adapter", str(TINY_MODEL)])
     with pytest.raises(ConfigError, match="no such folder; name a folder of PEFT"):
         parse_command([*DEBUG, "--init-adapter", "nowhere"])
@@ -136,24 +171,54 @@ def test_a_run_stands_for_the_adapters_of_its_newest_policy(run, peft):
     [
         (lambda tensors: {}, "its adapter_model.safetensors has no tensors"),
         (
-            lambda tensors: {name: tensor for name, tensor in tensors.items() if ".layers.0." in name or ".layers.1." in name},
+            lambda tensors: {
+                name: tensor
+                for name, tensor in tensors.items()
+                if ".layers.0." in name or ".layers.1." in name
+            },
             "it has no base_model.model.model.layers.2.self_attn.q_proj.lora_A.weight, and lacks 28 of the 56 tensors",
         ),
         (
-            lambda tensors: {name: tensor for name, tensor in tensors.items() if "q_proj" in name or "down_proj" in name},
+            lambda tensors: {
+                name: tensor
+                for name, tensor in tensors.items()
+                if "q_proj" in name or "down_proj" in name
+            },
             "train the matrices that it has: --trainer.lora.targets w2 wq",
         ),
-        (lambda tensors: {name: tensor for name, tensor in tensors.items() if "lora_A" in name}, "lacks 28 of the 56 tensors"),
         (
-            lambda tensors: {name.replace("model.layers", "language_model.layers"): t for name, t in tensors.items()},
+            lambda tensors: {name: tensor for name, tensor in tensors.items() if "lora_A" in name},
+            "lacks 28 of the 56 tensors",
+        ),
+        (
+            lambda tensors: {
+                name.replace("model.layers", "language_model.layers"): t
+                for name, t in tensors.items()
+            },
             "which is no adapter of trainer.lora.targets in this model",
         ),
-        (lambda tensors: {name: tensor[:-1] for name, tensor in tensors.items()}, "has shape [3, 384]"),
-        (None, "has no adapter_model.safetensors: save the adapter again with safe_serialization=True"),
+        (
+            lambda tensors: {name: tensor[:-1] for name, tensor in tensors.items()},
+            "has shape [3, 384]",
+        ),
+        (
+            None,
+            "has no adapter_model.safetensors: save the adapter again with safe_serialization=True",
+        ),
     ],
-    ids=["no tensors", "half of the layers", "one matrix", "A without B", "other names", "another rank", "no file"],
+    ids=[
+        "no tensors",
+        "half of the layers",
+        "one matrix",
+        "A without B",
+        "other names",
+        "another rank",
+        "no file",
+    ],
 )
-def test_adapters_that_are_not_those_of_the_model_are_refused_by_their_header(refused, peft, tensors, change, fault, dry_run):
+def test_adapters_that_are_not_those_of_the_model_are_refused_by_their_header(
+    refused, peft, tensors, change, fault, dry_run
+):
     file = peft / "adapter_model.safetensors"
     file.unlink()
     if change is not None:
@@ -164,9 +229,13 @@ def test_adapters_that_are_not_those_of_the_model_are_refused_by_their_header(re
 
 def test_adapters_of_the_model_or_of_the_named_matrices_are_taken(command, peft, tensors):
     assert command(*DEBUG, "--init-adapter", str(peft), "--dry-run")[0] == 0
-    some = {name: tensor for name, tensor in tensors.items() if "q_proj" in name or "down_proj" in name}
+    some = {
+        name: tensor for name, tensor in tensors.items() if "q_proj" in name or "down_proj" in name
+    }
     save_file(some, peft / "adapter_model.safetensors")
-    code, _, err = command(*DEBUG, "--init-adapter", str(peft), "--trainer.lora.targets", "wq", "w2", "--dry-run")
+    code, _, err = command(
+        *DEBUG, "--init-adapter", str(peft), "--trainer.lora.targets", "wq", "w2", "--dry-run"
+    )
     assert code == 0, err
 
 
@@ -189,10 +258,22 @@ def test_a_tool_refuses_the_options_that_it_does_not_use(parse, peft, capsys):
             return str(error)
         return capsys.readouterr().err
 
-    for words in (["--gpus", "2"], ["--push-to-hub", "me/mine"], ["--resume=auto"], ["--init-from=run"], ["--dry-run"]):
-        assert f"{words[0].partition('=')[0]} = " in (err := fault(*words)) and "means nothing here" in err
+    for words in (
+        ["--gpus", "2"],
+        ["--push-to-hub", "me/mine"],
+        ["--resume=auto"],
+        ["--init-from=run"],
+        ["--dry-run"],
+    ):
+        assert (
+            f"{words[0].partition('=')[0]} = " in (err := fault(*words))
+            and "means nothing here" in err
+        )
     for words in (["--init-adapter", str(peft)], [f"--init-adapter={peft}"]):
-        assert "whole models are asked here, and it would be left out" in (err := fault(*words)) and "rl.export ADAPTER" in err
+        assert (
+            "whole models are asked here, and it would be left out" in (err := fault(*words))
+            and "rl.export ADAPTER" in err
+        )
 
 
 def test_a_simulation_refuses_what_it_can_not_do(peft):
@@ -205,12 +286,22 @@ def prepared(*words: str):
     return evaluate._prepare(options, command)
 
 
-def test_an_evaluation_does_not_leave_out_the_adapters_that_its_config_begins_with(tmp_path, monkeypatch, peft, run):
+def test_an_evaluation_does_not_leave_out_the_adapters_that_its_config_begins_with(
+    tmp_path, monkeypatch, peft, run
+):
     """Seen: the base was measured (0.320) in place of the adapters (0.922)."""
     monkeypatch.chdir(tmp_path)
-    begins = ["--trainer.lora.rank", "4", "--trainer.lora.alpha", "8", "--trainer.lora.init-from", str(peft)]
+    begins = [
+        "--trainer.lora.rank",
+        "4",
+        "--trainer.lora.alpha",
+        "8",
+        "--trainer.lora.init-from",
+        str(peft),
+    ]
     with pytest.raises(
-        ConfigError, match=r"trainer.lora.init_from = .*: whole models are asked here, and it would be left out"
+        ConfigError,
+        match=r"trainer.lora.init_from = .*: whole models are asked here, and it would be left out",
     ):
         prepared(*DEBUG, *begins)
     with pytest.raises(ConfigError, match=f"--against = '{peft}': a folder of PEFT"):
@@ -228,8 +319,14 @@ def test_an_evaluation_does_not_leave_out_the_adapters_that_its_config_begins_wi
 def test_a_report_of_a_checkpoint_or_of_a_model_is_refused(run):
     shutil.copy(run / "config.json", run / "checkpoints" / "step-000002")
     ReportedRun(run).close()
-    for folder in (run / "checkpoints" / "step-000002", run / "policy" / "step-2", Path(TINY_MODEL)):
-        with pytest.raises(RunError, match="no run, but a checkpoint or a model: name the folder of its run"):
+    for folder in (
+        run / "checkpoints" / "step-000002",
+        run / "policy" / "step-2",
+        Path(TINY_MODEL),
+    ):
+        with pytest.raises(
+            RunError, match="no run, but a checkpoint or a model: name the folder of its run"
+        ):
             ReportedRun(folder)
 
 
@@ -239,10 +336,14 @@ def test_a_report_of_a_checkpoint_or_of_a_model_is_refused(run):
 def test_a_folder_of_peft_is_merged_into_the_base_that_it_names(tmp_path, peft, tensors, capsys):
     target = tmp_path / "merged"
     assert export.main([str(peft), "--to", str(target)]) == 0, capsys.readouterr().err
-    base, merged = (load_file(folder / "model.safetensors") for folder in (Path(TINY_MODEL), target))
+    base, merged = (
+        load_file(folder / "model.safetensors") for folder in (Path(TINY_MODEL), target)
+    )
     module = "model.layers.2.mlp.up_proj"
     a, b = (tensors[f"base_model.model.{module}.lora_{part}.weight"] for part in "AB")
-    assert torch.equal(merged[f"{module}.weight"], base[f"{module}.weight"] + 2.0 * (b @ a))  # alpha 8, rank 4
+    assert torch.equal(
+        merged[f"{module}.weight"], base[f"{module}.weight"] + 2.0 * (b @ a)
+    )  # alpha 8, rank 4
     assert torch.equal(merged["model.norm.weight"], base["model.norm.weight"])
     assert model_folder(str(target)) == str(target) and (target / "tokenizer.json").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "peft"]
@@ -264,9 +365,14 @@ def test_what_can_not_be_merged_is_refused_and_nothing_is_written(tmp_path, peft
         (lambda name, tensor: {} if "lora_B" in name else {name: tensor}, "and no base_model"),
         (lambda name, tensor: {}, "has no tensors"),
     ):
-        save_file({k: v for name, tensor in tensors.items() for k, v in change(name, tensor).items()}, file)
+        save_file(
+            {k: v for name, tensor in tensors.items() for k, v in change(name, tensor).items()},
+            file,
+        )
         assert named in fault()
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None})
+    )
     assert "names no base_model_name_or_path: name the base as --model" in fault()
 
 

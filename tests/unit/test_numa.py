@@ -9,7 +9,13 @@ import torch
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.config.checks import plan_run
 from torchtitan.experiments.rl.process import host, setup
-from torchtitan.experiments.rl.process.host import cores_by_node, cores_near, cores_on_nodes_of, own_cores, pci_addresses
+from torchtitan.experiments.rl.process.host import (
+    cores_by_node,
+    cores_near,
+    cores_on_nodes_of,
+    own_cores,
+    pci_addresses,
+)
 
 GPUS = {"0000:1b:00.0": 0, "0000:43:00.0": 0, "0001:9a:00.0": 1, "0000:c3:00.0": -1}
 """The node of each, as /sys has it; -1: Linux does not know."""
@@ -36,7 +42,9 @@ def system(tmp_path, monkeypatch) -> Path:
 def gpus(monkeypatch) -> None:
     def properties(index: int) -> SimpleNamespace:
         domain, bus, device = list(GPUS)[index].removesuffix(".0").split(":")
-        return SimpleNamespace(pci_domain_id=int(domain, 16), pci_bus_id=int(bus, 16), pci_device_id=int(device, 16))
+        return SimpleNamespace(
+            pci_domain_id=int(domain, 16), pci_bus_id=int(bus, 16), pci_device_id=int(device, 16)
+        )
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(GPUS))
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
@@ -75,7 +83,13 @@ def test_a_gpu_is_found_by_its_address_and_has_the_cores_of_its_node(system, gpu
     assert cores_near([third]) == NODE_1
     assert set(cores_near([second, third])) == {*NODE_0, *NODE_1}
     # Where Linux does not say, the process stays where it is.
-    assert cores_near([unknown]) == cores_near([first, unknown]) == cores_near(["0000:ff:00.0"]) == cores_near([]) == ()
+    assert (
+        cores_near([unknown])
+        == cores_near([first, unknown])
+        == cores_near(["0000:ff:00.0"])
+        == cores_near([])
+        == ()
+    )
 
 
 def test_a_gpu_whose_cores_this_process_may_not_use_is_near_no_core(system, monkeypatch):

@@ -34,27 +34,43 @@ MODELS = {
     "a large vocabulary": (QWEN3_0_6B, None),
     "few positions": (SHORT, CHATML),
 }
-CONFIGS = [name for name in config_functions(DEFAULT_MODULE) if not name.startswith("rl_math_")]  # its data is the hub's
+CONFIGS = [
+    name for name in config_functions(DEFAULT_MODULE) if not name.startswith("rl_math_")
+]  # its data is the hub's
 GPU = ("rl_grpo_qwen3_", "rl_questions_qwen3", "rl_reasoning_gym_")
 WIDE = ("rl_grpo_qwen3_14b", "rl_grpo_qwen3_30b_a3b", "rl_grpo_qwen3_32b")
 TOO_LONG = "batcher.row_length = {}: the model has 256 positions; choose at most that"
 ROLES = "has no effect, because the renderer does not say whose message a token belongs to"
 REFUSED = {
     **{
-        (f"rl_{name}_qwen3_debug", "no tools in its template"): "renderer.name = 'default': tasks.calculator offers tools"
+        (
+            f"rl_{name}_qwen3_debug",
+            "no tools in its template",
+        ): "renderer.name = 'default': tasks.calculator offers tools"
         for name in ("calculator", "agent_calculator", "agent_forks")
     },
     ("rl_echo_qwen3_debug", "no tools in its template"): ROLES,
     ("rl_mixed_qwen3_debug", "no tools in its template"): ROLES,
     ("rl_demonstrations_qwen3_debug", "no tools in its template"): ROLES,
-    **{(name, "no tools in its template"): "9 attention heads" for name in CONFIGS if name.startswith(WIDE)},
     **{
-        ("rl_grpo_qwen3_30b_a3b_16", model): "expert_parallel_degree = 8: the model is no mixture of experts"
+        (name, "no tools in its template"): "9 attention heads"
+        for name in CONFIGS
+        if name.startswith(WIDE)
+    },
+    **{
+        (
+            "rl_grpo_qwen3_30b_a3b_16",
+            model,
+        ): "expert_parallel_degree = 8: the model is no mixture of experts"
         for model in MODELS
     },
     **{(name, "few positions"): TOO_LONG.format(8192) for name in CONFIGS if name.startswith(GPU)},
     **{(name, "few positions"): TOO_LONG.format(512) for name in CONFIGS if "_debug" in name},
-    **{(name, "few positions"): TOO_LONG.format(1024) for name in CONFIGS if name.endswith("_smollm2")},
+    **{
+        (name, "few positions"): TOO_LONG.format(1024)
+        for name in CONFIGS
+        if name.endswith("_smollm2")
+    },
     ("rl_questions_qwen3_debug", "few positions"): TOO_LONG.format(1024),
 }
 
@@ -70,9 +86,13 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_takes_another_model_or_says_what_does_not_fit(command, name, model, models, monkeypatch):
+def test_a_config_takes_another_model_or_says_what_does_not_fit(
+    command, name, model, models, monkeypatch
+):
     # It writes to the disk to learn how fast that is.
-    monkeypatch.setattr("torchtitan.experiments.rl.config.machine.checkpoint_seconds", lambda *arguments: None)
+    monkeypatch.setattr(
+        "torchtitan.experiments.rl.config.machine.checkpoint_seconds", lambda *arguments: None
+    )
     code, out, err = command("--config", name, "--model", str(models[model]), "--dry-run")
     if (name, model) in REFUSED:
         assert code == 2 and out == ""
@@ -85,7 +105,9 @@ def test_a_config_takes_another_model_or_says_what_does_not_fit(command, name, m
         assert rates == (name.endswith(("_debug", "_hosts")) and model != "few positions")
 
 
-def test_a_teacher_with_another_tokenizer_is_refused_and_a_judge_may_have_any(refused, command, tmp_path):
+def test_a_teacher_with_another_tokenizer_is_refused_and_a_judge_may_have_any(
+    refused, command, tmp_path
+):
     other = write_model(tmp_path / "other", SHORT | {"max_position_embeddings": 1024})
     tokenizer = other / "tokenizer.json"
     tokens = json.loads(tokenizer.read_text())
@@ -109,11 +131,19 @@ def test_equal_vocabularies_that_divide_texts_otherwise_differ(tokenizer_path, t
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda file: file["model"]["merges"].reverse(), "merges characters into tokens by other rules"),
-        (lambda file: file["added_tokens"][0].update(special=False), "treats other ids as special tokens"),
+        (
+            lambda file: file["model"]["merges"].reverse(),
+            "merges characters into tokens by other rules",
+        ),
+        (
+            lambda file: file["added_tokens"][0].update(special=False),
+            "treats other ids as special tokens",
+        ),
     ],
 )
-def test_equal_vocabularies_with_other_rules_differ(change, named, tokenizer_path, tokenizer, tmp_path):
+def test_equal_vocabularies_with_other_rules_differ(
+    change, named, tokenizer_path, tokenizer, tmp_path
+):
     described = json.loads((Path(tokenizer_path) / "tokenizer.json").read_text())
     change(described)
     file = tmp_path / "tokenizer.json"

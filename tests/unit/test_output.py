@@ -24,10 +24,18 @@ set_up_logging(folder, "generator-0")
 
 def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", SETUP + code, str(folder)]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
-def test_what_a_process_and_its_children_print_is_in_its_file_and_its_warnings_are_on_the_terminal(tmp_path):
+def test_what_a_process_and_its_children_print_is_in_its_file_and_its_warnings_are_on_the_terminal(
+    tmp_path,
+):
     done = run(
         """
 print("by Python", flush=True)
@@ -59,7 +67,9 @@ def test_what_monarch_prints_at_its_start_goes_to_a_file(tmp_path, capfd):
         os.write(2, b"Monarch internal logs are being written to ...\n")
     os.write(2, b"after\n")
     assert capfd.readouterr().err == "after\n"
-    assert (tmp_path / "logs/monarch.txt").read_text() == "Monarch internal logs are being written to ...\n"
+    assert (
+        tmp_path / "logs/monarch.txt"
+    ).read_text() == "Monarch internal logs are being written to ...\n"
     with printed_to(tmp_path / "none.txt"):
         pass
     assert not (tmp_path / "none.txt").exists()
@@ -69,4 +79,7 @@ def test_what_it_prints_when_it_can_not_start_is_on_the_terminal(tmp_path, capfd
     with pytest.raises(KeyError), printed_to(tmp_path / "monarch.txt"):
         os.write(2, b"thread 'main' panicked\n")
         raise KeyError
-    assert capfd.readouterr().err == "thread 'main' panicked\n" and not (tmp_path / "monarch.txt").exists()
+    assert (
+        capfd.readouterr().err == "thread 'main' panicked\n"
+        and not (tmp_path / "monarch.txt").exists()
+    )

@@ -9,8 +9,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("torchtitan", "torchtitan.experiments", "torchtitan.experiments.rl", "torchtitan.experiments.rl.types")
-INSTALLED = ("torchtitan.models", "torchtitan.components", "torchtitan.config", "torchtitan.distributed")
+OURS = (
+    "torchtitan",
+    "torchtitan.experiments",
+    "torchtitan.experiments.rl",
+    "torchtitan.experiments.rl.types",
+)
+INSTALLED = (
+    "torchtitan.models",
+    "torchtitan.components",
+    "torchtitan.config",
+    "torchtitan.distributed",
+)
 
 
 def is_ours(path: str) -> bool:
@@ -38,6 +48,13 @@ def test_a_child_process_elsewhere_sees_the_same_packages(tmp_path):
     code = f"import importlib\nfor name in {OURS + INSTALLED[:1]}: print(importlib.import_module(name).__path__[0]"
     code = code.replace(".__path__[0]", ".__spec__.origin") + ")"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert result.returncode == 0, result.stderr
     assert [is_ours(path) for path in result.stdout.split()] == [True] * len(OURS) + [False]

@@ -56,7 +56,9 @@ class World:
     def live(self) -> None:
         self.generators += 1
         self.pacer.live(self.generators)
-        self.taken = {group: version for group, version in self.taken.items() if version > self.generators}
+        self.taken = {
+            group: version for group, version in self.taken.items() if version > self.generators
+        }
 
     def deadline(self, group: str) -> int:
         return self.born[group] + self.bound
@@ -72,7 +74,9 @@ SIZES = dict(groups_per_step=st.integers(1, 4), max_offpolicy_steps=st.integers(
 
 @settings(max_examples=150)
 @given(data=st.data(), **SIZES)
-def test_bound_slots_order_and_progress_hold_in_every_run(data, groups_per_step, max_offpolicy_steps):
+def test_bound_slots_order_and_progress_hold_in_every_run(
+    data, groups_per_step, max_offpolicy_steps
+):
     world = World(groups_per_step, max_offpolicy_steps)
     for _ in range(data.draw(st.integers(1, 120), label="events")):
         possible = [
@@ -102,21 +106,29 @@ def test_bound_slots_order_and_progress_hold_in_every_run(data, groups_per_step,
                 batch = world.take()
                 if batch is None:
                     everybody_is_done = not world.running and len(before) >= world.n
-                    assert not everybody_is_done, "the trainer waits, and nothing is left to wait for"
+                    assert not everybody_is_done, (
+                        "the trainer waits, and nothing is left to wait for"
+                    )
                 else:
                     assert len(batch) == len(set(batch)) == world.n and set(batch) <= set(before)
-                    assert all(version - world.born[group] <= max_offpolicy_steps for group in batch)
+                    assert all(
+                        version - world.born[group] <= max_offpolicy_steps for group in batch
+                    )
                     assert not due, "the trainer went on without a group that is due now"
                     # Earliest deadline first: whoever was left behind is due no earlier than whoever was taken.
                     left = [world.deadline(group) for group in before if group not in batch]
                     deadlines = [world.deadline(group) for group in batch]
-                    assert deadlines == sorted(deadlines) and deadlines[-1] <= min(left, default=deadlines[-1])
+                    assert deadlines == sorted(deadlines) and deadlines[-1] <= min(
+                        left, default=deadlines[-1]
+                    )
         world.check_slots()
 
 
 @settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), lag=st.integers(0, 4), **SIZES)
-def test_a_run_that_keeps_its_slots_full_always_ends(seed, lag, groups_per_step, max_offpolicy_steps):
+def test_a_run_that_keeps_its_slots_full_always_ends(
+    seed, lag, groups_per_step, max_offpolicy_steps
+):
     """Groups finish in any order and some are dropped; the generators are ``lag`` versions behind at most."""
     random = Random(seed)
     world = World(groups_per_step, max_offpolicy_steps)

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.batching.packing import ATTENTION_COST, balance_rows, pack_rows, row_cost, spread_rows
+from torchtitan.experiments.rl.batching.packing import (
+    ATTENTION_COST,
+    balance_rows,
+    pack_rows,
+    row_cost,
+    spread_rows,
+)
 
 LENGTHS = st.lists(st.integers(1, 100), max_size=60)
 
@@ -59,12 +65,16 @@ def test_a_length_no_row_can_hold_is_refused(length):
 def test_spread_rows_are_even_or_refused(lengths, row_count):
     rows = spread_rows(lengths, row_count, 100)
     if rows is None:
-        assert sum(lengths) + row_count * max(lengths) > row_count * 100  # else the emptiest row always has room
+        assert (
+            sum(lengths) + row_count * max(lengths) > row_count * 100
+        )  # else the emptiest row always has room
         return
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
     filled = [tokens(lengths, row) for row in rows] + [0] * (row_count - len(rows))
     assert max(filled) <= 100
-    assert max(filled) - min(filled) <= max(lengths, default=0)  # the last sample of the fullest row went to the emptiest
+    assert max(filled) - min(filled) <= max(
+        lengths, default=0
+    )  # the last sample of the fullest row went to the emptiest
 
 
 def test_a_rows_cost_is_linear_in_tokens_and_quadratic_in_each_sample():
@@ -98,4 +108,8 @@ def test_balancing_worked_out_on_paper():
 def test_rows_of_one_round_are_alike_so_ranks_in_step_wait_little():
     costs = [100, 1, 50, 99, 2, 51]
     first, second = balance_rows(costs, 2)
-    assert [sorted((costs[a], costs[b])) for a, b in zip(first, second, strict=True)] == [[99, 100], [50, 51], [1, 2]]
+    assert [sorted((costs[a], costs[b])) for a, b in zip(first, second, strict=True)] == [
+        [99, 100],
+        [50, 51],
+        [1, 2],
+    ]

@@ -25,17 +25,25 @@ def config_of(words: str):
 def test_a_name_switches_the_algorithm_and_its_fields_follow():
     words = "--tasks.sum-digits.algorithm max_rl --tasks.sum-digits.algorithm.length-penalty tokens --steps 3"
     config = config_of(words)
-    assert config.tasks["sum_digits"].algorithm == MaxRL.Config(length_penalty="tokens") and config.steps == 3
+    assert (
+        config.tasks["sum_digits"].algorithm == MaxRL.Config(length_penalty="tokens")
+        and config.steps == 3
+    )
     assert type(config.tasks["sum_digits"].algorithm.build()) is MaxRL
 
 
 @pytest.mark.parametrize("name", ["max_rl", "max-rl", "MaxRL", "maxrl"])
 def test_spelling_does_not_matter(name):
-    assert type(config_of(f"--tasks.sum-digits.algorithm={name}").tasks["sum_digits"].algorithm) is MaxRL.Config
+    assert (
+        type(config_of(f"--tasks.sum-digits.algorithm={name}").tasks["sum_digits"].algorithm)
+        is MaxRL.Config
+    )
 
 
 def test_losses_and_samplers_are_switched_alike():
-    config = config_of("--trainer.loss.rl ppo_clip --trainer.loss.rl.clip-high 0.28 --tasks.sum-digits.sampler difficulty_pool")
+    config = config_of(
+        "--trainer.loss.rl ppo_clip --trainer.loss.rl.clip-high 0.28 --tasks.sum-digits.sampler difficulty_pool"
+    )
     assert config.trainer.loss.rl == PPOClip.Config(clip_high=0.28)
     assert type(config.tasks["sum_digits"].sampler) is DifficultyPool.Config
 
@@ -54,21 +62,32 @@ def test_filters_and_corrections_are_lists_whose_fields_have_an_index():
     assert config.pre_batch_filters == [ZeroAdvantage.Config(), Repetition.Config(window=100)]
     assert config.trainer.loss.corrections == [IcePop.Config(high=4.0), ProbabilityMask.Config()]
     for nothing in ("none", "[]"):
-        assert config_of(f"--post-batch-filters truncated --post-batch-filters {nothing}").post_batch_filters == []
+        assert (
+            config_of(
+                f"--post-batch-filters truncated --post-batch-filters {nothing}"
+            ).post_batch_filters
+            == []
+        )
 
 
 def test_the_part_that_the_config_has_keeps_its_fields():
     words = "--tasks.sum-digits.algorithm.normalize-std"
-    assert config_of(f"{words} --tasks.sum-digits.algorithm grpo").tasks["sum_digits"].algorithm == GRPO.Config(
-        normalize_std=True
-    )
+    assert config_of(f"{words} --tasks.sum-digits.algorithm grpo").tasks[
+        "sum_digits"
+    ].algorithm == GRPO.Config(normalize_std=True)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--tasks.sum-digits.algorithm ppo", "tasks.sum-digits.algorithm = 'ppo': name one of dapo, echo, grpo, max_rl, opd"),
-        ("--trainer.loss.rl max_rl", "trainer.loss.rl = 'max_rl': name one of cispo, custom_rl_loss, dppo, gspo, ppo_clip, or"),
+        (
+            "--tasks.sum-digits.algorithm ppo",
+            "tasks.sum-digits.algorithm = 'ppo': name one of dapo, echo, grpo, max_rl, opd",
+        ),
+        (
+            "--trainer.loss.rl max_rl",
+            "trainer.loss.rl = 'max_rl': name one of cispo, custom_rl_loss, dppo, gspo, ppo_clip, or",
+        ),
         (
             "--pre-batch-filters zero_advantage,x",
             "pre-batch-filters = 'zero_advantage,x': name one of gibberish, repetition, tru",
@@ -77,9 +96,15 @@ def test_the_part_that_the_config_has_keeps_its_fields():
             "--tasks.sum-digits.sampler x",
             "tasks.sum-digits.sampler = 'x': name one of difficulty_pool, example_replay, shuffled_cursor, or",
         ),
-        ("--trainer.loss.rl custom_rl_loss", "trainer.loss.rl = 'custom_rl_loss': its Config can't be made without arguments"),
+        (
+            "--trainer.loss.rl custom_rl_loss",
+            "trainer.loss.rl = 'custom_rl_loss': its Config can't be made without arguments",
+        ),
         ("--tasks.sum-digits.algorithm", "overrides"),
-        ("--tasks.sum-digits.algorithm max_rl --tasks.sum-digits.algorithm.normalize-std", "overrides"),
+        (
+            "--tasks.sum-digits.algorithm max_rl --tasks.sum-digits.algorithm.normalize-std",
+            "overrides",
+        ),
     ],
 )
 def test_an_unknown_name_is_refused_in_one_line_with_the_list(words, message):
@@ -95,9 +120,14 @@ def test_parts_of_ones_own_are_named_by_their_place(tmp_path, monkeypatch):
         "class Mine(GRPO): pass\nclass Cut(Truncated): pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    config = config_of("--tasks.sum-digits.algorithm my_parts:Mine --pre-batch-filters truncated,my_parts:Cut")
+    config = config_of(
+        "--tasks.sum-digits.algorithm my_parts:Mine --pre-batch-filters truncated,my_parts:Cut"
+    )
     assert type(config.tasks["sum_digits"].algorithm.build()).__name__ == "Mine"
-    assert config.pre_batch_filters[0] == Truncated.Config() and type(config.pre_batch_filters[1].build()).__name__ == "Cut"
+    assert (
+        config.pre_batch_filters[0] == Truncated.Config()
+        and type(config.pre_batch_filters[1].build()).__name__ == "Cut"
+    )
     with pytest.raises(ConfigError, match="pre-batch-filters = 'my_parts:Mine': Mine is no Filter"):
         config_of("--pre-batch-filters my_parts:Mine")
 
@@ -105,11 +135,18 @@ def test_parts_of_ones_own_are_named_by_their_place(tmp_path, monkeypatch):
 def test_a_function_of_ones_own_is_named_by_its_place(tmp_path, monkeypatch):
     (tmp_path / "my_filter.py").write_text("def keep(rollout, turn): return True\nlimit = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
-    config = config_of("--tasks.sum-digits.algorithm echo --tasks.sum-digits.algorithm.keep my_filter:keep")
+    config = config_of(
+        "--tasks.sum-digits.algorithm echo --tasks.sum-digits.algorithm.keep my_filter:keep"
+    )
     assert config.tasks["sum_digits"].algorithm.keep(None, None) is True
-    for place, cure in (("my_filter:limit", "is no class with a Config"), ("my_filter:no", "my_filter has no 'no'")):
+    for place, cure in (
+        ("my_filter:limit", "is no class with a Config"),
+        ("my_filter:no", "my_filter has no 'no'"),
+    ):
         with pytest.raises(ConfigError, match=cure):
-            config_of(f"--tasks.sum-digits.algorithm echo --tasks.sum-digits.algorithm.keep {place}")
+            config_of(
+                f"--tasks.sum-digits.algorithm echo --tasks.sum-digits.algorithm.keep {place}"
+            )
 
 
 FLAG = "--tasks.sum_digits.algorithm.normalize_std"
@@ -133,8 +170,14 @@ def test_a_flag_takes_true_and_false_as_python_and_other_libraries_write_them(wo
 
 
 def test_a_flag_in_a_list_at_the_top_and_of_three_values_takes_them_too():
-    config = config_of("--trainer.compile True --provision.share-cores False --recorder.trainer-logprobs=true")
-    assert config.trainer.compile and config.provision.share_cores is False and config.recorder.trainer_logprobs
+    config = config_of(
+        "--trainer.compile True --provision.share-cores False --recorder.trainer-logprobs=true"
+    )
+    assert (
+        config.trainer.compile
+        and config.provision.share_cores is False
+        and config.recorder.trainer_logprobs
+    )
     with pytest.raises(ConfigError, match="normalize-std = 'maybe': must be True or False"):
         config_of(f"{FLAG} maybe")
 

@@ -5,7 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.data.sampler import LARGEST_TABLE, ComputedOrder, ShuffledCursor, random_order
+from torchtitan.experiments.rl.data.sampler import (
+    LARGEST_TABLE,
+    ComputedOrder,
+    ShuffledCursor,
+    random_order,
+)
 from torchtitan.experiments.rl.rollouts.types import DataSample
 
 
@@ -46,7 +51,11 @@ def test_orders_of_ordinary_size_are_the_table_they_have_always_been(seed):
 def test_orders_follow_from_the_seed():
     size = 10**12
     first, again, other = (random_order(size, [seed, 0]) for seed in (1, 1, 2))
-    assert [first[i] for i in range(50)] == [again[i] for i in range(50)] != [other[i] for i in range(50)]
+    assert (
+        [first[i] for i in range(50)]
+        == [again[i] for i in range(50)]
+        != [other[i] for i in range(50)]
+    )
     for place in (-1, size):
         with pytest.raises(IndexError):
             first[place]

@@ -12,7 +12,12 @@ from tests.unit.command_line import assert_one_line
 from tests.unit.model_shapes import SMOLLM2, write_model
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.config.checks import plan_run
-from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions, load_config, parse_command
+from torchtitan.experiments.rl.config.command_line import (
+    DEFAULT_MODULE,
+    config_functions,
+    load_config,
+    parse_command,
+)
 from torchtitan.experiments.rl.config.plan import GIB
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.grpo import main, summary_of
@@ -27,7 +32,9 @@ TINY_MODEL = Path(config_registry.TINY_MODEL)
 @pytest.fixture(autouse=True)
 def quick_disk(monkeypatch):
     """Beside other tests a disk may be so slow that the command warns of it."""
-    monkeypatch.setattr("torchtitan.experiments.rl.config.machine.checkpoint_seconds", lambda plan, folder: 1.0)
+    monkeypatch.setattr(
+        "torchtitan.experiments.rl.config.machine.checkpoint_seconds", lambda plan, folder: 1.0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +43,21 @@ def smollm2_shapes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", config_functions(DEFAULT_MODULE))
-def test_every_named_config_has_a_plan_and_a_line_of_description(command, name, smollm2_shapes, monkeypatch):
-    monkeypatch.setattr("torchtitan.experiments.rl.config_registry.smollm2.SMOLLM2", str(smollm2_shapes))
+def test_every_named_config_has_a_plan_and_a_line_of_description(
+    command, name, smollm2_shapes, monkeypatch
+):
+    monkeypatch.setattr(
+        "torchtitan.experiments.rl.config_registry.smollm2.SMOLLM2", str(smollm2_shapes)
+    )
     # What other programs hold of this host's memory is no matter of a config.
-    monkeypatch.setattr("torchtitan.experiments.rl.config.machine.memory_gib", lambda: (2048.0, 2048.0))
+    monkeypatch.setattr(
+        "torchtitan.experiments.rl.config.machine.memory_gib", lambda: (2048.0, 2048.0)
+    )
     code, out, err = command("--config", name, "--dry-run")
     assert code == 0 and err == ""
-    assert [line.split()[0] for line in out.splitlines()[:6]] == "model steps off-policy batch processes memory".split()
+    assert [
+        line.split()[0] for line in out.splitlines()[:6]
+    ] == "model steps off-policy batch processes memory".split()
     assert config_functions(DEFAULT_MODULE)[name].__doc__
 
 
@@ -53,10 +68,15 @@ def test_list_prints_each_config_once_with_its_line(command):
     assert sorted(line[0] for line in lines) == sorted(config_functions(DEFAULT_MODULE)) and all(
         len(line) > 3 for line in lines
     )
-    assert [line for line in lines if not line[-1].endswith(".")] == [], "no line is cut in mid-sentence"
+    assert [line for line in lines if not line[-1].endswith(".")] == [], (
+        "no line is cut in mid-sentence"
+    )
     titles = [line for line in out.splitlines() if not line.startswith("  ")]
     assert titles == list(config_registry.GROUPS), "every config is in a group"
-    assert out.splitlines()[:2] == [titles[0], next(line for line in out.splitlines() if "rl_grpo_qwen3_debug " in line)]
+    assert out.splitlines()[:2] == [
+        titles[0],
+        next(line for line in out.splitlines() if "rl_grpo_qwen3_debug " in line),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -78,28 +98,47 @@ def test_a_config_of_several_sizes_has_the_plan_of_each(command, name, size):
     code, out, err = command("--config", name, "--size", size, "--dry-run")
     assert (code, err) == (0, "")
     assert f"weights        assets/hf/Qwen3-{size.upper()}\n" in out
-    config, other = (load_config(parse_command(["--config", name, *words])) for words in (["--size", size], []))
+    config, other = (
+        load_config(parse_command(["--config", name, *words])) for words in (["--size", size], [])
+    )
     assert config.tasks == other.tasks
 
 
 def test_a_size_belongs_to_the_config_and_is_refused_where_there_is_one_alone(refused):
     words = ["--config", "rl_math_qwen3", "--size", "8b"]
     resumed = parse_command(words)
-    assert load_config(resumed) == load_config(parse_command([*words[:2], *resumed.overrides])), "command.json keeps overrides"
-    assert "--size = '7b': want one of 0.6b, 1.7b" in refused("--config", "rl_math_qwen3", "--size", "7b")
+    assert load_config(resumed) == load_config(parse_command([*words[:2], *resumed.overrides])), (
+        "command.json keeps overrides"
+    )
+    assert "--size = '7b': want one of 0.6b, 1.7b" in refused(
+        "--config", "rl_math_qwen3", "--size", "7b"
+    )
     alone = refused("--config", "rl_grpo_qwen3_8b", "--size", "4b")
-    assert "--size = '4b': rl_grpo_qwen3_8b has one size; rl_math_qwen3 and rl_questions_qwen3 of" in alone
+    assert (
+        "--size = '4b': rl_grpo_qwen3_8b has one size; rl_math_qwen3 and rl_questions_qwen3 of"
+        in alone
+    )
 
 
 def test_help_names_our_options_and_a_configs_help_its_fields(command, capsys):
-    for arguments, word in ((["--help"], "--dry-run"), ([*DEBUG, "--help"], "--tasks.sum-digits.group-size")):
+    for arguments, word in (
+        (["--help"], "--dry-run"),
+        ([*DEBUG, "--help"], "--tasks.sum-digits.group-size"),
+    ):
         with pytest.raises(SystemExit) as end:
             main(arguments)
         assert not end.value.code and word in capsys.readouterr().out
 
 
 def test_fields_of_a_field_that_may_be_none_are_options_like_others(command):
-    code, _, err = command(*DEBUG, "--tasks.sum-digits.validation.count", "10", "--rollouts-per-step", "None", "--dry-run")
+    code, _, err = command(
+        *DEBUG,
+        "--tasks.sum-digits.validation.count",
+        "10",
+        "--rollouts-per-step",
+        "None",
+        "--dry-run",
+    )
     assert code == 0 and err == ""
 
 
@@ -111,21 +150,39 @@ PARALLEL = ["--trainer.parallelism.tensor-parallel-degree"]
 MISTAKES = {
     "no config": ([], "--config"),
     "option without a value": (["--config"], "--config", "expected one argument"),
-    "unknown config": (["--config", "rl_grpo_qwen3_debg"], "rl_grpo_qwen3_debg", "did you mean rl_grpo_qwen3_debug?"),
-    "unknown module": ([*DEBUG, "--module", "nowhere.configs"], "--module", "nowhere.configs", "PYTHONPATH"),
+    "unknown config": (
+        ["--config", "rl_grpo_qwen3_debg"],
+        "rl_grpo_qwen3_debg",
+        "did you mean rl_grpo_qwen3_debug?",
+    ),
+    "unknown module": (
+        [*DEBUG, "--module", "nowhere.configs"],
+        "--module",
+        "nowhere.configs",
+        "PYTHONPATH",
+    ),
     "unknown field": ([*DEBUG, "--stepz", "3"], "--stepz", "perhaps you meant --steps"),
     "unknown task": ([*DEBUG, "--tasks.nothing.group-size", "3"], "--tasks.nothing.group-size"),
     "wrong type": ([*DEBUG, "--steps", "three"], "--steps", "'three'"),
     "wrong choice": ([*DEBUG, "--provision.device", "tpu"], "--provision.device", "tpu", "'cpu'"),
     "word too many": ([*DEBUG, "extra"], "extra"),
-    "missing folder": ([*DEBUG, "--model.hf-assets-path", "/nowhere"], "model.hf_assets_path", "'/nowhere'", "no such folder"),
+    "missing folder": (
+        [*DEBUG, "--model.hf-assets-path", "/nowhere"],
+        "model.hf_assets_path",
+        "'/nowhere'",
+        "no such folder",
+    ),
     "unknown flavor": ([*DEBUG, "--model.flavor", "9B"], "model.flavor", "'9B'", "0.6B"),
     "group size that does not divide": (
         [*DEBUG, "--tasks.sum-digits.group-size", "7"],
         "tasks.sum_digits.group_size = 7",
         "must divide rollouts_per_step = 256",
     ),
-    "group of one": ([*DEBUG, "--tasks.sum-digits.group-size", "1"], "group_size = 1", "use 2 or more"),
+    "group of one": (
+        [*DEBUG, "--tasks.sum-digits.group-size", "1"],
+        "group_size = 1",
+        "use 2 or more",
+    ),
     "generator longer than the model": (
         [*DEBUG, "--generator.engine.max-model-len", "4096"],
         "generator.engine.max_model_len = 4096",
@@ -141,14 +198,40 @@ MISTAKES = {
         "tasks.sum_digits.env.max_rollout_tokens = 500",
         "generator.engine.max_model_len is 256",
     ),
-    "truncated sampling": ([*DEBUG, "--tasks.sum-digits.sampling.top-p", "0.9"], "sampling.top_p = 0.9", "biases the ratio"),
-    "greedy training": ([*DEBUG, "--tasks.sum-digits.sampling.temperature", "0"], "sampling.temperature = 0.0", "above 0"),
+    "truncated sampling": (
+        [*DEBUG, "--tasks.sum-digits.sampling.top-p", "0.9"],
+        "sampling.top_p = 0.9",
+        "biases the ratio",
+    ),
+    "greedy training": (
+        [*DEBUG, "--tasks.sum-digits.sampling.temperature", "0"],
+        "sampling.temperature = 0.0",
+        "above 0",
+    ),
     "no steps": ([*DEBUG, "--steps", "0"], "steps = 0", "at least 1"),
-    "negative bound": ([*DEBUG, "--max-offpolicy-steps", "-1"], "max_offpolicy_steps = -1", "at least 0"),
-    "no learning rate": ([*DEBUG, "--trainer.optimizer.lr", "nan"], "trainer.optimizer.lr = nan", "above 0"),
-    "gradients turned round": ([*DEBUG, "--trainer.optimizer.max-norm", "-1"], "trainer.optimizer.max_norm = -1.0", "above 0"),
+    "negative bound": (
+        [*DEBUG, "--max-offpolicy-steps", "-1"],
+        "max_offpolicy_steps = -1",
+        "at least 0",
+    ),
+    "no learning rate": (
+        [*DEBUG, "--trainer.optimizer.lr", "nan"],
+        "trainer.optimizer.lr = nan",
+        "above 0",
+    ),
+    "gradients turned round": (
+        [*DEBUG, "--trainer.optimizer.max-norm", "-1"],
+        "trainer.optimizer.max_norm = -1.0",
+        "above 0",
+    ),
     "copies that do not divide the ranks": (
-        [*DEBUG, "--trainer.ranks", "2", "--trainer.parallelism.data-parallel-replicate-degree", "3"],
+        [
+            *DEBUG,
+            "--trainer.ranks",
+            "2",
+            "--trainer.parallelism.data-parallel-replicate-degree",
+            "3",
+        ],
         "trainer.parallelism.data_parallel_replicate_degree = 3",
         "trainer.ranks = 2",
     ),
@@ -158,12 +241,28 @@ MISTAKES = {
         "must divide trainer.ranks = 3",
     ),
     "degrees of fewer ranks than there are": (
-        [*DEBUG, "--trainer.ranks", "8", *PARALLEL, "2", "--trainer.parallelism.data-parallel-shard-degree", "2"],
+        [
+            *DEBUG,
+            "--trainer.ranks",
+            "8",
+            *PARALLEL,
+            "2",
+            "--trainer.parallelism.data-parallel-shard-degree",
+            "2",
+        ],
         "trainer.parallelism.data_parallel_shard_degree = 2",
         "the product of the degrees is 4 and trainer.ranks = 8",
     ),
     "degrees of more ranks than there are": (
-        [*DEBUG, "--trainer.ranks", "2", *PARALLEL, "2", "--trainer.parallelism.data-parallel-replicate-degree", "2"],
+        [
+            *DEBUG,
+            "--trainer.ranks",
+            "2",
+            *PARALLEL,
+            "2",
+            "--trainer.parallelism.data-parallel-replicate-degree",
+            "2",
+        ],
         "trainer.parallelism.tensor_parallel_degree = 2",
         "the product of the degrees is 0 and trainer.ranks = 2",
     ),
@@ -178,7 +277,15 @@ MISTAKES = {
         "must divide the model's 2 key and value heads",
     ),
     "rows in parts, and tensors": (
-        [*DEBUG, "--trainer.ranks", "4", "--trainer.parallelism.context-parallel-degree", "2", *PARALLEL, "2"],
+        [
+            *DEBUG,
+            "--trainer.ranks",
+            "4",
+            "--trainer.parallelism.context-parallel-degree",
+            "2",
+            *PARALLEL,
+            "2",
+        ],
         "trainer.parallelism.context_parallel_degree = 2",
         "the two are not tried together",
     ),
@@ -207,26 +314,53 @@ MISTAKES = {
         "trainer.enable_cpu_offload = True",
         "set it to False",
     ),
-    "no copies": ([*DEBUG, "--trainer.parallelism.data-parallel-replicate-degree", "0"], "replicate_degree = 0", "at least 1"),
+    "no copies": (
+        [*DEBUG, "--trainer.parallelism.data-parallel-replicate-degree", "0"],
+        "replicate_degree = 0",
+        "at least 1",
+    ),
     "more memory than there is": (
         [*DEBUG, "--generator.engine.gpu-memory-utilization", "1.5"],
         "generator.engine.gpu_memory_utilization = 1.5",
         "at most 1",
     ),
-    "no cache": ([*DEBUG, "--generator.engine.cpu-kv-cache-gib", "0"], "cpu_kv_cache_gib = 0.0", "above 0"),
+    "no cache": (
+        [*DEBUG, "--generator.engine.cpu-kv-cache-gib", "0"],
+        "cpu_kv_cache_gib = 0.0",
+        "above 0",
+    ),
     "an adapter that nothing trains": (
         [*DEBUG, "--tasks.sum-digits.adapter", "math"],
         "tasks.sum_digits.adapter = 'math'",
         "set trainer.lora.rank",
     ),
-    "an adapter that names no folder": ([*DEBUG, "--tasks.sum-digits.adapter", "a/b"], "tasks.sum_digits.adapter", "letters"),
+    "an adapter that names no folder": (
+        [*DEBUG, "--tasks.sum-digits.adapter", "a/b"],
+        "tasks.sum_digits.adapter",
+        "letters",
+    ),
     "a task beside adapters of others": (
-        ["--config", "rl_mixed_qwen3_debug", "--tasks.sum-digits.adapter", "math", "--trainer.lora.rank", "4"],
+        [
+            "--config",
+            "rl_mixed_qwen3_debug",
+            "--tasks.sum-digits.adapter",
+            "math",
+            "--trainer.lora.rank",
+            "4",
+        ],
         "tasks.sum_digits_distilled.adapter = ''",
         "name one for each task",
     ),
     "whole models of several adapters": (
-        [*DEBUG, "--tasks.sum-digits.adapter", "math", "--trainer.lora.rank", "4", "--generator.adapter", "merged"],
+        [
+            *DEBUG,
+            "--tasks.sum-digits.adapter",
+            "math",
+            "--trainer.lora.rank",
+            "4",
+            "--generator.adapter",
+            "merged",
+        ],
         "generator.adapter = 'merged'",
         "serve them",
     ),
@@ -235,7 +369,11 @@ MISTAKES = {
         "trainer.lora.rank = 600",
         "set generator.adapter = merged",
     ),
-    "negative temperature": ([*DEBUG, "--validation.temperature", "-1"], "validation.temperature = -1.0", "at least 0"),
+    "negative temperature": (
+        [*DEBUG, "--validation.temperature", "-1"],
+        "validation.temperature = -1.0",
+        "at least 0",
+    ),
 }
 
 
@@ -249,7 +387,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(command, words, dry_run):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_an_overrides_mistake_is_named_whatever_the_terminal_can_show(monkeypatch, command, encoding):
+def test_an_overrides_mistake_is_named_whatever_the_terminal_can_show(
+    monkeypatch, command, encoding
+):
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
     code, _, err = command(*DEBUG, "--stepz", "3")
     assert code == 2
@@ -265,7 +405,14 @@ def test_run_folder_that_holds_files_is_refused(command, tmp_path):
 
 
 def test_dry_run_makes_no_folder(command, tmp_path):
-    code, _, _ = command(*DEBUG, "--dry-run", "--run-dir", str(tmp_path / "run"), "--output-dir", str(tmp_path / "out"))
+    code, _, _ = command(
+        *DEBUG,
+        "--dry-run",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--output-dir",
+        str(tmp_path / "out"),
+    )
     assert code == 0 and list(tmp_path.iterdir()) == []
 
 
@@ -290,16 +437,33 @@ def edit_config(**changes):
 
 
 FOLDERS = {
-    "no config": (lambda folder: (folder / "config.json").unlink(), "no readable config.json", "FileNotFoundError"),
-    "a config that is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "no readable config.json"),
+    "no config": (
+        lambda folder: (folder / "config.json").unlink(),
+        "no readable config.json",
+        "FileNotFoundError",
+    ),
+    "a config that is no JSON": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        "no readable config.json",
+    ),
     "another architecture": (
         edit_config(architectures=["MambaForCausalLM"]),
         "MambaForCausalLM",
         "Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM",
     ),
-    "half a config": (edit_config(num_attention_heads=None), "config.json has no 'num_attention_heads'"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights", "download the whole model"),
-    "no tokenizer": (lambda folder: [file.unlink() for file in folder.glob("tokenizer*")], "has no tokenizer"),
+    "half a config": (
+        edit_config(num_attention_heads=None),
+        "config.json has no 'num_attention_heads'",
+    ),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "has no weights",
+        "download the whole model",
+    ),
+    "no tokenizer": (
+        lambda folder: [file.unlink() for file in folder.glob("tokenizer*")],
+        "has no tokenizer",
+    ),
 }
 
 
@@ -313,7 +477,9 @@ def test_a_folder_that_is_no_model_is_refused_by_name(command, tmp_path, change,
 
 
 def test_a_named_architecture_can_be_planned_before_its_weights_are_there(command):
-    code, out, err = command("--config", "rl_grpo_qwen3_0_6b", "--dry-run", "--model.hf-assets-path", "/nowhere")
+    code, out, err = command(
+        "--config", "rl_grpo_qwen3_0_6b", "--dry-run", "--model.hf-assets-path", "/nowhere"
+    )
     assert code == 0 and err == ""
     assert "596.0M parameters" in out and "before a run   model.hf_assets_path = '/nowhere'" in out
 
@@ -329,7 +495,10 @@ def test_plan_of_the_debug_config_by_hand():
     parameters = 4 * layer + 768 * 128 + 128  # tied head
     assert plan.sizes.parameters == parameters == 886_144
     # 256 rollouts in groups of 8, of at most 128 tokens each, in microbatches of 8 rows of 512.
-    assert (plan.groups_per_step, plan.rollouts_per_step) == (32, 256) and "; 64 groups open at most" in plan.lines()[2]
+    assert (plan.groups_per_step, plan.rollouts_per_step) == (
+        32,
+        256,
+    ) and "; 64 groups open at most" in plan.lines()[2]
     assert (plan.tokens_per_step, plan.microbatches_per_rank) == (32_768, 8)
     assert plan.processes == 2
     # float32: weights, gradients and two moments; in each layer, cosines and sines of 512 places for heads of 32.
@@ -346,7 +515,9 @@ def test_plan_of_the_debug_config_by_hand():
     assert held.head == pytest.approx(head, rel=1e-3)
     assert held.layer == pytest.approx(at_work, rel=1e-3)
     assert plan.trainer_gib == pytest.approx(held.total / GIB) and held.fixed == 0
-    assert plan.generator_gib == pytest.approx(4 * parameters / GIB + 0.25 * 1.125)  # a cache, and kept prompts
+    assert plan.generator_gib == pytest.approx(
+        4 * parameters / GIB + 0.25 * 1.125
+    )  # a cache, and kept prompts
 
 
 def test_tensor_parallel_ranks_get_the_same_rows():
@@ -400,10 +571,18 @@ def test_configs_of_another_module_are_found_by_import_alone(command, tmp_path, 
     assert code == 0 and "steps          3," in out
 
 
-def test_an_error_inside_a_users_module_is_not_hidden_as_a_missing_module(command, tmp_path, monkeypatch):
+def test_an_error_inside_a_users_module_is_not_hidden_as_a_missing_module(
+    command, tmp_path, monkeypatch
+):
     (tmp_path / "broken_configs.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
     code, out, err = command("--module", "broken_configs", "--list")
     assert code == 2 and out == ""
     place = f"{tmp_path}/broken_configs.py:1"
-    assert_one_line(err, "--module = 'broken_configs'", "ModuleNotFoundError", "'a_package_that_is_not_there'", place)
+    assert_one_line(
+        err,
+        "--module = 'broken_configs'",
+        "ModuleNotFoundError",
+        "'a_package_that_is_not_there'",
+        place,
+    )

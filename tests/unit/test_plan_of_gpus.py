@@ -25,7 +25,11 @@ from torchtitan.experiments.rl.models.lora import LoRA
 
 FLOPS, BANDWIDTH = 989e12 * 0.4, 3.35e12 * 0.6
 """Operations and bytes of memory a second and GPU: an H100's published peaks, and the shares that are assumed to be reached."""
-ON_GPUS = [name for name in config_functions(DEFAULT_MODULE) if name.startswith("rl_grpo_qwen3_") and "debug" not in name]
+ON_GPUS = [
+    name
+    for name in config_functions(DEFAULT_MODULE)
+    if name.startswith("rl_grpo_qwen3_") and "debug" not in name
+]
 
 
 def plan_of(name: str) -> RunPlan:
@@ -62,32 +66,56 @@ def test_memory_of_a_trainer_rank_by_hand(name, numbers):
     matrix = 151_936 * width / tensor
     # bfloat16 copies of the head and a layer, the head's gradient in float32, a chunk's product and the gradient of its logits
     # in bfloat16, three times the values of one row of 8,192 tokens.
-    head = 2 * (matrix + layer) + 4 * matrix + 2 * (matrix + 1024 * 151_936 / tensor) + 3 * 2 * 8192 * width
+    head = (
+        2 * (matrix + layer)
+        + 4 * matrix
+        + 2 * (matrix + 1024 * 151_936 / tensor)
+        + 3 * 2 * 8192 * width
+    )
     assert plan.trainer_memory.head == pytest.approx(head, rel=1e-3)
     # The reduction of the head's gradient in float32, a layer's copy and gradient, all its values, two feed-forward gradients.
     values = 4 * width + 3 * (queries + keys) + 6 * feed_forward
     at_work = 4 * matrix + 2 * 2 * layer + 2 * 8192 * values / tensor
     assert plan.trainer_memory.layer == pytest.approx(at_work, rel=1e-3)
-    assert plan.trainer_gib == pytest.approx((state + inputs + max(head, at_work)) / GIB + 2, rel=1e-3)
+    assert plan.trainer_gib == pytest.approx(
+        (state + inputs + max(head, at_work)) / GIB + 2, rel=1e-3
+    )
 
 
-@pytest.mark.parametrize("name, ranks, gathered", [("rl_grpo_qwen3_30b_a3b", 4, 128), ("rl_grpo_qwen3_30b_a3b_16", 8, 16)])
-def test_a_mixture_is_planned_by_its_active_parameters_and_the_experts_that_a_rank_gathers(name, ranks, gathered):
+@pytest.mark.parametrize(
+    "name, ranks, gathered",
+    [("rl_grpo_qwen3_30b_a3b", 4, 128), ("rl_grpo_qwen3_30b_a3b_16", 8, 16)],
+)
+def test_a_mixture_is_planned_by_its_active_parameters_and_the_experts_that_a_rank_gathers(
+    name, ranks, gathered
+):
     """48 layers of 128 experts of 768 at a width of 2,048, of which a token takes 8; 32 heads of 128, 4 of keys."""
     plan = plan_of(name)
     expert, vocabulary = 3 * 2048 * 768, 151_936 * 2048
     dense = 2 * 2048 * 4096 + 2 * 2048 * 512 + 2048 * 128
-    assert plan.sizes.parameters == pytest.approx(48 * (dense + 128 * expert) + 2 * vocabulary, rel=1e-4)
-    assert plan.sizes.active_parameters == plan.sizes.parameters - 48 * 120 * expert == pytest.approx(3.35e9, rel=0.01)
+    assert plan.sizes.parameters == pytest.approx(
+        48 * (dense + 128 * expert) + 2 * vocabulary, rel=1e-4
+    )
+    assert (
+        plan.sizes.active_parameters
+        == plan.sizes.parameters - 48 * 120 * expert
+        == pytest.approx(3.35e9, rel=0.01)
+    )
     assert f"{plan.sizes.active_parameters / 1e6:,.1f}M active" in plan.lines()[0]
-    assert plan.trainer_memory.state == pytest.approx(16 * plan.sizes.parameters / ranks + 4 * 48 * 8192 * 2 * 128, rel=1e-6)
+    assert plan.trainer_memory.state == pytest.approx(
+        16 * plan.sizes.parameters / ranks + 4 * 48 * 8192 * 2 * 128, rel=1e-6
+    )
     # bfloat16 copies of two layers, and the first one's gradient in bfloat16 and float32; what is computed again of a token:
     # 4 of the width, 3 of queries and keys, 4 of its experts' width, and 4 of their tokens; two gradients of experts' width.
     layer, width = dense + gathered * expert, 8 * 768
     again = 2 * 8192 * (4 * 2048 + 3 * (4096 + 512) + 4 * width + 4 * 8 * 2048 + 2 * width)
-    assert plan.trainer_memory.layer == pytest.approx(max(10 * layer, 4 * vocabulary + 4 * layer) + again, rel=1e-3)
+    assert plan.trainer_memory.layer == pytest.approx(
+        max(10 * layer, 4 * vocabulary + 4 * layer) + again, rel=1e-3
+    )
     operations = 8 * (plan.sizes.active_parameters - vocabulary) + 9 * 2 * 4096 * 48 * 2048
-    assert plan.balance.train_s == pytest.approx(operations * 512 * 4096 / (ranks * FLOPS), rel=1e-3)
+    assert plan.balance.train_s == pytest.approx(
+        operations * 512 * 4096 / (ranks * FLOPS), rel=1e-3
+    )
 
 
 def test_a_step_of_the_8b_by_hand_and_the_side_that_takes_longer():
@@ -115,7 +143,9 @@ def test_a_step_of_the_8b_by_hand_and_the_side_that_takes_longer():
 
 def test_the_plan_prints_degrees_shapes_and_the_bottleneck():
     lines = plan_of("rl_grpo_qwen3_14b").lines()
-    assert "4 trainer rank(s) (2 data-parallel x 2 tensor-parallel), 2 generator(s) of 2" in lines[4]
+    assert (
+        "4 trainer rank(s) (2 data-parallel x 2 tensor-parallel), 2 generator(s) of 2" in lines[4]
+    )
     assert lines[-3] == "shapes         3 of rows x tokens: 1 x 2048, 1 x 4096, 1 x 8192"
     assert lines[-1].startswith("bottleneck ")
     debug = plan_run(config_registry.rl_grpo_qwen3_debug()).lines()
@@ -131,12 +161,20 @@ def test_shapes_are_a_quarter_a_half_and_all_of_a_row_in_whole_blocks():
 
 def test_the_page_on_clusters_lists_each_config_as_it_is_planned():
     page = Path(__file__).parents[2] / "docs/clusters.md"
-    rows = dict(re.findall(r"^\| `(rl_grpo_qwen3_\w+)` \| (.*) \|$", page.read_text(), re.MULTILINE))
+    rows = dict(
+        re.findall(r"^\| `(rl_grpo_qwen3_\w+)` \| (.*) \|$", page.read_text(), re.MULTILINE)
+    )
     assert list(rows) == ON_GPUS
     for name, row in rows.items():
-        plan, size = plan_of(name), re.search(r"GPUs?( of \d+ GB)?", getattr(config_registry, name).__doc__)[1] or ""
+        plan, size = (
+            plan_of(name),
+            re.search(r"GPUs?( of \d+ GB)?", getattr(config_registry, name).__doc__)[1] or "",
+        )
         config = plan.config
-        tensor, engine = config.trainer.parallelism.tensor_parallel_degree, config.generator.engine.tensor_parallel_degree
+        tensor, engine = (
+            config.trainer.parallelism.tensor_parallel_degree,
+            config.generator.engine.tensor_parallel_degree,
+        )
         gpus = needed_gpus(config)
         ranks = f"{config.trainer.ranks}{f' in {tensor}s' if tensor > 1 else ''}"
         generators = f"{config.generator.replicas}{f' of {engine}' if engine > 1 else ''}"
@@ -179,27 +217,43 @@ def test_the_plan_counts_the_weights_in_each_hosts_memory():
     # 32.76 billion parameters in bfloat16, twice. Two hosts train and two generate.
     both = 2 * 2 * 32_762_123_264
     assert plan.shared_weights == {0: both / 2, 1: both / 2, 2: both, 3: both}
-    assert "shared memory  two versions of the weights: 61.02 GiB on hosts 0-1, 122.05 GiB on hosts 2-3" in plan.lines()
+    assert (
+        "shared memory  two versions of the weights: 61.02 GiB on hosts 0-1, 122.05 GiB on hosts 2-3"
+        in plan.lines()
+    )
 
 
 def test_versions_that_stay_on_the_trainers_gpus_take_a_ranks_share_of_one_there_and_no_memory_of_the_host():
     before = plan_of("rl_grpo_qwen3_8b")
-    assert not before.weights_on_devices and sum(before.shared_weights.values()) == 2 * 2 * 8_190_735_360
+    assert (
+        not before.weights_on_devices
+        and sum(before.shared_weights.values()) == 2 * 2 * 8_190_735_360
+    )
     for weights in ("device", "auto"):
         config = config_registry.rl_grpo_qwen3_8b()
         config.generator.weights = weights
         plan = plan_run(config, device="cuda", available=list(range(8)))
         own = 2 * 8_190_735_360 / 4  # bfloat16, on four ranks
-        assert plan.weights_on_devices and plan.trainer_memory.published == own and not any(plan.shared_weights.values())
+        assert (
+            plan.weights_on_devices
+            and plan.trainer_memory.published == own
+            and not any(plan.shared_weights.values())
+        )
         assert plan.trainer_gib == pytest.approx(before.trainer_gib + own / GIB)
         (line,) = [line for line in plan.lines() if line.startswith("versions")]
-        assert line == "versions       one of the weights, on the trainer's own devices: 3.81 GiB a rank"
+        assert (
+            line
+            == "versions       one of the weights, on the trainer's own devices: 3.81 GiB a rank"
+        )
         assert not any(line.startswith("shared memory") for line in plan.lines())
     # An engine that sleeps on the trainer's GPU leaves it there.
     asleep = shared(kv_cache_gib=4.0, sleep=True)
     asleep.generator.weights = "device"
     memory = plan_run(asleep, device="cuda", available=[0]).trainer_memory
-    assert memory.published == 2 * 596_049_920 and memory.idle == memory.state + memory.fixed + memory.published
+    assert (
+        memory.published == 2 * 596_049_920
+        and memory.idle == memory.state + memory.fixed + memory.published
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,7 +263,9 @@ def test_versions_that_stay_on_the_trainers_gpus_take_a_ranks_share_of_one_there
         ("rl_grpo_qwen3_8b", "MIG-a,MIG-b", "CUDA_VISIBLE_DEVICES names slices of GPUs"),
     ],
 )
-def test_versions_stay_on_devices_only_where_every_engine_can_read_them(monkeypatch, name, visible, cause):
+def test_versions_stay_on_devices_only_where_every_engine_can_read_them(
+    monkeypatch, name, visible, cause
+):
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = getattr(config_registry, name)()
@@ -217,7 +273,9 @@ def test_versions_stay_on_devices_only_where_every_engine_can_read_them(monkeypa
     here = None if not visible else list(range(needed_gpus(config)))
     assert not plan_run(config, device="cuda", available=here).weights_on_devices
     config.generator.weights = "device"
-    with pytest.raises(ConfigError, match=f"^generator.weights = 'device': {cause}.*: set it to \"host\"$"):
+    with pytest.raises(
+        ConfigError, match=f"^generator.weights = 'device': {cause}.*: set it to \"host\"$"
+    ):
         plan_run(config, device="cuda", available=here)
 
 
@@ -227,7 +285,9 @@ def test_an_engine_that_reads_the_hosts_memory_only_is_refused_the_trainers_devi
 
     config = config_registry.rl_grpo_qwen3_debug()
     config.generator.weights, config.generator.engine = "device", Own()
-    with pytest.raises(ConfigError, match="generator.weights = 'device': Own reads the host's memory only"):
+    with pytest.raises(
+        ConfigError, match="generator.weights = 'device': Own reads the host's memory only"
+    ):
         plan_run(config, device="cpu", available=[0, 1])
 
 
@@ -248,20 +308,32 @@ def test_trainer_and_engine_on_one_gpu_by_hand():
     (line,) = [line for line in plan.lines() if line.startswith("shared GPUs")]
     assert f"= {plan.gpu_gib:.1f} GiB a GPU, both all the time" in line
     # With a cache of 16 GiB both do not fit 24 GB, and do where the engine sleeps: the trainer then keeps its state alone.
-    assert plan_run(shared(kv_cache_gib=16.0), device="cuda", available=[0]).gpu_gib > 24e9 / GIB + 8
+    assert (
+        plan_run(shared(kv_cache_gib=16.0), device="cuda", available=[0]).gpu_gib > 24e9 / GIB + 8
+    )
     asleep = plan_run(shared(kv_cache_gib=8.0, sleep=True), device="cuda", available=[0])
     memory = asleep.trainer_memory
     generating = (memory.state + memory.fixed + 2 * parameters) / GIB + 8 + 2
-    assert asleep.gpu_gib == pytest.approx(max(generating, asleep.trainer_gib + 2)) and asleep.gpu_gib < 24e9 / GIB
+    assert (
+        asleep.gpu_gib == pytest.approx(max(generating, asleep.trainer_gib + 2))
+        and asleep.gpu_gib < 24e9 / GIB
+    )
     (line,) = [line for line in asleep.lines() if line.startswith("shared GPUs")]
     assert f"trainer {asleep.trainer_gib:.1f} + engine asleep 2.0 in a step" in line
 
 
 @pytest.mark.parametrize(
     "ranks, replicas, degree, gpus, generators",
-    [(2, 2, 1, 2, [(0,), (1,)]), (4, 2, 2, 4, [(0, 1), (2, 3)]), (1, 3, 1, 3, [(0,), (1,), (2,)]), (4, 1, 2, 4, [(0, 1)])],
+    [
+        (2, 2, 1, 2, [(0,), (1,)]),
+        (4, 2, 2, 4, [(0, 1), (2, 3)]),
+        (1, 3, 1, 3, [(0,), (1,), (2,)]),
+        (4, 1, 2, 4, [(0, 1)]),
+    ],
 )
-def test_engines_that_share_gpus_begin_at_the_trainers_first(ranks, replicas, degree, gpus, generators):
+def test_engines_that_share_gpus_begin_at_the_trainers_first(
+    ranks, replicas, degree, gpus, generators
+):
     config = shared(tensor_parallel_degree=degree)
     config.trainer.ranks, config.generator.replicas = ranks, replicas
     assert needed_gpus(config) == gpus
@@ -272,7 +344,9 @@ def test_engines_that_share_gpus_begin_at_the_trainers_first(ranks, replicas, de
 
 def test_hosted_models_get_gpus_that_neither_side_has():
     config = shared()
-    config.tasks["sum_digits"].algorithm = OPD.Config(teacher=HostedModel(path="nowhere", engine=config.generator.engine))
+    config.tasks["sum_digits"].algorithm = OPD.Config(
+        teacher=HostedModel(path="nowhere", engine=config.generator.engine)
+    )
     placement = plan_run(config, device="cuda", available=[0, 1]).placement
     assert placement.hosted == ((Place(0, (1,)),),) and needed_gpus(config) == 2
 
@@ -281,8 +355,14 @@ def test_hosted_models_get_gpus_that_neither_side_has():
     "change, error",
     [
         (lambda c: setattr(c, "max_offpolicy_steps", 1), "max_offpolicy_steps = 1: set it to 0"),
-        (lambda c: setattr(c.provision, "share_gpus", False), "generator.engine.sleep = True: frees memory for"),
-        (lambda c: setattr(c.generator.engine, "kv_cache_gib", None), "generator.engine.kv_cache_gib = None: name it"),
+        (
+            lambda c: setattr(c.provision, "share_gpus", False),
+            "generator.engine.sleep = True: frees memory for",
+        ),
+        (
+            lambda c: setattr(c.generator.engine, "kv_cache_gib", None),
+            "generator.engine.kv_cache_gib = None: name it",
+        ),
     ],
 )
 def test_what_can_not_share_or_sleep_is_refused(change, error):
@@ -302,7 +382,10 @@ def test_a_gpu_too_small_for_both_is_refused_by_what_they_take(monkeypatch, gib,
 
 def test_8_bit_floats_need_a_gpu_that_has_them_and_torchao(monkeypatch):
     plan = plan_of("rl_grpo_qwen3_8b")
-    lacks = {(8, 0): "trainer.float8 = 'rowwise': needs GPUs of capability 8.9", (9, 0): "pip install torchao"}
+    lacks = {
+        (8, 0): "trainer.float8 = 'rowwise': needs GPUs of capability 8.9",
+        (9, 0): "pip install torchao",
+    }
     for recipe in ("rowwise", "off"):
         config = replace(plan.config, trainer=replace(plan.config.trainer, float8=recipe))
         for capability, lack in lacks.items():  # it is not among the packages of CPU hosts
@@ -314,14 +397,28 @@ def test_8_bit_floats_need_a_gpu_that_has_them_and_torchao(monkeypatch):
 
 @pytest.mark.parametrize(
     "name, gpus, ranks, replicas",
-    [("8b", 8, 3, 5), ("8b", 16, 6, 10), ("1_7b", 8, 2, 6), ("0_6b", 2, 1, 1), ("14b", 16, 8, 4), ("32b_32", 64, 20, 22)],
+    [
+        ("8b", 8, 3, 5),
+        ("8b", 16, 6, 10),
+        ("1_7b", 8, 2, 6),
+        ("0_6b", 2, 1, 1),
+        ("14b", 16, 8, 4),
+        ("32b_32", 64, 20, 22),
+    ],
 )
 def test_gpus_are_divided_so_that_neither_side_waits_more_than_it_must(name, gpus, ranks, replicas):
     config = getattr(config_registry, f"rl_grpo_qwen3_{name}")()
-    assert split_of(config, gpus, gpu_gib=80e9 / GIB) == ["--trainer.ranks", str(ranks), "--generator.replicas", str(replicas)]
+    assert split_of(config, gpus, gpu_gib=80e9 / GIB) == [
+        "--trainer.ranks",
+        str(ranks),
+        "--generator.replicas",
+        str(replicas),
+    ]
 
 
-@pytest.mark.parametrize("name, gpus, gib", [("8b", 1, 80), ("32b", 8, 74.5), ("14b", 3, 80), ("0_6b_1gpu", 4, 80)])
+@pytest.mark.parametrize(
+    "name, gpus, gib", [("8b", 1, 80), ("32b", 8, 74.5), ("14b", 3, 80), ("0_6b_1gpu", 4, 80)]
+)
 def test_gpus_that_no_division_fits_are_refused(name, gpus, gib):
     with pytest.raises(ConfigError, match=f"--gpus = {gpus}"):
         split_of(getattr(config_registry, f"rl_grpo_qwen3_{name}")(), gpus, gpu_gib=gib)
@@ -333,11 +430,20 @@ def test_more_gpus_than_a_host_has_are_planned_on_whole_hosts():
     config.trainer.ranks, config.generator.replicas = 6, 10
     plan = plan_run(config, device="cuda", available=list(range(16)))
     assert plan.hosts == 2
-    assert [(place.host, place.devices) for place in plan.placement.trainer] == [(0, (rank,)) for rank in range(6)]
+    assert [(place.host, place.devices) for place in plan.placement.trainer] == [
+        (0, (rank,)) for rank in range(6)
+    ]
     generators = [(place.host, *place.devices) for place in plan.placement.generators]
     assert generators == [(0, 6), (0, 7), *((1, gpu) for gpu in range(8))]
-    (asked,) = (str(lack) for lack in machine.lacks(plan, "outputs", field="output_dir") if lack.field == "provision.device")
-    assert "the run needs 16 GPUs" in asked and "2 hosts of 8 are asked for with --provision.job slurm or kubernetes" in asked
+    (asked,) = (
+        str(lack)
+        for lack in machine.lacks(plan, "outputs", field="output_dir")
+        if lack.field == "provision.device"
+    )
+    assert (
+        "the run needs 16 GPUs" in asked
+        and "2 hosts of 8 are asked for with --provision.job slurm or kubernetes" in asked
+    )
     assert plan_of("rl_grpo_qwen3_8b").hosts == 1
 
 
@@ -349,7 +455,11 @@ def test_a_host_that_has_more_gpus_itself_is_one(monkeypatch):
 
 @pytest.mark.parametrize(
     "name, gb",
-    [("0_6b_1gpu", 24), ("8b", 48), ("32b", 141)],  # as README and docs/gpu.md say of the first and the last
+    [
+        ("0_6b_1gpu", 24),
+        ("8b", 48),
+        ("32b", 141),
+    ],  # as README and docs/gpu.md say of the first and the last
 )
 def test_the_plan_names_the_smallest_gpu_that_fits(name, gb):
     plan = plan_of(f"rl_grpo_qwen3_{name}")
@@ -372,11 +482,19 @@ def test_the_plan_estimates_the_seconds_of_a_step():
 
 @pytest.mark.parametrize(
     "rate, lora, said",
-    [(1e-6, True, "adapters (trainer.lora) want about 10 times as much"), (1e-5, True, None), (1e-6, False, None)],
+    [
+        (1e-6, True, "adapters (trainer.lora) want about 10 times as much"),
+        (1e-5, True, None),
+        (1e-6, False, None),
+    ],
 )
 def test_adapters_with_a_rate_of_full_training_are_warned_of(rate, lora, said):
     config = config_registry.rl_grpo_qwen3_8b()
     config.trainer.lora = LoRA.Config(rank=16) if lora else None
     config.trainer.optimizer.lr = rate
     warning = trial.learning_rate_warning(config, 8_000_000_000)
-    assert warning is None if said is None else said in warning and "--trainer.optimizer.lr 1e-05" in warning
+    assert (
+        warning is None
+        if said is None
+        else said in warning and "--trainer.optimizer.lr 1e-05" in warning
+    )

@@ -38,7 +38,9 @@ def no_model():
 async def answered(player, *, stop: int, max_tokens: int = 9):
     """One turn of rollout 0, prompted with the text "Say it."."""
     prompt = np.array(player.tokenizer.encode("Say it."), np.int32)
-    talk = player.session(rollout_id="g/0", seed=1, sampling=SamplingConfig(temperature=0.0), stop_token_ids=[stop])
+    talk = player.session(
+        rollout_id="g/0", seed=1, sampling=SamplingConfig(temperature=0.0), stop_token_ids=[stop]
+    )
     try:
         return await talk.generate(prompt, max_tokens=max_tokens)
     finally:
@@ -50,7 +52,10 @@ async def answered(player, *, stop: int, max_tokens: int = 9):
     [
         (["4 2"], "4 2"),
         (["<<<", "two", "/quit", ">>>"], "two\n/quit"),
-        (['/call add {"a": 1}'], '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'),
+        (
+            ['/call add {"a": 1}'],
+            '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        ),
         (["/call now"], '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
         (["/prompt", "/what", "7"], "7"),
         (["", "  ", "7"], "7"),
@@ -85,14 +90,18 @@ async def test_a_models_answer_keeps_the_tokens_it_sampled(capsys):
 
     player = player_of(["/model"], model=Model)
     completion = await answered(player, stop=761)
-    assert completion.logprobs.tolist() == [-0.25] * 4 and completion.policy_versions.tolist() == [-1] * 4
+    assert (
+        completion.logprobs.tolist() == [-0.25] * 4
+        and completion.policy_versions.tolist() == [-1] * 4
+    )
     assert player.replies == {0: ["4\x1b2"]}
     shown = capsys.readouterr().out
     assert "(the model answers)\nmodel> 4\\x1b2\n" in shown and "\x1b" not in shown
 
 
 @pytest.mark.parametrize(
-    ("folder", "version", "named"), [("run/policy/step-30", 30, "policy 30"), ("models/step-3", 0, "a model")]
+    ("folder", "version", "named"),
+    [("run/policy/step-30", 30, "policy 30"), ("models/step-3", 0, "a model")],
 )
 def test_what_a_model_answered_is_named_by_the_step_of_its_policy(tmp_path, folder, version, named):
     path = tmp_path / folder
@@ -107,7 +116,9 @@ def test_what_a_model_answered_is_named_by_the_step_of_its_policy(tmp_path, fold
 async def test_a_model_that_cannot_answer_leaves_the_turn_to_the_person(capsys):
     player = player_of(["/model", "/model", "7"])
     completion = await answered(player, stop=761)
-    assert player.tokenizer.decode(completion.token_ids[:-1]) == "7" and player.replies == {0: ["7"]}
+    assert player.tokenizer.decode(completion.token_ids[:-1]) == "7" and player.replies == {
+        0: ["7"]
+    }
     shown = capsys.readouterr().out
     assert shown.count("error: --model = 'm': is not here\n") == 2 and shown.count("Say it.") == 1
 
@@ -117,13 +128,17 @@ async def test_the_engine_starts_when_it_is_asked_first_and_again_where_it_could
     engines = []
 
     def build():
-        engines.append(ScriptedEngineConfig().build(model_path=save_table(table, tmp_path), device="cpu"))
+        engines.append(
+            ScriptedEngineConfig().build(model_path=save_table(table, tmp_path), device="cpu")
+        )
         if len(engines) == 1:
             raise MemoryError("no room")
         return engines[-1]
 
     model = LocalModel(build)
-    talk = model.session(rollout_id="g/0", seed=1, sampling=SamplingConfig(temperature=0.0), stop_token_ids=[7])
+    talk = model.session(
+        rollout_id="g/0", seed=1, sampling=SamplingConfig(temperature=0.0), stop_token_ids=[7]
+    )
     assert not engines
     with pytest.raises(RunError, match="the engine can't be started: MemoryError: no room"):
         await talk.generate(np.array([3]), max_tokens=9)
@@ -136,7 +151,9 @@ async def test_the_engine_starts_when_it_is_asked_first_and_again_where_it_could
 
 
 @pytest.mark.parametrize("played_on", [True, False])
-async def test_an_engine_that_failed_is_closed_before_another_is_started_or_at_the_end(tmp_path, played_on):
+async def test_an_engine_that_failed_is_closed_before_another_is_started_or_at_the_end(
+    tmp_path, played_on
+):
     table = counting_table(1.0)
     engines = []
 
@@ -145,13 +162,17 @@ async def test_an_engine_that_failed_is_closed_before_another_is_started_or_at_t
 
     def build():
         assert all(engine.closed for engine in engines), "a process has one engine"
-        engines.append(ScriptedEngineConfig().build(model_path=save_table(table, tmp_path), device="cpu"))
+        engines.append(
+            ScriptedEngineConfig().build(model_path=save_table(table, tmp_path), device="cpu")
+        )
         if len(engines) == 1:
             engines[0].step = fail
         return engines[-1]
 
     model = LocalModel(build)
-    talk = model.session(rollout_id="g/0", seed=1, sampling=SamplingConfig(temperature=0.0), stop_token_ids=[7])
+    talk = model.session(
+        rollout_id="g/0", seed=1, sampling=SamplingConfig(temperature=0.0), stop_token_ids=[7]
+    )
     with pytest.raises(RunError, match="the engine: OSError: the device is lost"):
         await talk.generate(np.array([3]), max_tokens=9)
     if played_on:
@@ -162,10 +183,15 @@ async def test_an_engine_that_failed_is_closed_before_another_is_started_or_at_t
 
 async def test_the_person_is_the_judge_too_and_sees_the_question(capsys):
     player = player_of(["/model", "yes"])
-    reply = await player.chat([{"role": "user", "content": "Is\x1b it right?"}], seed=0, sampling=SamplingConfig())
+    reply = await player.chat(
+        [{"role": "user", "content": "Is\x1b it right?"}], seed=0, sampling=SamplingConfig()
+    )
     assert reply.message["content"] == "yes"
     shown = capsys.readouterr().out
-    assert "a judge is asked, user ──\nIs\\x1b it right?" in shown and "Only a turn can be the model's" in shown
+    assert (
+        "a judge is asked, user ──\nIs\\x1b it right?" in shown
+        and "Only a turn can be the model's" in shown
+    )
 
 
 @pytest.mark.parametrize("lines", [[], ["/quit"], ["<<<", "half"]])
@@ -199,8 +225,15 @@ def test_a_session_that_is_left_ends_well_and_says_so(tmp_path, capsys, monkeypa
     words = ["--config", "rl_guess_number_qwen3_debug", "--run-dir", str(tmp_path / "played")]
     assert main([*words, *["--scripted", "no number"] * answers]) == 0
     out, err = capsys.readouterr()
-    assert err == "" and "Left" not in out and "error" not in out and "would not be trained on" not in out
-    assert ("The session was ended: a rollout that had not ended has no reward." in out) == (answers == 1)
+    assert (
+        err == ""
+        and "Left" not in out
+        and "error" not in out
+        and "would not be trained on" not in out
+    )
+    assert ("The session was ended: a rollout that had not ended has no reward." in out) == (
+        answers == 1
+    )
     assert ("left: nothing was answered, and nothing is saved" in out) == (answers == 0)
     assert (tmp_path / "played").exists() == (answers == 1)
 
@@ -212,7 +245,9 @@ def test_only_what_is_new_of_a_prompt_is_shown_and_nothing_acts_on_the_terminal(
         player.reply(rollout, turn)
     shown = capsys.readouterr().out
     assert (
-        "\x1b" not in shown and "one\\x1b[31m\n" in shown and "rollout 0, turn 1: what is new in the prompt ──\n two\n" in shown
+        "\x1b" not in shown
+        and "one\\x1b[31m\n" in shown
+        and "rollout 0, turn 1: what is new in the prompt ──\n two\n" in shown
     )
 
 
@@ -220,12 +255,20 @@ def test_a_session_ends_with_rewards_a_record_and_a_test_that_holds(tmp_path, ca
     game = rl_guess_number_qwen3_debug().tasks["guess_number"].dataset.build()[0].env_input
     folder = tmp_path / "played"
     words = ["--config", "rl_guess_number_qwen3_debug", "--run-dir", str(folder), "--rollouts", "2"]
-    for text in ("no number", str(game.secret), str(game.secret)):  # first answers of both, then the second of rollout 0
+    for text in (
+        "no number",
+        str(game.secret),
+        str(game.secret),
+    ):  # first answers of both, then the second of rollout 0
         words += ["--scripted", text]
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert not re.search(r"tokens \d+:", shown), "what was typed has no log-probability"
-    assert "[[" in shown and "advantages" in shown and f"Correct! The number was {game.secret}" in shown
+    assert (
+        "[[" in shown
+        and "advantages" in shown
+        and f"Correct! The number was {game.secret}" in shown
+    )
     records = list(read_rollouts(folder))
     assert [(r.outcome, r.rollout.status.value, len(r.rollout.turns)) for r in records] == [
         ("played", "completed", 2),
@@ -246,7 +289,10 @@ def test_a_session_ends_with_rewards_a_record_and_a_test_that_holds(tmp_path, ca
     ("words", "message"),
     [
         ("--task x", "--config"),
-        ("--config rl_guess_number_qwen3_debug --task sums", "--task = 'sums': name one of guess_number"),
+        (
+            "--config rl_guess_number_qwen3_debug --task sums",
+            "--task = 'sums': name one of guess_number",
+        ),
         (
             "--config rl_guess_number_qwen3_debug --endpoint http://127.0.0.1:9/v1",
             "--endpoint = 'http://127.0.0.1:9/v1': no server",

@@ -69,7 +69,10 @@ def test_parents_and_visible_tokens_are_those_of_the_paths(positions):
 def inputs_of(rows: int, length: int, heads: int = 4, kv_heads: int = 2):
     generator = torch.Generator().manual_seed(0)
     sizes = (heads, kv_heads, kv_heads)
-    return [torch.randn(rows, length, n, 8, generator=generator, dtype=torch.float64).requires_grad_() for n in sizes]
+    return [
+        torch.randn(rows, length, n, 8, generator=generator, dtype=torch.float64).requires_grad_()
+        for n in sizes
+    ]
 
 
 def by_paths(q, k, v, positions):
@@ -84,12 +87,16 @@ def by_paths(q, k, v, positions):
 
 
 def by_kernel(q, k, v, positions):
-    return CPUVarlenAttention.Config().build()(q, k, v, attention_masks=packed_metadata(positions), enable_gqa=True)
+    return CPUVarlenAttention.Config().build()(
+        q, k, v, attention_masks=packed_metadata(positions), enable_gqa=True
+    )
 
 
 def by_flex(q, k, v, positions):
     rows, length = positions.shape
-    mask = create_block_mask(tree_mask(positions), rows, None, length, length, device="cpu", BLOCK_SIZE=16)
+    mask = create_block_mask(
+        tree_mask(positions), rows, None, length, length, device="cpu", BLOCK_SIZE=16
+    )
     q, k, v = (t.detach().transpose(1, 2) for t in (q, k, v))
     return flex_attention(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
 
@@ -117,7 +124,9 @@ def test_kernel_and_its_gradients_are_those_of_the_paths_whatever_the_blocks(blo
 @given(positions_of_trees(longest=70))
 def test_flex_attention_under_the_mask_is_the_kernel(positions):
     inputs = inputs_of(*positions.shape)
-    torch.testing.assert_close(by_flex(*inputs, positions), by_kernel(*inputs, positions), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        by_flex(*inputs, positions), by_kernel(*inputs, positions), rtol=1e-10, atol=1e-12
+    )
 
 
 def test_no_block_computes_a_whole_tree():

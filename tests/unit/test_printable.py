@@ -14,7 +14,9 @@ from torchtitan.experiments.rl.observability.console import Console
 from torchtitan.experiments.rl.printable import printable, printable_json, printable_line
 from torchtitan.experiments.rl.process.setup import set_up_logging
 
-ACTS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c\u2028\u2029\ud800-\udfff]")
+ACTS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c\u2028\u2029\ud800-\udfff]"
+)
 ATTACK = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202eevil\u202c \ud83d end"
 
 
@@ -60,7 +62,9 @@ def test_log_lines_are_safe_on_the_terminal_and_in_the_file(capsys, tmp_path, ro
     logging.getLogger("torchtitan.experiments.rl.test").warning("env said %s", ATTACK)
     line = path.read_text(encoding="utf-8").splitlines()[-1]
     assert not ACTS.search(capsys.readouterr().err) and not ACTS.search(line)
-    assert json.loads(line)["message"].endswith(f"env said {ATTACK}")  # Monarch may name its actor before it
+    assert json.loads(line)["message"].endswith(
+        f"env said {ATTACK}"
+    )  # Monarch may name its actor before it
 
 
 def test_error_lines_of_the_command_are_safe(capsys, monkeypatch):

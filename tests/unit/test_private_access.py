@@ -32,7 +32,11 @@ def defined_names(tree: ast.AST) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and own_object(node.value):
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and own_object(node.value)
+        ):
             names.add(node.attr)
     return names
 
@@ -64,11 +68,17 @@ def private_uses(source: str, file: str, ours: set[str]) -> list[str]:
             bad = (private(node.attr) and node.attr not in ours) or node.attr == "__wrapped__"
             bad |= isinstance(node.ctx, ast.Store) and root_of(node) in modules
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            if node.func.id in ("getattr", "setattr", "hasattr", "delattr") and isinstance(node.args[1], ast.Constant):
+            if node.func.id in ("getattr", "setattr", "hasattr", "delattr") and isinstance(
+                node.args[1], ast.Constant
+            ):
                 bad = private(node.args[1].value) and node.args[1].value not in ours
             if node.func.id == "setattr" and root_of(node.args[0]) in modules:
                 bad = True
-        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+        elif (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.slice, ast.Constant)
+            and isinstance(node.slice.value, str)
+        ):
             in_vars = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "vars"
             bad = in_vars and private(node.slice.value) and node.slice.value not in ours
         elif isinstance(node, ast.ImportFrom):
@@ -89,7 +99,9 @@ def root_of(node: ast.expr) -> str | None:
 
 
 def sources() -> dict[str, str]:
-    return {str(file.relative_to(LIBRARY)): file.read_text() for file in sorted(LIBRARY.rglob("*.py"))}
+    return {
+        str(file.relative_to(LIBRARY)): file.read_text() for file in sorted(LIBRARY.rglob("*.py"))
+    }
 
 
 def names_of_the_library() -> set[str]:
@@ -100,15 +112,27 @@ def names_of_the_library() -> set[str]:
 def test_no_private_name_of_a_dependency_is_used_outside_compat():
     ours = names_of_the_library()
     uses = [
-        use for file, source in sources().items() if not file.startswith("compat/") for use in private_uses(source, file, ours)
+        use
+        for file, source in sources().items()
+        if not file.startswith("compat/")
+        for use in private_uses(source, file, ours)
     ]
     assert uses == []
 
 
 def test_the_scan_sees_what_compat_does():
     ours = names_of_the_library()
-    seen = {file: private_uses(source, file, ours) for file, source in sources().items() if file.startswith("compat/")}
-    for file in ("compat/torch.py", "compat/torchstore.py", "compat/monarch.py", "compat/torchtitan/models.py"):
+    seen = {
+        file: private_uses(source, file, ours)
+        for file, source in sources().items()
+        if file.startswith("compat/")
+    }
+    for file in (
+        "compat/torch.py",
+        "compat/torchstore.py",
+        "compat/monarch.py",
+        "compat/torchtitan/models.py",
+    ):
         assert seen[file], f"the scan no longer sees the private names in {file}"
 
 

@@ -34,11 +34,19 @@ class Probe(Actor):
     async def look(self) -> dict:
         import torchtitan.tools.utils as tools
 
-        launched = dict(entry.partition("=")[::2] for entry in Path("/proc/self/environ").read_text().split("\0") if entry)
+        launched = dict(
+            entry.partition("=")[::2]
+            for entry in Path("/proc/self/environ").read_text().split("\0")
+            if entry
+        )
         return {
             "launched": launched,
             "now": dict(os.environ),
-            "cores": {core for thread in os.listdir("/proc/self/task") for core in os.sched_getaffinity(int(thread))},
+            "cores": {
+                core
+                for thread in os.listdir("/proc/self/task")
+                for core in os.sched_getaffinity(int(thread))
+            },
             "threads": torch.get_num_threads(),
             "switch_interval_s": sys.getswitchinterval(),
             "event_loop": type(asyncio.get_running_loop()).__module__,
@@ -91,9 +99,14 @@ def test_a_gpu_process_is_launched_seeing_its_own_gpus_and_no_others(tmp_path, m
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
     before = dict(os.environ)
     launched = [look["launched"] for look in looks("on_gpus", ((1,), (2, 3)), "cuda")]
-    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in launched] == ["GPU-b", "GPU-c,GPU-d"]
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in launched] == [
+        "GPU-b",
+        "GPU-c,GPU-d",
+    ]
     assert dict(os.environ) == before, "the parent's own environment was changed"
-    assert set((tmp_path / "counts").read_text().split()) == {"GPU-b", "GPU-c,GPU-d"}, "GPUs were counted without the mask"
+    assert set((tmp_path / "counts").read_text().split()) == {"GPU-b", "GPU-c,GPU-d"}, (
+        "GPUs were counted without the mask"
+    )
 
 
 def test_a_cpu_process_is_launched_with_its_threads_and_without_gpus_and_set_up_on_its_nodes():
@@ -103,14 +116,23 @@ def test_a_cpu_process_is_launched_with_its_threads_and_without_gpus_and_set_up_
     found = looks("on_cores", shares, "cpu")
     for look, share in zip(found, shares, strict=True):
         launched = look["launched"]
-        assert launched["CUDA_VISIBLE_DEVICES"] == "" and launched["OMP_NUM_THREADS"] == str(len(share))
-        assert launched["TORCH_CPP_LOG_LEVEL"] == "ERROR" and launched["VLLM_CONFIGURE_LOGGING"] == "0"
-        assert launched["LOCAL_RANK"] == "0" and int(launched["HYPERACTOR_CODEC_MAX_FRAME_LENGTH"]) >= 2**40
+        assert launched["CUDA_VISIBLE_DEVICES"] == "" and launched["OMP_NUM_THREADS"] == str(
+            len(share)
+        )
+        assert (
+            launched["TORCH_CPP_LOG_LEVEL"] == "ERROR" and launched["VLLM_CONFIGURE_LOGGING"] == "0"
+        )
+        assert (
+            launched["LOCAL_RANK"] == "0"
+            and int(launched["HYPERACTOR_CODEC_MAX_FRAME_LENGTH"]) >= 2**40
+        )
         assert (look["threads"], look["device"]) == (len(share), "cpu")
         assert look["cores"] == set(cores_on_nodes_of(share))
         assert look["switch_interval_s"] == pytest.approx(SWITCH_INTERVAL_S)
         assert look["event_loop"].endswith(".compat.uvloop")
-        assert {name: look["now"][name] for name in launched} == launched, "something changed the environment after the launch"
+        assert {name: look["now"][name] for name in launched} == launched, (
+            "something changed the environment after the launch"
+        )
     assert dict(os.environ) == before
 
 
@@ -128,7 +150,9 @@ def test_setting_a_process_up_keeps_what_its_environment_says(monkeypatch):
     monkeypatch.setenv("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "5")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     set_up_process()
-    assert os.environ["HYPERACTOR_CODEC_MAX_FRAME_LENGTH"] == "5" and os.environ["LOCAL_RANK"] == "0"
+    assert (
+        os.environ["HYPERACTOR_CODEC_MAX_FRAME_LENGTH"] == "5" and os.environ["LOCAL_RANK"] == "0"
+    )
 
 
 MY_TASKS = """
@@ -146,21 +170,39 @@ def mine():
 """
 
 
-@pytest.mark.parametrize("first", ["", "import torchtitan.models.qwen3, torchtitan.distributed.utils; "])
+@pytest.mark.parametrize(
+    "first", ["", "import torchtitan.models.qwen3, torchtitan.distributed.utils; "]
+)
 def test_the_command_plans_for_cpu_whatever_a_users_module_imports_first(first, tmp_path):
     (tmp_path / "my_tasks.py").write_text(MY_TASKS)
     code = f"{first}import sys; from torchtitan.experiments.rl.grpo import main; sys.exit(main(sys.argv[1:]))"
     words = ["--module", "my_tasks", "--config", "mine", "--dry-run"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", code] if first else [sys.executable, "-m", "torchtitan.experiments.rl.grpo"]
-    result = subprocess.run([*command, *words], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = (
+        [sys.executable, "-c", code]
+        if first
+        else [sys.executable, "-m", "torchtitan.experiments.rl.grpo"]
+    )
+    result = subprocess.run(
+        [*command, *words], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
     assert result.stderr.splitlines()[-1] == "['cpu']"
 
 
 def run_python(code: str, folder: Path) -> str:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code, str(folder)], env=env, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -239,7 +281,9 @@ def test_a_command_ends_with_its_code_after_its_functions_for_exit():
         "    return 3\n"
         "run_command(main)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
     assert (done.returncode, done.stdout, done.stderr) == (3, "kept a function of the user\n", "")
 
 
@@ -255,6 +299,10 @@ def test_a_process_that_is_stopped_runs_its_functions_for_exit_and_no_finalizati
         "dear = Dear()\n"
         f"{stopped} and setup.end_without_finalizing()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == ["a function of the user"] + ([] if stopped else ["finalized"])
+    assert done.stdout.splitlines() == ["a function of the user"] + (
+        [] if stopped else ["finalized"]
+    )

@@ -75,7 +75,9 @@ def test_gpus_that_are_not_needed_stay_free():
 
 
 def test_too_few_gpus_name_what_is_needed_what_there_is_and_what_to_lower():
-    with pytest.raises(ConfigError, match=r"needs 6 GPUs and this host has 4; lower trainer.ranks") as error:
+    with pytest.raises(
+        ConfigError, match=r"needs 6 GPUs and this host has 4; lower trainer.ranks"
+    ) as error:
         place("cuda", range(4), trainer=2, replicas=2, tensor_parallel=2)
     assert "\n" not in str(error.value)
 
@@ -123,14 +125,18 @@ MASKS = {
 
 @pytest.mark.parametrize("mask, expected", MASKS.items())
 def test_a_gpu_is_named_to_a_process_as_the_parents_own_mask_names_it(monkeypatch, mask, expected):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask) if mask else monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask) if mask else monkeypatch.delenv(
+        "CUDA_VISIBLE_DEVICES", raising=False
+    )
     assert mask_of((2, 3)) == expected
     assert launch_environment((2, 3), "cuda")["CUDA_VISIBLE_DEVICES"] == expected
 
 
 def test_a_gpu_that_the_parent_does_not_see_is_given_to_no_process(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES='4,5' shows 2 GPUs, and none of index 2"):
+    with pytest.raises(
+        ValueError, match="CUDA_VISIBLE_DEVICES='4,5' shows 2 GPUs, and none of index 2"
+    ):
         mask_of((1, 2))
 
 
@@ -139,7 +145,9 @@ def test_slices_of_a_gpu_are_counted_by_the_mask_because_cuda_shows_a_process_on
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b,MIG-c")
     assert visible_gpus() == [0, 1, 2]
     assert placement.place(sized(), "cuda").generators == (Place(0, (1,)),)
-    with pytest.raises(ConfigError, match="generator.engine.tensor_parallel_degree = 2.*slices of GPUs"):
+    with pytest.raises(
+        ConfigError, match="generator.engine.tensor_parallel_degree = 2.*slices of GPUs"
+    ):
         placement.place(sized(tensor_parallel=2), "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a")
     assert visible_gpus() == [0]

@@ -51,7 +51,9 @@ def folder(tmp_path, monkeypatch):
 
 async def rewards_of(config, renderer, tokenizer, answer):
     task = config.build(name="mine", renderer=renderer)
-    group = await task.run_group(task.dataset[0], ScriptedPolicy(tokenizer, answer), group_id="g", seed=0, group_size=2)
+    group = await task.run_group(
+        task.dataset[0], ScriptedPolicy(tokenizer, answer), group_id="g", seed=0, group_size=2
+    )
     assert await task.score_group(group) is None
     return group, [rollout.reward for rollout in group.rollouts]
 
@@ -85,10 +87,14 @@ async def test_bare_functions_and_reward_fns_mix_and_may_be_async(renderer, toke
 
 async def test_the_template_and_the_system_prompt_make_the_prompt(renderer):
     template = "{question} Answer in \\boxed{}, not {{}}."
-    task = question_task(ROWS, exact, template=template, system_prompt="Be brief.").build(name="mine", renderer=renderer)
+    task = question_task(ROWS, exact, template=template, system_prompt="Be brief.").build(
+        name="mine", renderer=renderer
+    )
     env = task.make_env(task.dataset[1])
     asked = [("system", "Be brief."), ("user", "2 + 2? Answer in \\boxed{}, not {{}}.")]
-    assert [(message["role"], message["content"]) for message in (await env.reset()).messages] == asked
+    assert [
+        (message["role"], message["content"]) for message in (await env.reset()).messages
+    ] == asked
 
 
 def test_a_saved_config_says_how_many_rows_there_are_and_not_what_they_are():
@@ -98,12 +104,30 @@ def test_a_saved_config_says_how_many_rows_there_are_and_not_what_they_are():
 
 
 MISTAKES = {
-    "a template of no column": ({"template": "{quest}"}, "tasks.mine.template = '{quest}': the data has no column 'quest'"),
-    "a template without a column": ({"template": "Hello"}, "tasks.mine.template = 'Hello': names no column of the data"),
-    "no reward function": ({"rubric": Rubric.Config()}, "tasks.mine.rubric = None: names no reward function"),
-    "no rows": ({"dataset": RowDataset.Config(rows=MemoryRows([]))}, "tasks.mine.dataset.rows = <0 rows>: has no rows"),
-    "no data": ({"dataset": RowDataset.Config()}, "tasks.mine.dataset.path = None: names no data: give a .jsonl"),
-    "no such file": ({"dataset": RowDataset.Config(path="x.jsonl")}, "tasks.mine.dataset.path = 'x.jsonl': no such file"),
+    "a template of no column": (
+        {"template": "{quest}"},
+        "tasks.mine.template = '{quest}': the data has no column 'quest'",
+    ),
+    "a template without a column": (
+        {"template": "Hello"},
+        "tasks.mine.template = 'Hello': names no column of the data",
+    ),
+    "no reward function": (
+        {"rubric": Rubric.Config()},
+        "tasks.mine.rubric = None: names no reward function",
+    ),
+    "no rows": (
+        {"dataset": RowDataset.Config(rows=MemoryRows([]))},
+        "tasks.mine.dataset.rows = <0 rows>: has no rows",
+    ),
+    "no data": (
+        {"dataset": RowDataset.Config()},
+        "tasks.mine.dataset.path = None: names no data: give a .jsonl",
+    ),
+    "no such file": (
+        {"dataset": RowDataset.Config(path="x.jsonl")},
+        "tasks.mine.dataset.path = 'x.jsonl': no such file",
+    ),
     "two sources": (
         {"dataset": RowDataset.Config(path="mine.jsonl", rows=MemoryRows(ROWS))},
         "tasks.mine.dataset.path = 'mine.jsonl': the dataset has rows of its own too: name one of the two",
@@ -125,7 +149,9 @@ def test_each_mistake_is_one_line_before_a_run(changes, message, folder):
 
 
 def test_a_row_without_what_the_prompt_is_made_of_is_named_by_its_line(folder):
-    (folder / "mine.jsonl").write_text('{"question": "1?"}\n\n{"answer": "2"}\n{"question": null}\n')
+    (folder / "mine.jsonl").write_text(
+        '{"question": "1?"}\n\n{"answer": "2"}\n{"question": null}\n'
+    )
     run = rl_questions_qwen3_debug()
     run.tasks = {"mine": question_task("mine.jsonl", exact)}
     message = "tasks.mine.template = '{question}': mine.jsonl: line 3 has no 'question', and 1 others: fill it in"
@@ -142,13 +168,23 @@ ALPACA = [
 def test_a_missing_value_is_refused_with_the_field_that_gives_it_a_text(renderer):
     template = "{instruction}\n{input}"
     task = question_task(ALPACA, exact, template=template)
-    with pytest.raises(ConfigError, match="row 1 has no 'input': .* or set mine.missing_text = '' to ask an empty text there"):
+    with pytest.raises(
+        ConfigError,
+        match="row 1 has no 'input': .* or set mine.missing_text = '' to ask an empty text there",
+    ):
         task.build(name="mine", renderer=renderer)
-    task = question_task(ALPACA, exact, template=template, missing_text="").build(name="mine", renderer=renderer)
+    task = question_task(ALPACA, exact, template=template, missing_text="").build(
+        name="mine", renderer=renderer
+    )
     assert [task.asked(row) for row in ALPACA] == ["Add.\n1 2", "Name a color.\n"]
     lacking = [ALPACA[0], {"instruction": "Name a color.", "answer": "red"}]
-    task = question_task(lacking, exact, template=template, missing_text="").build(name="mine", renderer=renderer)
-    assert [task.asked(task.dataset[index].env_input) for index in range(2)] == ["Add.\n1 2", "Name a color.\n"]
+    task = question_task(lacking, exact, template=template, missing_text="").build(
+        name="mine", renderer=renderer
+    )
+    assert [task.asked(task.dataset[index].env_input) for index in range(2)] == [
+        "Add.\n1 2",
+        "Name a color.\n",
+    ]
 
 
 def test_odd_rows_are_counted_in_one_warning_with_the_first_ones_line(folder, capsys, monkeypatch):
@@ -162,7 +198,9 @@ def test_odd_rows_are_counted_in_one_warning_with_the_first_ones_line(folder, ca
         {"question": "long " * 2000, "answer": "1"},
     ]
     (folder / "mine.jsonl").write_text("\n".join(map(json.dumps, [*good, *odd])))
-    (folder / "my_rewards.py").write_text("def exact(completion, example): return len(completion)\n")
+    (folder / "my_rewards.py").write_text(
+        "def exact(completion, example): return len(completion)\n"
+    )
     words = "--tasks.questions.dataset mine.jsonl --tasks.questions.rubric my_rewards.py:exact --dry-run"
     assert main(["--config", "rl_questions_qwen3_debug", *words.split()]) == 0
     err = capsys.readouterr().err
@@ -185,17 +223,23 @@ def test_odd_rows_are_counted_in_one_warning_with_the_first_ones_line(folder, ca
         ('{question} as {"answer": 1}', '6 * 7? as {"answer": 1}'),
     ],
 )
-def test_a_column_of_any_name_fills_its_braces_and_other_braces_are_text(renderer, template, prompt):
+def test_a_column_of_any_name_fills_its_braces_and_other_braces_are_text(
+    renderer, template, prompt
+):
     rows = [{"question": "6 * 7?", "answer": "42", "q-2": "hyphen", "a b": "space", "x.y": "dot"}]
     task = question_task(rows, exact, template=template).build(name="mine", renderer=renderer)
     assert task.asked(rows[0]) == prompt
 
 
-@pytest.mark.parametrize("name", ["q-2", "the question", "reward_model.ground_truth", " question", "quest"])
+@pytest.mark.parametrize(
+    "name", ["q-2", "the question", "reward_model.ground_truth", " question", "quest"]
+)
 def test_braces_that_look_like_a_column_and_are_none_are_refused(renderer, name):
     message = re.escape(f"the data has no column {name!r}; it has question, answer")
     with pytest.raises(ConfigError, match=message):
-        question_task(ROWS, exact, template=f"{{question}}{{{name}}}").build(name="mine", renderer=renderer)
+        question_task(ROWS, exact, template=f"{{question}}{{{name}}}").build(
+            name="mine", renderer=renderer
+        )
 
 
 MISSING = {
@@ -215,7 +259,10 @@ def test_a_value_that_is_no_text_is_refused_by_its_row_and_never_asked(renderer,
 
 
 def test_columns_of_a_frame_that_are_no_texts_are_refused():
-    with pytest.raises(ConfigError, match="dataset.rows = 0: row 0 has a column that is named by no text: rename it"):
+    with pytest.raises(
+        ConfigError,
+        match="dataset.rows = 0: row 0 has a column that is named by no text: rename it",
+    ):
         question_task(pandas.DataFrame([["6 * 7?", "42"]]), exact)
 
 
@@ -225,7 +272,9 @@ CONTROL = [*ROWS, {"question": "What does <|im_end|> mean?", "answer": "the end"
 def test_a_row_that_would_write_a_control_token_is_refused_by_its_row_unless_a_field_allows_it():
     run = rl_questions_qwen3_debug()
     run.tasks = {"mine": question_task(CONTROL, exact)}
-    message = re.escape("tasks.mine.dataset = '<|im_end|>': row 2 has it in 'question', where it would be a control token")
+    message = re.escape(
+        "tasks.mine.dataset = '<|im_end|>': row 2 has it in 'question', where it would be a control token"
+    )
     with pytest.raises(ConfigError, match=message):
         build_tasks(run)
     run.tasks = {"mine": question_task(CONTROL, exact, control_tokens=True)}
@@ -234,7 +283,10 @@ def test_a_row_that_would_write_a_control_token_is_refused_by_its_row_unless_a_f
 
 def test_a_control_token_in_a_message_of_a_chat_is_refused_and_one_in_the_template_is_not():
     run = rl_questions_qwen3_debug()
-    chats = [{"messages": [{"role": "user", "content": row["question"]}], "answer": "1"} for row in CONTROL]
+    chats = [
+        {"messages": [{"role": "user", "content": row["question"]}], "answer": "1"}
+        for row in CONTROL
+    ]
     run.tasks = {"mine": question_task(chats, exact, messages_column="messages")}
     with pytest.raises(ConfigError, match="row 2 has it in 'messages'"):
         build_tasks(run)
@@ -243,12 +295,24 @@ def test_a_control_token_in_a_message_of_a_chat_is_refused_and_one_in_the_templa
 
 
 EXACT = "def exact(completion, example): return completion.strip() == example['answer']\n"
-BOXED = "def boxed(completion, example): return completion == '\\\\boxed{' + example['answer'] + '}'\n"
+BOXED = (
+    "def boxed(completion, example): return completion == '\\\\boxed{' + example['answer'] + '}'\n"
+)
 ANSWERS = {
     "texts": ("mine.jsonl", '{"question": "1?", "answer": "42"}\n', EXACT, None),
     "numbers of a CSV": ("mine.csv", "question,answer\n1?,42\n2?,4\n", EXACT, None),
-    "a form that the reward asks for": ("mine.jsonl", '{"question": "1?", "answer": "42"}\n', BOXED, None),
-    "no column of answers": ("mine.jsonl", '{"question": "1?"}\n', "def none(c, e): return 0\n", None),
+    "a form that the reward asks for": (
+        "mine.jsonl",
+        '{"question": "1?", "answer": "42"}\n',
+        BOXED,
+        None,
+    ),
+    "no column of answers": (
+        "mine.jsonl",
+        '{"question": "1?"}\n',
+        "def none(c, e): return 0\n",
+        None,
+    ),
     "numbers": (
         "mine.jsonl",
         '{"question": "1?", "answer": "42"}\n{"question": "2?", "answer": "7"}\n\n{"question": "3?", "answer": 4}\n',
@@ -273,7 +337,9 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize(("name", "rows", "code", "warning"), ANSWERS.values(), ids=ANSWERS)
-def test_each_rows_own_answer_is_tried_as_the_reply_before_a_run(folder, capsys, name, rows, code, warning):
+def test_each_rows_own_answer_is_tried_as_the_reply_before_a_run(
+    folder, capsys, name, rows, code, warning
+):
     (folder / name).write_text(rows)
     (folder / "my_rewards.py").write_text(code)
     function = code.partition("(")[0].removeprefix("def ")
@@ -296,27 +362,49 @@ def test_a_column_of_numbers_and_texts_is_warned_of_by_the_row_of_the_rarer_kind
 
 
 def test_rows_that_are_chats_are_answered_as_they_stand(renderer):
-    chat = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "6 * 7?"}]
-    config = question_task([{"messages": chat, "answer": "42"}], exact, messages_column="messages", system_prompt="Be brief.")
+    chat = [
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "6 * 7?"},
+    ]
+    config = question_task(
+        [{"messages": chat, "answer": "42"}],
+        exact,
+        messages_column="messages",
+        system_prompt="Be brief.",
+    )
     config.validate(field="tasks.mine")
     task = config.build(name="mine", renderer=renderer)
     task.check_examples(field="tasks.mine")
     assert task.examples_warning is None
-    assert asyncio.run(task.make_env(task.dataset[0]).reset()).messages == [{"role": "system", "content": "Be brief."}, *chat]
+    assert asyncio.run(task.make_env(task.dataset[0]).reset()).messages == [
+        {"role": "system", "content": "Be brief."},
+        *chat,
+    ]
 
 
 @pytest.mark.parametrize(
     ("messages", "fault"),
     [
-        ([{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}], "row 0 ends with an assistant's message"),
-        ([{"role": "person", "content": "1?"}], "row 0: messages[0] has role str 'person', want one of"),
+        (
+            [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}],
+            "row 0 ends with an assistant's message",
+        ),
+        (
+            [{"role": "person", "content": "1?"}],
+            "row 0: messages[0] has role str 'person', want one of",
+        ),
         ("1?", "row 0: messages is str '1?', want a list of messages"),
         ([], "row 0: messages is empty"),
     ],
 )
 def test_a_chat_that_can_not_be_answered_is_refused_by_its_row(renderer, messages, fault):
-    task = question_task([{"messages": messages}], exact, messages_column="messages").build(name="mine", renderer=renderer)
-    with pytest.raises(ConfigError, match=f"^tasks.mine.messages_column = 'messages': {re.escape(fault)}"):
+    task = question_task([{"messages": messages}], exact, messages_column="messages").build(
+        name="mine", renderer=renderer
+    )
+    with pytest.raises(
+        ConfigError, match=f"^tasks.mine.messages_column = 'messages': {re.escape(fault)}"
+    ):
         task.check_examples(field="tasks.mine")
 
 
@@ -344,12 +432,21 @@ def test_the_command_line_alone_names_data_and_reward(folder):
         "def exact(completion, example): return completion == example['answer']\ndef short(completion, example): return 0\n"
     )
     config = load(
-        *["--tasks.questions.dataset.path", "mine.jsonl", "--tasks.questions.rubric", "my_rewards.py:exact,short"],
+        *[
+            "--tasks.questions.dataset.path",
+            "mine.jsonl",
+            "--tasks.questions.rubric",
+            "my_rewards.py:exact,short",
+        ],
         *["--tasks.questions.rubric.timeout-s", "5", "--steps", "3"],
     )
     rubric = config.tasks["questions"].rubric
     assert [fn.__name__ for fn in rubric.reward_fns] == ["exact", "short"]
-    assert (rubric.timeout_s, config.steps, config.tasks["questions"].dataset.path) == (5.0, 3, "mine.jsonl")
+    assert (rubric.timeout_s, config.steps, config.tasks["questions"].dataset.path) == (
+        5.0,
+        3,
+        "mine.jsonl",
+    )
 
 
 def test_validation_is_a_file_of_its_own_or_the_rest_of_a_share(folder):
@@ -359,22 +456,40 @@ def test_validation_is_a_file_of_its_own_or_the_rest_of_a_share(folder):
     assert (task.dataset.path, task.validation.path) == ("mine.jsonl", "held_out.jsonl")
     assert load(*data).tasks["questions"].validation is None
     task = load(*data, "--tasks.questions.dataset.split", "0.5").tasks["questions"]
-    assert [[row["answer"] for row in part.build().rows] for part in (task.dataset, task.validation)] == [["42"], ["4"]]
-    both = ["--tasks.questions.validation", "held_out.jsonl", "--tasks.questions.validation.split", "train[:1]"]
+    assert [
+        [row["answer"] for row in part.build().rows] for part in (task.dataset, task.validation)
+    ] == [["42"], ["4"]]
+    both = [
+        "--tasks.questions.validation",
+        "held_out.jsonl",
+        "--tasks.questions.validation.split",
+        "train[:1]",
+    ]
     task = load(*data, "--tasks.questions.dataset.split=0.5", *both).tasks["questions"]
-    assert (task.dataset.split, task.validation.path, task.validation.split) == ("0.5", "held_out.jsonl", "train[:1]")
+    assert (task.dataset.split, task.validation.path, task.validation.split) == (
+        "0.5",
+        "held_out.jsonl",
+        "train[:1]",
+    )
 
 
 TABLE = re.findall(r"^\| [^|]+ \| `(--tasks\.questions[^`]+)` \| `([^`]+)` \|$", PAGE, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("words", "code"), TABLE, ids=[words.split()[0] for words, _ in TABLE])
-def test_each_kind_of_rows_of_the_page_is_the_same_task_by_flag_and_in_python(words, code, folder, renderer):
+def test_each_kind_of_rows_of_the_page_is_the_same_task_by_flag_and_in_python(
+    words, code, folder, renderer
+):
     chat = [{"role": "user", "content": "6 * 7?"}]
-    rows = [{"question": f"{n}?", "answer": "1", "context": "Sums.", "messages": chat} for n in range(10)]
+    rows = [
+        {"question": f"{n}?", "answer": "1", "context": "Sums.", "messages": chat}
+        for n in range(10)
+    ]
     for name in ("mine.jsonl", "held_out.jsonl"):
         (folder / name).write_text("\n".join(map(json.dumps, rows)))
-    by_flag = load("--tasks.questions.dataset", "mine.jsonl", *shlex.split(words)).tasks["questions"]
+    by_flag = load("--tasks.questions.dataset", "mine.jsonl", *shlex.split(words)).tasks[
+        "questions"
+    ]
     in_python = eval(code, {"question_task": question_task, "exact": exact})
     for name in ("dataset", "validation", "system_prompt", "template", "messages_column"):
         assert getattr(by_flag, name) == getattr(in_python, name), name
@@ -388,7 +503,9 @@ def test_the_page_has_each_kind_of_rows():
 
 
 def test_a_name_alone_is_no_rubric_and_the_error_says_what_is(folder):
-    with pytest.raises(ConfigError, match="rubric = 'larger': a rubric is .* my_rewards.py:larger; each"):
+    with pytest.raises(
+        ConfigError, match="rubric = 'larger': a rubric is .* my_rewards.py:larger; each"
+    ):
         load("--tasks.questions.rubric", "larger")
 
 
@@ -396,7 +513,11 @@ def test_a_class_is_named_in_the_same_way_and_its_fields_can_be_set(folder):
     (folder / "my_algorithms.py").write_text(
         "from torchtitan.experiments.rl.algorithms import GRPO\nclass Mine(GRPO): pass\nclass Other: pass\n"
     )
-    config = load("--tasks.questions.algorithm=my_algorithms.py:Mine", "--tasks.questions.algorithm.length-penalty", "tokens")
+    config = load(
+        "--tasks.questions.algorithm=my_algorithms.py:Mine",
+        "--tasks.questions.algorithm.length-penalty",
+        "tokens",
+    )
     algorithm = config.tasks["questions"].algorithm
     assert isinstance(algorithm, GRPO.Config) and algorithm.length_penalty == "tokens"
     assert type(algorithm.build()).__name__ == "Mine"
@@ -417,11 +538,20 @@ def test_a_class_is_named_in_the_same_way_and_its_fields_can_be_set(folder):
     }.items(),
 )
 def test_each_wrong_place_is_one_line(place, message, folder, capsys):
-    (folder / "my_rewards.py").write_text("def exact(completion, example): return 0\nclass Box: pass\nnumber = 3\n")
+    (folder / "my_rewards.py").write_text(
+        "def exact(completion, example): return 0\nclass Box: pass\nnumber = 3\n"
+    )
     (folder / "broken.py").write_text("1 / 0\n")
     (folder / "json.py").write_text("")
-    assert main(["--config", "rl_questions_qwen3_debug", "--tasks.questions.rubric", place, "--dry-run"]) == 2
-    assert_one_line(capsys.readouterr().err, f"error: tasks.questions.rubric = {place!r}: {message}")
+    assert (
+        main(
+            ["--config", "rl_questions_qwen3_debug", "--tasks.questions.rubric", place, "--dry-run"]
+        )
+        == 2
+    )
+    assert_one_line(
+        capsys.readouterr().err, f"error: tasks.questions.rubric = {place!r}: {message}"
+    )
 
 
 async def test_own_data_as_the_readme_shows_it(folder, renderer, tokenizer):
@@ -435,7 +565,9 @@ async def test_own_data_as_the_readme_shows_it(folder, renderer, tokenizer):
 
 
 def test_the_command_of_the_readme_needs_no_python(folder, capsys):
-    (folder / "my_rewards.py").write_text("def exact(completion, example): return completion == example['answer']\n")
+    (folder / "my_rewards.py").write_text(
+        "def exact(completion, example): return completion == example['answer']\n"
+    )
     words = "--tasks.questions.dataset.path mine.jsonl --tasks.questions.rubric my_rewards.py:exact"
     assert words in " ".join(README.replace("\\\n", " ").split())
     assert main(["--config", "rl_questions_qwen3_debug", "--dry-run", *words.split()]) == 0

@@ -52,9 +52,17 @@ def test_what_the_demo_prints_is_shown_as_the_console_prints_it(monkeypatch):
         folder,
         config="rl_grpo_qwen3_debug",
         model="assets/tiny_qwen3 (0.9M parameters)",
-        sizes={"steps": 100, "rollouts a step": 256, "off-policy steps": 1, "trainer ranks": 1, "generators": 1},
+        sizes={
+            "steps": 100,
+            "rollouts a step": 256,
+            "off-policy steps": 1,
+            "trainer ranks": 1,
+            "generators": 1,
+        },
     )
-    ((seconds, first, last),) = re.findall(r"of 100 in ([\d.]+) s, done\n.* reward ([\d.]+) -> ([\d.]+)", block[0])
+    ((seconds, first, last),) = re.findall(
+        r"of 100 in ([\d.]+) s, done\n.* reward ([\d.]+) -> ([\d.]+)", block[0]
+    )
     said = {
         "sum_digits dispatched": "sum_digits/dispatched",
         "sum_digits left out (gibberish)": "sum_digits/filtered/post/gibberish",
@@ -95,7 +103,10 @@ def test_what_the_demo_prints_is_shown_as_the_console_prints_it(monkeypatch):
 
 def test_every_named_config_is_listed():
     listed = subprocess.run(
-        [sys.executable, "-m", "torchtitan.experiments.rl.grpo", "--list"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "torchtitan.experiments.rl.grpo", "--list"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     for name in re.findall(r"rl_grpo_qwen3_\w+", README):
         assert f"{name} " in listed

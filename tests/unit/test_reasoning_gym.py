@@ -26,7 +26,9 @@ def dataset(generators=None, **changes):
 
 
 def config(**changes):
-    return ReasoningGymTask.Config(**{"algorithm": GRPO.Config(), "group_size": 4, "dataset": dataset()} | changes)
+    return ReasoningGymTask.Config(
+        **{"algorithm": GRPO.Config(), "group_size": 4, "dataset": dataset()} | changes
+    )
 
 
 async def run(task_config, renderer, tokenizer, reply):
@@ -34,7 +36,9 @@ async def run(task_config, renderer, tokenizer, reply):
     task = task_config.build(name="gym", renderer=renderer)
     sample = task.dataset[0]
     replies = reply(sample.env_input.entry)
-    policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: replies[int(rollout_id.rpartition("/")[2])])
+    policy = ScriptedPolicy(
+        tokenizer, lambda rollout_id, turn: replies[int(rollout_id.rpartition("/")[2])]
+    )
     group = await task.run_group(sample, policy, group_id="g", seed=0, group_size=len(replies))
     assert await task.score_group(group) is None
     return group, policy
@@ -43,7 +47,10 @@ async def run(task_config, renderer, tokenizer, reply):
 def said(message) -> Rollout:
     """A rollout that ended in this message."""
     completion = Completion(
-        token_ids=np.zeros(1, np.int32), logprobs=np.zeros(1), policy_versions=np.zeros(1, np.int32), finish_reason="stop"
+        token_ids=np.zeros(1, np.int32),
+        logprobs=np.zeros(1),
+        policy_versions=np.zeros(1, np.int32),
+        finish_reason="stop",
     )
     turn = RolloutTurn(
         prompt_messages=[],
@@ -68,7 +75,10 @@ def test_puzzles_are_those_the_package_makes_of_the_same_name_config_and_seed():
 
 
 def test_a_mixture_follows_its_weights_and_is_the_same_every_time():
-    generators = {"chain_sum": PuzzleGenerator(weight=3.0), "leg_counting": PuzzleGenerator(weight=1.0)}
+    generators = {
+        "chain_sum": PuzzleGenerator(weight=3.0),
+        "leg_counting": PuzzleGenerator(weight=1.0),
+    }
     first, again = (dataset(generators, count=2000, seed=5).build() for _ in range(2))
     names = [first[i].info["generator"] for i in range(2000)]
     # 1500 expected, with a standard deviation of sqrt(2000 * 0.75 * 0.25) = 19.4.
@@ -96,10 +106,17 @@ def test_every_generator_gives_its_own_answer_full_score(name):
     assert solved(said(message), puzzle, exact=False) == 1.0
 
 
-async def test_right_partly_right_wrong_and_untagged_answers_earn_what_the_generator_says(renderer, tokenizer):
+async def test_right_partly_right_wrong_and_untagged_answers_earn_what_the_generator_says(
+    renderer, tokenizer
+):
     def reply(entry):
         right = entry["answer"]
-        return [f"<answer>{right}</answer>", f"<answer>it is {right}</answer>", "<answer>none</answer>", right]
+        return [
+            f"<answer>{right}</answer>",
+            f"<answer>it is {right}</answer>",
+            "<answer>none</answer>",
+            right,
+        ]
 
     task_config = config(rubric=PuzzleRubric.Config(isolated_workers=1))
     group, policy = await run(task_config, renderer, tokenizer, reply)
@@ -107,7 +124,12 @@ async def test_right_partly_right_wrong_and_untagged_answers_earn_what_the_gener
     # The package's rule for an answer with words around it: the share of characters that are the answer.
     share = len(entry["answer"]) / len("it is " + entry["answer"])
     assert [rollout.reward for rollout in group.rollouts] == [1.0, pytest.approx(share), 0.0, 1.0]
-    assert [rollout.reward_components["tagged"] for rollout in group.rollouts] == [1.0, 1.0, 1.0, 0.0]
+    assert [rollout.reward_components["tagged"] for rollout in group.rollouts] == [
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+    ]
     prompt = tokenizer.decode(policy.sessions[0].prompts[0])
     assert entry["question"] in prompt and "between <answer> and </answer>.<|im_end|>" in prompt
 
@@ -115,14 +137,19 @@ async def test_right_partly_right_wrong_and_untagged_answers_earn_what_the_gener
 async def test_where_the_form_is_exact_the_whole_message_is_the_answer(renderer, tokenizer):
     rubric = PuzzleRubric.Config(exact=True, isolated_workers=1)
     task_config = config(rubric=rubric, template="{question}")
-    group, _ = await run(task_config, renderer, tokenizer, lambda entry: [entry["answer"], entry["answer"] + "0"])
+    group, _ = await run(
+        task_config, renderer, tokenizer, lambda entry: [entry["answer"], entry["answer"] + "0"]
+    )
     assert group.rollouts[0].reward == 1.0 and group.rollouts[1].reward < 1.0
 
 
-async def test_an_answer_that_is_evaluated_can_hang_or_exit_and_only_its_rollout_is_lost(renderer, tokenizer):
+async def test_an_answer_that_is_evaluated_can_hang_or_exit_and_only_its_rollout_is_lost(
+    renderer, tokenizer
+):
     """string_insertion hands the answer to eval; countdown to sympy, which is eval too."""
     task_config = config(
-        dataset=dataset({"string_insertion": PuzzleGenerator()}), rubric=PuzzleRubric.Config(timeout_s=1.0, isolated_workers=1)
+        dataset=dataset({"string_insertion": PuzzleGenerator()}),
+        rubric=PuzzleRubric.Config(timeout_s=1.0, isolated_workers=1),
     )
 
     def reply(entry):
@@ -150,9 +177,16 @@ MISTAKES = {
         {"dataset": dataset({"chain_sum": PuzzleGenerator(weight=0.0)})},
         "tasks.t.dataset.generators.chain_sum.weight = 0.0: must be above 0",
     ),
-    "no question": ({"template": "Solve it."}, "tasks.t.template = 'Solve it.': must be a text that contains {question}"),
+    "no question": (
+        {"template": "Solve it."},
+        "tasks.t.template = 'Solve it.': must be a text that contains {question}",
+    ),
     "validation among the training's seeds": (
-        {"validation": dataset({"chain_sum": PuzzleGenerator(config=SMALL_SUMS, weight=2.0)}, seed=1)},
+        {
+            "validation": dataset(
+                {"chain_sum": PuzzleGenerator(config=SMALL_SUMS, weight=2.0)}, seed=1
+            )
+        },
         "tasks.t.validation.seed = 1: puzzle i is made from seed + i, and training has seeds 0 to 19: take 20 or more",
     ),
 }
@@ -172,11 +206,21 @@ def test_a_config_that_cannot_work_is_refused_in_one_line_before_a_plan(changes,
         ("chain_sums", {}, "ValueError: Dataset 'chain_sums' not registered"),
         ("chain_sum", {"terms": 3}, "TypeError: "),
         ("chain_sum", {"min_terms": 0}, "AssertionError: min_terms must be positive"),
-        ("chain_sum", {"seed": 3}, "TypeError: dict() got multiple values for keyword argument 'seed'"),
-        ("chain_sum", {"size": 3}, "TypeError: dict() got multiple values for keyword argument 'size'"),
+        (
+            "chain_sum",
+            {"seed": 3},
+            "TypeError: dict() got multiple values for keyword argument 'seed'",
+        ),
+        (
+            "chain_sum",
+            {"size": 3},
+            "TypeError: dict() got multiple values for keyword argument 'size'",
+        ),
     ],
 )
-def test_what_the_package_refuses_is_refused_in_one_line_when_the_task_is_built(renderer, name, own, cause, part):
+def test_what_the_package_refuses_is_refused_in_one_line_when_the_task_is_built(
+    renderer, name, own, cause, part
+):
     task_config = config(**{part: dataset({name: PuzzleGenerator(config=own)}, seed=100)})
     with pytest.raises(ConfigError) as error:
         task_config.build(name="gym", renderer=renderer)
@@ -193,8 +237,13 @@ def test_seeds_next_to_each_other_share_puzzles_and_seeds_apart_do_not():
 
 
 def test_without_the_package_a_plan_is_made_and_a_run_is_told_what_to_install(monkeypatch):
-    monkeypatch.setattr("torchtitan.experiments.rl.tasks.reasoning_gym.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "torchtitan.experiments.rl.tasks.reasoning_gym.find_spec", lambda name: None
+    )
     task_config = config(dataset=dataset({"no_such_generator": PuzzleGenerator()}))
     task_config.validate(field="tasks.t")
-    with pytest.raises(ConfigError, match=r"generators = 'no_such_generator': need reasoning-gym: pip install reasoning-gym"):
+    with pytest.raises(
+        ConfigError,
+        match=r"generators = 'no_such_generator': need reasoning-gym: pip install reasoning-gym",
+    ):
         task_config.check_present(field="tasks.t")

@@ -22,10 +22,19 @@ from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts import recorder as recorder_module
 from torchtitan.experiments.rl.rollouts.record_file import read_group, read_groups
-from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder, read_rollouts
+from torchtitan.experiments.rl.rollouts.recorder import (
+    ROLLOUTS_FILE,
+    RolloutRecorder,
+    read_rollouts,
+)
 from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.rollouts.types import (
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+)
 from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.types import TrainingSample
@@ -38,7 +47,9 @@ def assert_same(left, right, path="rollout") -> None:
         assert left.dtype == right.dtype and left.tobytes() == right.tobytes(), path
     elif hasattr(left, "__dataclass_fields__"):
         for field in fields(left):
-            assert_same(getattr(left, field.name), getattr(right, field.name), f"{path}.{field.name}")
+            assert_same(
+                getattr(left, field.name), getattr(right, field.name), f"{path}.{field.name}"
+            )
     elif isinstance(left, list | tuple):
         assert len(left) == len(right), path
         for index, pair in enumerate(zip(left, right, strict=True)):
@@ -58,7 +69,9 @@ def rollout_of(index: int = 0, *, turns=None, env_input=None, group_id="t-0", **
         reward=0.1,
         reward_components={"right": 1 / 3},
     )
-    rollout.samples = samples_from_turns(rollout.turns, task_name="t", rollout_id=rollout.rollout_id, temperature=0.7)
+    rollout.samples = samples_from_turns(
+        rollout.turns, task_name="t", rollout_id=rollout.rollout_id, temperature=0.7
+    )
     for name, value in changes.items():
         setattr(rollout, name, value)
     return rollout
@@ -75,7 +88,9 @@ def group_of(*rollouts: Rollout, version: int = 5) -> RolloutGroup:
     )
 
 
-def write(folder: Path, *groups: RolloutGroup, outcome: str = "trained", **config) -> RolloutRecorder:
+def write(
+    folder: Path, *groups: RolloutGroup, outcome: str = "trained", **config
+) -> RolloutRecorder:
     recorder = RolloutRecorder.Config(**config).build(run_dir=folder)
     for group in groups:
         recorder.record(group, {rollout.rollout_id: outcome for rollout in group.rollouts})
@@ -113,15 +128,27 @@ class TalkTask(Task):
 
 async def test_group_that_was_run_and_scored_is_read_as_it_was(tmp_path, renderer, tokenizer):
     config = TalkTask.Config(
-        algorithm=GRPO.Config(), dataset=Numbers.Config(), rubric=Rubric.Config(reward_fns=[env_component("steps")])
+        algorithm=GRPO.Config(),
+        dataset=Numbers.Config(),
+        rubric=Rubric.Config(reward_fns=[env_component("steps")]),
     )
     task = config.build(name="talk", renderer=renderer)
-    replies = ["first", 'hm\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "<think>\nso\n</think>\n\n"]
+    replies = [
+        "first",
+        'hm\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        "<think>\nso\n</think>\n\n",
+    ]
 
     def reply(rollout_id, turn):
-        return RuntimeError("the engine fell over") if rollout_id.startswith("talk-7/3") and turn == 1 else replies[turn]
+        return (
+            RuntimeError("the engine fell over")
+            if rollout_id.startswith("talk-7/3") and turn == 1
+            else replies[turn]
+        )
 
-    group = await task.run_group(task.dataset[0], ScriptedPolicy(tokenizer, reply), group_id="talk-7", seed=0, group_size=4)
+    group = await task.run_group(
+        task.dataset[0], ScriptedPolicy(tokenizer, reply), group_id="talk-7", seed=0, group_size=4
+    )
     assert await task.score_group(group) is None
     outcomes = {f"talk-7/{index}": "trained" for index in range(3)} | {"talk-7/3": "failed/error"}
     recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
@@ -133,7 +160,9 @@ async def test_group_that_was_run_and_scored_is_read_as_it_was(tmp_path, rendere
     assert {record.admitted_version for record in records} == {3} and recorder.recorded == 4
     assert [len(record.rollout.turns) for record in records] == [3, 3, 3, 1]
     assert "the engine fell over" in records[3].rollout.error
-    assert records[0].rollout.turns[1].assistant_message["tool_calls"][0]["function"]["name"] == "add"
+    assert (
+        records[0].rollout.turns[1].assistant_message["tool_calls"][0]["function"]["name"] == "add"
+    )
     for record, rollout in zip(records, group.rollouts, strict=True):
         assert_same(record.rollout, rollout)
         assert all(turn.generate_s > 0 and turn.env_s > 0 for turn in record.rollout.turns[:2])
@@ -156,8 +185,14 @@ def test_a_person_reads_a_line_with_json_and_numpy_alone(tmp_path):
     write(tmp_path, group_of(rollout_of()))
     (line,) = lines_in(tmp_path)
     record = json.loads(line)
-    assert (record["rollout_id"], record["outcome"], record["rollout"]["reward"]) == ("t-0/0", "trained", 0.1)
-    assert [turn["fields"]["assistant_message"] for turn in record["turns"]] == [turn_of([1], [2]).assistant_message] * 2
+    assert (record["rollout_id"], record["outcome"], record["rollout"]["reward"]) == (
+        "t-0/0",
+        "trained",
+        0.1,
+    )
+    assert [turn["fields"]["assistant_message"] for turn in record["turns"]] == [
+        turn_of([1], [2]).assistant_message
+    ] * 2
     # The second turn's prompt is 1 2 3 4 9, of which the first turn gives 1 2 3 4.
     assert record["turns"][1]["kept"]["prompt_token_ids"] == 4
     ((dtype, text),) = record["turns"][1]["arrays"]["prompt_token_ids"].items()
@@ -197,15 +232,26 @@ def test_every_float32_and_every_nan_survives_text(bits):
     streams = dict.fromkeys(("generator_logprobs", "advantages", "ref_logprobs"), values)
     ids = np.arange(len(bits), dtype=np.int32)
     sample = TrainingSample(
-        token_ids=ids, loss_mask=ids > 3, policy_versions=bits, **streams, task_name="t", rollout_id="t-0/0"
+        token_ids=ids,
+        loss_mask=ids > 3,
+        policy_versions=bits,
+        **streams,
+        task_name="t",
+        rollout_id="t-0/0",
     )
-    line = encode_rollout(rollout_of(turns=[], samples=[sample]), outcome=None, admitted_version=0, max_bytes=2**20)
+    line = encode_rollout(
+        rollout_of(turns=[], samples=[sample]), outcome=None, admitted_version=0, max_bytes=2**20
+    )
     assert_same(decode_rollout(line).rollout.samples, [sample])
 
 
 @given(
     st.lists(
-        st.tuples(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=4), st.integers(0, 30)),
+        st.tuples(
+            st.lists(st.integers(0, 2), max_size=6),
+            st.lists(st.integers(0, 2), max_size=4),
+            st.integers(0, 30),
+        ),
         min_size=1,
         max_size=5,
     )
@@ -215,11 +261,15 @@ def test_turns_that_extend_or_rewrite_each_other_are_read_exactly(tmp_path_facto
     turns, history = [], []
     for new, sampled, kept in drawn:
         prompt = history[:kept] + new
-        turn = turn_of(prompt, sampled, logprobs=[-0.1] * len(sampled), versions=[len(turns)] * len(sampled))
+        turn = turn_of(
+            prompt, sampled, logprobs=[-0.1] * len(sampled), versions=[len(turns)] * len(sampled)
+        )
         turn.prompt_role_ids = np.array([[2, -1, 4][token] for token in prompt], np.int8)
         turn.prompt_is_content = np.array(prompt, bool)
         if len(sampled) != 1:  # as of a turn whose messages are not known
-            turn.prompt_message_indices = np.array([[0, -1, 3][token] for token in prompt], np.int16)
+            turn.prompt_message_indices = np.array(
+                [[0, -1, 3][token] for token in prompt], np.int16
+            )
         turns.append(turn)
         history = prompt + sampled
     rollout = rollout_of(turns=turns)
@@ -231,7 +281,10 @@ def test_long_conversation_is_written_once_not_once_a_turn(tmp_path):
         turns, history, messages = [], [1] * 50, [{"role": "user", "content": "x" * 200}]
         for _ in range(length):
             turn = turn_of(history, [2] * 50)
-            turn.prompt_messages, turn.env_messages = list(messages), [{"role": "user", "content": "x" * 200}]
+            turn.prompt_messages, turn.env_messages = (
+                list(messages),
+                [{"role": "user", "content": "x" * 200}],
+            )
             turns.append(turn)
             messages += [turn.assistant_message, *turn.env_messages]
             history = history + [2] * 50 + [3] * 50
@@ -258,7 +311,10 @@ class Unprintable:
 @pytest.mark.parametrize(
     ("env_input", "read"),
     [
-        ({"a": (1, 2), "b": np.float64(0.5), "c": np.arange(2)}, {"a": [1, 2], "b": 0.5, "c": [0, 1]}),
+        (
+            {"a": (1, 2), "b": np.float64(0.5), "c": np.arange(2)},
+            {"a": [1, 2], "b": 0.5, "c": [0, 1]},
+        ),
         ("line\nbreak \u2028 \x00 \U0001f600", "line\nbreak \u2028 \x00 \U0001f600"),
         ("half a character \ud83d", "half a character \ud83d"),
         (Opaque(), "Opaque(1)"),
@@ -269,18 +325,31 @@ class Unprintable:
     ],
 )
 def test_env_input_is_json_where_it_can_be_and_its_repr_where_not(tmp_path, env_input, read):
-    assert round_trip(tmp_path, rollout_of(env_input=env_input)).rollout.data_sample.env_input == read
+    assert (
+        round_trip(tmp_path, rollout_of(env_input=env_input)).rollout.data_sample.env_input == read
+    )
 
 
 def test_what_users_put_into_messages_and_rewards_never_breaks_a_line(tmp_path):
-    endless: dict = {"role": "user", "content": "hi", "extra": Opaque(), (1, 2): 3, "nan": float("nan")}
+    endless: dict = {
+        "role": "user",
+        "content": "hi",
+        "extra": Opaque(),
+        (1, 2): 3,
+        "nan": float("nan"),
+    }
     endless["self"] = endless
     turn = turn_of([1], [2])
     turn.prompt_messages = [endless]
     rollout = rollout_of(turns=[turn], reward_components={"odd": float("inf"), 3: 1.0})
     record = round_trip(tmp_path, rollout)
     (message,) = record.rollout.turns[0].prompt_messages
-    assert (message["content"], message["extra"], message["(1, 2)"], message["nan"]) == ("hi", "Opaque(1)", 3, "nan")
+    assert (message["content"], message["extra"], message["(1, 2)"], message["nan"]) == (
+        "hi",
+        "Opaque(1)",
+        3,
+        "nan",
+    )
     assert record.rollout.reward_components == {"odd": "inf", "3": 1.0}
     assert record.rollout.turns[0].completion.token_ids.tolist() == [2]
 
@@ -324,14 +393,23 @@ FIRST_CHOSEN = [3, 6, 12, 13]
 def test_every_evaluation_records_the_same_examples():
     recorder = RolloutRecorder(RolloutRecorder.Config(fraction=0.5), run_dir=Path("unused"))
     ids = [f"validation-task-{number}" for number in range(40)]
-    found = {label: [recorder.chosen(f"{name}@{label}") for name in ids] for label in ("0", "20", "20.final")}
+    found = {
+        label: [recorder.chosen(f"{name}@{label}") for name in ids]
+        for label in ("0", "20", "20.final")
+    }
     of_odd_name = {recorder.chosen(f"sums@2-{number}") for number in range(40)}
     recorder.close()
-    assert found["0"] == found["20"] == found["20.final"] and len(set(found["0"])) == len(of_odd_name) == 2
+    assert (
+        found["0"] == found["20"] == found["20.final"]
+        and len(set(found["0"])) == len(of_odd_name) == 2
+    )
 
 
 def test_whole_groups_are_recorded_or_none_of_a_group(tmp_path):
-    groups = [group_of(*(rollout_of(index, group_id=f"task-{number}") for index in range(3))) for number in range(20)]
+    groups = [
+        group_of(*(rollout_of(index, group_id=f"task-{number}") for index in range(3)))
+        for number in range(20)
+    ]
     write(tmp_path, *groups, fraction=0.25)
     kept = [record.rollout.rollout_id for record in read_rollouts(tmp_path)]
     assert kept == [f"task-{number}/{index}" for number in FIRST_CHOSEN for index in range(3)]
@@ -355,7 +433,10 @@ def test_rollout_above_its_limit_keeps_how_it_ended_and_says_what_is_missing(tmp
     assert "more than 2,000 bytes (recorder.max_rollout_bytes)" in cut.left_out
     assert (cut.rollout.turns, cut.rollout.samples, cut.outcome) == ([], [], "trained")
     assert (cut.rollout.status, cut.rollout.reward) == (RolloutStatus.TRUNCATED_LENGTH, 0.1)
-    assert cut.rollout.reward_components == {"right": 1 / 3} and cut.rollout.data_sample.sample_id == "s"
+    assert (
+        cut.rollout.reward_components == {"right": 1 / 3}
+        and cut.rollout.data_sample.sample_id == "s"
+    )
     assert all(len(line) < 2500 for line in lines_in(tmp_path))
     last = json.loads(lines_in(tmp_path)[1])
     assert (last["turn_count"], last["completion_tokens"]) == (2, 3)
@@ -363,12 +444,21 @@ def test_rollout_above_its_limit_keeps_how_it_ended_and_says_what_is_missing(tmp
 
 def test_a_large_row_costs_a_rollout_its_largest_columns_and_no_turn(tmp_path):
     image = {"question": "6 * 7?", "image": "x" * 5000, "mask": "y" * 4000, "answer": "42"}
-    rollouts = [rollout_of(0, env_input=image), rollout_of(1, env_input=["x" * 5000]), rollout_of(2)]
+    rollouts = [
+        rollout_of(0, env_input=image),
+        rollout_of(1, env_input=["x" * 5000]),
+        rollout_of(2),
+    ]
     write(tmp_path, group_of(*rollouts), max_rollout_bytes=4000)
     of_columns, of_row, small = read_rollouts(tmp_path)
     left_out = "env_input.image, env_input.mask: more than 4,000 bytes (recorder.max_rollout_bytes)"
     assert of_columns.left_out == left_out and of_row.left_out.startswith("env_input: more than")
-    assert of_columns.rollout.data_sample.env_input == {"question": "6 * 7?", "image": None, "mask": None, "answer": "42"}
+    assert of_columns.rollout.data_sample.env_input == {
+        "question": "6 * 7?",
+        "image": None,
+        "mask": None,
+        "answer": "42",
+    }
     assert of_row.rollout.data_sample.env_input is None
     for record in (of_columns, of_row):
         assert len(record.rollout.turns) == len(small.rollout.turns) == 2
@@ -386,14 +476,25 @@ def test_long_turns_cost_a_rollout_its_turns_and_not_its_row(tmp_path):
 
 
 def test_full_file_ends_the_recording_with_one_line_in_the_log(tmp_path, caplog):
-    groups = [group_of(rollout_of(0, group_id=f"t-{number}"), rollout_of(1, group_id=f"t-{number}")) for number in range(6)]
+    groups = [
+        group_of(rollout_of(0, group_id=f"t-{number}"), rollout_of(1, group_id=f"t-{number}"))
+        for number in range(6)
+    ]
     write(tmp_path, groups[0])
     size = (tmp_path / ROLLOUTS_FILE).stat().st_size
     # What an earlier run wrote counts: one more group fits.
     recorder = write(tmp_path, *groups[1:], max_file_bytes=int(size * 2.5))
-    assert [record.rollout.group_id for record in read_rollouts(tmp_path)] == ["t-0", "t-0", "t-1", "t-1"]
+    assert [record.rollout.group_id for record in read_rollouts(tmp_path)] == [
+        "t-0",
+        "t-0",
+        "t-1",
+        "t-1",
+    ]
     assert (recorder.recorded, recorder.not_recorded) == (2, 8)
-    assert caplog.text.count("no further rollouts are recorded") == 1 and "recorder.max_file_bytes" in caplog.text
+    assert (
+        caplog.text.count("no further rollouts are recorded") == 1
+        and "recorder.max_file_bytes" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -413,7 +514,11 @@ def test_thread_that_cannot_keep_up_loses_groups_and_holds_up_nobody(tmp_path, m
     monkeypatch.setattr(recorder_module, "QUEUED_GROUPS", 2)
     gate = threading.Event()
     encode = recorder_module.encode_rollout
-    monkeypatch.setattr(recorder_module, "encode_rollout", lambda *args, **kwargs: gate.wait() and encode(*args, **kwargs))
+    monkeypatch.setattr(
+        recorder_module,
+        "encode_rollout",
+        lambda *args, **kwargs: gate.wait() and encode(*args, **kwargs),
+    )
     recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
     groups = [group_of(rollout_of(group_id=f"t-{number}")) for number in range(9)]
     recorder.record(groups[0], {})
@@ -453,7 +558,9 @@ def test_full_disk_leaves_whole_groups_only(tmp_path, monkeypatch, caplog):
             self._file = Raw()
 
     monkeypatch.setattr(recorder_module, "RecordFile", FullDisk)
-    recorder = write(tmp_path, *(group_of(rollout_of(group_id=f"t-{number}")) for number in range(5)))
+    recorder = write(
+        tmp_path, *(group_of(rollout_of(group_id=f"t-{number}")) for number in range(5))
+    )
     kept = [record.rollout.group_id for record in read_rollouts(tmp_path)]
     assert kept == ["t-0"] and len(lines_in(tmp_path)) == 1  # gzip refuses a torn member
     assert (recorder.recorded, recorder.not_recorded) == (1, 4)
@@ -463,7 +570,9 @@ def test_full_disk_leaves_whole_groups_only(tmp_path, monkeypatch, caplog):
 def test_rollout_that_cannot_be_encoded_costs_its_group_alone(tmp_path, caplog):
     broken = rollout_of(group_id="t-1")
     broken.turns[0].prompt_token_ids = None
-    recorder = write(tmp_path, group_of(rollout_of()), group_of(broken), group_of(rollout_of(group_id="t-2")))
+    recorder = write(
+        tmp_path, group_of(rollout_of()), group_of(broken), group_of(rollout_of(group_id="t-2"))
+    )
     assert [record.rollout.group_id for record in read_rollouts(tmp_path)] == ["t-0", "t-2"]
     assert recorder.not_recorded == 1 and "group t-1 can't be recorded" in caplog.text
 
@@ -479,7 +588,9 @@ def test_torn_groups_are_passed_over(tmp_path, caplog):
         assert [record.rollout.group_id for record in read_rollouts(path)] == ["t-0"]
         if end % 40:
             continue
-        write(tmp_path, group_of(rollout_of(group_id="t-2")))  # a run that goes on in the same folder
+        write(
+            tmp_path, group_of(rollout_of(group_id="t-2"))
+        )  # a run that goes on in the same folder
         assert [record.rollout.group_id for record in read_rollouts(path)] == ["t-0", "t-2"]
     assert f"byte {second}" in caplog.text
 
@@ -500,7 +611,9 @@ def test_a_damaged_group_costs_itself_alone(tmp_path, caplog, place):
 
 
 def test_a_group_is_read_at_its_offset_without_those_before_it(tmp_path):
-    groups = [group_of(*(rollout_of(index, group_id=f"t-{n}") for index in range(3))) for n in range(4)]
+    groups = [
+        group_of(*(rollout_of(index, group_id=f"t-{n}") for index in range(3))) for n in range(4)
+    ]
     write(tmp_path, *groups)
     path = tmp_path / ROLLOUTS_FILE
     offsets = [offset for offset, _ in read_groups(path)]
@@ -511,14 +624,26 @@ def test_a_group_is_read_at_its_offset_without_those_before_it(tmp_path):
         assert end == offsets[3]
         with pytest.raises(ValueError, match="torn, or none begins there"):
             read_group(file, offsets[2] - 1)
-    assert [decode_rollout(line).rollout.rollout_id for line in lines.splitlines()] == ["t-2/0", "t-2/1", "t-2/2"]
+    assert [decode_rollout(line).rollout.rollout_id for line in lines.splitlines()] == [
+        "t-2/0",
+        "t-2/1",
+        "t-2/2",
+    ]
 
 
 def test_a_file_that_is_no_record_is_said_to_be_none(tmp_path, caplog):
     (tmp_path / "rollouts.jsonl").write_bytes(b'{"format":1}\n')
-    assert list(read_rollouts(tmp_path / "rollouts.jsonl")) == [] and "none begins there" in caplog.text
+    assert (
+        list(read_rollouts(tmp_path / "rollouts.jsonl")) == []
+        and "none begins there" in caplog.text
+    )
     line = encode_rollout(rollout_of(), outcome=None, admitted_version=0, max_bytes=2**20)
-    for old, new in ((b'"format":2', b'"format":1'), (b'"status"', b'"state"'), (b'"sample_id"', b'"id"'), (b"{", b"[")):
+    for old, new in (
+        (b'"format":2', b'"format":1'),
+        (b'"status"', b'"state"'),
+        (b'"sample_id"', b'"id"'),
+        (b"{", b"["),
+    ):
         with pytest.raises(ValueError):
             decode_rollout(line.replace(old, new, 1))
 

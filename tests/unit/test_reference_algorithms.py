@@ -66,8 +66,12 @@ class Talk(Task):
     class Config(Task.Config):
         algorithm: Algorithm.Config
         dataset: Dataset.Config = field(default_factory=Nothing.Config)
-        rubric: Rubric.Config = field(default_factory=lambda: Rubric.Config(reward_fns=[env_component("steps")]))
-        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(step_timeout_s=5.0, rollout_timeout_s=5.0))
+        rubric: Rubric.Config = field(
+            default_factory=lambda: Rubric.Config(reward_fns=[env_component("steps")])
+        )
+        env: RendererEnvConfig = field(
+            default_factory=lambda: RendererEnvConfig(step_timeout_s=5.0, rollout_timeout_s=5.0)
+        )
         group_size: int = 2
         turns: int = 1
         role: str = "user"
@@ -104,9 +108,18 @@ async def test_opd_asks_the_teacher_for_the_sampled_tokens_and_feeds_ref_kl_alon
         positions = np.arange(len(sample))
         assert sample.ref_logprobs.tolist() == np.where(sample.loss_mask, -positions, 0).tolist()
         assert sample.ref_kl_weights.tolist() == sample.loss_mask.astype(float).tolist()
-        assert not sample.rl_weights.any() and sample.ce_weights is None and sample.advantages is None
-        assert {sample.ref_logprobs.dtype, sample.ref_kl_weights.dtype, sample.rl_weights.dtype} == {np.dtype(np.float32)}
-        assert sample.loss_mask.any() and sample.policy_versions[sample.loss_mask].tolist() == [3] * sample.loss_mask.sum()
+        assert (
+            not sample.rl_weights.any() and sample.ce_weights is None and sample.advantages is None
+        )
+        assert {
+            sample.ref_logprobs.dtype,
+            sample.ref_kl_weights.dtype,
+            sample.rl_weights.dtype,
+        } == {np.dtype(np.float32)}
+        assert (
+            sample.loss_mask.any()
+            and sample.policy_versions[sample.loss_mask].tolist() == [3] * sample.loss_mask.sum()
+        )
 
 
 class AnswersTogether(Scorer):
@@ -130,7 +143,9 @@ async def test_reference_calls_of_different_rollouts_run_side_by_side(run, token
 
 class Deaf(Scorer):
     async def score(self, token_ids):
-        raise RunError("frozen model 'teacher' at http://localhost:1/v1 failed 6 times, last with ConnectError")
+        raise RunError(
+            "frozen model 'teacher' at http://localhost:1/v1 failed 6 times, last with ConnectError"
+        )
 
 
 class DeafLater(Deaf):
@@ -159,12 +174,16 @@ async def test_a_teacher_that_is_gone_later_ends_the_rollout_with_the_cause(rend
 async def test_opsd_scores_the_sampled_tokens_behind_the_demonstration(run, tokenizer, renderer):
     policy = Scorer(tokenizer, "five")
     group = await run(OPSD.Config(template=" Hint: {demonstration}"), policy)
-    hinted = renderer.render_ids([{"role": "user", "content": "start Hint: four"}], add_generation_prompt=True)
+    hinted = renderer.render_ids(
+        [{"role": "user", "content": "start Hint: four"}], add_generation_prompt=True
+    )
     plain = renderer.render_ids([{"role": "user", "content": "start"}], add_generation_prompt=True)
     for rollout in group.rollouts:
         (sample,) = rollout.samples
         sampled = sample.token_ids[sample.loss_mask].tolist()
-        assert sample.token_ids.tolist() == plain + sampled, "what is trained on has no demonstration in it"
+        assert sample.token_ids.tolist() == plain + sampled, (
+            "what is trained on has no demonstration in it"
+        )
         assert hinted + sampled in policy.scored
         at = len(hinted) + np.arange(len(sampled))
         assert sample.ref_logprobs.tolist() == [0] * len(plain) + (-at).tolist()
@@ -178,17 +197,26 @@ async def test_opsd_scores_a_whole_conversation_behind_its_first_prompt(run, tok
     for rollout in group.rollouts:
         (sample,) = rollout.samples
         first = len(rollout.turns[0].prompt_token_ids)
-        hinted = renderer.render_ids([{"role": "user", "content": "start!four"}], add_generation_prompt=True)
+        hinted = renderer.render_ids(
+            [{"role": "user", "content": "start!four"}], add_generation_prompt=True
+        )
         assert hinted + sample.token_ids[first:].tolist() in policy.scored
         shift = len(hinted) - first
-        assert sample.ref_logprobs.tolist() == np.where(sample.loss_mask, -(np.arange(len(sample)) + shift), 0).tolist()
+        assert (
+            sample.ref_logprobs.tolist()
+            == np.where(sample.loss_mask, -(np.arange(len(sample)) + shift), 0).tolist()
+        )
 
 
 @pytest.mark.parametrize("turns", [1, 3])
 @pytest.mark.parametrize("retention", ["all", "tool_cycle"])
-async def test_opsd_leaves_the_sample_as_it_is_behind_a_system_message(tokenizer_path, tokenizer, turns, retention):
+async def test_opsd_leaves_the_sample_as_it_is_behind_a_system_message(
+    tokenizer_path, tokenizer, turns, retention
+):
     """Also where a conversation is several samples, because its prompts are rendered anew."""
-    renderer = build_renderer(RendererConfig(enable_thinking=True, thinking_retention=retention), tokenizer_path)
+    renderer = build_renderer(
+        RendererConfig(enable_thinking=True, thinking_retention=retention), tokenizer_path
+    )
     algorithm = OPSD.Config(place="system", template="\n\nHint: {demonstration}")
     task = Talk.Config(algorithm=algorithm, turns=turns).build(name="talk", renderer=renderer)
     policy = Scorer(tokenizer, "<think>\nhm\n</think>\n\nok")
@@ -196,24 +224,37 @@ async def test_opsd_leaves_the_sample_as_it_is_behind_a_system_message(tokenizer
     group = await task.run_group(SAMPLE, policy, group_id="g", seed=0)
     block = tokenizer.encode("<|im_start|>system\nHint: four<|im_end|>\n", add_special_tokens=False)
     for rollout in group.rollouts:
-        assert rollout.error is None and len(rollout.samples) == (turns if retention == "tool_cycle" else 1)
+        assert rollout.error is None and len(rollout.samples) == (
+            turns if retention == "tool_cycle" else 1
+        )
         for sample in rollout.samples:
             assert block + sample.token_ids.tolist() in policy.scored
             positions = np.arange(len(sample)) + len(block)
-            assert sample.ref_logprobs.tolist() == np.where(sample.loss_mask, -positions, 0).tolist()
-            assert sample.ref_kl_weights.tolist() == sample.loss_mask.astype(float).tolist() and sample.loss_mask.any()
+            assert (
+                sample.ref_logprobs.tolist() == np.where(sample.loss_mask, -positions, 0).tolist()
+            )
+            assert (
+                sample.ref_kl_weights.tolist() == sample.loss_mask.astype(float).tolist()
+                and sample.loss_mask.any()
+            )
 
 
 @pytest.mark.parametrize("place", ["question", "system"])
-async def test_opsd_leaves_scoring_to_the_trainer_in_the_tokens_that_it_would_have_asked_about(run, tokenizer, place):
+async def test_opsd_leaves_scoring_to_the_trainer_in_the_tokens_that_it_would_have_asked_about(
+    run, tokenizer, place
+):
     asked, left = Scorer(tokenizer), Scorer(tokenizer)
     group = await run(OPSD.Config(place=place), asked, turns=2)
     other = await run(OPSD.Config(place=place, reference="trainer"), left, turns=2)
     assert left.scored == [] and len(asked.scored) == 2
     for rollout, known in zip(other.rollouts, group.rollouts, strict=True):
         (sample,), (scored,) = rollout.samples, known.samples
-        assert sample.reference_ids.dtype == np.int32 and sample.reference_ids.tolist() in asked.scored
-        assert sample.ref_logprobs is None and np.array_equal(sample.ref_kl_weights, scored.ref_kl_weights)
+        assert (
+            sample.reference_ids.dtype == np.int32 and sample.reference_ids.tolist() in asked.scored
+        )
+        assert sample.ref_logprobs is None and np.array_equal(
+            sample.ref_kl_weights, scored.ref_kl_weights
+        )
         assert not sample.rl_weights.any()
         check_sample(sample)
 
@@ -222,12 +263,16 @@ def test_opsd_counts_the_system_message_against_the_context(renderer, tokenizer)
     config = OPSD.Config(place="system", template="{demonstration}")
     added = len(tokenizer.encode("<|im_start|>system\nfour<|im_end|>\n", add_special_tokens=False))
     checked(config, SAMPLE, renderer, max_model_len=100 + added + 1)
-    with pytest.raises(ConfigError, match=rf"tasks.t.env.max_rollout_tokens = 100: .* \({added} tokens\)"):
+    with pytest.raises(
+        ConfigError, match=rf"tasks.t.env.max_rollout_tokens = 100: .* \({added} tokens\)"
+    ):
         checked(config, SAMPLE, renderer, max_model_len=100 + added)
 
 
 async def test_opsd_without_a_demonstration_says_which_sample_has_none(renderer, tokenizer):
-    task = Talk.Config(algorithm=OPSD.Config(demonstration_key="proof")).build(name="talk", renderer=renderer)
+    task = Talk.Config(algorithm=OPSD.Config(demonstration_key="proof")).build(
+        name="talk", renderer=renderer
+    )
     policy = Scorer(tokenizer)
     await task.setup(policy)
     group = await task.run_group(SAMPLE, policy, group_id="g", seed=0)
@@ -240,7 +285,9 @@ class TooLong(Scorer):
 
 
 async def test_opsd_names_a_rollout_whose_demonstration_is_too_long_to_score(renderer, tokenizer):
-    task = Talk.Config(algorithm=OPSD.Config(template=" Hint: {demonstration}")).build(name="talk", renderer=renderer)
+    task = Talk.Config(algorithm=OPSD.Config(template=" Hint: {demonstration}")).build(
+        name="talk", renderer=renderer
+    )
     policy = TooLong(tokenizer)
     await task.setup(policy)
     group = await task.run_group(SAMPLE, policy, group_id="g", seed=0)
@@ -251,13 +298,18 @@ async def test_opsd_names_a_rollout_whose_demonstration_is_too_long_to_score(ren
     tokens = hinted + len(group.rollouts[0].turns[0].completion.token_ids)
     for rollout in group.rollouts:
         assert rollout.status is RolloutStatus.ERROR
-        assert f"task talk: OPSD.score_rollout: {tokens} tokens, {hinted - plain} of them for the" in rollout.error
+        assert (
+            f"task talk: OPSD.score_rollout: {tokens} tokens, {hinted - plain} of them for the"
+            in rollout.error
+        )
 
 
 def checked(algorithm, example, renderer, **limits):
     built = algorithm.build()
     built.renderer = renderer
-    built.check_example(example, field="tasks.t", **({"max_rollout_tokens": 100, "max_model_len": 256} | limits))
+    built.check_example(
+        example, field="tasks.t", **({"max_rollout_tokens": 100, "max_model_len": 256} | limits)
+    )
 
 
 def test_opsd_refuses_a_first_example_without_a_demonstration_or_with_one_too_long(renderer):
@@ -265,13 +317,15 @@ def test_opsd_refuses_a_first_example_without_a_demonstration_or_with_one_too_lo
     with pytest.raises(ConfigError, match=missing):
         checked(OPSD.Config(demonstration_key="proof"), SAMPLE, renderer)
     half = DataSample(sample_id="8", env_input=None, info={"demonstration": "a\ud800"})
-    with pytest.raises(ConfigError, match="the demonstration of data sample '8' has '.ud800' at character 1"):
+    with pytest.raises(
+        ConfigError, match="the demonstration of data sample '8' has '.ud800' at character 1"
+    ):
         checked(OPSD.Config(), half, renderer)
 
     config = OPSD.Config(template="{demonstration}")
-    added = len(renderer.render_ids([{"role": "user", "content": "xfour"}], add_generation_prompt=True)) - len(
-        renderer.render_ids([{"role": "user", "content": "x"}], add_generation_prompt=True)
-    )
+    added = len(
+        renderer.render_ids([{"role": "user", "content": "xfour"}], add_generation_prompt=True)
+    ) - len(renderer.render_ids([{"role": "user", "content": "x"}], add_generation_prompt=True))
     checked(config, SAMPLE, renderer, max_model_len=100 + added + 1)
     too_long = rf"tasks.t.env.max_rollout_tokens = 100: .*data sample '7' \({added} tokens\) .*max_model_len = {100 + added}"
     with pytest.raises(ConfigError, match=too_long):
@@ -296,9 +350,16 @@ def test_opsd_adds_to_the_last_user_message_whatever_its_form():
     algorithm = OPSD.Config(template=" ({demonstration})").build()
     system, user, tool = ({"role": role, "content": role} for role in ("system", "user", "tool"))
     said = algorithm.demonstrated([system, user, user, tool], "{d}")
-    assert [message["content"] for message in said] == ["system", "user", "user ({d})", "tool"] and user["content"] == "user"
+    assert [message["content"] for message in said] == [
+        "system",
+        "user",
+        "user ({d})",
+        "tool",
+    ] and user["content"] == "user"
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}]}
-    assert algorithm.demonstrated([parts], "d")[0]["content"][1:] == [{"type": "text", "text": " (d)"}]
+    assert algorithm.demonstrated([parts], "d")[0]["content"][1:] == [
+        {"type": "text", "text": " (d)"}
+    ]
     with pytest.raises(ValueError, match="no user message"):
         algorithm.demonstrated([system], "d")
 
@@ -318,7 +379,11 @@ async def test_sft_trains_by_ce_on_what_the_frozen_teacher_said(run, tokenizer):
         assert sample.token_ids[sample.ce_weights != 0].tolist() == said
         assert set(sample.ce_weights.tolist()) == {0, 1} and not sample.loss_mask.any()
         assert set(sample.policy_versions.tolist()) == {-1} and not sample.generator_logprobs.any()
-        assert sample.temperature == 1.0 and sample.advantages is None and sample.ref_kl_weights is None
+        assert (
+            sample.temperature == 1.0
+            and sample.advantages is None
+            and sample.ref_kl_weights is None
+        )
 
 
 async def test_validation_measures_the_policy_not_the_teacher(run, tokenizer):
@@ -333,7 +398,9 @@ async def test_validation_measures_the_policy_not_the_teacher(run, tokenizer):
 
 async def echo(run, tokenizer, alpha, **options):
     changes = {key: options.pop(key) for key in ("turns", "role") if key in options}
-    return await run(Echo.Config(alpha=alpha, **options), ScriptedPolicy(tokenizer), **({"turns": 3} | changes))
+    return await run(
+        Echo.Config(alpha=alpha, **options), ScriptedPolicy(tokenizer), **({"turns": 3} | changes)
+    )
 
 
 def weighted(sample, tokenizer) -> list[tuple[str, float]]:
@@ -375,10 +442,15 @@ async def test_echos_filter_leaves_out_turns_or_tokens(run, tokenizer):
     assert weighted(group.rollouts[0].samples[0], tokenizer) == [("more 1", 0.5)]
 
     def digits(rollout, turn):
-        return np.array([tokenizer.decode([token]).strip().isdigit() for token in turn.prompt_token_ids])
+        return np.array(
+            [tokenizer.decode([token]).strip().isdigit() for token in turn.prompt_token_ids]
+        )
 
     group = await echo(run, tokenizer, {"user": 0.5}, keep=digits)
-    assert [text.strip() for text, _ in weighted(group.rollouts[0].samples[0], tokenizer)] == ["1", "2"]
+    assert [text.strip() for text, _ in weighted(group.rollouts[0].samples[0], tokenizer)] == [
+        "1",
+        "2",
+    ]
 
 
 class Tools(TalkingEnv):
@@ -387,7 +459,9 @@ class Tools(TalkingEnv):
     async def step_message(self, message):
         step = await super().step_message(message)
         answers = [("search", f"found {len(self.received)}"), ("sum", f"is {len(self.received)}")]
-        step.env_messages = [{"role": "tool", "content": text, "name": name} for name, text in answers]
+        step.env_messages = [
+            {"role": "tool", "content": text, "name": name} for name, text in answers
+        ]
         return step
 
 
@@ -406,49 +480,79 @@ class TalkOfTools(Talk):
         ({}, 0.1, 0.1),
     ],
 )
-async def test_echo_weighs_what_tools_answer_by_their_names(renderer, tokenizer, options, of_search, of_sum):
+async def test_echo_weighs_what_tools_answer_by_their_names(
+    renderer, tokenizer, options, of_search, of_sum
+):
     algorithm = Echo.Config(**options)
     check_config(algorithm, field="a", group_size=2, temperature=1.0)
     task = TalkOfTools.Config(algorithm=algorithm, turns=3).build(name="talk", renderer=renderer)
     group = await task.run_group(SAMPLE, ScriptedPolicy(tokenizer), group_id="g", seed=0)
     assert await task.score_group(group) is None
     spoken = [
-        (f"found {n}", of_search) if name == "search" else (f"is {n}", of_sum) for n in (1, 2) for name in ("search", "sum")
+        (f"found {n}", of_search) if name == "search" else (f"is {n}", of_sum)
+        for n in (1, 2)
+        for name in ("search", "sum")
     ]
-    assert weighted(group.rollouts[0].samples[0], tokenizer) == [entry for entry in spoken if entry[1] is not None]
+    assert weighted(group.rollouts[0].samples[0], tokenizer) == [
+        entry for entry in spoken if entry[1] is not None
+    ]
 
 
 def test_a_tools_name_is_found_by_its_message_its_call_or_the_order_of_calls():
     def calls(*pairs):
-        listed = [{"type": "function", "function": {"name": name, "arguments": "{}"}} | given for name, given in pairs]
+        listed = [
+            {"type": "function", "function": {"name": name, "arguments": "{}"}} | given
+            for name, given in pairs
+        ]
         return {"role": "assistant", "content": "", "tool_calls": listed}
 
     def answer(**given):
         return {"role": "tool", "content": "x", **given}
 
-    assert tool_names([answer(), {"role": "user", "content": "x"}, answer(name="own")]) == [None, None, "own"]
-    named = [calls(("a", {"id": "1"}), ("b", {"id": "2"})), answer(tool_call_id="2"), answer(), answer()]
+    assert tool_names([answer(), {"role": "user", "content": "x"}, answer(name="own")]) == [
+        None,
+        None,
+        "own",
+    ]
+    named = [
+        calls(("a", {"id": "1"}), ("b", {"id": "2"})),
+        answer(tool_call_id="2"),
+        answer(),
+        answer(),
+    ]
     assert tool_names(named) == [None, "b", "a", None]
     assert tool_names([calls(("a", {}), ("b", {})), answer(), answer()]) == [None, "a", "b"]
     assert tool_names([calls(("a", {}), ("b", {})), answer(name="b"), answer()]) == [None, "b", "a"]
-    assert tool_names([calls(("a", {})), calls(("b", {})), answer(), answer(tool_call_id="9")]) == [None, None, "b", None]
+    assert tool_names([calls(("a", {})), calls(("b", {})), answer(), answer(tool_call_id="9")]) == [
+        None,
+        None,
+        "b",
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (np.ones(3, bool), r"keep returned the shape \(3,\), want one bool, or \d+: the tokens of the turn's prompt"),
+        (
+            np.ones(3, bool),
+            r"keep returned the shape \(3,\), want one bool, or \d+: the tokens of the turn's prompt",
+        ),
         (np.ones((1, 1), bool), r"keep returned the shape \(1, 1\)"),
         (0.5, "keep returned float64 values, want one bool"),
         (None, "keep returned object values, want one bool"),
     ],
 )
-async def test_a_mask_of_another_shape_or_type_fails_the_rollout(renderer, tokenizer, mask, message):
+async def test_a_mask_of_another_shape_or_type_fails_the_rollout(
+    renderer, tokenizer, mask, message
+):
     algorithm = Echo.Config(alpha={"user": 0.5}, keep=lambda rollout, turn: mask)
     task = Talk.Config(algorithm=algorithm, turns=2).build(name="talk", renderer=renderer)
     group = await task.run_group(SAMPLE, ScriptedPolicy(tokenizer), group_id="g", seed=0)
     for rollout in group.rollouts:
-        assert rollout.status is RolloutStatus.ERROR and re.search(f"Echo.*{message}", rollout.error)
+        assert rollout.status is RolloutStatus.ERROR and re.search(
+            f"Echo.*{message}", rollout.error
+        )
 
 
 def test_what_weighs_tokens_by_role_is_refused_with_a_renderer_that_attributes_none(tokenizer_path):
@@ -477,7 +581,9 @@ async def test_echos_credit_is_grpos(run, tokenizer):
         await run(algorithm, ScriptedPolicy(tokenizer), turns=2, rubric=rubric)
         for algorithm in (Echo.Config(alpha={"user": 0.1}), GRPO.Config())
     ]
-    advantages = [[rollout.samples[0].advantages.tolist() for rollout in group.rollouts] for group in groups]
+    advantages = [
+        [rollout.samples[0].advantages.tolist() for rollout in group.rollouts] for group in groups
+    ]
     assert advantages[0] == advantages[1] and min(map(min, advantages[0])) == -0.5
 
 
@@ -512,39 +618,66 @@ async def test_a_rubric_reaches_its_judge_through_the_policy(run, tokenizer):
     policy = Scorer(tokenizer, frozen=judge)
     group = await run(GRPO.Config(), policy, rubric=Judged.Config())
     assert policy.asked_for == [TEACHER]
-    assert [rollout.reward for rollout in group.rollouts] == [1 - len(rollout.samples[0]) for rollout in group.rollouts]
+    assert [rollout.reward for rollout in group.rollouts] == [
+        1 - len(rollout.samples[0]) for rollout in group.rollouts
+    ]
 
 
 # ------------------------------------------------------------------ refused at config time
 
 HOSTED = HostedModel(path="teacher")
 REFUSED = {
-    "OPD from the policy": (OPD.Config(), "a.teacher = LivePolicy.*KL of zero.*FrozenModel.*HostedModel"),
-    "OPD from None": (OPD.Config(teacher=None), "a.teacher = None: must be a ModelReference; name a FrozenModel .*HostedModel"),
+    "OPD from the policy": (
+        OPD.Config(),
+        "a.teacher = LivePolicy.*KL of zero.*FrozenModel.*HostedModel",
+    ),
+    "OPD from None": (
+        OPD.Config(teacher=None),
+        "a.teacher = None: must be a ModelReference; name a FrozenModel .*HostedModel",
+    ),
     "OPD from where the policy starts": (
         OPD.Config(teacher=HostedModel(path="policy", engine=VLLMEngineConfig(max_model_len=4096))),
         "a.teacher.path = 'policy': .*the KL is zero: name another model",
     ),
-    "SFT without a frozen source": (SFT.Config(), "a.teacher = LivePolicy.*teach it nothing: name a FrozenModel"),
+    "SFT without a frozen source": (
+        SFT.Config(),
+        "a.teacher = LivePolicy.*teach it nothing: name a FrozenModel",
+    ),
     "a teacher too short": (
         OPD.Config(teacher=HOSTED),
         "a.teacher.engine.max_model_len = 2048: must be above the task's env.max_rollout_tokens = 2048",
     ),
     "Echo with no role": (Echo.Config(alpha={}), r"a.alpha = \{\}: no role has a weight"),
-    "Echo with an unknown role": (Echo.Config(alpha={"human": 1.0}), "a.alpha = 'human': must be one of 'system', "),
+    "Echo with an unknown role": (
+        Echo.Config(alpha={"human": 1.0}),
+        "a.alpha = 'human': must be one of 'system', ",
+    ),
     "Echo with a weight of 0": (
         Echo.Config(alpha={"tool": 0.0}),
         "a.alpha.tool = 0.0: must be above 0; to leave a role out, don't name it",
     ),
-    "OPSD that shows nothing": (OPSD.Config(template="hm"), r"a.template = 'hm': has no \{demonstration\}"),
-    "OPSD that asks nothing": (OPSD.Config(max_concurrency=0), "a.max_concurrency = 0: must be at least 1"),
+    "OPSD that shows nothing": (
+        OPSD.Config(template="hm"),
+        r"a.template = 'hm': has no \{demonstration\}",
+    ),
+    "OPSD that asks nothing": (
+        OPSD.Config(max_concurrency=0),
+        "a.max_concurrency = 0: must be at least 1",
+    ),
 }
 
 
 @pytest.mark.parametrize("config, message", REFUSED.values(), ids=REFUSED)
 def test_what_can_not_work_is_refused_with_field_and_cure(config, message):
     with pytest.raises(ConfigError, match=message):
-        check_config(config, field="a", group_size=2, temperature=1.0, max_rollout_tokens=2048, policy_path="policy")
+        check_config(
+            config,
+            field="a",
+            group_size=2,
+            temperature=1.0,
+            max_rollout_tokens=2048,
+            policy_path="policy",
+        )
 
 
 @pytest.mark.parametrize("config", [OPD.Config(teacher=HOSTED), OPSD.Config()], ids=["OPD", "OPSD"])
@@ -573,5 +706,8 @@ def test_a_frozen_source_may_be_sampled_from_as_one_likes_and_the_policy_may_not
 
 
 def test_the_live_policy_is_no_frozen_source():
-    assert SFT.Config(teacher=LivePolicy()).frozen_source() is None and GRPO.Config().frozen_source() is None
+    assert (
+        SFT.Config(teacher=LivePolicy()).frozen_source() is None
+        and GRPO.Config().frozen_source() is None
+    )
     assert SFT.Config(teacher=HOSTED).frozen_source() is HOSTED

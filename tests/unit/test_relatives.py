@@ -23,7 +23,9 @@ some_rewards = st.lists(st.floats(-3, 3, width=32), min_size=2, max_size=9)
 
 
 def test_rloo_is_the_reward_less_the_mean_of_the_others():
-    assert of_rewards(RLOO.Config(), 1.0, 0.0, 0.0, 0.0) == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    assert of_rewards(RLOO.Config(), 1.0, 0.0, 0.0, 0.0) == pytest.approx(
+        [1, -1 / 3, -1 / 3, -1 / 3]
+    )
     assert of_rewards(RLOO.Config(), 2.0, -1.0) == [3.0, -3.0]
 
 
@@ -65,14 +67,25 @@ def test_dapo_is_its_formula(rewards, buffer, data):
     deviation = statistics.pstdev(shaped)
     expected = [(r - statistics.fmean(shaped)) / (deviation + 1e-6) for r in shaped]
     config = DAPO.Config(overlong_limit=limit, overlong_buffer=buffer)
-    found = advantages(config, *(rollout(r, [turn(n)]) for r, n in zip(rewards, lengths, strict=True)))
+    found = advantages(
+        config, *(rollout(r, [turn(n)]) for r, n in zip(rewards, lengths, strict=True))
+    )
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 def test_dapo_without_a_limit_is_grpo_with_the_standard_deviation():
-    assert of_rewards(DAPO.Config(), 1.0, 0.0, 0.5) == of_rewards(GRPO.Config(normalize_std=True), 1.0, 0.0, 0.5)
-    with pytest.raises(ConfigError, match="a.overlong_buffer = 9: must be at most overlong_limit = 8"):
-        check_config(DAPO.Config(overlong_limit=8, overlong_buffer=9), field="a", group_size=2, temperature=1.0)
+    assert of_rewards(DAPO.Config(), 1.0, 0.0, 0.5) == of_rewards(
+        GRPO.Config(normalize_std=True), 1.0, 0.0, 0.5
+    )
+    with pytest.raises(
+        ConfigError, match="a.overlong_buffer = 9: must be at most overlong_limit = 8"
+    ):
+        check_config(
+            DAPO.Config(overlong_limit=8, overlong_buffer=9),
+            field="a",
+            group_size=2,
+            temperature=1.0,
+        )
     with pytest.raises(ConfigError, match="a.overlong_limit = 0: must be at least 1"):
         check_config(DAPO.Config(overlong_limit=0), field="a", group_size=2, temperature=1.0)
 
@@ -95,21 +108,33 @@ def talk(*turns: tuple[int, float | None], reward: float = 0.0):
     made = []
     for tokens, earned in turns:
         made.append(turn(tokens))
-        made[-1].reward_components = {} if earned is None else {"earned": earned / 2, "more": earned / 2}
+        made[-1].reward_components = (
+            {} if earned is None else {"earned": earned / 2, "more": earned / 2}
+        )
     scored = rollout(reward, made)
-    scored.samples = samples_from_turns(made, task_name="task", rollout_id="group/0", temperature=1.0)
+    scored.samples = samples_from_turns(
+        made, task_name="task", rollout_id="group/0", temperature=1.0
+    )
     return scored
 
 
 def by_turn(config: TurnCredit.Config, *rollouts) -> list[list[list[float]]]:
     """Advantages of the sampled tokens: of each rollout, of each sample."""
     config.build().score_group(group(*rollouts))
-    return [[sample.advantages[sample.loss_mask].tolist() for sample in scored.samples] for scored in rollouts]
+    return [
+        [sample.advantages[sample.loss_mask].tolist() for sample in scored.samples]
+        for scored in rollouts
+    ]
 
 
 def test_a_turn_is_credited_with_the_rewards_from_it_on_less_the_groups_mean_at_that_turn():
     # γ = 1/2. Returns: 1 + 1/2·2 = 2 and 2 in the first, 0 + 1/2·0 = 0 and 0 in the second, 4 in the third, which ends.
-    found = by_turn(TurnCredit.Config(gamma=0.5), talk((1, 1.0), (2, 2.0)), talk((2, 0.0), (1, 0.0)), talk((1, 4.0)))
+    found = by_turn(
+        TurnCredit.Config(gamma=0.5),
+        talk((1, 1.0), (2, 2.0)),
+        talk((2, 0.0), (1, 0.0)),
+        talk((1, 4.0)),
+    )
     # Means: (2 + 0 + 4)/3 at the first turn, (2 + 0)/2 at the second.
     flat = [[value for sample in samples for value in sample] for samples in found]
     assert flat == [[0.0, 1.0, 1.0], [-2.0, -2.0, -1.0], [2.0]]
@@ -117,37 +142,57 @@ def test_a_turn_is_credited_with_the_rewards_from_it_on_less_the_groups_mean_at_
 
 def test_the_last_turn_also_has_the_outcome_and_only_named_components_count():
     config = TurnCredit.Config(outcome_weight=10.0, components=["earned"])
-    found = by_turn(config, talk((1, 2.0), (1, 4.0), reward=1.0), talk((1, 0.0), (1, 0.0), reward=0.0))
-    assert [sum(samples, []) for samples in found] == [[6.5, 6.0], [-6.5, -6.0]]  # returns 1 + 2 + 10 and 2 + 10, against 0
+    found = by_turn(
+        config, talk((1, 2.0), (1, 4.0), reward=1.0), talk((1, 0.0), (1, 0.0), reward=0.0)
+    )
+    assert [sum(samples, []) for samples in found] == [
+        [6.5, 6.0],
+        [-6.5, -6.0],
+    ]  # returns 1 + 2 + 10 and 2 + 10, against 0
 
 
 def test_a_failed_rollout_without_turns_takes_no_part():
     failed = talk((1, 1.0), reward=-1.0)
     failed.turns, failed.samples = [], []
-    assert by_turn(TurnCredit.Config(), failed, talk((1, 1.0)), talk((1, 0.0))) == [[], [[0.5]], [[-0.5]]]
+    assert by_turn(TurnCredit.Config(), failed, talk((1, 1.0)), talk((1, 0.0))) == [
+        [],
+        [[0.5]],
+        [[-0.5]],
+    ]
 
 
 def test_turn_credit_of_an_env_that_rewards_nothing_fails_by_name():
-    with pytest.raises(ValueError, match="the env rewarded no turn of the group.*return reward_components"):
+    with pytest.raises(
+        ValueError, match="the env rewarded no turn of the group.*return reward_components"
+    ):
         by_turn(TurnCredit.Config(), talk((1, None)), talk((1, None)))
     with pytest.raises(ValueError, match=r"among \['typo'\]"):
         by_turn(TurnCredit.Config(components=["typo"]), talk((1, 1.0)), talk((1, 0.0)))
-    assert by_turn(TurnCredit.Config(outcome_weight=1.0), talk((1, None), reward=1.0), talk((1, None)))[0] == [[0.5]]
+    assert by_turn(
+        TurnCredit.Config(outcome_weight=1.0), talk((1, None), reward=1.0), talk((1, None))
+    )[0] == [[0.5]]
 
 
 conversations = st.lists(
-    st.lists(st.tuples(st.integers(0, 3), st.floats(-2, 2, width=32)), min_size=1, max_size=4), min_size=2, max_size=5
+    st.lists(st.tuples(st.integers(0, 3), st.floats(-2, 2, width=32)), min_size=1, max_size=4),
+    min_size=2,
+    max_size=5,
 )
 
 
 @given(conversations, st.floats(0, 1), st.booleans())
 def test_turn_credit_is_its_formula(turns, gamma, normalize):
-    found = by_turn(TurnCredit.Config(gamma=gamma, normalize_std=normalize), *(talk(*own) for own in turns))
+    found = by_turn(
+        TurnCredit.Config(gamma=gamma, normalize_std=normalize), *(talk(*own) for own in turns)
+    )
     for own, samples in zip(turns, found, strict=True):
         expected = []
         for k, (tokens, _) in enumerate(own):
             peers = [[r for _, r in other] for other in turns if len(other) > k]
-            returns = [math.fsum(gamma ** (n - k) * other[n] for n in range(k, len(other))) for other in peers]
+            returns = [
+                math.fsum(gamma ** (n - k) * other[n] for n in range(k, len(other)))
+                for other in peers
+            ]
             mine = math.fsum(gamma ** (n - k) * own[n][1] for n in range(k, len(own)))
             scale = statistics.pstdev(returns) + 1e-6 if normalize else 1
             expected += [(mine - statistics.fmean(returns)) / scale] * tokens

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from tests.unit.model_shapes import CHATML, SMOLLM2, write_model
-from tests.unit.rollout_stubs import FAILURES, BrokenEnv, TalkingEnv, answer_with, completion_of, hang, stepped
+from tests.unit.rollout_stubs import (
+    FAILURES,
+    BrokenEnv,
+    TalkingEnv,
+    answer_with,
+    completion_of,
+    hang,
+    stepped,
+)
 from tests.unit.waiting import until
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.renderer import (
@@ -32,7 +40,11 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 @pytest.fixture
 def wrap(renderer):
     def make(env, **config):
-        return RendererEnv(message_env=env, renderer=renderer, config=RendererEnvConfig(**{"step_timeout_s": 5.0, **config}))
+        return RendererEnv(
+            message_env=env,
+            renderer=renderer,
+            config=RendererEnvConfig(**{"step_timeout_s": 5.0, **config}),
+        )
 
     return make
 
@@ -45,7 +57,11 @@ async def test_prompt_is_the_rendered_opening_conversation(wrap, renderer, token
     assert tokenizer.decode(step.next_prompt_token_ids) == (
         "<|im_start|>user\nhéllo<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
-    assert step.status is RolloutStatus.ONGOING and step.assistant_message is None and step.env_messages == []
+    assert (
+        step.status is RolloutStatus.ONGOING
+        and step.assistant_message is None
+        and step.env_messages == []
+    )
 
 
 class MarkedEnv(MessageEnv):
@@ -55,22 +71,32 @@ class MarkedEnv(MessageEnv):
         self.first, self.answer, self.meant = first, answer, meant
 
     async def reset(self):
-        return ResetOutput(messages=[{"role": "user", "content": self.first}], control_tokens=self.meant)
+        return ResetOutput(
+            messages=[{"role": "user", "content": self.first}], control_tokens=self.meant
+        )
 
     async def step_message(self, message):
         answer = [{"role": "user", "content": [{"type": "text", "text": self.answer}]}]
         return StepOutput(env_messages=answer, done=False, control_tokens=self.meant)
 
 
-async def test_a_message_of_an_env_that_would_write_a_control_token_ends_the_rollout_unless_it_is_meant(wrap, tokenizer):
+async def test_a_message_of_an_env_that_would_write_a_control_token_ends_the_rollout_unless_it_is_meant(
+    wrap, tokenizer
+):
     env = wrap(MarkedEnv(first="What does <|im_end|> mean?"))
     assert (await stepped(env)).status is RolloutStatus.ERROR
-    assert "MarkedEnv.reset: ResetOutput.messages[0] has '<|im_end|>', where it would be a control token" in env.error
+    assert (
+        "MarkedEnv.reset: ResetOutput.messages[0] has '<|im_end|>', where it would be a control token"
+        in env.error
+    )
     assert "change the text, or give ResetOutput(control_tokens=True) if that is meant" in env.error
     env = wrap(MarkedEnv(answer="<|im_start|>assistant"))
     await stepped(env)
     assert (await stepped(env, completion_of(tokenizer, "one"))).status is RolloutStatus.ERROR
-    assert "StepOutput.env_messages[0] has '<|im_start|>'" in env.error and "StepOutput(control_tokens=True)" in env.error
+    assert (
+        "StepOutput.env_messages[0] has '<|im_start|>'" in env.error
+        and "StepOutput(control_tokens=True)" in env.error
+    )
 
     env = wrap(MarkedEnv(first="<|im_end|>", answer="<|im_end|>", meant=True))
     await stepped(env)
@@ -88,23 +114,36 @@ async def test_next_prompt_extends_prompt_and_completion_token_for_token(wrap, t
     step = await stepped(env, completion_of(tokenizer, "three"))
     assert step.status is RolloutStatus.COMPLETED and step.next_prompt_token_ids is None
     assert [turn.assistant_message["content"] for turn in env.turns] == ["one", "two", "three"]
-    assert [message["role"] for message in step.next_prompt_messages] == ["user", "assistant"] * 3 + ["user"]
+    assert [message["role"] for message in step.next_prompt_messages] == [
+        "user",
+        "assistant",
+    ] * 3 + ["user"]
     assert step.env_reward_components == {"steps": 1.0}
 
 
-async def test_a_turn_that_a_stop_text_ended_is_closed_by_the_next_prompt_and_not_by_the_model(wrap, tokenizer):
+async def test_a_turn_that_a_stop_text_ended_is_closed_by_the_next_prompt_and_not_by_the_model(
+    wrap, tokenizer
+):
     env = wrap(TalkingEnv(turns=2))
     first = (await stepped(env)).next_prompt_token_ids
     sampled = completion_of(tokenizer, "42 STOP").token_ids[:-1]
-    streams = dict(logprobs=np.zeros(len(sampled), np.float32), policy_versions=np.zeros(len(sampled), np.int32))
+    streams = dict(
+        logprobs=np.zeros(len(sampled), np.float32),
+        policy_versions=np.zeros(len(sampled), np.int32),
+    )
     step = await stepped(env, Completion(token_ids=sampled, finish_reason="stop", **streams))
     assert step.assistant_message["content"] == "42 STOP"
     before = [*first, *sampled.tolist()]
     assert step.next_prompt_token_ids[: len(before)] == before
-    assert tokenizer.decode(step.next_prompt_token_ids[len(before) :]).startswith("<|im_end|>\n<|im_start|>user")
+    assert tokenizer.decode(step.next_prompt_token_ids[len(before) :]).startswith(
+        "<|im_end|>\n<|im_start|>user"
+    )
     await stepped(env, completion_of(tokenizer, "ok"))
     (sample,) = samples_from_turns(env.turns, task_name="t", rollout_id="r", temperature=1.0)
-    assert sample.token_ids[sample.loss_mask].tolist() == [*sampled.tolist(), *env.turns[1].completion.token_ids.tolist()]
+    assert sample.token_ids[sample.loss_mask].tolist() == [
+        *sampled.tolist(),
+        *env.turns[1].completion.token_ids.tolist(),
+    ]
 
 
 async def test_prompts_of_a_conversation_share_their_memory(wrap, tokenizer):
@@ -127,7 +166,9 @@ async def test_text_too_long_for_any_tokenizer_overflows_without_being_tokenised
         env._conversation._renderer = Noting(env._conversation._renderer, on_main)
         step = await stepped(env)
         if opening == "start":
-            inner.step_message = BrokenEnv("step_message", answer_with(env_messages=[tool("y" * 10**6)])).step_message
+            inner.step_message = BrokenEnv(
+                "step_message", answer_with(env_messages=[tool("y" * 10**6)])
+            ).step_message
             step = await stepped(env, completion_of(tokenizer, "one"))
             assert len(env.turns) == 1 and len(env.turns[0].env_messages[0]["content"]) == 10**6
         assert step.status is RolloutStatus.TRUNCATED_PROMPT_OVERFLOW and inner.closed == 1
@@ -135,11 +176,15 @@ async def test_text_too_long_for_any_tokenizer_overflows_without_being_tokenised
 
 
 @pytest.mark.parametrize("where", ["opening", "answer"])
-async def test_large_text_is_tokenised_off_the_event_loop_with_the_same_tokens(wrap, tokenizer, where):
+async def test_large_text_is_tokenised_off_the_event_loop_with_the_same_tokens(
+    wrap, tokenizer, where
+):
     text = "The sum of it all, 12 + 34. " * 2000  # 56,000 characters
     inner = TalkingEnv(turns=9, opening=text if where == "opening" else "start")
     if where == "answer":
-        inner.step_message = BrokenEnv("step_message", answer_with(env_messages=[tool(text)])).step_message
+        inner.step_message = BrokenEnv(
+            "step_message", answer_with(env_messages=[tool(text)])
+        ).step_message
     env = wrap(inner, max_rollout_tokens=100_000)
     threads: list[bool] = []
     env._conversation._renderer = Noting(env._conversation._renderer, threads)
@@ -147,7 +192,9 @@ async def test_large_text_is_tokenised_off_the_event_loop_with_the_same_tokens(w
     if where == "answer":
         step = await stepped(env, completion_of(tokenizer, "one"))
     assert threads == ([False] if where == "opening" else [True, False])
-    assert step.status is RolloutStatus.ONGOING and text in tokenizer.decode(step.next_prompt_token_ids)
+    assert step.status is RolloutStatus.ONGOING and text in tokenizer.decode(
+        step.next_prompt_token_ids
+    )
 
 
 class Noting:
@@ -179,14 +226,26 @@ async def test_every_prompt_says_whose_each_of_its_tokens_is(wrap, tokenizer):
         await env.step_completion(completion_of(tokenizer, reply))
 
     def body(turn, role):
-        return tokenizer.decode(turn.prompt_token_ids[(turn.prompt_role_ids == ROLES.index(role)) & turn.prompt_is_content])
+        return tokenizer.decode(
+            turn.prompt_token_ids[
+                (turn.prompt_role_ids == ROLES.index(role)) & turn.prompt_is_content
+            ]
+        )
 
     assert [body(turn, "user") for turn in env.turns] == ["start"] * 3
     assert [body(turn, "tool") for turn in env.turns] == ["", "more 1", "more 1more 2"]
-    assert [body(turn, "assistant") for turn in env.turns] == ["", "one<|im_end|>", "one<|im_end|>two<|im_end|>"]
+    assert [body(turn, "assistant") for turn in env.turns] == [
+        "",
+        "one<|im_end|>",
+        "one<|im_end|>two<|im_end|>",
+    ]
     for turn in env.turns:
-        assert len(turn.prompt_role_ids) == len(turn.prompt_is_content) == len(turn.prompt_token_ids)
-        assert turn.prompt_role_ids.dtype == np.int8 and turn.prompt_role_ids[-1] == -1  # the opening of the next answer
+        assert (
+            len(turn.prompt_role_ids) == len(turn.prompt_is_content) == len(turn.prompt_token_ids)
+        )
+        assert (
+            turn.prompt_role_ids.dtype == np.int8 and turn.prompt_role_ids[-1] == -1
+        )  # the opening of the next answer
     # As the ids do: lists of them took 8 bytes a token and turn, and garbage collection went through every one.
     assert np.shares_memory(env.turns[0].prompt_role_ids, env.turns[1].prompt_role_ids)
     assert np.shares_memory(env.turns[0].prompt_is_content, env.turns[1].prompt_is_content)
@@ -195,24 +254,39 @@ async def test_every_prompt_says_whose_each_of_its_tokens_is(wrap, tokenizer):
 def bodies(turn, tokenizer) -> list[str]:
     """Of each message of the turn's prompt, the text of the tokens that are said to be its body."""
     indices, is_content = turn.prompt_message_indices, turn.prompt_is_content
-    assert indices.dtype == np.int16 and indices.shape == turn.prompt_token_ids.shape and indices[-1] == -1
+    assert (
+        indices.dtype == np.int16
+        and indices.shape == turn.prompt_token_ids.shape
+        and indices[-1] == -1
+    )
     assert np.array_equal(indices < 0, turn.prompt_role_ids < 0)
     count = len(turn.prompt_messages)
-    return [tokenizer.decode(turn.prompt_token_ids[(indices == index) & is_content]) for index in range(count)]
+    return [
+        tokenizer.decode(turn.prompt_token_ids[(indices == index) & is_content])
+        for index in range(count)
+    ]
 
 
 @pytest.mark.parametrize("retention", ["all", "tool_cycle"])
-async def test_every_prompt_says_which_message_each_of_its_tokens_is_of(tokenizer_path, tokenizer, retention):
+async def test_every_prompt_says_which_message_each_of_its_tokens_is_of(
+    tokenizer_path, tokenizer, retention
+):
     """Where the renderer goes on from the sampled tokens ("all"), and where it renders anew after a user's message."""
 
     class Two(TalkingEnv):
         async def step_message(self, message):
             step = await super().step_message(message)
-            step.env_messages.insert(0, {"role": "tool", "content": f"found {len(self.received)}", "name": "search"})
+            step.env_messages.insert(
+                0, {"role": "tool", "content": f"found {len(self.received)}", "name": "search"}
+            )
             return step
 
     config = RendererConfig(thinking_retention=retention)
-    env = RendererEnv(message_env=Two(turns=3), renderer=build_renderer(config, tokenizer_path), config=RendererEnvConfig())
+    env = RendererEnv(
+        message_env=Two(turns=3),
+        renderer=build_renderer(config, tokenizer_path),
+        config=RendererEnvConfig(),
+    )
     await env.initial_prompt()
     for reply in ("one", "two", "three"):
         await env.step_completion(completion_of(tokenizer, reply))
@@ -222,7 +296,9 @@ async def test_every_prompt_says_which_message_each_of_its_tokens_is_of(tokenize
         assert [message["content"] for message in turn.prompt_messages] == said[:count]
 
 
-async def test_completion_that_goes_on_after_its_end_is_cut_there_and_the_rest_keeps_its_roles(wrap, tokenizer):
+async def test_completion_that_goes_on_after_its_end_is_cut_there_and_the_rest_keeps_its_roles(
+    wrap, tokenizer
+):
     env = wrap(TalkingEnv(turns=2, role="tool"))
     first = (await stepped(env)).next_prompt_token_ids
     sampled = completion_of(tokenizer, "one<|im_end|>two")
@@ -236,21 +312,37 @@ async def test_completion_that_goes_on_after_its_end_is_cut_there_and_the_rest_k
     roles = env.turns[1].prompt_role_ids.tolist()
     assert roles[: len(first)] == env.turns[0].prompt_role_ids.tolist()
     assert set(roles[len(first) : kept]) == {ROLES.index("assistant")}
-    assert not np.shares_memory(env.turns[0].prompt_token_ids, env.turns[1].prompt_token_ids)  # it extends nothing
+    assert not np.shares_memory(
+        env.turns[0].prompt_token_ids, env.turns[1].prompt_token_ids
+    )  # it extends nothing
 
 
-async def test_prompt_is_rendered_anew_where_the_renderer_does_not_bridge(tokenizer_path, tokenizer):
-    renderer = build_renderer(RendererConfig(enable_thinking=True, thinking_retention="tool_cycle"), tokenizer_path)
-    env = RendererEnv(message_env=TalkingEnv(turns=2), renderer=renderer, config=RendererEnvConfig())
+async def test_prompt_is_rendered_anew_where_the_renderer_does_not_bridge(
+    tokenizer_path, tokenizer
+):
+    renderer = build_renderer(
+        RendererConfig(enable_thinking=True, thinking_retention="tool_cycle"), tokenizer_path
+    )
+    env = RendererEnv(
+        message_env=TalkingEnv(turns=2), renderer=renderer, config=RendererEnvConfig()
+    )
     await env.initial_prompt()
     step = await stepped(env, completion_of(tokenizer, "<think>\nhmm\n</think>\n\none"))
-    assert step.assistant_message == {"role": "assistant", "content": "one", "reasoning_content": "hmm"}
+    assert step.assistant_message == {
+        "role": "assistant",
+        "content": "one",
+        "reasoning_content": "hmm",
+    }
     assert tokenizer.decode(step.next_prompt_token_ids) == (
         "<|im_start|>user\nstart<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n<|im_start|>user\nmore 1<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
     await env.step_completion(completion_of(tokenizer, "two"))
-    assert set(env.turns[1].prompt_role_ids.tolist()) == {ROLES.index("user"), ROLES.index("assistant"), -1}
+    assert set(env.turns[1].prompt_role_ids.tolist()) == {
+        ROLES.index("user"),
+        ROLES.index("assistant"),
+        -1,
+    }
 
 
 async def test_tool_calls_arrive_in_openai_format(wrap, tokenizer):
@@ -270,7 +362,12 @@ def test_copied_message_shares_nothing_that_can_be_changed():
         def __init__(self):
             self.values = [1]
 
-    message = {"role": "assistant", "content": "x", "tool_calls": [{"id": "a", "function": {"name": "f"}}], "odd": (Odd(),)}
+    message = {
+        "role": "assistant",
+        "content": "x",
+        "tool_calls": [{"id": "a", "function": {"name": "f"}}],
+        "odd": (Odd(),),
+    }
     copy = copied(message)
     copy["tool_calls"][0]["function"]["name"] = copy["content"] = "changed"
     copy["tool_calls"].append({})
@@ -283,7 +380,9 @@ async def test_malformed_tool_call_is_kept_in_the_content_and_marked(wrap, token
     inner = TalkingEnv()
     env = wrap(inner)
     await env.initial_prompt()
-    await env.step_completion(completion_of(tokenizer, 'hm\n<tool_call>\n{"name": "add", "arg\n</tool_call>'))
+    await env.step_completion(
+        completion_of(tokenizer, 'hm\n<tool_call>\n{"name": "add", "arg\n</tool_call>')
+    )
     assert inner.received[0] == {
         "role": "assistant",
         "content": 'hm\n{"name": "add", "arg',
@@ -305,7 +404,11 @@ async def test_env_that_edits_its_messages_does_not_change_the_record(wrap, toke
     env = wrap(Editing())
     await env.initial_prompt()
     step = await stepped(env, completion_of(tokenizer, "one"))
-    assert [message["content"] for message in step.next_prompt_messages] == ["start", "one", "more 1"]
+    assert [message["content"] for message in step.next_prompt_messages] == [
+        "start",
+        "one",
+        "more 1",
+    ]
 
 
 # ---- limits
@@ -316,7 +419,10 @@ async def test_cut_completion_ends_the_rollout_and_the_env_is_not_stepped(wrap, 
     env = wrap(inner)
     await env.initial_prompt()
     step = await stepped(env, completion_of(tokenizer, "half an ans", finish_reason="length"))
-    assert step.status is RolloutStatus.TRUNCATED_LENGTH and step.assistant_message["content"] == "half an ans"
+    assert (
+        step.status is RolloutStatus.TRUNCATED_LENGTH
+        and step.assistant_message["content"] == "half an ans"
+    )
     assert len(env.turns) == 1 and inner.received == [] and inner.closed == 1
 
 
@@ -326,7 +432,9 @@ async def test_max_turns(wrap, tokenizer):
     await env.initial_prompt()
     assert (await stepped(env, completion_of(tokenizer, "one"))).status is RolloutStatus.ONGOING
     step = await stepped(env, completion_of(tokenizer, "two"))
-    assert step.status is RolloutStatus.TRUNCATED_MAX_TURNS and step.env_reward_components == {"steps": 1.0}
+    assert step.status is RolloutStatus.TRUNCATED_MAX_TURNS and step.env_reward_components == {
+        "steps": 1.0
+    }
     assert inner.closed == 1
 
 
@@ -348,7 +456,9 @@ async def test_completion_budget_is_what_the_prompt_leaves(wrap, tokenizer):
 async def test_prompt_that_leaves_no_room_overflows(wrap, tokenizer):
     size = len((await stepped(wrap(TalkingEnv()))).next_prompt_token_ids)
     inner = TalkingEnv(turns=9)
-    assert (await stepped(wrap(inner, max_rollout_tokens=size))).status is RolloutStatus.TRUNCATED_PROMPT_OVERFLOW
+    assert (
+        await stepped(wrap(inner, max_rollout_tokens=size))
+    ).status is RolloutStatus.TRUNCATED_PROMPT_OVERFLOW
     assert inner.closed == 1
     env = wrap(TalkingEnv(turns=9), max_rollout_tokens=size + 3)
     assert (await stepped(env)).status is RolloutStatus.ONGOING and env.max_completion_tokens == 3
@@ -361,7 +471,12 @@ async def test_aborted_completion_keeps_its_tokens(wrap, tokenizer):
     env = wrap(inner)
     await env.initial_prompt()
     step = await stepped(env, completion_of(tokenizer, "one", finish_reason="abort"))
-    assert step.status is RolloutStatus.ABORTED and len(env.turns) == 1 and inner.received == [] and inner.closed == 1
+    assert (
+        step.status is RolloutStatus.ABORTED
+        and len(env.turns) == 1
+        and inner.received == []
+        and inner.closed == 1
+    )
 
 
 # ---- failures
@@ -369,7 +484,9 @@ async def test_aborted_completion_keeps_its_tokens(wrap, tokenizer):
 
 @pytest.mark.parametrize("where", ["reset", "step_message"])
 @pytest.mark.parametrize("failure", FAILURES)
-async def test_failing_env_ends_in_a_status_with_its_cause_and_is_closed_once(wrap, tokenizer, where, failure):
+async def test_failing_env_ends_in_a_status_with_its_cause_and_is_closed_once(
+    wrap, tokenizer, where, failure
+):
     what, status, cause = FAILURES[failure]
     inner = BrokenEnv(where, what)
     env = wrap(inner, step_timeout_s=0.2)
@@ -385,7 +502,10 @@ async def test_failing_env_ends_in_a_status_with_its_cause_and_is_closed_once(wr
 
 def opened_with(content="x", *, tools=()):
     """A ResetOutput of one message with a text, or with one part of that content."""
-    return ResetOutput(messages=[{"role": "user", "content": content if isinstance(content, str) else [content]}], tools=tools)
+    return ResetOutput(
+        messages=[{"role": "user", "content": content if isinstance(content, str) else [content]}],
+        tools=tools,
+    )
 
 
 BAD_TOOLS = [
@@ -395,10 +515,16 @@ BAD_TOOLS = [
     ([{"name": "add"}, "add"], "ResetOutput.tools[1] is str 'add'"),
     ([{"type": "function"}], "ResetOutput.tools[0] has the name NoneType"),
     ([{"type": "function", "function": "add"}], "ResetOutput.tools[0].function is str 'add'"),
-    ([{"name": "add", "parameters": {1, 2}}], "ResetOutput.tools[0] (add) can't be written as JSON"),
+    (
+        [{"name": "add", "parameters": {1, 2}}],
+        "ResetOutput.tools[0] (add) can't be written as JSON",
+    ),
 ]
 BAD_PARTS = [
-    ({"type": "image_url", "image_url": {"url": "x"}}, "messages[0].content[0] is a part of type 'image_url': only text"),
+    (
+        {"type": "image_url", "image_url": {"url": "x"}},
+        "messages[0].content[0] is a part of type 'image_url': only text",
+    ),
     ({"type": "audio"}, "messages[0].content[0] is a part of type 'audio'"),
     ({"type": "thinking", "thinking": "hm"}, "put it into the message's reasoning_content"),
     ({"text": "no type"}, "messages[0].content[0] is a part of type 'None'"),
@@ -417,13 +543,18 @@ BAD_PARTS = [
         (lambda: ResetOutput(messages=[{"role": "usr", "content": "x"}]), "'usr'"),
         (lambda: ResetOutput(messages=[{"role": "user", "content": None}]), "content"),
         (
-            lambda: ResetOutput(messages=[{"role": "user", "content": "x"}, {"role": "developer", "content": "y"}]),
+            lambda: ResetOutput(
+                messages=[{"role": "user", "content": "x"}, {"role": "developer", "content": "y"}]
+            ),
             "dropped message 1",
         ),
         (lambda: ResetOutput(messages=[{"role": "user", "content": "x"}], tools=7), "TypeError"),
         *((lambda tools=tools: opened_with(tools=tools), cause) for tools, cause in BAD_TOOLS),
         *((lambda part=part: opened_with(part), cause) for part, cause in BAD_PARTS),
-        (lambda: opened_with("a\ud800"), "BrokenEnv.reset: ResetOutput.messages[0].content has '\\ud800' at character 1"),
+        (
+            lambda: opened_with("a\ud800"),
+            "BrokenEnv.reset: ResetOutput.messages[0].content has '\\ud800' at character 1",
+        ),
         (
             lambda: opened_with(tools=[{"name": "f", "description": "\udc00"}]),
             "BrokenEnv.reset: ResetOutput.tools[0] has '\\udc00' at character",
@@ -441,7 +572,12 @@ async def test_rubbish_in_reset_is_an_error_that_names_it(wrap, output, cause):
 async def test_text_parts_and_tools_with_and_without_their_wrapping_are_taken(wrap, tokenizer):
     function = {"name": "add", "description": "é", "parameters": {"type": "object"}}
     for tools in ([function], ({"type": "function", "function": function},)):
-        env = wrap(BrokenEnv("reset", lambda tools=tools: opened_with({"type": "text", "text": "é?"}, tools=tools)))
+        env = wrap(
+            BrokenEnv(
+                "reset",
+                lambda tools=tools: opened_with({"type": "text", "text": "é?"}, tools=tools),
+            )
+        )
         step = await stepped(env)
         assert step.status is RolloutStatus.ONGOING, step.error
         prompt = tokenizer.decode(step.next_prompt_token_ids)
@@ -462,12 +598,18 @@ async def test_text_parts_and_tools_with_and_without_their_wrapping_are_taken(wr
             answer_with(reward_components={"r": 1e39}),
             "reward_components['r'] is float '1e+39', want a finite number that float32",
         ),
-        (answer_with(env_messages=[{"role": "user", "content": [{"type": "image"}]}]), "content[0] is a part of type 'image'"),
+        (
+            answer_with(env_messages=[{"role": "user", "content": [{"type": "image"}]}]),
+            "content[0] is a part of type 'image'",
+        ),
         (
             answer_with(env_messages=[{"role": "user", "content": "\udfff"}]),
             "env_messages[0].content has '\\udfff' at character 0",
         ),
-        (answer_with(env_messages=[{"role": "tool", "content": "x", "name": "\udfff"}]), "env_messages[0].name has '\\udfff'"),
+        (
+            answer_with(env_messages=[{"role": "tool", "content": "x", "name": "\udfff"}]),
+            "env_messages[0].name has '\\udfff'",
+        ),
     ],
 )
 async def test_rubbish_in_a_step_is_an_error_that_names_it(wrap, tokenizer, output, cause):
@@ -475,7 +617,12 @@ async def test_rubbish_in_a_step_is_an_error_that_names_it(wrap, tokenizer, outp
     env = wrap(inner)
     await env.initial_prompt()
     step = await stepped(env, completion_of(tokenizer, "one"))
-    assert step.status is RolloutStatus.ERROR and cause in step.error and inner.closed == 1 and len(env.turns) == 1
+    assert (
+        step.status is RolloutStatus.ERROR
+        and cause in step.error
+        and inner.closed == 1
+        and len(env.turns) == 1
+    )
 
 
 async def test_completion_with_uneven_streams_is_an_error_and_no_turn(wrap, tokenizer):
@@ -496,7 +643,10 @@ async def test_log_probability_that_is_not_finite_fails_the_rollout_alone(wrap, 
     completion.logprobs[1] = value
     step = await stepped(env, completion)
     assert step.status is RolloutStatus.ERROR and inner.closed == 1 and env.turns == []
-    assert f"the generator's log-probability of its token 1 is {value}, want a finite number" in step.error
+    assert (
+        f"the generator's log-probability of its token 1 is {value}, want a finite number"
+        in step.error
+    )
 
 
 @pytest.mark.parametrize("where", ["reset", "step_message"])
@@ -571,7 +721,9 @@ async def test_env_that_answers_with_done_as_a_numpy_bool_is_fine(wrap, tokenize
 def test_unknown_renderer_lists_the_known_ones(tokenizer_path):
     with pytest.raises(ConfigError, match="known: .*qwen3, qwen3-vl") as error:
         build_renderer(RendererConfig(name="qwen33"), tokenizer_path)
-    assert {"auto", "qwen3.5", "llama-3", "default"} <= set(error.value.cure.rpartition("known: ")[2].split(", "))
+    assert {"auto", "qwen3.5", "llama-3", "default"} <= set(
+        error.value.cure.rpartition("known: ")[2].split(", ")
+    )
 
 
 def test_renderer_that_does_not_fit_the_tokenizer_is_a_config_error(tokenizer_path, tmp_path):
@@ -593,41 +745,70 @@ def test_texts_that_are_remembered_are_encoded_as_the_tokenizer_does(renderer, t
             encoded = own.encode(text, **options)
             assert encoded == expected
             encoded.append(-1)
-            assert own.encode(text, **options) == expected, "who changes what it got changes nothing that is kept"
-    assert own.encode("user", "pair", add_special_tokens=False) == tokenizer.encode("user", "pair", add_special_tokens=False)
+            assert own.encode(text, **options) == expected, (
+                "who changes what it got changes nothing that is kept"
+            )
+    assert own.encode("user", "pair", add_special_tokens=False) == tokenizer.encode(
+        "user", "pair", add_special_tokens=False
+    )
 
 
-async def test_default_renderer_follows_the_tokenizers_template_and_attributes_no_roles(tokenizer_path, tokenizer, renderer):
+async def test_default_renderer_follows_the_tokenizers_template_and_attributes_no_roles(
+    tokenizer_path, tokenizer, renderer
+):
     default = build_renderer(RendererConfig(name="default"), tokenizer_path)
     assert attributes_roles(renderer) and not attributes_roles(default)
     env = RendererEnv(message_env=TalkingEnv(turns=2), renderer=default, config=RendererEnvConfig())
     first = await stepped(env)
-    assert tokenizer.decode(first.next_prompt_token_ids) == "<|im_start|>user\nstart<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tokenizer.decode(first.next_prompt_token_ids)
+        == "<|im_start|>user\nstart<|im_end|>\n<|im_start|>assistant\n"
+    )
     second = await stepped(env, completion_of(tokenizer, "one"))
-    assert "<|im_start|>assistant\none<|im_end|>\n<|im_start|>user\nmore 1" in tokenizer.decode(second.next_prompt_token_ids)
+    assert "<|im_start|>assistant\none<|im_end|>\n<|im_start|>user\nmore 1" in tokenizer.decode(
+        second.next_prompt_token_ids
+    )
     assert (await stepped(env, completion_of(tokenizer, "two"))).status is RolloutStatus.COMPLETED
-    assert {int(role) for turn in env.turns for role in turn.prompt_role_ids} <= {-1, ROLES.index("assistant")}
+    assert {int(role) for turn in env.turns for role in turn.prompt_role_ids} <= {
+        -1,
+        ROLES.index("assistant"),
+    }
     assert {int(index) for turn in env.turns for index in turn.prompt_message_indices} <= {-1, 1}
 
 
-def test_default_renderer_is_refused_where_it_can_not_do_what_the_config_asks(tokenizer_path, tmp_path):
+def test_default_renderer_is_refused_where_it_can_not_do_what_the_config_asks(
+    tokenizer_path, tmp_path
+):
     with pytest.raises(
-        ConfigError, match="renderer.thinking_retention = 'tool_cycle': .*follows the tokenizer's chat template"
+        ConfigError,
+        match="renderer.thinking_retention = 'tool_cycle': .*follows the tokenizer's chat template",
     ):
-        build_renderer(RendererConfig(name="default", thinking_retention="tool_cycle"), tokenizer_path)
-    shutil.copytree(tokenizer_path, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors", "*.jinja"))
+        build_renderer(
+            RendererConfig(name="default", thinking_retention="tool_cycle"), tokenizer_path
+        )
+    shutil.copytree(
+        tokenizer_path, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors", "*.jinja")
+    )
     settings = tmp_path / "bare" / "tokenizer_config.json"
-    settings.write_text(json.dumps({k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}))
+    settings.write_text(
+        json.dumps(
+            {k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}
+        )
+    )
     with pytest.raises(ConfigError, match="renderer.name = 'default': .*has no chat template"):
         build_renderer(RendererConfig(name="default"), tmp_path / "bare")
 
 
-def test_auto_takes_the_family_whose_prompts_are_the_templates_and_else_the_template(tokenizer_path, tmp_path):
+def test_auto_takes_the_family_whose_prompts_are_the_templates_and_else_the_template(
+    tokenizer_path, tmp_path
+):
     assert renderer_name(build_renderer(RendererConfig(), tokenizer_path)) == "qwen3"
     other = write_model(tmp_path / "chatml", SMOLLM2, template=CHATML)
     renderer = build_renderer(RendererConfig(), other)
     assert renderer_name(renderer) == "default"
-    with pytest.raises(ConfigError, match="renderer.enable_thinking = True: default has no such switch"):
+    with pytest.raises(
+        ConfigError, match="renderer.enable_thinking = True: default has no such switch"
+    ):
         build_renderer(RendererConfig(enable_thinking=True), other)
     with pytest.raises(ConfigError, match="renderer.thinking_retention = 'tool_cycle'"):
         build_renderer(RendererConfig(thinking_retention="tool_cycle"), other)
@@ -674,4 +855,7 @@ async def test_env_of_plain_functions_runs_in_threads_and_the_event_loop_goes_on
 
 async def test_plain_function_that_hangs_is_a_timeout(wrap):
     step = await stepped(wrap(SyncEnv(1.0), step_timeout_s=0.2))
-    assert step.status is RolloutStatus.TIMEOUT and "SyncEnv.reset: no answer within 0.2 s" in step.error
+    assert (
+        step.status is RolloutStatus.TIMEOUT
+        and "SyncEnv.reset: no answer within 0.2 s" in step.error
+    )

@@ -31,7 +31,12 @@ LOOPBACK = "0100007F"
 def test_ranks_that_meet_in_a_file_listen_on_the_loopback_interface_alone(tmp_path):
     words = [sys.executable, "-c", RANK]
     ranks = [
-        subprocess.Popen([*words, str(rank), f"file://{tmp_path}/store"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*words, str(rank), f"file://{tmp_path}/store"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for rank in (0, 1)
     ]
     try:

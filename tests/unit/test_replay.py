@@ -15,7 +15,9 @@ from torchtitan.experiments.rl.errors import ConfigError
 
 
 def replay(count=100, seed=0, **config) -> ExampleReplay:
-    return ExampleReplay.Config(**config).build(dataset=Letters.Config(count=count).build(), seed=seed)
+    return ExampleReplay.Config(**config).build(
+        dataset=Letters.Config(count=count).build(), seed=seed
+    )
 
 
 def stored(strategy) -> set[str]:

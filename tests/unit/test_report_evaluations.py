@@ -13,8 +13,12 @@ from torchtitan.experiments.rl.tools.report.run import ReportedRun
 def runs(tmp_path):
     """Evaluations of versions 0 and 2 and of the final policy; the other run has one with another second example."""
     first, second = small_run(tmp_path / "first"), small_run(tmp_path / "second")
-    record_evaluation(first, "0", {"a": [0, 1], "b": [0.1, 0.2, 0.3], "c": [1], "d": [None], "e": [0]}, step=0)
-    record_evaluation(first, "2", {"a": [1, 1], "b": [0.3, 0.2, 0.1], "c": [0], "d": [1], "e": [0.25]}, step=2)
+    record_evaluation(
+        first, "0", {"a": [0, 1], "b": [0.1, 0.2, 0.3], "c": [1], "d": [None], "e": [0]}, step=0
+    )
+    record_evaluation(
+        first, "2", {"a": [1, 1], "b": [0.3, 0.2, 0.1], "c": [0], "d": [1], "e": [0.25]}, step=2
+    )
     record_evaluation(first, "2.final", {"a": [0, 0]}, step=2)
     record_evaluation(second, "0", {"a": [0, 0.25], "other": [1]}, step=0)
     reported = [ReportedRun(first), ReportedRun(second)]
@@ -30,7 +34,12 @@ def compared(runs):
     client = TestClient(report_app(runs), base_url="http://127.0.0.1")
 
     def compared(before: tuple[int, str], after: tuple[int, str]):
-        query = {"before_run": before[0], "before": before[1], "after_run": after[0], "after": after[1]}
+        query = {
+            "before_run": before[0],
+            "before": before[1],
+            "after_run": after[0],
+            "after": after[1],
+        }
         answer = client.get("/api/changes", params=query)
         return answer.json() | {"code": answer.status_code}
 
@@ -39,7 +48,9 @@ def compared(runs):
 
 
 def test_evaluations_with_records_are_listed_in_their_order(compared):
-    listed = [compared.client.get(f"/api/runs/{n}/page/evaluations").json()["recorded"] for n in (0, 1)]
+    listed = [
+        compared.client.get(f"/api/runs/{n}/page/evaluations").json()["recorded"] for n in (0, 1)
+    ]
     assert [(one["label"], one["version"], one["examples"]) for one in listed[0]] == [
         ("0", 0, 5),
         ("2", 2, 5),
@@ -51,7 +62,9 @@ def test_evaluations_with_records_are_listed_in_their_order(compared):
 def test_an_example_is_won_where_the_mean_reward_of_its_attempts_rose(compared):
     found = compared((0, "0"), (0, "2"))
     assert [(row["example"], row["change"]) for row in found["won"]] == [("a", 0.5), ("e", 0.25)]
-    assert [(row["example"], row["before"]["reward"], row["after"]["reward"]) for row in found["lost"]] == [("c", 1, 0)]
+    assert [
+        (row["example"], row["before"]["reward"], row["after"]["reward"]) for row in found["lost"]
+    ] == [("c", 1, 0)]
     # b has the same three rewards in another order; d has none in the first.
     assert found["counts"] == {"won": 2, "lost": 1, "same": 1} and found["left_out"] == 1
     assert found["chance"] == 1.0
@@ -60,14 +73,21 @@ def test_an_example_is_won_where_the_mean_reward_of_its_attempts_rose(compared):
 def test_each_side_leads_to_its_rollouts(compared):
     row = compared((0, "0"), (0, "2"))["won"][0]
     for side, label, rewards in (("before", "0", [0, 1]), ("after", "2", [1, 1])):
-        pages = [compared.client.get(f"/api/runs/{row[side]['run']}/rollouts/{key}").json() for key in row[side]["keys"]]
-        assert [page["rollout_id"] for page in pages] == [f"validation-sums-0@{label}/{n}" for n in (0, 1)]
+        pages = [
+            compared.client.get(f"/api/runs/{row[side]['run']}/rollouts/{key}").json()
+            for key in row[side]["keys"]
+        ]
+        assert [page["rollout_id"] for page in pages] == [
+            f"validation-sums-0@{label}/{n}" for n in (0, 1)
+        ]
         assert [page["reward"] for page in pages] == rewards
 
 
 def test_examples_of_two_runs_are_compared_where_they_are_the_same(compared):
     found = compared((0, "0"), (1, "0"))
-    assert [(row["example"], row["change"]) for row in found["lost"]] == [("a", -0.375)] and found["won"] == []
+    assert [(row["example"], row["change"]) for row in found["lost"]] == [("a", -0.375)] and found[
+        "won"
+    ] == []
     assert found["left_out"] == 4
 
 

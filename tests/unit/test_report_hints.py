@@ -12,7 +12,9 @@ DONE = {"state": "done", "step": 100, "steps": 100, "silent_s": 1.0}
 
 def steps(value, count=40):
     """``value``: of every step, or a function of the step."""
-    return [(step, float(value(step) if callable(value) else value)) for step in range(1, count + 1)]
+    return [
+        (step, float(value(step) if callable(value) else value)) for step in range(1, count + 1)
+    ]
 
 
 GOOD = {
@@ -32,7 +34,10 @@ GOOD = {
 
 
 def texts(series=None, state=None, ledger=None):
-    return [f"{h.severity}: {h.text} -> {h.field}" for h in hints(GOOD | (series or {}), DONE | (state or {}), ledger or {})]
+    return [
+        f"{h.severity}: {h.text} -> {h.field}"
+        for h in hints(GOOD | (series or {}), DONE | (state or {}), ledger or {})
+    ]
 
 
 def test_a_run_without_faults_has_no_hints():
@@ -43,19 +48,30 @@ def test_a_run_without_faults_has_no_hints():
 @pytest.mark.parametrize(
     ("series", "wanted"),
     [
-        ({"rollout/reward_mean": steps(0.3)}, ["warning: The reward is flat: 0.3 at first, 0.3 now"]),
+        (
+            {"rollout/reward_mean": steps(0.3)},
+            ["warning: The reward is flat: 0.3 at first, 0.3 now"],
+        ),
         (
             {"rollout/reward_mean": steps(lambda s: 0.5 - s / 100)},
             ["warning: The reward falls: 0.47 at its best, 0.12 now"],
         ),
         ({"rollout/reward_mean": steps(0.99)}, []),
         ({"rollout/reward_mean": steps(0.3, 15)}, []),
-        ({"rollout/groups_all_equal": steps(0.9)}, ["warning: 90% of the groups have equal rewards"]),
-        ({"mismatch/share_of_bound_max": steps(0.7)}, ["warning: Trainer and generators disagree: 70% of the bound"]),
+        (
+            {"rollout/groups_all_equal": steps(0.9)},
+            ["warning: 90% of the groups have equal rewards"],
+        ),
+        (
+            {"mismatch/share_of_bound_max": steps(0.7)},
+            ["warning: Trainer and generators disagree: 70% of the bound"],
+        ),
         ({"rl/ratio_capped_fraction": steps(0.0005)}, []),
         (
             {"ref_kl/ratio_capped_fraction": steps(0.015)},
-            ["warning: 1.5% of the tokens have an importance ratio above ratio_max, and teach nothing -> trainer.opt"],
+            [
+                "warning: 1.5% of the tokens have an importance ratio above ratio_max, and teach nothing -> trainer.opt"
+            ],
         ),
         (
             {"mismatch_kl/all": steps(lambda s: 0.01 * s)},
@@ -65,20 +81,36 @@ def test_a_run_without_faults_has_no_hints():
             {"policy/entropy": steps(lambda s: 1.0 if s < 11 else 0.01)},
             ["warning: The entropy has collapsed: 1 nats at first, 0.01"],
         ),
-        ({"rollout/status/truncated_length": steps(0.4)}, ["warning: 40% of the rollouts were cut off"]),
-        ({"perf/generator_0/busy": steps(0.4)}, ["note: Generators idle 60% of the time: the trainer is the slower side"]),
+        (
+            {"rollout/status/truncated_length": steps(0.4)},
+            ["warning: 40% of the rollouts were cut off"],
+        ),
+        (
+            {"perf/generator_0/busy": steps(0.4)},
+            ["note: Generators idle 60% of the time: the trainer is the slower side"],
+        ),
         (
             {"perf/generator_0/busy": steps(0.4), "time/wait_s": steps(0.6)},
-            ["warning: Generators idle 60% of the time, and the trainer waits 60% of a step: slow envs -> rollout_workers"],
+            [
+                "warning: Generators idle 60% of the time, and the trainer waits 60% of a step: slow envs -> rollout_workers"
+            ],
         ),
         ({"time/wait_s": steps(0.8)}, ["note: The trainer waits 80% of a step for rollouts"]),
-        ({"perf/event_loop_lag_max_s": steps(2.5)}, ["warning: Something blocks the event loop for 2.5 s a step"]),
-        ({"restarts/generator_0": steps(lambda s: s // 20)}, ["warning: generator_0 died and was restarted 2 times"]),
+        (
+            {"perf/event_loop_lag_max_s": steps(2.5)},
+            ["warning: Something blocks the event loop for 2.5 s a step"],
+        ),
+        (
+            {"restarts/generator_0": steps(lambda s: s // 20)},
+            ["warning: generator_0 died and was restarted 2 times"],
+        ),
     ],
 )
 def test_each_fault_gives_its_hint(series, wanted):
     found = texts(series)
-    assert len(found) == len(wanted) and all(text.startswith(start) for text, start in zip(found, wanted, strict=True)), found
+    assert len(found) == len(wanted) and all(
+        text.startswith(start) for text, start in zip(found, wanted, strict=True)
+    ), found
 
 
 def test_what_stops_a_run_is_said_first():
@@ -102,11 +134,18 @@ CORPUS = json.loads((Path(__file__).parent / "reward_curves.json").read_text())
 def said_of(case, until):
     """What the hints say after step ``until``."""
     series = {
-        name: [(step, value) for step, value in zip(curve["steps"], curve["values"], strict=True) if step <= until]
+        name: [
+            (step, value)
+            for step, value in zip(curve["steps"], curve["values"], strict=True)
+            if step <= until
+        ]
         for name, curve in case["series"].items()
     }
     state = "done" if until >= case["steps"] else "running"
-    return [hint.text for hint in hints(series, {"state": state, "step": until, "steps": case["steps"]}, {})]
+    return [
+        hint.text
+        for hint in hints(series, {"state": state, "step": until, "steps": case["steps"]}, {})
+    ]
 
 
 def begin_with(texts, wanted):

@@ -37,7 +37,13 @@ def test_what_is_appended_is_read_and_nothing_else(run):
     index.refresh()
     assert ids(index)[-1] == "sums-9/0" and index.rows("SELECT COUNT(*) FROM ledger")[0][0] == 5
     row = dict(index.rows("SELECT * FROM rollouts WHERE rollout_id = 'sums-9/0'")[0])
-    assert (row["reward"], row["step"], row["turns"], row["tokens"], row["outcome"]) == (0.5, 3, 1, 2, "trained")
+    assert (row["reward"], row["step"], row["turns"], row["tokens"], row["outcome"]) == (
+        0.5,
+        3,
+        1,
+        2,
+        "trained",
+    )
 
 
 def test_a_part_of_the_records_at_a_time_gives_the_same(run, monkeypatch):
@@ -49,7 +55,10 @@ def test_a_part_of_the_records_at_a_time_gives_the_same(run, monkeypatch):
     while not index.refresh():
         rounds += 1
     assert len(ids(index)) == 34 and 30 < rounds <= 34
-    assert index.rows("SELECT COUNT(*) FROM ledger")[0][0] == 4 and index.rows("SELECT MAX(step) FROM metrics")[0][0] == 3
+    assert (
+        index.rows("SELECT COUNT(*) FROM ledger")[0][0] == 4
+        and index.rows("SELECT MAX(step) FROM metrics")[0][0] == 3
+    )
 
 
 def test_a_line_that_is_being_written_is_read_when_it_is_whole(run):
@@ -70,7 +79,11 @@ def test_files_that_a_resumed_run_has_cut_back_are_read_again(run):
     index.refresh()
     size = (run / "rollouts.jsonl.gz").stat().st_size
     metrics = run / "metrics.jsonl"
-    metrics.write_text("".join(line for line in metrics.read_text().splitlines(True) if json.loads(line)["step"] <= 1))
+    metrics.write_text(
+        "".join(
+            line for line in metrics.read_text().splitlines(True) if json.loads(line)["step"] <= 1
+        )
+    )
     write_metrics(run, {2: {"rollout/reward_mean": 0.75}}, resume_step=1)
     (run / "rollouts.jsonl.gz").unlink()
     (run / "ledger.jsonl").unlink()
@@ -79,9 +92,20 @@ def test_files_that_a_resumed_run_has_cut_back_are_read_again(run):
     write_ledger(run, [("sums", "sums-0/0", "lost")])
     index.refresh()
     assert ids(index) == [f"sums-{n}/0" for n in range(20)]
-    assert [tuple(row) for row in index.rows("SELECT rollout_id, column_ FROM ledger")] == [("sums-0/0", "lost")]
-    assert [row[0] for row in index.rows("SELECT DISTINCT step FROM metrics ORDER BY step")] == [0, 1, 2]
-    assert index.rows("SELECT value FROM metrics WHERE name = 'rollout/reward_mean' AND step = 2")[0][0] == 0.75
+    assert [tuple(row) for row in index.rows("SELECT rollout_id, column_ FROM ledger")] == [
+        ("sums-0/0", "lost")
+    ]
+    assert [row[0] for row in index.rows("SELECT DISTINCT step FROM metrics ORDER BY step")] == [
+        0,
+        1,
+        2,
+    ]
+    assert (
+        index.rows("SELECT value FROM metrics WHERE name = 'rollout/reward_mean' AND step = 2")[0][
+            0
+        ]
+        == 0.75
+    )
 
 
 def test_a_torn_group_is_passed_over_where_others_follow_and_waited_for_at_the_end(run):
@@ -105,7 +129,10 @@ def test_half_a_character_in_a_record_loses_nothing(run):
     index = ReportedRun(run)
     index.refresh()
     assert ids(index)[-1] == "sums-7/0"
-    assert index.rows("SELECT error FROM rollouts WHERE rollout_id = 'sums-7/0'")[0][0] == "half \\ud800"
+    assert (
+        index.rows("SELECT error FROM rollouts WHERE rollout_id = 'sums-7/0'")[0][0]
+        == "half \\ud800"
+    )
 
 
 def test_a_place_without_a_record_is_a_lookup_error(run):

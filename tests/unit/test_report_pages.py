@@ -34,7 +34,9 @@ def run(tmp_path):
 
 
 def client_of(*runs, **options):
-    return TestClient(report_app(runs, **options), base_url="http://127.0.0.1:8765", follow_redirects=False)
+    return TestClient(
+        report_app(runs, **options), base_url="http://127.0.0.1:8765", follow_redirects=False
+    )
 
 
 @pytest.fixture
@@ -54,7 +56,11 @@ def lines_of(path: Path) -> list[dict]:
 
 
 def test_curves_are_those_of_the_metrics_file(run, get):
-    lines = {name: points for chart in get("page/overview")["charts"] for name, points in chart["lines"].items()}
+    lines = {
+        name: points
+        for chart in get("page/overview")["charts"]
+        for name, points in chart["lines"].items()
+    }
     records = lines_of(run.folder / "metrics.jsonl")
     for name in ("rollout/reward_mean", "policy/entropy", "time/step_s"):
         assert lines[name] == [[r["step"], r[name]] for r in records if name in r]
@@ -69,19 +75,33 @@ def test_a_validation_is_drawn_at_the_version_it_measured(run):
     (chart,) = [chart for chart in page["charts"] if chart["title"] == "Validation"]
     assert chart["lines"]["validation/reward"] == [[0, 0.25], [1, 0.5]]
     rows = client_of(run).get("/api/runs/0/page/evaluations").json()["evaluations"]
-    assert [(row["version"], row["reported"], row["metrics"]["validation/reward"]) for row in rows] == [
+    assert [
+        (row["version"], row["reported"], row["metrics"]["validation/reward"]) for row in rows
+    ] == [
         (0, 0, 0.25),
         (1, 3, 0.5),
     ]
 
 
 def test_the_ledgers_boxes_count_the_lines_of_the_ledger_file(run, get):
-    wanted = Counter((line["task"], line["column"]) for line in lines_of(run.folder / "ledger.jsonl"))
+    wanted = Counter(
+        (line["task"], line["column"]) for line in lines_of(run.folder / "ledger.jsonl")
+    )
     tasks = {task["task"]: task for task in get("page/ledger")["tasks"]}
-    assert {(t, c): n for t, task in tasks.items() for c, n in task["columns"].items()} == dict(wanted)
-    assert (tasks["sums"]["dispatched"], tasks["sums"]["open"], tasks["words"]["dispatched"]) == (3, 1, 2)
+    assert {(t, c): n for t, task in tasks.items() for c, n in task["columns"].items()} == dict(
+        wanted
+    )
+    assert (tasks["sums"]["dispatched"], tasks["sums"]["open"], tasks["words"]["dispatched"]) == (
+        3,
+        1,
+        2,
+    )
     for task, column in wanted:
-        assert get(f"rollouts?task={task}&outcome={column}")["total"] == wanted[task, column] == tasks[task]["recorded"][column]
+        assert (
+            get(f"rollouts?task={task}&outcome={column}")["total"]
+            == wanted[task, column]
+            == tasks[task]["recorded"][column]
+        )
 
 
 @pytest.mark.parametrize(
@@ -110,13 +130,23 @@ def test_filters_choose_rollouts(get, query, found):
 def test_a_rollout_is_a_conversation_with_its_credit(get):
     key = get("rollouts?text=eight")["rows"][0]["key"]
     page = get(f"rollouts/{key}")
-    assert [m["role"] for m in page["turns"][0]["messages"]] == ["system", "user"] and page["turns"][0]["reply"][
-        "text"
-    ] == "eight"
-    assert page["reward_components"] == {"right": 0.0} and page["advantage"] == {"min": -0.5, "mean": -0.5, "max": -0.5}
-    assert page["samples"] == [{"tokens": 5, "trained": 2}] and page["example"] == {"sample_id": "s", "env_input": "[3, 4]"}
+    assert [m["role"] for m in page["turns"][0]["messages"]] == ["system", "user"] and page[
+        "turns"
+    ][0]["reply"]["text"] == "eight"
+    assert page["reward_components"] == {"right": 0.0} and page["advantage"] == {
+        "min": -0.5,
+        "mean": -0.5,
+        "max": -0.5,
+    }
+    assert page["samples"] == [{"tokens": 5, "trained": 2}] and page["example"] == {
+        "sample_id": "s",
+        "env_input": "[3, 4]",
+    }
     group = get(f"groups/{page['place']}")
-    assert [member["reward"] for member in group["members"]] == [1.0, 0.0] and (group["mean"], group["std"]) == (0.5, 0.5)
+    assert [member["reward"] for member in group["members"]] == [1.0, 0.0] and (
+        group["mean"],
+        group["std"],
+    ) == (0.5, 0.5)
     assert group["members"][0]["advantage"] == {"min": 0.5, "mean": 0.625, "max": 0.75}
     filtered = get("rollouts/" + get("rollouts?outcome=filtered")["rows"][0]["key"])
     assert filtered["advantage_is"] == "Dropped by the pre_batch_filters entry zero_advantage."
@@ -126,9 +156,16 @@ def test_tokens_have_their_streams(get):
     page = get(f"rollouts/{get('rollouts?task=sums')['rows'][0]['key']}/tokens")
     assert page["ids"] == [1, 2, 3, 4, 5] and page["texts"] is None
     streams = page["streams"]
-    assert streams["generator_logprobs"] == [0, 0, 0, -0.5, -0.25] and streams["policy_versions"] == [-1, -1, -1, 2, 3]
-    assert streams["advantages"] == [0, 0, 0, 0.5, 0.75] and streams["loss_mask"] == [False] * 3 + [True] * 2
-    assert streams["role_ids"] == ["system", "user", None, "assistant", "assistant"] and streams["rl_weights"] == [
+    assert streams["generator_logprobs"] == [0, 0, 0, -0.5, -0.25] and streams[
+        "policy_versions"
+    ] == [-1, -1, -1, 2, 3]
+    assert (
+        streams["advantages"] == [0, 0, 0, 0.5, 0.75]
+        and streams["loss_mask"] == [False] * 3 + [True] * 2
+    )
+    assert streams["role_ids"] == ["system", "user", None, "assistant", "assistant"] and streams[
+        "rl_weights"
+    ] == [
         0,
         0,
         0,
@@ -146,18 +183,31 @@ def test_the_ratio_of_trainer_and_generator_is_that_of_sampled_tokens(run, get):
     page = get(f"rollouts/{get('rollouts?group=ratio-0')['rows'][0]['key']}/tokens")
     assert page["streams"]["ratio"] == [None, None, None, pytest.approx(2), 0]
     assert page["streams"]["trainer_logprobs"][3:] == [pytest.approx(0.1931, abs=1e-4), -1000]
-    assert "ratio" not in get(f"rollouts/{get('rollouts?task=words')['rows'][0]['key']}/tokens")["streams"]
+    assert (
+        "ratio"
+        not in get(f"rollouts/{get('rollouts?task=words')['rows'][0]['key']}/tokens")["streams"]
+    )
 
 
 def test_hostile_and_huge_texts_arrive_as_data(run):
     record(
-        run.folder, [[rollout("bad-0", 0, reward=1.0, reply=HOSTILE), rollout("bad-0", 1, reward=1.0, reply="x" * 2**20)]], {}
+        run.folder,
+        [
+            [
+                rollout("bad-0", 0, reward=1.0, reply=HOSTILE),
+                rollout("bad-0", 1, reward=1.0, reply="x" * 2**20),
+            ]
+        ],
+        {},
     )
     run.refresh()
     client = client_of(run)
     row, huge = client.get("/api/runs/0/rollouts?group=bad-0").json()["rows"]
     answer = client.get(f"/api/runs/0/rollouts/{row['key']}")
-    assert answer.headers["content-type"] == "application/json" and answer.headers["x-content-type-options"] == "nosniff"
+    assert (
+        answer.headers["content-type"] == "application/json"
+        and answer.headers["x-content-type-options"] == "nosniff"
+    )
     assert answer.json()["turns"][0]["reply"]["text"] == HOSTILE
     answer = client.get(f"/api/runs/0/rollouts/{huge['key']}")
     assert len(answer.content) < 50_000 and "1,028,576 characters more" in answer.text
@@ -173,27 +223,40 @@ def test_scripts_make_no_html_from_texts():
     for path in STATIC.iterdir():
         text = path.read_text()
         assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|https?://(?!www\.w3)", text
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|https?://(?!www\.w3)",
+            text,
         )
 
 
 def test_every_answer_has_a_policy_that_runs_no_script_of_a_text(run):
     for path in ("/", *(f"/{path.name}" for path in STATIC.iterdir()), "/api/runs", "/nowhere"):
         policy = client_of(run).get(path).headers["content-security-policy"]
-        assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy and "unsafe" not in policy
+        assert (
+            "default-src 'none'; script-src 'self'; style-src 'self'" in policy
+            and "unsafe" not in policy
+        )
     page = exported([run], sample=1)
     script, style = (
         re.search(r"<script>(.*)</script>", page, re.DOTALL)[1],
         re.search(r"<style>(.*)</style>", page, re.DOTALL)[1],
     )
     for kind, text in (("script", script), ("style", style)):
-        assert f"{kind}-src 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" in page
+        assert (
+            f"{kind}-src 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+            in page
+        )
 
 
 def test_no_path_leads_out_of_the_run(run, tmp_path):
     (tmp_path / "secret.json").write_text("the secret")
     client = client_of(run)
-    for place in ("/{}", "/api/runs/{}", "/api/runs/0/page/{}", "/api/runs/0/traces/{}", "/api/runs/0/rollouts/{}"):
+    for place in (
+        "/{}",
+        "/api/runs/{}",
+        "/api/runs/0/page/{}",
+        "/api/runs/0/traces/{}",
+        "/api/runs/0/rollouts/{}",
+    ):
         for name in (
             "../../secret.json",
             "..%2f..%2fsecret.json",
@@ -209,9 +272,21 @@ def test_no_path_leads_out_of_the_run(run, tmp_path):
 
 def test_no_value_of_a_filter_breaks_the_list(run):
     client = client_of(run)
-    for field in "task step status outcome group min_reward max_reward text sort limit offset".split():
-        for value in ("../../secret.json", "x" * 2000, "1e999", "9" * 40, "\x00", "\ud800", "'; DROP TABLE rollouts; --"):
-            answer = client.get("/api/runs/0/rollouts", params={field: value.encode("utf-8", "surrogatepass")})
+    for (
+        field
+    ) in "task step status outcome group min_reward max_reward text sort limit offset".split():
+        for value in (
+            "../../secret.json",
+            "x" * 2000,
+            "1e999",
+            "9" * 40,
+            "\x00",
+            "\ud800",
+            "'; DROP TABLE rollouts; --",
+        ):
+            answer = client.get(
+                "/api/runs/0/rollouts", params={field: value.encode("utf-8", "surrogatepass")}
+            )
             assert answer.status_code in (200, 422), (field, value)
     assert client.get("/api/runs/0/rollouts").json()["total"] == 4
 
@@ -238,7 +313,11 @@ def test_with_a_token_nothing_is_answered_without_it(run):
     client = client_of(run, token="right")
     assert client.get("/api/runs").status_code == client.get("/?token=wrong").status_code == 401
     opened = client.get("/?token=right")
-    assert opened.status_code == 303 and opened.headers["location"] == "/" and "HttpOnly" in opened.headers["set-cookie"]
+    assert (
+        opened.status_code == 303
+        and opened.headers["location"] == "/"
+        and "HttpOnly" in opened.headers["set-cookie"]
+    )
     assert client.get("/api/runs").status_code == 200
     other = client_of(run, token="right")
     other.cookies.set("report-token", "wrong")
@@ -256,7 +335,9 @@ def test_several_runs_show_the_fields_that_differ(run, tmp_path):
     (other / "config.json").write_text(json.dumps(config))
     second = ReportedRun(other)
     answer = client_of(run, second).get("/api/runs").json()
-    assert answer["config"] == {"new": [None, "[1]"], "seed": [7, 8]} and [r["name"] for r in answer["runs"]] == [
+    assert answer["config"] == {"new": [None, "[1]"], "seed": [7, 8]} and [
+        r["name"] for r in answer["runs"]
+    ] == [
         "run",
         "other",
     ]
@@ -275,7 +356,9 @@ def test_states_follow_the_files_and_the_lock(run, tmp_path):
         assert is_locked(run.folder / ".lock") and run.state()["state"] == "running"
         os.utime(run.folder / "metrics.jsonl", (0, 0))
         page = client_of(run).get("/api/runs/0/page/overview").json()
-        assert page["state"]["state"] == "stalled" and page["hints"][0]["text"].startswith("Stalled")
+        assert page["state"]["state"] == "stalled" and page["hints"][0]["text"].startswith(
+            "Stalled"
+        )
     assert not is_locked(run.folder / ".lock")
 
 
@@ -297,4 +380,6 @@ def test_records_of_before_a_run_of_any_kind_are_read_as_they_are(run):
     with gzip.open(run.folder / "rollouts.jsonl.gz") as file:
         lines = file.read().splitlines()
     rows = client_of(run).get("/api/runs/0/rollouts?sort=oldest").json()["rows"]
-    assert [client_of(run).get(f"/api/runs/0/rollouts/{row['key']}/raw").content for row in rows] == lines
+    assert [
+        client_of(run).get(f"/api/runs/0/rollouts/{row['key']}/raw").content for row in rows
+    ] == lines

@@ -6,7 +6,12 @@ import pytest
 
 from tests.unit.report_runs import small_run, write_metrics
 from torchtitan.experiments.rl.operations import supervision
-from torchtitan.experiments.rl.tools.report.pages import DEATHS, LOG_BYTES, MOST_CHARACTERS, timeline
+from torchtitan.experiments.rl.tools.report.pages import (
+    DEATHS,
+    LOG_BYTES,
+    MOST_CHARACTERS,
+    timeline,
+)
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
 OURS = "torchtitan.experiments.rl.operations."
@@ -42,13 +47,20 @@ def test_deaths_hangs_and_errors_are_events_the_newest_first(run):
     log(run, "controller", (3, "INFO", DEATHS, died), (1, "INFO", OURS + "assembly", "agree"))
     paused = "this process was paused for 10 s: the limits of the others start from zero"
     log(run, "controller", (1, "INFO", OURS + "supervision", paused))
-    log(run, "generator-0", (2, "WARNING", "vllm.platform", "slow"), (4, "ERROR", "vllm.engine", "out of memory"))
+    log(
+        run,
+        "generator-0",
+        (2, "WARNING", "vllm.platform", "slow"),
+        (4, "ERROR", "vllm.engine", "out of memory"),
+    )
     found = timeline(run)
     assert [(event["process"], event["text"]) for event in found["events"]] == [
         ("generator-0", "out of memory"),
         ("controller", died),
     ]
-    assert [(p["process"], p["warnings"], p["errors"], p["last"][17:19]) for p in found["processes"]] == [
+    assert [
+        (p["process"], p["warnings"], p["errors"], p["last"][17:19]) for p in found["processes"]
+    ] == [
         ("controller", 0, 0, "01"),
         ("generator-0", 1, 1, "04"),
     ]
@@ -56,7 +68,11 @@ def test_deaths_hangs_and_errors_are_events_the_newest_first(run):
 
 def test_use_is_that_of_the_metrics(run):
     names = ("perf/generator_0/busy", "perf/trainer_rank_1/busy")
-    write_metrics(run.folder, {4: dict(zip(names, (0.25, 0.5), strict=True)), 5: {names[0]: 0.75}}, resume_step=3)
+    write_metrics(
+        run.folder,
+        {4: dict(zip(names, (0.25, 0.5), strict=True)), 5: {names[0]: 0.75}},
+        resume_step=3,
+    )
     log(run, "generator-0", (0, "INFO", "x", ""))
     log(run, "trainer-1", (0, "INFO", "x", ""))
     run.refresh()
@@ -67,11 +83,16 @@ def test_use_is_that_of_the_metrics(run):
 def test_a_key_of_the_config_is_in_no_event(run):
     log(run, "controller", (0, "ERROR", "httpx", "401 for key sk-1, " + "x" * 5000))
     (event,) = timeline(run)["events"]
-    assert event["text"].startswith("401 for key (hidden), xxx") and len(event["text"]) == MOST_CHARACTERS
+    assert (
+        event["text"].startswith("401 for key (hidden), xxx")
+        and len(event["text"]) == MOST_CHARACTERS
+    )
 
 
 def test_torn_and_foreign_lines_are_passed_over_and_the_end_of_a_long_log_is_read(run):
-    (run.folder / "logs/controller.jsonl").write_text("[]\n7\n\xff\nnull\n{}\n" + "x" * LOG_BYTES + "\n")
+    (run.folder / "logs/controller.jsonl").write_text(
+        "[]\n7\n\xff\nnull\n{}\n" + "x" * LOG_BYTES + "\n"
+    )
     log(run, "controller", (1, "ERROR", OURS + "actor", "the last"))
     with (run.folder / "logs/controller.jsonl").open("a") as file:
         file.write('{"time": "torn')

@@ -39,12 +39,16 @@ NAME = "rl_grpo_qwen3_debug"
 ROOT = Path(__file__).parents[2]
 
 
-def make_run(run_dir: Path, *overrides: str, steps=(20, 40), started: float = 1.0, config: str = NAME) -> Path:
+def make_run(
+    run_dir: Path, *overrides: str, steps=(20, 40), started: float = 1.0, config: str = NAME
+) -> Path:
     """A run folder as a run leaves it: its command, its config, its checkpoints."""
     run_dir.mkdir(parents=True)
     made = load_config(parse_command(["--config", config, *overrides]))
     (run_dir / "config.json").write_text(json.dumps(resolved_config(made)))
-    saved = SavedCommand(config_name=config, module=DEFAULT_MODULE, overrides=list(overrides), started=started)
+    saved = SavedCommand(
+        config_name=config, module=DEFAULT_MODULE, overrides=list(overrides), started=started
+    )
     saved.model_files = files_of_models(made)
     save_command(run_dir, saved)
     folder = CheckpointFolder(run_dir, keep=9)
@@ -88,7 +92,9 @@ def test_a_folder_alone_is_enough_and_brings_the_runs_own_command(resumed, tmp_p
 
 def test_overrides_come_after_the_runs_own_and_are_kept_for_the_next_resume(resumed, tmp_path):
     run = make_run(tmp_path / "run", "--steps", "77")
-    config, _, out = resumed("--resume", str(run), "--steps", "90", "--trainer.ranks", "2", "--validation.every", "5")
+    config, _, out = resumed(
+        "--resume", str(run), "--steps", "90", "--trainer.ranks", "2", "--validation.every", "5"
+    )
     assert (config.steps, config.trainer.ranks) == (90, 2)
     changed = [line for line in out.splitlines() if line.startswith("changed")]
     assert changed == [
@@ -108,8 +114,15 @@ def test_a_schedule_that_more_steps_stretch_is_said_with_both_rates(resumed, tmp
         pytest.approx(1 - 19 / 20), pytest.approx(1 - 20 / 24), 0.0, 0.5
     ]  # fmt: skip
     run = make_run(tmp_path / "run", "--steps", "40", "--trainer.optimizer.lr", "1e-3")
-    (line,) = [line for line in resumed("--resume", str(run), "--steps", "90")[2].splitlines() if line.startswith("schedule")]
-    assert f"goes from {1e-3 * (1 - 29 / 30):.3g} at step 40 to {1e-3 * (1 - 30 / 80):.3g} at step 41" in line
+    (line,) = [
+        line
+        for line in resumed("--resume", str(run), "--steps", "90")[2].splitlines()
+        if line.startswith("schedule")
+    ]
+    assert (
+        f"goes from {1e-3 * (1 - 29 / 30):.3g} at step 40 to {1e-3 * (1 - 30 / 80):.3g} at step 41"
+        in line
+    )
     assert "one of 90 steps" in line
 
 
@@ -122,28 +135,41 @@ def test_a_checkpoint_in_a_run_can_be_named(resumed, tmp_path):
     run = make_run(tmp_path / "run")
     for named in (run / "checkpoints/step-000020", run / "checkpoints/../checkpoints/step-000020/"):
         assert resumed("--resume", str(named))[1].resume_from == run / "checkpoints/step-000020"
-    assert resumed("--resume", str(run / "checkpoints"))[1].resume_from == run / "checkpoints/step-000040"
+    assert (
+        resumed("--resume", str(run / "checkpoints"))[1].resume_from
+        == run / "checkpoints/step-000040"
+    )
 
 
-def test_a_damaged_newest_checkpoint_is_refused_by_name_and_the_one_before_is_used(resumed, tmp_path):
+def test_a_damaged_newest_checkpoint_is_refused_by_name_and_the_one_before_is_used(
+    resumed, tmp_path
+):
     run = make_run(tmp_path / "run")
     (run / "checkpoints/step-000040/state").write_text("50")
     _, start, out = resumed("--resume", str(run))
     assert start.resume_from == run / "checkpoints/step-000020"
-    assert out.splitlines()[0].startswith(f"refused     checkpoint {run}/checkpoints/step-000040 is damaged: ")
+    assert out.splitlines()[0].startswith(
+        f"refused     checkpoint {run}/checkpoints/step-000040 is damaged: "
+    )
     assert "step-000040/state has other bytes than were written" in out
 
 
-def test_a_newest_checkpoint_without_its_manifest_is_named_and_the_one_before_is_used(resumed, refused, tmp_path):
+def test_a_newest_checkpoint_without_its_manifest_is_named_and_the_one_before_is_used(
+    resumed, refused, tmp_path
+):
     run = make_run(tmp_path / "run")
     (run / "checkpoints/step-000040/manifest.json").unlink()
     _, start, out = resumed("--resume", str(run))
     assert start.resume_from == run / "checkpoints/step-000020"
-    assert out.splitlines()[0].startswith(f"refused     checkpoint {run}/checkpoints/step-000040 is damaged: ")
+    assert out.splitlines()[0].startswith(
+        f"refused     checkpoint {run}/checkpoints/step-000040 is damaged: "
+    )
     assert "step-000040/manifest.json is missing" in out.splitlines()[0]
 
 
-def test_a_run_whose_command_and_config_a_power_failure_emptied_is_resumed_with_its_checkpoints_copies(resumed, tmp_path):
+def test_a_run_whose_command_and_config_a_power_failure_emptied_is_resumed_with_its_checkpoints_copies(
+    resumed, tmp_path
+):
     run = make_run(tmp_path / "run", "--steps", "77")
     folder = CheckpointFolder(run, keep=9)
     partial = folder.begin(60)
@@ -164,14 +190,21 @@ def test_a_forged_checkpoint_is_refused_in_one_line(refused, tmp_path, words):
     trainer.mkdir(parents=True)
     (trainer / ".metadata").write_bytes(pickle.dumps(eval))
     folder.commit(20)
-    assert "step-20/.metadata names builtins.eval, which no checkpoint needs" in refused(*words, str(run))
+    assert "step-20/.metadata names builtins.eval, which no checkpoint needs" in refused(
+        *words, str(run)
+    )
 
 
-def test_auto_takes_the_run_of_the_config_that_was_started_last_or_starts_a_new_one(resumed, tmp_path):
+def test_auto_takes_the_run_of_the_config_that_was_started_last_or_starts_a_new_one(
+    resumed, tmp_path
+):
     outputs = tmp_path / "outputs"
     words = ("--config", NAME, "--resume", "auto", "--output-dir", str(outputs))
     _, start, out = resumed(*words)
-    assert start.resume_from is None and out == f"no run of {NAME} in {outputs} has a checkpoint: a new run starts\n"
+    assert (
+        start.resume_from is None
+        and out == f"no run of {NAME} in {outputs} has a checkpoint: a new run starts\n"
+    )
     assert Path(start.run_dir).parent == outputs
     shutil.rmtree(outputs)
     make_run(outputs / "b", started=5.0)
@@ -182,14 +215,18 @@ def test_auto_takes_the_run_of_the_config_that_was_started_last_or_starts_a_new_
 
 
 @pytest.mark.parametrize("saved_in", ["policy", "checkpoint"], ids=["", "an older run"])
-def test_a_run_that_is_complete_has_nothing_to_do_but_to_remove_what_it_left(resumed, tmp_path, monkeypatch, saved_in):
+def test_a_run_that_is_complete_has_nothing_to_do_but_to_remove_what_it_left(
+    resumed, tmp_path, monkeypatch, saved_in
+):
     monkeypatch.setattr(temporary, "_parent", lambda: tmp_path)
     (tmp_path / "torchtitan-rl-killed").mkdir()
     run = make_run(tmp_path / "run", "--steps", "40")
     assert resumed("--resume", str(run))[1] is not None  # its policy is not saved yet
     (run / saved_in / "step-40").mkdir(parents=True)
     config, start, out = resumed("--resume", str(run))
-    assert config is None and out.endswith("the run has taken its 40 steps; a higher --steps goes on\n")
+    assert config is None and out.endswith(
+        "the run has taken its 40 steps; a higher --steps goes on\n"
+    )
     assert not (tmp_path / "torchtitan-rl-killed").exists()
     assert resumed("--resume", str(run), "--steps", "41")[1] is not None
 
@@ -198,21 +235,40 @@ def test_a_dry_run_of_a_resume_changes_nothing(command, tmp_path):
     run = make_run(tmp_path / "run")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     code, out, err = command("--resume", str(run), "--steps", "200", "--dry-run")
-    assert (code, err) == (0, "") and "resumed     step 40" in out and "steps = 200 (was 100)" in out and "memory" in out
-    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert (
+        (code, err) == (0, "")
+        and "resumed     step 40" in out
+        and "steps = 200 (was 100)" in out
+        and "memory" in out
+    )
+    after = {
+        path: path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
     assert after == before
 
 
 # ---- a run as a model
 
 
-@pytest.mark.parametrize("policies", [["policy/step-9", "policy/step-20"], ["checkpoint/step-9", "checkpoint/step-20"]])
-def test_a_runs_folder_is_its_newest_policy_and_a_checkpoint_the_policy_of_its_step(tmp_path, policies):
+@pytest.mark.parametrize(
+    "policies", [["policy/step-9", "policy/step-20"], ["checkpoint/step-9", "checkpoint/step-20"]]
+)
+def test_a_runs_folder_is_its_newest_policy_and_a_checkpoint_the_policy_of_its_step(
+    tmp_path, policies
+):
     run = make_run(tmp_path / "run")
     for policy in policies:
         (run / policy).mkdir(parents=True)
     older, newest = (str(run / policy) for policy in policies)
-    for given in (run, run / "checkpoints", run / "checkpoints/step-000020", run / policies[1], Path(newest).parent):
+    for given in (
+        run,
+        run / "checkpoints",
+        run / "checkpoints/step-000020",
+        run / policies[1],
+        Path(newest).parent,
+    ):
         assert model_folder(str(given)) == newest
     assert model_folder(older) == older
     with pytest.raises(ConfigError, match=f"export {run}/checkpoints/step-000040 --to FOLDER$"):
@@ -220,7 +276,10 @@ def test_a_runs_folder_is_its_newest_policy_and_a_checkpoint_the_policy_of_its_s
 
 
 def test_a_run_without_a_policy_is_told_how_to_make_one(tmp_path):
-    with pytest.raises(ConfigError, match="no policy was saved there; this makes one of the checkpoint: .*/step-000040 --to F"):
+    with pytest.raises(
+        ConfigError,
+        match="no policy was saved there; this makes one of the checkpoint: .*/step-000040 --to F",
+    ):
         model_folder(str(make_run(tmp_path / "run")))
     with pytest.raises(ConfigError, match="neither a policy nor a checkpoint"):
         model_folder(str(make_run(tmp_path / "young", steps=())))
@@ -230,7 +289,9 @@ def test_a_run_without_a_policy_is_told_how_to_make_one(tmp_path):
 def test_a_policy_in_place_of_a_checkpoint_is_named(tmp_path, option):
     run = make_run(tmp_path / "run")
     (run / "policy/step-40").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=f"a hub folder already: --model takes it as it is, and the run is {run}$"):
+    with pytest.raises(
+        ConfigError, match=f"a hub folder already: --model takes it as it is, and the run is {run}$"
+    ):
         _located(str(run / "policy/step-40"), option)
 
 
@@ -239,7 +300,9 @@ def test_a_run_named_as_the_model_brings_its_config_and_its_overrides(tmp_path):
     (run / "policy/step-40").mkdir(parents=True)
     options, command = parse_options(["--model", str(run / "policy/step-40"), "--attempts", "2"])
     assert command.config_name == NAME and command.overrides == ["--validation.examples", "8"]
-    with pytest.raises(ConfigError, match="name a config, or a run as --model; .* --list prints the configs"):
+    with pytest.raises(
+        ConfigError, match="name a config, or a run as --model; .* --list prints the configs"
+    ):
         parse_options(["--model", str(tmp_path)])
 
 
@@ -247,27 +310,48 @@ def test_a_run_named_as_the_model_brings_its_config_and_its_overrides(tmp_path):
 
 
 REFUSED = {
-    "nowhere": (lambda run: ["--resume", str(run / "nowhere")], "no such folder; name a run's folder, or a checkpoint in it"),
+    "nowhere": (
+        lambda run: ["--resume", str(run / "nowhere")],
+        "no such folder; name a run's folder, or a checkpoint in it",
+    ),
     "empty": (lambda run: ["--resume", ""], "--resume = '': no such folder"),
     "no run": (lambda run: ["--resume", str(run.parent)], "holds no run that can be resumed"),
     "auto without a config": (lambda run: ["--resume", "auto"], "--config", "name a config"),
-    "another folder": (lambda run: ["--resume", str(run), "--run-dir", "x"], "--run-dir = 'x': a resumed run has its own"),
-    "other weights": (lambda run: ["--resume", str(run), "--init-from", "x"], "--init-from = 'x': a resumed run has its own"),
+    "another folder": (
+        lambda run: ["--resume", str(run), "--run-dir", "x"],
+        "--run-dir = 'x': a resumed run has its own",
+    ),
+    "other weights": (
+        lambda run: ["--resume", str(run), "--init-from", "x"],
+        "--init-from = 'x': a resumed run has its own",
+    ),
     "seed": (
         lambda run: ["--resume", str(run), "--seed", "3"],
         "seed = 3: the run that is resumed has 0: keep it, or start a new",
     ),
-    "data": (lambda run: ["--resume", str(run), "--tasks.sum-digits.dataset.count", "9"], "dataset.count = 9", "has 10000"),
-    "another config": (lambda run: ["--resume", str(run), "--config", "rl_echo_qwen3_debug"], "the run that is resumed has"),
+    "data": (
+        lambda run: ["--resume", str(run), "--tasks.sum-digits.dataset.count", "9"],
+        "dataset.count = 9",
+        "has 10000",
+    ),
+    "another config": (
+        lambda run: ["--resume", str(run), "--config", "rl_echo_qwen3_debug"],
+        "the run that is resumed has",
+    ),
     "a checkpoint that is none": (
         lambda run: ["--resume", str(run / "checkpoints/step-000099")],
         "step-000099': no such folder",
     ),
-    "weights of nothing": (lambda run: ["--config", NAME, "--init-from", str(run.parent)], "it has no complete checkpoint"),
+    "weights of nothing": (
+        lambda run: ["--config", NAME, "--init-from", str(run.parent)],
+        "it has no complete checkpoint",
+    ),
 }
 
 
-@pytest.mark.parametrize("words, parts", [(words, parts) for words, *parts in REFUSED.values()], ids=REFUSED)
+@pytest.mark.parametrize(
+    "words, parts", [(words, parts) for words, *parts in REFUSED.values()], ids=REFUSED
+)
 def test_what_can_not_be_resumed_is_one_line(refused, tmp_path, words, parts):
     err = refused(*words(make_run(tmp_path / "runs" / "run")))
     for part in parts:
@@ -284,7 +368,9 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(refused, tmp_path):
 def test_a_run_that_runs_is_not_resumed(refused, tmp_path):
     run = make_run(tmp_path / "runs/run")
     with lock_run_folder(run, field="test"):
-        assert f"process {os.getpid()} runs in it: wait until it ends, or stop it" in refused("--resume", str(run))
+        assert f"process {os.getpid()} runs in it: wait until it ends, or stop it" in refused(
+            "--resume", str(run)
+        )
 
 
 def test_a_lock_ends_with_its_process(tmp_path):
@@ -294,7 +380,9 @@ def test_a_lock_ends_with_its_process(tmp_path):
         "lock = lock_run_folder(Path(sys.argv[1]), field='x'); print('locked', flush=True); input()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdout.readline() == "locked\n"
         with pytest.raises(ConfigError, match=f"process {other.pid} runs in it"):
             lock_run_folder(tmp_path, field="--resume")
@@ -308,14 +396,18 @@ def test_a_folder_with_a_run_says_how_to_resume_it(command, tmp_path):
     code, _, err = command("--config", NAME, "--run-dir", str(run))
     assert code == 2
     assert_one_line(err, "holds files already", f"--resume {run} goes on with the run in it")
-    code, _, err = command("--config", NAME, "--run-dir", str(make_run(tmp_path / "killed early", steps=())))
+    code, _, err = command(
+        "--config", NAME, "--run-dir", str(make_run(tmp_path / "killed early", steps=()))
+    )
     assert code == 2 and "holds files already" in err and "--resume" not in err
 
 
 # ---- models and other weights
 
 
-def test_a_model_that_lies_elsewhere_now_is_the_same_and_one_with_other_files_is_not(resumed, refused, tmp_path):
+def test_a_model_that_lies_elsewhere_now_is_the_same_and_one_with_other_files_is_not(
+    resumed, refused, tmp_path
+):
     run = make_run(tmp_path / "runs/run")
     config = load_config(parse_command(["--config", NAME]))
     moved = tmp_path / "moved_model"
@@ -327,14 +419,21 @@ def test_a_model_that_lies_elsewhere_now_is_the_same_and_one_with_other_files_is
     assert "its config.json is not the one the run began with" in refused("--resume", str(run))
     (moved / "config.json").write_text(json.dumps(hub, indent=3))
     other = make_run(tmp_path / "runs/other")
-    assert "model.hf_assets_path" in refused("--resume", str(other), "--model.hf-assets-path", str(moved))
+    assert "model.hf_assets_path" in refused(
+        "--resume", str(other), "--model.hf-assets-path", str(moved)
+    )
 
 
 def test_a_new_run_begins_with_the_weights_of_another(resumed, tmp_path):
     run = make_run(tmp_path / "run")
-    _, start, out = resumed("--config", NAME, "--seed", "5", "--init-from", str(run), "--run-dir", str(tmp_path / "new"))
+    _, start, out = resumed(
+        "--config", NAME, "--seed", "5", "--init-from", str(run), "--run-dir", str(tmp_path / "new")
+    )
     assert (start.init_from, start.resume_from) == (run / "checkpoints/step-000040", None)
-    assert start.run_dir == str(tmp_path / "new") and out == f"weights     of {run}/checkpoints/step-000040\n"
+    assert (
+        start.run_dir == str(tmp_path / "new")
+        and out == f"weights     of {run}/checkpoints/step-000040\n"
+    )
 
 
 # ---- every field may change or may not
@@ -399,11 +498,21 @@ def test_a_field_of_a_users_own_class_may_not_change_unless_it_says_so():
         workers: Changeable[int] = 1
 
     changes = compare({**resolved_config(Own()), "path": "b", "workers": 2, "gone": 3}, Own())
-    assert [(change.field, change.allowed) for change in changes] == [("path", False), ("workers", True), ("gone", False)]
+    assert [(change.field, change.allowed) for change in changes] == [
+        ("path", False),
+        ("workers", True),
+        ("gone", False),
+    ]
 
 
 def test_configs_are_compared_field_by_field():
-    saved = {"class": "Run", "steps": 1, "tasks": {"a": {"class": "A", "x": 1}}, "filters": [{"class": "F", "n": 1}], "old": 0}
+    saved = {
+        "class": "Run",
+        "steps": 1,
+        "tasks": {"a": {"class": "A", "x": 1}},
+        "filters": [{"class": "F", "n": 1}],
+        "old": 0,
+    }
     new = copy.deepcopy(saved)
     assert compare(saved, new) == []
     new["filters"][0]["n"] = 2

@@ -23,7 +23,9 @@ class DatasetTask(StubTask):
 
     def __init__(self, size: int, outcome=lambda number: [0.0, 1.0], **options):
         super().__init__(outcome, **options)
-        self.dataset = [DataSample(sample_id=f"example {index}", env_input=(index,)) for index in range(size)]
+        self.dataset = [
+            DataSample(sample_id=f"example {index}", env_input=(index,)) for index in range(size)
+        ]
         self.sampler = ShuffledCursor(SampleStrategy.Config(), dataset=self.dataset, seed=3)
         self.examples: dict[int, str] = {}
 
@@ -71,10 +73,14 @@ async def test_finished_groups_are_trained_and_running_ones_run_again_with_their
     assert ids(await loop.batch()) == [2, 3]
     # Group 3 had finished. 2 ran, 4 and 5 take the slots that the trained groups leave.
     assert again.started == [2, 4, 5]
-    assert again.examples[2] == before[2] and not {again.examples[4], again.examples[5]} & set(before.values())
+    assert again.examples[2] == before[2] and not {again.examples[4], again.examples[5]} & set(
+        before.values()
+    )
     await loop.close()
     counts = loop.ledger.counts()
-    assert counts["stub/dispatched"] == 12 and counts["stub/trained"] == 4 and counts["stub/open"] == 0
+    assert (
+        counts["stub/dispatched"] == 12 and counts["stub/trained"] == 4 and counts["stub/open"] == 0
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -92,7 +98,9 @@ async def test_two_epochs_with_five_crashes_serve_each_example_twice(tmp_path, s
             loop = Loop(task, groups_per_step=2, max_offpolicy_steps=2, steps=steps)
             loop.fill()
         else:
-            loop = await resumed(task, state, groups, version, steps=steps, groups_per_step=2, max_offpolicy_steps=2)
+            loop = await resumed(
+                task, state, groups, version, steps=steps, groups_per_step=2, max_offpolicy_steps=2
+            )
         while loop.version < crash:
             await settle()
             ready = [number for number in task.started if number not in task.released]
@@ -109,7 +117,9 @@ async def test_two_epochs_with_five_crashes_serve_each_example_twice(tmp_path, s
             if loop.version == crash:
                 break
         for number, example in task.examples.items():
-            assert served.setdefault(number, example) == example, "a group that is run again has its example"
+            assert served.setdefault(number, example) == example, (
+                "a group that is run again has its example"
+            )
         version = loop.version
         state, groups = await saved(loop, tmp_path)
         if crash < steps:  # what happens between the checkpoint and the crash is forgotten
@@ -122,7 +132,9 @@ async def test_two_epochs_with_five_crashes_serve_each_example_twice(tmp_path, s
     assert sorted(trained) == sorted(set(trained)) and len(trained) == 2 * steps
     assert set(Counter(served[number] for number in trained).values()) == {2}
     assert outcome["stub/trained"] == 4 * steps
-    assert outcome["stub/dispatched"] == sum(n for key, n in outcome.items() if not key.endswith("/dispatched"))
+    assert outcome["stub/dispatched"] == sum(
+        n for key, n in outcome.items() if not key.endswith("/dispatched")
+    )
 
 
 async def test_rollouts_of_a_finished_group_that_ended_stay_where_they_ended(tmp_path):
@@ -135,10 +147,18 @@ async def test_rollouts_of_a_finished_group_that_ended_stay_where_they_ended(tmp
     again = DatasetTask(100, lambda number: [RolloutStatus.ERROR, 0.0, 1.0], group_size=3)
     loop = await resumed(again, state, groups, 0, steps=2, groups_per_step=1, max_offpolicy_steps=0)
     batch = await loop.batch()
-    assert again.started == [] and [rollout.rollout_id for rollout in batch.groups[0].rollouts] == ["stub-0/1", "stub-0/2"]
-    assert batch.groups[0].data_sample is again.dataset[int(batch.groups[0].data_sample.sample_id.split()[1])]
+    assert again.started == [] and [rollout.rollout_id for rollout in batch.groups[0].rollouts] == [
+        "stub-0/1",
+        "stub-0/2",
+    ]
+    assert (
+        batch.groups[0].data_sample
+        is again.dataset[int(batch.groups[0].data_sample.sample_id.split()[1])]
+    )
     loop.trained(batch)
-    assert loop.ledger.counts()["stub/failed/error"] == 1 and loop.ledger.counts()["stub/trained"] == 2
+    assert (
+        loop.ledger.counts()["stub/failed/error"] == 1 and loop.ledger.counts()["stub/trained"] == 2
+    )
     await loop.close()
 
 
@@ -157,7 +177,9 @@ async def test_groups_that_are_too_old_for_the_resumed_runs_bound_end_as_lost(tm
     assert loop.ledger.counts()["stub/lost"] == 6 and ids(await loop.batch()) == [4]
     await loop.close()
     counts = loop.ledger.counts()
-    assert sum(n for key, n in counts.items() if key != "stub/dispatched") == counts["stub/dispatched"]
+    assert (
+        sum(n for key, n in counts.items() if key != "stub/dispatched") == counts["stub/dispatched"]
+    )
 
 
 async def test_a_group_without_an_example_yet_draws_it_after_the_checkpoint(tmp_path):
@@ -165,7 +187,9 @@ async def test_a_group_without_an_example_yet_draws_it_after_the_checkpoint(tmp_
     loop = Loop(task, groups_per_step=1, max_offpolicy_steps=1, steps=3)
     loop.fill()  # the groups are dispatched, and no coroutine has run yet
     state, groups = await saved(loop, tmp_path)
-    assert [group.example for group in state.groups] == [None, None] and state.samplers["stub"]["cursor"] == 0
+    assert [group.example for group in state.groups] == [None, None] and state.samplers["stub"][
+        "cursor"
+    ] == 0
     await settle()
     first = [task.examples[0], task.examples[1]]
     await loop.close()
@@ -233,7 +257,10 @@ async def test_a_reader_waits_for_changes_and_later_changes_wait_for_it():
     rest = events[6:]
     third = rest.index("third begins")
     assert rest[third : third + 2] == ["third begins", "third ends"]
-    assert rest[rest.index("reads") : rest.index("reads") + 2] == ["reads", "has read"] and len(rest) == 4
+    assert (
+        rest[rest.index("reads") : rest.index("reads") + 2] == ["reads", "has read"]
+        and len(rest) == 4
+    )
 
 
 async def test_a_change_begins_at_once_where_nobody_reads():

@@ -20,7 +20,12 @@ from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.operations.alarms import StallDetectors
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.rollouts.types import (
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+)
 from torchtitan.experiments.rl.user_code.calls import Gate
 
 ROW_LENGTH = 8
@@ -34,11 +39,20 @@ class StubTask:
     released.
     """
 
-    def __init__(self, outcome: Callable[[int], object], *, name: str = "stub", group_size: int = 2, held: bool = False):
+    def __init__(
+        self,
+        outcome: Callable[[int], object],
+        *,
+        name: str = "stub",
+        group_size: int = 2,
+        held: bool = False,
+    ):
         self.name, self.outcome, self.held = name, outcome, held
         self.needs_group = self.goes_stale = self.repeats_example = True
         self.config = SimpleNamespace(group_size=group_size, adapter="")
-        self.sampler = SimpleNamespace(next=self.next_sample, observe=lambda group: self.observed.append(group.group_id))
+        self.sampler = SimpleNamespace(
+            next=self.next_sample, observe=lambda group: self.observed.append(group.group_id)
+        )
         self.released: set[int] = set()
         self.samples, self.started, self.observed, self.cancelled = 0, [], [], []
 
@@ -59,18 +73,32 @@ class StubTask:
         if isinstance(outcome, Exception):
             raise outcome
         entries = [1.0] * self.config.group_size if isinstance(outcome, str) else outcome
-        rollouts = [self.rollout(group_id, index, entry, policy.version) for index, entry in enumerate(entries)]
+        rollouts = [
+            self.rollout(group_id, index, entry, policy.version)
+            for index, entry in enumerate(entries)
+        ]
         return RolloutGroup(
-            group_id=group_id, task_name=self.name, data_sample=sample, rollouts=rollouts, admitted_version=policy.version
+            group_id=group_id,
+            task_name=self.name,
+            data_sample=sample,
+            rollouts=rollouts,
+            admitted_version=policy.version,
         )
 
     def rollout(self, group_id, index, entry, version) -> Rollout:
-        rollout = Rollout(group_id=group_id, index_in_group=index, task_name=self.name, status=RolloutStatus.COMPLETED)
+        rollout = Rollout(
+            group_id=group_id,
+            index_in_group=index,
+            task_name=self.name,
+            status=RolloutStatus.COMPLETED,
+        )
         if isinstance(entry, RolloutStatus):
             rollout.status, rollout.error = entry, "the env broke"
             return rollout
         rollout.reward = 1.0 if entry == "long" else entry
-        rollout.samples = samples_of([turn_of([1, 2], [3] * (ROW_LENGTH if entry == "long" else 2))])
+        rollout.samples = samples_of(
+            [turn_of([1, 2], [3] * (ROW_LENGTH if entry == "long" else 2))]
+        )
         rollout.assign_advantages(rollout.reward)
         return rollout
 
@@ -111,7 +139,9 @@ class Loop(RolloutLoop):
             pacer=self.pacer,
             batcher=Batcher.Config(row_length=row_length).build(),
             total_groups=groups_per_step * steps,
-            watchers=[StallDetectors(max_drops, {task.name: groups_in_slot(task) for task in tasks})],
+            watchers=[
+                StallDetectors(max_drops, {task.name: groups_in_slot(task) for task in tasks})
+            ],
             replay=replay,
         )
 
@@ -209,7 +239,9 @@ async def test_tasks_take_turns():
 
 
 async def test_finished_group_is_trained_on_though_some_of_its_rollouts_failed():
-    task = StubTask(lambda number: [0.0, RolloutStatus.ERROR, 1.0, RolloutStatus.TIMEOUT], group_size=4)
+    task = StubTask(
+        lambda number: [0.0, RolloutStatus.ERROR, 1.0, RolloutStatus.TIMEOUT], group_size=4
+    )
     loop = Loop(task, groups_per_step=1, max_offpolicy_steps=0, steps=1)
     loop.fill()
     batch = await loop.batch()
@@ -230,13 +262,22 @@ class Half(Filter):
 
 
 async def test_filtered_rollouts_leave_by_name_and_the_rest_is_trained_on():
-    loop = Loop(StubTask(lambda number: [0.0, 1.0]), filters=[Half.Config()], groups_per_step=1, max_offpolicy_steps=0, steps=1)
+    loop = Loop(
+        StubTask(lambda number: [0.0, 1.0]),
+        filters=[Half.Config()],
+        groups_per_step=1,
+        max_offpolicy_steps=0,
+        steps=1,
+    )
     loop.fill()
     batch = await loop.batch()
     assert [rollout.index_in_group for rollout in batch.groups[0].rollouts] == [0]
     assert batch.filter_matches == {"pre/half": 1} and batch.dropped_groups == 0
     loop.step_taken(batch)
-    assert loop.ledger.counts()["stub/filtered/pre/half"] == 1 and loop.ledger.counts()["stub/trained"] == 1
+    assert (
+        loop.ledger.counts()["stub/filtered/pre/half"] == 1
+        and loop.ledger.counts()["stub/trained"] == 1
+    )
 
 
 async def test_group_that_is_filtered_whole_gives_its_slot_to_another():
@@ -245,7 +286,11 @@ async def test_group_that_is_filtered_whole_gives_its_slot_to_another():
     loop = Loop(task, filters=[ZeroAdvantage.Config()], max_offpolicy_steps=0, steps=1)
     loop.fill()
     batch = await loop.batch()
-    assert ids(batch) == [2, 3] and batch.dropped_groups == 2 and batch.filter_matches == {"pre/zero_advantage": 4}
+    assert (
+        ids(batch) == [2, 3]
+        and batch.dropped_groups == 2
+        and batch.filter_matches == {"pre/zero_advantage": 4}
+    )
     loop.step_taken(batch)
     assert loop.ledger.counts() == {
         "stub/dispatched": 8,
@@ -259,7 +304,9 @@ async def test_group_that_is_filtered_whole_gives_its_slot_to_another():
 
 async def test_counts_of_dropped_groups_and_matches_start_anew_with_each_batch():
     task = StubTask(lambda number: [0.0, 0.0] if number == 0 else [0.0, 1.0])
-    loop = Loop(task, filters=[ZeroAdvantage.Config()], groups_per_step=1, max_offpolicy_steps=0, steps=2)
+    loop = Loop(
+        task, filters=[ZeroAdvantage.Config()], groups_per_step=1, max_offpolicy_steps=0, steps=2
+    )
     loop.fill()
     batch = await loop.batch()
     assert (batch.dropped_groups, batch.filter_matches["pre/zero_advantage"]) == (1, 2)
@@ -270,15 +317,22 @@ async def test_counts_of_dropped_groups_and_matches_start_anew_with_each_batch()
 
 
 async def test_group_too_small_is_dropped_whole_and_its_slot_freed():
-    task = StubTask(lambda number: "1 of 2 rollouts scored, 2 needed" if number == 0 else [0.0, 1.0])
+    task = StubTask(
+        lambda number: "1 of 2 rollouts scored, 2 needed" if number == 0 else [0.0, 1.0]
+    )
     loop = Loop(task, groups_per_step=1, max_offpolicy_steps=0, steps=1)
     loop.fill()
     loop.step_taken(await loop.batch())
-    assert loop.ledger.counts()["stub/failed/group_too_small"] == 2 and loop.ledger.counts()["stub/trained"] == 2
+    assert (
+        loop.ledger.counts()["stub/failed/group_too_small"] == 2
+        and loop.ledger.counts()["stub/trained"] == 2
+    )
 
 
 async def test_rollout_longer_than_a_row_is_left_out_and_counted():
-    loop = Loop(StubTask(lambda number: [0.0, "long"]), groups_per_step=1, max_offpolicy_steps=0, steps=1)
+    loop = Loop(
+        StubTask(lambda number: [0.0, "long"]), groups_per_step=1, max_offpolicy_steps=0, steps=1
+    )
     loop.fill()
     batch = await loop.batch()
     assert [rollout.index_in_group for rollout in batch.groups[0].rollouts] == [0]
@@ -289,14 +343,18 @@ async def test_rollout_longer_than_a_row_is_left_out_and_counted():
 async def test_dropped_groups_of_the_last_step_are_replaced_so_that_it_is_whole():
     # Nothing but the fourth group of each step is any good, and the run needs just four.
     task = StubTask(lambda number: [0.0, 1.0] if number % 4 == 3 else [0.0, 0.0])
-    loop = Loop(task, filters=[ZeroAdvantage.Config()], groups_per_step=2, max_offpolicy_steps=1, steps=2)
+    loop = Loop(
+        task, filters=[ZeroAdvantage.Config()], groups_per_step=2, max_offpolicy_steps=1, steps=2
+    )
     loop.fill()
     for _ in range(2):
         loop.step_taken(await loop.batch())
     await loop.close()
     counts = loop.ledger.counts()
     assert counts["stub/trained"] == 8 and counts["stub/open"] == 0
-    assert counts["stub/dispatched"] == sum(n for key, n in counts.items() if key != "stub/dispatched")
+    assert counts["stub/dispatched"] == sum(
+        n for key, n in counts.items() if key != "stub/dispatched"
+    )
 
 
 # ---- how it ends
@@ -304,7 +362,9 @@ async def test_dropped_groups_of_the_last_step_are_replaced_so_that_it_is_whole(
 
 async def test_run_that_keeps_nothing_ends_with_the_causes():
     outcomes = [[0.0, 0.0], [RolloutStatus.ERROR, RolloutStatus.TIMEOUT], ["long", "long"]]
-    loop = Loop(StubTask(lambda number: outcomes[number % 3]), filters=[ZeroAdvantage.Config()], max_drops=6)
+    loop = Loop(
+        StubTask(lambda number: outcomes[number % 3]), filters=[ZeroAdvantage.Config()], max_drops=6
+    )
     loop.fill()
     with pytest.raises(RunError, match="6 groups in a row gave nothing to train on") as failure:
         await loop.batch()
@@ -329,8 +389,13 @@ async def test_run_whose_every_reward_ties_ends_and_says_so_though_nothing_is_fi
             loop.step_taken(await loop.batch())
 
     # The stub's advantage is its reward; here they are those of rewards that tie.
-    loop._tasks["stub"].rollout = lambda *args: with_advantage(StubTask.rollout(loop._tasks["stub"], *args), 0.0)
-    with pytest.raises(RunError, match=r"none of the first 4 groups teaches anything: .* same reward \(0.25 in 100%\)"):
+    loop._tasks["stub"].rollout = lambda *args: with_advantage(
+        StubTask.rollout(loop._tasks["stub"], *args), 0.0
+    )
+    with pytest.raises(
+        RunError,
+        match=r"none of the first 4 groups teaches anything: .* same reward \(0.25 in 100%\)",
+    ):
         await train()
     await loop.close()
 
@@ -363,14 +428,24 @@ class Late(Filter):
 
 async def test_second_slot_makes_the_batch_smaller_and_refills_nothing():
     task = StubTask(lambda number: [0.0, 1.0])
-    loop = Loop(task, post_filters=[Late.Config(groups=(1,)), Half.Config()], max_offpolicy_steps=0, steps=2)
+    loop = Loop(
+        task, post_filters=[Late.Config(groups=(1,)), Half.Config()], max_offpolicy_steps=0, steps=2
+    )
     loop.fill()
     batch = await loop.batch()
-    assert ids(batch) == [0] and [rollout.index_in_group for rollout in batch.groups[0].rollouts] == [0]
+    assert ids(batch) == [0] and [
+        rollout.index_in_group for rollout in batch.groups[0].rollouts
+    ] == [0]
     assert batch.dropped_groups == 1 and batch.filter_matches == {"post/late": 2, "post/half": 2}
-    assert [[rollout.index_in_group for rollout in group.rollouts] for group in batch.sampled] == [[0, 1], [0, 1]]
+    assert [[rollout.index_in_group for rollout in group.rollouts] for group in batch.sampled] == [
+        [0, 1],
+        [0, 1],
+    ]
     tokens = [[rollout.completion_tokens for rollout in group.rollouts] for group in batch.sampled]
-    assert batch.filter_tokens == {"post/late": sum(tokens[1]), "post/half": tokens[0][1] + tokens[1][1]}
+    assert batch.filter_tokens == {
+        "post/late": sum(tokens[1]),
+        "post/half": tokens[0][1] + tokens[1][1],
+    }
     loop.step_taken(batch)
     assert loop.ledger.counts() == {
         "stub/dispatched": 8,
@@ -398,7 +473,10 @@ async def test_second_slot_that_empties_every_batch_ends_the_run_with_its_name()
     task = StubTask(lambda number: [0.0, 1.0])
     loop = Loop(task, post_filters=[Late.Config(groups=tuple(range(100)))], max_drops=6)
     loop.fill()
-    with pytest.raises(RunError, match="6 groups in a row gave nothing to train on .rollouts: 12 filtered/post/late"):
+    with pytest.raises(
+        RunError,
+        match="6 groups in a row gave nothing to train on .rollouts: 12 filtered/post/late",
+    ):
         await loop.batch()
     await loop.close()
     assert loop.ledger.counts()["stub/open"] == 0
@@ -406,7 +484,14 @@ async def test_second_slot_that_empties_every_batch_ends_the_run_with_its_name()
 
 async def test_one_group_kept_starts_the_count_of_drops_anew():
     task = StubTask(lambda number: [0.0, 1.0] if number % 5 == 4 else [0.0, 0.0])
-    loop = Loop(task, filters=[ZeroAdvantage.Config()], groups_per_step=1, max_offpolicy_steps=0, steps=3, max_drops=5)
+    loop = Loop(
+        task,
+        filters=[ZeroAdvantage.Config()],
+        groups_per_step=1,
+        max_offpolicy_steps=0,
+        steps=3,
+        max_drops=5,
+    )
     loop.fill()
     for _ in range(3):
         loop.step_taken(await loop.batch())
@@ -471,7 +556,12 @@ async def test_close_cancels_what_runs_and_counts_what_was_not_used():
     await settle()
     await loop.close()
     assert task.cancelled == [1, 2, 3]
-    assert loop.ledger.counts() == {"stub/dispatched": 12, "stub/failed/error": 1, "stub/untrained": 11, "stub/open": 0}
+    assert loop.ledger.counts() == {
+        "stub/dispatched": 12,
+        "stub/failed/error": 1,
+        "stub/untrained": 11,
+        "stub/open": 0,
+    }
 
 
 async def test_one_filter_in_both_slots_is_counted_in_each_by_its_slot():
@@ -489,7 +579,11 @@ async def test_one_filter_in_both_slots_is_counted_in_each_by_its_slot():
     assert batch.filter_matches == {"pre/half": 1, "post/half": 1}
     loop.step_taken(batch)
     counts = loop.ledger.counts()
-    assert counts["stub/filtered/post/half"] == 1 and counts["stub/trained"] == 1 and "stub/filtered/pre/half" not in counts
+    assert (
+        counts["stub/filtered/post/half"] == 1
+        and counts["stub/trained"] == 1
+        and "stub/filtered/pre/half" not in counts
+    )
 
 
 # ---- mastered tasks, with the zero-advantage filter in a slot
@@ -509,17 +603,29 @@ async def train_until(loop, error, steps=1000):
 async def test_run_whose_only_task_is_mastered_is_complete(slot):
     # Advantages are the rewards: groups of the first ten have a signal, at a mean of -0.5; then all tie at 0.
     task = StubTask(lambda number: [-1.0, 0.0] if number < 10 else [0.0, 0.0])
-    loop = Loop(task, groups_per_step=1, steps=1000, max_drops=5, **{slot: [ZeroAdvantage.Config()]})
+    loop = Loop(
+        task, groups_per_step=1, steps=1000, max_drops=5, **{slot: [ZeroAdvantage.Config()]}
+    )
     said = await train_until(loop, NothingLeftToLearn)
     rewards = "stub at reward 0, after groups with a learning signal at -0.5"
-    assert said == f"nothing left to learn: in the last 5 groups of each task all rewards tie ({rewards})"
+    assert (
+        said
+        == f"nothing left to learn: in the last 5 groups of each task all rewards tie ({rewards})"
+    )
     assert loop.ledger.counts()["stub/trained"] == 20
 
 
 async def test_mastered_task_beside_one_that_learns_ends_nothing():
     mastered = StubTask(lambda number: [-1.0, 0.0] if number < 4 else [0.0, 0.0])
     learns = StubTask(lambda number: [0.0, 1.0], name="other", held=True)
-    loop = Loop(mastered, learns, groups_per_step=1, steps=1000, max_drops=5, filters=[ZeroAdvantage.Config()])
+    loop = Loop(
+        mastered,
+        learns,
+        groups_per_step=1,
+        steps=1000,
+        max_drops=5,
+        filters=[ZeroAdvantage.Config()],
+    )
     loop.fill()
     trained = 0
     while trained < 6:
@@ -536,7 +642,14 @@ async def test_mastered_task_beside_one_that_learns_ends_nothing():
 async def test_mastered_task_beside_one_that_fails_ends_the_run_with_that_cause():
     mastered = StubTask(lambda number: [-1.0, 0.0] if number < 4 else [0.0, 0.0])
     fails = StubTask(lambda number: [RolloutStatus.ERROR, RolloutStatus.ERROR], name="other")
-    loop = Loop(mastered, fails, groups_per_step=1, steps=1000, max_drops=10, filters=[ZeroAdvantage.Config()])
+    loop = Loop(
+        mastered,
+        fails,
+        groups_per_step=1,
+        steps=1000,
+        max_drops=10,
+        filters=[ZeroAdvantage.Config()],
+    )
     said = await train_until(loop, RunError)
     assert "groups in a row gave nothing to train on" in said and "failed/error" in said
 
@@ -547,5 +660,11 @@ async def test_few_failures_among_the_ties_of_a_mastered_task_are_no_stall():
             return [-1.0, 0.0]
         return [RolloutStatus.ERROR, RolloutStatus.ERROR] if number % 4 == 0 else [0.0, 0.0]
 
-    loop = Loop(StubTask(outcome), groups_per_step=1, steps=1000, max_drops=8, filters=[ZeroAdvantage.Config()])
+    loop = Loop(
+        StubTask(outcome),
+        groups_per_step=1,
+        steps=1000,
+        max_drops=8,
+        filters=[ZeroAdvantage.Config()],
+    )
     assert (await train_until(loop, NothingLeftToLearn)).startswith("nothing left to learn")

@@ -97,7 +97,9 @@ def connect(monkeypatch):
 
 def open_session(client: GeneratorClient, seed: int = 0, max_tokens: int = 10):
     sampling = SamplingConfig(max_tokens=max_tokens, temperature=0.0)
-    return client.session(rollout_id=f"r{seed}", seed=seed, sampling=sampling, stop_token_ids=[STOP])
+    return client.session(
+        rollout_id=f"r{seed}", seed=seed, sampling=sampling, stop_token_ids=[STOP]
+    )
 
 
 def generate(session, prompt=PROMPT, *, max_tokens: int = 10) -> asyncio.Task:
@@ -159,13 +161,22 @@ def test_a_group_moves_when_its_replica_closes_and_is_forgotten_with_its_last_se
 async def test_the_rollouts_of_a_group_go_to_one_replica_and_groups_spread(connect):
     client, mesh = await connect(2)
     sessions = [
-        client.session(rollout_id=f"{group}/{i}", seed=i, sampling=SamplingConfig(max_tokens=10), stop_token_ids=[STOP])
+        client.session(
+            rollout_id=f"{group}/{i}",
+            seed=i,
+            sampling=SamplingConfig(max_tokens=10),
+            stop_token_ids=[STOP],
+        )
         for group in ("a", "b")
         for i in range(8)
     ]
-    tasks = [generate(session, np.array([session.group == "a", 5], np.int32)) for session in sessions]
+    tasks = [
+        generate(session, np.array([session.group == "a", 5], np.int32)) for session in sessions
+    ]
     await settle()
-    first_tokens = [[int(request.prompt_token_ids[0]) for request in replica.requests] for replica in mesh]
+    first_tokens = [
+        [int(request.prompt_token_ids[0]) for request in replica.requests] for replica in mesh
+    ]
     assert first_tokens == [[1] * 8, [0] * 8]
     for replica in mesh:
         await replica.answer()
@@ -189,7 +200,9 @@ async def test_requests_spread_over_replicas_and_the_next_turn_goes_where_the_fi
     first = [generate(session) for session in sessions]
     await settle()
     assert [len(replica.requests) for replica in mesh] == [2, 2]
-    second_of = {request.seed: index for index, replica in enumerate(mesh) for request in replica.requests}
+    second_of = {
+        request.seed: index for index, replica in enumerate(mesh) for request in replica.requests
+    }
     for replica in mesh:
         await replica.answer()
     await asyncio.gather(*first)
@@ -204,10 +217,17 @@ async def test_requests_spread_over_replicas_and_the_next_turn_goes_where_the_fi
 
 async def test_each_answer_reaches_the_session_that_asked_and_is_counted(connect):
     client, (replica,) = await connect()
-    tasks = [generate(open_session(client, last), np.array([9, last], np.int32), max_tokens=4) for last in (4, 6, 8)]
+    tasks = [
+        generate(open_session(client, last), np.array([9, last], np.int32), max_tokens=4)
+        for last in (4, 6, 8)
+    ]
     await settle()
     await replica.answer(*reversed(replica.requests))
-    assert [(await task).token_ids.tolist() for task in tasks] == [[5, 6, 7, 8], [7, 8, 9, 10], [9, 10, 11, 12]]
+    assert [(await task).token_ids.tolist() for task in tasks] == [
+        [5, 6, 7, 8],
+        [7, 8, 9, 10],
+        [9, 10, 11, 12],
+    ]
     assert client.generated_tokens == 12 and client._open == {}
 
 
@@ -220,7 +240,9 @@ async def test_each_turn_has_a_seed_of_its_own_within_63_bits(connect):
         await replica.answer(replica.messages[turn][0])
         await task
     seeds = [request.seed for request in replica.requests]
-    assert len(set(seeds)) == 3 and seeds[0] == 2**63 - 1 and all(0 <= seed < 2**63 for seed in seeds)
+    assert (
+        len(set(seeds)) == 3 and seeds[0] == 2**63 - 1 and all(0 <= seed < 2**63 for seed in seeds)
+    )
 
 
 async def test_score_returns_log_probabilities_and_frees_its_load(connect):
@@ -262,7 +284,9 @@ async def test_lockstep_keeps_requests_until_every_open_session_waits_for_one(co
     assert replica.messages == []
     generate(sessions[1])
     await settle()
-    assert [request.seed for request in replica.requests] == [0, 1, 2] and len(replica.messages) == 1
+    assert [request.seed for request in replica.requests] == [0, 1, 2] and len(
+        replica.messages
+    ) == 1
 
 
 async def test_lockstep_order_does_not_depend_on_who_asked_first(connect):
@@ -380,7 +404,9 @@ async def test_failed_replica_answers_everybody_now_and_later(connect):
     for task in (*tasks, score):
         with pytest.raises(RunError, match="a generator stopped: RuntimeError: out of memory"):
             await task
-    assert [str(failure) for failure in failures] == ["a generator stopped: RuntimeError: out of memory"]
+    assert [str(failure) for failure in failures] == [
+        "a generator stopped: RuntimeError: out of memory"
+    ]
     with pytest.raises(RunError, match="out of memory"):
         await open_session(client).generate(PROMPT, max_tokens=3)
 

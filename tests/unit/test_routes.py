@@ -20,7 +20,9 @@ ABSENT = 255
 
 def routes_of(tokens, layers: int = 3, k: int = 2, *, salt: int = 0) -> np.ndarray:
     """[L, layers, k]: others for each token, its place, and ``salt``."""
-    places = np.arange(len(tokens))[:, None, None] * 7 + np.asarray(tokens)[:, None, None] * 3 + salt
+    places = (
+        np.arange(len(tokens))[:, None, None] * 7 + np.asarray(tokens)[:, None, None] * 3 + salt
+    )
     return ((places + np.arange(layers)[:, None] + np.arange(k) * 4) % 8).astype(np.uint8)
 
 
@@ -35,10 +37,17 @@ def routed(turn, routes):
 def test_the_last_token_has_no_route_until_the_next_turn_has_it_as_input():
     first = routed(turn_of([1, 2], [3, 4]), routes_of([1, 2, 3]))
     (alone,) = samples_of([first])
-    assert np.array_equal(alone.routes[:3], routes_of([1, 2, 3])) and (alone.routes[3] == ABSENT).all()
-    second = routed(turn_of([1, 2, 3, 4, 9], [6]), routes_of([1, 2, 3, 4, 9])[3:])  # of what the session did not have yet
+    assert (
+        np.array_equal(alone.routes[:3], routes_of([1, 2, 3])) and (alone.routes[3] == ABSENT).all()
+    )
+    second = routed(
+        turn_of([1, 2, 3, 4, 9], [6]), routes_of([1, 2, 3, 4, 9])[3:]
+    )  # of what the session did not have yet
     (both,) = samples_of([first, second])
-    assert np.array_equal(both.routes[:5], routes_of([1, 2, 3, 4, 9])) and (both.routes[5] == ABSENT).all()
+    assert (
+        np.array_equal(both.routes[:5], routes_of([1, 2, 3, 4, 9]))
+        and (both.routes[5] == ABSENT).all()
+    )
 
 
 def test_a_token_that_a_later_turn_computed_again_keeps_the_route_of_its_first():
@@ -50,8 +59,12 @@ def test_a_token_that_a_later_turn_computed_again_keeps_the_route_of_its_first()
 
 
 def test_what_an_engine_gives_no_routes_of_is_marked_and_a_rollout_without_any_has_none():
-    (sample,) = samples_of([turn_of([1, 2], [3, 4]), routed(turn_of([1, 2, 3, 4, 9], [6]), routes_of([4, 9]))])
-    assert (sample.routes[[0, 1, 2, 5]] == ABSENT).all() and np.array_equal(sample.routes[3:5], routes_of([4, 9]))
+    (sample,) = samples_of(
+        [turn_of([1, 2], [3, 4]), routed(turn_of([1, 2, 3, 4, 9], [6]), routes_of([4, 9]))]
+    )
+    assert (sample.routes[[0, 1, 2, 5]] == ABSENT).all() and np.array_equal(
+        sample.routes[3:5], routes_of([4, 9])
+    )
     assert samples_of([turn_of([1, 2], [3, 4])])[0].routes is None
     # A new sample begins where the history was rewritten: it has the routes of its own turn alone.
     rewritten = routed(turn_of([7, 2], [6, 5]), routes_of([7, 2, 6]))
@@ -69,19 +82,29 @@ def test_routes_that_can_not_be_the_turns_are_refused():
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 def test_a_record_has_them_once_and_gives_them_back_with_their_shape(tmp_path, dtype):
-    turns = [routed(turn_of([1, 2], [3, 4]), routes_of([1, 2, 3]).astype(dtype)), turn_of([1, 2, 3, 4, 9], [6])]
+    turns = [
+        routed(turn_of([1, 2], [3, 4]), routes_of([1, 2, 3]).astype(dtype)),
+        turn_of([1, 2, 3, 4, 9], [6]),
+    ]
     rollout = rollout_of(turns=turns)
     write(tmp_path, group_of(rollout))
     (record,) = read_rollouts(tmp_path)
     assert_same(record.rollout, rollout)
-    assert record.rollout.samples[0].routes.shape == (6, 3, 2) and record.rollout.turns[0].completion.routes.shape == (3, 3, 2)
+    assert record.rollout.samples[0].routes.shape == (6, 3, 2) and record.rollout.turns[
+        0
+    ].completion.routes.shape == (3, 3, 2)
 
 
 # ---- batches
 
 
 def rows_of(samples, **config):
-    return Batcher.Config(**{"row_length": 64, "rows_per_microbatch": 4} | config).build().plan(samples, 1).microbatches[0]
+    return (
+        Batcher.Config(**{"row_length": 64, "rows_per_microbatch": 4} | config)
+        .build()
+        .plan(samples, 1)
+        .microbatches[0]
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
@@ -104,7 +127,10 @@ def naive_common(left, right) -> int:
     """Tokens that two samples begin with alike, by id and by route."""
     count = 0
     for place in range(min(len(left), len(right))):
-        if left.token_ids[place] != right.token_ids[place] or (left.routes[place] != right.routes[place]).any():
+        if (
+            left.token_ids[place] != right.token_ids[place]
+            or (left.routes[place] != right.routes[place]).any()
+        ):
             break
         count += 1
     return count
@@ -116,7 +142,9 @@ def random_routed(seed: int, count: int, layers: int = 3):
     for index, tokens in enumerate(random_tree(seed, count, 16)):
         routes = routes_of(tokens, layers)
         if rng.random() < 0.6:
-            routes[rng.integers(len(tokens)) :] = routes_of(tokens, layers, salt=int(rng.integers(1, 8)))[-1]
+            routes[rng.integers(len(tokens)) :] = routes_of(
+                tokens, layers, salt=int(rng.integers(1, 8))
+            )[-1]
         if rng.random() < 0.5:
             routes[-1] = ABSENT
         if rng.random() < 0.2:
@@ -154,6 +182,8 @@ def test_each_token_of_a_tree_has_the_route_of_every_token_that_it_stands_for(sa
 def test_routes_that_part_early_make_the_model_compute_more():
     tokens = [list(range(20)) + [30 + i] for i in range(4)]
     alike = rows_of([tree_sample(t, i, routes=routes_of(t)) for i, t in enumerate(tokens)])[0]
-    parted = rows_of([tree_sample(t, i, routes=routes_of(t, salt=i)) for i, t in enumerate(tokens)])[0]
+    parted = rows_of(
+        [tree_sample(t, i, routes=routes_of(t, salt=i)) for i, t in enumerate(tokens)]
+    )[0]
     assert alike.trees is not None and alike.trees.token_ids.numel() == 24 and parted.trees is None
     assert STREAMS["routes"].dims == 2

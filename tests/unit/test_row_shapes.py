@@ -40,7 +40,9 @@ def batch_of(*rows: list[int], vocabulary: int = 2048):
     """Rows of samples of these lengths, padded to the longest."""
     length = max(map(sum, rows))
     filled = [[*row, length - sum(row)] for row in rows]
-    positions = torch.stack([torch.cat([torch.arange(size) for size in row]) for row in filled]).int()
+    positions = torch.stack(
+        [torch.cat([torch.arange(size) for size in row]) for row in filled]
+    ).int()
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocabulary, positions.shape, generator=generator, dtype=torch.int32)
     temperatures = 0.5 + torch.rand(positions.shape, generator=generator)
@@ -48,11 +50,16 @@ def batch_of(*rows: list[int], vocabulary: int = 2048):
 
 
 @torch.no_grad()
-def test_eager_flex_attention_equals_the_packed_kernel_of_the_cpu_row_by_row_and_padded(policies, eager):
+def test_eager_flex_attention_equals_the_packed_kernel_of_the_cpu_row_by_row_and_padded(
+    policies, eager
+):
     batch = batch_of([50, 3, 75], [128], [1, 1, 90])
     expected, entropy = policies["cpu"](*batch)
     assert expected.min() < -1
-    for policy in (policies["cuda"], lambda *inputs: RowShapes.of(ROWS, ROW_LENGTH).compute(policies["cuda"], *inputs)):
+    for policy in (
+        policies["cuda"],
+        lambda *inputs: RowShapes.of(ROWS, ROW_LENGTH).compute(policies["cuda"], *inputs),
+    ):
         values, entropies = policy(*batch)
         torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(entropies, entropy, rtol=1e-5, atol=1e-5)
@@ -61,7 +68,10 @@ def test_eager_flex_attention_equals_the_packed_kernel_of_the_cpu_row_by_row_and
 def test_padding_changes_no_gradient(policies):
     batch = batch_of([50, 3, 75], [40])
     gradients = []
-    for policy in (policies["cpu"], lambda *inputs: RowShapes.of(ROWS, ROW_LENGTH).compute(policies["cpu"], *inputs)):
+    for policy in (
+        policies["cpu"],
+        lambda *inputs: RowShapes.of(ROWS, ROW_LENGTH).compute(policies["cpu"], *inputs),
+    ):
         policies["cpu"].zero_grad()
         policy(*batch)[0].sum().backward()
         gradients.append([parameter.grad.clone() for parameter in policies["cpu"].parameters()])
@@ -80,8 +90,12 @@ def test_every_batch_of_a_run_has_one_of_at_most_three_shapes(rows, row_length, 
     def policy(tokens, *others):
         *rows, places, routes, real = tokens, *others
         rows += [routes[..., 0, 0], real]
-        assert (routes == -1).sum() == routes.numel() - 6 * real.sum() and real.sum() == size[0] * size[1]
-        assert len(places) == 1 and int(places) == (size[0] - 1) * tokens.shape[1] + size[1] - 1, "the last of the batch"
+        assert (routes == -1).sum() == routes.numel() - 6 * real.sum() and real.sum() == size[
+            0
+        ] * size[1]
+        assert len(places) == 1 and int(places) == (size[0] - 1) * tokens.shape[1] + size[1] - 1, (
+            "the last of the batch"
+        )
         seen.extend(row.shape for row in rows)
         return tokens.float(), tokens.float()
 
@@ -89,7 +103,9 @@ def test_every_batch_of_a_run_has_one_of_at_most_three_shapes(rows, row_length, 
     last = torch.zeros(size, dtype=torch.bool)
     last[-1, -1] = True
     routes = torch.ones((*size, 3, 2), dtype=torch.int16)
-    values, _ = shapes.compute(policy, tokens, tokens, tokens.float(), last, routes, torch.ones_like(last))
+    values, _ = shapes.compute(
+        policy, tokens, tokens, tokens.float(), last, routes, torch.ones_like(last)
+    )
     assert values.shape == size
     (shape,) = set(seen)
     assert tuple(shape) in shapes.shapes and shape[0] >= size[0] and shape[1] >= size[1]
@@ -97,4 +113,6 @@ def test_every_batch_of_a_run_has_one_of_at_most_three_shapes(rows, row_length, 
 
 def test_the_canary_is_padded_to_the_smallest_shape():
     assert RowShapes.of(4, 8192).smallest(1, 8) == RowShapes.of(4, 8192).smallest(4, 8) == (4, 2048)
-    assert RowShapes.of(4, 8192).smallest(5, 9000) == (5, 9000), "what is larger than a run's rows is left as it is"
+    assert RowShapes.of(4, 8192).smallest(5, 9000) == (5, 9000), (
+        "what is larger than a run's rows is left as it is"
+    )

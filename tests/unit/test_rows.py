@@ -35,7 +35,10 @@ READ = {
         b"\xef\xbb\xbf" + "question,answer\r\n6 * 7?,forty\r\n\r\nGröße?,four".encode(),
     ),
     "compressed lines": ("a.jsonl.gz", gzip.compress("\n".join(LINES).encode())),
-    "compressed commas": ("a.csv.gz", gzip.compress("question,answer\n6 * 7?,forty\nGröße?,four\n".encode())),
+    "compressed commas": (
+        "a.csv.gz",
+        gzip.compress("question,answer\n6 * 7?,forty\nGröße?,four\n".encode()),
+    ),
     "tabs": ("a.tsv", "question\tanswer\n6 * 7?\tforty\nGröße?\tfour\n"),
     "capitals": ("a.CSV", "question,answer\n6 * 7?,forty\nGröße?,four\n"),
 }
@@ -45,7 +48,9 @@ READ = {
 def test_marks_and_blank_lines_make_no_difference(tmp_path, name, content):
     rows = read(tmp_path, name, content)
     assert [row["question"] for row in rows] == ["6 * 7?", "Größe?"]
-    assert [row["answer"] for row in rows] == (["forty", "four"] if "forty" in str(rows) else ["42", "4"])
+    assert [row["answer"] for row in rows] == (
+        ["forty", "four"] if "forty" in str(rows) else ["42", "4"]
+    )
 
 
 UNREADABLE = {
@@ -78,7 +83,9 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize(("name", "content", "message"), UNREADABLE.values(), ids=UNREADABLE)
-def test_what_is_wrong_with_a_file_is_said_by_its_line_with_the_cure(tmp_path, name, content, message):
+def test_what_is_wrong_with_a_file_is_said_by_its_line_with_the_cure(
+    tmp_path, name, content, message
+):
     with pytest.raises(ConfigError) as error:
         read(tmp_path, name, content)
     text = str(error.value)
@@ -101,12 +108,17 @@ def test_spaces_behind_the_commas_of_a_csv_belong_to_no_column_and_no_value(tmp_
 
 def test_a_parquet_file_has_pythons_types(tmp_path):
     pandas.DataFrame([{"a": 1, "b": ["x"]}, {"a": 2, "b": []}]).to_parquet(tmp_path / "a.parquet")
-    assert read(tmp_path, "a.parquet", (tmp_path / "a.parquet").read_bytes()) == [{"a": 1, "b": ["x"]}, {"a": 2, "b": []}]
+    assert read(tmp_path, "a.parquet", (tmp_path / "a.parquet").read_bytes()) == [
+        {"a": 1, "b": ["x"]},
+        {"a": 2, "b": []},
+    ]
 
 
 def test_nan_in_a_file_and_missing_values_in_a_frame_are_none(tmp_path):
     assert read(tmp_path, "a.jsonl", '{"a": NaN, "b": "nan"}') == [{"a": None, "b": "nan"}]
-    frame = pandas.DataFrame([{"a": "x", "b": pandas.NaT}, {"a": float("nan"), "b": pandas.Timestamp("2024-01-05")}])
+    frame = pandas.DataFrame(
+        [{"a": "x", "b": pandas.NaT}, {"a": float("nan"), "b": pandas.Timestamp("2024-01-05")}]
+    )
     rows = load_rows(RowDataset.Config(rows=MemoryRows(frame)), field="dataset")
     assert rows == [{"a": "x", "b": None}, {"a": None, "b": pandas.Timestamp("2024-01-05")}]
 
@@ -127,19 +139,28 @@ def test_a_slice_and_a_share_take_the_first_rows_of_a_file_and_of_memory(tmp_pat
     rest = config.rest()
     assert (rest is not None) == ("[" not in split)
     if rest is not None:
-        assert [row["n"] for row in load_rows(rest, field="dataset")] == [6, 7] and rest.rest() is None
+        assert [row["n"] for row in load_rows(rest, field="dataset")] == [
+            6,
+            7,
+        ] and rest.rest() is None
 
 
 def test_a_pattern_names_several_files_in_the_order_of_their_names(tmp_path):
     (tmp_path / "b.jsonl").write_text(LINES[1])
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(("\n" + LINES[0]).encode()))
     rows = load_rows(RowDataset.Config(path=str(tmp_path / "*.jsonl*")), field="dataset")
-    assert rows == ROWS and [rows.place(0), rows.place(1)] == ["a.jsonl.gz, line 2", "b.jsonl, line 1"]
+    assert rows == ROWS and [rows.place(0), rows.place(1)] == [
+        "a.jsonl.gz, line 2",
+        "b.jsonl, line 1",
+    ]
 
     for index, row in enumerate(ROWS):
         pandas.DataFrame([row]).to_parquet(tmp_path / f"{index}.parquet")
     config = RowDataset.Config(path=str(tmp_path / "*.parquet"), split="0.5")
-    assert load_rows(config, field="dataset") == ROWS[:1] and load_rows(config.rest(), field="dataset") == ROWS[1:]
+    assert (
+        load_rows(config, field="dataset") == ROWS[:1]
+        and load_rows(config.rest(), field="dataset") == ROWS[1:]
+    )
 
     with pytest.raises(MissingError, match="no file fits this pattern"):
         load_rows(RowDataset.Config(path=str(tmp_path / "*.csv")), field="dataset")
@@ -151,16 +172,25 @@ def test_a_pattern_names_several_files_in_the_order_of_their_names(tmp_path):
 def test_a_folder_of_save_to_disk_is_read_and_its_split_named(tmp_path):
     table = datasets.Dataset.from_list(ROWS)
     table.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path / "both")
+    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(
+        tmp_path / "both"
+    )
 
     def load(name, **fields):
         config = RowDataset.Config(path=str(tmp_path / name), **fields)
         config.check_present(field="dataset")
         return load_rows(config, field="dataset")
 
-    assert load("one") == ROWS and load("one", split="train[50%:]") == ROWS[1:] and load("one", split="0.5") == ROWS[:1]
+    assert (
+        load("one") == ROWS
+        and load("one", split="train[50%:]") == ROWS[1:]
+        and load("one", split="0.5") == ROWS[:1]
+    )
     assert load("both") == ROWS and load("both", split="test") == ROWS[1:]
-    with pytest.raises(ConfigError, match=r"dataset\.split = 'validation': .*both has the splits train, test: name one"):
+    with pytest.raises(
+        ConfigError,
+        match=r"dataset\.split = 'validation': .*both has the splits train, test: name one",
+    ):
         load("both", split="validation")
 
 
@@ -174,7 +204,9 @@ def test_tables_in_memory_are_taken_whichever_library_made_them():
 def test_what_is_nearly_a_table_is_refused_in_one_line_with_the_way_out():
     table = datasets.Dataset.from_list(ROWS)
     ways = {
-        "data['train'], and validation=data['test']": datasets.DatasetDict({"train": table, "test": table}),
+        "data['train'], and validation=data['test']": datasets.DatasetDict(
+            {"train": table, "test": table}
+        ),
         "list(data.take(10_000)) are its first rows": table.to_iterable_dataset(),
         "pandas.DataFrame(data) makes rows of columns": {"question": ["6 * 7?"], "answer": ["42"]},
     }

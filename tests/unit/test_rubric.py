@@ -17,10 +17,17 @@ from tests.unit.test_samples import turn_of
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.sealed import sealed_rollout
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutStatus
-from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_component, last_assistant_text
+from torchtitan.experiments.rl.rubrics.rubric import (
+    RewardFn,
+    Rubric,
+    env_component,
+    last_assistant_text,
+)
 
 
-def rollout_of(text: str = "", *, status: RolloutStatus = RolloutStatus.COMPLETED, env_rewards=()) -> Rollout:
+def rollout_of(
+    text: str = "", *, status: RolloutStatus = RolloutStatus.COMPLETED, env_rewards=()
+) -> Rollout:
     turns = [turn_of([1], [2]) for _ in range(max(1, len(env_rewards)))]
     turns[-1].assistant_message["content"] = text
     for turn, components in zip(turns, env_rewards, strict=False):
@@ -29,7 +36,9 @@ def rollout_of(text: str = "", *, status: RolloutStatus = RolloutStatus.COMPLETE
 
 
 async def rewards_of(rollouts, *fns, env_input=None, **config):
-    return await Rubric.Config(reward_fns=list(fns), **config).build().score_group(rollouts, env_input)
+    return (
+        await Rubric.Config(reward_fns=list(fns), **config).build().score_group(rollouts, env_input)
+    )
 
 
 def length(rollout, env_input):
@@ -64,7 +73,9 @@ async def test_reward_is_the_weighted_mean_and_components_are_raw():
 async def test_functions_get_the_rollout_and_the_env_input():
     rollout, seen = rollout_of("a"), []
     await rewards_of(
-        [rollout], RewardFn(lambda *args: seen.append(args) or 1, name="f", takes="rollout"), env_input={"answer": 7}
+        [rollout],
+        RewardFn(lambda *args: seen.append(args) or 1, name="f", takes="rollout"),
+        env_input={"answer": 7},
     )
     ((given, example),) = seen
     assert given.rollout_id == rollout.rollout_id and example == {"answer": 7}
@@ -79,7 +90,9 @@ async def test_sync_functions_run_off_the_event_loop_and_async_ones_on_it():
         return threading.current_thread() is threading.main_thread()
 
     all_four = threading.Barrier(4)  # passed by four calls that run side by side, and by none alone
-    (reward, *_) = await rewards_of([rollout_of()] * 4, RewardFn(where, takes="rollout"), RewardFn(blocking, takes="rollout"))
+    (reward, *_) = await rewards_of(
+        [rollout_of()] * 4, RewardFn(where, takes="rollout"), RewardFn(blocking, takes="rollout")
+    )
     assert reward.components == {"where": 1.0, "blocking": 0.0}
 
 
@@ -95,7 +108,9 @@ async def test_numpy_and_bool_values_are_numbers():
 
 async def test_weight_zero_is_only_logged():
     (reward,) = await rewards_of(
-        [rollout_of("abc")], RewardFn(length, weight=0, takes="rollout"), RewardFn(lambda r, e: 1, name="one", takes="rollout")
+        [rollout_of("abc")],
+        RewardFn(length, weight=0, takes="rollout"),
+        RewardFn(lambda r, e: 1, name="one", takes="rollout"),
     )
     assert reward.reward == 1.0 and reward.components["length"] == 3.0
 
@@ -121,12 +136,16 @@ async def test_subclass_registers_its_own_functions():
 
 async def test_env_component_is_summed_over_turns():
     rollout = rollout_of(env_rewards=[{"steps": 0.25}, {"steps": 0.5, "correct": 1.0}])
-    (reward,) = await rewards_of([rollout], env_component("correct", weight=3), env_component("steps"))
+    (reward,) = await rewards_of(
+        [rollout], env_component("correct", weight=3), env_component("steps")
+    )
     assert reward.reward == pytest.approx((3 * 1.0 + 0.75) / 4)
 
 
 async def test_env_components_nobody_weighs_are_logged_apart():
-    (reward,) = await rewards_of([rollout_of("ab", env_rewards=[{"correct": 1.0}])], RewardFn(length, takes="rollout"))
+    (reward,) = await rewards_of(
+        [rollout_of("ab", env_rewards=[{"correct": 1.0}])], RewardFn(length, takes="rollout")
+    )
     assert reward.reward == 2.0 and reward.components == {"length": 2.0, "env/correct": 1.0}
 
 
@@ -134,7 +153,9 @@ async def test_misspelt_env_component_is_an_error_and_an_unearned_one_is_zero():
     done = rollout_of(env_rewards=[{"correct": 1.0}])
     cut = rollout_of(status=RolloutStatus.TRUNCATED_MAX_TURNS)
     first, second = await rewards_of([done, cut], env_component("corect"))
-    assert first.reward is None and done.status is RolloutStatus.ERROR and "['correct']" in done.error
+    assert (
+        first.reward is None and done.status is RolloutStatus.ERROR and "['correct']" in done.error
+    )
     assert second.reward == 0.0
     (reward,) = await rewards_of([rollout_of()], env_component("rare", default=0.25))
     assert reward.reward == 0.25
@@ -153,9 +174,15 @@ FAILED = [status for status in RolloutStatus if status.is_error()]
 
 @pytest.mark.parametrize("status", TRUNCATED)
 async def test_truncated_rollouts_are_scored_or_given_the_truncation_reward(status):
-    (scored,) = await rewards_of([rollout_of("abc", status=status)], RewardFn(length, takes="rollout"))
+    (scored,) = await rewards_of(
+        [rollout_of("abc", status=status)], RewardFn(length, takes="rollout")
+    )
     assert scored.reward == 3.0
-    (fixed,) = await rewards_of([rollout_of("abc", status=status)], RewardFn(length, takes="rollout"), truncation_reward=-0.5)
+    (fixed,) = await rewards_of(
+        [rollout_of("abc", status=status)],
+        RewardFn(length, takes="rollout"),
+        truncation_reward=-0.5,
+    )
     assert fixed.reward == -0.5 and fixed.components == {}
 
 
@@ -170,7 +197,9 @@ async def test_failed_rollouts_are_excluded_or_given_the_error_reward(status):
 
 async def test_group_functions_see_only_what_is_to_be_scored():
     rollouts = [rollout_of("a"), rollout_of(status=RolloutStatus.ERROR), rollout_of("bbb")]
-    first, excluded, third = await rewards_of(rollouts, RewardFn(rank, group_level=True, takes="rollout"))
+    first, excluded, third = await rewards_of(
+        rollouts, RewardFn(rank, group_level=True, takes="rollout")
+    )
     assert (first.reward, excluded.reward, third.reward) == (0.0, None, 1.0)
 
 
@@ -219,7 +248,11 @@ async def test_failed_function_is_an_error_with_its_name_and_no_zero(fn, cause):
         error_reward=0.0,
     )
     assert reward.reward is None and reward.components == {"length": 2.0}
-    assert rollout.status is RolloutStatus.ERROR and "reward function 'judge'" in rollout.error and cause in rollout.error
+    assert (
+        rollout.status is RolloutStatus.ERROR
+        and "reward function 'judge'" in rollout.error
+        and cause in rollout.error
+    )
 
 
 async def test_function_that_fails_on_one_rollout_leaves_the_others():
@@ -252,12 +285,19 @@ async def test_function_that_fails_on_one_rollout_leaves_the_others():
 )
 async def test_group_function_with_a_wrong_answer_fails_every_rollout(answer):
     rollouts = [rollout_of("a"), rollout_of("b")]
-    rewards = await rewards_of(rollouts, RewardFn(lambda rs, e: answer, name="all", group_level=True, takes="rollout"))
+    rewards = await rewards_of(
+        rollouts, RewardFn(lambda rs, e: answer, name="all", group_level=True, takes="rollout")
+    )
     assert [reward.reward for reward in rewards] == [None, None]
-    assert all("'all'" in rollout.error and "want a list of 2 numbers" in rollout.error for rollout in rollouts)
+    assert all(
+        "'all'" in rollout.error and "want a list of 2 numbers" in rollout.error
+        for rollout in rollouts
+    )
 
 
-@pytest.mark.parametrize("spoil", [list.reverse, list.clear, lambda rollouts: rollouts.sort(key=lambda r: -len(r.turns))])
+@pytest.mark.parametrize(
+    "spoil", [list.reverse, list.clear, lambda rollouts: rollouts.sort(key=lambda r: -len(r.turns))]
+)
 async def test_group_function_that_changes_its_list_changes_no_others(spoil):
     def spoils(rollouts, env_input):
         answer = [0.0] * len(rollouts)
@@ -282,7 +322,8 @@ async def test_group_function_that_changes_its_list_changes_no_others(spoil):
 @pytest.mark.parametrize("answer", [(1.0, 2.0), np.array([1.0, 2.0]), np.array([1, 2])])
 async def test_group_function_may_answer_with_a_list_a_tuple_or_an_array(answer):
     rewards = await rewards_of(
-        [rollout_of(), rollout_of()], RewardFn(lambda rs, e: answer, name="all", group_level=True, takes="rollout")
+        [rollout_of(), rollout_of()],
+        RewardFn(lambda rs, e: answer, name="all", group_level=True, takes="rollout"),
     )
     assert [reward.reward for reward in rewards] == [1.0, 2.0]
 
@@ -300,7 +341,10 @@ def test_what_is_no_function_is_refused_when_the_rubric_is_built():
 
 async def test_group_function_with_one_bad_number_fails_that_rollout():
     rollouts = [rollout_of("a"), rollout_of("b")]
-    rewards = await rewards_of(rollouts, RewardFn(lambda rs, e: [1.0, math.nan], name="all", group_level=True, takes="rollout"))
+    rewards = await rewards_of(
+        rollouts,
+        RewardFn(lambda rs, e: [1.0, math.nan], name="all", group_level=True, takes="rollout"),
+    )
     assert [reward.reward for reward in rewards] == [1.0, None]
 
 
@@ -344,8 +388,13 @@ async def test_isolated_functions_run_hang_and_crash_in_a_process_that_is_replac
 
 
 def test_saved_config_names_its_functions():
-    config = Rubric.Config(reward_fns=[RewardFn(length, weight=2, takes="rollout"), env_component("correct")]).to_dict()
-    assert config["reward_fns"][0]["fn"] == f"{__name__}.length" and config["reward_fns"][0]["weight"] == 2
+    config = Rubric.Config(
+        reward_fns=[RewardFn(length, weight=2, takes="rollout"), env_component("correct")]
+    ).to_dict()
+    assert (
+        config["reward_fns"][0]["fn"] == f"{__name__}.length"
+        and config["reward_fns"][0]["weight"] == 2
+    )
     assert json.loads(json.dumps(config)) == config
 
 
@@ -353,7 +402,9 @@ def test_saved_config_names_its_functions():
     ("config", "message"),
     [
         (
-            Rubric.Config(reward_fns=[RewardFn(length, takes="rollout"), RewardFn(length, takes="rollout")]),
+            Rubric.Config(
+                reward_fns=[RewardFn(length, takes="rollout"), RewardFn(length, takes="rollout")]
+            ),
             "two functions named 'length'",
         ),
         (
@@ -364,7 +415,10 @@ def test_saved_config_names_its_functions():
             Rubric.Config(reward_fns=[RewardFn(length, weight=math.nan, takes="rollout")]),
             "must be a finite number and at least 0; a penalty",
         ),
-        (Rubric.Config(reward_fns=[RewardFn(length, weight=0, takes="rollout")]), "every weight is 0"),
+        (
+            Rubric.Config(reward_fns=[RewardFn(length, weight=0, takes="rollout")]),
+            "every weight is 0",
+        ),
         (Rubric.Config(truncation_reward=math.inf), "finite"),
         (Rubric.Config(isolated_workers=0), "at least 1"),
         (Rubric.Config(isolated_workers=10**20), "at most 1024"),
@@ -384,7 +438,12 @@ def holds_42(completion, example):
 
 @pytest.mark.parametrize(
     "entry",
-    [holds_42, RewardFn(holds_42), RewardFn(holds_42, name="other"), RewardFn(holds_42, weight=2.0)],
+    [
+        holds_42,
+        RewardFn(holds_42),
+        RewardFn(holds_42, name="other"),
+        RewardFn(holds_42, weight=2.0),
+    ],
     ids=["bare", "wrapped", "named", "weighed"],
 )
 async def test_a_wrapper_does_not_change_what_a_reward_function_is_given(entry):
@@ -399,15 +458,25 @@ async def test_a_group_level_function_of_completions_gets_their_texts():
     def longest(completions, example):
         return [float(len(text) == max(map(len, completions))) for text in completions]
 
-    rewards = await rewards_of([rollout_of("abc"), rollout_of("a")], RewardFn(longest, group_level=True))
+    rewards = await rewards_of(
+        [rollout_of("abc"), rollout_of("a")], RewardFn(longest, group_level=True)
+    )
     assert [reward.reward for reward in rewards] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("first", ["rollout", "rollouts"])
 def test_a_function_whose_argument_is_named_a_rollout_is_refused_where_it_would_get_a_text(first):
-    functions = {"rollout": lambda rollout, example: 1.0, "rollouts": lambda rollouts, example: [1.0]}
-    cure = re.escape('would be given the text of the completion: write RewardFn(fn, takes="rollout")')
-    for entry in (functions[first], RewardFn(functions[first], group_level=first == "rollouts", name="named")):
+    functions = {
+        "rollout": lambda rollout, example: 1.0,
+        "rollouts": lambda rollouts, example: [1.0],
+    }
+    cure = re.escape(
+        'would be given the text of the completion: write RewardFn(fn, takes="rollout")'
+    )
+    for entry in (
+        functions[first],
+        RewardFn(functions[first], group_level=first == "rollouts", name="named"),
+    ):
         with pytest.raises(ConfigError, match=cure):
             Rubric.Config(reward_fns=[entry]).build()
 

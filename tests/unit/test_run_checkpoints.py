@@ -9,7 +9,12 @@ from monarch.actor import ActorError
 
 from tests.unit.test_saved_state import run_state
 from tests.unit.waiting import iterations, until
-from torchtitan.experiments.rl.checkpointing.folder import CheckpointConfig, checkpoints, newest_valid, verify
+from torchtitan.experiments.rl.checkpointing.folder import (
+    CheckpointConfig,
+    checkpoints,
+    newest_valid,
+    verify,
+)
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.operations.checkpoints import RunCheckpoints
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
@@ -39,7 +44,9 @@ class Saved:
 
         self.checkpoints = RunCheckpoints(
             context=SimpleNamespace(
-                config=SimpleNamespace(checkpoint=CheckpointConfig(interval=2), seed=7), run_dir=folder, synchronous=False
+                config=SimpleNamespace(checkpoint=CheckpointConfig(interval=2), seed=7),
+                run_dir=folder,
+                synchronous=False,
             ),
             rollouts=SimpleNamespace(capture=capture),
             validator=SimpleNamespace(state=lambda: state.validator),
@@ -67,12 +74,17 @@ async def test_a_trainer_that_dies_leaves_no_part_of_the_checkpoint_it_was_writi
     saved.trainer.life.end("rank 0: killed by SIGKILL")
     closing = asyncio.create_task(saved.checkpoints.close())
     await iterations()
-    assert saved.checkpoints.writing and not closing.done(), "a thread may still write into the folder"
+    assert saved.checkpoints.writing and not closing.done(), (
+        "a thread may still write into the folder"
+    )
     recorded.set_result(0)
     await asyncio.wait_for(closing, 60)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
     saved.checkpoints.trainer_lost(ProcessLost("trainer rank 0", "killed by SIGKILL"))
-    assert saved.checkpoints.failure == "the state after step 5 is not saved: trainer rank 0 died: killed by SIGKILL"
+    assert (
+        saved.checkpoints.failure
+        == "the state after step 5 is not saved: trainer rank 0 died: killed by SIGKILL"
+    )
     assert newest_valid(tmp_path)[0] == saved.checkpoints.newest
 
 
@@ -99,7 +111,10 @@ async def test_a_checkpoint_has_a_copy_of_what_a_resume_needs_of_the_runs_folder
     await saved.checkpoints.step_ended(2)
     await saved.checkpoints.close()
     (checkpoint,) = checkpoints(tmp_path)
-    assert [(checkpoint / name).read_text() for name in ("command.json", "config.json")] == ["command.json", "config.json"]
+    assert [(checkpoint / name).read_text() for name in ("command.json", "config.json")] == [
+        "command.json",
+        "config.json",
+    ]
 
 
 async def test_nothing_is_lost_where_the_last_step_is_saved(tmp_path):
@@ -116,7 +131,10 @@ async def test_what_a_trainer_refuses_is_said_in_its_words_and_without_a_traceba
     saved = Saved(tmp_path)
 
     async def refuse(folder, step):
-        raise ActorError(RunError("trainer rank 0 has taken 3 steps, and can't save the state after 2"), "Traceback ...")
+        raise ActorError(
+            RunError("trainer rank 0 has taken 3 steps, and can't save the state after 2"),
+            "Traceback ...",
+        )
 
     saved.trainer.begin_checkpoint = refuse
     saved.checkpoints.step_taken(SimpleNamespace(step=2))
@@ -125,13 +143,18 @@ async def test_what_a_trainer_refuses_is_said_in_its_words_and_without_a_traceba
     assert saved.checkpoints.failure == expected
 
 
-async def test_a_trainer_without_memory_for_its_copy_is_a_warning_and_the_next_checkpoint_is_tried(tmp_path, caplog):
+async def test_a_trainer_without_memory_for_its_copy_is_a_warning_and_the_next_checkpoint_is_tried(
+    tmp_path, caplog
+):
     saved = Saved(tmp_path)
     saved.trainer.written.set()
     finish = saved.trainer.finish_checkpoint
 
     async def refuse():
-        raise ActorError(RunError("trainer 0: rank 1 can't copy its state into its host's memory"), "Traceback ...")
+        raise ActorError(
+            RunError("trainer 0: rank 1 can't copy its state into its host's memory"),
+            "Traceback ...",
+        )
 
     def warned() -> list[str]:
         lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -150,7 +173,9 @@ async def test_a_trainer_without_memory_for_its_copy_is_a_warning_and_the_next_c
     saved.trainer.finish_checkpoint = refuse
     await saved.checkpoints.step_ended(6)
     await saved.checkpoints.close()
-    assert warned() == [f"step-000004 stays the newest checkpoint: the state after step 6 is not saved: {cause}"]
+    assert warned() == [
+        f"step-000004 stays the newest checkpoint: the state after step 6 is not saved: {cause}"
+    ]
     # The end of the run tries the same state again.
     saved.trainer.finish_checkpoint = finish
     await saved.checkpoints.finish()

@@ -53,16 +53,25 @@ class Exited(BaseException):
 @pytest.fixture
 def ending(monkeypatch, tmp_path, capsys):
     """Runs a session around a stand-in for the controller, and sends it signals: gives exit code, output and error output."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     killed = []
 
-    def run(controller: Running, *signals: int, grace_s: float = 600.0, left_s: float = 0.0, steps=(20,)):
+    def run(
+        controller: Running, *signals: int, grace_s: float = 600.0, left_s: float = 0.0, steps=(20,)
+    ):
         folder = CheckpointFolder(tmp_path, keep=9)
         for step in steps:
             folder.begin(step)
             folder.commit(step)
-        monkeypatch.setattr(session, "this_proc", lambda: SimpleNamespace(spawn=lambda *args, **options: controller))
-        monkeypatch.setattr(actor, "unhandled_fault_hook", actor.unhandled_fault_hook)  # the session replaces it for good
+        monkeypatch.setattr(
+            session, "this_proc", lambda: SimpleNamespace(spawn=lambda *args, **options: controller)
+        )
+        monkeypatch.setattr(
+            actor, "unhandled_fault_hook", actor.unhandled_fault_hook
+        )  # the session replaces it for good
         monkeypatch.setattr(session, "shutdown_context", lambda: SimpleNamespace(get=lambda: None))
         monkeypatch.setattr(session, "SIGNAL_POLL_S", 0.001)
         monkeypatch.setattr(session, "kill_descendants", lambda: killed.append(True))
@@ -72,13 +81,19 @@ def ending(monkeypatch, tmp_path, capsys):
 
         monkeypatch.setattr(session.os, "_exit", leave)
         job = SimpleNamespace(seconds_left=lambda: left_s, start=lambda *hosts: None)
-        config = SimpleNamespace(checkpoint=SimpleNamespace(grace_s=grace_s), provision=SimpleNamespace(job=job))
+        config = SimpleNamespace(
+            checkpoint=SimpleNamespace(grace_s=grace_s), provision=SimpleNamespace(job=job)
+        )
         start = Start(run_dir=str(tmp_path), plan=SimpleNamespace(device="cpu", hosts=1))
-        temporary = SimpleNamespace(note_shared_memory=lambda pids: None, remove=lambda: killed.append("folder"))
+        temporary = SimpleNamespace(
+            note_shared_memory=lambda pids: None, remove=lambda: killed.append("folder")
+        )
 
         def send():
             for index, number in enumerate(signals):
-                wait_until(lambda number=number: signal.getsignal(number) is not before[number])  # else it ends the tests
+                wait_until(
+                    lambda number=number: signal.getsignal(number) is not before[number]
+                )  # else it ends the tests
                 wait_until(lambda index=index: len(controller.asked) >= min(index, 1))
                 os.kill(os.getpid(), number)
 
@@ -98,7 +113,9 @@ def ending(monkeypatch, tmp_path, capsys):
     return run
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_ends_the_run_after_its_step(ending, tmp_path, number, code):
     controller = Running("when asked")
     found, out, err, killed = ending(controller, number, steps=(20, 40))
@@ -133,12 +150,17 @@ def test_a_step_has_the_time_that_the_scheduler_leaves_where_that_is_more(ending
     controller = Running("when asked")
     assert ending(controller, signal.SIGTERM, grace_s=0.0, left_s=600.0)[0] == 143
     assert controller.asked == ["SIGTERM"], "it was not given up"
-    assert "(0.01 s, checkpoint.grace_s)" in ending(Running(), signal.SIGTERM, grace_s=0.001, left_s=0.01)[2]
+    assert (
+        "(0.01 s, checkpoint.grace_s)"
+        in ending(Running(), signal.SIGTERM, grace_s=0.001, left_s=0.01)[2]
+    )
 
 
 def test_ctrl_c_has_no_grace_period(ending):
     controller = Running("when asked")
-    assert ending(controller, signal.SIGINT, grace_s=0.0)[0] == 130 and controller.asked == ["SIGINT"]
+    assert ending(controller, signal.SIGINT, grace_s=0.0)[0] == 130 and controller.asked == [
+        "SIGINT"
+    ]
 
 
 def test_a_hangup_that_comes_twice_is_not_asked_twice(ending):
@@ -167,7 +189,10 @@ def test_a_hangup_that_comes_twice_is_not_asked_twice(ending):
 
 
 def test_a_signal_that_was_ignored_stays_ignored(monkeypatch):
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
         session.Signals()
@@ -179,9 +204,14 @@ def test_a_signal_that_was_ignored_stays_ignored(monkeypatch):
 
 
 def test_an_error_is_one_sentence(ending, tmp_path):
-    remote = RunError("generator 1 died: killed by SIGKILL\n" + "Traceback of a remote process\n" * 500)
+    remote = RunError(
+        "generator 1 died: killed by SIGKILL\n" + "Traceback of a remote process\n" * 500
+    )
     code, out, err, _ = ending(Running(error=remote))
-    assert (code, err) == (1, f"error: generator 1 died: killed by SIGKILL (logs in {tmp_path}/logs)\n")
+    assert (code, err) == (
+        1,
+        f"error: generator 1 died: killed by SIGKILL (logs in {tmp_path}/logs)\n",
+    )
 
 
 def test_a_run_that_is_done_says_no_more(ending):
@@ -197,7 +227,10 @@ def test_a_run_that_is_done_says_no_more(ending):
         ),
         (ValueError("a\nb\nc"), "ValueError: a b c"),
         (RuntimeError("x" * 5000), "RuntimeError: " + "x" * 286 + "..."),
-        (RuntimeError("it failed\nTraceback (most recent call last):\n  File x\nKeyError: 'k'"), "KeyError: 'k'"),
+        (
+            RuntimeError("it failed\nTraceback (most recent call last):\n  File x\nKeyError: 'k'"),
+            "KeyError: 'k'",
+        ),
     ],
 )
 def test_what_ended_a_run_is_said_in_one_sentence(error, sentence):
@@ -223,7 +256,9 @@ def test_every_descendant_is_killed_also_one_with_a_session_of_its_own():
         "assert descendants() == []\n"
         "print(grandchild)"
     )
-    done = subprocess.run([sys.executable, "-c", main], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", main], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     wait_until(lambda: not _lives(int(done.stdout)))
 
@@ -250,7 +285,9 @@ def parent(tmp_path, monkeypatch):
 def test_a_runs_temporary_files_lie_in_one_folder_that_goes_with_it(parent):
     folder = TemporaryFolder()
     assert folder.path.parent == parent and os.environ["TMPDIR"] == str(folder.path)
-    made = subprocess.check_output([sys.executable, "-c", "import tempfile; print(tempfile.mkdtemp())"], text=True).strip()
+    made = subprocess.check_output(
+        [sys.executable, "-c", "import tempfile; print(tempfile.mkdtemp())"], text=True
+    ).strip()
     assert Path(made).parent == folder.path == Path(temporary_module.tempfile.gettempdir())
     folder.remove()
     assert not folder.path.exists() and os.environ["TMPDIR"] == str(parent)
@@ -305,7 +342,13 @@ def test_a_closed_pipe_is_a_line_in_the_log_and_not_the_end():
         "    write_line(sys.stdout, f'line {number}')\n"
         "print('went on', file=sys.stderr)"
     )
-    run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert run.stdout.readline() == "line 0\n"
     run.stdout.close()
     err = run.stderr.read()

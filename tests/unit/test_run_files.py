@@ -58,7 +58,9 @@ def recorded_steps(run_dir: Path) -> dict[str, list[int]]:
     return {
         "metrics": [record["step"] for record in read_metrics(run_dir / "metrics.jsonl")],
         "ledger": [record["ended_version"] for record in ledger],
-        "rollouts": [int(record.rollout.group_id.removeprefix("t-")) for record in read_rollouts(run_dir)],
+        "rollouts": [
+            int(record.rollout.group_id.removeprefix("t-")) for record in read_rollouts(run_dir)
+        ],
         "tensorboard": events,
     }
 
@@ -73,7 +75,10 @@ def test_a_resumed_run_has_each_step_once_in_every_file(tmp_path):
         writers.step(step)
     writers.close()
     assert set(map(tuple, recorded_steps(tmp_path).values())) == {(1, 2, 3, 4, 5)}
-    with (tmp_path / "metrics.jsonl").open("a") as metrics, (tmp_path / "ledger.jsonl").open("a") as ledger:
+    with (
+        (tmp_path / "metrics.jsonl").open("a") as metrics,
+        (tmp_path / "ledger.jsonl").open("a") as ledger,
+    ):
         metrics.write('{"step": 6, "lo')  # killed in mid-write
         ledger.write('{"rollout_id')
 
@@ -85,7 +90,9 @@ def test_a_resumed_run_has_each_step_once_in_every_file(tmp_path):
         writers.step(step)
     writers.close()
     assert set(map(tuple, recorded_steps(tmp_path).values())) == {(1, 2, 3, 4)}
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 2  # a file for each process, none of the steps cut away
+    assert (
+        len(list((tmp_path / "tensorboard").iterdir())) == 2
+    )  # a file for each process, none of the steps cut away
     assert len(gzip.decompress((tmp_path / "rollouts.jsonl.gz").read_bytes()).splitlines()) == 4
 
 
@@ -96,11 +103,19 @@ def test_files_made_after_the_checkpoint_are_removed(tmp_path):
     at_checkpoint = sizes(tmp_path)
     MetricsLogger.Config(jsonl=False).build(run_dir=tmp_path).close()
     cut_back(tmp_path, at_checkpoint)
-    assert sorted(os.listdir(tmp_path)) == ["ledger.jsonl", "metrics.jsonl", "rollouts.jsonl.gz", "tensorboard"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "ledger.jsonl",
+        "metrics.jsonl",
+        "rollouts.jsonl.gz",
+        "tensorboard",
+    ]
     assert os.listdir(tmp_path / "tensorboard") == []
 
 
-@given(lines=st.lists(st.binary(max_size=9).map(lambda data: data.replace(b"\n", b"")), max_size=8), torn=st.binary(max_size=9))
+@given(
+    lines=st.lists(st.binary(max_size=9).map(lambda data: data.replace(b"\n", b"")), max_size=8),
+    torn=st.binary(max_size=9),
+)
 @settings(deadline=None)
 def test_the_offset_of_a_file_is_where_its_last_whole_line_ends(lines, torn):
     with tempfile.TemporaryDirectory() as name:
@@ -115,13 +130,20 @@ def test_a_line_longer_than_what_is_read_at_once_is_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
-def test_metrics_or_ledger_shorter_than_at_the_checkpoint_are_refused_before_anything_is_cut(name, tmp_path):
+def test_metrics_or_ledger_shorter_than_at_the_checkpoint_are_refused_before_anything_is_cut(
+    name, tmp_path
+):
     writers = Writers(tmp_path, tensorboard=False)
     writers.step(1)
     writers.close()
-    at_checkpoint = {file: max(0, size - 1) for file, size in sizes(tmp_path).items()} | {name: 10_000}
+    at_checkpoint = {file: max(0, size - 1) for file, size in sizes(tmp_path).items()} | {
+        name: 10_000
+    }
     before = {path: path.stat().st_size for path in tmp_path.glob("*.*")}
-    with pytest.raises(CheckpointError, match=rf"{name} has [0-9]+ bytes, and had 10,000 at the checkpoint: put the file back"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{name} has [0-9]+ bytes, and had 10,000 at the checkpoint: put the file back",
+    ):
         cut_back(tmp_path, at_checkpoint)
     assert {path: path.stat().st_size for path in tmp_path.glob("*.*")} == before
     (tmp_path / name).unlink()
@@ -194,4 +216,9 @@ def test_tensorboard_whose_disk_is_full_is_given_up_and_the_metrics_file_goes_on
     metrics.flush()
     metrics.close()
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert caplog.text.count("no further metrics are sent to SummaryWriter: [Errno 28] No space left on device") == 1
+    assert (
+        caplog.text.count(
+            "no further metrics are sent to SummaryWriter: [Errno 28] No space left on device"
+        )
+        == 1
+    )

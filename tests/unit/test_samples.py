@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.rollouts.samples import check_completion, samples_from_turns, turn_spans
+from torchtitan.experiments.rl.rollouts.samples import (
+    check_completion,
+    samples_from_turns,
+    turn_spans,
+)
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutTurn
 
 
@@ -21,8 +25,12 @@ def turn_of(prompt, sampled, *, logprobs=None, versions=None) -> RolloutTurn:
         prompt_is_content=np.zeros(len(prompt), bool),
         completion=Completion(
             token_ids=np.asarray(sampled, np.int32),
-            logprobs=np.asarray(logprobs if logprobs is not None else [-0.5] * len(sampled), np.float32),
-            policy_versions=np.asarray(versions if versions is not None else [0] * len(sampled), np.int32),
+            logprobs=np.asarray(
+                logprobs if logprobs is not None else [-0.5] * len(sampled), np.float32
+            ),
+            policy_versions=np.asarray(
+                versions if versions is not None else [0] * len(sampled), np.int32
+            ),
             finish_reason="stop",
         ),
         assistant_message={"role": "assistant", "content": ""},
@@ -51,12 +59,20 @@ def test_prompt_that_differs_in_one_token_starts_a_new_sample():
     # The second prompt repeats the history with its first sampled token changed, as tokenising text anew may do.
     samples = samples_of([turn_of([1, 2], [3, 4]), turn_of([1, 2, 8, 4, 9], [6])])
     assert [sample.token_ids.tolist() for sample in samples] == [[1, 2, 3, 4], [1, 2, 8, 4, 9, 6]]
-    assert [sample.loss_mask.tolist() for sample in samples] == [[False] * 2 + [True] * 2, [False] * 5 + [True]]
+    assert [sample.loss_mask.tolist() for sample in samples] == [
+        [False] * 2 + [True] * 2,
+        [False] * 5 + [True],
+    ]
 
 
 def test_prompt_that_drops_history_starts_a_new_sample_and_repeats_it_as_context():
-    samples = samples_of([turn_of([1, 2], [3, 4, 5]), turn_of([1, 2, 5, 9], [6]), turn_of([1, 2, 5, 9, 6, 9], [7])])
-    assert [sample.token_ids.tolist() for sample in samples] == [[1, 2, 3, 4, 5], [1, 2, 5, 9, 6, 9, 7]]
+    samples = samples_of(
+        [turn_of([1, 2], [3, 4, 5]), turn_of([1, 2, 5, 9], [6]), turn_of([1, 2, 5, 9, 6, 9], [7])]
+    )
+    assert [sample.token_ids.tolist() for sample in samples] == [
+        [1, 2, 3, 4, 5],
+        [1, 2, 5, 9, 6, 9, 7],
+    ]
     assert samples[1].loss_mask.tolist() == [False] * 4 + [True, False, True]
 
 
@@ -64,7 +80,9 @@ def test_each_sampled_token_knows_its_replica_and_no_other_token_has_one():
     first, second = turn_of([1, 2], [3]), turn_of([1, 2, 3, 9, 8], [6, 7])
     second.completion.replica = 4  # the first's is not known
     (sample,) = samples_of([first, second])
-    assert sample.replicas.tolist() == [-1, -1, -1, -1, -1, 4, 4] and sample.replicas.dtype == np.int16
+    assert (
+        sample.replicas.tolist() == [-1, -1, -1, -1, -1, 4, 4] and sample.replicas.dtype == np.int16
+    )
 
 
 def test_turn_that_sampled_nothing_trains_nothing():
@@ -75,7 +93,11 @@ def test_turn_that_sampled_nothing_trains_nothing():
 
 
 def test_roles_are_those_of_the_last_prompt_and_what_was_sampled_is_the_assistants():
-    first, silent, second = turn_of([1, 2], [3]), turn_of([1, 2, 3, 9], []), turn_of([1, 2, 3, 9, 8], [6])
+    first, silent, second = (
+        turn_of([1, 2], [3]),
+        turn_of([1, 2, 3, 9], []),
+        turn_of([1, 2, 3, 9, 8], [6]),
+    )
     second.prompt_role_ids = np.array([-1, 2, -1, 4, 2], np.int8)
     (sample,) = samples_of([first, silent, second])
     assert sample.role_ids.tolist() == [-1, 2, 3, 4, 2, 3]  # ROLES: user 2, assistant 3, tool 4
@@ -102,7 +124,9 @@ def conversations(draw):
             broken += not turns or prompt[: len(history)] != history
         sampled = [next(counter) for _ in range(draw(st.integers(1, 5)))]
         logprobs = [-token / 1024 for token in sampled]
-        turns.append(turn_of(prompt, sampled, logprobs=logprobs, versions=[len(turns)] * len(sampled)))
+        turns.append(
+            turn_of(prompt, sampled, logprobs=logprobs, versions=[len(turns)] * len(sampled))
+        )
         history = prompt + sampled
     return turns, broken
 
@@ -112,13 +136,25 @@ def test_every_sampled_token_is_trained_once_with_its_own_streams(conversation):
     turns, broken = conversation
     samples = samples_of(turns)
     trained = np.concatenate([sample.token_ids[sample.loss_mask] for sample in samples])
-    assert trained.tolist() == np.concatenate([turn.completion.token_ids for turn in turns]).tolist()
-    for name, stream in (("generator_logprobs", "logprobs"), ("policy_versions", "policy_versions")):
+    assert (
+        trained.tolist() == np.concatenate([turn.completion.token_ids for turn in turns]).tolist()
+    )
+    for name, stream in (
+        ("generator_logprobs", "logprobs"),
+        ("policy_versions", "policy_versions"),
+    ):
         kept = np.concatenate([getattr(sample, name)[sample.loss_mask] for sample in samples])
-        assert kept.tolist() == np.concatenate([getattr(turn.completion, stream) for turn in turns]).tolist()
+        assert (
+            kept.tolist()
+            == np.concatenate([getattr(turn.completion, stream) for turn in turns]).tolist()
+        )
     assert len(samples) == broken
     for sample in samples:
-        assert {len(sample.loss_mask), len(sample.generator_logprobs), len(sample.policy_versions)} == {len(sample)}
+        assert {
+            len(sample.loss_mask),
+            len(sample.generator_logprobs),
+            len(sample.policy_versions),
+        } == {len(sample)}
         assert not sample.generator_logprobs[~sample.loss_mask].any()
         assert set(sample.policy_versions[~sample.loss_mask].tolist()) <= {-1}
 
@@ -139,23 +175,40 @@ def test_spans_point_at_each_turn_in_its_sample(conversation):
 @given(conversations(), st.data())
 def test_advantages_land_on_the_tokens_they_were_given_for(conversation, data):
     turns, _ = conversation
-    rollout = Rollout(group_id="g", index_in_group=0, task_name="t", turns=turns, samples=samples_of(turns))
+    rollout = Rollout(
+        group_id="g", index_in_group=0, task_name="t", turns=turns, samples=samples_of(turns)
+    )
     given_values = data.draw(
-        st.lists(st.floats(-2, 2, width=32), min_size=rollout.completion_tokens, max_size=rollout.completion_tokens)
+        st.lists(
+            st.floats(-2, 2, width=32),
+            min_size=rollout.completion_tokens,
+            max_size=rollout.completion_tokens,
+        )
     )
     rollout.assign_advantages(given_values)
-    landed = [value for sample in rollout.samples for value in sample.advantages[sample.loss_mask].tolist()]
+    landed = [
+        value
+        for sample in rollout.samples
+        for value in sample.advantages[sample.loss_mask].tolist()
+    ]
     assert landed == given_values
     assert all(not sample.advantages[~sample.loss_mask].any() for sample in rollout.samples)
 
 
 @given(
-    tokens=st.lists(st.tuples(st.integers(-2, 5), st.sampled_from([-30.0, -0.5, 0.0, 0.009, 0.02, np.nan, np.inf, -np.inf]))),
+    tokens=st.lists(
+        st.tuples(
+            st.integers(-2, 5),
+            st.sampled_from([-30.0, -0.5, 0.0, 0.009, 0.02, np.nan, np.inf, -np.inf]),
+        )
+    ),
     finish_reason=st.sampled_from(["stop", "length", "abort", "done"]),
     cut=st.integers(0, 2),
     dtype=st.sampled_from([np.float32, np.float64, np.float16]),
 )
-def test_completion_is_refused_exactly_if_a_token_of_it_can_not_be_trained_on(tokens, finish_reason, cut, dtype):
+def test_completion_is_refused_exactly_if_a_token_of_it_can_not_be_trained_on(
+    tokens, finish_reason, cut, dtype
+):
     completion = Completion(
         token_ids=np.array([token for token, _ in tokens], np.int32),
         logprobs=np.array([logprob for _, logprob in tokens], dtype),

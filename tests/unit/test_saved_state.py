@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.controller.groups import GROUPS_FILE, OpenGroup, example_of, read_finished_groups, write_groups
+from torchtitan.experiments.rl.controller.groups import (
+    GROUPS_FILE,
+    OpenGroup,
+    example_of,
+    read_finished_groups,
+    write_groups,
+)
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.saved_state import (
@@ -26,7 +32,12 @@ from torchtitan.experiments.rl.controller.saved_state import (
 )
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.operations.alarms import StallDetectors
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.rollouts.types import (
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+)
 from torchtitan.experiments.rl.types import STREAMS, TrainingSample
 
 
@@ -45,7 +56,10 @@ def of_json(records):
 @given(
     per_step=st.integers(1, 3),
     bound=st.integers(0, 3),
-    moves=st.lists(st.tuples(st.sampled_from(["admit", "finish", "drop", "step"]), st.integers(0, 99)), max_size=60),
+    moves=st.lists(
+        st.tuples(st.sampled_from(["admit", "finish", "drop", "step"]), st.integers(0, 99)),
+        max_size=60,
+    ),
     later=st.lists(st.integers(0, 99), max_size=30),
 )
 def test_a_restored_pacer_gives_the_same_groups_to_the_same_steps(per_step, bound, moves, later):
@@ -89,7 +103,10 @@ def test_slots_of_groups_that_led_to_the_checkpoints_version_are_free():
 
 
 def test_groups_too_old_for_a_smaller_bound_are_not_admitted():
-    slots = [SlotState(group_id=f"g{version}", admitted_version=version, frozen=False, finished=True) for version in (3, 4, 5)]
+    slots = [
+        SlotState(group_id=f"g{version}", admitted_version=version, frozen=False, finished=True)
+        for version in (3, 4, 5)
+    ]
     frozen = SlotState(group_id="f", admitted_version=0, frozen=True, finished=True)
     pacer = Pacer(groups_per_step=1, max_offpolicy_steps=0)
     # At version 5 with a bound of 0 only what was sampled at 5 may be trained, and tokens of a frozen model.
@@ -98,7 +115,10 @@ def test_groups_too_old_for_a_smaller_bound_are_not_admitted():
 
 
 def test_more_groups_than_the_coming_steps_can_train_are_not_admitted():
-    slots = [SlotState(group_id=f"g{i}", admitted_version=5, frozen=False, finished=True) for i in range(3)]
+    slots = [
+        SlotState(group_id=f"g{i}", admitted_version=5, frozen=False, finished=True)
+        for i in range(3)
+    ]
     pacer = Pacer(groups_per_step=1, max_offpolicy_steps=1)
     # Due at 6 at the latest: the steps at 5 and 6 take one each.
     assert pacer.restore(slots, 5) == ["g2"]
@@ -107,7 +127,12 @@ def test_more_groups_than_the_coming_steps_can_train_are_not_admitted():
 # ---- ledger
 
 
-@given(ends=st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([None, "trained", "failed/error"])), max_size=30))
+@given(
+    ends=st.lists(
+        st.tuples(st.sampled_from("ab"), st.sampled_from([None, "trained", "failed/error"])),
+        max_size=30,
+    )
+)
 def test_a_restored_ledger_has_the_same_counts_and_ends_what_was_open(ends):
     ledger, open_ids = Ledger(), []
     for number, (task, column) in enumerate(ends):
@@ -124,7 +149,9 @@ def test_a_restored_ledger_has_the_same_counts_and_ends_what_was_open(ends):
     for rollout_id in open_ids:
         restored.end(rollout_id, "lost", version=99)
     restored.check([])
-    assert sum(count for key, count in restored.counts().items() if key.endswith("/lost")) == len(open_ids)
+    assert sum(count for key, count in restored.counts().items() if key.endswith("/lost")) == len(
+        open_ids
+    )
 
 
 # ---- stall detectors
@@ -132,17 +159,29 @@ def test_a_restored_ledger_has_the_same_counts_and_ends_what_was_open(ends):
 
 def group_of(*rewards: float, task: str = "a", number: int = 0) -> RolloutGroup:
     rollouts = [
-        Rollout(group_id=f"{task}-{number}", index_in_group=i, task_name=task, reward=reward, status=RolloutStatus.COMPLETED)
+        Rollout(
+            group_id=f"{task}-{number}",
+            index_in_group=i,
+            task_name=task,
+            reward=reward,
+            status=RolloutStatus.COMPLETED,
+        )
         for i, reward in enumerate(rewards)
     ]
     return RolloutGroup(
-        group_id=f"{task}-{number}", task_name=task, data_sample=DataSample(sample_id="0", env_input=None), rollouts=rollouts
+        group_id=f"{task}-{number}",
+        task_name=task,
+        data_sample=DataSample(sample_id="0", env_input=None),
+        rollouts=rollouts,
     )
 
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["scored", "dropped", "emptied", "kept", "taken"]), st.sampled_from("ab"), st.booleans(), st.booleans()
+        st.sampled_from(["scored", "dropped", "emptied", "kept", "taken"]),
+        st.sampled_from("ab"),
+        st.booleans(),
+        st.booleans(),
     ),
     max_size=25,
 )
@@ -173,7 +212,9 @@ def test_restored_stall_detectors_raise_where_the_others_do(before, after):
             return
     restored = StallDetectors(4, {"a": 1, "b": 8})
     restored.restore(through_json(detectors.state(), StallState))
-    assert [outcome(restored, event) for event in after] == [outcome(detectors, event) for event in after]
+    assert [outcome(restored, event) for event in after] == [
+        outcome(detectors, event) for event in after
+    ]
 
 
 # ---- finished groups
@@ -190,10 +231,15 @@ def samples(draw) -> TrainingSample:
         values = FLOATS if np.issubdtype(declared.dtype, np.floating) else st.integers(0, 1)
         array = np.array(draw(st.lists(values, min_size=length, max_size=length)), declared.dtype)
         streams[name] = None if optional and draw(st.booleans()) else array
-    return TrainingSample(**streams, temperature=draw(st.floats(0.1, 2)), task_name="a", rollout_id="a-0/0")
+    return TrainingSample(
+        **streams, temperature=draw(st.floats(0.1, 2)), task_name="a", rollout_id="a-0/0"
+    )
 
 
-@given(kept=st.lists(samples(), max_size=3), reward=st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False)))
+@given(
+    kept=st.lists(samples(), max_size=3),
+    reward=st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False)),
+)
 def test_a_finished_group_comes_back_with_every_bit_of_its_samples(tmp_path_factory, kept, reward):
     folder = tmp_path_factory.mktemp("groups")
     group = group_of(1.0, 0.0, number=7)
@@ -211,7 +257,9 @@ def test_a_finished_group_comes_back_with_every_bit_of_its_samples(tmp_path_fact
         for name in STREAMS:
             left, right = getattr(theirs, name), getattr(ours, name)
             assert (left is None) == (right is None)
-            assert right is None or (left.dtype == right.dtype and left.tobytes() == right.tobytes())
+            assert right is None or (
+                left.dtype == right.dtype and left.tobytes() == right.tobytes()
+            )
 
 
 def test_a_torn_file_of_groups_is_not_taken_for_fewer_groups(tmp_path):
@@ -228,7 +276,11 @@ def test_a_torn_file_of_groups_is_not_taken_for_fewer_groups(tmp_path):
 
 
 def open_group(example: DataSample | None):
-    return through_json_group(OpenGroup(task=SimpleNamespace(name="a"), rollout_ids={"a-0/0"}, example=example).state("a-0"))
+    return through_json_group(
+        OpenGroup(task=SimpleNamespace(name="a"), rollout_ids={"a-0/0"}, example=example).state(
+            "a-0"
+        )
+    )
 
 
 def through_json_group(state):
@@ -242,7 +294,9 @@ def test_the_example_of_a_running_group_is_the_datasets_own():
 
 def test_an_example_that_its_sampler_changed_is_kept_as_it_was_changed():
     changed = DataSample(sample_id="4", env_input={"hint": True})
-    assert example_of(open_group(changed), {"4": DataSample(sample_id="4", env_input={})}) == changed
+    assert (
+        example_of(open_group(changed), {"4": DataSample(sample_id="4", env_input={})}) == changed
+    )
 
 
 def test_an_example_that_neither_json_nor_the_dataset_gives_again_is_none():

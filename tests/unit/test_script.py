@@ -8,7 +8,9 @@ from torchtitan.experiments.rl.errors import ConfigError, RunError
 
 
 def test_a_config_for_a_scheduler_is_refused():
-    with pytest.raises(ConfigError, match=r"provision\.job = 'slurm': put the config into a function of a module"):
+    with pytest.raises(
+        ConfigError, match=r"provision\.job = 'slurm': put the config into a function of a module"
+    ):
         script.train(rl_grpo_qwen3_32b_32())
 
 

@@ -136,7 +136,9 @@ async def test_fault_ends_the_run_by_name_and_the_event_loop_goes_on(place, what
     asyncio.get_running_loop().call_later(0.05, ticks.append, 1)
     with pytest.raises(RunError) as caught:
         await loop.batch()
-    assert str(caught.value).startswith(OWNERS[place]) and FAULTS[what] in str(caught.value), str(caught.value)
+    assert str(caught.value).startswith(OWNERS[place]) and FAULTS[what] in str(caught.value), str(
+        caught.value
+    )
     if place is BadRows and what is not hangs:
         assert "dataset BadRows: item " in str(caught.value)
     if what is hangs:
@@ -148,7 +150,11 @@ async def test_fault_ends_the_run_by_name_and_the_event_loop_goes_on(place, what
 @pytest.mark.parametrize(
     ("place", "answer", "said"),
     [
-        (BadSampler, None, "task 'stub': sampler BadSampler.next returned NoneType, want an example"),
+        (
+            BadSampler,
+            None,
+            "task 'stub': sampler BadSampler.next returned NoneType, want an example",
+        ),
         (BadRows, {"question": 1}, "dataset BadRows: item "),
         (BadMix, "other", "task mix BadMix.next returned 'other', want one of ['stub']"),
         (BadMix, ["stub"], "task mix BadMix.next returned list, want one of ['stub']"),
@@ -200,7 +206,10 @@ async def test_group_that_comes_back_with_fewer_rollouts_names_its_task_and_the_
 
     task.score_group = pops
     loop.fill()
-    with pytest.raises(RunError, match="task 'stub': group stub-0 came back with 1 rollouts, not the 2 that were dispatched"):
+    with pytest.raises(
+        RunError,
+        match="task 'stub': group stub-0 came back with 1 rollouts, not the 2 that were dispatched",
+    ):
         await loop.batch()
     await loop.close()
     assert loop.ledger.counts()["stub/open"] == 0
@@ -214,7 +223,9 @@ class Pops(Filter):
 
 
 async def test_filter_that_empties_the_list_it_is_given_changes_nothing():
-    loop = Loop(StubTask(lambda number: [0.0, 1.0]), filters=[Pops.Config()], post_filters=[Pops.Config()])
+    loop = Loop(
+        StubTask(lambda number: [0.0, 1.0]), filters=[Pops.Config()], post_filters=[Pops.Config()]
+    )
     loop.fill()
     batch = await loop.batch()
     assert [len(group.rollouts) for group in batch.groups] == [2, 2]
@@ -239,7 +250,12 @@ def test_a_sampler_or_mix_that_a_resumed_run_can_not_go_on_with_is_named_with_wh
             ("task mix BadMix", "state_dict and load_state_dict"),
         )
     ]
-    assert Selection(Gate(), mix=object.__new__(WeightedRoundRobin), tasks={"kept": task(DifficultyPool)}).without_state() == []
+    assert (
+        Selection(
+            Gate(), mix=object.__new__(WeightedRoundRobin), tasks={"kept": task(DifficultyPool)}
+        ).without_state()
+        == []
+    )
 
 
 class OthersDigits(SumDigitsDataset):
@@ -261,7 +277,9 @@ class OthersCursor(ShuffledCursor):
         (Rows, ShuffledCursor.Config(), False),
     ],
 )
-async def test_examples_in_memory_of_the_librarys_own_are_read_without_the_gates_thread(monkeypatch, made, strategy, in_place):
+async def test_examples_in_memory_of_the_librarys_own_are_read_without_the_gates_thread(
+    monkeypatch, made, strategy, in_place
+):
     threads, read = [], sampler_module.read_example
 
     def noted(dataset, index):

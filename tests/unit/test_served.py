@@ -11,7 +11,11 @@ from transformers import AutoTokenizer
 
 from torchtitan.experiments.rl.algorithms import OPD
 from torchtitan.experiments.rl.config.checks import check_servers, check_teachers
-from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_judge_qwen3_debug, rl_opd_qwen3_debug
+from torchtitan.experiments.rl.config_registry import (
+    TINY_MODEL,
+    rl_judge_qwen3_debug,
+    rl_opd_qwen3_debug,
+)
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.endpoint import PROBE, served_model
 from torchtitan.experiments.rl.generation.references import FrozenModel
@@ -24,7 +28,10 @@ class Server:
 
     def __init__(self) -> None:
         tokens = AutoTokenizer.from_pretrained(TINY_MODEL).encode(PROBE, add_special_tokens=False)
-        self.answers: dict[str, tuple[int, object]] = {"/v1/models": models("tiny"), "/tokenize": (200, {"tokens": tokens})}
+        self.answers: dict[str, tuple[int, object]] = {
+            "/v1/models": models("tiny"),
+            "/tokenize": (200, {"tokens": tokens}),
+        }
         self.key: str | None = None
         server = self
 
@@ -32,7 +39,10 @@ class Server:
             def do_GET(self) -> None:
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 status, body = server.answers.get(self.path, (404, {"detail": "Not Found"}))
-                if server.key is not None and self.headers.get("Authorization") != f"Bearer {server.key}":
+                if (
+                    server.key is not None
+                    and self.headers.get("Authorization") != f"Bearer {server.key}"
+                ):
                     status, body = 401, {"error": f"not with {self.headers.get('Authorization')}"}
                 sent = body.encode() if isinstance(body, str) else json.dumps(body).encode()
                 self.send_response(status)
@@ -77,7 +87,16 @@ def other() -> Iterator[Server]:
 
 
 def ask(url: str, **changes):
-    return served_model(url, **{"field": "--against", "name": None, "key_env": None, "tokenizer_path": TINY_MODEL, **changes})
+    return served_model(
+        url,
+        **{
+            "field": "--against",
+            "name": None,
+            "key_env": None,
+            "tokenizer_path": TINY_MODEL,
+            **changes,
+        },
+    )
 
 
 def refused(url: str, **changes) -> str:
@@ -93,7 +112,9 @@ def test_the_servers_only_model_needs_no_name(server):
 
 def test_a_model_that_the_server_has_not_is_refused_with_those_it_has(server):
     server.answers["/v1/models"] = models("big", "\x1bsmall")
-    assert refused(f"{server.root}/v1", name="tiny").startswith("--endpoint-model = 'tiny': the server at http")
+    assert refused(f"{server.root}/v1", name="tiny").startswith(
+        "--endpoint-model = 'tiny': the server at http"
+    )
     assert "has 2 models (big, " in refused(f"{server.root}/v1")
     server.answers["/v1/models"] = models()
     assert "it lists no models (HTTP 200" in refused(f"{server.root}/v1")
@@ -105,7 +126,9 @@ def test_a_server_without_a_list_is_used_where_its_model_is_named(server):
     assert ask(f"{server.root}/v1", name="tiny").name == "tiny"
 
 
-@pytest.mark.parametrize("answer", [(404, "no"), (500, {}), (200, "<html>"), (200, {"data": 3}), (200, [1]), (200, {})])
+@pytest.mark.parametrize(
+    "answer", [(404, "no"), (500, {}), (200, "<html>"), (200, {"data": 3}), (200, [1]), (200, {})]
+)
 def test_an_address_that_is_no_api_is_refused_with_what_it_answered(server, answer):
     server.answers["/v1/models"] = answer
     message = refused(f"{server.root}/v1")
@@ -122,24 +145,33 @@ def test_nobody_there_is_said_as_such(server):
 
 def test_keys_are_sent_and_never_shown(server, monkeypatch):
     server.key = KEY
-    assert "it wants a key (HTTP 401): name the environment variable" in refused(f"{server.root}/v1")
+    assert "it wants a key (HTTP 401): name the environment variable" in refused(
+        f"{server.root}/v1"
+    )
     monkeypatch.setenv("MINE", KEY[:-1])
     assert "it refuses the key in MINE (HTTP 401)" in refused(f"{server.root}/v1", key_env="MINE")
     monkeypatch.setenv("MINE", KEY)
     assert ask(f"{server.root}/v1", key_env="MINE").api_key() == KEY
     monkeypatch.delenv("MINE")
-    assert refused(f"{server.root}/v1", key_env="MINE").startswith("--endpoint-key-env = 'MINE': is not set")
+    assert refused(f"{server.root}/v1", key_env="MINE").startswith(
+        "--endpoint-key-env = 'MINE': is not set"
+    )
     assert refused(f"{server.root}/v1", key_env=KEY).startswith("--endpoint-key-env = '(hidden)'")
     assert refused(f"http://me:{KEY}@localhost/v1").startswith("--against = '(hidden)'")
     monkeypatch.setenv("MINE", KEY)
     server.answers["/v1/models"] = models(f"first {KEY[:6]}", f"and then {KEY[6:]}")
-    assert "the server has 2 models ((its words are left out" in refused(f"{server.root}/v1", key_env="MINE")
+    assert "the server has 2 models ((its words are left out" in refused(
+        f"{server.root}/v1", key_env="MINE"
+    )
 
 
 def test_a_server_with_another_tokenizer_is_refused(server):
     server.answers["/tokenize"] = (200, {"tokens": [1, 2, 3]})
     message = refused(f"{server.root}/v1")
-    assert "its model 'tiny' has another tokenizer than" in message and "--model.hf-assets-path" in message
+    assert (
+        "its model 'tiny' has another tokenizer than" in message
+        and "--model.hf-assets-path" in message
+    )
 
 
 @pytest.mark.parametrize("answer", [(404, {}), (200, "?"), (200, {"count": 4}), (500, "down")])
@@ -159,9 +191,13 @@ def test_an_option_names_several_servers_with_commas(server, other):
 def test_an_option_whose_servers_differ_is_refused_by_the_one_that_does(server, other):
     both = f"{server.root}/v1,{other.root}/v1"
     other.answers["/tokenize"] = (200, {"tokens": [1, 2, 3]})
-    assert refused(both).startswith(f"--against = '{other.root}/v1': its model 'tiny' has another tokenizer than")
+    assert refused(both).startswith(
+        f"--against = '{other.root}/v1': its model 'tiny' has another tokenizer than"
+    )
     other.answers["/v1/models"] = models("big")
-    wanted = f"--endpoint-model = 'tiny': the server at {other.root}/v1 has no such model; it has big"
+    wanted = (
+        f"--endpoint-model = 'tiny': the server at {other.root}/v1 has no such model; it has big"
+    )
     assert refused(both).startswith(wanted)
     other.http.server_close()
     assert refused(both).startswith(f"--against = '{other.root}/v1': no server answers there")
@@ -198,10 +234,15 @@ def test_servers_of_one_reference_that_differ_are_refused_by_name(server, other,
     check_servers(config)
     other.answers["/tokenize"] = (200, {"tokens": [1, 2, 3]})
     shown = rf"base_url\[1\] = '{other.root}/v1': its model 'tiny' has another tokenizer than that of {server.root}/v1"
-    with pytest.raises(ConfigError, match=f"tasks.sum_digits.*{shown}: every server of base_url must serve the same"):
+    with pytest.raises(
+        ConfigError,
+        match=f"tasks.sum_digits.*{shown}: every server of base_url must serve the same",
+    ):
         check_servers(config)
     other.answers["/v1/models"] = models("big")
-    with pytest.raises(ConfigError, match=r"base_url\[1\] = .*has no model 'tiny'; it has big: every server"):
+    with pytest.raises(
+        ConfigError, match=r"base_url\[1\] = .*has no model 'tiny'; it has big: every server"
+    ):
         check_servers(config)
 
 

@@ -65,34 +65,58 @@ def policy(tmp_path_factory):
     patch.setattr(torch.Tensor, "float", torch.Tensor.double)
     folder = tmp_path_factory.mktemp("policy")
     (folder / "config.json").write_text(json.dumps(SIZES))
-    model = policy_spec(ModelConfig(hf_assets_path=str(folder)), device="cpu", max_seq_len=64).model.build().double()
+    model = (
+        policy_spec(ModelConfig(hf_assets_path=str(folder)), device="cpu", max_seq_len=64)
+        .model.build()
+        .double()
+    )
     model.init_states(buffer_device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4)
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4
+            )
     yield model
     patch.undo()
 
 
-def step(policy, samples, rl=VARIANTS[0], *, share: bool, row_length=48, rows_per_microbatch=2, ranks=1, seen=None):
+def step(
+    policy,
+    samples,
+    rl=VARIANTS[0],
+    *,
+    share: bool,
+    row_length=48,
+    rows_per_microbatch=2,
+    ranks=1,
+    seen=None,
+):
     """Metrics, entropy among them, and gradient of one optimizer step, all ranks and microbatches in turn."""
-    config = Batcher.Config(row_length=row_length, rows_per_microbatch=rows_per_microbatch, share_prefixes=share)
+    config = Batcher.Config(
+        row_length=row_length, rows_per_microbatch=rows_per_microbatch, share_prefixes=share
+    )
     plan = config.build().plan(samples, ranks)
     batches = [batch for rank in plan.microbatches for batch in rank]
-    rl_count, ce, ref_kl = sum(count_denominators(batch, ["members"] * 3) for batch in batches).clamp(min=1).tolist()
+    rl_count, ce, ref_kl = (
+        sum(count_denominators(batch, ["members"] * 3) for batch in batches).clamp(min=1).tolist()
+    )
     sums = MetricSums()
     policy.zero_grad()
     for batch in batches:
         logprobs, entropy = batch_logprobs(policy, batch)
-        loss, metrics = compute_loss(logprobs, batch, LossDenominators(rl=rl_count, ce=ce, ref_kl=ref_kl), LossConfig(rl=rl))
+        loss, metrics = compute_loss(
+            logprobs, batch, LossDenominators(rl=rl_count, ce=ce, ref_kl=ref_kl), LossConfig(rl=rl)
+        )
         loss.backward()
         metrics.add_mean("policy/entropy", entropy, batch.loss_mask)
         sums.merge(metrics)
         sums.merge(mismatch_metrics(logprobs.detach(), batch, 3))
     if seen is not None:
         seen.append(plan.shared_fraction)
-    return sums.compute(), torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+    return sums.compute(), torch.cat(
+        [parameter.grad.flatten() for parameter in policy.parameters()]
+    )
 
 
 def assert_same(shared, apart) -> None:
@@ -111,9 +135,13 @@ def assert_same(shared, apart) -> None:
     rows_per_microbatch=st.integers(1, 4),
     ranks=st.integers(1, 3),
 )
-def test_sharing_changes_neither_loss_nor_gradient_nor_any_metric(policy, samples, rl, row_length, rows_per_microbatch, ranks):
+def test_sharing_changes_neither_loss_nor_gradient_nor_any_metric(
+    policy, samples, rl, row_length, rows_per_microbatch, ranks
+):
     layout = dict(row_length=row_length, rows_per_microbatch=rows_per_microbatch, ranks=ranks)
-    assert_same(step(policy, samples, rl, share=True, **layout), step(policy, samples, rl, share=False))
+    assert_same(
+        step(policy, samples, rl, share=True, **layout), step(policy, samples, rl, share=False)
+    )
 
 
 def forked(count: int = 40):
@@ -142,7 +170,12 @@ def test_every_variant_on_forks_of_forks(policy, rl):
 
 
 def test_identical_samples_and_a_sample_that_begins_another_count_each(policy):
-    samples = [tree_sample([1, 2, 3, 4, 5], 0), tree_sample([1, 2, 3, 4, 5], 1), tree_sample([1, 2, 3], 2), tree_sample([1], 3)]
+    samples = [
+        tree_sample([1, 2, 3, 4, 5], 0),
+        tree_sample([1, 2, 3, 4, 5], 1),
+        tree_sample([1, 2, 3], 2),
+        tree_sample([1], 3),
+    ]
     seen: list[float] = []
     shared = step(policy, samples, share=True, seen=seen)
     assert seen == [pytest.approx(1 - 5 / 14)]
@@ -152,11 +185,15 @@ def test_identical_samples_and_a_sample_that_begins_another_count_each(policy):
 def test_the_same_token_may_be_sampled_in_one_sample_and_an_envs_in_another(policy):
     tokens, role = [1, 2, 3, 4], 2
     first = tree_sample(tokens, 0, ce_weights=None, ref_kl_weights=None)
-    second = tree_sample(tokens, 1, loss_mask=torch.zeros(4, dtype=torch.bool).numpy(), ref_kl_weights=None)
+    second = tree_sample(
+        tokens, 1, loss_mask=torch.zeros(4, dtype=torch.bool).numpy(), ref_kl_weights=None
+    )
     second.ce_weights[1:], second.role_ids[:] = 1, role
     shared, apart = (step(policy, [first, second], share=share) for share in (True, False))
     assert_same(shared, apart)
-    assert shared[0]["ce/user/nll"] == pytest.approx(step(policy, [second], share=False)[0]["ce/user/nll"])
+    assert shared[0]["ce/user/nll"] == pytest.approx(
+        step(policy, [second], share=False)[0]["ce/user/nll"]
+    )
 
 
 # ---- what these tests would catch
@@ -205,7 +242,9 @@ MUTATIONS = {
     "a sibling is seen": see_siblings,
     "an ancestor is not seen": lose_an_ancestor,
     "a branch is predicted from the token to its left": predict_from_the_left,
-    "a slot is its neighbour's": change_trees(lambda trees: dict(slots=trees.slots - (trees.slots > 9).long())),
+    "a slot is its neighbour's": change_trees(
+        lambda trees: dict(slots=trees.slots - (trees.slots > 9).long())
+    ),
     "a temperature is another": change_trees(
         lambda trees: dict(temperatures=trees.temperatures + 0.01 * (trees.positions == 5))
     ),

@@ -30,13 +30,21 @@ def common(left, right) -> int:
 
 def trie_tokens(sequences) -> int:
     """Tokens of the trie of these sequences: different beginnings of any length."""
-    return len({tuple(sequence[:end]) for sequence in sequences for end in range(1, len(sequence) + 1)})
+    return len(
+        {tuple(sequence[:end]) for sequence in sequences for end in range(1, len(sequence) + 1)}
+    )
 
 
 def ordered(sequences, temperatures=None):
     arrays = [np.array(sequence, np.int32) for sequence in sequences]
-    order, shared = prefix_order(list(zip(temperatures or [1.0] * len(arrays), arrays, strict=True)))
-    return [sequences[index] for index in order], np.array([len(sequences[index]) for index in order]), shared
+    order, shared = prefix_order(
+        list(zip(temperatures or [1.0] * len(arrays), arrays, strict=True))
+    )
+    return (
+        [sequences[index] for index in order],
+        np.array([len(sequences[index]) for index in order]),
+        shared,
+    )
 
 
 def test_order_and_shared_tokens_worked_out_on_paper():
@@ -51,7 +59,11 @@ def test_samples_in_order_share_with_the_one_before_all_that_they_share_with_any
     in_order, lengths, shared = ordered(sequences)
     assert sorted(in_order) == sorted(sequences)
     for at in range(1, len(in_order)):
-        assert shared[at] == common(in_order[at - 1], in_order[at]) == max(common(s, in_order[at]) for s in in_order[:at])
+        assert (
+            shared[at]
+            == common(in_order[at - 1], in_order[at])
+            == max(common(s, in_order[at]) for s in in_order[:at])
+        )
     assert lengths.sum() - shared.sum() == trie_tokens(sequences)
 
 
@@ -65,9 +77,13 @@ def test_samples_of_a_row_share_what_all_neighbours_between_them_share(sequences
     in_order, lengths, shared = ordered(sequences)
     ranks = sorted(data.draw(st.sets(st.integers(0, len(sequences) - 1), min_size=1)))
     own = shared_in_row(ranks, lengths, shared).tolist()
-    expected = [0] + [common(in_order[left], in_order[right]) for left, right in zip(ranks, ranks[1:], strict=False)]
+    expected = [0] + [
+        common(in_order[left], in_order[right])
+        for left, right in zip(ranks, ranks[1:], strict=False)
+    ]
     assert own == [
-        count if count >= LEAST_SHARE * len(in_order[rank]) else 0 for rank, count in zip(ranks, expected, strict=True)
+        count if count >= LEAST_SHARE * len(in_order[rank]) else 0
+        for rank, count in zip(ranks, expected, strict=True)
     ]
 
 
@@ -105,7 +121,9 @@ def test_cost_of_a_branch_is_that_of_the_sample_less_that_of_its_prefix():
 
 
 def plan_of(samples, *, row_length=32, rows_per_microbatch=2, ranks=1, **options):
-    config = Batcher.Config(row_length=row_length, rows_per_microbatch=rows_per_microbatch, **options)
+    config = Batcher.Config(
+        row_length=row_length, rows_per_microbatch=rows_per_microbatch, **options
+    )
     return config.build().plan(samples, ranks)
 
 
@@ -114,18 +132,28 @@ def batches_of(plan):
 
 
 @given(trees_of_samples(longest=32), st.integers(1, 3), st.integers(1, 3))
-def test_each_sample_is_a_path_through_a_tree_that_holds_every_beginning_once(samples, rows_per_microbatch, ranks):
+def test_each_sample_is_a_path_through_a_tree_that_holds_every_beginning_once(
+    samples, rows_per_microbatch, ranks
+):
     plan = plan_of(samples, rows_per_microbatch=rows_per_microbatch, ranks=ranks)
     found, computed, slots = [], 0, 0
     for batch in batches_of(plan):
         rows = batch.trees or batch
         slots += rows.token_ids.numel()
         assert rows.token_ids.shape[0] == batch.token_ids.shape[0] <= rows_per_microbatch
-        assert rows.token_ids.shape[1] <= 32 and max(rows.positions.max(), batch.positions.max()) < 32
-        at = torch.arange(batch.token_ids.numel()).view_as(batch.token_ids) if batch.trees is None else batch.trees.slots
+        assert (
+            rows.token_ids.shape[1] <= 32 and max(rows.positions.max(), batch.positions.max()) < 32
+        )
+        at = (
+            torch.arange(batch.token_ids.numel()).view_as(batch.token_ids)
+            if batch.trees is None
+            else batch.trees.slots
+        )
         used = set()
         for row in range(len(at)):
-            starts = (batch.positions[row] == 0).nonzero()[:, 0].tolist() + [batch.positions.shape[1]]
+            starts = (batch.positions[row] == 0).nonzero()[:, 0].tolist() + [
+                batch.positions.shape[1]
+            ]
             for start, end in zip(starts, starts[1:], strict=False):
                 part = slice(start, end)
                 if batch.task_ids[row, start] < 0:
@@ -134,12 +162,23 @@ def test_each_sample_is_a_path_through_a_tree_that_holds_every_beginning_once(sa
                 used.update(path.tolist())
                 assert set((path // rows.token_ids.shape[1]).tolist()) == {row}
                 assert rows.positions.flatten()[path].tolist() == list(range(end - start))
-                assert set(rows.temperatures.flatten()[path].tolist()) == set(batch.temperatures[row, part].tolist())
+                assert set(rows.temperatures.flatten()[path].tolist()) == set(
+                    batch.temperatures[row, part].tolist()
+                )
                 tokens = rows.token_ids.flatten()[path].tolist()
                 assert tokens == batch.token_ids[row, part].tolist()
-                found.append((tokens, batch.advantages[row, part].tolist(), batch.temperatures[row, start].item()))
+                found.append(
+                    (
+                        tokens,
+                        batch.advantages[row, part].tolist(),
+                        batch.temperatures[row, start].item(),
+                    )
+                )
         computed += len(used)
-    expected = [(s.token_ids.tolist(), s.advantages.tolist(), np.float32(s.temperature).item()) for s in samples]
+    expected = [
+        (s.token_ids.tolist(), s.advantages.tolist(), np.float32(s.temperature).item())
+        for s in samples
+    ]
     assert sorted(found) == sorted(expected)
     assert plan.tokens == sum(map(len, samples))
     assert plan.shared_fraction == pytest.approx(1 - computed / plan.tokens)
@@ -164,27 +203,43 @@ def test_a_tree_is_laid_out_as_the_contract_draws_it():
 
 
 def test_a_tree_longer_than_a_row_is_cut_and_nothing_is_dropped():
-    samples = [tree_sample([*range(10), 20 + index, 40 + index, 60 + index], index) for index in range(9)]
-    plan = plan_of(samples, row_length=20, rows_per_microbatch=8)  # a row holds the prompt and three completions
+    samples = [
+        tree_sample([*range(10), 20 + index, 40 + index, 60 + index], index) for index in range(9)
+    ]
+    plan = plan_of(
+        samples, row_length=20, rows_per_microbatch=8
+    )  # a row holds the prompt and three completions
     assert plan.rows == 3 and plan.shared_fraction == pytest.approx(1 - 3 * 19 / (9 * 13))
     assert sorted(batches_of(plan)[0].trees.positions.eq(9).sum(1).tolist()) == [1, 1, 1]
 
 
 def test_a_group_is_spread_over_ranks_that_would_otherwise_wait():
-    samples = [tree_sample([*range(16), 20 + index, *[40 + index] * 15], index) for index in range(4)]
+    samples = [
+        tree_sample([*range(16), 20 + index, *[40 + index] * 15], index) for index in range(4)
+    ]
     plan = plan_of(samples, row_length=128, ranks=2)
-    assert [rank[0].trees.token_ids.shape for rank in plan.microbatches] == [(1, 48), (1, 48)]  # 16 + 2 * 16 tokens each
+    assert [rank[0].trees.token_ids.shape for rank in plan.microbatches] == [
+        (1, 48),
+        (1, 48),
+    ]  # 16 + 2 * 16 tokens each
 
 
 def test_what_shares_nothing_is_laid_out_as_without_sharing():
     rng = np.random.default_rng(0)
-    samples = [tree_sample([index, *rng.integers(0, 50, rng.integers(0, 30))], index) for index in range(60)]
-    on, off = (batches_of(plan_of(samples, ranks=2, share_prefixes=share)) for share in (True, False))
+    samples = [
+        tree_sample([index, *rng.integers(0, 50, rng.integers(0, 30))], index)
+        for index in range(60)
+    ]
+    on, off = (
+        batches_of(plan_of(samples, ranks=2, share_prefixes=share)) for share in (True, False)
+    )
     for left, right in zip(on, off, strict=True):
         assert left.trees is None and right.trees is None
         for name in left.__slots__:
             value = getattr(left, name)
-            assert value is None or isinstance(value, tuple | str) or value.equal(getattr(right, name))
+            assert (
+                value is None or isinstance(value, tuple | str) or value.equal(getattr(right, name))
+            )
 
 
 def test_sharing_can_be_turned_off():

@@ -20,15 +20,29 @@ from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.simulate import main
 from torchtitan.experiments.rl.simulation.clock import Escape, run_virtually
-from torchtitan.experiments.rl.simulation.engine import EngineRates, Rates, SimulatedReplica, TrainerRates, open_channel
+from torchtitan.experiments.rl.simulation.engine import (
+    EngineRates,
+    Rates,
+    SimulatedReplica,
+    TrainerRates,
+    open_channel,
+)
 from torchtitan.experiments.rl.simulation.run import Failures, Outcome, SimulatedRun
 from torchtitan.experiments.rl.simulation.study import Setting
 from torchtitan.experiments.rl.simulation.tasks import LogNormal, lengths_of
 
 ENGINE = EngineRates(
-    step_s=1.0, sequence_s=0.1, context_s=0.001, prompt_s=0.0, prefill_token_s=0.01, cache_tokens=10_000, load_s=5.0
+    step_s=1.0,
+    sequence_s=0.1,
+    context_s=0.001,
+    prompt_s=0.0,
+    prefill_token_s=0.01,
+    cache_tokens=10_000,
+    load_s=5.0,
 )
-TRAINER = TrainerRates(step_s=10.0, microbatch_s=0.0, token_s=1e-3, pair_s=0.0, publish_s=1.0, checkpoint_s=2.0)
+TRAINER = TrainerRates(
+    step_s=10.0, microbatch_s=0.0, token_s=1e-3, pair_s=0.0, publish_s=1.0, checkpoint_s=2.0
+)
 RATES = Rates(engine=ENGINE, trainer=TRAINER, fetch_s=3.0, start_s=20.0)
 LENGTHS = LogNormal(mean=20, sigma=1, prompt=30, turns=1.5, env_s=2)
 
@@ -103,17 +117,33 @@ def test_what_runs_on_one_core_has_half_of_it_each_and_the_last_all_of_it():
 @settings(deadline=None, max_examples=50)
 def test_decode_time_is_the_sum_of_its_steps(steps, sequences, context, context_s, skipped):
     """A step of one sequence reads a tenth of the experts, one of two 0.19, and so on, where 0.9 of them are skipped."""
-    engine = dict(step_s=0.01, sequence_s=1e-5, context_s=context_s, prompt_s=0, prefill_token_s=0, cache_tokens=1, load_s=0)
+    engine = dict(
+        step_s=0.01,
+        sequence_s=1e-5,
+        context_s=context_s,
+        prompt_s=0,
+        prefill_token_s=0,
+        cache_tokens=1,
+        load_s=0,
+    )
     rates = EngineRates(**engine, experts_s=0.009, skipped=skipped)
     read = 0.001 + 0.009 * (1 - skipped**sequences)
-    expected = sum(read + 1e-5 * sequences + context_s * (context + sequences * step) for step in range(steps))
+    expected = sum(
+        read + 1e-5 * sequences + context_s * (context + sequences * step) for step in range(steps)
+    )
     seconds = rates.decode_s(steps, sequences, context)
     assert seconds == pytest.approx(expected)
     assert rates.steps_in(seconds * (1 - 1e-9), sequences, context) == steps
     assert rates.steps_in(seconds * (1 + 1e-9), sequences, context) == steps + 1
 
 
-def served(*requests: tuple[float, int, int], rates: EngineRates = ENGINE, update_at: float | None = None, how="keep", seqs=8):
+def served(
+    *requests: tuple[float, int, int],
+    rates: EngineRates = ENGINE,
+    update_at: float | None = None,
+    how="keep",
+    seqs=8,
+):
     """Requests of (arrival, prompt tokens, completion tokens): the time of each one's answer and its versions; the totals."""
 
     async def work():
@@ -127,7 +157,10 @@ def served(*requests: tuple[float, int, int], rates: EngineRates = ENGINE, updat
             ids = np.full(prompt, number, np.int32)
             ids[1] = prompt
             session = client.session(
-                rollout_id=f"{number}/0", seed=number, sampling=SamplingConfig(max_tokens=9999), stop_token_ids=[completion]
+                rollout_id=f"{number}/0",
+                seed=number,
+                sampling=SamplingConfig(max_tokens=9999),
+                stop_token_ids=[completion],
             )
             answer = await session.generate(ids, max_tokens=9999)
             session.close()
@@ -138,7 +171,9 @@ def served(*requests: tuple[float, int, int], rates: EngineRates = ENGINE, updat
                 await asyncio.sleep(update_at)
                 await client.update_weights(1, np.zeros(8, np.int32))
 
-        await asyncio.gather(update(), *(ask(number, *request) for number, request in enumerate(requests)))
+        await asyncio.gather(
+            update(), *(ask(number, *request) for number, request in enumerate(requests))
+        )
         client.close()
         return [answers[number] for number in sorted(answers)], replica.totals
 
@@ -165,12 +200,16 @@ def test_new_weights_pause_the_engine_and_label_what_follows():
     assert totals["loading_s"] == 5.0
     [(ended, versions)], totals = served((0.0, 100, 3), update_at=1.5, how="recompute")
     assert versions == [0, 1, 1] and ended == pytest.approx(1.0 + 3 * 1.1 + 0.303 + 5.0 + 1.01)
-    [(ended, versions), (_, later)], _ = served((0.0, 100, 3), (2.0, 100, 1), update_at=1.5, how="drain")
+    [(ended, versions), (_, later)], _ = served(
+        (0.0, 100, 3), (2.0, 100, 1), update_at=1.5, how="drain"
+    )
     assert versions == [0, 0, 0] and later == [1]
 
 
 def test_what_has_no_room_is_preempted_and_computed_again():
-    rates = EngineRates(**{**{name: getattr(ENGINE, name) for name in ENGINE.__slots__}, "cache_tokens": 300})
+    rates = EngineRates(
+        **{**{name: getattr(ENGINE, name) for name in ENGINE.__slots__}, "cache_tokens": 300}
+    )
     answers, totals = served((0.0, 100, 80), (0.0, 100, 80), rates=rates)
     assert totals["preemptions"] > 0 and totals["recomputed"] > 0
     assert [len(versions) for _, versions in answers] == [80, 80]
@@ -181,11 +220,19 @@ def test_what_has_no_room_is_preempted_and_computed_again():
 @settings(deadline=None, max_examples=30)
 def test_every_request_gets_its_length_and_versions_that_never_fall(data):
     requests = data.draw(
-        st.lists(st.tuples(st.floats(0, 50), st.integers(2, 200), st.integers(1, 100)), min_size=1, max_size=12)
+        st.lists(
+            st.tuples(st.floats(0, 50), st.integers(2, 200), st.integers(1, 100)),
+            min_size=1,
+            max_size=12,
+        )
     )
-    rates = EngineRates(**{**{name: getattr(ENGINE, name) for name in ENGINE.__slots__}, "cache_tokens": 400})
+    rates = EngineRates(
+        **{**{name: getattr(ENGINE, name) for name in ENGINE.__slots__}, "cache_tokens": 400}
+    )
     how = data.draw(st.sampled_from(["keep", "recompute", "drain"]))
-    answers, totals = served(*requests, rates=rates, update_at=data.draw(st.floats(0, 60)), how=how, seqs=4)
+    answers, totals = served(
+        *requests, rates=rates, update_at=data.draw(st.floats(0, 60)), how=how, seqs=4
+    )
     assert [len(versions) for _, versions in answers] == [length for _, _, length in requests]
     assert all(versions == sorted(versions) for _, versions in answers)
     assert totals["sampled"] == sum(length for _, _, length in requests)
@@ -205,7 +252,9 @@ def config_of(**fields):
 
 
 def simulated(folder=None, failures: Failures | None = None, **fields) -> Outcome:
-    return run_virtually(SimulatedRun(config_of(**fields), RATES, LENGTHS, failures=failures, run_dir=folder).run)
+    return run_virtually(
+        SimulatedRun(config_of(**fields), RATES, LENGTHS, failures=failures, run_dir=folder).run
+    )
 
 
 def host_rates(**fields) -> HostRates:
@@ -220,7 +269,9 @@ def test_a_run_takes_every_step_and_its_ledger_balances(bound):
     assert columns.pop("dispatched") == sum(columns.values())
     assert max(metrics["policy/age_max"] for metrics in outcome.steps.values()) <= bound
     # The trainer and the generators work one after the other, or side by side.
-    assert outcome.seconds > outcome.trainer_busy_s + (outcome.engines["busy_s"] if bound == 0 else 0)
+    assert outcome.seconds > outcome.trainer_busy_s + (
+        outcome.engines["busy_s"] if bound == 0 else 0
+    )
 
 
 @pytest.mark.parametrize("end_run", [True, False])
@@ -231,23 +282,31 @@ def test_the_same_seed_gives_the_same_files_byte_for_byte_with_failures_too(end_
     for name in ("first", "second"):
         folder = tmp_path / name
         folder.mkdir()
-        outcome = simulated(folder, failures, checkpoint=every(5), generator=replicas(8), **copy.deepcopy(config))
+        outcome = simulated(
+            folder, failures, checkpoint=every(5), generator=replicas(8), **copy.deepcopy(config)
+        )
         assert outcome.deaths > 0 and sorted(outcome.steps) == list(range(1, 31))
         assert outcome.down_s > 0 or not end_run
         files.append({file.name: file.read_bytes() for file in sorted(folder.iterdir())})
     assert files[0] == files[1]
     steps = [json.loads(line)["step"] for line in files[0]["metrics.jsonl"].decode().splitlines()]
     assert steps == list(range(1, 31)), "what was repeated is there once"
-    ended = [json.loads(line)["rollout_id"] for line in files[0]["ledger.jsonl"].decode().splitlines()]
+    ended = [
+        json.loads(line)["rollout_id"] for line in files[0]["ledger.jsonl"].decode().splitlines()
+    ]
     assert len(ended) == len(set(ended)), "a rollout ends once, across restarts"
 
 
 def test_a_replica_that_dies_alone_comes_back_and_its_requests_run_elsewhere():
     config, rates = config_of(generator=replicas(2), max_offpolicy_steps=1), host_rates(cores=100)
-    run = HostRun(config, rates, LENGTHS, failures=Failures(seen_s=2, repair_s=0), replica_dies_after=3)
+    run = HostRun(
+        config, rates, LENGTHS, failures=Failures(seen_s=2, repair_s=0), replica_dies_after=3
+    )
     outcome = run_virtually(run.run)
     assert sorted(outcome.steps) == list(range(1, 13)) and outcome.deaths == 0
-    assert outcome.engine_down_s == pytest.approx(2 + RATES.start_s, abs=2 * TRAINER.step_s), "until it has the weights"
+    assert outcome.engine_down_s == pytest.approx(2 + RATES.start_s, abs=2 * TRAINER.step_s), (
+        "until it has the weights"
+    )
     assert outcome.lost_tokens > 0
 
 
@@ -255,10 +314,17 @@ def test_a_replica_that_dies_alone_comes_back_and_its_requests_run_elsewhere():
 @settings(deadline=None, max_examples=4)
 def test_on_shared_cores_a_step_takes_no_less_than_its_processes_compute(report, turn):
     """Neither turns nor the threads beside them run faster than one core, and all together than the cores."""
-    rates, lengths = host_rates(cores=2, turn_s=turn, report_s=report), LogNormal(mean=20, sigma=1, prompt=30)
+    rates, lengths = (
+        host_rates(cores=2, turn_s=turn, report_s=report),
+        LogNormal(mean=20, sigma=1, prompt=30),
+    )
     outcome = run_virtually(HostRun(config_of(max_offpolicy_steps=1), rates, lengths).run)
     turns = sum(count for name, count in outcome.ledger.items() if name.endswith("/trained"))
-    computed = outcome.engines["computed_s"] + 12 * (TRAINER.step_s + TRAINER.publish_s + report) + turns * turn
+    computed = (
+        outcome.engines["computed_s"]
+        + 12 * (TRAINER.step_s + TRAINER.publish_s + report)
+        + turns * turn
+    )
     assert outcome.seconds * 2 >= computed
     assert outcome.engines["computed_s"] <= outcome.engines["busy_s"] * (1 + 1e-9)
 
@@ -306,7 +372,16 @@ def test_bad_words_are_one_line(words, message, capsys):
 
 
 def test_the_command_writes_a_run_folder_and_says_that_it_is_simulated(tmp_path, capsys):
-    words = ["--config", "rl_grpo_qwen3_8b", "--steps", "3", "--rollouts-per-step", "64", "--run-dir", str(tmp_path / "run")]
+    words = [
+        "--config",
+        "rl_grpo_qwen3_8b",
+        "--steps",
+        "3",
+        "--rollouts-per-step",
+        "64",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     assert main([*words, "--gpus", "16", "--no-sensitivity"]) == 0
     printed = capsys.readouterr().out
     assert "No GPU has run it" in printed and "GPU hours a million tokens" in printed
@@ -316,7 +391,9 @@ def test_the_command_writes_a_run_folder_and_says_that_it_is_simulated(tmp_path,
 
 
 def setting_of(config, device="H100") -> Setting:
-    return Setting(config=config, lengths=lengths_of("lognormal:"), device=device, failures=Failures())
+    return Setting(
+        config=config, lengths=lengths_of("lognormal:"), device=device, failures=Failures()
+    )
 
 
 def test_rates_of_adapters_of_selective_checkpointing_and_of_a_mixture_by_hand():
@@ -326,13 +403,20 @@ def test_rates_of_adapters_of_selective_checkpointing_and_of_a_mixture_by_hand()
     assert whole.trainer.token_s == pytest.approx((8 * layers + 8 * head) / flops, rel=1e-4)
     # Computed again: attention's way out, and one product of the feed-forward part; attention itself is kept.
     selective = setting.changed(**{"trainer.activation_checkpoint": "selective"}).rates().trainer
-    assert selective.token_s == pytest.approx((6 * layers + 8 * head + 2 * 36 * 4096 * (4096 + 12288)) / flops, rel=1e-4)
+    assert selective.token_s == pytest.approx(
+        (6 * layers + 8 * head + 2 * 36 * 4096 * (4096 + 12288)) / flops, rel=1e-4
+    )
     assert selective.pair_s == pytest.approx(7 / 9 * whole.trainer.pair_s)
     # Rank 16 of the five matrices of each layer, whose sides are these; they alone are published, loaded and kept.
     adapter = 36 * 16 * (4096 + 6144 + 4096 + 4096 + 3 * (4096 + 12288))
     lora = setting.changed(**{"trainer.lora": LoRA.Config(rank=16)}).rates()
-    assert lora.trainer.token_s == pytest.approx((6 * layers + 6 * head + 8 * adapter) / flops, rel=1e-4)
-    assert (lora.engine.load_s, lora.trainer.checkpoint_s) == (2 * adapter / 20e9, 12 * adapter / 4 / 20e9)
+    assert lora.trainer.token_s == pytest.approx(
+        (6 * layers + 6 * head + 8 * adapter) / flops, rel=1e-4
+    )
+    assert (lora.engine.load_s, lora.trainer.checkpoint_s) == (
+        2 * adapter / 20e9,
+        12 * adapter / 4 / 20e9,
+    )
     assert lora.fetch_s == pytest.approx(2 * adapter / 1.5e9)
     # 48 layers of 128 experts of 768 at a width of 2,048, of which a token takes 8; engines of two GPUs.
     mixture = setting_of(rl_grpo_qwen3_30b_a3b(), "H200").rates().engine

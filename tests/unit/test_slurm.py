@@ -17,7 +17,14 @@ from torchtitan.experiments.rl.hosts import slurm
 from torchtitan.experiments.rl.hosts.jobs import JobConfig, SlurmJob
 from torchtitan.experiments.rl.process.lifetime import descendants
 
-SLURM = ("--provision.job", "slurm", "--provision.job.gpus-per-host", "0", "--provision.job.cores-per-host", "4")
+SLURM = (
+    "--provision.job",
+    "slurm",
+    "--provision.job.gpus-per-host",
+    "0",
+    "--provision.job.cores-per-host",
+    "4",
+)
 
 
 @pytest.fixture
@@ -42,10 +49,20 @@ def queue(programs) -> None:
     programs("squeue", "exit 1")
 
 
-def test_the_command_submits_itself_and_says_how_to_follow_stop_and_resume(command, programs, tmp_path):
+def test_the_command_submits_itself_and_says_how_to_follow_stop_and_resume(
+    command, programs, tmp_path
+):
     programs("sbatch", f'echo "$@" > {tmp_path}/arguments; echo "4242;cluster"')
     run = tmp_path / "run"
-    words = ("--config", "rl_grpo_qwen3_debug", "--steps", "7", *SLURM, "--provision.job.partition", "cpu")
+    words = (
+        "--config",
+        "rl_grpo_qwen3_debug",
+        "--steps",
+        "7",
+        *SLURM,
+        "--provision.job.partition",
+        "cpu",
+    )
     code, out, err = command(*words, "--run-dir", str(run))
     assert (code, err) == (0, "")
     assert out.splitlines() == [
@@ -76,27 +93,46 @@ def test_the_command_submits_itself_and_says_how_to_follow_stop_and_resume(comma
         f"srun --ntasks-per-node=1 --cpu-bind=none --cpus-per-task=4 {sys.executable} "
         "-m torchtitan.experiments.rl.hosts.agent --port 22222 &"
     )
-    assert started == f"{sys.executable} -m torchtitan.experiments.rl.grpo {' '.join(words)} --run-dir {run} &"
+    assert (
+        started
+        == f"{sys.executable} -m torchtitan.experiments.rl.grpo {' '.join(words)} --run-dir {run} &"
+    )
 
 
 def test_a_dry_run_prints_the_script_and_leaves_nothing(command, tmp_path):
-    words = ("--config", "rl_grpo_qwen3_32b_32", "--provision.job", "slurm", "--provision.job.time-limit", "1-12:00:00")
+    words = (
+        "--config",
+        "rl_grpo_qwen3_32b_32",
+        "--provision.job",
+        "slurm",
+        "--provision.job.time-limit",
+        "1-12:00:00",
+    )
     code, out, _ = command(*words, "--dry-run", "--run-dir", str(tmp_path / "run"))
     assert code == 0 and not (tmp_path / "run").exists()
     assert "host 3         generator 4-7 on GPUs 0-7" in out
-    for line in ("#SBATCH --nodes=4", "#SBATCH --gpus-per-node=8", "#SBATCH --time=1-12:00:00", "wait $agents"):
+    for line in (
+        "#SBATCH --nodes=4",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --time=1-12:00:00",
+        "wait $agents",
+    ):
         assert f"\n{line}\n" in out
     assert "--dry-run" not in out
 
 
-def test_the_command_in_the_allocation_takes_the_folder_of_its_submission(command, programs, tmp_path, monkeypatch):
+def test_the_command_in_the_allocation_takes_the_folder_of_its_submission(
+    command, programs, tmp_path, monkeypatch
+):
     programs("sbatch", "echo 4242")
     run, taken = tmp_path / "run", []
     words = ("--config", "rl_grpo_qwen3_debug", *SLURM, "--run-dir", str(run))
     assert command(*words)[0] == 0
     (run / "slurm-4242.log").touch()
     monkeypatch.setenv(slurm.HOSTS_VARIABLE, "node7 ")
-    monkeypatch.setattr("torchtitan.experiments.rl.grpo._run", lambda config, start, name: taken.append(start) or 0)
+    monkeypatch.setattr(
+        "torchtitan.experiments.rl.grpo._run", lambda config, start, name: taken.append(start) or 0
+    )
     assert command(*words)[0] == 0
     assert taken[0].run_dir == str(run) and taken[0].script is None and taken[0].plan.hosts == 1
 
@@ -105,7 +141,13 @@ def test_a_submission_that_resumes_names_the_run_and_no_new_folder(command):
     from torchtitan.experiments.rl.config.command_line import parse_command
 
     given = parse_command(["--resume", "outputs/run", "--steps", "9", "--dry-run", *SLURM])
-    assert given.words_in("/elsewhere") == ["--steps", "9", *SLURM, "--resume", os.path.abspath("outputs/run")]
+    assert given.words_in("/elsewhere") == [
+        "--steps",
+        "9",
+        *SLURM,
+        "--resume",
+        os.path.abspath("outputs/run"),
+    ]
     newest = parse_command(["--config", "x", "--resume=auto"])
     assert newest.words_in("/runs/x-1") == ["--config", "x", "--resume", "/runs/x-1"]
 
@@ -113,14 +155,19 @@ def test_a_submission_that_resumes_names_the_run_and_no_new_folder(command):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("echo 'sbatch: error: invalid partition' >&2; exit 1", "sbatch refuses the job: sbatch: error: invalid partition"),
+        (
+            "echo 'sbatch: error: invalid partition' >&2; exit 1",
+            "sbatch refuses the job: sbatch: error: invalid partition",
+        ),
         ("exit 3", "sbatch refuses the job: exit code 3"),
         ("echo hello", "sbatch refuses the job: hello"),
     ],
 )
 def test_a_refusal_of_sbatch_is_one_line(command, programs, tmp_path, text, said):
     programs("sbatch", text)
-    code, out, err = command("--config", "rl_grpo_qwen3_debug", *SLURM, "--run-dir", str(tmp_path / "run"))
+    code, out, err = command(
+        "--config", "rl_grpo_qwen3_debug", *SLURM, "--run-dir", str(tmp_path / "run")
+    )
     assert (code, out) == (1, "")
     assert_one_line(err, said)
 
@@ -151,15 +198,28 @@ def states(out: str) -> list[str]:
 
 def test_a_submission_says_why_the_job_waits(command, answers, tmp_path):
     asked = answers("PENDING Priority", "PENDING Resources")
-    code, out, err = command("--config", "rl_grpo_qwen3_debug", *SLURM, "--run-dir", str(tmp_path / "run"))
+    code, out, err = command(
+        "--config", "rl_grpo_qwen3_debug", *SLURM, "--run-dir", str(tmp_path / "run")
+    )
     assert (code, err, states(out)) == (0, "", ["PENDING (Priority)"])
     assert asked.read_text() == "--job 4242 --noheader --format=%T %r\n"
 
 
 def test_a_command_that_waits_says_each_reason_once_until_the_job_starts(answers, tmp_path):
-    asked = answers(*["PENDING None"] * 2, *["PENDING Priority"] * 3, "CONFIGURING None", "RUNNING None", "RUNNING None")
+    asked = answers(
+        *["PENDING None"] * 2,
+        *["PENDING Priority"] * 3,
+        "CONFIGURING None",
+        "RUNNING None",
+        "RUNNING None",
+    )
     lines = list(SlurmJob(wait=True).submit("", str(tmp_path)))
-    assert [line.strip() for line in lines[5:]] == ["PENDING", "PENDING (Priority)", "CONFIGURING", "RUNNING"]
+    assert [line.strip() for line in lines[5:]] == [
+        "PENDING",
+        "PENDING (Priority)",
+        "CONFIGURING",
+        "RUNNING",
+    ]
     assert len(asked.read_text().splitlines()) == 7
 
 
@@ -175,8 +235,17 @@ def test_ctrl_c_while_waiting_leaves_the_job_in_the_queue(command, answers, monk
         raise KeyboardInterrupt
 
     answers("PENDING Priority")
-    monkeypatch.setattr(slurm, "time", SimpleNamespace(sleep=interrupted))  # other threads sleep too
-    words = ("--config", "rl_grpo_qwen3_debug", *SLURM, "--provision.job.wait", "--run-dir", str(tmp_path / "run"))
+    monkeypatch.setattr(
+        slurm, "time", SimpleNamespace(sleep=interrupted)
+    )  # other threads sleep too
+    words = (
+        "--config",
+        "rl_grpo_qwen3_debug",
+        *SLURM,
+        "--provision.job.wait",
+        "--run-dir",
+        str(tmp_path / "run"),
+    )
     code, out, err = command(*words)
     assert (code, err, states(out)) == (130, "", ["PENDING (Priority)"])
 
@@ -234,11 +303,15 @@ while true; do sleep 0.05; done
 """
 
 
-def test_a_signal_to_the_script_reaches_the_run_alone_and_its_exit_code_is_the_jobs(programs, tmp_path, monkeypatch):
+def test_a_signal_to_the_script_reaches_the_run_alone_and_its_exit_code_is_the_jobs(
+    programs, tmp_path, monkeypatch
+):
     """As Slurm sends it: ``scancel --batch --signal=TERM``, or before the time limit."""
     programs("scontrol", "echo node1; echo node2")
     programs("srun", 'while [[ "$1" == --* ]]; do shift; done; exec "$@"')
-    monkeypatch.setattr(sys, "executable", str(programs("python-of-the-run", PYTHON.format(folder=tmp_path))))
+    monkeypatch.setattr(
+        sys, "executable", str(programs("python-of-the-run", PYTHON.format(folder=tmp_path)))
+    )
     script = SlurmJob(gpus_per_host=0, cores_per_host=2).script(["--config", "x"], str(tmp_path), 2)
     (tmp_path / "job.sh").write_text(script)
     job = subprocess.Popen(["bash", str(tmp_path / "job.sh")])
@@ -251,7 +324,9 @@ def test_a_signal_to_the_script_reaches_the_run_alone_and_its_exit_code_is_the_j
         job.wait()
     assert (tmp_path / "signal").read_text() == "TERM\n"
     assert (tmp_path / "hosts").read_text().split() == ["node1", "node2"]
-    assert not [pid for pid in descendants() if b"sleep\x00600" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert not [
+        pid for pid in descendants() if b"sleep\x00600" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def test_a_signalled_run_has_the_time_until_its_allocation_ends(monkeypatch):

@@ -34,20 +34,36 @@ def test_rotated_pairs_of_each_head_are_taken_apart_into_halves(script):
 
 def test_each_tensor_of_the_file_has_a_name_of_the_hub(script):
     assert script.hub_name("token_embd.weight") == ("model.embed_tokens.weight", "")
-    assert script.hub_name("blk.29.attn_k.weight") == ("model.layers.29.self_attn.k_proj.weight", "attn_k")
-    assert script.hub_name("blk.0.ffn_norm.weight")[0] == "model.layers.0.post_attention_layernorm.weight"
+    assert script.hub_name("blk.29.attn_k.weight") == (
+        "model.layers.29.self_attn.k_proj.weight",
+        "attn_k",
+    )
+    assert (
+        script.hub_name("blk.0.ffn_norm.weight")[0]
+        == "model.layers.0.post_attention_layernorm.weight"
+    )
 
 
 def test_sums_are_all_there_once_and_none_is_trained_and_held_out():
     training, held_out = sums()
-    assert len(held_out) == HELD_OUT and len({row["question"] for row in training + held_out}) == LARGEST**2
+    assert (
+        len(held_out) == HELD_OUT
+        and len({row["question"] for row in training + held_out}) == LARGEST**2
+    )
     assert len(training) == LARGEST**2 - HELD_OUT
     assert {"question": "What is 7 + 8?", "answer": 15} in training + held_out
 
 
 @pytest.mark.parametrize(
     ("completion", "right"),
-    [("15", True), ("7 + 8 = 15.", True), ("15 is 7 + 8", False), ("fifteen", False), ("", False), ("7 + 8 = 15\n", True)],
+    [
+        ("15", True),
+        ("7 + 8 = 15.", True),
+        ("15 is 7 + 8", False),
+        ("fifteen", False),
+        ("", False),
+        ("7 + 8 = 15\n", True),
+    ],
 )
 def test_the_last_number_is_the_answer(completion, right):
     assert last_number_is_answer(completion, {"answer": 15}) is right

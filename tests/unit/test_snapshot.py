@@ -28,7 +28,9 @@ SHARDS = {name: whole(shape) for name, shape in SHAPES.items()}
 
 def tensors_of(seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()
+    }
 
 
 # ---- layout
@@ -63,25 +65,35 @@ def test_another_mapping_reads_what_one_wrote():
 def test_another_process_finds_it_by_its_path():
     buffer = SharedBuffer.create(100)
     buffer.bytes.copy_(torch.arange(100))
-    assert subprocess.run(["cat", buffer.path], capture_output=True, check=True).stdout[:100] == bytes(range(100))
+    assert subprocess.run(["cat", buffer.path], capture_output=True, check=True).stdout[
+        :100
+    ] == bytes(range(100))
 
 
 def test_views_share_the_buffers_memory_and_convert_what_is_copied_to_them():
     buffer = SharedBuffer.create(buffer_bytes(SHARDS, torch.bfloat16))
     views(buffer.bytes, SHARDS, torch.bfloat16)["embed"].copy_(tensors_of()["embed"])
-    assert torch.equal(views(buffer.bytes, SHARDS, torch.bfloat16)["embed"], tensors_of(dtype=torch.bfloat16)["embed"])
+    assert torch.equal(
+        views(buffer.bytes, SHARDS, torch.bfloat16)["embed"],
+        tensors_of(dtype=torch.bfloat16)["embed"],
+    )
 
 
 def test_buffers_are_apart_and_start_empty():
     first, second = SharedBuffer.create(64), SharedBuffer.create(64)
     first.bytes.fill_(7)
-    assert (first.path, first.inode) != (second.path, second.inode) and set(second.bytes.tolist()) == {0}
+    assert (first.path, first.inode) != (second.path, second.inode) and set(
+        second.bytes.tolist()
+    ) == {0}
 
 
 def test_a_buffer_that_its_process_has_closed_is_gone_with_its_publisher():
     publisher = subprocess.Popen(["sleep", "600"])
     path = f"/proc/{publisher.pid}/fd/57"
-    with pytest.raises(PeerGone, match=f"^the weights at {path} are gone .*: the process that published them has ended$"):
+    with pytest.raises(
+        PeerGone,
+        match=f"^the weights at {path} are gone .*: the process that published them has ended$",
+    ):
         SharedBuffer.attach(path)  # being taken down: its files are closed first
     publisher.kill()
     publisher.wait()
@@ -150,15 +162,21 @@ def test_a_digest_is_the_sum_that_its_definition_says(rows, width, seed):
     st.data(),
 )
 def test_shares_add_up_however_a_tensor_is_divided(dtype, shape, data):
-    whole = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8).view(dtype)
+    whole = torch.randint(
+        0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8
+    ).view(dtype)
     dim = data.draw(st.integers(0, whole.ndim - 1))
     cuts = sorted(data.draw(st.lists(st.integers(0, whole.shape[dim]), max_size=3)))
     shares = []
     for start, stop in zip([0, *cuts], [*cuts, whole.shape[dim]], strict=True):
-        shard = tuple((start, stop) if d == dim else (0, size) for d, size in enumerate(whole.shape))
+        shard = tuple(
+            (start, stop) if d == dim else (0, size) for d, size in enumerate(whole.shape)
+        )
         part = whole[index_of(shard)]
         shares.append(int(digest(part, shard, tuple(whole.shape))))
-        assert shares[-1] == int(digest(part.clone(), shard, tuple(whole.shape))), "wherever it lies"
+        assert shares[-1] == int(digest(part.clone(), shard, tuple(whole.shape))), (
+            "wherever it lies"
+        )
     assert named([("t", sum(shares))]) == named([("t", int(digest(whole)))])
 
 
@@ -166,7 +184,9 @@ def test_shares_add_up_however_a_tensor_is_divided(dtype, shape, data):
 def test_a_digest_does_not_depend_on_how_much_is_summed_at_once_or_where(most, monkeypatch):
     gates = torch.randn(5, 8, 6)[:, :4]  # of experts, each of which has its up between
     tensors = [torch.randn(7, 10), torch.randn(33, 2), torch.randn(50), gates]
-    expected = [int(digest(tensor.clone(memory_format=torch.contiguous_format))) for tensor in tensors]
+    expected = [
+        int(digest(tensor.clone(memory_format=torch.contiguous_format))) for tensor in tensors
+    ]
     monkeypatch.setattr(snapshot_module, "_WORDS_OF_A_THREAD", most)
     monkeypatch.setattr(snapshot_module, "_WORDS_ON_CPU", most)
     assert [int(digest(tensor)) for tensor in tensors] == expected
@@ -184,7 +204,13 @@ class SaysGpu(torch.Tensor):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_stack_of_experts_has_another_digest_where_experts_or_their_rows_change_places(dtype):
     stack = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-    changed = [stack[[1, 0, 2, 3]], stack.roll(1, 0), stack[:, [1, 0, 2, 3, 4, 5]], stack.flip(0), stack.flip(1)]
+    changed = [
+        stack[[1, 0, 2, 3]],
+        stack.roll(1, 0),
+        stack[:, [1, 0, 2, 3, 4, 5]],
+        stack.flip(0),
+        stack.flip(1),
+    ]
     moved = stack.clone()
     moved[0, 5], moved[1, 0] = stack[1, 0], stack[0, 5]  # over the border of two experts
     assert len({int(digest(each)) for each in [stack, moved, *changed]}) == len(changed) + 2
@@ -193,8 +219,17 @@ def test_a_stack_of_experts_has_another_digest_where_experts_or_their_rows_chang
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_changes_that_cancel_in_a_plain_sum_are_seen(dtype):
     whole = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    changed = [whole.flip(0), whole.flip(1), whole.t().contiguous(), whole[[1, 0, *range(2, 64)]], -whole, whole.roll(1, 1)]
-    for column in range(4):  # the signs of an even number of values, each in the same place of its word
+    changed = [
+        whole.flip(0),
+        whole.flip(1),
+        whole.t().contiguous(),
+        whole[[1, 0, *range(2, 64)]],
+        -whole,
+        whole.roll(1, 1),
+    ]
+    for column in range(
+        4
+    ):  # the signs of an even number of values, each in the same place of its word
         signs = whole.clone()
         signs[:, column] *= -1
         pair = whole.clone()
@@ -206,11 +241,22 @@ def test_changes_that_cancel_in_a_plain_sum_are_seen(dtype):
 
 
 def test_copies_that_differ_have_no_digest_of_either():
-    assert of_copies(["a", "a"]) == "a" and of_copies(iter(["b", "a", "b"])) == "a and b" and of_copies([]) == ""
+    assert (
+        of_copies(["a", "a"]) == "a"
+        and of_copies(iter(["b", "a", "b"])) == "a and b"
+        and of_copies([]) == ""
+    )
 
 
 def test_fingerprint_changes_with_a_name_a_digest_and_the_order():
-    versions = ({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {"a": "2", "b": "1"}, {"a": "1", "c": "2"}, {"a": "1"}, {})
+    versions = (
+        {"a": "1", "b": "2"},
+        {"b": "2", "a": "1"},
+        {"a": "2", "b": "1"},
+        {"a": "1", "c": "2"},
+        {"a": "1"},
+        {},
+    )
     assert len({fingerprint(digests) for digests in versions}) == len(versions)
 
 

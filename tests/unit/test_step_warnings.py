@@ -21,8 +21,14 @@ HEALTHY = {
     "filter/post/zero_advantage": 80,
 }
 WRONG = {
-    "a blocked loop": ({"perf/event_loop_lag_max_s": 2.34}, "blocks the event loop of the rollouts, for 2.3 s"),
-    "one reward": ({"rollout/reward_std": 0.0}, "every reward of the last 3 steps is 0.5: nothing is learned"),
+    "a blocked loop": (
+        {"perf/event_loop_lag_max_s": 2.34},
+        "blocks the event loop of the rollouts, for 2.3 s",
+    ),
+    "one reward": (
+        {"rollout/reward_std": 0.0},
+        "every reward of the last 3 steps is 0.5: nothing is learned",
+    ),
     "all cut off": (
         {"rollout/status/truncated_length": 0.5, "rollout/status/truncated_max_turns": 0.5},
         "was cut off, at 12 tokens on average: raise the task's sampling.max_tokens",

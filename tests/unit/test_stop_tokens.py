@@ -9,7 +9,11 @@ from transformers import AutoTokenizer
 from tests.unit.command_line import DRY_OR_NOT
 from tests.unit.model_shapes import CHATML
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
-from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer, template_turn_end
+from torchtitan.experiments.rl.envs.renderer import (
+    RendererConfig,
+    build_renderer,
+    template_turn_end,
+)
 from torchtitan.experiments.rl.errors import ConfigError
 
 IM_START, IM_END, END_OF_TEXT = 760, 761, 759
@@ -62,7 +66,9 @@ def ids(tokenizer):
     ],
 )
 def test_a_turn_ends_at_every_token_that_the_folder_names(tmp_path, ids, name, options, stops):
-    renderer = build_renderer(RendererConfig(name=name, thinking_retention=None), model(tmp_path / "model", **options))
+    renderer = build_renderer(
+        RendererConfig(name=name, thinking_retention=None), model(tmp_path / "model", **options)
+    )
     assert renderer.get_stop_token_ids() == stops
     for stop in stops:
         reply = [*ids("42"), stop, *ids("7")]
@@ -94,12 +100,18 @@ def test_a_familys_renderer_ends_a_turn_at_the_folders_ids_too(tmp_path, ids):
 
 def test_the_shipped_model_keeps_its_familys_renderer(tokenizer_path):
     renderer = build_renderer(RendererConfig(), tokenizer_path)
-    assert type(renderer).__name__ == "Qwen3Renderer" and renderer.get_stop_token_ids() == [IM_END, END_OF_TEXT]
+    assert type(renderer).__name__ == "Qwen3Renderer" and renderer.get_stop_token_ids() == [
+        IM_END,
+        END_OF_TEXT,
+    ]
 
 
 TEMPLATES = {
     "ChatML": (CHATML, IM_END),
-    "the end of a turn and of the text": (CHATML.replace("<|im_end|>", "<|im_end|><|endoftext|>"), IM_END),
+    "the end of a turn and of the text": (
+        CHATML.replace("<|im_end|>", "<|im_end|><|endoftext|>"),
+        IM_END,
+    ),
     "the next header alone": (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}{% endfor %}",
         IM_START,
@@ -110,14 +122,22 @@ TEMPLATES = {
         END_OF_TEXT,
     ),
     "text": (TEXT, None),
-    "a token that the tokenizer lacks": (CHATML.replace("<|im_end|>", "<|eot|>").replace("<|im_start|>", "##"), None),
-    "no conversation with a reply": ("{{ raise_exception('no') if messages|length > 1 else messages[0]['content'] }}", None),
+    "a token that the tokenizer lacks": (
+        CHATML.replace("<|im_end|>", "<|eot|>").replace("<|im_start|>", "##"),
+        None,
+    ),
+    "no conversation with a reply": (
+        "{{ raise_exception('no') if messages|length > 1 else messages[0]['content'] }}",
+        None,
+    ),
     "the reply left out": ("{{ messages[0]['content'] + '<|im_end|>' }}", None),
 }
 
 
 @pytest.mark.parametrize(("template", "end"), TEMPLATES.values(), ids=TEMPLATES)
-def test_the_end_of_a_turn_is_the_first_control_token_after_the_reply(tokenizer_path, template, end):
+def test_the_end_of_a_turn_is_the_first_control_token_after_the_reply(
+    tokenizer_path, template, end
+):
     tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_path))
     tokenizer.chat_template = template
     assert template_turn_end(tokenizer) == end
@@ -127,14 +147,20 @@ def test_the_end_of_a_turn_is_the_first_control_token_after_the_reply(tokenizer_
 def test_a_model_whose_end_nothing_names_is_refused(refused, tmp_path, dry_run):
     folder = model(tmp_path / "model", template=TEXT, eos=None)
     err = refused("--config", "rl_grpo_qwen3_debug", "--model", str(folder), *dry_run)
-    assert f"model.hf_assets_path = '{folder}': nothing in it says which token ends the model's turn" in err
+    assert (
+        f"model.hf_assets_path = '{folder}': nothing in it says which token ends the model's turn"
+        in err
+    )
     assert "eos_token_id of its generation_config.json" in err
 
 
 @pytest.mark.parametrize(
     ("generation", "fault"),
     [
-        ("</s>", "its generation_config.json has eos_token_id = '</s>', want an id or a list of ids"),
+        (
+            "</s>",
+            "its generation_config.json has eos_token_id = '</s>', want an id or a list of ids",
+        ),
         ([True], "has eos_token_id = [True]"),
         ([IM_END, 5000], "it ends a turn at the id 5000, and the model has 768 ids"),
     ],
@@ -153,7 +179,13 @@ def test_a_generation_config_that_is_none_is_refused(tmp_path, text):
 
 
 def test_the_dry_run_says_where_a_turn_ends(command, tmp_path):
-    words = ("--config", "rl_grpo_qwen3_debug", "--model", str(model(tmp_path / "model")), "--dry-run")
+    words = (
+        "--config",
+        "rl_grpo_qwen3_debug",
+        "--model",
+        str(model(tmp_path / "model")),
+        "--dry-run",
+    )
     code, out, err = command(*words, "--tasks.sum-digits.sampling.stop-token-ids", "7")
     assert (code, err) == (0, "")
     assert "\nturn ends      at <|im_end|> (761), <|endoftext|> (759)\n" in out
@@ -161,7 +193,13 @@ def test_the_dry_run_says_where_a_turn_ends(command, tmp_path):
 
 
 def test_a_template_that_ends_a_turn_with_text_is_warned_of(command, tmp_path):
-    words = ("--config", "rl_grpo_qwen3_debug", "--model", str(model(tmp_path / "model", template=TEXT)), "--dry-run")
+    words = (
+        "--config",
+        "rl_grpo_qwen3_debug",
+        "--model",
+        str(model(tmp_path / "model", template=TEXT)),
+        "--dry-run",
+    )
     code, _, err = command(*words)
     assert code == 0 and err.count("\n") == 1
     assert "its chat template ends the model's turn with no token of its tokenizer" in err

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from tests.unit.loss_batches import ONE, random_batch
-from torchtitan.experiments.rl.losses import CISPO, DPPO, GSPO, LossConfig, PPOClip, compute_loss, count_denominators
+from torchtitan.experiments.rl.losses import (
+    CISPO,
+    DPPO,
+    GSPO,
+    LossConfig,
+    PPOClip,
+    compute_loss,
+    count_denominators,
+)
 from torchtitan.experiments.rl.types import STREAMS, TrainingBatch, TrainingSample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +56,9 @@ print(first.dtype, first.tolist(), second)
 
 
 def test_one_line_in_types_adds_a_stream_from_sample_to_batch_to_record(tmp_path):
-    shutil.copytree(ROOT / "torchtitan", tmp_path / "torchtitan", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "torchtitan", tmp_path / "torchtitan", ignore=shutil.ignore_patterns("__pycache__")
+    )
     types = tmp_path / "torchtitan" / "experiments" / "rl" / "types.py"
     before, found, after = types.read_text().partition("    ref_logprobs: Annotated")
     assert found
@@ -57,7 +67,9 @@ def test_one_line_in_types_adds_a_stream_from_sample_to_batch_to_record(tmp_path
     (tmp_path / "run").mkdir()
     command = [sys.executable, "-c", USE_OF_THE_NEW_STREAM, str(tmp_path / "run")]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
     # Two samples of 3 tokens and 2 tokens of padding in one row.
     assert result.stdout.splitlines()[-2:] == [
@@ -104,7 +116,11 @@ def test_a_loss_reads_a_stream_exactly_where_its_declaration_says_so(name, rl):
 
 
 def test_declared_fills_make_padding_a_member_of_nothing():
-    empty = {name: torch.from_numpy(stream.padding(4, None)[None]) for name, stream in STREAMS.items()}
+    empty = {
+        name: torch.from_numpy(stream.padding(4, None)[None]) for name, stream in STREAMS.items()
+    }
     zeros = torch.zeros(1, 4, dtype=torch.int32)
-    batch = TrainingBatch(**empty, positions=zeros, temperatures=torch.ones(1, 4), task_ids=zeros - 1, task_names=())
+    batch = TrainingBatch(
+        **empty, positions=zeros, temperatures=torch.ones(1, 4), task_ids=zeros - 1, task_names=()
+    )
     assert count_denominators(batch, ["members"] * 3).tolist() == [0, 0, 0]

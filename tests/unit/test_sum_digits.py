@@ -4,19 +4,27 @@ import pytest
 
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
-from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, SumDigitsRubric, SumDigitsTask
+from torchtitan.experiments.rl.tasks.sum_digits import (
+    SumDigitsDataset,
+    SumDigitsRubric,
+    SumDigitsTask,
+)
 
 
 @pytest.fixture
 def task(renderer):
     config = SumDigitsTask.Config(algorithm=GRPO.Config(), group_size=2)
-    config.instruction, config.rubric = "", SumDigitsRubric.Config(exact=True)  # the tiny models' form
+    config.instruction, config.rubric = (
+        "",
+        SumDigitsRubric.Config(exact=True),
+    )  # the tiny models' form
     config.validate(field="tasks.sum_digits")
     return config.build(name="sum_digits", renderer=renderer)
 
 
 @pytest.mark.parametrize(
-    ("answer", "reward"), [("{}", 1.0), ("  {}\n", 1.0), ("{}.", 0.0), ("The sum is {}", 0.0), ("0{}", 0.0), ("", 0.0)]
+    ("answer", "reward"),
+    [("{}", 1.0), ("  {}\n", 1.0), ("{}.", 0.0), ("The sum is {}", 0.0), ("0{}", 0.0), ("", 0.0)],
 )
 async def test_exact_reward_is_for_the_sum_and_nothing_else(task, tokenizer, answer, reward):
     sample = task.sampler.next()
@@ -37,11 +45,16 @@ async def test_prompt_lists_the_digits(task, tokenizer):
 
 async def test_right_answer_has_the_better_advantage(task, tokenizer):
     sample = task.dataset[0]
-    policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: str(sum(sample.env_input)) if rollout_id == "g/0" else "no")
+    policy = ScriptedPolicy(
+        tokenizer,
+        lambda rollout_id, turn: str(sum(sample.env_input)) if rollout_id == "g/0" else "no",
+    )
     group = await task.run_group(sample, policy, group_id="g", seed=0)
     await task.score_group(group)
     right, wrong = (rollout.samples[0] for rollout in group.rollouts)
-    assert set(right.advantages[right.loss_mask]) == {0.5} and set(wrong.advantages[wrong.loss_mask]) == {-0.5}
+    assert set(right.advantages[right.loss_mask]) == {0.5} and set(
+        wrong.advantages[wrong.loss_mask]
+    ) == {-0.5}
 
 
 def test_train_and_validation_share_no_example(task):

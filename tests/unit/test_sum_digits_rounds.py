@@ -12,14 +12,20 @@ def test_rounds_use_each_list_once():
     plain = SumDigitsRoundsDataset.Config(count=7, rounds=1).build()
     paired = SumDigitsRoundsDataset.Config(count=7, rounds=2).build()
     assert len(paired) == 3
-    assert [digits for sample in paired for digits in sample.env_input] == [sample.env_input[0] for sample in plain][:6]
+    assert [digits for sample in paired for digits in sample.env_input] == [
+        sample.env_input[0] for sample in plain
+    ][:6]
     with pytest.raises(IndexError):
         paired[3]
 
 
 @pytest.mark.parametrize("right", [(True, True), (True, False), (False, True), (False, False)])
-async def test_env_names_the_sum_whatever_was_answered_and_pays_for_each_right_round(renderer, tokenizer, right):
-    task = SumDigitsRoundsTask.Config(algorithm=Echo.Config(alpha={"user": 0.5})).build(name="rounds", renderer=renderer)
+async def test_env_names_the_sum_whatever_was_answered_and_pays_for_each_right_round(
+    renderer, tokenizer, right
+):
+    task = SumDigitsRoundsTask.Config(algorithm=Echo.Config(alpha={"user": 0.5})).build(
+        name="rounds", renderer=renderer
+    )
     data = task.dataset[0]
     sums = [str(sum(digits)) for digits in data.env_input]
     policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: sums[turn] if right[turn] else "no")
@@ -29,4 +35,6 @@ async def test_env_names_the_sum_whatever_was_answered_and_pays_for_each_right_r
         assert rollout.status == RolloutStatus.COMPLETED and rollout.reward == sum(right) / 2
         (sample,) = rollout.samples
         foreseen = tokenizer.decode(sample.token_ids[sample.ce_weights != 0])
-        assert foreseen == f"The sum is {sums[0]}. Sum of the digits: " + " ".join(map(str, data.env_input[1]))
+        assert foreseen == f"The sum is {sums[0]}. Sum of the digits: " + " ".join(
+            map(str, data.env_input[1])
+        )

@@ -36,7 +36,10 @@ class Generator:
     def spawn(self, name: str):
         self.done.append("spawn")
         self.spawned_as.append(name)
-        endpoints = {"identity": SimpleNamespace(call_one=self.identity), "pulse": SimpleNamespace(choose=self.pulse)}
+        endpoints = {
+            "identity": SimpleNamespace(call_one=self.identity),
+            "pulse": SimpleNamespace(choose=self.pulse),
+        }
         return SimpleNamespace(stop=self.stop), SimpleNamespace(**endpoints)
 
     async def identity(self) -> ProcessIdentity:
@@ -67,7 +70,9 @@ class Watching:
         self.lines: list[str] = []
         self.failures: list[RunError] = []
         restarts = Restarts(SupervisionConfig(**limits))
-        self.supervisor = Supervisor(restarts, console_of(self.lines), on_failure=self.failures.append)
+        self.supervisor = Supervisor(
+            restarts, console_of(self.lines), on_failure=self.failures.append
+        )
 
 
 def console_of(lines: list[str]) -> SimpleNamespace:
@@ -86,9 +91,14 @@ async def test_a_part_that_dies_is_disconnected_and_made_again_and_the_run_hears
     await until(lambda: made.done.count("connect") == 2)
     assert made.done == ["spawn", "set up", "connect", "disconnect", "spawn", "set up", "connect"]
     await until(lambda: len(watching.lines) == 2)
-    assert watching.lines == [f"generator 1 died: {KILLED}; made again (1 of 2)", "generator 1 is back"]
+    assert watching.lines == [
+        f"generator 1 died: {KILLED}; made again (1 of 2)",
+        "generator 1 is back",
+    ]
     assert watching.supervisor.restarts.counts == {"generator_1": 1} and watching.failures == []
-    assert len(set(made.spawned_as)) == 2, "Monarch reports a death long after: by a name that the next one has not"
+    assert len(set(made.spawned_as)) == 2, (
+        "Monarch reports a death long after: by a name that the next one has not"
+    )
     await watching.supervisor.close()
 
 
@@ -102,14 +112,21 @@ async def test_a_part_that_dies_more_often_than_allowed_ends_the_run_with_every_
             await until(lambda: made.done.count("connect") == count)  # noqa: B023
     await until(lambda: len(watching.failures) == 1)
     message = str(watching.failures[0])
-    assert message.startswith("generator 1 died: first; generator 1 died: second; generator 1 died: third ")
-    assert "supervision.max_restarts = 2" in message and watching.supervisor.failure is watching.failures[0]
+    assert message.startswith(
+        "generator 1 died: first; generator 1 died: second; generator 1 died: third "
+    )
+    assert (
+        "supervision.max_restarts = 2" in message
+        and watching.supervisor.failure is watching.failures[0]
+    )
     await watching.supervisor.close()
 
 
 async def test_deaths_before_the_window_do_not_count(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("torchtitan.experiments.rl.operations.supervision.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        "torchtitan.experiments.rl.operations.supervision.time.monotonic", lambda: now[0]
+    )
     made, watching = Generator(), Watching(max_restarts=1, window_s=60.0)
     await watching.supervisor.start(made.part)
     await watching.supervisor.connect(made.part)
@@ -136,7 +153,9 @@ async def test_a_part_that_dies_while_it_is_made_is_made_again(stage):
     made.die()
     await asyncio.wait_for(making, 30)
     assert (
-        made.done.count(stage) == 2 and made.done[-1] == "connect" and watching.supervisor.restarts.counts["generator_1"] == 1
+        made.done.count(stage) == 2
+        and made.done[-1] == "connect"
+        and watching.supervisor.restarts.counts["generator_1"] == 1
     )
     await watching.supervisor.close()
 
@@ -186,7 +205,10 @@ async def test_monarchs_report_ends_the_process_it_names_and_not_the_one_after()
     made, watching = Generator(), Watching()
     await watching.supervisor.start(made.part)
     await watching.supervisor.connect(made.part)
-    first, _ = made.spawned_as[0], watching.supervisor.died(ProcessDeath(actor="logger", rank="0", cause="gone"))
+    first, _ = (
+        made.spawned_as[0],
+        watching.supervisor.died(ProcessDeath(actor="logger", rank="0", cause="gone")),
+    )
     assert made.part.process.life.cause is None
     watching.supervisor.died(ProcessDeath(actor=first, rank="0", cause="gone"))
     await until(lambda: made.done.count("connect") == 2)
@@ -198,7 +220,9 @@ async def test_monarchs_report_ends_the_process_it_names_and_not_the_one_after()
 async def guarded(watching: Watching, ranks: int = 1) -> Lifetime:
     mesh = Lifetime("trainer")
     for rank in range(ranks):
-        await watching.supervisor.guard(f"trainer rank {rank}", Generator().spawn("trainer")[1], mesh)
+        await watching.supervisor.guard(
+            f"trainer rank {rank}", Generator().spawn("trainer")[1], mesh
+        )
     return mesh
 
 
@@ -207,7 +231,10 @@ async def test_the_death_of_a_guarded_process_ends_the_run_by_its_name():
     mesh = await guarded(watching)
     watching.supervisor.processes()[0][0].end(KILLED)
     await until(lambda: len(watching.failures) == 1)
-    assert str(watching.failures[0]) == f"trainer rank 0 died: {KILLED}" and watching.failures[0] is watching.supervisor.lost
+    assert (
+        str(watching.failures[0]) == f"trainer rank 0 died: {KILLED}"
+        and watching.failures[0] is watching.supervisor.lost
+    )
     assert mesh.cause == f"trainer rank 0: {KILLED}"
     await watching.supervisor.close()
 
@@ -230,7 +257,9 @@ async def test_of_ranks_that_hang_the_one_that_is_stopped_is_to_blame(monkeypatc
     mesh = await guarded(watching, ranks=2)
     (first, _), (second, _) = watching.supervisor.processes()
     second.pid = 7
-    monkeypatch.setattr("torchtitan.experiments.rl.operations.supervision.is_stopped", lambda pid: pid == 7)
+    monkeypatch.setattr(
+        "torchtitan.experiments.rl.operations.supervision.is_stopped", lambda pid: pid == 7
+    )
     first.end("hung: a computation of the trainer for 121 s")
     await until(lambda: mesh.cause is not None)
     assert str(watching.supervisor.lost) == "trainer rank 1 died: hung: stopped by a signal"
@@ -255,7 +284,9 @@ async def test_an_error_while_a_guarded_process_is_taken_down_is_explained_by_th
     watching = Watching()
     await guarded(watching, ranks=2)
     monkeypatch.setattr(Lifetime, "ending", property(lambda life: life.name == "trainer rank 0"))
-    explaining = asyncio.create_task(watching.supervisor.explained(RunError("trainer 1: RuntimeError: closed by peer")))
+    explaining = asyncio.create_task(
+        watching.supervisor.explained(RunError("trainer 1: RuntimeError: closed by peer"))
+    )
     await iterations(5)
     watching.supervisor.processes()[0][0].end(KILLED)
     assert str(await asyncio.wait_for(explaining, 30)) == f"trainer rank 0 died: {KILLED}"
@@ -311,7 +342,9 @@ async def test_work_that_waits_for_a_process_that_is_not_made_again_ends_with_it
     await iterations(5)
     assert not waiting.done()
     watching.supervisor.processes()[0][0].end("hung: a computation of the trainer for 121 s")
-    with pytest.raises(RunError, match="^trainer rank 0 died: hung: a computation of the trainer for 121 s$"):
+    with pytest.raises(
+        RunError, match="^trainer rank 0 died: hung: a computation of the trainer for 121 s$"
+    ):
         await asyncio.wait_for(waiting, 30)
     await watching.supervisor.close()
 

@@ -5,7 +5,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.unit.rollout_stubs import FAILURES, BrokenEnv, ScriptedPolicy, TalkingEnv, hang, raise_value_error
+from tests.unit.rollout_stubs import (
+    FAILURES,
+    BrokenEnv,
+    ScriptedPolicy,
+    TalkingEnv,
+    hang,
+    raise_value_error,
+)
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.data.dataset import Dataset
@@ -14,7 +21,13 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
-from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric, env_component, last_assistant_text
+from torchtitan.experiments.rl.rubrics.rubric import (
+    Reward,
+    RewardFn,
+    Rubric,
+    env_component,
+    last_assistant_text,
+)
 from torchtitan.experiments.rl.tasks.task import Task, derive_seed, first_use
 
 SAMPLE = DataSample(sample_id="0", env_input="question")
@@ -42,8 +55,12 @@ class ListTask(Task):
     class Config(Task.Config):
         algorithm: Algorithm.Config = field(default_factory=GRPO.Config)
         dataset: Dataset.Config = field(default_factory=Questions.Config)
-        rubric: Rubric.Config = field(default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(length, takes="rollout")]))
-        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(step_timeout_s=0.2, rollout_timeout_s=5.0))
+        rubric: Rubric.Config = field(
+            default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(length, takes="rollout")])
+        )
+        env: RendererEnvConfig = field(
+            default_factory=lambda: RendererEnvConfig(step_timeout_s=0.2, rollout_timeout_s=5.0)
+        )
         group_size: int = 3
 
     prepared: list = []
@@ -89,7 +106,10 @@ async def test_group_is_run_scored_and_given_credit(build, tokenizer):
     for rollout, advantage in zip(group.rollouts, (-1, 0, 1), strict=True):
         (sample,) = rollout.samples
         assert set(sample.advantages[sample.loss_mask].tolist()) == {advantage}
-        assert sample.token_ids[sample.loss_mask].tolist() == rollout.turns[0].completion.token_ids.tolist()
+        assert (
+            sample.token_ids[sample.loss_mask].tolist()
+            == rollout.turns[0].completion.token_ids.tolist()
+        )
         assert set(sample.policy_versions[sample.loss_mask].tolist()) == {3}
     assert_all_closed_once(task, policy)
 
@@ -98,16 +118,24 @@ async def test_sessions_are_open_before_the_first_await(build, tokenizer):
     task, policy = build(), ScriptedPolicy(tokenizer)
     coroutine = run(task, policy)
     coroutine.send(None)  # runs to the first await and no further
-    assert [session.rollout_id for session in policy.sessions] == ["g/0", "g/1", "g/2"] and task.made == []
+    assert [session.rollout_id for session in policy.sessions] == [
+        "g/0",
+        "g/1",
+        "g/2",
+    ] and task.made == []
     coroutine.close()
 
 
-async def test_sessions_get_the_sampling_stop_tokens_and_their_own_seeds(build, tokenizer, renderer):
+async def test_sessions_get_the_sampling_stop_tokens_and_their_own_seeds(
+    build, tokenizer, renderer
+):
     task, policy = build(sampling=SamplingConfig(max_tokens=7)), ScriptedPolicy(tokenizer)
     await run(task, policy, seed=5)
     assert {session.sampling.max_tokens for session in policy.sessions} == {7}
     assert policy.sessions[0].stop_token_ids == renderer.get_stop_token_ids()
-    assert [session.seed for session in policy.sessions] == [derive_seed(5, "g", index, 0) for index in range(3)]
+    assert [session.seed for session in policy.sessions] == [
+        derive_seed(5, "g", index, 0) for index in range(3)
+    ]
 
 
 def test_seeds_are_the_same_in_every_process_and_differ_in_every_part():
@@ -117,7 +145,9 @@ def test_seeds_are_the_same_in_every_process_and_differ_in_every_part():
     assert all(0 <= derive_seed(*part) < 2**63 for part in parts)
 
 
-async def test_multi_turn_rollouts_are_one_sample_and_env_rewards_count_where_named(build, tokenizer):
+async def test_multi_turn_rollouts_are_one_sample_and_env_rewards_count_where_named(
+    build, tokenizer
+):
     rubric = Rubric.Config(reward_fns=[env_component("steps")])
     task = build(envs=[TalkingEnv(turns=n) for n in (1, 2, 3)], rubric=rubric)
     group = await run(task, ScriptedPolicy(tokenizer))
@@ -159,7 +189,10 @@ async def test_turn_loop_can_be_overridden(build, tokenizer):
             if not env.status.is_terminal():
                 env.finish(RolloutStatus.TRUNCATED_MAX_TURNS)
 
-    task, policy = build(envs=[TalkingEnv(turns=5) for _ in range(3)], kind=OneTurn), ScriptedPolicy(tokenizer)
+    task, policy = (
+        build(envs=[TalkingEnv(turns=5) for _ in range(3)], kind=OneTurn),
+        ScriptedPolicy(tokenizer),
+    )
     group = await run(task, policy)
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.TRUNCATED_MAX_TURNS}
     assert_all_closed_once(task, policy)
@@ -181,7 +214,11 @@ async def test_failed_rollout_is_run_again_with_a_new_env_session_and_seed(build
 
 async def test_a_rollout_is_run_again_max_retries_times_at_most(build, tokenizer):
     for retries in (0, 2):
-        task = build(envs=[BrokenEnv("reset", raise_value_error) for _ in range(9)], max_retries=retries, group_size=1)
+        task = build(
+            envs=[BrokenEnv("reset", raise_value_error) for _ in range(9)],
+            max_retries=retries,
+            group_size=1,
+        )
         group = await run(task, ScriptedPolicy(tokenizer))
         assert group.rollouts[0].status is RolloutStatus.ERROR and len(task.made) == 1 + retries
 
@@ -223,7 +260,10 @@ async def test_make_envs_that_fails_fails_every_rollout(build, tokenizer, make_e
     task, policy = build(kind=Failing), ScriptedPolicy(tokenizer)
     group = await run(task, policy)
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.ERROR}
-    assert all("Failing.make_envs" in rollout.error and cause in rollout.error for rollout in group.rollouts)
+    assert all(
+        "Failing.make_envs" in rollout.error and cause in rollout.error
+        for rollout in group.rollouts
+    )
     assert_all_closed_once(task, policy)
 
 
@@ -234,14 +274,20 @@ async def test_one_env_for_several_rollouts_is_refused_and_closed_once(build, to
                 self.made.append(TalkingEnv())
             return self.made[0]
 
-    for group_size in (1, 3):  # a single rollout's second attempt gets the env that the first has closed
+    for group_size in (
+        1,
+        3,
+    ):  # a single rollout's second attempt gets the env that the first has closed
         task, policy = build(kind=Sharing, group_size=group_size), ScriptedPolicy(tokenizer)
         if group_size == 1:
             policy.reply = lambda rollout_id, turn: RuntimeError("no answer")
         group = await run(task, policy)
         assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.ERROR}
         for rollout in group.rollouts:
-            assert "Sharing.make_envs returned the same TalkingEnv for several rollouts: make a new env" in rollout.error
+            assert (
+                "Sharing.make_envs returned the same TalkingEnv for several rollouts: make a new env"
+                in rollout.error
+            )
         assert_all_closed_once(task, policy)
 
 
@@ -255,7 +301,10 @@ async def test_env_that_an_earlier_group_had_is_refused_and_not_closed_again(bui
     first, second = await run(task, policy), await run(task, policy)
     assert {rollout.status for rollout in first.rollouts} == {RolloutStatus.COMPLETED}
     assert {rollout.status for rollout in second.rollouts} == {RolloutStatus.ERROR}
-    assert all("Pooling.make_envs returned the same TalkingEnv" in rollout.error for rollout in second.rollouts)
+    assert all(
+        "Pooling.make_envs returned the same TalkingEnv" in rollout.error
+        for rollout in second.rollouts
+    )
     assert len(policy.sessions) == 6, "they are not run again"
     assert_all_closed_once(task, policy)
 
@@ -283,7 +332,9 @@ async def test_envs_made_before_one_that_can_not_be_made_are_closed(build, token
 
     task, policy = build(kind=Failing, max_retries=0), ScriptedPolicy(tokenizer)
     group = await run(task, policy)
-    assert len(task.made) == 2 and {rollout.status for rollout in group.rollouts} == {RolloutStatus.ERROR}
+    assert len(task.made) == 2 and {rollout.status for rollout in group.rollouts} == {
+        RolloutStatus.ERROR
+    }
     assert_all_closed_once(task, policy)
 
 
@@ -299,12 +350,18 @@ async def test_make_envs_that_hangs_is_a_timeout(build, tokenizer):
 
 async def test_rollout_that_takes_too_long_is_a_timeout_and_keeps_its_turns(build, tokenizer):
     task = build(
-        envs=[TalkingEnv(turns=5)], group_size=1, max_retries=0, env=RendererEnvConfig(rollout_timeout_s=0.3, step_timeout_s=5)
+        envs=[TalkingEnv(turns=5)],
+        group_size=1,
+        max_retries=0,
+        env=RendererEnvConfig(rollout_timeout_s=0.3, step_timeout_s=5),
     )
     policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: "ok" if turn == 0 else None)
     (rollout,) = (await run(task, policy)).rollouts
     assert rollout.status is RolloutStatus.TIMEOUT
-    assert rollout.error == "ListTask.run_rollout: the rollout took longer than 0.3 s, waiting for the generator"
+    assert (
+        rollout.error
+        == "ListTask.run_rollout: the rollout took longer than 0.3 s, waiting for the generator"
+    )
     assert len(rollout.turns) == 1 and len(rollout.samples) == 1
     assert_all_closed_once(task, policy)
 
@@ -319,7 +376,9 @@ async def test_failing_policy_and_failing_turn_loop_are_errors(build, tokenizer)
     assert all("RuntimeError: generator is gone" in rollout.error for rollout in group.rollouts)
     task, policy = build(kind=Forgetful, max_retries=0), ScriptedPolicy(tokenizer)
     group = await run(task, policy)
-    assert all("returned while the rollout was ongoing" in rollout.error for rollout in group.rollouts)
+    assert all(
+        "returned while the rollout was ongoing" in rollout.error for rollout in group.rollouts
+    )
     assert_all_closed_once(task, policy)
 
 
@@ -383,7 +442,9 @@ async def test_group_with_too_few_scored_rollouts_is_dropped_with_the_reason(bui
     task = build(envs=[BrokenEnv("reset", raise_value_error) for _ in range(2)], max_retries=0)
     group = await run(task, ScriptedPolicy(tokenizer))
     dropped = await task.score_group(group)
-    assert dropped.startswith("1 of 3 rollouts scored, 2 needed: BrokenEnv.reset: ValueError: bad luck")
+    assert dropped.startswith(
+        "1 of 3 rollouts scored, 2 needed: BrokenEnv.reset: ValueError: bad luck"
+    )
     assert group.rollouts[2].samples[0].advantages is None
     single = build(group_size=1, algorithm=Algorithm.Config())
     assert await single.score_group(await run(single, ScriptedPolicy(tokenizer))) is None
@@ -405,7 +466,10 @@ async def test_cancelled_group_closes_everything_and_raises(build, tokenizer, wh
 
 async def test_group_cancelled_at_any_step_closes_everything(build, tokenizer):
     for steps in range(60):
-        task, policy = build(envs=[TalkingEnv(turns=3) for _ in range(3)]), ScriptedPolicy(tokenizer)
+        task, policy = (
+            build(envs=[TalkingEnv(turns=3) for _ in range(3)]),
+            ScriptedPolicy(tokenizer),
+        )
         running = asyncio.ensure_future(run(task, policy))
         for _ in range(steps):
             await asyncio.sleep(0)
@@ -468,12 +532,17 @@ class Sandbox(TalkingEnv):
         return {"files": ["a.txt"]} if self.says is None else self.says
 
 
-async def test_rewards_and_records_see_what_an_env_says_of_its_rollout_before_it_is_closed(build, tokenizer):
+async def test_rewards_and_records_see_what_an_env_says_of_its_rollout_before_it_is_closed(
+    build, tokenizer
+):
     def files(rollout, env_input):
         rollout.metadata["files"].append("b.txt")  # a copy
         return len(rollout.metadata["files"])
 
-    task = build(envs=[Sandbox() for _ in range(3)], rubric=Rubric.Config(reward_fns=[RewardFn(files, takes="rollout")]))
+    task = build(
+        envs=[Sandbox() for _ in range(3)],
+        rubric=Rubric.Config(reward_fns=[RewardFn(files, takes="rollout")]),
+    )
     group = await run(task, policy := ScriptedPolicy(tokenizer))
     assert await task.score_group(group) is None
     assert [rollout.reward for rollout in group.rollouts] == [2.0] * 3
@@ -483,11 +552,19 @@ async def test_rewards_and_records_see_what_an_env_says_of_its_rollout_before_it
     assert decode_rollout(line).rollout.metadata == {"files": ["a.txt"]}
 
 
-@pytest.mark.parametrize("says, cause", [(["a"], "returned list, want dict"), ({"a": object()}, "not JSON serializable")])
-async def test_metadata_that_no_record_holds_fails_the_rollout_and_names_the_env(build, tokenizer, says, cause):
+@pytest.mark.parametrize(
+    "says, cause", [(["a"], "returned list, want dict"), ({"a": object()}, "not JSON serializable")]
+)
+async def test_metadata_that_no_record_holds_fails_the_rollout_and_names_the_env(
+    build, tokenizer, says, cause
+):
     made = Sandbox()
     made.says = says
     task = build(envs=[made], group_size=1, min_group_size=1, max_retries=0)
     (rollout,) = (await run(task, policy := ScriptedPolicy(tokenizer))).rollouts
-    assert rollout.status is RolloutStatus.ERROR and "Sandbox.metadata" in rollout.error and cause in rollout.error
+    assert (
+        rollout.status is RolloutStatus.ERROR
+        and "Sandbox.metadata" in rollout.error
+        and cause in rollout.error
+    )
     assert_all_closed_once(task, policy)

@@ -21,7 +21,12 @@ from torchtitan.experiments.rl.rollouts.filters import (
     longest_run,
     ngram_hashes,
 )
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.rollouts.types import (
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+)
 
 SURE, UNSURE = -0.001, -0.5  # probabilities 0.999 and 0.607
 BLIND = -math.log(151_936)  # -11.93
@@ -53,7 +58,9 @@ def matches(config: Filter.Config, *rollouts: Rollout, **vocabulary: int) -> lis
 
 def test_truncated_matches_the_limits_of_ours_alone():
     matched = {
-        status for status in RolloutStatus if status.is_terminal() and matches(Truncated.Config(), rollout_of(status=status))[0]
+        status
+        for status in RolloutStatus
+        if status.is_terminal() and matches(Truncated.Config(), rollout_of(status=status))[0]
     }
     assert matched == {
         RolloutStatus.TRUNCATED_LENGTH,
@@ -88,7 +95,10 @@ def test_gibberish_tokens_are_counted_over_all_turns():
 def test_gibberish_follows_the_vocabulary():
     # Of 1,000 tokens: -6.908 for a blind draw, -7.908 with a margin of 1.
     config = Gibberish.Config(rare_from=0.8, margin=1.0)
-    rollouts = [rollout_of(([token], [logprob])) for token, logprob in ((800, -7.91), (800, -7.90), (799, -7.91))]
+    rollouts = [
+        rollout_of(([token], [logprob]))
+        for token, logprob in ((800, -7.91), (800, -7.90), (799, -7.91))
+    ]
     assert matches(config, *rollouts, vocab_size=1000) == [True, False, False]
 
 
@@ -103,9 +113,14 @@ def test_gibberish_without_a_vocabulary_says_what_it_lacks():
 def test_repetition_is_a_run_of_sure_tokens():
     config = Repetition.Config(window=4)
     sure, broken = [SURE] * 4, [SURE, SURE, UNSURE, SURE, SURE, SURE]
-    assert matches(config, rollout_of((range(4), sure)), rollout_of((range(6), broken))) == [True, False]
+    assert matches(config, rollout_of((range(4), sure)), rollout_of((range(6), broken))) == [
+        True,
+        False,
+    ]
     # At the threshold itself is not above it.
-    assert matches(Repetition.Config(window=2, probability=math.exp(-0.5)), rollout_of(([1, 2], [-0.5, -0.5]))) == [False]
+    assert matches(
+        Repetition.Config(window=2, probability=math.exp(-0.5)), rollout_of(([1, 2], [-0.5, -0.5]))
+    ) == [False]
 
 
 def test_a_run_of_sure_tokens_ends_with_its_turn():
@@ -115,7 +130,9 @@ def test_a_run_of_sure_tokens_ends_with_its_turn():
 
 
 def test_repetition_by_default_takes_3000_tokens_as_published():
-    assert [matches(Repetition.Config(), rollout_of((range(n), [SURE] * n)))[0] for n in (2999, 3000)] == [False, True]
+    assert [
+        matches(Repetition.Config(), rollout_of((range(n), [SURE] * n)))[0] for n in (2999, 3000)
+    ] == [False, True]
 
 
 def test_a_loop_with_an_unsure_token_shows_in_its_ngrams():
@@ -124,7 +141,9 @@ def test_a_loop_with_an_unsure_token_shows_in_its_ngrams():
     assert matches(Repetition.Config(window=20), loop) == [False]
     assert matches(Repetition.Config(window=20, ngram=3, distinct_ngrams=0.0168), loop) == [True]
     assert matches(Repetition.Config(window=20, ngram=3, distinct_ngrams=0.0167), loop) == [False]
-    assert matches(Repetition.Config(window=20, ngram=3, distinct_ngrams=0.0168, min_ngrams=599), loop) == [False]
+    assert matches(
+        Repetition.Config(window=20, ngram=3, distinct_ngrams=0.0168, min_ngrams=599), loop
+    ) == [False]
 
 
 def test_the_same_call_turn_after_turn_shows_in_the_ngrams():
@@ -151,7 +170,12 @@ def test_hashes_are_equal_where_the_ngrams_are(token_ids, n):
 
 # ---- any of them
 
-DEFAULTS = [Gibberish.Config(), Repetition.Config(), Repetition.Config(distinct_ngrams=0.1), Truncated.Config()]
+DEFAULTS = [
+    Gibberish.Config(),
+    Repetition.Config(),
+    Repetition.Config(distinct_ngrams=0.1),
+    Truncated.Config(),
+]
 EAGER = [
     Gibberish.Config(rare_from=0.5, margin=0.0),
     Repetition.Config(window=2, probability=0.5),
@@ -162,7 +186,10 @@ EAGER = [
 
 @pytest.mark.parametrize("config", DEFAULTS)
 def test_rollouts_without_a_token_never_match(config):
-    empty = [rollout_of(status=RolloutStatus.COMPLETED), rollout_of(([], []), status=RolloutStatus.COMPLETED)]
+    empty = [
+        rollout_of(status=RolloutStatus.COMPLETED),
+        rollout_of(([], []), status=RolloutStatus.COMPLETED),
+    ]
     assert matches(config, *empty) == [False, False]
     assert matches(config) == []
 
@@ -173,15 +200,21 @@ def test_ordinary_text_never_matches(config, seed, length):
     # Any token of Qwen3's vocabulary, with half a nat of surprise on average and ten where it is most surprising.
     random = np.random.default_rng(seed)
     logprobs = np.maximum(-random.exponential(0.5, length), -10)
-    rollout = rollout_of((random.integers(0, 151_936, length), logprobs), status=RolloutStatus.COMPLETED)
+    rollout = rollout_of(
+        (random.integers(0, 151_936, length), logprobs), status=RolloutStatus.COMPLETED
+    )
     assert matches(config, rollout) == [False]
 
 
 def random_rollout(seed: int) -> Rollout:
     random = np.random.default_rng(seed)
     lengths = random.integers(0, 20, size=random.integers(0, 4))
-    turns = [(random.integers(0, 10, length), -random.exponential(1.0, length)) for length in lengths]
-    return rollout_of(*turns, status=[RolloutStatus.COMPLETED, RolloutStatus.TRUNCATED_LENGTH][random.integers(2)])
+    turns = [
+        (random.integers(0, 10, length), -random.exponential(1.0, length)) for length in lengths
+    ]
+    return rollout_of(
+        *turns, status=[RolloutStatus.COMPLETED, RolloutStatus.TRUNCATED_LENGTH][random.integers(2)]
+    )
 
 
 @pytest.mark.parametrize("config", EAGER)
@@ -190,7 +223,9 @@ def test_a_rollout_matches_by_itself_whatever_its_place_in_the_group(config, dat
     rollouts = [random_rollout(seed) for seed in seeds]
     order = data.draw(st.permutations(range(len(rollouts))))
     answers = matches(config, *rollouts)
-    assert matches(config, *[rollouts[index] for index in order]) == [answers[index] for index in order]
+    assert matches(config, *[rollouts[index] for index in order]) == [
+        answers[index] for index in order
+    ]
     assert answers == [matches(config, rollout)[0] for rollout in rollouts]
 
 

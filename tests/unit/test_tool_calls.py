@@ -48,7 +48,11 @@ CASES = {
     "list of types": (mcp(type=["string", "null"]), "hello", "hello"),
     "list of types, a number": (mcp(type=["string", "null"]), "42", "42"),
     "list of types, null": (mcp(type=["string", "null"]), "null", None),
-    "allOf": (mcp(allOf=[{"$ref": "#/$defs/C"}]) | {"$defs": {"C": {"type": "string"}}}, "042", "042"),
+    "allOf": (
+        mcp(allOf=[{"$ref": "#/$defs/C"}]) | {"$defs": {"C": {"type": "string"}}},
+        "042",
+        "042",
+    ),
     "text or null, a number": (schema_of(str | None), "42", "42"),
     "text or null, digits behind the point": (schema_of(str | None), "1.50", "1.50"),
     "text or null, an object": (schema_of(str | None), '{"a":  1}', '{"a":  1}'),
@@ -74,13 +78,18 @@ def folder(tmp_path_factory):
 def message_of(reply: str, parameters: dict, settings: str, folder):
     renderer = family_renderer(settings, folder)
     ids = family_tokenizer(renderer.config.name).encode(reply, add_special_tokens=False)
-    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": parameters}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "description": "", "parameters": parameters},
+    }
     return assistant_message(parse_completion(renderer, ids, tools=[tool], prompt_ids=None), turn=0)
 
 
 @pytest.mark.parametrize("settings", FAMILIES)
 @pytest.mark.parametrize(("parameters", "text", "value"), CASES.values(), ids=CASES)
-def test_an_xml_argument_has_the_type_that_its_whole_schema_allows(parameters, text, value, settings, folder):
+def test_an_xml_argument_has_the_type_that_its_whole_schema_allows(
+    parameters, text, value, settings, folder
+):
     message = message_of(FAMILIES[settings].format(text), parameters, settings, folder)
     assert "malformed_tool_calls" not in message
     (call,) = message["tool_calls"]
@@ -98,8 +107,12 @@ def test_a_json_argument_stays_what_the_model_wrote(value, folder):
 
 def test_a_text_where_none_is_allowed_is_malformed(folder):
     for annotation in (int, int | None, list[int]):
-        message = message_of(FAMILIES["minimax-m2"].format("many"), schema_of(annotation), "minimax-m2", folder)
-        assert [attempt["status"] for attempt in message["malformed_tool_calls"]] == ["invalid_json"]
+        message = message_of(
+            FAMILIES["minimax-m2"].format("many"), schema_of(annotation), "minimax-m2", folder
+        )
+        assert [attempt["status"] for attempt in message["malformed_tool_calls"]] == [
+            "invalid_json"
+        ]
 
 
 def test_a_schema_that_refers_to_itself_ends():

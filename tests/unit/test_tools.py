@@ -75,7 +75,11 @@ async def played(tools, replies, renderer, tokenizer, **fields):
 
 
 def counts(rollout):
-    return {name[4:]: value for name, value in rollout.reward_components.items() if name.endswith("_calls")}
+    return {
+        name[4:]: value
+        for name, value in rollout.reward_components.items()
+        if name.endswith("_calls")
+    }
 
 
 def test_the_model_is_told_name_text_and_types():
@@ -108,7 +112,14 @@ async def test_calls_are_answered_and_counted(renderer, tokenizer):
     assert answers[:2] == ['["x","x"]', "1.5"]
     for answer, parts in zip(
         answers[2:],
-        (["order", "'new' or 'old'"], ["query", "required"], ["'serach'", "search, divide"], ["ZeroDivisionError"], ["c:"], []),
+        (
+            ["order", "'new' or 'old'"],
+            ["query", "required"],
+            ["'serach'", "search, divide"],
+            ["ZeroDivisionError"],
+            ["c:"],
+            [],
+        ),
         strict=True,
     ):
         assert answer.startswith("Error: ") and all(part in answer for part in parts), answer
@@ -127,7 +138,9 @@ async def test_a_tool_that_raises_ends_the_rollout_where_the_task_says_so(render
 async def test_a_class_is_made_for_each_rollout_and_closed_at_its_end(renderer, tokenizer):
     Shop.closed.clear()
     for tools, left in (([Shop], 1), ([functools.partial(Shop, discount=1)], 0)):
-        rollout, answers = await played(tools, [call("buy", count=2), "done"], renderer, tokenizer, group_size=2)
+        rollout, answers = await played(
+            tools, [call("buy", count=2), "done"], renderer, tokenizer, group_size=2
+        )
         assert answers == [f"{left} left"] and rollout.metadata == {"left": left}
         assert [spec["function"]["name"] for spec in rollout.turns[0].tools] == ["buy"]
     assert Shop.closed == [1, 1, 0, 0]

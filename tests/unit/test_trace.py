@@ -40,7 +40,9 @@ def spans(events: list[Event]) -> list[tuple[str, Any, int, int | None, dict[str
 
 
 def names_of_threads(events: list[Event]) -> dict[int, str]:
-    return {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    return {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
 
 
 def test_nothing_is_recorded_and_nothing_made_while_no_step_is_profiled():
@@ -99,7 +101,9 @@ def test_rollouts_at_once_have_lanes_of_their_own():
     rows = {details["id"]: row for name, row, _, _, details in found if name == "rollout"}
     assert rows.keys() == {"r0", "r1", "r2"} and len(set(rows.values())) == 3
     assert {kind for kind, _ in rows.values()} == {"rollout"}
-    assert [row for name, row, *_ in found if name == "env"] == list(rows.values()), "in the order in which they began"
+    assert [row for name, row, *_ in found if name == "env"] == list(rows.values()), (
+        "in the order in which they began"
+    )
     assert all(ended is not None for _, _, _, ended, _ in found)
 
 
@@ -133,7 +137,10 @@ def test_what_began_before_the_recording_is_not_in_it_and_what_goes_on_after_it_
 def test_the_file_names_each_process_and_has_times_in_microseconds_from_the_first_event(tmp_path):
     lane = {"name": "rollout", "cat": "rollout", "id": "a1", "tid": 70}
     processes = {
-        "controller": [{"ph": "b", "ts": 4_500, "args": {"id": "r"}, **lane}, {"ph": "e", "ts": 7_500, **lane}],
+        "controller": [
+            {"ph": "b", "ts": 4_500, "args": {"id": "r"}, **lane},
+            {"ph": "e", "ts": 7_500, **lane},
+        ],
         "generator 0": [
             {"ph": "B", "name": "step", "tid": 80, "ts": 2_000, "args": {}},
             {"ph": "E", "name": "step", "tid": 80, "ts": 4_500},
@@ -142,8 +149,12 @@ def test_the_file_names_each_process_and_has_times_in_microseconds_from_the_firs
     }
     write_trace(tmp_path / "trace.json", processes)
     written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert all({"name", "ph", "ts", "pid", "tid"} <= event.keys() for event in written), "what the format asks of each"
-    named = {event["pid"]: event["args"]["name"] for event in written if event["name"] == "process_name"}
+    assert all({"name", "ph", "ts", "pid", "tid"} <= event.keys() for event in written), (
+        "what the format asks of each"
+    )
+    named = {
+        event["pid"]: event["args"]["name"] for event in written if event["name"] == "process_name"
+    }
     assert named == {1: "controller", 2: "generator 0"}
     assert names_of_threads(written) == {80: "engine"}
     assert {pid: spans([event for event in written if event["pid"] == pid]) for pid in named} == {
@@ -160,5 +171,8 @@ def test_steps_are_named_by_the_first_and_the_last():
 
 @pytest.mark.parametrize("value", ["3", "0:2", "5:3", ":", "a:b", "1:2:3", "-1:2"])
 def test_other_values_are_refused_in_one_line(value):
-    with pytest.raises(ConfigError, match=r"^profile_steps = '.*': write the first and the last step to record, such as 3:5$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^profile_steps = '.*': write the first and the last step to record, such as 3:5$",
+    ):
         profiled_steps(value)

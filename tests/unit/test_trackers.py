@@ -22,7 +22,13 @@ from torchtitan.experiments.rl.observability.metrics import (
     samples_table,
 )
 from torchtitan.experiments.rl.observability.trackers import Tracker
-from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutTurn
+from torchtitan.experiments.rl.rollouts.types import (
+    Completion,
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutTurn,
+)
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -83,16 +89,30 @@ def group_saying(*texts: str, number: int = 0) -> RolloutGroup:
             prompt_token_ids=none,
             prompt_role_ids=none,
             prompt_is_content=none,
-            completion=Completion(token_ids=none, logprobs=none, policy_versions=none, finish_reason="stop"),
+            completion=Completion(
+                token_ids=none, logprobs=none, policy_versions=none, finish_reason="stop"
+            ),
             assistant_message=message(text, "assistant"),
         )
-        rollouts.append(Rollout(group_id=f"g{number}", index_in_group=index, task_name="sums", turns=[turn], reward=0.5))
+        rollouts.append(
+            Rollout(
+                group_id=f"g{number}",
+                index_in_group=index,
+                task_name="sums",
+                turns=[turn],
+                reward=0.5,
+            )
+        )
     sample = DataSample(sample_id=str(number), env_input=None)
-    return RolloutGroup(group_id=f"g{number}", task_name="sums", data_sample=sample, rollouts=rollouts)
+    return RolloutGroup(
+        group_id=f"g{number}", task_name="sums", data_sample=sample, rollouts=rollouts
+    )
 
 
 def logger_of(folder, *trackers, **fields) -> MetricsLogger:
-    return MetricsLogger.Config(tensorboard=False, trackers=list(trackers), **fields).build(run_dir=folder)
+    return MetricsLogger.Config(tensorboard=False, trackers=list(trackers), **fields).build(
+        run_dir=folder
+    )
 
 
 def test_a_tracker_of_ones_own_gets_every_step_in_order_a_table_in_its_turn_and_an_end(tmp_path):
@@ -108,7 +128,9 @@ def test_a_tracker_of_ones_own_gets_every_step_in_order_a_table_in_its_turn_and_
 
 
 @pytest.mark.parametrize("tracker", [Fails, Exits])
-def test_a_tracker_that_fails_is_one_warning_without_keys_and_the_others_go_on(tmp_path, caplog, monkeypatch, tracker):
+def test_a_tracker_that_fails_is_one_warning_without_keys_and_the_others_go_on(
+    tmp_path, caplog, monkeypatch, tracker
+):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     other = Remembers.Config()
     metrics = logger_of(tmp_path, tracker.Config(), other)
@@ -117,8 +139,14 @@ def test_a_tracker_that_fails_is_one_warning_without_keys_and_the_others_go_on(t
             metrics.log(step, {"loss": 1.0})
         metrics.close()
     (warning,) = [record.getMessage() for record in caplog.records]
-    said = {Fails: "ConnectionError: 403: key (WANDB_API_KEY) is not known", Exits: "SystemExit: no account"}[tracker]
-    assert warning.startswith(f"nothing more is sent to metrics.trackers[0]: {said}") and KEY not in warning
+    said = {
+        Fails: "ConnectionError: 403: key (WANDB_API_KEY) is not known",
+        Exits: "SystemExit: no account",
+    }[tracker]
+    assert (
+        warning.startswith(f"nothing more is sent to metrics.trackers[0]: {said}")
+        and KEY not in warning
+    )
     assert len(other.shelf) == 6 and len(read_metrics(tmp_path / "metrics.jsonl")) == 5
 
 
@@ -144,11 +172,25 @@ def test_a_tracker_that_hangs_stalls_neither_the_steps_nor_the_end(tmp_path, cap
 
 
 def test_what_a_model_said_is_shown_escaped_and_with_a_bound():
-    table = samples_table([group_saying("\033[2J<script>alert(1)</script>\u202e", number=number) for number in range(9)], 3)
-    assert table.columns == ("rollout", "task", "reward", "status", "conversation") and len(table.rows) == 3
-    assert table.rows[0][4] == "user: What is 2 + 2?\n\nassistant: \\x1b[2J<script>alert(1)</script>\\u202e"
+    table = samples_table(
+        [
+            group_saying("\033[2J<script>alert(1)</script>\u202e", number=number)
+            for number in range(9)
+        ],
+        3,
+    )
+    assert (
+        table.columns == ("rollout", "task", "reward", "status", "conversation")
+        and len(table.rows) == 3
+    )
+    assert (
+        table.rows[0][4]
+        == "user: What is 2 + 2?\n\nassistant: \\x1b[2J<script>alert(1)</script>\\u202e"
+    )
     long = conversation(group_saying("a" * 2**20).rollouts[0])
-    assert len(long) <= MOST_CHARACTERS and long.startswith("user: What") and long.endswith("a" * 100)
+    assert (
+        len(long) <= MOST_CHARACTERS and long.startswith("user: What") and long.endswith("a" * 100)
+    )
     assert "cut from 1,048," in long
 
 
@@ -172,7 +214,9 @@ def test_tensorboard_shows_conversations_as_blocks_of_code(tmp_path):
     assert "    assistant: # <b>4</b>\n    \\x1b[31m" in text
 
 
-def test_wandb_shows_conversations_as_a_table_and_no_key_is_in_the_run_folder(tmp_path, monkeypatch):
+def test_wandb_shows_conversations_as_a_table_and_no_key_is_in_the_run_folder(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     config = MetricsLogger.Config(tensorboard=False, wandb=True, samples_every=1)
     metrics = config.build(run_dir=tmp_path, run_config={"seed": 1})
@@ -196,7 +240,10 @@ class Trackio:
     def init(self, **arguments):
         self.runs.append(arguments)
         print("* Trackio project initialized")
-        return SimpleNamespace(log=lambda metrics, step: self.points.append((step, *metrics)), finish=lambda: print("* done"))
+        return SimpleNamespace(
+            log=lambda metrics, step: self.points.append((step, *metrics)),
+            finish=lambda: print("* done"),
+        )
 
 
 def test_a_resumed_run_goes_on_in_trackio_without_a_point_twice(tmp_path, monkeypatch, capsys):
@@ -210,7 +257,9 @@ def test_a_resumed_run_goes_on_in_trackio_without_a_point_twice(tmp_path, monkey
             metrics.log_samples(step, [group_saying("4")])
         metrics.close()
     assert stub.points == [(1, "loss"), (2, "loss"), (3, "loss"), (4, "loss"), (4, "samples")]
-    assert [run["resume"] for run in stub.runs] == ["never", "allow"] and {run["name"] for run in stub.runs} == {tmp_path.name}
+    assert [run["resume"] for run in stub.runs] == ["never", "allow"] and {
+        run["name"] for run in stub.runs
+    } == {tmp_path.name}
     assert capsys.readouterr().out == ""
 
 
@@ -218,7 +267,10 @@ def test_trackio_that_is_not_installed_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(MissingError) as error:
         MetricsLogger.Config(trackio=True).validate(field="metrics")
-    assert str(error.value) == "metrics.trackio_project = 'torchtitan-rl': trackio is not installed: pip install trackio"
+    assert (
+        str(error.value)
+        == "metrics.trackio_project = 'torchtitan-rl': trackio is not installed: pip install trackio"
+    )
 
 
 def test_a_tracker_says_what_is_wrong_with_its_config_by_its_place():
@@ -229,7 +281,9 @@ def test_a_tracker_says_what_is_wrong_with_its_config_by_its_place():
                 raise MissingError(f"{field}.url", None, "give one")
 
     with pytest.raises(MissingError, match=r"metrics.trackers\[1\].url = None: give one"):
-        MetricsLogger.Config(trackers=[OnlyScalars.Config(), Demanding.Config()]).validate(field="metrics")
+        MetricsLogger.Config(trackers=[OnlyScalars.Config(), Demanding.Config()]).validate(
+            field="metrics"
+        )
 
 
 def test_a_table_for_a_tracker_that_shows_none_is_no_error(tmp_path, caplog):
@@ -250,4 +304,7 @@ def test_wandb_without_a_network_ends_no_run(tmp_path, monkeypatch, caplog):
     metrics = config.build(run_dir=tmp_path)
     metrics.log(1, {"loss": 1.0})
     metrics.close()
-    assert "nothing more is sent to metrics.wandb: CommError: Network error" in caplog.text and KEY not in caplog.text
+    assert (
+        "nothing more is sent to metrics.wandb: CommError: Network error" in caplog.text
+        and KEY not in caplog.text
+    )

@@ -49,7 +49,13 @@ class KeepingRank:
 
     async def _train_step(self, microbatches, version):
         self._kept = [
-            np.array([[-(1000 * self._coordinate + 100 * m + 10 * r + t) for t in range(8)] for r in range(2)], np.float32)
+            np.array(
+                [
+                    [-(1000 * self._coordinate + 100 * m + 10 * r + t) for t in range(8)]
+                    for r in range(2)
+                ],
+                np.float32,
+            )
             for m in range(2)
         ]
         return {}
@@ -60,7 +66,12 @@ class KeepingRank:
 
 def sample_of(length: int) -> TrainingSample:
     ids = np.arange(length, dtype=np.int32)
-    streams = dict(token_ids=ids, loss_mask=ids >= 0, generator_logprobs=-ids.astype(np.float32), policy_versions=ids)
+    streams = dict(
+        token_ids=ids,
+        loss_mask=ids >= 0,
+        generator_logprobs=-ids.astype(np.float32),
+        policy_versions=ids,
+    )
     return TrainingSample(**streams, task_name="t", rollout_id="t-0/0")
 
 
@@ -99,7 +110,10 @@ async def test_samples_get_the_log_probabilities_of_their_tokens(tmp_path, monke
     replayed.trainer_logprobs = known = np.zeros(2, np.float32)
     demonstration.loss_mask[:] = False
     plan = plan_of(["x", "y"], ["z", "padding"])
-    plan.samples = [[[[a, b], [replayed]], [[demonstration, c]]], [[[sample_of(1), sample_of(8)]], []]]
+    plan.samples = [
+        [[[a, b], [replayed]], [[demonstration, c]]],
+        [[[sample_of(1), sample_of(8)]], []],
+    ]
     await client.step(plan, 1)
     assert a.trainer_logprobs.tolist() == [0, -1, -2] and b.trainer_logprobs.tolist() == [-3, -4]
     assert c.trainer_logprobs.tolist() == [-103, -104, -105, -106]
@@ -113,7 +127,9 @@ def test_batches_that_are_pickled_are_the_same_to_the_last_bit():
         sample.advantages = sample.token_ids * np.float32(0.1)
         sample.rl_weights = (sample.token_ids > 0).astype(np.float32)
     # They begin alike, and become a tree.
-    (batches,) = Batcher.Config(row_length=512, rows_per_microbatch=1).build().plan(samples, 1).microbatches
+    (batches,) = (
+        Batcher.Config(row_length=512, rows_per_microbatch=1).build().plan(samples, 1).microbatches
+    )
     for sent, batch in zip(pickle.loads(pickled(batches)), batches, strict=True):
         assert sent.trees is not None and sent.task_names == ("t",)
         for ours, theirs in ((batch, sent), (batch.trees, sent.trees)):
@@ -124,10 +140,14 @@ def test_batches_that_are_pickled_are_the_same_to_the_last_bit():
 
 
 @pytest.mark.parametrize("planned", [1, 4])
-async def test_rows_planned_for_another_number_of_data_parallel_ranks_are_not_sent(tmp_path, planned):
+async def test_rows_planned_for_another_number_of_data_parallel_ranks_are_not_sent(
+    tmp_path, planned
+):
     mesh = Mesh(0, 0, 1, 1, size=2)
     client = await connected(mesh, tmp_path)
-    with pytest.raises(ValueError, match=f"planned for {planned} data-parallel ranks, and the trainer has 2"):
+    with pytest.raises(
+        ValueError, match=f"planned for {planned} data-parallel ranks, and the trainer has 2"
+    ):
         await client.step(plan_of(*([["rows"]] * planned)), 1)
     assert not mesh.sent
 

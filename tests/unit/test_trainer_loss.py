@@ -27,7 +27,12 @@ class Parts:
     def __init__(self, context, *, resumed, init_from):
         self.resumed, self.init_from, self.restarts = resumed, init_from, context.restarts
         self.steps_done = 0 if resumed is None else resumed.state.step
-        self.ended_early, self.writes_checkpoint, self.closed, self.stopped = None, False, False, False
+        self.ended_early, self.writes_checkpoint, self.closed, self.stopped = (
+            None,
+            False,
+            False,
+            False,
+        )
         self.supervisor = SimpleNamespace(died=lambda death: None)
         Parts.made.append(self)
 
@@ -71,7 +76,9 @@ class Lost:
         config = rl_grpo_qwen3_debug()
         config.supervision.max_restarts = max_restarts
         Parts.made = []
-        self.controller = actor.Controller(config, run_dir=str(folder), config_name="debug", **options)
+        self.controller = actor.Controller(
+            config, run_dir=str(folder), config_name="debug", **options
+        )
 
     def checkpoints(self, *steps: int) -> None:
         folder = CheckpointFolder(self.folder, keep=9)
@@ -92,7 +99,9 @@ class Lost:
 @pytest.fixture
 def lost(tmp_path, monkeypatch, capsys):
     def read(checkpoint, *, run_dir, config):
-        return SimpleNamespace(checkpoint=checkpoint, state=SimpleNamespace(step=step_of(checkpoint)))
+        return SimpleNamespace(
+            checkpoint=checkpoint, state=SimpleNamespace(step=step_of(checkpoint))
+        )
 
     monkeypatch.setattr(actor, "Run", Parts)
     monkeypatch.setattr(actor, "resume", read)
@@ -104,7 +113,10 @@ async def test_the_run_goes_on_from_its_newest_checkpoint(lost):
     run = lost()
     run.checkpoints(20, 40)
     (line,) = await run.run((43, LOST), (60, None))
-    assert line == "trainer rank 0 died: killed by SIGKILL; the run goes on from step 40; 3 steps lost (1 of 3)"
+    assert (
+        line
+        == "trainer rank 0 died: killed by SIGKILL; the run goes on from step 40; 3 steps lost (1 of 3)"
+    )
     assert (run.summary.steps, run.summary.stopped_by) == (100, None)
     built = Parts.made[-1]
     assert built.resumed.state.step == 40 and all(parts.closed for parts in Parts.made)
@@ -112,7 +124,9 @@ async def test_the_run_goes_on_from_its_newest_checkpoint(lost):
     assert run.out.count("config      debug") == 1
 
 
-async def test_a_run_that_was_resumed_goes_on_from_that_checkpoint_while_there_is_none_newer(lost, tmp_path):
+async def test_a_run_that_was_resumed_goes_on_from_that_checkpoint_while_there_is_none_newer(
+    lost, tmp_path
+):
     run = lost(resume_from=tmp_path / "checkpoints" / "step-000020")
     run.checkpoints(20)
     (line,) = await run.run((1, LOST), (0, None))
@@ -123,9 +137,13 @@ async def test_a_run_without_a_checkpoint_begins_again(lost, tmp_path):
     weights = tmp_path / "of another run"
     run = lost(init_from=weights)
     (line,) = await run.run((5, LOST), (100, None))
-    assert line.endswith("killed by SIGKILL; the run begins again, for it has no checkpoint; 5 steps lost (1 of 3)")
+    assert line.endswith(
+        "killed by SIGKILL; the run begins again, for it has no checkpoint; 5 steps lost (1 of 3)"
+    )
     assert Parts.made[-1].resumed is None and Parts.made[-1].init_from == weights
-    assert not (tmp_path / "metrics.jsonl").exists(), "what it had written is of steps that are taken again"
+    assert not (tmp_path / "metrics.jsonl").exists(), (
+        "what it had written is of steps that are taken again"
+    )
 
 
 async def test_a_damaged_newest_checkpoint_is_passed_over(lost, tmp_path, caplog):
@@ -141,7 +159,10 @@ async def test_a_run_that_has_damaged_checkpoints_only_ends_and_keeps_its_files(
     run = lost()
     run.checkpoints(20)
     (tmp_path / "checkpoints" / "step-000020" / "state").write_text("??")
-    with pytest.raises(RunError, match="^trainer rank 0 died: killed by SIGKILL, and the run can't go on: .*is damaged"):
+    with pytest.raises(
+        RunError,
+        match="^trainer rank 0 died: killed by SIGKILL, and the run can't go on: .*is damaged",
+    ):
         await run.run((21, LOST))
     assert (tmp_path / "metrics.jsonl").exists() and "stopped by an error" in run.out
 
@@ -161,7 +182,9 @@ async def test_a_trainer_that_dies_too_often_ends_the_run_with_every_cause(lost)
 
 async def test_a_trainer_that_may_not_be_made_again_ends_the_run_by_its_name(lost):
     run = lost(max_restarts=0)
-    with pytest.raises(RunError, match=r"^trainer rank 0 died: killed by SIGKILL \(supervision.max_restarts = 0\)$"):
+    with pytest.raises(
+        RunError, match=r"^trainer rank 0 died: killed by SIGKILL \(supervision.max_restarts = 0\)$"
+    ):
         await run.run((0, LOST))
 
 
@@ -175,7 +198,9 @@ async def test_a_trainer_that_dies_while_the_run_is_stopped_is_not_made_again(lo
         return LOST
 
     (line,) = await run.run((21, stopped))
-    assert line == "trainer rank 0 died: killed by SIGKILL; what follows the last checkpoint is lost"
+    assert (
+        line == "trainer rank 0 died: killed by SIGKILL; what follows the last checkpoint is lost"
+    )
     assert run.summary.stopped_by == "SIGINT" and len(Parts.made) == 1
 
 
@@ -203,7 +228,10 @@ async def test_nothing_is_built_while_a_checkpoint_is_being_written(lost):
         parts.writes_checkpoint = True
         return LOST
 
-    with pytest.raises(RunError, match="killed by SIGKILL, and the run can't go on: a checkpoint is still being written$"):
+    with pytest.raises(
+        RunError,
+        match="killed by SIGKILL, and the run can't go on: a checkpoint is still being written$",
+    ):
         await run.run((21, writing))
     assert len(Parts.made) == 1
 

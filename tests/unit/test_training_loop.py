@@ -48,15 +48,24 @@ class Parts:
         await self._answer("update", copied.version)
         self.policy.version = copied.version
         self.events.append(("live", copied.version))
-        zeros = dict.fromkeys(("canary_max_diff", "copy_out_s", "load_s", "verify_s", "reload_s"), 0.0)
-        return SyncReport(version=copied.version, fetched_bytes={"host 1": 100 + copied.version}, fetch_s=0.25, **zeros)
+        zeros = dict.fromkeys(
+            ("canary_max_diff", "copy_out_s", "load_s", "verify_s", "reload_s"), 0.0
+        )
+        return SyncReport(
+            version=copied.version,
+            fetched_bytes={"host 1": 100 + copied.version},
+            fetch_s=0.25,
+            **zeros,
+        )
 
     async def sleep(self):
         self.events.append(("sleep",))
 
     def start(self, step, *, final=False):
         self.events.append(("evaluate", step, "final" if final else "due"))
-        self.reports.append(ValidationReport(step=step, reward=step / 10, metrics={"validation/reward": step / 10}))
+        self.reports.append(
+            ValidationReport(step=step, reward=step / 10, metrics={"validation/reward": step / 10})
+        )
 
     async def wait(self):
         await self._answer("evaluated")
@@ -86,7 +95,11 @@ def build(*, steps=3, bound=1, task=None, sleep=False):
     runner = LocalRunner(policy, seed=0)
     parts, batcher = Parts(policy), Batcher.Config(row_length=ROW_LENGTH).build()
     rollouts = RolloutLoop(
-        selection=Selection(Gate(), tasks={task.name: task}, mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0})),
+        selection=Selection(
+            Gate(),
+            tasks={task.name: task},
+            mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0}),
+        ),
         runner=runner,
         policy=policy,
         pacer=Pacer(groups_per_step=2, max_offpolicy_steps=bound),
@@ -108,7 +121,13 @@ def build(*, steps=3, bound=1, task=None, sleep=False):
         watchers=[noted],
     )
     return SimpleNamespace(
-        loop=loop, parts=parts, rollouts=rollouts, task=task, records=noted.records, starts=noted.starts, noted=noted
+        loop=loop,
+        parts=parts,
+        rollouts=rollouts,
+        task=task,
+        records=noted.records,
+        starts=noted.starts,
+        noted=noted,
     )
 
 
@@ -116,13 +135,27 @@ async def test_every_step_trains_copies_out_and_is_recorded():
     run = build(steps=3)
     await run.loop.run()
     await run.rollouts.close()
-    assert [event for event in run.parts.events if event[0] == "train"] == [("train", 1), ("train", 2), ("train", 3)]
-    assert [event for event in run.parts.events if event[0] == "live"] == [("live", 1), ("live", 2), ("live", 3)]
+    assert [event for event in run.parts.events if event[0] == "train"] == [
+        ("train", 1),
+        ("train", 2),
+        ("train", 3),
+    ]
+    assert [event for event in run.parts.events if event[0] == "live"] == [
+        ("live", 1),
+        ("live", 2),
+        ("live", 3),
+    ]
     assert run.loop.steps_done == 3 and [record.step for record in run.records] == [1, 2, 3]
     last = run.records[-1].metrics
-    assert last["loss/total"] == 0.5 and last["ledger/stub/trained"] == 12 and last["ledger/stub/open"] == 0
+    assert (
+        last["loss/total"] == 0.5
+        and last["ledger/stub/trained"] == 12
+        and last["ledger/stub/open"] == 0
+    )
     newest = int(last["perf/sync_version"])
-    assert last["weights/bytes_fetched/host 1"] == 100 + newest and last["time/sync_fetch_s"] == 0.25
+    assert (
+        last["weights/bytes_fetched/host 1"] == 100 + newest and last["time/sync_fetch_s"] == 0.25
+    )
     assert "perf/event_loop_lag_max_s" in last and run.rollouts.ledger.counts()["stub/open"] == 0
 
 
@@ -148,8 +181,14 @@ async def test_synchronous_step_begins_when_the_one_before_is_live_and_evaluated
     await run.rollouts.close()
     events = run.parts.events
     for step in (2, 3):
-        assert events.index(("live", step - 1)) < events.index(("evaluate", step - 1, "due")) < events.index(("train", step))
-        assert ("evaluated",) in events[events.index(("evaluate", step - 1, "due")) : events.index(("train", step))]
+        assert (
+            events.index(("live", step - 1))
+            < events.index(("evaluate", step - 1, "due"))
+            < events.index(("train", step))
+        )
+        assert ("evaluated",) in events[
+            events.index(("evaluate", step - 1, "due")) : events.index(("train", step))
+        ]
 
 
 async def test_generators_sleep_from_the_last_evaluation_to_the_next_version():
@@ -164,7 +203,9 @@ async def test_asynchronous_training_goes_on_beside_an_evaluation():
     run = build(steps=3, bound=1)
     await run.loop.run()
     await run.rollouts.close()
-    between = run.parts.events[run.parts.events.index(("train", 1)) : run.parts.events.index(("train", 3))]
+    between = run.parts.events[
+        run.parts.events.index(("train", 1)) : run.parts.events.index(("train", 3))
+    ]
     assert ("evaluate", 1, "due") in between and ("evaluated",) not in between
 
 
@@ -173,9 +214,16 @@ async def test_first_and_final_policy_are_evaluated_with_nothing_changing_under_
     await run.loop.run()
     await run.rollouts.close()
     events = run.parts.events
-    assert events[:2] == [("evaluate", 0, "due"), ("evaluated",)] and [report.step for report in run.starts] == [0]
-    assert events.index(("live", 2)) < events.index(("evaluate", 2, "final")) and ("evaluate", 2, "due") not in events
-    assert run.records[-1].validation.step == 2 and run.records[-1].metrics["validation/reward"] == 0.2
+    assert events[:2] == [("evaluate", 0, "due"), ("evaluated",)] and [
+        report.step for report in run.starts
+    ] == [0]
+    assert (
+        events.index(("live", 2)) < events.index(("evaluate", 2, "final"))
+        and ("evaluate", 2, "due") not in events
+    )
+    assert (
+        run.records[-1].validation.step == 2 and run.records[-1].metrics["validation/reward"] == 0.2
+    )
 
 
 async def test_run_that_is_stopped_ends_after_its_step_with_a_final_evaluation():
@@ -218,7 +266,9 @@ async def test_step_that_fails_ends_the_run_and_the_ledger_still_balances():
 async def test_run_with_nothing_left_to_learn_evaluates_its_final_policy_and_ends_without_an_error():
     run = build(steps=100)
     ends = []
-    run.noted.ended_early = lambda why, reports: ends.append((why, [report.step for report in reports]))
+    run.noted.ended_early = lambda why, reports: ends.append(
+        (why, [report.step for report in reports])
+    )
     running = asyncio.create_task(run.loop.run())
     while run.loop.steps_done < 2:
         await settle()
@@ -226,5 +276,9 @@ async def test_run_with_nothing_left_to_learn_evaluates_its_final_policy_and_end
     await asyncio.wait_for(running, LIMIT_S)
     await run.rollouts.close()
     ((why, steps),) = ends
-    assert why.startswith("nothing left to learn") and run.loop.steps_done in steps and run.loop.steps_done < 100
+    assert (
+        why.startswith("nothing left to learn")
+        and run.loop.steps_done in steps
+        and run.loop.steps_done < 100
+    )
     assert ("evaluate", run.loop.steps_done, "final") in run.parts.events

@@ -145,8 +145,17 @@ PARTS = {
         "config.task_mix = Bad.Config()",
         "task_mix = 'Bad': its next failed: SystemExit: 3 (",
     ),
-    "no such renderer": ("", "config.renderer.name = 'qwen9'", "error: renderer.name = 'qwen9': not a renderer"),
-    "renderer of another family": ("", "config.renderer.name = 'llama-3'", "error: renderer.", "llama-3"),
+    "no such renderer": (
+        "",
+        "config.renderer.name = 'qwen9'",
+        "error: renderer.name = 'qwen9': not a renderer",
+    ),
+    "renderer of another family": (
+        "",
+        "config.renderer.name = 'llama-3'",
+        "error: renderer.",
+        "llama-3",
+    ),
     "a value whose repr fails": (
         "class Value:\n    def __repr__(self): raise ValueError",
         "config.steps = Value()",
@@ -155,9 +164,13 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("classes, changes, parts", [(c, x, parts) for c, x, *parts in PARTS.values()], ids=PARTS)
+@pytest.mark.parametrize(
+    "classes, changes, parts", [(c, x, parts) for c, x, *parts in PARTS.values()], ids=PARTS
+)
 @DRY_OR_NOT
-def test_what_a_run_builds_is_built_before_it_starts(refused, config_module, classes, changes, parts, dry_run):
+def test_what_a_run_builds_is_built_before_it_starts(
+    refused, config_module, classes, changes, parts, dry_run
+):
     name, file = config_module(USER_MODULE.format(classes=classes, changes=changes))
     err = refused("--module", name, "--config", "made", *dry_run)
     for part in parts:
@@ -168,9 +181,13 @@ def test_what_a_run_builds_is_built_before_it_starts(refused, config_module, cla
 
 def test_parts_are_built_also_for_a_plan_without_the_models_folder(refused, config_module):
     classes, changes, part = PARTS["no reward function has a weight"]
-    text = USER_MODULE.format(classes=classes, changes=changes).replace("rl_grpo_qwen3_debug", "rl_grpo_qwen3_0_6b")
+    text = USER_MODULE.format(classes=classes, changes=changes).replace(
+        "rl_grpo_qwen3_debug", "rl_grpo_qwen3_0_6b"
+    )
     name, _ = config_module(text)
-    assert part in refused("--module", name, "--config", "made", "--dry-run", "--model.hf-assets-path", "/nowhere")
+    assert part in refused(
+        "--module", name, "--config", "made", "--dry-run", "--model.hf-assets-path", "/nowhere"
+    )
 
 
 def test_a_dataset_without_end_is_walked_without_a_table(command, config_module):
@@ -188,5 +205,8 @@ def test_a_dataset_without_end_is_walked_without_a_table(command, config_module)
 
 def test_a_dataset_that_makes_its_examples_at_once_has_a_limit(refused):
     err = refused(*DEBUG, "--tasks.sum-digits.dataset.count", "1000000000000", "--dry-run")
-    assert "tasks.sum_digits.dataset.count = 1000000000000: must be at least 1 and at most 10000000" in err
+    assert (
+        "tasks.sum_digits.dataset.count = 1000000000000: must be at least 1 and at most 10000000"
+        in err
+    )
     assert "write a Dataset that makes each when it is asked for" in err

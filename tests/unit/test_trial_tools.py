@@ -22,7 +22,14 @@ class Color(Enum):
     RED = "red"
 
 
-def price(item: str, count: int, color: Color, size: Literal["big", "small"], tags: list[str], note: str = "") -> str:
+def price(
+    item: str,
+    count: int,
+    color: Color,
+    size: Literal["big", "small"],
+    tags: list[str],
+    note: str = "",
+) -> str:
     """Say what an item costs."""
     CALLS.append((item, count, color, size, tags, note))
     return "3"
@@ -39,11 +46,15 @@ class ShopEnv(MessageEnv):
     key = "tool_id"
 
     async def reset(self):
-        return ResetOutput(messages=[{"role": "user", "content": self.row["question"]}], tools=[Tool(price).spec])
+        return ResetOutput(
+            messages=[{"role": "user", "content": self.row["question"]}], tools=[Tool(price).spec]
+        )
 
     async def step_message(self, message):
         calls = message.get("tool_calls") or []
-        answers = [{"role": "tool", "tool_call_id": call[self.key], "content": "3"} for call in calls]
+        answers = [
+            {"role": "tool", "tool_call_id": call[self.key], "content": "3"} for call in calls
+        ]
         return StepOutput(env_messages=answers, done=not answers)
 
 
@@ -66,7 +77,11 @@ def warnings_of(task) -> list[str]:
     task.algorithm = GRPO.Config()
     run = rl_questions_qwen3_debug()
     run.tasks = {"shop": task}
-    return [line for line in try_tasks(run, build_tasks(run))["shop"].warnings() if "own answer" not in line]
+    return [
+        line
+        for line in try_tasks(run, build_tasks(run))["shop"].warnings()
+        if "own answer" not in line
+    ]
 
 
 def test_the_first_tool_is_called_once_with_arguments_that_its_schema_allows():
@@ -78,15 +93,24 @@ def test_the_first_tool_is_called_once_with_arguments_that_its_schema_allows():
 FAULTS = {
     "an env that reads a wrong key": (
         env_task(ROWS, ShopEnv, reward),
-        ["tasks.shop: after the call price(", "the rollout ended as ERROR: ", "KeyError: 'tool_id' (test_trial_tools.py:"],
+        [
+            "tasks.shop: after the call price(",
+            "the rollout ended as ERROR: ",
+            "KeyError: 'tool_id' (test_trial_tools.py:",
+        ],
     ),
     "a tool that raises": (
         tool_task(ROWS, [broken, price], reward),
-        ["""tasks.shop: the call broken({"item": "text"}) was answered with "Error: broken: KeyError: 'text' (test_t"""],
+        [
+            """tasks.shop: the call broken({"item": "text"}) was answered with "Error: broken: KeyError: 'text' (test_t"""
+        ],
     ),
     "an answer that has no room for a call": (
         tool_task(ROWS, [price], reward, sampling=SamplingConfig(max_tokens=16)),
-        ["tasks.shop: no tool was tried: the call price(", "takes more tokens than an answer may have"],
+        [
+            "tasks.shop: no tool was tried: the call price(",
+            "takes more tokens than an answer may have",
+        ],
     ),
 }
 
@@ -114,8 +138,17 @@ def test_arguments_are_made_for_what_a_schema_requires():
             "e": {"examples": ["Paris"], "type": "string"},
             "f": {"type": "string"},
         },
-        "$defs": {"Node": {"type": "object", "required": ["next"], "properties": {"next": {"$ref": "#/$defs/Node"}}}},
+        "$defs": {
+            "Node": {
+                "type": "object",
+                "required": ["next"],
+                "properties": {"next": {"$ref": "#/$defs/Node"}},
+            }
+        },
     }
     name, arguments = example_call({"name": "f", "description": "", "parameters": schema})
-    assert (name, arguments) == ("f", {"a": 5, "b": "text", "c": {"x": 7}, "d": {"next": None}, "e": "Paris"})
+    assert (name, arguments) == (
+        "f",
+        {"a": 5, "b": "text", "c": {"x": 7}, "d": {"next": None}, "e": "Paris"},
+    )
     assert example_call({"name": "g", "description": "", "parameters": {}}) == ("g", {})

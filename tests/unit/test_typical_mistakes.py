@@ -58,7 +58,10 @@ def reward(body):
 
 
 def env(body):
-    return f"class Bad(Env):\n    {body}\nclass BadTask(Own):\n    def make_env(self, sample): return Bad()\n", "own(BadTask)"
+    return (
+        f"class Bad(Env):\n    {body}\nclass BadTask(Own):\n    def make_env(self, sample): return Bad()\n",
+        "own(BadTask)",
+    )
 
 
 def reset(returned):
@@ -76,14 +79,41 @@ MISTAKES = {
         ("def bad(rollout): return 1.0", "asks(RewardFn(bad, takes='rollout'))"),
         f"{RUBRIC}.reward_fns = 'bad(rollout)': too many positional arguments; want fn(rollout, example)",
     ),
-    "a reward that is text": (reward("return 'good'"), RUBRIC, "function 'bad': returned good (str), want a finite number"),
-    "a reward function that forgets to return": (reward("pass"), RUBRIC, "'bad': returned None (NoneType)"),
-    "a reward that is not finite": (reward("return float('nan')"), RUBRIC, "'bad': returned nan (float)"),
-    "a reward function with a misspelt name": (reward("return scor"), RUBRIC, "NameError: name 'scor' is not defined ("),
-    "a reward function of a missing column": (reward("return example['anser']"), RUBRIC, "KeyError: 'anser' ("),
-    "a reward function that exits": (reward("raise SystemExit(1)"), RUBRIC, "'bad': SystemExit: 1 ("),
+    "a reward that is text": (
+        reward("return 'good'"),
+        RUBRIC,
+        "function 'bad': returned good (str), want a finite number",
+    ),
+    "a reward function that forgets to return": (
+        reward("pass"),
+        RUBRIC,
+        "'bad': returned None (NoneType)",
+    ),
+    "a reward that is not finite": (
+        reward("return float('nan')"),
+        RUBRIC,
+        "'bad': returned nan (float)",
+    ),
+    "a reward function with a misspelt name": (
+        reward("return scor"),
+        RUBRIC,
+        "NameError: name 'scor' is not defined (",
+    ),
+    "a reward function of a missing column": (
+        reward("return example['anser']"),
+        RUBRIC,
+        "KeyError: 'anser' (",
+    ),
+    "a reward function that exits": (
+        reward("raise SystemExit(1)"),
+        RUBRIC,
+        "'bad': SystemExit: 1 (",
+    ),
     "a group's function that gives one number": (
-        ("def bad(rollouts, env_input): return 1.0", "asks(RewardFn(bad, group_level=True, takes='rollout'))"),
+        (
+            "def bad(rollouts, env_input): return 1.0",
+            "asks(RewardFn(bad, group_level=True, takes='rollout'))",
+        ),
         RUBRIC,
         "returned a float, want a list of 8 numbers",
     ),
@@ -92,10 +122,24 @@ MISTAKES = {
         f"{RUBRIC}.reward_fns = <function exact",
         "must be a list",
     ),
-    "a function for the rubric": (("", "asks(rubric=exact)"), RUBRIC, "write Rubric.Config(reward_fns=[...])"),
-    "a class for the rubric's config": (("", "asks(rubric=Rubric)"), RUBRIC, "write Rubric.Config(...)"),
-    "an empty rubric": (("", "own(rubric=Rubric.Config())"), f"{RUBRIC}.reward_fns = []: GRPO compares rewards"),
-    "questions without a reward function": (("", "asks()"), f"{RUBRIC} = None: names no reward function"),
+    "a function for the rubric": (
+        ("", "asks(rubric=exact)"),
+        RUBRIC,
+        "write Rubric.Config(reward_fns=[...])",
+    ),
+    "a class for the rubric's config": (
+        ("", "asks(rubric=Rubric)"),
+        RUBRIC,
+        "write Rubric.Config(...)",
+    ),
+    "an empty rubric": (
+        ("", "own(rubric=Rubric.Config())"),
+        f"{RUBRIC}.reward_fns = []: GRPO compares rewards",
+    ),
+    "questions without a reward function": (
+        ("", "asks()"),
+        f"{RUBRIC} = None: names no reward function",
+    ),
     "a component that the env does not give": (
         ("", "own(rubric=Rubric.Config(reward_fns=[env_component('sucess')]))"),
         RUBRIC,
@@ -117,31 +161,59 @@ MISTAKES = {
         "error: tasks.mine.dataset = [",
         "RowDataset.Config(rows=MemoryRows(",
     ),
-    "a class for the dataset's config": (("", "own(dataset=Rows)"), "error: tasks.mine.dataset", "write Rows.Config(...)"),
-    "a dataset for its config": (("", "own(dataset=Rows(Rows.Config()))"), "tasks.mine.dataset", "write Rows.Config(...)"),
+    "a class for the dataset's config": (
+        ("", "own(dataset=Rows)"),
+        "error: tasks.mine.dataset",
+        "write Rows.Config(...)",
+    ),
+    "a dataset for its config": (
+        ("", "own(dataset=Rows(Rows.Config()))"),
+        "tasks.mine.dataset",
+        "write Rows.Config(...)",
+    ),
     "items that are dicts": (
-        ("class Bad(Rows):\n    def __getitem__(self, i): return ROWS[i]", "own(dataset=Bad.Config())"),
+        (
+            "class Bad(Rows):\n    def __getitem__(self, i): return ROWS[i]",
+            "own(dataset=Bad.Config())",
+        ),
         "error: tasks.mine.dataset = 'Bad': its __getitem__ returned a dict, want a DataSample",
     ),
-    "a missing file": (("", "asks(exact, rows='rows.jsonl')"), "tasks.mine.dataset.path = 'rows.jsonl': no such file"),
+    "a missing file": (
+        ("", "asks(exact, rows='rows.jsonl')"),
+        "tasks.mine.dataset.path = 'rows.jsonl': no such file",
+    ),
     "a hub that does not answer": (
         ("", "asks(exact, rows='some/questions')"),
         "error: tasks.mine.dataset.path = 'some/questions': is no file, and was never downloaded from the hub (",
         "name a .jsonl, .json, .csv or .parquet file",
     ),
-    "rows that are no dicts": (("", "asks(exact, rows=['6 * 7?'])"), "dataset.rows = '6 * 7?': row 0 is a str, want a dict"),
-    "no rows": (("", "asks(exact, rows=[])"), "error: tasks.mine.dataset.rows = <0 rows>: has no rows"),
+    "rows that are no dicts": (
+        ("", "asks(exact, rows=['6 * 7?'])"),
+        "dataset.rows = '6 * 7?': row 0 is a str, want a dict",
+    ),
+    "no rows": (
+        ("", "asks(exact, rows=[])"),
+        "error: tasks.mine.dataset.rows = <0 rows>: has no rows",
+    ),
     "a template of a missing column": (
         ("", "asks(exact, template='{problem}')"),
         "tasks.mine.template = '{problem}': the data has no column 'problem'; it has question, answer",
     ),
-    "a class for the algorithm's config": (("", "own(algorithm=GRPO)"), "tasks.mine.algorithm", "write GRPO.Config(...)"),
+    "a class for the algorithm's config": (
+        ("", "own(algorithm=GRPO)"),
+        "tasks.mine.algorithm",
+        "write GRPO.Config(...)",
+    ),
     "an algorithm of a wrong signature": (
         ("class Bad(GRPO):\n    def score_group(self): pass", "own(algorithm=Bad.Config())"),
         "error: tasks.mine.algorithm = 'Bad': ",
         "takes 1 positional argument but 2 were given",
     ),
-    "a class for the task's config": (("", "Own"), "error: tasks.mine = <class", "write Own.Config(...)"),
+    "a class for the task's config": (
+        ("", "Own"),
+        "error: tasks.mine = <class",
+        "write Own.Config(...)",
+    ),
     "make_env gives a class": (
         ("class BadTask(Own):\n    def make_env(self, sample): return Env", "own(BadTask)"),
         MINE,
@@ -157,8 +229,16 @@ MISTAKES = {
         MINE,
         "BadTask.make_env() takes 1 positional argument but 2 were given",
     ),
-    "reset gives messages": (reset("[{'role': 'user', 'content': 'hi'}]"), MINE, "Bad.reset returned list, want ResetOutput"),
-    "a message without a role": (reset("ResetOutput(messages=[{'content': 'hi'}])"), MINE, "messages[0] has role NoneType"),
+    "reset gives messages": (
+        reset("[{'role': 'user', 'content': 'hi'}]"),
+        MINE,
+        "Bad.reset returned list, want ResetOutput",
+    ),
+    "a message without a role": (
+        reset("ResetOutput(messages=[{'content': 'hi'}])"),
+        MINE,
+        "messages[0] has role NoneType",
+    ),
     "a message of a role there is not": (
         reset("ResetOutput(messages=[{'role': 'human', 'content': 'hi'}])"),
         MINE,
@@ -172,15 +252,27 @@ MISTAKES = {
         MINE,
         "Bad.reset: ResetOutput.messages[0] contains itself",
     ),
-    "no messages": (reset("ResetOutput(messages=[])"), MINE, "Bad.reset: ResetOutput.messages is empty"),
-    "reset raises": (reset("open('/nowhere/db')"), MINE, "Bad.reset: FileNotFoundError: [Errno 2]", "'/nowhere/db' ("),
+    "no messages": (
+        reset("ResetOutput(messages=[])"),
+        MINE,
+        "Bad.reset: ResetOutput.messages is empty",
+    ),
+    "reset raises": (
+        reset("open('/nowhere/db')"),
+        MINE,
+        "Bad.reset: FileNotFoundError: [Errno 2]",
+        "'/nowhere/db' (",
+    ),
     "a step gives a tuple": (
         env("async def step_message(self, message): return [], True"),
         MINE,
         "Bad.step_message returned tuple, want StepOutput",
     ),
     "setup raises": (
-        ("class BadTask(Own):\n    async def setup(self, policy): raise ConnectionError('no pool')", "own(BadTask)"),
+        (
+            "class BadTask(Own):\n    async def setup(self, policy): raise ConnectionError('no pool')",
+            "own(BadTask)",
+        ),
         f"{MINE}its setup: ConnectionError: no pool (",
     ),
     "a filter of one answer": (
@@ -199,11 +291,16 @@ MISTAKES = {
         "error: post_batch_filters[0] = 'Bad': ",
         "AttributeError: 'Rollout' object has no attribute 'rewrd' (",
     ),
-    "a list for the tasks": (("", "own(); config.tasks = list(config.tasks.values())"), "error: tasks = ["),
+    "a list for the tasks": (
+        ("", "own(); config.tasks = list(config.tasks.values())"),
+        "error: tasks = [",
+    ),
 }
 
 
-@pytest.mark.parametrize("made, parts", [(made, parts) for made, *parts in MISTAKES.values()], ids=MISTAKES)
+@pytest.mark.parametrize(
+    "made, parts", [(made, parts) for made, *parts in MISTAKES.values()], ids=MISTAKES
+)
 def test_a_mistake_in_a_task_is_refused_in_one_line(refused, config_module, made, parts):
     classes, task = made
     name, _ = config_module(f"{MODULE}\n{classes}\n{MADE.format(task=task)}")
@@ -228,8 +325,14 @@ FAILURES = {
         "    async def run_rollout(self, env, policy): helper(ROWS[0])",
         "own(BadTask)",
     ),
-    "a setup": ("class BadTask(Own):\n    async def setup(self, policy): helper(ROWS[0])", "own(BadTask)"),
-    "a dataset": ("class Bad(Rows):\n    def __getitem__(self, i): return helper(ROWS[i])", "own(dataset=Bad.Config())"),
+    "a setup": (
+        "class BadTask(Own):\n    async def setup(self, policy): helper(ROWS[0])",
+        "own(BadTask)",
+    ),
+    "a dataset": (
+        "class Bad(Rows):\n    def __getitem__(self, i): return helper(ROWS[i])",
+        "own(dataset=Bad.Config())",
+    ),
     "a validation set": (
         "class Bad(Rows):\n    def __getitem__(self, i): return helper(ROWS[i])",
         "own(validation=Bad.Config())",
@@ -239,7 +342,10 @@ FAILURES = {
         "class Bad(ShuffledCursor):\n    def next(self): return helper(ROWS[0])",
         "own(sampler=Bad.Config())",
     ),
-    "an algorithm": ("class Bad(GRPO):\n    def score_group(self, group): helper(ROWS[0])", "own(algorithm=Bad.Config())"),
+    "an algorithm": (
+        "class Bad(GRPO):\n    def score_group(self, group): helper(ROWS[0])",
+        "own(algorithm=Bad.Config())",
+    ),
     "an algorithm of a rollout": (
         "class Bad(GRPO):\n    async def score_rollout(self, rollout): helper(ROWS[0])",
         "own(algorithm=Bad.Config())",
@@ -256,7 +362,9 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("classes, task", FAILURES.values(), ids=FAILURES)
-def test_where_code_of_the_user_fails_the_terminal_shows_its_frames(command, config_module, classes, task):
+def test_where_code_of_the_user_fails_the_terminal_shows_its_frames(
+    command, config_module, classes, task
+):
     name, file = config_module(f"{MODULE}\n{IN_HELPER}{classes}\n{MADE.format(task=task)}")
     code, _, err = command("--module", name, "--config", "made", "--dry-run")
     line, *frames = err.splitlines()
@@ -267,13 +375,30 @@ def test_where_code_of_the_user_fails_the_terminal_shows_its_frames(command, con
     assert "    def helper(row): return row['anser']" in frames
 
 
-@pytest.mark.parametrize("body", ["os._exit(0)", "os.kill(os.getpid(), 11)"], ids=["os._exit", "a segmentation fault"])
+@pytest.mark.parametrize(
+    "body", ["os._exit(0)", "os.kill(os.getpid(), 11)"], ids=["os._exit", "a segmentation fault"]
+)
 def test_a_reward_function_that_ends_the_command_is_named(config_module, body):
     classes, task = reward(f"{body}")
     name, file = config_module(f"import os\n{MODULE}\n{classes}\n{MADE.format(task=task)}")
-    words = ["-m", "torchtitan.experiments.rl.grpo", "--module", name, "--config", "made", "--dry-run"]
+    words = [
+        "-m",
+        "torchtitan.experiments.rl.grpo",
+        "--module",
+        name,
+        "--config",
+        "made",
+        "--dry-run",
+    ]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{file.parent}"}
-    ended = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.stderr == (
         "error: tasks.mine = 'QuestionTask': the rewards of the reply 'The answer is 42.' by bad: the command was killed, or "
         "this code called os._exit or crashed; user_code.preflight_timeout_s = 0 leaves this check out\n"
@@ -281,11 +406,20 @@ def test_a_reward_function_that_ends_the_command_is_named(config_module, body):
 
 
 WORDS = {
-    "a config there is not": (["--config", "rl_grpo_qwen3_debg"], "did you mean rl_grpo_qwen3_debug?"),
+    "a config there is not": (
+        ["--config", "rl_grpo_qwen3_debg"],
+        "did you mean rl_grpo_qwen3_debug?",
+    ),
     "no config": (["--steps", "3"], "--config = None: name a config; --list prints them"),
-    "a misspelt option": ([*DEBUG, "--step", "3"], "Unrecognized options: --step, 3; perhaps you meant --steps\n"),
+    "a misspelt option": (
+        [*DEBUG, "--step", "3"],
+        "Unrecognized options: --step, 3; perhaps you meant --steps\n",
+    ),
     "the end of an option": ([*DEBUG, "--lr=1e-4"], "perhaps you meant --trainer.optimizer.lr\n"),
-    "another misspelt one": ([*DEBUG, "--steps", "3", "--max_retry", "1"], "meant --tasks.sum-digits.max-retries\n"),
+    "another misspelt one": (
+        [*DEBUG, "--steps", "3", "--max_retry", "1"],
+        "meant --tasks.sum-digits.max-retries\n",
+    ),
     "an option like none": ([*DEBUG, "--zebra", "3"], "Unrecognized options: --zebra, 3\n"),
     "a number that is none": ([*DEBUG, "--steps", "three"], "three"),
     "a number out of bounds": ([*DEBUG, "--steps", "0"], "steps = 0: must be at least 1"),
@@ -293,7 +427,10 @@ WORDS = {
         [*DEBUG, "--tasks.sum-digits.group-size", "1", "--rollouts-per-step", "8"],
         "group_size = 1: GRPO compares",
     ),
-    "a missing model": ([*DEBUG, "--model.hf-assets-path", "nowhere"], "model.hf_assets_path = 'nowhere'"),
+    "a missing model": (
+        [*DEBUG, "--model.hf-assets-path", "nowhere"],
+        "model.hf_assets_path = 'nowhere'",
+    ),
 }
 
 
@@ -312,7 +449,9 @@ SLOW = {
 
 
 @pytest.mark.parametrize("body", SLOW.values(), ids=SLOW)
-def test_an_env_that_takes_longer_than_the_preflight_is_a_warning(command, config_module, monkeypatch, body):
+def test_an_env_that_takes_longer_than_the_preflight_is_a_warning(
+    command, config_module, monkeypatch, body
+):
     monkeypatch.setattr(trial, "GRACE_S", 0.5)
     classes, task = env(f"async def reset(self): {body}")
     name, _ = config_module(f"{MODULE}\n{classes}\n{MADE.format(task=task)}")
@@ -322,7 +461,10 @@ def test_an_env_that_takes_longer_than_the_preflight_is_a_warning(command, confi
     assert err.startswith(
         "warning: tasks.mine was not tried to its end (the rollout of the first example: no answer within 0.2 s"
     )
-    assert err.count("\n") == 1 and "the run begins all the same; user_code.preflight_timeout_s sets this limit" in err
+    assert (
+        err.count("\n") == 1
+        and "the run begins all the same; user_code.preflight_timeout_s sets this limit" in err
+    )
     assert command(*words, "0")[2] == ""
 
 
@@ -342,7 +484,9 @@ class CountedTask(Own):
 """
 
 
-def test_a_task_is_set_up_run_and_closed_once_and_its_prompt_shown(command, config_module, renderer, tokenizer):
+def test_a_task_is_set_up_run_and_closed_once_and_its_prompt_shown(
+    command, config_module, renderer, tokenizer
+):
     name, file = config_module(f"{MODULE}\n{USED}\n{MADE.format(task='own(CountedTask)')}")
     code, out, err = command("--module", name, "--config", "made", "--dry-run")
     assert (code, err) == (0, "")
@@ -371,9 +515,15 @@ def plain(completion, example):
 """
 
 
-@pytest.mark.parametrize("fn", ["by_pattern", "by_text", "RewardFn(of_rollout, takes='rollout')", "plain"])
-def test_a_format_reward_that_looks_for_a_thought_in_the_completion_is_told_where_it_is(command, config_module, fn):
-    name, _ = config_module(f"{MODULE}\n{THINKS}\n{MADE.format(task=f'asks(plain, {fn})' if fn != 'plain' else 'asks(plain)')}")
+@pytest.mark.parametrize(
+    "fn", ["by_pattern", "by_text", "RewardFn(of_rollout, takes='rollout')", "plain"]
+)
+def test_a_format_reward_that_looks_for_a_thought_in_the_completion_is_told_where_it_is(
+    command, config_module, fn
+):
+    name, _ = config_module(
+        f"{MODULE}\n{THINKS}\n{MADE.format(task=f'asks(plain, {fn})' if fn != 'plain' else 'asks(plain)')}"
+    )
     code, _, err = command("--module", name, "--config", "made", "--dry-run")
     said = [line for line in err.splitlines() if "<think>" in line]
     assert code == 0 and len(said) == fn.startswith("by_")

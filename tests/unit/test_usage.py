@@ -63,7 +63,11 @@ def test_an_engine_s_usage_is_the_mean_over_its_steps():
 def test_the_cached_share_of_prompts_is_that_of_the_requests_that_finished_since():
     usage = EngineUsage()
     for tokens, cached in ((0, 0), (100, 25)):
-        usage.add(Occupancy(running=1, waiting=0, cache=0, prompt_tokens=tokens, prompt_tokens_cached=cached))
+        usage.add(
+            Occupancy(
+                running=1, waiting=0, cache=0, prompt_tokens=tokens, prompt_tokens_cached=cached
+            )
+        )
     assert usage.lap()["prompts_cached"] == 0.25
     assert "prompts_cached" not in usage.lap(), "none has finished"
     usage.add(Occupancy(running=1, waiting=0, cache=0, prompt_tokens=300, prompt_tokens_cached=175))
@@ -75,7 +79,9 @@ class Process:
         self.usage = SimpleNamespace(choose=answer)
 
 
-async def test_each_process_has_metrics_of_its_own_and_one_that_does_not_answer_has_none(monkeypatch):
+async def test_each_process_has_metrics_of_its_own_and_one_that_does_not_answer_has_none(
+    monkeypatch,
+):
     monkeypatch.setattr(reports, "ANSWER_S", 0.05)
 
     async def answers():
@@ -95,4 +101,7 @@ async def test_each_process_has_metrics_of_its_own_and_one_that_does_not_answer_
         (Lifetime("generator 0"), Process(answers)),
         (Lifetime("rollout worker 0"), Process(hangs)),
     ]
-    assert await lap_usage(processes) == {"perf/generator_0/busy": 0.25, "perf/generator_0/running": 3.0}
+    assert await lap_usage(processes) == {
+        "perf/generator_0/busy": 0.25,
+        "perf/generator_0/running": 3.0,
+    }

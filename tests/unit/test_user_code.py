@@ -101,7 +101,9 @@ def test_exception_whose_message_can_not_be_read_keeps_its_type_and_place():
         raise Unprintable
     except Unprintable as error:
         cause = cause_of(error)
-    assert cause.startswith("Unprintable: its message can't be read (SystemExit in __str__) (test_user_code.py:")
+    assert cause.startswith(
+        "Unprintable: its message can't be read (SystemExit in __str__) (test_user_code.py:"
+    )
 
 
 def test_number_whose_float_raises_is_no_number():
@@ -116,7 +118,9 @@ async def test_owner_begins_the_message_and_the_kind_of_error_stays():
     async def fails():
         raise KeyError(2)
 
-    with pytest.raises(UserCodeError, match=r"^task 'sum': setup: KeyError: 2 \(test_user_code.py:"):
+    with pytest.raises(
+        UserCodeError, match=r"^task 'sum': setup: KeyError: 2 \(test_user_code.py:"
+    ):
         await call_user(fails, timeout_s=1, owner="task 'sum': setup")
     with pytest.raises(UserCodeTimeout, match=r"^env: no answer within 0.05 s$"):
         await call_user(lambda: time.sleep(0.5), timeout_s=0.05, owner="env")
@@ -188,15 +192,21 @@ async def test_steps_of_watched_code_pass_values_errors_and_cancellation_through
     assert await call_bounded(code, timeout_s=5) == 4
 
 
-async def test_each_call_that_blocks_beyond_its_limit_is_late_also_one_that_begins_behind_another(monkeypatch):
+async def test_each_call_that_blocks_beyond_its_limit_is_late_also_one_that_begins_behind_another(
+    monkeypatch,
+):
     async def blocks():
         await asyncio.sleep(0)
         time.sleep(0.3)
 
     counted = []  # by thread: what an earlier test has abandoned may still block another
     monkeypatch.setattr(BLOCKING, "add", lambda: counted.append(threading.get_ident()))
-    ends = await asyncio.gather(*(call_bounded(blocks, timeout_s=0.2) for _ in range(3)), return_exceptions=True)
-    assert [type(end) for end in ends] == [UserCodeTimeout] * 3 and counted.count(threading.get_ident()) == 3
+    ends = await asyncio.gather(
+        *(call_bounded(blocks, timeout_s=0.2) for _ in range(3)), return_exceptions=True
+    )
+    assert [type(end) for end in ends] == [UserCodeTimeout] * 3 and counted.count(
+        threading.get_ident()
+    ) == 3
     assert all(": it blocked" in str(end) and blocked_s(end) >= 0.3 for end in ends)
 
 
@@ -218,7 +228,9 @@ async def test_time_that_other_calls_hold_up_the_event_loop_does_not_count():
 
 
 @pytest.mark.parametrize("levels", [1, 2, 4])
-async def test_call_that_is_late_says_where_the_call_inside_it_waits_whatever_limit_that_has(levels):
+async def test_call_that_is_late_says_where_the_call_inside_it_waits_whatever_limit_that_has(
+    levels,
+):
     async def hangs():
         await asyncio.sleep(3600)
 
@@ -228,7 +240,10 @@ async def test_call_that_is_late_says_where_the_call_inside_it_waits_whatever_li
 
     with pytest.raises(UserCodeTimeout) as caught:
         await call_bounded(nested(levels), timeout_s=0.1)
-    assert "hangs (test_user_code.py:" in caught.value.where and "call_bounded" not in caught.value.where
+    assert (
+        "hangs (test_user_code.py:" in caught.value.where
+        and "call_bounded" not in caught.value.where
+    )
 
 
 async def test_call_that_is_late_while_a_late_call_inside_it_is_stopped_says_where_that_waits():
@@ -249,7 +264,12 @@ async def test_call_that_is_late_names_the_owner_of_the_call_inside_it_that_bloc
     def part(code):
         async def parts():
             await call_bounded(quick, timeout_s=None, owner="First.setup")
-            await asyncio.gather(*(call_bounded(c, timeout_s=None, owner=f"{c.__name__}.setup") for c in (code, quick)))
+            await asyncio.gather(
+                *(
+                    call_bounded(c, timeout_s=None, owner=f"{c.__name__}.setup")
+                    for c in (code, quick)
+                )
+            )
 
         return parts
 
@@ -259,7 +279,9 @@ async def test_call_that_is_late_names_the_owner_of_the_call_inside_it_that_bloc
     async def hangs():
         await asyncio.sleep(3600)
 
-    with pytest.raises(UserCodeTimeout, match="no answer within 0.1 s: blocks.setup blocked") as caught:
+    with pytest.raises(
+        UserCodeTimeout, match="no answer within 0.1 s: blocks.setup blocked"
+    ) as caught:
         await call_bounded(part(blocks), timeout_s=0.1, owner="Task.setup")
     assert blocked_s(caught.value) >= 0.15
     with pytest.raises(UserCodeTimeout) as caught:
@@ -457,7 +479,9 @@ async def test_code_that_blocks_beyond_its_limit_is_late_and_counted_once_inside
         return "done"
 
     BLOCKING.lap()
-    with pytest.raises(UserCodeTimeout, match=r"^Env.step: no answer within 0.1 s: it blocked") as late:
+    with pytest.raises(
+        UserCodeTimeout, match=r"^Env.step: no answer within 0.1 s: it blocked"
+    ) as late:
         await call_step(blocks, timeout_s=0.1)
     assert BLOCKING.lap() == 1 and blocked_s(late.value) >= 0.15
     with pytest.raises(UserCodeTimeout, match=r"^no answer within 0.1 s: Env.step blocked") as late:

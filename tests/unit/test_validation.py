@@ -18,7 +18,12 @@ from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.rollouts.types import (
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+)
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
 from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig, derive_seed
 
@@ -56,15 +61,23 @@ class AskTask(Task):
         algorithm: Algorithm.Config = field(default_factory=NoCredit.Config)
         dataset: Dataset.Config = field(default_factory=Numbers.Config)
         validation: Dataset.Config | None = field(default_factory=Numbers.Config)
-        rubric: Rubric.Config = field(default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(length, takes="rollout")]))
-        sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.7, max_tokens=9))
+        rubric: Rubric.Config = field(
+            default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(length, takes="rollout")])
+        )
+        sampling: SamplingConfig = field(
+            default_factory=lambda: SamplingConfig(temperature=0.7, max_tokens=9)
+        )
         max_retries: int = 0
 
     broken: tuple[int, ...] = ()
 
     def make_env(self, sample):
         self.asked = [*getattr(self, "asked", []), sample.env_input]
-        return BrokenEnv("reset", raise_value_error) if sample.env_input in self.broken else TalkingEnv()
+        return (
+            BrokenEnv("reset", raise_value_error)
+            if sample.env_input in self.broken
+            else TalkingEnv()
+        )
 
 
 @pytest.fixture
@@ -84,7 +97,9 @@ def answers(*lengths: int):
 
 def validator_of(policy, *tasks, seed=0, recorder=None, **config) -> Validator:
     named = {task.name: task for task in tasks}
-    return Validator(named, LocalRunner(policy, seed=seed), ValidationConfig(**config), recorder=recorder)
+    return Validator(
+        named, LocalRunner(policy, seed=seed), ValidationConfig(**config), recorder=recorder
+    )
 
 
 async def run(policy, *tasks, **config):
@@ -97,7 +112,12 @@ async def run(policy, *tasks, **config):
 
 async def test_reward_is_the_mean_over_the_examples(build, tokenizer):
     report = await run(ScriptedPolicy(tokenizer, answers(1, 2, 3, 4)), build())
-    assert report.reward == report.metrics["validation/reward"] == report.metrics["validation/ask/reward"] == 2.5
+    assert (
+        report.reward
+        == report.metrics["validation/reward"]
+        == report.metrics["validation/ask/reward"]
+        == 2.5
+    )
     assert report.metrics["validation/ask/failed"] == 0
     # Letters are one token each, or fewer; the closing token counts too.
     assert 2 <= report.metrics["validation/ask/completion_tokens"] <= 3.5
@@ -107,7 +127,10 @@ async def test_only_the_first_examples_are_asked_each_once(build, tokenizer):
     task, policy = build(), ScriptedPolicy(tokenizer, answers(1, 3, 9, 9))
     report = await run(policy, task, examples=2)
     assert sorted(task.asked) == [0, 1] and report.reward == 2.0
-    assert [session.rollout_id for session in policy.sessions] == ["validation-ask-0/0", "validation-ask-1/0"]
+    assert [session.rollout_id for session in policy.sessions] == [
+        "validation-ask-0/0",
+        "validation-ask-1/0",
+    ]
     assert all(session.closed == 1 for session in policy.sessions)
 
 
@@ -117,7 +140,9 @@ async def test_decoding_is_greedy_by_default_with_the_tasks_other_settings(build
     await run(policy, task)
     assert {(s.sampling.temperature, s.sampling.max_tokens) for s in policy.sessions} == {(0.0, 9)}
     await run(policy, task, temperature=0.5)
-    assert policy.sessions[-1].sampling.temperature == 0.5 and task.config.sampling.temperature == 0.7
+    assert (
+        policy.sessions[-1].sampling.temperature == 0.5 and task.config.sampling.temperature == 0.7
+    )
 
 
 async def test_every_validation_of_a_run_uses_the_same_seeds(build, tokenizer):
@@ -133,7 +158,9 @@ async def test_each_evaluations_rollouts_are_recorded_under_ids_of_their_own_and
     build, tokenizer, tmp_path
 ):
     recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
-    validator = validator_of(ScriptedPolicy(tokenizer, answers(1, 2)), build(), recorder=recorder, examples=2, every=10)
+    validator = validator_of(
+        ScriptedPolicy(tokenizer, answers(1, 2)), build(), recorder=recorder, examples=2, every=10
+    )
     for step, final in ((0, False), (10, False), (10, True)):
         validator.start(step, final=final)
         await validator.wait()
@@ -141,13 +168,21 @@ async def test_each_evaluations_rollouts_are_recorded_under_ids_of_their_own_and
         group_id="ask-0",
         task_name="ask",
         data_sample=DataSample(sample_id="0", env_input=0),
-        rollouts=[Rollout(group_id="ask-0", index_in_group=0, task_name="ask", status=RolloutStatus.COMPLETED)],
+        rollouts=[
+            Rollout(
+                group_id="ask-0", index_in_group=0, task_name="ask", status=RolloutStatus.COMPLETED
+            )
+        ],
     )
     recorder.record(trained, {"ask-0/0": "trained"})
     recorder.close()
-    assert [(record.rollout.group_id, record.kind) for record in read_rollouts(tmp_path)] == [("ask-0", "training")]
+    assert [(record.rollout.group_id, record.kind) for record in read_rollouts(tmp_path)] == [
+        ("ask-0", "training")
+    ]
     records = list(read_rollouts(tmp_path, "validation"))
-    ids = [f"validation-ask-{index}@{label}" for label in ("0", "10", "10.final") for index in (0, 1)]
+    ids = [
+        f"validation-ask-{index}@{label}" for label in ("0", "10", "10.final") for index in (0, 1)
+    ]
     assert [record.rollout.group_id for record in records] == ids
     assert [record.rollout.reward for record in records] == [1.0, 2.0] * 3
     assert {(record.kind, record.outcome) for record in records} == {("validation", "validation")}
@@ -156,7 +191,9 @@ async def test_each_evaluations_rollouts_are_recorded_under_ids_of_their_own_and
 
 async def test_the_recorded_share_holds_for_evaluations_too(build, tokenizer, tmp_path):
     recorder = RolloutRecorder.Config(fraction=0.0).build(run_dir=tmp_path)
-    validator = validator_of(ScriptedPolicy(tokenizer, answers(1, 2)), build(), recorder=recorder, examples=2)
+    validator = validator_of(
+        ScriptedPolicy(tokenizer, answers(1, 2)), build(), recorder=recorder, examples=2
+    )
     validator.start(0)
     await validator.wait()
     recorder.close()
@@ -178,7 +215,11 @@ async def test_tasks_count_alike_whatever_their_number_of_examples(build, tokeni
     tasks = build("a", validation=Numbers.Config(count=1)), build("b")
     report = await run(ScriptedPolicy(tokenizer, answers(8, 4, 4, 4)), *tasks)
     # a: 8. b: (8 + 4 + 4 + 4) / 4 = 5.
-    assert (report.metrics["validation/a/reward"], report.metrics["validation/b/reward"], report.reward) == (8.0, 5.0, 6.5)
+    assert (
+        report.metrics["validation/a/reward"],
+        report.metrics["validation/b/reward"],
+        report.reward,
+    ) == (8.0, 5.0, 6.5)
 
 
 async def test_task_without_held_out_examples_takes_no_part(build, tokenizer):
@@ -193,15 +234,28 @@ async def test_task_without_held_out_examples_takes_no_part(build, tokenizer):
 def test_pass_at_k_is_the_share_of_all_choices_of_k_attempts_with_one_that_passes(n, passed):
     for k in range(1, n + 1):
         choices = list(itertools.combinations([index < passed for index in range(n)], k))
-        assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, choices)) / len(choices), abs=1e-12)
+        assert pass_at_k(n, passed, k) == pytest.approx(
+            sum(map(any, choices)) / len(choices), abs=1e-12
+        )
 
 
 def attempts(*rewards: float | None) -> RolloutGroup:
     rollouts = [
-        Rollout(group_id="g", index_in_group=index, task_name="ask", status=RolloutStatus.COMPLETED, reward=reward)
+        Rollout(
+            group_id="g",
+            index_in_group=index,
+            task_name="ask",
+            status=RolloutStatus.COMPLETED,
+            reward=reward,
+        )
         for index, reward in enumerate(rewards)
     ]
-    return RolloutGroup(group_id="g", task_name="ask", data_sample=DataSample(sample_id="0", env_input=0), rollouts=rollouts)
+    return RolloutGroup(
+        group_id="g",
+        task_name="ask",
+        data_sample=DataSample(sample_id="0", env_input=0),
+        rollouts=rollouts,
+    )
 
 
 def test_avg_at_k_and_pass_at_k_by_hand():
@@ -211,7 +265,9 @@ def test_avg_at_k_and_pass_at_k_by_hand():
     assert metrics["validation/ask/avg@4"] == metrics["validation/ask/reward"] == (0.375 + 0) / 2
     assert metrics["validation/ask/pass@1"] == 0.125 and metrics["validation/ask/pass@2"] == 0.25
     assert metrics["validation/ask/pass@4"] == 0.5 and metrics["validation/ask/failed"] == 0
-    lenient = evaluation_metrics("ask", groups, ValidationConfig(attempts=4, temperature=1.0, pass_reward=0.5))
+    lenient = evaluation_metrics(
+        "ask", groups, ValidationConfig(attempts=4, temperature=1.0, pass_reward=0.5)
+    )
     assert lenient["validation/ask/pass@1"] == 0.25
 
 
@@ -233,7 +289,9 @@ async def test_each_example_is_tried_k_times_with_seeds_of_its_own(build, tokeni
 # ---- schedules
 
 
-async def test_each_task_has_its_own_schedule_and_the_final_policy_is_tried_on_all(build, tokenizer):
+async def test_each_task_has_its_own_schedule_and_the_final_policy_is_tried_on_all(
+    build, tokenizer
+):
     often, seldom = build("often", validation_schedule=ValidationConfig(every=2)), build("seldom")
     never = build("never", validation_schedule=ValidationConfig(every=0))
     validator = validator_of(ScriptedPolicy(tokenizer), often, seldom, never, every=3)
@@ -242,11 +300,21 @@ async def test_each_task_has_its_own_schedule_and_the_final_policy_is_tried_on_a
         validator.start(step, final=step == 5)
         await validator.wait()
         for report in validator.take():
-            tried[report.step] = sorted(name.split("/")[1] for name in report.metrics if name.endswith("/examples"))
-    assert tried == {0: ["often", "seldom"], 2: ["often"], 3: ["seldom"], 4: ["often"], 5: ["often", "seldom"]}
+            tried[report.step] = sorted(
+                name.split("/")[1] for name in report.metrics if name.endswith("/examples")
+            )
+    assert tried == {
+        0: ["often", "seldom"],
+        2: ["often"],
+        3: ["seldom"],
+        4: ["often"],
+        5: ["often", "seldom"],
+    }
 
 
-async def test_evaluation_runs_beside_its_caller_and_one_that_is_still_running_is_not_started_again(build, tokenizer):
+async def test_evaluation_runs_beside_its_caller_and_one_that_is_still_running_is_not_started_again(
+    build, tokenizer
+):
     held = asyncio.Event()
 
     class Slow(ScriptedPolicy):
@@ -272,7 +340,11 @@ async def test_evaluation_runs_beside_its_caller_and_one_that_is_still_running_i
     await validator.wait()
     (report,) = validator.take()
     assert report.step == 1 and report.metrics["validation/ask/left_out"] == 1
-    assert report.metrics["validation/ask/version_min"] == report.metrics["validation/ask/version_max"] == 3
+    assert (
+        report.metrics["validation/ask/version_min"]
+        == report.metrics["validation/ask/version_max"]
+        == 3
+    )
 
 
 async def test_evaluation_that_is_closed_leaves_nothing_open(build, tokenizer):
@@ -288,7 +360,10 @@ async def test_what_our_own_code_raises_reaches_the_run(build, tokenizer):
     failures, task = [], build()
     task.score_rewards = None
     validator = Validator(
-        {"ask": task}, LocalRunner(ScriptedPolicy(tokenizer), seed=0), ValidationConfig(), on_failure=failures.append
+        {"ask": task},
+        LocalRunner(ScriptedPolicy(tokenizer), seed=0),
+        ValidationConfig(),
+        on_failure=failures.append,
     )
     validator.start(0)
     await validator.wait()
@@ -298,7 +373,10 @@ async def test_what_our_own_code_raises_reaches_the_run(build, tokenizer):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(attempts=4), "validation.attempts = 4: greedy attempts are all alike: set validation.temperature"),
+        (
+            dict(attempts=4),
+            "validation.attempts = 4: greedy attempts are all alike: set validation.temperature",
+        ),
         (dict(examples=0), "validation.examples = 0: must be at least 1"),
         (dict(every=-1), "validation.every = -1: must be at least 0"),
     ],
@@ -316,9 +394,13 @@ async def test_validation_leaves_the_training_examples_alone(build, tokenizer):
 
 
 @pytest.mark.parametrize("step, final, at_once", [(0, False, 4), (5, False, 2), (5, True, 4)])
-async def test_evaluation_beside_training_leaves_room_in_the_generators(build, tokenizer, step, final, at_once):
+async def test_evaluation_beside_training_leaves_room_in_the_generators(
+    build, tokenizer, step, final, at_once
+):
     policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: None)
-    validator = validator_of(policy, build(), every=5, attempts=3, temperature=1.0, max_concurrency=7)
+    validator = validator_of(
+        policy, build(), every=5, attempts=3, temperature=1.0, max_concurrency=7
+    )
     validator.start(step, final=final)
     await until(lambda: len(policy.sessions) >= 3 * at_once)
     await iterations()

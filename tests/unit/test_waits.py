@@ -50,11 +50,16 @@ def test_nothing_is_said_once_nothing_is_waited_for():
     assert hours.said == [] and hours.waits.line() == ""
     hours.waits.begin("the first step")
     hours.until(605)
-    assert [line for _, line in hours.said] == ["waiting for the first step (5 s)"], "each wait begins with the first line"
+    assert [line for _, line in hours.said] == ["waiting for the first step (5 s)"], (
+        "each wait begins with the first line"
+    )
 
 
 def test_many_waits_are_one_line_of_80_columns():
     hours = Hours()
     for index in range(32):
         hours.waits.begin(f"generator {index} to start")
-    assert hours.waits.line() == "waiting for generator 0 to start (0 s), generator 1 to start (0 s) and 30 more"
+    assert (
+        hours.waits.line()
+        == "waiting for generator 0 to start (0 s), generator 1 to start (0 s) and 30 more"
+    )

@@ -66,7 +66,10 @@ class TrainerHosts:
     def divide(self, rows: int) -> None:
         """Host "a" holds so many rows, and "b" the others."""
         self.shards = {"a": {"t": ((0, rows), (0, 4))}, "b": {"t": ((rows, self.ROWS), (0, 4))}}
-        self.memory = {host: SharedBuffer.create(buffer_bytes(shards, torch.float32)) for host, shards in self.shards.items()}
+        self.memory = {
+            host: SharedBuffer.create(buffer_bytes(shards, torch.float32))
+            for host, shards in self.shards.items()
+        }
         for host, buffer in self.memory.items():
             self.store[memory_key(host, buffer.path)] = self.handles(host, buffer)
 
@@ -85,13 +88,18 @@ class TrainerHosts:
 
     def publish(self, version: int, values: torch.Tensor) -> None:
         for host, shards in self.shards.items():
-            views(self.memory[host].bytes, shards, torch.float32)["t"].copy_(values[index_of(shards["t"])])
+            views(self.memory[host].bytes, shards, torch.float32)["t"].copy_(
+                values[index_of(shards["t"])]
+            )
         self.publications += 1
         self.manifest = self.store[manifest_key(version)] = Manifest(
             version=version,
             shapes={"t": (self.ROWS, 4)},
             dtype=torch.float32,
-            parts=tuple(RankParts(host, self.memory[host].path, shards) for host, shards in self.shards.items()),
+            parts=tuple(
+                RankParts(host, self.memory[host].path, shards)
+                for host, shards in self.shards.items()
+            ),
             publication=f"publication {self.publications}",
             digests={},
         )
@@ -119,7 +127,9 @@ def random_values(seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("host, nbytes", [("a", 320), ("b", 320), ("c", 640)])
-async def test_a_host_reads_what_others_have_once_and_has_all_of_it(hosts, monkeypatch, host, nbytes):
+async def test_a_host_reads_what_others_have_once_and_has_all_of_it(
+    hosts, monkeypatch, host, nbytes
+):
     reader = reader_on(host, monkeypatch)
     for version in (1, 2, 3):
         hosts.publish(version, random_values(version))
@@ -137,19 +147,27 @@ async def test_what_was_read_in_part_is_never_announced_and_is_read_again(hosts,
     reader = reader_on("c", monkeypatch)
     hosts.publish(1, random_values(1))
     await reader.bring(1)
-    with pytest.raises(RunError, match="the store has the manifest of version 1, and not of version 3"):
+    with pytest.raises(
+        RunError, match="the store has the manifest of version 1, and not of version 3"
+    ):
         await reader.bring(3)  # version 1 was in the same place
     hosts.publish(2, random_values(2))
     hosts.broken = True
-    with pytest.raises(PeerGone, match="version 2 can't be read from host b: ConnectionError: no route"):
+    with pytest.raises(
+        PeerGone, match="version 2 can't be read from host b: ConnectionError: no route"
+    ):
         await reader.bring(2)
-    assert hosts.store[copy_key("c")].version == 1 and torch.equal(hosts.values_on("c"), random_values(1))
+    assert hosts.store[copy_key("c")].version == 1 and torch.equal(
+        hosts.values_on("c"), random_values(1)
+    )
     hosts.broken = False
     assert (await reader.bring(2)).nbytes == 640
     assert torch.equal(hosts.values_on("c"), random_values(2))
 
 
-async def test_a_version_that_is_published_again_with_other_weights_is_read_again(hosts, monkeypatch):
+async def test_a_version_that_is_published_again_with_other_weights_is_read_again(
+    hosts, monkeypatch
+):
     reader = reader_on("c", monkeypatch)
     hosts.publish(1, random_values(1))
     await reader.bring(1)
@@ -191,21 +209,27 @@ async def test_a_host_reads_from_another_reader_what_that_has_read(hosts, monkey
         assert torch.equal(hosts.values_on("d"), random_values(version))
 
 
-async def test_a_host_with_a_part_of_the_trainer_reads_the_rest_from_the_trainer(hosts, monkeypatch):
+async def test_a_host_with_a_part_of_the_trainer_reads_the_rest_from_the_trainer(
+    hosts, monkeypatch
+):
     reader = reader_on("a", monkeypatch)
     hosts.publish(1, random_values(1))
     assert (await reader.bring(1, source="c")).nbytes == 320
     assert torch.equal(hosts.values_on("a"), random_values(1))
 
 
-async def test_a_trainer_that_divides_itself_otherwise_is_read_into_other_memory(hosts, monkeypatch):
+async def test_a_trainer_that_divides_itself_otherwise_is_read_into_other_memory(
+    hosts, monkeypatch
+):
     reader, engine = reader_on("c", monkeypatch), SnapshotReader()
     for version, rows in ((1, 20), (2, 20), (3, 12), (4, 12), (5, 8), (6, 8)):
         hosts.divide(rows)
         hosts.publish(version, random_values(version))
         assert (await reader.bring(version)).nbytes == 640
         found = engine.tensors(await on_this_host(hosts.manifest))
-        assert torch.equal(found["t"], random_values(version)), "and the engine finds it there, whatever it mapped before"
+        assert torch.equal(found["t"], random_values(version)), (
+            "and the engine finds it there, whatever it mapped before"
+        )
 
 
 async def test_a_read_that_fails_ends_the_fetch_and_the_reads_beside_it():
@@ -251,13 +275,21 @@ class ReaderProcess:
             self.sources.append(source)
             await self.may_answer.wait()
             own = str(id(self)) if serves else ""
-            return Fetched(source=own, nbytes=nbytes if self.fetched.count(version) == 1 else 0, seconds=0.1)
+            return Fetched(
+                source=own, nbytes=nbytes if self.fetched.count(version) == 1 else 0, seconds=0.1
+            )
 
-        self.part = PartProcess(procs=None, actor=SimpleNamespace(fetch=SimpleNamespace(choose=answer)), life=self.life)
+        self.part = PartProcess(
+            procs=None, actor=SimpleNamespace(fetch=SimpleNamespace(choose=answer)), life=self.life
+        )
 
 
 async def test_a_version_is_asked_of_every_host_and_its_bytes_are_counted_by_host():
-    readers, first, second = WeightReaders(["host 1", "host 2"]), ReaderProcess(), ReaderProcess(nbytes=50)
+    readers, first, second = (
+        WeightReaders(["host 1", "host 2"]),
+        ReaderProcess(),
+        ReaderProcess(nbytes=50),
+    )
     await readers.admit("host 1", first.part)
     await readers.admit("host 2", second.part)
     await readers.fetch(1)
@@ -294,7 +326,11 @@ async def test_many_hosts_read_from_each_other_and_few_from_the_trainer():
     rounds = []
     while not fetching.done():
         await iterations()
-        asked = [process for process in processes.values() if process.fetched and not process.may_answer.is_set()]
+        asked = [
+            process
+            for process in processes.values()
+            if process.fetched and not process.may_answer.is_set()
+        ]
         rounds.append(Counter(source for process in asked for source in process.sources))
         for process in asked:
             process.may_answer.set()
@@ -353,7 +389,9 @@ async def test_generators_that_find_a_dead_readers_memory_gone_load_from_the_nex
             raise RunError("generator 0: the memory is gone")
         return {}
 
-    updating = asyncio.create_task(sync_with(readers, load).update(CopiedOut(version=5, seconds=0.0)))
+    updating = asyncio.create_task(
+        sync_with(readers, load).update(CopiedOut(version=5, seconds=0.0))
+    )
     await iterations()
     assert loads == [5] and not updating.done()
     readers.lose("host 1")

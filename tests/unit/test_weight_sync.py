@@ -12,7 +12,13 @@ from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, C
 
 def receipt(version: int = 5, fingerprint: str = "aa", canary: float = -1.0) -> WeightReceipt:
     logprobs = np.full(CANARY_TOKENS, canary, np.float32)
-    return WeightReceipt(version=version, fingerprint=fingerprint, canary_logprobs=logprobs, verify_s=0.1, reload_s=0.2)
+    return WeightReceipt(
+        version=version,
+        fingerprint=fingerprint,
+        canary_logprobs=logprobs,
+        verify_s=0.1,
+        reload_s=0.2,
+    )
 
 
 async def update(*receipts: WeightReceipt):
@@ -24,21 +30,32 @@ async def update(*receipts: WeightReceipt):
     proof = "aa", np.full(CANARY_TOKENS, -1.0, np.float32)
     rank = SimpleNamespace(proof=SimpleNamespace(choose=lambda: answer(proof)))
     trainer = SimpleNamespace(size=lambda dim: 2, slice=lambda procs: rank)
-    generators = SimpleNamespace(update_weights=lambda version, canary: answer(dict(enumerate(receipts))))
-    sync = WeightSync(trainer, generators, text=np.arange(CANARY_TOKENS), bound=CanaryBound("float32"))
+    generators = SimpleNamespace(
+        update_weights=lambda version, canary: answer(dict(enumerate(receipts)))
+    )
+    sync = WeightSync(
+        trainer, generators, text=np.arange(CANARY_TOKENS), bound=CanaryBound("float32")
+    )
     return await sync.update(CopiedOut(version=5, seconds=1.0))
 
 
 async def test_receipts_of_the_published_version_pass():
     report = await update(receipt(), receipt(canary=-1.0005))
-    assert report.version == 5 and report.canary_max_diff == pytest.approx(0.0005, rel=1e-3) and report.reload_s == 0.2
+    assert (
+        report.version == 5
+        and report.canary_max_diff == pytest.approx(0.0005, rel=1e-3)
+        and report.reload_s == 0.2
+    )
 
 
 @pytest.mark.parametrize(
     "wrong, error",
     [
         (receipt(version=4), "generator 1 answered version 5 with the weights of version 4"),
-        (receipt(fingerprint="bb"), "generator 1 holds weights of fingerprint bb as version 5; the trainer published aa"),
+        (
+            receipt(fingerprint="bb"),
+            "generator 1 holds weights of fingerprint bb as version 5; the trainer published aa",
+        ),
         (receipt(canary=-1.1), "generator 1 and trainer disagree on version 5"),
         (receipt(canary=np.nan), "generator 1 and trainer disagree on version 5"),
     ],

@@ -101,7 +101,9 @@ async def test_a_step_takes_the_rollouts_that_have_ended_of_whatever_example():
     loop = Loop(task, groups_per_step=1, max_offpolicy_steps=1, steps=4)
     loop.fill()
     await settle()
-    assert sorted(task.started) == list(range(8)) and task.samples == 2, "two slots, four rollouts of each example"
+    assert sorted(task.started) == list(range(8)) and task.samples == 2, (
+        "two slots, four rollouts of each example"
+    )
     task.released = {1, 2, 6, 7}
     batch = await loop.batch()
     assert ids(batch) == [1, 2, 6, 7] and {len(group.rollouts) for group in batch.groups} == {1}
@@ -110,7 +112,12 @@ async def test_a_step_takes_the_rollouts_that_have_ended_of_whatever_example():
     second = await loop.batch()
     assert ids(second) == [0, 3, 4, 5], "the slow ones, before they are too old"
     await loop.close()
-    assert loop.ledger.counts() == {"stub/dispatched": 12, "stub/trained": 4, "stub/untrained": 8, "stub/open": 0}
+    assert loop.ledger.counts() == {
+        "stub/dispatched": 12,
+        "stub/trained": 4,
+        "stub/untrained": 8,
+        "stub/open": 0,
+    }
 
 
 async def test_a_dropped_rollout_is_replaced_by_one_of_its_task():
@@ -120,19 +127,33 @@ async def test_a_dropped_rollout_is_replaced_by_one_of_its_task():
     batch = await loop.batch()
     assert sorted(ids(batch)) == [0, 3, 4, 5] and task.samples == 3
     loop.step_taken(batch)
-    assert loop.ledger.counts() == {"stub/dispatched": 6, "stub/failed/error": 2, "stub/trained": 4, "stub/open": 0}
+    assert loop.ledger.counts() == {
+        "stub/dispatched": 6,
+        "stub/failed/error": 2,
+        "stub/trained": 4,
+        "stub/open": 0,
+    }
     assert loop.pacer.free_slots == 1
 
 
 async def test_a_slot_of_which_every_rollout_is_dropped_is_free_for_another_task():
     failing = free(lambda number: [RolloutStatus.ERROR], name="failing")
-    loop = Loop(failing, StubTask(lambda number: [0.0, 1.0], name="good"), groups_per_step=1, max_offpolicy_steps=0, steps=3)
+    loop = Loop(
+        failing,
+        StubTask(lambda number: [0.0, 1.0], name="good"),
+        groups_per_step=1,
+        max_offpolicy_steps=0,
+        steps=3,
+    )
     loop.fill()
     for _ in range(3):
         loop.step_taken(await loop.batch())
     await loop.close()
     counts = loop.ledger.counts()
-    assert counts["good/trained"] == 6 and counts["failing/failed/error"] == counts["failing/dispatched"] <= 4 * 4
+    assert (
+        counts["good/trained"] == 6
+        and counts["failing/failed/error"] == counts["failing/dispatched"] <= 4 * 4
+    )
 
 
 def test_a_rollout_of_its_own_counts_as_its_share_of_a_group_towards_a_stall():
@@ -141,7 +162,9 @@ def test_a_rollout_of_its_own_counts_as_its_share_of_a_group_towards_a_stall():
     for _ in range(31):
         detectors.group_dropped(["failed/error"], group, signal=False, taken=False)
         detectors.group_scored(group, signal=False)
-    with pytest.raises(RunError, match="^4 groups in a row gave nothing to train on .rollouts: 32 failed/error; "):
+    with pytest.raises(
+        RunError, match="^4 groups in a row gave nothing to train on .rollouts: 32 failed/error; "
+    ):
         detectors.group_dropped(["failed/error"], group, signal=False, taken=False)
     with pytest.raises(RunError, match="^none of the first 4 groups teaches anything"):
         detectors.group_scored(group, signal=False)
@@ -159,8 +182,13 @@ def test_a_run_without_a_signal_ends_with_one_reply_its_row_its_reward_and_the_s
     with pytest.raises(RunError) as error:
         detectors.group_scored(group, signal=False)
     text = str(error.value)
-    assert "; 50% of the rollouts were cut off by a limit; " in text and "look at the rubric" in text
-    assert "says 'it is 42' to example 17 ({'question': '6 * 7?', 'answer': 42}) and earns 0.5;" in text
+    assert (
+        "; 50% of the rollouts were cut off by a limit; " in text and "look at the rubric" in text
+    )
+    assert (
+        "says 'it is 42' to example 17 ({'question': '6 * 7?', 'answer': 42}) and earns 0.5;"
+        in text
+    )
 
 
 def test_where_most_rollouts_were_cut_off_the_error_blames_the_limits_and_not_the_rubric():
@@ -168,14 +196,23 @@ def test_where_most_rollouts_were_cut_off_the_error_blames_the_limits_and_not_th
     group = group_of(0.5, 0.5, task="free")
     for rollout in group.rollouts:
         rollout.status = RolloutStatus.TRUNCATED_LENGTH
-    with pytest.raises(RunError, match="; 100% of the rollouts were cut off .* raise sampling.max_tokens") as error:
+    with pytest.raises(
+        RunError, match="; 100% of the rollouts were cut off .* raise sampling.max_tokens"
+    ) as error:
         detectors.group_scored(group, signal=False)
     assert "look at the rubric" not in str(error.value)
 
 
 async def test_tasks_with_and_without_a_barrier_share_a_run():
     compared = StubTask(lambda number: [0.0, 1.0], name="compared")
-    loop = Loop(compared, free(name="free"), groups_per_step=2, max_offpolicy_steps=1, steps=6, filters=[Half.Config()])
+    loop = Loop(
+        compared,
+        free(name="free"),
+        groups_per_step=2,
+        max_offpolicy_steps=1,
+        steps=6,
+        filters=[Half.Config()],
+    )
     loop.fill()
     for _ in range(6):
         loop.step_taken(await loop.batch())
@@ -183,7 +220,10 @@ async def test_tasks_with_and_without_a_barrier_share_a_run():
     counts = loop.ledger.counts()
     for name in ("compared", "free"):
         own = {column: n for column, n in counts.items() if column.startswith(f"{name}/")}
-        assert own.pop(f"{name}/dispatched") == sum(own.values()) and own[f"{name}/open"] == 0 < own[f"{name}/trained"]
+        assert (
+            own.pop(f"{name}/dispatched") == sum(own.values())
+            and own[f"{name}/open"] == 0 < own[f"{name}/trained"]
+        )
     assert counts["compared/filtered/pre/half"] >= counts["compared/trained"]
 
 
@@ -235,10 +275,20 @@ class OwnCredit(OPD):
         (OPSD.Config(), {}, False),
         (SFT.Config(teacher=TEACHER), {}, False),
         (OwnCredit.Config(teacher=TEACHER), {}, True),
-        (OPSD.Config(), {"rubric": Rubric.Config(reward_fns=[RewardFn(longest, group_level=True, takes="rollout")])}, True),
+        (
+            OPSD.Config(),
+            {
+                "rubric": Rubric.Config(
+                    reward_fns=[RewardFn(longest, group_level=True, takes="rollout")]
+                )
+            },
+            True,
+        ),
     ],
 )
-def test_a_group_is_waited_for_where_something_compares_its_rollouts(renderer, algorithm, changes, needed):
+def test_a_group_is_waited_for_where_something_compares_its_rollouts(
+    renderer, algorithm, changes, needed
+):
     task = Talk.Config(algorithm=algorithm, **changes).build(name="talk", renderer=renderer)
     assert task.needs_group is needed
 
@@ -253,7 +303,11 @@ class AnyFilter(Filter):
 
 async def trained_with(renderer, tokenizer, filters):
     teacher = Scorer(tokenizer)
-    policy = Scorer(tokenizer, lambda rollout, turn: "x" * 40 if int(rollout.split("-")[1][0]) % 2 else "ok", frozen=teacher)
+    policy = Scorer(
+        tokenizer,
+        lambda rollout, turn: "x" * 40 if int(rollout.split("-")[1][0]) % 2 else "ok",
+        frozen=teacher,
+    )
     policy.version = 0
     task = Talk.Config(
         algorithm=OPD.Config(teacher=TEACHER),
@@ -267,7 +321,9 @@ async def trained_with(renderer, tokenizer, filters):
     loop = Loop(task, filters=filters, policy=policy, **sizes)
     loop.fill()
     batch = await loop.batch()
-    samples = [sample for group in batch.groups for rollout in group.rollouts for sample in rollout.samples]
+    samples = [
+        sample for group in batch.groups for rollout in group.rollouts for sample in rollout.samples
+    ]
     loop.step_taken(batch)
     await loop.close()
     assert loop.ledger.counts()["talk/open"] == 0
@@ -284,15 +340,22 @@ async def trained_with(renderer, tokenizer, filters):
         ([Truncated.Config(), AnyFilter.Config(mode="monitor")], 8),
     ],
 )
-async def test_what_filters_drop_before_the_batch_costs_no_prefill(renderer, tokenizer, filters, prefills):
+async def test_what_filters_drop_before_the_batch_costs_no_prefill(
+    renderer, tokenizer, filters, prefills
+):
     scored, samples, counts = await trained_with(renderer, tokenizer, filters)
     assert len(scored) == prefills
     assert counts["talk/trained"] == 4 == len(samples)
     assert counts["talk/filtered/pre/truncated"] == counts["talk/dispatched"] - 4
     for sample in samples:
-        assert sample.token_ids.tolist() in scored and sample.ref_kl_weights.tolist() == sample.loss_mask.astype(float).tolist()
+        assert (
+            sample.token_ids.tolist() in scored
+            and sample.ref_kl_weights.tolist() == sample.loss_mask.astype(float).tolist()
+        )
 
 
 async def test_without_a_filter_that_drops_the_models_are_asked_at_once(renderer, tokenizer):
-    scored, samples, counts = await trained_with(renderer, tokenizer, [Truncated.Config(mode="monitor")])
+    scored, samples, counts = await trained_with(
+        renderer, tokenizer, [Truncated.Config(mode="monitor")]
+    )
     assert len(scored) == len(samples) == counts["talk/trained"] == counts["talk/dispatched"] == 4

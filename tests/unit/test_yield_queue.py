@@ -37,7 +37,14 @@ async def test_first_prompts_come_before_new_groups_and_these_before_answers():
     lines = [Line.ANSWER, Line.NEW_GROUP, Line.FIRST_PROMPT] * 2
     await asyncio.gather(*(caller(line, number) for number, line in enumerate(lines)))
     prompts, groups, answers = Line.FIRST_PROMPT, Line.NEW_GROUP, Line.ANSWER
-    assert seen == [(prompts, 2), (prompts, 5), (groups, 1), (groups, 4), (answers, 0), (answers, 3)]
+    assert seen == [
+        (prompts, 2),
+        (prompts, 5),
+        (groups, 1),
+        (groups, 4),
+        (answers, 0),
+        (answers, 3),
+    ]
 
 
 async def test_caller_that_is_cancelled_while_it_waits_holds_up_nobody():

@@ -13,7 +13,9 @@ def tree_sample(token_ids, seed: int = 0, **fields) -> TrainingSample:
     length = len(tokens)
 
     def weights(share: float) -> np.ndarray:
-        values = np.where(rng.random(length) < share, rng.uniform(0.5, 2, length), 0).astype(np.float32)
+        values = np.where(rng.random(length) < share, rng.uniform(0.5, 2, length), 0).astype(
+            np.float32
+        )
         values[:1] = 0
         return values
 
@@ -45,7 +47,9 @@ def random_tree(seed: int, count: int, longest: int, vocabulary: int = 64) -> li
         if sequences and rng.random() < 0.8:
             other = sequences[rng.integers(len(sequences))]
             begin = other[: rng.integers(0, len(other) + 1)]
-        new = rng.integers(0, rng.choice([2, vocabulary]), rng.integers(0 if begin else 1, longest + 1)).tolist()
+        new = rng.integers(
+            0, rng.choice([2, vocabulary]), rng.integers(0 if begin else 1, longest + 1)
+        ).tolist()
         sequences.append([*begin, *new][:longest])
     return sequences
 

@@ -46,7 +46,12 @@ def cases() -> Iterator[Case]:
         for kind_name, kind in kinds.items():
             blocks_loop = kind_name == "blocks" and (place.waits or place.scope != "rollout")
             yield Case(
-                name=f"{name}: {kind_name}", place=place, kind=kind, ends=ends, late=kind_name in LATE, blocks_loop=blocks_loop
+                name=f"{name}: {kind_name}",
+                place=place,
+                kind=kind,
+                ends=ends,
+                late=kind_name in LATE,
+                blocks_loop=blocks_loop,
             )
         for kind_name, (own_ends, kind) in OWN.get(name, {}).items():
             yield Case(name=f"{name}: {kind_name}", place=place, kind=kind, ends=own_ends)

@@ -12,7 +12,9 @@ from torchtitan.experiments.rl.errors import ConfigError, RunError
 Streams = dict[Key, list[dict]]
 
 
-def problems(case: Case, sight: Sight, honest: Streams, honest_losses: list[float]) -> Iterator[str]:
+def problems(
+    case: Case, sight: Sight, honest: Streams, honest_losses: list[float]
+) -> Iterator[str]:
     """By how the case ends:
 
     refused    the culprit is named and nothing of it trained
@@ -43,7 +45,11 @@ def problems(case: Case, sight: Sight, honest: Streams, honest_losses: list[floa
     elif ends == "overflows":
         yield from _not_trained(place, sight, hurt)
     if place.scope != "run" or ends != "refused":
-        if not (ends in ("harmless", "noted") and sight.error is not None and names(place, _text(sight.error))):
+        if not (
+            ends in ("harmless", "noted")
+            and sight.error is not None
+            and names(place, _text(sight.error))
+        ):
             yield from _run_went_on(sight)
         yield from _others_trained(case, sight, hurt)
     elif sight.error is None and sight.steps < STEPS:
@@ -77,7 +83,11 @@ def names(place: Place, line: str) -> bool:
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error) if isinstance(error, RunError | ConfigError) else f"{type(error).__name__}: {error}"
+        return (
+            str(error)
+            if isinstance(error, RunError | ConfigError)
+            else f"{type(error).__name__}: {error}"
+        )
     except BaseException:
         return f"{type(error).__name__} without a text"
 
@@ -115,14 +125,22 @@ def _run_went_on(sight: Sight) -> Iterator[str]:
 def _others_trained(case: Case, sight: Sight, hurt: Callable[[Key], bool]) -> Iterator[str]:
     """All rollouts but the culprit's are trained on or open when the run ends: none fails."""
     for key, (status, _, error, outcome) in sight.records.items():
-        if hurt(key) and (case.ends in ("refused", "refused again", "overflows") or names(case.place, error or "")):
+        if hurt(key) and (
+            case.ends in ("refused", "refused again", "overflows") or names(case.place, error or "")
+        ):
             continue
-        if outcome is not None and outcome not in ("trained", "untrained", "failed/group_too_small"):
+        if outcome is not None and outcome not in (
+            "trained",
+            "untrained",
+            "failed/group_too_small",
+        ):
             yield f"the innocent rollout {key} ended as {outcome} ({status}): {(error or '')[:120]}"
             return
 
 
-def _trained_as_honest(case: Case, sight: Sight, honest: Streams, honest_losses: list[float]) -> Iterator[str]:
+def _trained_as_honest(
+    case: Case, sight: Sight, honest: Streams, honest_losses: list[float]
+) -> Iterator[str]:
     for key, samples in sight.trained.items():
         if key not in honest:
             yield f"{key} was trained on, and no honest run has it"
@@ -130,7 +148,11 @@ def _trained_as_honest(case: Case, sight: Sight, honest: Streams, honest_losses:
         once = samples[: len(honest[key])]  # an example may come again, in another epoch
         streams = streams_of(once)
         if streams != honest[key]:
-            changed = [name for name in streams[0] if [s[name] for s in streams] != [s.get(name) for s in honest[key]]]
+            changed = [
+                name
+                for name in streams[0]
+                if [s[name] for s in streams] != [s.get(name) for s in honest[key]]
+            ]
             yield f"{key} was trained on with other {', '.join(changed)} than in an honest run"
             return
     if (
@@ -179,7 +201,9 @@ def _closed_once(sight: Sight) -> Iterator[str]:
         yield f"{part} was left open"
     if not sight.refused_before_start and f" of {STEPS} in " not in sight.stdout:
         yield "no summary was printed"
-    if unsafe := {character for character in sight.stdout if character != "\n" and not character.isprintable()}:
+    if unsafe := {
+        character for character in sight.stdout if character != "\n" and not character.isprintable()
+    }:
         yield f"what was printed holds {sorted(unsafe)!r}"
 
 
@@ -187,7 +211,11 @@ def _ledger_balances(sight: Sight) -> Iterator[str]:
     if sight.ledger is None:
         return
     for task in ("good", "bad"):
-        columns = {name.partition("/")[2]: count for name, count in sight.ledger.items() if name.startswith(f"{task}/")}
+        columns = {
+            name.partition("/")[2]: count
+            for name, count in sight.ledger.items()
+            if name.startswith(f"{task}/")
+        }
         dispatched, still_open = columns.pop("dispatched", 0), columns.pop("open", 0)
         if still_open or dispatched != sum(columns.values()):
             yield f"the ledger of {task} does not balance: {dispatched} dispatched, {still_open} open, {columns}"

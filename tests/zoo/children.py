@@ -24,7 +24,9 @@ class _Child:
     data: bytes = b""
 
 
-def run_forked(work: Sequence[tuple[str, Callable[[], Any]]], *, at_once: int) -> Iterator[tuple[str, Any, float]]:
+def run_forked(
+    work: Sequence[tuple[str, Callable[[], Any]]], *, at_once: int
+) -> Iterator[tuple[str, Any, float]]:
     """Yield the name of each, in the order in which they end; with what it returned, or an Exception that says why it did
     not; and seconds."""
     waiting, running = list(reversed(work)), dict[int, _Child]()
@@ -40,7 +42,9 @@ def run_forked(work: Sequence[tuple[str, Callable[[], Any]]], *, at_once: int) -
                 continue
             del running[pipe]
             yield child.name, _ended(child), time.monotonic() - child.started
-        for child in [child for child in running.values() if time.monotonic() - child.started > DEADLINE_S]:
+        for child in [
+            child for child in running.values() if time.monotonic() - child.started > DEADLINE_S
+        ]:
             del running[child.pipe]
             os.kill(child.pid, signal.SIGKILL)
             _ended(child)
@@ -78,5 +82,9 @@ def _ended(child: _Child) -> Any:
     _, status = os.waitpid(child.pid, 0)
     if not child.data:
         code = os.waitstatus_to_exitcode(status)
-        return RuntimeError(f"its process ended by signal {-code}" if code < 0 else f"its process exited with {code}")
+        return RuntimeError(
+            f"its process ended by signal {-code}"
+            if code < 0
+            else f"its process exited with {code}"
+        )
     return pickle.loads(child.data)

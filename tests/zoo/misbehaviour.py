@@ -108,8 +108,12 @@ RAISES = {
     "raises a lone surrogate": raising(lambda: ValueError("half \ud800 a character")),
     "raises escape sequences": raising(lambda: ValueError("\x1b[2J\x1b]0;x\x07 \u202e \x9b31m")),
     "raises a million characters": raising(lambda: ValueError("x " * 500_000)),
-    "raises a group": raising(lambda: ExceptionGroup("several", [ValueError("one"), TypeError("two")])),
-    "raises a group with an exit": raising(lambda: BaseExceptionGroup("several", [SystemExit(1), ValueError("one")])),
+    "raises a group": raising(
+        lambda: ExceptionGroup("several", [ValueError("one"), TypeError("two")])
+    ),
+    "raises a group with an exit": raising(
+        lambda: BaseExceptionGroup("several", [SystemExit(1), ValueError("one")])
+    ),
     "raises the library's RunError": raising(lambda: RunError("nobody in particular")),
     "raises the library's ConfigError": raising(lambda: ConfigError("field", 1, "no cure")),
     "raises the library's UserCodeError": raising(lambda: UserCodeError("nobody in particular")),
@@ -193,16 +197,33 @@ def _nested() -> list[Any]:
     return nested
 
 
-def misbehaving(base: type, method: str, kind: Kind, *, name: str, when: Callable[..., bool], plain: bool = False) -> type:
+def misbehaving(
+    base: type,
+    method: str,
+    kind: Kind,
+    *,
+    name: str,
+    when: Callable[..., bool],
+    plain: bool = False,
+) -> type:
     """A subclass of ``base`` called ``name``, whose ``method`` misbehaves where ``when(self, *args)``.
 
     Args:
         plain: an async method becomes a plain function.
     """
-    return type(name, (base,), {method: meddled(getattr(base, method), kind, when=when, plain=plain), "__module__": __name__})
+    return type(
+        name,
+        (base,),
+        {
+            method: meddled(getattr(base, method), kind, when=when, plain=plain),
+            "__module__": __name__,
+        },
+    )
 
 
-def meddled(honest: Callable[..., Any], kind: Kind, *, when: Callable[..., bool], plain: bool = False) -> Any:
+def meddled(
+    honest: Callable[..., Any], kind: Kind, *, when: Callable[..., bool], plain: bool = False
+) -> Any:
     """``honest`` with the kind in its place; async where it is, unless ``plain``."""
 
     @functools.wraps(honest)

@@ -65,7 +65,9 @@ def env(method: str, *, plain: bool = False) -> Place:
         when = world.count_close if method == "close" else always
         culprit = misbehaving(base, method, kind, name="CulpritEnv", when=when, plain=plain)
         members: dict[str, Any] = {"env_class": culprit}
-        if method == "__init__":  # all envs are culprits: nobody can close those that were made before one that failed
+        if (
+            method == "__init__"
+        ):  # all envs are culprits: nobody can close those that were made before one that failed
             members["env_of"] = lambda self, sample, index: culprit(sample, index, self.name)
         else:
             stage.bad_rollout_limit_s = 3.0  # the step's limit is the one to be met
@@ -90,7 +92,13 @@ def task(method: str, *, scope: Scope, when: Callable[..., bool] = always, **opt
             base = type("PlainTask", (base,), {"make_envs": world.Task.make_envs})
         stage.bad_task(misbehaving(base, method, kind, name="CulpritTask", when=when))
 
-    return Place(scope=scope, culprit=f"CulpritTask {method}", install=install, waits=method != "make_env", **options)
+    return Place(
+        scope=scope,
+        culprit=f"CulpritTask {method}",
+        install=install,
+        waits=method != "make_env",
+        **options,
+    )
 
 
 def reward(*, group_level: bool = False, plain: bool = False, isolate: bool = False) -> Place:
@@ -106,32 +114,57 @@ def reward(*, group_level: bool = False, plain: bool = False, isolate: bool = Fa
         entries.append(RewardFn(world.honest_rewards, group_level=True, takes="rollout"))
         stage.bad.rubric = world.HonestRubric.Config(reward_fns=entries, timeout_s=world.LIMIT_S)
 
-    return Place(scope="group" if group_level else "rollout", culprit="culprit_reward", install=install, waits=not plain)
+    return Place(
+        scope="group" if group_level else "rollout",
+        culprit="culprit_reward",
+        install=install,
+        waits=not plain,
+    )
 
 
 def rubric(method: str, *, scope: Scope = "group") -> Place:
     def install(stage: Any, kind: Kind) -> None:
-        culprit: Any = misbehaving(world.HonestRubric, method, kind, name="CulpritRubric", when=always)
-        stage.bad.rubric = culprit.Config(reward_fns=[RewardFn(world.honest_reward, takes="rollout")])
+        culprit: Any = misbehaving(
+            world.HonestRubric, method, kind, name="CulpritRubric", when=always
+        )
+        stage.bad.rubric = culprit.Config(
+            reward_fns=[RewardFn(world.honest_reward, takes="rollout")]
+        )
 
     # What register_funcs gives is checked function by function: the error may name the function.
-    culprit = "CulpritRubric|reward register_funcs|function" if method == "register_funcs" else f"CulpritRubric {method}"
-    return Place(scope=scope, culprit=culprit, install=install, waits=method in ("setup", "score_group"), block_s=1.2)
+    culprit = (
+        "CulpritRubric|reward register_funcs|function"
+        if method == "register_funcs"
+        else f"CulpritRubric {method}"
+    )
+    return Place(
+        scope=scope,
+        culprit=culprit,
+        install=install,
+        waits=method in ("setup", "score_group"),
+        block_s=1.2,
+    )
 
 
 def algorithm(method: str, *, scope: Scope, when: Callable[..., bool]) -> Place:
     def install(stage: Any, kind: Kind) -> None:
-        culprit: Any = misbehaving(world.HonestAlgorithm, method, kind, name="CulpritAlgorithm", when=when)
+        culprit: Any = misbehaving(
+            world.HonestAlgorithm, method, kind, name="CulpritAlgorithm", when=when
+        )
         stage.bad.algorithm = culprit.Config()
 
     # Streams are complete, and checked against each other, only after score_group: that may be where score_rollout is caught.
     culprit = f"CulpritAlgorithm {method}" + ("|score_group" if method == "score_rollout" else "")
-    return Place(scope=scope, culprit=culprit, install=install, waits=method != "score_group", block_s=1.2)
+    return Place(
+        scope=scope, culprit=culprit, install=install, waits=method != "score_group", block_s=1.2
+    )
 
 
 def filters(slot: str) -> Place:
     def install(stage: Any, kind: Kind) -> None:
-        culprit: Any = misbehaving(world.HonestFilter, "matches", kind, name="CulpritFilter", when=of_bad_group)
+        culprit: Any = misbehaving(
+            world.HonestFilter, "matches", kind, name="CulpritFilter", when=of_bad_group
+        )
         setattr(stage.config, slot, [culprit.Config()])
 
     return Place(scope="run", culprit="CulpritFilter", install=install, block_s=1.2)
@@ -139,25 +172,36 @@ def filters(slot: str) -> Place:
 
 def sampler(method: str) -> Place:
     def install(stage: Any, kind: Kind) -> None:
-        stage.bad.sampler = misbehaving(world.HonestSampler, method, kind, name="CulpritSampler", when=always).Config()
+        stage.bad.sampler = misbehaving(
+            world.HonestSampler, method, kind, name="CulpritSampler", when=always
+        ).Config()
 
     return Place(scope="run", culprit=f"CulpritSampler {method}", install=install, block_s=1.2)
 
 
 def mix(method: str) -> Place:
     def install(stage: Any, kind: Kind) -> None:
-        stage.config.task_mix = misbehaving(world.HonestMix, method, kind, name="CulpritMix", when=always).Config()
+        stage.config.task_mix = misbehaving(
+            world.HonestMix, method, kind, name="CulpritMix", when=always
+        ).Config()
 
     return Place(scope="run", culprit=f"CulpritMix {method}", install=install, block_s=1.2)
 
 
 def dataset(method: str) -> Place:
     def install(stage: Any, kind: Kind) -> None:
-        culprit: Any = misbehaving(world.HonestDataset, method, kind, name="CulpritDataset", when=always)
+        culprit: Any = misbehaving(
+            world.HonestDataset, method, kind, name="CulpritDataset", when=always
+        )
         stage.bad.dataset = culprit.Config(task_name="bad")
 
     # The library may say "the dataset's len" as well as "__len__".
-    return Place(scope="run", culprit=f"CulpritDataset {method.strip('_')}|item", install=install, block_s=1.2)
+    return Place(
+        scope="run",
+        culprit=f"CulpritDataset {method.strip('_')}|item",
+        install=install,
+        block_s=1.2,
+    )
 
 
 def honest_loss(tokens: Any) -> Any:
@@ -170,15 +214,22 @@ def loss() -> Place:
         culprit.__name__ = culprit.__qualname__ = "culprit_loss"
         stage.config.trainer.loss.rl = CustomRLLoss.Config(function=culprit)
 
-    return Place(scope="run", culprit="culprit_loss", install=install, variant="custom loss", block_s=None)
+    return Place(
+        scope="run", culprit="culprit_loss", install=install, variant="custom loss", block_s=None
+    )
 
 
 def renderer(method: str) -> Place:
     def install(stage: Any, kind: Kind) -> None:
         # Shared by both tasks: it misbehaves where the conversation is of "bad".
         def when(self: Any, subject: Any, *args: Any, **kwargs: Any) -> bool:
-            prompt = {"parse_response": kwargs.get("prompt_ids"), "bridge_to_next_turn": subject}.get(method)
-            return "bad question" in (str(subject) if prompt is None else stage.tokenizer.decode(prompt))
+            prompt = {
+                "parse_response": kwargs.get("prompt_ids"),
+                "bridge_to_next_turn": subject,
+            }.get(method)
+            return "bad question" in (
+                str(subject) if prompt is None else stage.tokenizer.decode(prompt)
+            )
 
         stage.replace_renderer(method, kind, when)
 
@@ -187,24 +238,43 @@ def renderer(method: str) -> Place:
 
 def engine(method: str) -> Place:
     def install(stage: Any, kind: Kind) -> None:
-        stage.session_class = misbehaving(world.HonestSession, method, kind, name="CulpritSession", when=of_bad_session)
+        stage.session_class = misbehaving(
+            world.HonestSession, method, kind, name="CulpritSession", when=of_bad_session
+        )
 
     # What a generator answers comes from another process, which has no class to be named.
-    return Place(scope="rollout", culprit="generator|completion|CulpritSession", install=install, waits=True, block_s=None)
+    return Place(
+        scope="rollout",
+        culprit="generator|completion|CulpritSession",
+        install=install,
+        waits=True,
+        block_s=None,
+    )
 
 
 def teacher() -> Place:
     def install(stage: Any, kind: Kind) -> None:
-        stage.bad.algorithm = OPD.Config(teacher=FrozenModel(name="teacher", base_url="http://localhost:1/v1"))
+        stage.bad.algorithm = OPD.Config(
+            teacher=FrozenModel(name="teacher", base_url="http://localhost:1/v1")
+        )
         calls = {"count": 0}
 
         def when(self: Any, token_ids: Any) -> bool:
             calls["count"] += 1
             return calls["count"] > 1  # the first asks whether it can be reached
 
-        stage.policy_class = misbehaving(world.HonestPolicy, "score", kind, name="CulpritPolicy", when=when)
+        stage.policy_class = misbehaving(
+            world.HonestPolicy, "score", kind, name="CulpritPolicy", when=when
+        )
 
-    return Place(scope="group", culprit="OPD|teacher", install=install, waits=True, block_s=None, variant="opd")
+    return Place(
+        scope="group",
+        culprit="OPD|teacher",
+        install=install,
+        waits=True,
+        block_s=None,
+        variant="opd",
+    )
 
 
 def echo_keep() -> Place:
@@ -216,7 +286,13 @@ def echo_keep() -> Place:
         culprit.__name__ = culprit.__qualname__ = "culprit_keep"
         stage.bad.algorithm = Echo.Config(alpha={"user": 0.1}, keep=culprit)
 
-    return Place(scope="rollout", culprit="Echo score_rollout|keep", install=install, variant="echo", block_s=1.2)
+    return Place(
+        scope="rollout",
+        culprit="Echo score_rollout|keep",
+        install=install,
+        variant="echo",
+        block_s=1.2,
+    )
 
 
 PLACES: dict[str, Place] = {
@@ -231,10 +307,15 @@ PLACES: dict[str, Place] = {
     "task.make_env": task("make_env", scope="group", block_s=1.2),
     "task.make_envs": task("make_envs", scope="group", block_s=1.2),
     "task.run_rollout": task(
-        "run_rollout", scope="rollout", when=lambda self, env, policy: of_bad_session(policy), block_s=1.2
+        "run_rollout",
+        scope="rollout",
+        when=lambda self, env, policy: of_bad_session(policy),
+        block_s=1.2,
     ),
     "task.setup": task("setup", scope="run", block_s=1.2),
-    "task.close": task("close", scope="run", when=world.note_closing, named_in_log=True, block_s=1.2),
+    "task.close": task(
+        "close", scope="run", when=world.note_closing, named_in_log=True, block_s=1.2
+    ),
     "reward function": reward(),
     "reward function, plain": reward(plain=True),
     "reward function, group": reward(group_level=True),
@@ -243,7 +324,9 @@ PLACES: dict[str, Place] = {
     "rubric.setup": rubric("setup", scope="run"),
     "rubric.register_funcs": rubric("register_funcs", scope="run"),
     "algorithm.setup": algorithm("setup", scope="run", when=always),
-    "algorithm.score_rollout": algorithm("score_rollout", scope="rollout", when=lambda self, rollout: of_bad_rollout(rollout)),
+    "algorithm.score_rollout": algorithm(
+        "score_rollout", scope="rollout", when=lambda self, rollout: of_bad_rollout(rollout)
+    ),
     "algorithm.score_group": algorithm("score_group", scope="group", when=always),
     "echo.keep": echo_keep(),
     "filter.matches, pre": filters("pre_batch_filters"),

@@ -37,7 +37,10 @@ def run_cases(*, pattern: str = "", every: int = 1, at_once: int = 2) -> Iterato
             if isinstance(value, Exception):
                 raise RuntimeError(f"the honest run {name!r} failed: {value}")
             honest[name] = value
-        work = [(case.name, functools.partial(_case, case, *honest[case.place.variant])) for case in chosen.values()]
+        work = [
+            (case.name, functools.partial(_case, case, *honest[case.place.variant]))
+            for case in chosen.values()
+        ]
         for name, value, seconds in children.run_forked(work, at_once=at_once):
             yield Result(name, [str(value)] if isinstance(value, Exception) else value, seconds)
     finally:
@@ -54,7 +57,9 @@ def _honest(case: Case) -> tuple[Streams, list[float]]:
     sight = scene.run(install)
     if sight.error is not None or sight.loop_stopped is not None:
         raise AssertionError(f"{sight.error!r} {sight.loop_stopped!r}")
-    return {key: scene.streams_of(samples)[:1] for key, samples in sight.trained.items()}, sight.losses
+    return {
+        key: scene.streams_of(samples)[:1] for key, samples in sight.trained.items()
+    }, sight.losses
 
 
 def _case(case: Case, honest: Streams, losses: list[float]) -> list[str]:

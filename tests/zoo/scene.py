@@ -91,7 +91,9 @@ class Stage:
         rubric.timeout_s = world.STEP_LIMIT_S
         if hasattr(self.config, "user_code"):
             limits = self.config.user_code
-            limits.call_timeout_s = limits.setup_timeout_s = limits.close_timeout_s = world.ROLLOUT_LIMIT_S
+            limits.call_timeout_s = limits.setup_timeout_s = limits.close_timeout_s = (
+                world.ROLLOUT_LIMIT_S
+            )
         _shorten_limits()
 
     def replace_renderer(self, method: str, kind: Kind, when: Callable[..., bool]) -> None:
@@ -101,7 +103,11 @@ class Stage:
         setattr(
             culprit,
             method,
-            meddled(lambda *args, **kw: bound(*args, **kw), kind, when=lambda *args, **kw: when(culprit, *args, **kw)),
+            meddled(
+                lambda *args, **kw: bound(*args, **kw),
+                kind,
+                when=lambda *args, **kw: when(culprit, *args, **kw),
+            ),
         )
         self.renderer = culprit
 
@@ -119,7 +125,9 @@ class Sight:
     """By rollout, the samples of the optimizer steps that were taken."""
     planned: dict[Key, list[TrainingSample]] = field(default_factory=dict)
     """By rollout, the samples that reached Batcher.plan."""
-    records: dict[Key, tuple[str, float | None, str | None, str | None]] = field(default_factory=dict)
+    records: dict[Key, tuple[str, float | None, str | None, str | None]] = field(
+        default_factory=dict
+    )
     """By rollout, as recorded: status, reward, error, ledger column."""
     losses: list[float] = field(default_factory=list)
     steps: int = 0
@@ -192,7 +200,11 @@ def _look(sight: Sight, folder: Path, controller: actor.Controller | None) -> No
         trainer: Any = actors.trainer
         for sample in trainer.stepped:
             sight.trained.setdefault(_key_of(sample), []).append(sample)
-        sight.losses, sight.steps, sight.actors_closed = trainer.losses, len(trainer.losses), actors.closed
+        sight.losses, sight.steps, sight.actors_closed = (
+            trainer.losses,
+            len(trainer.losses),
+            actors.closed,
+        )
     if controller is not None and (built := controller._built._built) is not None:
         sight.ledger = built.rollouts.ledger.counts()
         if any(thread.name == "rollout-recorder" for thread in threading.enumerate()):
@@ -206,7 +218,12 @@ def _look(sight: Sight, folder: Path, controller: actor.Controller | None) -> No
             rollout = record.rollout
             sample_id = rollout.data_sample.sample_id if rollout.data_sample is not None else ""
             key = (rollout.task_name, sample_id, rollout.index_in_group)
-            sight.records[key] = (RolloutStatus(rollout.status).value, rollout.reward, rollout.error, record.outcome)
+            sight.records[key] = (
+                RolloutStatus(rollout.status).value,
+                rollout.reward,
+                rollout.error,
+                record.outcome,
+            )
     if (log := folder / "logs" / "controller.jsonl").exists():
         for line in log.read_text().splitlines():
             entry = json.loads(line)
@@ -242,7 +259,9 @@ def _samples_seen(sight: Sight) -> Iterator[None]:
 
 def _key_of(sample: TrainingSample) -> Key:
     # The question names its example; samplers may hand examples out in any order.
-    asked = re.search(r"question (\d+)", TOKENIZER.decode(np.asarray(sample.token_ids).ravel().tolist()))
+    asked = re.search(
+        r"question (\d+)", TOKENIZER.decode(np.asarray(sample.token_ids).ravel().tolist())
+    )
     return sample.task_name, asked[1] if asked else "?", int(sample.rollout_id.rpartition("/")[2])
 
 

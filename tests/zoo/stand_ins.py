@@ -35,12 +35,16 @@ class StandInTrainer:
 
     async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
         (microbatches,) = packed.microbatches
-        counts = torch.stack([count_denominators(batch, ["members"] * 3) for batch in microbatches]).sum(0)
+        counts = torch.stack(
+            [count_denominators(batch, ["members"] * 3) for batch in microbatches]
+        ).sum(0)
         rl, ce, ref_kl = (max(1, int(count)) for count in counts)
         total = 0.0
         for batch in microbatches:
             logprobs = (batch.generator_logprobs * 1.01).requires_grad_()
-            loss, _ = compute_loss(logprobs, batch, LossDenominators(rl=rl, ce=ce, ref_kl=ref_kl), self._loss)
+            loss, _ = compute_loss(
+                logprobs, batch, LossDenominators(rl=rl, ce=ce, ref_kl=ref_kl), self._loss
+            )
             loss.backward()
             assert logprobs.grad is not None
             check_finite("loss", loss.item(), self._loss)
@@ -64,7 +68,9 @@ class StandInWeights:
 
     async def update(self, copied: CopiedOut) -> SyncReport:
         self._policy.version = copied.version
-        zeros = dict.fromkeys(("canary_max_diff", "copy_out_s", "load_s", "verify_s", "reload_s"), 0.0)
+        zeros = dict.fromkeys(
+            ("canary_max_diff", "copy_out_s", "load_s", "verify_s", "reload_s"), 0.0
+        )
         return SyncReport(version=copied.version, **zeros)
 
 

@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_culprits_are_named_untrained_and_closed_and_hurt_nobody_else():
     # In a process of its own: children forked from one that has run other tests, with their threads, may hang.
-    script = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    script = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
     assert script.returncode == 0, script.stderr
     problems: dict[str, list[str]] = json.loads(script.stdout.splitlines()[-1])
     failed = [f"{name}: {'; '.join(texts)}" for name, texts in problems.items() if texts]

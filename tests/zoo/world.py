@@ -56,13 +56,17 @@ class HonestEnv(MessageEnv):
         WORLD.envs.append(self)
 
     async def reset(self) -> ResetOutput:
-        return ResetOutput(messages=[{"role": "user", "content": self.sample.env_input["question"]}])
+        return ResetOutput(
+            messages=[{"role": "user", "content": self.sample.env_input["question"]}]
+        )
 
     async def step_message(self, message: Message) -> StepOutput:
         self.answers += 1
         more: list[Message] = [{"role": "user", "content": "more"}]
         return StepOutput(
-            env_messages=more, done=self.answers == TURNS, reward_components={"earned": REWARDS[self.index or 0] / TURNS}
+            env_messages=more,
+            done=self.answers == TURNS,
+            reward_components={"earned": REWARDS[self.index or 0] / TURNS},
         )
 
     async def close(self) -> None:
@@ -105,7 +109,9 @@ class HonestDataset(Dataset):
         if not 0 <= index < EXAMPLES:
             raise IndexError(index)
         question = f"{self.config.task_name} question {index}"
-        return DataSample(sample_id=str(index), env_input={"question": question}, info={"demonstration": "so"})
+        return DataSample(
+            sample_id=str(index), env_input={"question": question}, info={"demonstration": "so"}
+        )
 
 
 async def honest_reward(rollout, env_input) -> float:
@@ -149,7 +155,9 @@ class HonestTask(Task):
         )
         sampler: SampleStrategy.Config = field(default_factory=HonestSampler.Config)
         env: RendererEnvConfig = field(
-            default_factory=lambda: RendererEnvConfig(step_timeout_s=LIMIT_S, rollout_timeout_s=LIMIT_S, max_rollout_tokens=256)
+            default_factory=lambda: RendererEnvConfig(
+                step_timeout_s=LIMIT_S, rollout_timeout_s=LIMIT_S, max_rollout_tokens=256
+            )
         )
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=16))
         group_size: int = GROUP_SIZE
@@ -211,7 +219,12 @@ class HonestSession:
 
     async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
         await asyncio.sleep(0)
-        ids = [*self.policy.tokenizer.encode(f"reply {self.index} {self.turn}", add_special_tokens=False), self.stop]
+        ids = [
+            *self.policy.tokenizer.encode(
+                f"reply {self.index} {self.turn}", add_special_tokens=False
+            ),
+            self.stop,
+        ]
         self.turn += 1
         return Completion(
             token_ids=np.asarray(ids, np.int32),

@@ -4,4 +4,8 @@ from pkgutil import extend_path
 
 __path__ = extend_path(__path__, __name__)
 CHECKOUT_OF = "torchtitan-rl"
-"""Tells an installed torchtitan-rl (src/torchtitan_rl/__init__.py) that a checkout is in front, and to leave its name alone."""
+"""Name of the distribution that this is a checkout of.
+
+An installed torchtitan-rl (src/torchtitan_rl/__init__.py) reads it, and leaves its name to the
+checkout.
+"""

@@ -20,11 +20,17 @@ def calculator(expression: str) -> str:
     return str(sum(int(part) for part in expression.split("+")))
 
 
-METHODS = {"json schema": "json_schema", "json mode": "json_mode", "function calling": "function_calling"}
+METHODS = {
+    "json schema": "json_schema",
+    "json mode": "json_mode",
+    "function calling": "function_calling",
+}
 
 
 def main(mode: str, question: str) -> None:
-    model = ChatOpenAI(model="policy", use_responses_api=mode == "responses", streaming=mode == "stream")
+    model = ChatOpenAI(
+        model="policy", use_responses_api=mode == "responses", streaming=mode == "stream"
+    )
     if mode in METHODS:
         print(model.with_structured_output(Sum, method=METHODS[mode]).invoke(question).value)
         return
@@ -32,9 +38,15 @@ def main(mode: str, question: str) -> None:
         (call,) = model.bind_tools([calculator], tool_choice="any").invoke(question).tool_calls
         print(calculator(**call["args"]))
         return
-    agent = create_react_agent(model, [calculator], response_format=Sum if mode == "response format" else None)
+    agent = create_react_agent(
+        model, [calculator], response_format=Sum if mode == "response format" else None
+    )
     state = agent.invoke({"messages": [("user", question)]})
-    print(state["structured_response"].value if mode == "response format" else state["messages"][-1].text)
+    print(
+        state["structured_response"].value
+        if mode == "response format"
+        else state["messages"][-1].text
+    )
 
 
 main(sys.argv[1], json.loads(Path("row.json").read_text())["question"])

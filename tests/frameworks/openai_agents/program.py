@@ -5,7 +5,14 @@ import json
 import sys
 from pathlib import Path
 
-from agents import Agent, ModelSettings, Runner, function_tool, set_default_openai_api, set_tracing_disabled
+from agents import (
+    Agent,
+    ModelSettings,
+    Runner,
+    function_tool,
+    set_default_openai_api,
+    set_tracing_disabled,
+)
 from pydantic import BaseModel
 
 
@@ -28,7 +35,9 @@ async def main(mode: str, question: str) -> None:
         model="policy",
         tools=[calculator],
         output_type=Sum if mode.endswith("output type") else None,
-        model_settings=ModelSettings(tool_choice="required" if mode.endswith("required tool") else None),
+        model_settings=ModelSettings(
+            tool_choice="required" if mode.endswith("required tool") else None
+        ),
     )
     if mode.endswith("stream"):
         run = Runner.run_streamed(agent, question)

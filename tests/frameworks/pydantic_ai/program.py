@@ -14,7 +14,11 @@ class Sum(BaseModel):
     value: int
 
 
-OUTPUTS = {"tool output": Sum, "native output": NativeOutput(Sum), "prompted output": PromptedOutput(Sum)}
+OUTPUTS = {
+    "tool output": Sum,
+    "native output": NativeOutput(Sum),
+    "prompted output": PromptedOutput(Sum),
+}
 
 
 def calculator(expression: str) -> str:

@@ -20,7 +20,12 @@ def calculator(expression: str) -> str:
 
 def main(mode: str, question: str) -> None:
     options = {"tool_choice": "auto"} if mode == 'tools, tool_choice="auto"' else {}
-    model = OpenAIModel("policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"], **options)
+    model = OpenAIModel(
+        "policy",
+        api_base=os.environ["OPENAI_BASE_URL"],
+        api_key=os.environ["OPENAI_API_KEY"],
+        **options,
+    )
     if mode.startswith("tools"):
         agent = ToolCallingAgent(tools=[calculator], model=model, max_steps=5)
     else:

@@ -22,7 +22,9 @@ def _each(act: Any) -> Kind:
 
 
 def _sets(stream: str, value: Any) -> Kind:
-    return _each(lambda sample: setattr(sample, stream, value(len(sample)) if callable(value) else value))
+    return _each(
+        lambda sample: setattr(sample, stream, value(len(sample)) if callable(value) else value)
+    )
 
 
 def _streams(stream: str) -> Own:
@@ -55,7 +57,9 @@ def _assign(value: Any) -> Kind:
 
 FIXED: Own = harmless(
     changes_token_ids=_each(lambda sample: sample.token_ids.fill(7)),
-    replaces_token_ids=_each(lambda sample: setattr(sample, "token_ids", np.full(len(sample), 7, np.int32))),
+    replaces_token_ids=_each(
+        lambda sample: setattr(sample, "token_ids", np.full(len(sample), 7, np.int32))
+    ),
     changes_log_probabilities=_each(lambda sample: sample.generator_logprobs.fill(-9)),
     changes_versions=_each(lambda sample: sample.policy_versions.fill(0)),
     changes_roles=_each(lambda sample: sample.role_ids.fill(0)),
@@ -84,16 +88,30 @@ SCORE_ROLLOUT: Own = (
             lambda sample: setattr(sample, "ref_kl_weights", sample.loss_mask.astype(np.float32))
         ),
         sets_a_temperature_of_0=_each(lambda sample: setattr(sample, "temperature", 0.0)),
-        sets_a_temperature_of_nan=_each(lambda sample: setattr(sample, "temperature", float("nan"))),
+        sets_a_temperature_of_nan=_each(
+            lambda sample: setattr(sample, "temperature", float("nan"))
+        ),
         sets_a_text_for_temperature=_each(lambda sample: setattr(sample, "temperature", "1")),
-        trains_the_first_token=_each(lambda sample: setattr(sample, "ce_weights", np.ones(len(sample), np.float32))),
-        puts_None_among_samples=Kind(change=lambda answer, algorithm, rollout: rollout.samples.append(None)),
-        sets_samples_to_None=Kind(change=lambda answer, algorithm, rollout: setattr(rollout, "samples", None)),
+        trains_the_first_token=_each(
+            lambda sample: setattr(sample, "ce_weights", np.ones(len(sample), np.float32))
+        ),
+        puts_None_among_samples=Kind(
+            change=lambda answer, algorithm, rollout: rollout.samples.append(None)
+        ),
+        sets_samples_to_None=Kind(
+            change=lambda answer, algorithm, rollout: setattr(rollout, "samples", None)
+        ),
     )
     | harmless(
-        sets_the_status=Kind(change=lambda answer, algorithm, rollout: setattr(rollout, "status", RolloutStatus.ERROR)),
+        sets_the_status=Kind(
+            change=lambda answer, algorithm, rollout: setattr(
+                rollout, "status", RolloutStatus.ERROR
+            )
+        ),
         clears_the_turns=Kind(change=lambda answer, algorithm, rollout: rollout.turns.clear()),
-        shares_samples=Kind(change=lambda answer, algorithm, rollout: rollout.samples.append(rollout.samples[0])),
+        shares_samples=Kind(
+            change=lambda answer, algorithm, rollout: rollout.samples.append(rollout.samples[0])
+        ),
     )
 )
 SCORE_GROUP_CREDIT: Own = (
@@ -115,16 +133,38 @@ SCORE_GROUP_CREDIT: Own = (
     | harmless(
         pops_a_rollout=Kind(change=lambda answer, algorithm, group: group.rollouts.pop()),
         clears_the_rollouts=Kind(change=lambda answer, algorithm, group: group.rollouts.clear()),
-        reverses_the_rollouts=Kind(change=lambda answer, algorithm, group: group.rollouts.reverse()),
-        doubles_a_rollout=Kind(change=lambda answer, algorithm, group: group.rollouts.append(group.rollouts[0])),
-        replaces_the_rollouts=Kind(change=lambda answer, algorithm, group: setattr(group, "rollouts", [])),
-        sets_rewards_to_None=Kind(change=lambda answer, algorithm, group: [setattr(r, "reward", None) for r in group.rollouts]),
-        sets_rewards=Kind(change=lambda answer, algorithm, group: [setattr(r, "reward", 9.0) for r in group.rollouts]),
-        sets_the_status=Kind(change=lambda answer, algorithm, group: [setattr(r, "status", "error") for r in group.rollouts]),
-        sets_the_group_id=Kind(change=lambda answer, algorithm, group: setattr(group, "group_id", "good-0")),
+        reverses_the_rollouts=Kind(
+            change=lambda answer, algorithm, group: group.rollouts.reverse()
+        ),
+        doubles_a_rollout=Kind(
+            change=lambda answer, algorithm, group: group.rollouts.append(group.rollouts[0])
+        ),
+        replaces_the_rollouts=Kind(
+            change=lambda answer, algorithm, group: setattr(group, "rollouts", [])
+        ),
+        sets_rewards_to_None=Kind(
+            change=lambda answer, algorithm, group: [
+                setattr(r, "reward", None) for r in group.rollouts
+            ]
+        ),
+        sets_rewards=Kind(
+            change=lambda answer, algorithm, group: [
+                setattr(r, "reward", 9.0) for r in group.rollouts
+            ]
+        ),
+        sets_the_status=Kind(
+            change=lambda answer, algorithm, group: [
+                setattr(r, "status", "error") for r in group.rollouts
+            ]
+        ),
+        sets_the_group_id=Kind(
+            change=lambda answer, algorithm, group: setattr(group, "group_id", "good-0")
+        ),
         sets_a_failure=Kind(change=lambda answer, algorithm, group: setattr(group, "failure", 7)),
         shares_one_array=Kind(change=lambda answer, algorithm, group: _share_advantages(group)),
-        clears_the_turns=Kind(change=lambda answer, algorithm, group: group.rollouts[0].turns.clear()),
+        clears_the_turns=Kind(
+            change=lambda answer, algorithm, group: group.rollouts[0].turns.clear()
+        ),
     )
 )
 

@@ -20,10 +20,16 @@ RENDER: Own = wrong_types() | refused(
     ids_floats=changing(lambda r: dataclasses.replace(r, token_ids=[0.5] * len(r.token_ids))),
     ids_negative=changing(lambda r: dataclasses.replace(r, token_ids=[-1] * len(r.token_ids))),
     ids_too_large=changing(lambda r: dataclasses.replace(r, token_ids=[10**6] * len(r.token_ids))),
-    ids_beyond_int32=changing(lambda r: dataclasses.replace(r, token_ids=[2**40] * len(r.token_ids))),
+    ids_beyond_int32=changing(
+        lambda r: dataclasses.replace(r, token_ids=[2**40] * len(r.token_ids))
+    ),
     ids_nested=changing(lambda r: dataclasses.replace(r, token_ids=[[1]] * len(r.token_ids))),
-    roles_too_few=changing(lambda r: dataclasses.replace(r, message_indices=r.message_indices[:-1])),
-    indices_out_of_range=changing(lambda r: dataclasses.replace(r, message_indices=[99] * len(r.message_indices))),
+    roles_too_few=changing(
+        lambda r: dataclasses.replace(r, message_indices=r.message_indices[:-1])
+    ),
+    indices_out_of_range=changing(
+        lambda r: dataclasses.replace(r, message_indices=[99] * len(r.message_indices))
+    ),
     content_too_short=changing(lambda r: dataclasses.replace(r, is_content=r.is_content[:-1])),
 )
 PARSE: Own = wrong_types() | refused(
@@ -42,11 +48,15 @@ BRIDGE: Own = wrong_types("None") | refused(
 
 
 def _logprobs(value: float) -> Kind:
-    return changing(lambda c: dataclasses.replace(c, logprobs=np.full(len(c.token_ids), value, np.float32)))
+    return changing(
+        lambda c: dataclasses.replace(c, logprobs=np.full(len(c.token_ids), value, np.float32))
+    )
 
 
 def _ids(value: Any, dtype: Any = np.int32) -> Kind:
-    return changing(lambda c: dataclasses.replace(c, token_ids=np.full(len(c.token_ids), value, dtype)))
+    return changing(
+        lambda c: dataclasses.replace(c, token_ids=np.full(len(c.token_ids), value, dtype))
+    )
 
 
 ENGINE: Own = wrong_types() | refused(

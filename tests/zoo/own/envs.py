@@ -6,7 +6,17 @@ import numpy as np
 
 from tests.zoo import world
 from tests.zoo.misbehaviour import Kind, LyingLength, LyingNumber, answering, changing
-from tests.zoo.own.makers import HUGE, SURROGATE, Own, harmless, meddling, refused, said, with_, wrong_types
+from tests.zoo.own.makers import (
+    HUGE,
+    SURROGATE,
+    Own,
+    harmless,
+    meddling,
+    refused,
+    said,
+    with_,
+    wrong_types,
+)
 
 MESSAGES: dict[str, Any] = {
     "no list": "hello",
@@ -23,7 +33,9 @@ MESSAGES: dict[str, Any] = {
     "with a number for content": said(3.5),
     "with bytes for content": said(b"x"),
     "with a dict for content": said({"text": "x"}),
-    "with an image": said([{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:,x"}}]),
+    "with an image": said(
+        [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:,x"}}]
+    ),
     "with an unknown part": said([{"type": "smell", "smell": "x"}]),
     "with a part without a type": said([{"text": "x"}]),
     "with plain values for parts": said(["x", 7]),
@@ -32,8 +44,14 @@ MESSAGES: dict[str, Any] = {
     "with a surrogate": said(SURROGATE),
     "with a surrogate in a part": said([{"type": "text", "text": SURROGATE}]),
     "with a lying length": LyingLength(),
-    "with a bad tool call": [{"role": "assistant", "content": "", "tool_calls": [None]}, *said("x")],
-    "with a text for tool calls": [{"role": "assistant", "content": "", "tool_calls": "call"}, *said("x")],
+    "with a bad tool call": [
+        {"role": "assistant", "content": "", "tool_calls": [None]},
+        *said("x"),
+    ],
+    "with a text for tool calls": [
+        {"role": "assistant", "content": "", "tool_calls": "call"},
+        *said("x"),
+    ],
 }
 TOOLS: dict[str, Any] = {
     "a text": "tool",
@@ -44,8 +62,12 @@ TOOLS: dict[str, Any] = {
     "with a number for a name": [{"type": "function", "function": {"name": 7, "parameters": {}}}],
     "a number": 7,
     "None": None,
-    "with an object in it": [{"type": "function", "function": {"name": "x", "parameters": {"a": object()}}}],
-    "with a surrogate": [{"type": "function", "function": {"name": "x", "description": SURROGATE, "parameters": {}}}],
+    "with an object in it": [
+        {"type": "function", "function": {"name": "x", "parameters": {"a": object()}}}
+    ],
+    "with a surrogate": [
+        {"type": "function", "function": {"name": "x", "description": SURROGATE, "parameters": {}}}
+    ],
 }
 COMPONENTS: dict[str, Any] = {
     "None": None,
@@ -76,12 +98,20 @@ ENV_RESET: Own = (
 )
 ENV_STEP: Own = (
     wrong_types()
-    | {f"messages {name}": ("refused", with_(env_messages=value, done=False)) for name, value in MESSAGES.items()}
+    | {
+        f"messages {name}": ("refused", with_(env_messages=value, done=False))
+        for name, value in MESSAGES.items()
+    }
     | {"messages empty and not done": ("refused", with_(env_messages=[], done=False))}
     | {f"done {name}": ("refused", with_(done=value)) for name, value in FINISHES.items()}
-    | {f"reward components {name}": ("refused", with_(reward_components=value)) for name, value in COMPONENTS.items()}
+    | {
+        f"reward components {name}": ("refused", with_(reward_components=value))
+        for name, value in COMPONENTS.items()
+    }
     | harmless(
-        edits_the_message_it_is_given=meddling(lambda env, message: message.update(content="changed", role="user")),
+        edits_the_message_it_is_given=meddling(
+            lambda env, message: message.update(content="changed", role="user")
+        ),
         empties_the_message_it_is_given=meddling(lambda env, message: message.clear()),
     )
 )
@@ -102,15 +132,23 @@ MAKE_ENVS: Own = (
         shares_one_env=changing(lambda envs: _shared(envs, (0, 0, 0, 0))),
         shares_two_envs=changing(lambda envs: _shared(envs, (0, 1, 0, 1))),
         gives_too_few=changing(lambda envs: (world.forget(envs[-1]), envs[:-1])[1]),
-        gives_too_many=Kind(change=lambda envs, task, sample, n: [*envs, world.HonestEnv(sample, 0, task.name)]),
-        gives_None_among_them=changing(lambda envs: (world.forget(envs[-1]), [*envs[:-1], None])[1]),
+        gives_too_many=Kind(
+            change=lambda envs, task, sample, n: [*envs, world.HonestEnv(sample, 0, task.name)]
+        ),
+        gives_None_among_them=changing(
+            lambda envs: (world.forget(envs[-1]), [*envs[:-1], None])[1]
+        ),
         gives_the_class=answering(lambda: [world.HonestEnv] * world.GROUP_SIZE),
         gives_a_tuple_of_texts=answering(lambda: ("env",) * world.GROUP_SIZE),
     )
     | {
         "gives one env for all groups": (
             "refused again",
-            Kind(change=lambda envs, task, sample, n: [_pool(task, env, i) for i, env in enumerate(envs)]),
+            Kind(
+                change=lambda envs, task, sample, n: [
+                    _pool(task, env, i) for i, env in enumerate(envs)
+                ]
+            ),
         )
     }
 )

@@ -21,12 +21,20 @@ def harmless(**kinds: Kind) -> Own:
 
 def wrong_types(*but: str) -> Own:
     """All but those that are right in the place."""
-    return {name: ("refused", kind) for name, kind in WRONG_TYPES.items() if name.removeprefix("answers ") not in but}
+    return {
+        name: ("refused", kind)
+        for name, kind in WRONG_TYPES.items()
+        if name.removeprefix("answers ") not in but
+    }
 
 
 def with_(**values: Any) -> Kind:
     """The honest record with other fields. A callable gives the value when it is needed."""
-    return changing(lambda answer: dataclasses.replace(answer, **{k: v() if callable(v) else v for k, v in values.items()}))
+    return changing(
+        lambda answer: dataclasses.replace(
+            answer, **{k: v() if callable(v) else v for k, v in values.items()}
+        )
+    )
 
 
 def meddling(act: Any) -> Kind:

@@ -40,9 +40,15 @@ OBSERVE: Own = harmless(
     answers_something=changing(lambda answer: "seen"),
     clears_the_rollouts=Kind(meddle=lambda entry, group: group.rollouts.clear()),
     rotates_the_rollouts=Kind(meddle=lambda entry, group: _rotate(group)),
-    sets_rewards=Kind(meddle=lambda entry, group: [setattr(r, "reward", 9.0) for r in group.rollouts]),
-    changes_token_ids=Kind(meddle=lambda entry, group: group.rollouts[0].samples[0].token_ids.fill(7)),
-    changes_advantages=Kind(meddle=lambda entry, group: group.rollouts[0].samples[0].advantages.fill(9)),
+    sets_rewards=Kind(
+        meddle=lambda entry, group: [setattr(r, "reward", 9.0) for r in group.rollouts]
+    ),
+    changes_token_ids=Kind(
+        meddle=lambda entry, group: group.rollouts[0].samples[0].token_ids.fill(7)
+    ),
+    changes_advantages=Kind(
+        meddle=lambda entry, group: group.rollouts[0].samples[0].advantages.fill(9)
+    ),
     sets_the_group_id=Kind(meddle=lambda entry, group: setattr(group, "group_id", "good-0")),
 )
 SAMPLE: Own = wrong_types() | refused(

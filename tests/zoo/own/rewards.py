@@ -28,21 +28,40 @@ NOT_NUMBERS: dict[str, Any] = {
 
 REWARD: Own = (
     wrong_types("a number")
-    | {f"answers {name}": ("refused", answering(lambda value=value: value)) for name, value in NOT_NUMBERS.items()}
+    | {
+        f"answers {name}": ("refused", answering(lambda value=value: value))
+        for name, value in NOT_NUMBERS.items()
+    }
     | harmless(
         changes_the_token_ids=meddling(lambda rollout, _: rollout.samples[0].token_ids.fill(7)),
-        changes_the_token_ids_of_a_turn=meddling(lambda rollout, _: rollout.turns[0].completion.token_ids.fill(7)),
-        changes_the_prompt_of_a_turn=meddling(lambda rollout, _: rollout.turns[0].prompt_token_ids.fill(7)),
-        changes_the_log_probabilities=meddling(lambda rollout, _: rollout.samples[0].generator_logprobs.fill(-9)),
+        changes_the_token_ids_of_a_turn=meddling(
+            lambda rollout, _: rollout.turns[0].completion.token_ids.fill(7)
+        ),
+        changes_the_prompt_of_a_turn=meddling(
+            lambda rollout, _: rollout.turns[0].prompt_token_ids.fill(7)
+        ),
+        changes_the_log_probabilities=meddling(
+            lambda rollout, _: rollout.samples[0].generator_logprobs.fill(-9)
+        ),
         changes_the_loss_mask=meddling(lambda rollout, _: rollout.samples[0].loss_mask.fill(True)),
-        changes_the_temperature=meddling(lambda rollout, _: setattr(rollout.samples[0], "temperature", 0.1)),
+        changes_the_temperature=meddling(
+            lambda rollout, _: setattr(rollout.samples[0], "temperature", 0.1)
+        ),
         clears_the_samples=meddling(lambda rollout, _: rollout.samples.clear()),
         doubles_the_samples=meddling(lambda rollout, _: rollout.samples.extend(rollout.samples)),
-        replaces_the_samples=meddling(lambda rollout, _: setattr(rollout, "samples", [copy.copy(rollout.samples[0])] * 2)),
+        replaces_the_samples=meddling(
+            lambda rollout, _: setattr(rollout, "samples", [copy.copy(rollout.samples[0])] * 2)
+        ),
         clears_the_turns=meddling(lambda rollout, _: rollout.turns.clear()),
-        edits_a_message=meddling(lambda rollout, _: rollout.turns[0].assistant_message.update(content="changed")),
-        sets_the_status=meddling(lambda rollout, _: setattr(rollout, "status", RolloutStatus.ERROR)),
-        sets_another_status=meddling(lambda rollout, _: setattr(rollout, "status", RolloutStatus.TRUNCATED_LENGTH)),
+        edits_a_message=meddling(
+            lambda rollout, _: rollout.turns[0].assistant_message.update(content="changed")
+        ),
+        sets_the_status=meddling(
+            lambda rollout, _: setattr(rollout, "status", RolloutStatus.ERROR)
+        ),
+        sets_another_status=meddling(
+            lambda rollout, _: setattr(rollout, "status", RolloutStatus.TRUNCATED_LENGTH)
+        ),
         sets_a_text_for_the_status=meddling(lambda rollout, _: setattr(rollout, "status", "fine")),
         sets_the_error=meddling(lambda rollout, _: setattr(rollout, "error", "made up")),
         sets_the_reward=meddling(lambda rollout, _: setattr(rollout, "reward", 99.0)),
@@ -50,7 +69,9 @@ REWARD: Own = (
         sets_the_group=meddling(lambda rollout, _: setattr(rollout, "group_id", "good-0")),
         sets_the_task=meddling(lambda rollout, _: setattr(rollout, "task_name", "good")),
         gives_itself_an_advantage=meddling(lambda rollout, _: rollout.assign_advantages(9.0)),
-        changes_the_env_input=meddling(lambda _, env_input: env_input.update(question="bad question 99")),
+        changes_the_env_input=meddling(
+            lambda _, env_input: env_input.update(question="bad question 99")
+        ),
         clears_the_env_input=meddling(lambda _, env_input: env_input.clear()),
     )
 )
@@ -85,20 +106,28 @@ REWARDS: Own = (
     )
     | harmless(
         reverses_the_rollouts=meddling(lambda rollouts, _: rollouts.reverse()),
-        sorts_the_rollouts=meddling(lambda rollouts, _: rollouts.sort(key=lambda rollout: -rollout.index_in_group)),
+        sorts_the_rollouts=meddling(
+            lambda rollouts, _: rollouts.sort(key=lambda rollout: -rollout.index_in_group)
+        ),
         clears_the_rollouts=meddling(lambda rollouts, _: rollouts.clear()),
         pops_a_rollout=meddling(lambda rollouts, _: rollouts.pop()),
         doubles_a_rollout=meddling(_set_first),
         ends_all_rollouts=meddling(_end_all),
-        changes_all_token_ids=meddling(lambda rollouts, _: [r.samples[0].token_ids.fill(7) for r in rollouts]),
-        swaps_the_samples=meddling(lambda rollouts, _: rollouts[0].samples.__setitem__(0, rollouts[1].samples[0])),
+        changes_all_token_ids=meddling(
+            lambda rollouts, _: [r.samples[0].token_ids.fill(7) for r in rollouts]
+        ),
+        swaps_the_samples=meddling(
+            lambda rollouts, _: rollouts[0].samples.__setitem__(0, rollouts[1].samples[0])
+        ),
         swaps_the_indices=meddling(lambda rollouts, _: setattr(rollouts[0], "index_in_group", 1)),
     )
 )
 
 
 def _rewards(*values: Any, components: Any = None) -> Kind:
-    return answering(lambda: [Reward(value, {} if components is None else components) for value in values])
+    return answering(
+        lambda: [Reward(value, {} if components is None else components) for value in values]
+    )
 
 
 SCORE_GROUP: Own = (
@@ -125,17 +154,31 @@ SCORE_GROUP: Own = (
     | harmless(
         reverses_the_rollouts=meddling(lambda rubric, rollouts, _: rollouts.reverse()),
         clears_the_rollouts=meddling(lambda rubric, rollouts, _: rollouts.clear()),
-        changes_token_ids=meddling(lambda rubric, rollouts, _: rollouts[0].samples[0].token_ids.fill(7)),
-        swaps_samples=meddling(lambda rubric, rollouts, _: setattr(rollouts[0], "samples", rollouts[1].samples)),
-        ends_a_rollout=meddling(lambda rubric, rollouts, _: setattr(rollouts[0], "error", "made up")),
-        sets_rewards=meddling(lambda rubric, rollouts, _: [setattr(r, "reward", 9.0) for r in rollouts]),
-        gives_advantages=meddling(lambda rubric, rollouts, _: [r.assign_advantages(9.0) for r in rollouts]),
+        changes_token_ids=meddling(
+            lambda rubric, rollouts, _: rollouts[0].samples[0].token_ids.fill(7)
+        ),
+        swaps_samples=meddling(
+            lambda rubric, rollouts, _: setattr(rollouts[0], "samples", rollouts[1].samples)
+        ),
+        ends_a_rollout=meddling(
+            lambda rubric, rollouts, _: setattr(rollouts[0], "error", "made up")
+        ),
+        sets_rewards=meddling(
+            lambda rubric, rollouts, _: [setattr(r, "reward", 9.0) for r in rollouts]
+        ),
+        gives_advantages=meddling(
+            lambda rubric, rollouts, _: [r.assign_advantages(9.0) for r in rollouts]
+        ),
     )
 )
 REGISTER_FUNCS: Own = wrong_types("an empty list") | refused(
     gives_numbers=answering(lambda: [0.5]),
     gives_a_RewardFn_of_a_number=answering(lambda: [RewardFn(0.5, takes="rollout")]),
     gives_functions=answering(lambda: [world.honest_reward]),
-    gives_a_weight_of_nan=answering(lambda: [RewardFn(world.honest_reward, weight=float("nan"), takes="rollout")]),
-    gives_a_text_for_a_name=answering(lambda: [RewardFn(world.honest_reward, name=7, takes="rollout")]),
+    gives_a_weight_of_nan=answering(
+        lambda: [RewardFn(world.honest_reward, weight=float("nan"), takes="rollout")]
+    ),
+    gives_a_text_for_a_name=answering(
+        lambda: [RewardFn(world.honest_reward, name=7, takes="rollout")]
+    ),
 )

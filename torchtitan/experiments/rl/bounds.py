@@ -114,11 +114,17 @@ def declared(annotation: Any) -> Declared:
     if get_origin(annotation) is not Annotated:
         return Declared(annotation, (), "")
     plain, *metadata = get_args(annotation)
-    flat = [part for entry in metadata for part in (entry if isinstance(entry, GroupedMetadata) else (entry,))]
+    flat = [
+        part
+        for entry in metadata
+        for part in (entry if isinstance(entry, GroupedMetadata) else (entry,))
+    ]
     bounds = tuple(entry for entry in flat if type(entry) in _BOUNDS)
     cure = "; ".join(entry.text for entry in flat if isinstance(entry, Cure))
     at_most = "".join(entry.field for entry in flat if isinstance(entry, AtMost))
-    return Declared(plain, bounds, cure, any(isinstance(entry, _MayChange) for entry in flat), at_most)
+    return Declared(
+        plain, bounds, cure, any(isinstance(entry, _MayChange) for entry in flat), at_most
+    )
 
 
 @functools.cache
@@ -129,7 +135,10 @@ def field_annotations(config_class: type) -> Mapping[str, Any]:
     plain: dict[str, Any] = {}
     for base in reversed(config_class.__mro__):
         try:
-            hints, plain_hints = typing.get_type_hints(base, include_extras=True), typing.get_type_hints(base)
+            hints, plain_hints = (
+                typing.get_type_hints(base, include_extras=True),
+                typing.get_type_hints(base),
+            )
         except Exception:  # evaluates what a user's class says as text, which may be anything
             hints = plain_hints = vars(base).get("__annotations__", {})
         for name in vars(base).get("__annotations__", {}):
@@ -142,14 +151,20 @@ def field_annotations(config_class: type) -> Mapping[str, Any]:
 
 def _check(value: Any, annotation: Any, field: str) -> None:
     wanted, bounds, cure, *_ = declared(annotation)
-    if value is None and bounds:  # None where a bound stands beside it: Annotated[float | None, Gt(0)]
+    if (
+        value is None and bounds
+    ):  # None where a bound stands beside it: Annotated[float | None, Gt(0)]
         bounds = ()
     if is_union(wanted):
         _check_union(value, wanted, field, cure)
     elif not _has_type(value, wanted):
-        raise ConfigError(field, value, _sentence([f"be {_type_name(wanted)}"], _config_of(value) or cure))
+        raise ConfigError(
+            field, value, _sentence([f"be {_type_name(wanted)}"], _config_of(value) or cure)
+        )
     elif _is_plain_number(wanted) and not _is_finite(value):
-        raise ConfigError(field, value, _sentence(["be a finite number", *map(_bound_text, bounds)], cure))
+        raise ConfigError(
+            field, value, _sentence(["be a finite number", *map(_bound_text, bounds)], cure)
+        )
     if not all(_BOUNDS[type(bound)][0](value, bound) for bound in bounds):
         raise ConfigError(field, value, _sentence(map(_bound_text, bounds), cure))
     if not is_union(wanted):  # else the option that fits has looked inside
@@ -157,7 +172,9 @@ def _check(value: Any, annotation: Any, field: str) -> None:
         for entry, entry_annotation, entry_field in entries:
             _check(entry, entry_annotation, entry_field)
         for entry, entry_annotation, entry_field in entries:
-            if (limit := declared(entry_annotation).at_most) and entry > (most := getattr(value, limit)):
+            if (limit := declared(entry_annotation).at_most) and entry > (
+                most := getattr(value, limit)
+            ):
                 raise ConfigError(entry_field, entry, f"must be at most {limit} = {most}")
 
 
@@ -180,7 +197,11 @@ def walk(
 def _config_of(value: Any) -> str:
     """The cure where a class, or what its Config builds, stands in the place of the Config; else empty."""
     owner = value if isinstance(value, type) else type(value)
-    return f"write {owner.__name__}.Config(...)" if dataclasses.is_dataclass(getattr(owner, "Config", None)) else ""
+    return (
+        f"write {owner.__name__}.Config(...)"
+        if dataclasses.is_dataclass(getattr(owner, "Config", None))
+        else ""
+    )
 
 
 def _check_union(value: Any, union: Any, field: str, cure: str) -> None:
@@ -214,9 +235,15 @@ def _entries(value: Any, arguments: tuple[Any, ...], field: str) -> Iterator[tup
             yield key, key_type, field
             yield entry, entry_type, f"{field}.{key}"
     elif isinstance(value, list | tuple | set | frozenset):
-        fixed = isinstance(value, tuple) and len(arguments) == len(value) and Ellipsis not in arguments
+        fixed = (
+            isinstance(value, tuple) and len(arguments) == len(value) and Ellipsis not in arguments
+        )
         for index, entry in enumerate(value):
-            yield entry, arguments[index] if fixed else (arguments or (Any,))[0], f"{field}[{index}]"
+            yield (
+                entry,
+                arguments[index] if fixed else (arguments or (Any,))[0],
+                f"{field}[{index}]",
+            )
 
 
 def is_union(annotation: Any) -> bool:
@@ -259,7 +286,10 @@ _BOUNDS: dict[type, tuple[Callable[[Any, Any], Any], str]] = {
     Gt: (lambda value, bound: value > bound.gt, "be above {.gt}"),
     Le: (lambda value, bound: value <= bound.le, "be at most {.le}"),
     Lt: (lambda value, bound: value < bound.lt, "be below {.lt}"),
-    MinLen: (lambda value, bound: len(value) >= bound.min_length, "have at least {.min_length} entries"),
+    MinLen: (
+        lambda value, bound: len(value) >= bound.min_length,
+        "have at least {.min_length} entries",
+    ),
     Matches: (lambda value, bound: re.fullmatch(bound.pattern, value), "be {.said}"),
 }
 """By type: whether a value holds it, and its text."""
@@ -280,7 +310,9 @@ def bounds_said(annotation: Any) -> str:
 def _sentence(parts: Collection[str] | Iterator[str], cure: str) -> str:
     """``must be above 0 and at most 1; the cure``."""
     first, *others = parts
-    return " and ".join([f"must {first}", *(part.removeprefix("be ") for part in others)]) + (f"; {cure}" if cure else "")
+    return " and ".join([f"must {first}", *(part.removeprefix("be ") for part in others)]) + (
+        f"; {cure}" if cure else ""
+    )
 
 
 _TYPE_NAMES = {

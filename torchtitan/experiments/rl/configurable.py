@@ -23,6 +23,8 @@ class UserConfigurable(Configurable):
                 "__qualname__": f"{cls.__qualname__}.Config",
                 "__doc__": cls.Config.__doc__,
             }
-            config: Any = dataclass(kw_only=True, slots=True)(type("Config", (cls.Config,), namespace))
+            config: Any = dataclass(kw_only=True, slots=True)(
+                type("Config", (cls.Config,), namespace)
+            )
             cls.Config = config  # type: ignore[misc]  # what a class statement in the body would do
         super().__init_subclass__(**kwargs)

@@ -58,7 +58,11 @@ class UserCodeError(Exception):
     def of(self, owner: str) -> "UserCodeError":
         """The same, with a message that begins with whose code it is."""
         named = type(self)(f"{owner}: {self}")
-        named.where, named.returned, named.traceback = self.where, self.returned, users_traceback(self)
+        named.where, named.returned, named.traceback = (
+            self.where,
+            self.returned,
+            users_traceback(self),
+        )
         return named
 
 
@@ -85,7 +89,10 @@ class _Text:
 
 
 _LIBRARY = str(Path(__file__).parent)
-_OTHERS = ("<frozen ", *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OTHERS = (
+    "<frozen ",
+    *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+)
 
 
 @contextmanager
@@ -98,8 +105,13 @@ def user_code(field: str, value: Any, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except BaseException as error:  # SystemExit too, and whatever else a user's code derives from it
-        pressed = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+    except (
+        BaseException
+    ) as error:  # SystemExit too, and whatever else a user's code derives from it
+        pressed = (
+            isinstance(error, KeyboardInterrupt)
+            and threading.current_thread() is threading.main_thread()
+        )
         if pressed or isinstance(error, ConfigError):
             raise
         raise ConfigError(field, value, f"{what}: {cause_of(error, folder=True)}") from error
@@ -130,7 +142,9 @@ def cause_of(error: BaseException, *, folder: bool = False) -> str:
         text = f"its message can't be read ({type(broken).__name__} in __str__)"
     if isinstance(error, UserCodeError | RunError | ConfigError):
         return text
-    where = "".join(f" ({file if folder else Path(file).name}:{line})" for file, line in places_of(error)[-1:])
+    where = "".join(
+        f" ({file if folder else Path(file).name}:{line})" for file, line in places_of(error)[-1:]
+    )
     return f"{type(error).__name__}{text and f': {text}'}{where}"
 
 
@@ -139,7 +153,9 @@ def places_of(error: BaseException) -> list[tuple[str, int | None]]:
     if isinstance(error, SyntaxError) and error.filename:
         return [(error.filename, error.lineno)]
     frames = traceback.walk_tb(error.__traceback__)
-    places: list[tuple[str, int | None]] = [(frame.f_code.co_filename, line) for frame, line in frames]
+    places: list[tuple[str, int | None]] = [
+        (frame.f_code.co_filename, line) for frame, line in frames
+    ]
     return [place for place in places if _is_users(place[0])] or places
 
 
@@ -160,7 +176,9 @@ def users_traceback(error: BaseException) -> str:
     except BaseException:  # the exception is the user's, and so are its notes
         return ""
     lines = [line[:CAUSE_LENGTH] for line in text.splitlines()]
-    return "\n".join(lines if len(lines) <= TRACEBACK_LINES else ["...", *lines[1 - TRACEBACK_LINES :]])
+    return "\n".join(
+        lines if len(lines) <= TRACEBACK_LINES else ["...", *lines[1 - TRACEBACK_LINES :]]
+    )
 
 
 def _keep_users_frames(whole: traceback.TracebackException) -> bool:
@@ -170,9 +188,15 @@ def _keep_users_frames(whole: traceback.TracebackException) -> bool:
     while parts:
         part = parts.pop()
         part.stack[:] = [frame for frame in part.stack if _is_users(frame.filename)]
-        in_file = issubclass(part.exc_type, SyntaxError) and bool(part.filename)  # such a file has no frame
+        in_file = issubclass(part.exc_type, SyntaxError) and bool(
+            part.filename
+        )  # such a file has no frame
         users = users or bool(part.stack) or in_file
-        parts += [other for other in (part.__cause__, part.__context__, *(part.exceptions or ())) if other is not None]
+        parts += [
+            other
+            for other in (part.__cause__, part.__context__, *(part.exceptions or ()))
+            if other is not None
+        ]
     return users
 
 

@@ -56,8 +56,12 @@ def main(arguments: list[str] | None) -> int:
     if not results:
         return code
     result = summarized(command.config_name, models, results)
-    (models[0].run_dir / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result) if options.json else "\n".join(map(printable_line, result_lines(result))))
+    (models[0].run_dir / RESULT_FILE).write_text(
+        json.dumps(result, indent=2) + "\n", encoding="utf-8"
+    )
+    print(
+        json.dumps(result) if options.json else "\n".join(map(printable_line, result_lines(result)))
+    )
     for candidate, measured in zip(models, results, strict=False):
         for task, examples in measured.examples.items():
             if not any(example.rewards for example in examples):
@@ -92,15 +96,31 @@ def parse_options(arguments: list[str] | None) -> tuple[argparse.Namespace, Comm
         metavar="URL",
         help="the policy is served by a vLLM server, such as http://host:8000/v1; several of one model with commas",
     )
-    parser.add_argument("--against", metavar="FOLDER|URL", help="a second model, measured on the same examples and compared")
     parser.add_argument(
-        "--tasks", nargs="+", default=[], metavar="TASK", help="only these (default: all with a validation set)"
+        "--against",
+        metavar="FOLDER|URL",
+        help="a second model, measured on the same examples and compared",
     )
-    parser.add_argument("--attempts", type=int, metavar="K", help="rollouts of each example (default: the config's)")
-    parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, and nothing else")
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        default=[],
+        metavar="TASK",
+        help="only these (default: all with a validation set)",
+    )
+    parser.add_argument(
+        "--attempts", type=int, metavar="K", help="rollouts of each example (default: the config's)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as one line of JSON, and nothing else"
+    )
     options, command = parse_with_own(parser, arguments)
     if options.model is not None and options.endpoint is not None:
-        raise ConfigError("--endpoint", options.endpoint, "the policy is a folder or a server: leave this or --model out")
+        raise ConfigError(
+            "--endpoint",
+            options.endpoint,
+            "the policy is a folder or a server: leave this or --model out",
+        )
     return options, command
 
 
@@ -118,21 +138,40 @@ def _prepare(options: argparse.Namespace, command: Command) -> list[Any]:
     from torchtitan.experiments.rl.tools import evaluate as measure
 
     find_model(command)
-    config = measure.evaluated_config(load_config(command), tasks=options.tasks, attempts=options.attempts)
+    config = measure.evaluated_config(
+        load_config(command), tasks=options.tasks, attempts=options.attempts
+    )
     check_whole_policy(options, config)
     keep_imported()
 
-    endpoints = [None if options.endpoint is None else served_by(options, options.endpoint, "--endpoint", config)]
+    endpoints = [
+        None
+        if options.endpoint is None
+        else served_by(options, options.endpoint, "--endpoint", config)
+    ]
     configs = [config]
     if options.against is not None:
         is_url = options.against.startswith(("http://", "https://"))
-        endpoints.append(served_by(options, options.against, "--against", config) if is_url else None)
+        endpoints.append(
+            served_by(options, options.against, "--against", config) if is_url else None
+        )
         model = (
-            config.model if is_url else replace(config.model, hf_assets_path=model_folder(options.against, field="--against"))
+            config.model
+            if is_url
+            else replace(
+                config.model, hf_assets_path=model_folder(options.against, field="--against")
+            )
         )
         configs.append(replace(config, model=model))
-    plans = [measure.checked_plan(config, endpoint) for config, endpoint in zip(configs, endpoints, strict=True)]
-    folder = Path(make_run_folder(command.run_dir, config.output_dir, f"evaluate-{command.config_name}", keep=True))
+    plans = [
+        measure.checked_plan(config, endpoint)
+        for config, endpoint in zip(configs, endpoints, strict=True)
+    ]
+    folder = Path(
+        make_run_folder(
+            command.run_dir, config.output_dir, f"evaluate-{command.config_name}", keep=True
+        )
+    )
     models = list(map(measure.Candidate, configs, plans, endpoints, [folder, folder / "against"]))
     for measured in models:
         measured.run_dir.mkdir(exist_ok=True)
@@ -149,9 +188,18 @@ def summarized(config_name: str | None, models: list[Any], results: list[Any]) -
         tasks = {}
         for task, plan in model.schedules.items():
             result.examples[task].sort(key=lambda example: (len(example.example), example.example))
-            figures = task_figures(result.examples[task], attempts=plan.attempts, pass_reward=plan.pass_reward)
+            figures = task_figures(
+                result.examples[task], attempts=plan.attempts, pass_reward=plan.pass_reward
+            )
             tasks[task] = {"attempts": plan.attempts, "temperature": plan.temperature} | figures
-        shown.append({"model": model.label, "folder": str(model.run_dir), "metrics": result.metrics, "tasks": tasks})
+        shown.append(
+            {
+                "model": model.label,
+                "folder": str(model.run_dir),
+                "metrics": result.metrics,
+                "tasks": tasks,
+            }
+        )
     comparison = None
     if len(results) == 2:
         first, second = (result.examples for result in results)

@@ -18,7 +18,12 @@ from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.models.hub import HubConfig, is_adapter
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
-from torchtitan.experiments.rl.process.setup import of_command, quiet_libraries, run_command, set_up_process
+from torchtitan.experiments.rl.process.setup import (
+    of_command,
+    quiet_libraries,
+    run_command,
+    set_up_process,
+)
 
 
 @of_command(RunError, OSError)
@@ -40,7 +45,8 @@ def main(arguments: list[str] | None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Of the command."""
     options = argparse.ArgumentParser(
-        prog="python -m torchtitan.experiments.rl.export", description="Turn a checkpoint of a run into a hub folder."
+        prog="python -m torchtitan.experiments.rl.export",
+        description="Turn a checkpoint of a run into a hub folder.",
     )
     options.add_argument(
         "checkpoint",
@@ -55,12 +61,20 @@ def parser() -> argparse.ArgumentParser:
     )
     form = options.add_mutually_exclusive_group()
     form.add_argument(
-        "--merge", action="store_true", help="of a run with trainer.lora: its adapters added to the base (default)"
+        "--merge",
+        action="store_true",
+        help="of a run with trainer.lora: its adapters added to the base (default)",
     )
     form.add_argument(
-        "--adapter", action="store_true", help="of a run with trainer.lora: its adapters alone, as a folder of PEFT"
+        "--adapter",
+        action="store_true",
+        help="of a run with trainer.lora: its adapters alone, as a folder of PEFT",
     )
-    options.add_argument("--push-to-hub", metavar="NAME", help="upload it to this model of the hub, such as me/my-model")
+    options.add_argument(
+        "--push-to-hub",
+        metavar="NAME",
+        help="upload it to this model of the hub, such as me/my-model",
+    )
     options.add_argument(
         "--model",
         metavar="FOLDER",
@@ -80,7 +94,9 @@ def _export(options: argparse.Namespace, target: Path) -> Path:
     given: str = options.checkpoint
     if is_adapter(given):
         if options.adapter:
-            raise ConfigError("--adapter", True, f"{given} is a folder of PEFT already: leave it out")
+            raise ConfigError(
+                "--adapter", True, f"{given} is a folder of PEFT already: leave it out"
+            )
         _merge(given, options.model, target)
         return Path(given)
     run_dir, checkpoint = find_checkpoint(given)
@@ -89,15 +105,25 @@ def _export(options: argparse.Namespace, target: Path) -> Path:
     _, config = read_saved(run_dir, checkpoint)
     values, trainer = (config or {}).get("model"), (config or {}).get("trainer")
     if config is None or not isinstance(values, dict):
-        raise ConfigError("RUN_OR_CHECKPOINT", given, f"{run_dir} has no readable config.json: name a run's folder")
+        raise ConfigError(
+            "RUN_OR_CHECKPOINT",
+            given,
+            f"{run_dir} has no readable config.json: name a run's folder",
+        )
     adapters = trainer.get("lora") if isinstance(trainer, dict) else None
     lora = None if adapters is None else msgspec.convert(adapters, LoRA.Config)
     names = sorted({task.get("adapter", "") for task in config["tasks"].values()})
     if lora is None and (options.adapter or options.merge):
         name = "--adapter" if options.adapter else "--merge"
-        raise ConfigError(name, True, "the run has trained the whole model, and no adapters: leave it out")
-    model = ModelConfig(hf_assets_path=options.model or values["hf_assets_path"], flavor=values.get("flavor"))
-    export_checkpoint(checkpoint / TRAINER_FOLDER, model, target, lora=lora, names=names, adapter=options.adapter)
+        raise ConfigError(
+            name, True, "the run has trained the whole model, and no adapters: leave it out"
+        )
+    model = ModelConfig(
+        hf_assets_path=options.model or values["hf_assets_path"], flavor=values.get("flavor")
+    )
+    export_checkpoint(
+        checkpoint / TRAINER_FOLDER, model, target, lora=lora, names=names, adapter=options.adapter
+    )
     return checkpoint
 
 

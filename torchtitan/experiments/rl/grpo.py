@@ -33,7 +33,11 @@ from torchtitan.experiments.rl.process.setup import (
     run_command,
     set_up_process,
 )
-from torchtitan.experiments.rl.process.temporary import TemporaryFolder, hold_sockets, remove_left_over
+from torchtitan.experiments.rl.process.temporary import (
+    TemporaryFolder,
+    hold_sockets,
+    remove_left_over,
+)
 from torchtitan.experiments.rl.process.terminal import share_terminal
 
 
@@ -61,7 +65,9 @@ def main(arguments: list[str] | None) -> int:
         from torchtitan.experiments.rl.config.gate import pass_gate
 
         if command.resume == "auto":
-            resumed = _resumed(command, config_name=str(command.config_name), output_dir=config.output_dir)
+            resumed = _resumed(
+                command, config_name=str(command.config_name), output_dir=config.output_dir
+            )
         start = pass_gate(config, command, resumed)
     if command.dry_run:
         return 0
@@ -86,7 +92,10 @@ def _list(module: str) -> int:
     functions, groups, lines = config_functions(module), config_groups(module), []
     width = max(map(len, functions), default=0)
     named = {name for names in groups.values() for name in names}
-    for title, names in {**groups, "Others": [name for name in functions if name not in named]}.items():
+    for title, names in {
+        **groups,
+        "Others": [name for name in functions if name not in named],
+    }.items():
         if names and groups:
             lines.append(title)
         for name in names:
@@ -112,7 +121,9 @@ def _divided(command: Command, config: Any) -> Any:
     from torchtitan.experiments.rl.process.host import gpu_memory_gib
 
     checks.check(config)
-    command.overrides += checks.split_of(config, int(command.gpus or 0), gpu_gib=gpu_memory_gib() or checks.USUAL_GPU_GIB)
+    command.overrides += checks.split_of(
+        config, int(command.gpus or 0), gpu_gib=gpu_memory_gib() or checks.USUAL_GPU_GIB
+    )
     return load_config(command)
 
 

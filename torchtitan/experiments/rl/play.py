@@ -16,7 +16,12 @@ from torchtitan.experiments.rl.config.command_line import (
 )
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.printable import printable_line
-from torchtitan.experiments.rl.process.setup import of_command, quiet_libraries, run_command, set_up_process
+from torchtitan.experiments.rl.process.setup import (
+    of_command,
+    quiet_libraries,
+    run_command,
+    set_up_process,
+)
 
 
 @of_command()
@@ -37,10 +42,21 @@ def main(arguments: list[str] | None) -> int:
         "then), or a hub folder",
     )
     parser.add_argument("--task", metavar="T", help="one of its tasks (default: the first)")
-    parser.add_argument("--example", type=int, default=0, help="index in the task's dataset (default 0)")
-    parser.add_argument("--rollouts", type=int, default=1, help="rollouts of the group; you answer each, in turn (default 1)")
     parser.add_argument(
-        "--scripted", action="append", default=[], metavar="TEXT", help="a line that is entered for you; may be repeated"
+        "--example", type=int, default=0, help="index in the task's dataset (default 0)"
+    )
+    parser.add_argument(
+        "--rollouts",
+        type=int,
+        default=1,
+        help="rollouts of the group; you answer each, in turn (default 1)",
+    )
+    parser.add_argument(
+        "--scripted",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a line that is entered for you; may be repeated",
     )
     parser.add_argument(
         "--endpoint",
@@ -58,7 +74,14 @@ def _play(known: argparse.Namespace, command: Command) -> int:
     with quiet_libraries():
         from torchtitan.experiments.rl.config import checks
         from torchtitan.experiments.rl.config.run_folder import make_run_folder
-        from torchtitan.experiments.rl.tools.play import Player, answering_model, play, result_lines, save, was_left
+        from torchtitan.experiments.rl.tools.play import (
+            Player,
+            answering_model,
+            play,
+            result_lines,
+            save,
+            was_left,
+        )
 
         find_model(command)
         config = load_config(command)
@@ -67,8 +90,16 @@ def _play(known: argparse.Namespace, command: Command) -> int:
         if task not in config.tasks:
             raise ConfigError("--task", task, f"name one of {', '.join(config.tasks)}")
         checks.check(config)
-        server = None if known.endpoint is None else served_by(known, known.endpoint, "--endpoint", config)
-    player = Player(config.model.hf_assets_path, scripted=known.scripted, model=lambda: answering_model(config, server))
+        server = (
+            None
+            if known.endpoint is None
+            else served_by(known, known.endpoint, "--endpoint", config)
+        )
+    player = Player(
+        config.model.hf_assets_path,
+        scripted=known.scripted,
+        model=lambda: answering_model(config, server),
+    )
     try:
         group = play(config, task, player, example=known.example, rollouts=known.rollouts)
     except IndexError:
@@ -80,7 +111,11 @@ def _play(known: argparse.Namespace, command: Command) -> int:
     folder = Path(make_run_folder(command.run_dir, config.output_dir, f"play-{task}", keep=True))
     save(group, player, config, command, folder, example=known.example)
     print(f"saved       {printable_line(str(folder))}: the record and a test")
-    return 1 if any(rollout.status.is_error() and not was_left(rollout) for rollout in group.rollouts) else 0
+    return (
+        1
+        if any(rollout.status.is_error() and not was_left(rollout) for rollout in group.rollouts)
+        else 0
+    )
 
 
 if __name__ == "__main__":

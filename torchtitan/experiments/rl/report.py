@@ -21,14 +21,32 @@ def main(arguments: Sequence[str] | None) -> int:
         description="Pages about runs, in the browser: rewards, where rollouts went, what the model said and why. "
         "Follows a run that goes on.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder; several are shown side by side")
-    parser.add_argument("--port", type=int, default=8765, help="default %(default)s; 0: any that is free")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: this host alone; any other asks for a token)"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="a run folder; several are shown side by side",
     )
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write one HTML file that needs no server, and end")
     parser.add_argument(
-        "--sample", type=int, default=40, help="rollouts of each run in the exported file (default %(default)s)"
+        "--port", type=int, default=8765, help="default %(default)s; 0: any that is free"
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: this host alone; any other asks for a token)",
+    )
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE",
+        help="write one HTML file that needs no server, and end",
+    )
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=40,
+        help="rollouts of each run in the exported file (default %(default)s)",
     )
     options = parser.parse_args(arguments)
     from torchtitan.experiments.rl.tools.report.run import ReportedRun
@@ -52,13 +70,19 @@ def _serve(runs: Sequence, host: str, port: int) -> int:
     from torchtitan.experiments.rl.tools.report.app import report_app
 
     token = None if host in LOOPBACK else secrets.token_urlsafe(24)
-    server = uvicorn.Server(uvicorn.Config(report_app(runs, token=token), log_level="warning", access_log=False))
+    server = uvicorn.Server(
+        uvicorn.Config(report_app(runs, token=token), log_level="warning", access_log=False)
+    )
     try:
-        bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        bound = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        raise RunError(f"--port {port}: another program listens there; --port 0 takes one that is free") from error
+        raise RunError(
+            f"--port {port}: another program listens there; --port 0 takes one that is free"
+        ) from error
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{bound.getsockname()[1]}/" + (f"?token={token}" if token else "")
     for run in runs:

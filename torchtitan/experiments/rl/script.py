@@ -33,7 +33,11 @@ def train(config: RunConfig, *words: str) -> Path:
         RunError: the run failed or was stopped; the lines that were printed say why.
     """
     if config.provision.job.name == "slurm":
-        raise ConfigError("provision.job", "slurm", "put the config into a function of a module, and start it by the command")
+        raise ConfigError(
+            "provision.job",
+            "slurm",
+            "put the config into a function of a module, and start it by the command",
+        )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config"
         file.write_bytes(cloudpickle.dumps(config))
@@ -49,7 +53,9 @@ def train(config: RunConfig, *words: str) -> Path:
         )
         lines = _printed(process)
     if process.returncode or (run := _folder(lines)) is None:
-        raise RunError(f"the run ended with exit code {process.returncode}; the lines above say why (docs/operations.md)")
+        raise RunError(
+            f"the run ended with exit code {process.returncode}; the lines above say why (docs/operations.md)"
+        )
     return run
 
 

@@ -10,11 +10,23 @@ import sys
 import time
 from pathlib import Path
 
-from torchtitan.experiments.rl.config.command_line import OF_A_RUN, Command, find_model, load_config, own_options, parse_command
+from torchtitan.experiments.rl.config.command_line import (
+    OF_A_RUN,
+    Command,
+    find_model,
+    load_config,
+    own_options,
+    parse_command,
+)
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.observability.console import near, typed_command
 from torchtitan.experiments.rl.printable import printable_line
-from torchtitan.experiments.rl.process.setup import of_command, quiet_libraries, run_command, set_up_process
+from torchtitan.experiments.rl.process.setup import (
+    of_command,
+    quiet_libraries,
+    run_command,
+    set_up_process,
+)
 
 
 @of_command()
@@ -54,11 +66,30 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, Command, float]:
         "lognormal:mean=512,sigma=0.8,tail=0,times=8,prompt=200,turns=1,env_s=0",
     )
     add("--device", default="H100", help="A100, H100 (default) or H200")
-    add("--failures", default="0/day", metavar="N/day", help="deaths of hosts, of all together (default: none)")
-    add("--hosts-at-once", type=int, default=1, metavar="N", help="hosts that die together (default: 1)")
+    add(
+        "--failures",
+        default="0/day",
+        metavar="N/day",
+        help="deaths of hosts, of all together (default: none)",
+    )
+    add(
+        "--hosts-at-once",
+        type=int,
+        default=1,
+        metavar="N",
+        help="hosts that die together (default: 1)",
+    )
     add("--repair-s", type=float, default=600.0, help="until there is a host again (default: 600)")
-    add("--survive", action="store_true", help="a generator's host that dies does not end the run, as it does today")
-    add("--sweep", metavar="FIELDS", help="replicas, max_offpolicy_steps or both: short runs, the best first")
+    add(
+        "--survive",
+        action="store_true",
+        help="a generator's host that dies does not end the run, as it does today",
+    )
+    add(
+        "--sweep",
+        metavar="FIELDS",
+        help="replicas, max_offpolicy_steps or both: short runs, the best first",
+    )
     add("--no-sensitivity", action="store_true", help="leave out the fields that matter most")
     options, rest = own_options(parser, arguments, refused=OF_A_RUN)
     per_day = re.fullmatch(r"(\d+(?:\.\d+)?)/day", options.failures)
@@ -80,9 +111,14 @@ def _simulate(options: argparse.Namespace, command: Command, per_day: float) -> 
     if options.device not in study.DEVICES:
         raise ConfigError("--device", options.device, f"want one of {', '.join(study.DEVICES)}")
     failures = study.Failures(
-        per_day=per_day, hosts=options.hosts_at_once, end_run=not options.survive, repair_s=options.repair_s
+        per_day=per_day,
+        hosts=options.hosts_at_once,
+        end_run=not options.survive,
+        repair_s=options.repair_s,
     )
-    setting = study.Setting(config=config, lengths=lengths_of(options.lengths), device=options.device, failures=failures)
+    setting = study.Setting(
+        config=config, lengths=lengths_of(options.lengths), device=options.device, failures=failures
+    )
     engines = config.generator.replicas * config.generator.engine.tensor_parallel_degree
     gpus = command.gpus or config.trainer.ranks + engines
     if command.gpus is not None:
@@ -96,7 +132,11 @@ def _simulate(options: argparse.Namespace, command: Command, per_day: float) -> 
         print("\n".join(study.sweep(setting, options.sweep.split(","), gpus)))
         return 0
     setting.rates()  # what can't run has no folder
-    run_dir = Path(make_run_folder(command.run_dir, config.output_dir, f"simulate-{command.config_name}", keep=True))
+    run_dir = Path(
+        make_run_folder(
+            command.run_dir, config.output_dir, f"simulate-{command.config_name}", keep=True
+        )
+    )
     save_config(run_dir, setting.config)
     began = time.monotonic()
     print(

@@ -10,7 +10,16 @@ Shape suffixes: B rows of a batch, L tokens of a row or sample, T tokens of a ro
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    TypeVar,
+    get_args,
+    get_type_hints,
+)
 
 import numpy as np
 
@@ -43,7 +52,11 @@ class Stream:
 
     def padding(self, length: int, given: np.ndarray | None) -> np.ndarray:
         """``fill`` for ``length`` tokens, in the dtype and the sizes of ``given`` where samples decide on them."""
-        like = np.empty((0,) * (1 + self.dims), self.dtype) if given is None or not self.dims else given
+        like = (
+            np.empty((0,) * (1 + self.dims), self.dtype)
+            if given is None or not self.dims
+            else given
+        )
         return np.full((length, *like.shape[1:]), self.fill).astype(like.dtype)
 
 
@@ -77,15 +90,25 @@ class TokenStreams(Generic[Array, OptionalArray]):
     role_ids: Annotated[OptionalArray, Stream(dtype=np.int8, fill=-1, in_loss=False)] = NONE
     """Whose message the token belongs to, an index into ROLES; -1 on template outside any message. Sampled tokens are the
     assistant's. None: not known."""
-    advantages: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)] = NONE
+    advantages: Annotated[
+        OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)
+    ] = NONE
     """None is legal only where no token has an rl weight."""
-    rl_weights: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True, like="loss_mask")] = NONE
+    rl_weights: Annotated[
+        OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True, like="loss_mask")
+    ] = NONE
     """None means 1.0 on every loss-mask token."""
-    ce_weights: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)] = NONE
+    ce_weights: Annotated[
+        OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)
+    ] = NONE
     """None means 0.0 everywhere."""
-    ref_kl_weights: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)] = NONE
+    ref_kl_weights: Annotated[
+        OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)
+    ] = NONE
     """None means 0.0 everywhere."""
-    ref_logprobs: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)] = NONE
+    ref_logprobs: Annotated[
+        OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)
+    ] = NONE
     """Log-probability of the same token under the reference model; needed where ref_kl_weights is not 0."""
     routes: Annotated[OptionalArray, Stream(dtype=np.uint8, fill=-1, in_loss=False, dims=2)] = NONE
     """[..., layers, k]: the experts that computed the token in the generator, where it was an input. The largest value of the
@@ -93,7 +116,8 @@ class TokenStreams(Generic[Array, OptionalArray]):
 
 
 STREAMS: dict[str, Stream] = {
-    name: hint.__metadata__[0] for name, hint in get_type_hints(TokenStreams, include_extras=True).items()
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(TokenStreams, include_extras=True).items()
 }
 """The declaration of each stream by its name, in the order of the fields."""
 
@@ -173,7 +197,9 @@ class PrefixTrees:
 
     def of_each(self, values: torch.Tensor) -> torch.Tensor:
         """[B, L]: of each token of the batch the value, [B, T], of the token that stands for it."""
-        return values.flatten().index_select(0, self.slots.flatten().clamp(min=0)).view_as(self.slots)
+        return (
+            values.flatten().index_select(0, self.slots.flatten().clamp(min=0)).view_as(self.slots)
+        )
 
     def to(self, device: torch.device | str) -> PrefixTrees:
         return PrefixTrees(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
@@ -212,7 +238,9 @@ class TrainingBatch(TokenStreams["torch.Tensor", "torch.Tensor"]):
 
     def to(self, device: torch.device | str) -> TrainingBatch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {k: v.to(device) if hasattr(v, "to") else v for k, v in values.items()}
+        moved: dict[str, Any] = {
+            k: v.to(device) if hasattr(v, "to") else v for k, v in values.items()
+        }
         return TrainingBatch(**moved)
 
 

@@ -109,7 +109,9 @@ class Algorithm(UserConfigurable):
                     "use an algorithm that feeds ce, such as SFT",
                 )
 
-    def check_example(self, example: DataSample, *, field: str, max_rollout_tokens: int, max_model_len: int) -> None:
+    def check_example(
+        self, example: DataSample, *, field: str, max_rollout_tokens: int, max_model_len: int
+    ) -> None:
         """Refuse an example that nothing can be learned from. Called with the task's first, before any process starts.
 
         Args:
@@ -162,20 +164,30 @@ class GroupRewards(Algorithm):
         """Cost of a token in a tool's response, for "tokens"."""
 
         def needs_roles(self) -> str | None:
-            return "tool_token_weight" if self.length_penalty == "tokens" and self.tool_token_weight > 0 else None
+            return (
+                "tool_token_weight"
+                if self.length_penalty == "tokens" and self.tool_token_weight > 0
+                else None
+            )
 
         def validate(self, *, field: str, **context) -> None:
             super(GroupRewards.Config, self).validate(field=field, **context)
-            if self.length_penalty == "tokens" and not (self.completion_token_weight or self.tool_token_weight):
+            if self.length_penalty == "tokens" and not (
+                self.completion_token_weight or self.tool_token_weight
+            ):
                 raise ConfigError(
-                    f"{field}.length_penalty", self.length_penalty, "both token weights are 0, so nothing has a cost: raise one"
+                    f"{field}.length_penalty",
+                    self.length_penalty,
+                    "both token weights are 0, so nothing has a cost: raise one",
                 )
 
     config: Config
 
     def score_group(self, group: RolloutGroup) -> None:
         if group.scored:
-            for rollout, advantage in zip(group.scored, self.advantages(self.shaped_rewards(group)), strict=True):
+            for rollout, advantage in zip(
+                group.scored, self.advantages(self.shaped_rewards(group)), strict=True
+            ):
                 rollout.assign_advantages(float(advantage))
 
     def advantages(self, rewards: np.ndarray) -> np.ndarray:
@@ -221,14 +233,22 @@ def tool_response_tokens(rollout: Rollout) -> int:
     count = 0
     for turn, span in turn_spans(rollout.turns):
         added = slice(span.new, span.completion)
-        count += int(np.sum((turn.prompt_role_ids[added] == ROLE_IDS["tool"]) & turn.prompt_is_content[added]))
+        count += int(
+            np.sum(
+                (turn.prompt_role_ids[added] == ROLE_IDS["tool"]) & turn.prompt_is_content[added]
+            )
+        )
     return count
 
 
-Teacher = Annotated[ModelReference, Cure("name a FrozenModel (a server) or a HostedModel (a checkpoint)")]
+Teacher = Annotated[
+    ModelReference, Cure("name a FrozenModel (a server) or a HostedModel (a checkpoint)")
+]
 
 
-def check_frozen(model: ModelReference, *, field: str, why: str, max_rollout_tokens: int | None) -> None:
+def check_frozen(
+    model: ModelReference, *, field: str, why: str, max_rollout_tokens: int | None
+) -> None:
     """Refuse a reference that names no frozen model, or one that can't score the longest sample.
 
     Args:
@@ -238,9 +258,15 @@ def check_frozen(model: ModelReference, *, field: str, why: str, max_rollout_tok
         ConfigError: by field, value and cure.
     """
     if not isinstance(model, FrozenModel | HostedModel):
-        raise ConfigError(field, model, f"{why}: name a FrozenModel (a server) or a HostedModel (a checkpoint)")
+        raise ConfigError(
+            field, model, f"{why}: name a FrozenModel (a server) or a HostedModel (a checkpoint)"
+        )
     model.validate(field=field)
-    if isinstance(model, HostedModel) and max_rollout_tokens is not None and model.engine.max_model_len <= max_rollout_tokens:
+    if (
+        isinstance(model, HostedModel)
+        and max_rollout_tokens is not None
+        and model.engine.max_model_len <= max_rollout_tokens
+    ):
         cure = f"must be above the task's env.max_rollout_tokens = {max_rollout_tokens}, to score a sample of that length"
         raise ConfigError(f"{field}.engine.max_model_len", model.engine.max_model_len, cure)
 

@@ -48,14 +48,18 @@ class Echo(GRPO):
             super(Echo.Config, self).validate(field=field, **context)
             if not (self.alpha or self.tool_names):
                 raise ConfigError(
-                    f"{field}.alpha", self.alpha, 'no role has a weight: name one, such as {"tool": 0.1}, or use GRPO'
+                    f"{field}.alpha",
+                    self.alpha,
+                    'no role has a weight: name one, such as {"tool": 0.1}, or use GRPO',
                 )
 
     config: Config
 
     async def score_rollout(self, rollout: Rollout) -> None:
         ce_weights = [np.zeros(len(sample), np.float32) for sample in rollout.samples]
-        alpha = np.array([*(self.config.alpha.get(role, 0.0) for role in ROLES), 0.0], np.float32)  # -1, no role, is the last
+        alpha = np.array(
+            [*(self.config.alpha.get(role, 0.0) for role in ROLES), 0.0], np.float32
+        )  # -1, no role, is the last
         for turn, span in turn_spans(rollout.turns):
             if span.new == 0:  # a sample's first prompt: nothing was sampled before it
                 continue
@@ -63,7 +67,10 @@ class Echo(GRPO):
             if self.config.tool_names and turn.prompt_message_indices is not None:
                 names = [*tool_names(turn.prompt_messages), None]  # -1, of no message, is the last
                 by_tool = self.config.tool_names
-                of_message = np.array([-1.0 if name is None else by_tool.get(name, -1.0) for name in names], np.float32)
+                of_message = np.array(
+                    [-1.0 if name is None else by_tool.get(name, -1.0) for name in names],
+                    np.float32,
+                )
                 by_name = of_message[turn.prompt_message_indices]
                 weights = np.where(by_name < 0, weights, by_name)
             weights = weights * turn.prompt_is_content
@@ -83,9 +90,13 @@ def checked_mask(mask: object, tokens: int) -> np.ndarray:
     """
     array = np.asarray(mask)
     if array.dtype != np.bool_:
-        raise TypeError(f"keep returned {array.dtype} values, want one bool, or one for each token of the turn's prompt")
+        raise TypeError(
+            f"keep returned {array.dtype} values, want one bool, or one for each token of the turn's prompt"
+        )
     if array.shape not in ((), (tokens,)):
-        raise ValueError(f"keep returned the shape {array.shape}, want one bool, or {tokens}: the tokens of the turn's prompt")
+        raise ValueError(
+            f"keep returned the shape {array.shape}, want one bool, or {tokens}: the tokens of the turn's prompt"
+        )
     return array
 
 

@@ -5,7 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from torchtitan.experiments.rl.algorithms.base import Algorithm, Teacher, check_frozen, connect, set_ref_kl_streams
+from torchtitan.experiments.rl.algorithms.base import (
+    Algorithm,
+    Teacher,
+    check_frozen,
+    connect,
+    set_ref_kl_streams,
+)
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel, LivePolicy
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
@@ -53,6 +59,8 @@ class OPD(Algorithm):
         self._teacher = await connect(policy, self.config.teacher)
 
     async def score_rollout(self, rollout: Rollout) -> None:
-        references = await asyncio.gather(*(contained(self._teacher.score(sample.token_ids)) for sample in rollout.samples))
+        references = await asyncio.gather(
+            *(contained(self._teacher.score(sample.token_ids)) for sample in rollout.samples)
+        )
         for sample, ref_logprobs in zip(rollout.samples, references, strict=True):
             set_ref_kl_streams(sample, ref_logprobs)

@@ -60,7 +60,9 @@ class OPSD(Algorithm):
             super(OPSD.Config, self).validate(field=field, **context)
             if "{demonstration}" not in self.template:
                 raise ConfigError(
-                    f"{field}.template", self.template, "has no {demonstration}, so the KL would be about nothing"
+                    f"{field}.template",
+                    self.template,
+                    "has no {demonstration}, so the KL would be about nothing",
                 )
 
     config: Config
@@ -81,11 +83,18 @@ class OPSD(Algorithm):
                 sample.ref_kl_weights = sample.loss_mask.astype(np.float32)
                 sample.rl_weights = np.zeros(len(sample), np.float32)
             return
-        scores = (self._score(sample, first[index], demonstration) for index, sample in enumerate(rollout.samples))
-        for sample, ref_logprobs in zip(rollout.samples, await asyncio.gather(*scores), strict=True):
+        scores = (
+            self._score(sample, first[index], demonstration)
+            for index, sample in enumerate(rollout.samples)
+        )
+        for sample, ref_logprobs in zip(
+            rollout.samples, await asyncio.gather(*scores), strict=True
+        ):
             set_ref_kl_streams(sample, ref_logprobs)
 
-    async def _score(self, sample: TrainingSample, turn: RolloutTurn, demonstration: str) -> np.ndarray:
+    async def _score(
+        self, sample: TrainingSample, turn: RolloutTurn, demonstration: str
+    ) -> np.ndarray:
         """float32 [L]: log-probabilities of the sample's tokens after its first prompt, behind the demonstration; 0 before."""
         token_ids, prompt = self._conditioned(sample, turn, demonstration)
         try:
@@ -93,16 +102,22 @@ class OPSD(Algorithm):
                 logprobs = await contained(self._policy.score(token_ids))
         except RunError as error:
             added = prompt - len(turn.prompt_token_ids)
-            raise RunError(f"{len(token_ids)} tokens, {added} of them for the demonstration: {error}") from error
+            raise RunError(
+                f"{len(token_ids)} tokens, {added} of them for the demonstration: {error}"
+            ) from error
         return np.concatenate([np.zeros(len(turn.prompt_token_ids), np.float32), logprobs[prompt:]])
 
-    def _conditioned(self, sample: TrainingSample, turn: RolloutTurn, demonstration: str) -> tuple[np.ndarray, int]:
+    def _conditioned(
+        self, sample: TrainingSample, turn: RolloutTurn, demonstration: str
+    ) -> tuple[np.ndarray, int]:
         """int32: the sample behind the demonstration, and how many tokens stand before what was sampled first."""
         if self.config.place == "system":
             prompt = [*self.block(demonstration), *turn.prompt_token_ids.tolist()]
         else:
             messages = self.demonstrated(turn.prompt_messages, demonstration)
-            prompt = self.renderer.render(messages, tools=turn.tools, add_generation_prompt=True).token_ids
+            prompt = self.renderer.render(
+                messages, tools=turn.tools, add_generation_prompt=True
+            ).token_ids
         rest = sample.token_ids[len(turn.prompt_token_ids) :]
         return np.concatenate([np.asarray(prompt, np.int32), rest]), len(prompt)
 
@@ -126,17 +141,26 @@ class OPSD(Algorithm):
         check_unicode(text, f"the demonstration of data sample {example and example.sample_id!r}")
         return text
 
-    def check_example(self, example: DataSample, *, field: str, max_rollout_tokens: int, max_model_len: int) -> None:
+    def check_example(
+        self, example: DataSample, *, field: str, max_rollout_tokens: int, max_model_len: int
+    ) -> None:
         """Refuse an example without a demonstration, and one whose demonstration leaves too little of the generators' context.
 
         Demonstrations that are made from rollouts, or are a field of them, are not there yet.
         """
         text, of_rollouts = "", {entry.name for entry in fields(Rollout)}
-        if type(self).demonstration is OPSD.demonstration and self.config.demonstration_key not in of_rollouts:
+        if (
+            type(self).demonstration is OPSD.demonstration
+            and self.config.demonstration_key not in of_rollouts
+        ):
             try:
                 text = self._demonstration_in(example, None)
             except ValueError as error:
-                raise ConfigError(f"{field}.algorithm.demonstration_key", self.config.demonstration_key, str(error)) from None
+                raise ConfigError(
+                    f"{field}.algorithm.demonstration_key",
+                    self.config.demonstration_key,
+                    str(error),
+                ) from None
         if self.config.place == "system":
             added = len(self.block(text))
         else:
@@ -156,14 +180,25 @@ class OPSD(Algorithm):
     def block(self, demonstration: str) -> list[int]:
         """The demonstration as a system message, in tokens: what goes before a sample that stays as it is."""
         text = self.config.template.replace("{demonstration}", demonstration).strip()
-        return self.renderer.render([{"role": "system", "content": text}], add_generation_prompt=False).token_ids
+        return self.renderer.render(
+            [{"role": "system", "content": text}], add_generation_prompt=False
+        ).token_ids
 
     def demonstrated(self, messages: list[Message], demonstration: str) -> list[Message]:
         """The conversation with the demonstration in it: at the end of its last user message."""
         addition = self.config.template.replace("{demonstration}", demonstration)
-        last = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=None)
+        last = max(
+            (index for index, message in enumerate(messages) if message["role"] == "user"),
+            default=None,
+        )
         if last is None:
-            raise ValueError("the prompt has no user message to add the demonstration to: override OPSD.demonstrated")
+            raise ValueError(
+                "the prompt has no user message to add the demonstration to: override OPSD.demonstrated"
+            )
         content = messages[last]["content"]
-        content = content + addition if isinstance(content, str) else [*content, {"type": "text", "text": addition}]
+        content = (
+            content + addition
+            if isinstance(content, str)
+            else [*content, {"type": "text", "text": addition}]
+        )
         return [*messages[:last], {**messages[last], "content": content}, *messages[last + 1 :]]

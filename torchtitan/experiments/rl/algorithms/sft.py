@@ -81,4 +81,6 @@ class StaticSFT(Algorithm):
     config: Config
 
     async def score_rollout(self, rollout: Rollout) -> None:
-        raise ValueError("StaticSFT learns from conversations of a dataset: use a DemonstrationTask, or SFT and a teacher")
+        raise ValueError(
+            "StaticSFT learns from conversations of a dataset: use a DemonstrationTask, or SFT and a teacher"
+        )

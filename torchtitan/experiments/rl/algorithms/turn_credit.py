@@ -37,7 +37,9 @@ class TurnCredit(Algorithm):
     config: Config
 
     def score_group(self, group: RolloutGroup) -> None:
-        if not self.config.outcome_weight and not any(self._rewarded(rollout) for rollout in group.scored):
+        if not self.config.outcome_weight and not any(
+            self._rewarded(rollout) for rollout in group.scored
+        ):
             named = f"among {self.config.components}" if self.config.components else "at all"
             raise ValueError(
                 f"the env rewarded no turn of the group ({named}): return reward_components from step_message, or set "
@@ -52,7 +54,9 @@ class TurnCredit(Algorithm):
             for index, advantage in zip(reached, centered(at_k) / scale, strict=True):
                 advantages[index][k] = advantage
         for rollout, own in zip(group.scored, advantages, strict=True):
-            sampled = [0 if turn.untrained else len(turn.completion.token_ids) for turn in rollout.turns]
+            sampled = [
+                0 if turn.untrained else len(turn.completion.token_ids) for turn in rollout.turns
+            ]
             rollout.assign_advantages(np.repeat(own, sampled).tolist())
 
     def _rewarded(self, rollout: Rollout) -> bool:
@@ -64,7 +68,10 @@ class TurnCredit(Algorithm):
     def _returns(self, rollout: Rollout) -> np.ndarray:
         """R_k of each turn: float64 [turns]."""
         returns = np.array(
-            [sum(value for name, value in turn.reward_components.items() if self._counts(name)) for turn in rollout.turns],
+            [
+                sum(value for name, value in turn.reward_components.items() if self._counts(name))
+                for turn in rollout.turns
+            ],
             float,
         )
         if len(returns) and rollout.reward is not None:

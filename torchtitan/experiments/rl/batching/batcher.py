@@ -47,11 +47,15 @@ class BatchPlan:
     samples: list[list[list[Sequence[TrainingSample]]]] = field(default_factory=list)
     """[data-parallel rank][microbatch][row]: the samples in the order in which they lie in the row, from its first token on."""
 
-    def of_samples(self, values: Sequence[Sequence[np.ndarray]]) -> Iterator[tuple[TrainingSample, np.ndarray]]:
+    def of_samples(
+        self, values: Sequence[Sequence[np.ndarray]]
+    ) -> Iterator[tuple[TrainingSample, np.ndarray]]:
         """Each sample with its part, [L] of its own length, of ``values``: [data-parallel rank][microbatch], each [B, L]."""
         for of_rank, parts in zip(self.samples, values, strict=True):
             for rows, batch in zip(of_rank, parts, strict=True):
-                for samples, row in zip(rows, batch, strict=False):  # a batch without rows has one of padding
+                for samples, row in zip(
+                    rows, batch, strict=False
+                ):  # a batch without rows has one of padding
                     at = 0
                     for sample in samples:
                         yield sample, row[at : at + len(sample)]
@@ -80,10 +84,15 @@ class Batcher(Configurable):
     def __init__(self, config: Config, *, positions: int | None = None):
         """``positions``: of the model, where a row is longer."""
         self.config = config
-        self._longest = config.row_length if positions is None else min(positions, config.row_length)
+        self._longest = (
+            config.row_length if positions is None else min(positions, config.row_length)
+        )
 
     def fits(self, sample: TrainingSample) -> bool:
-        return max(len(sample), 0 if sample.reference_ids is None else len(sample.reference_ids)) <= self._longest
+        return (
+            max(len(sample), 0 if sample.reference_ids is None else len(sample.reference_ids))
+            <= self._longest
+        )
 
     def oversized(self, samples: Sequence[TrainingSample]) -> bool:
         """Whether any of a rollout's samples doesn't fit, so that the rollout can't be trained on whole."""
@@ -114,11 +123,22 @@ class Batcher(Configurable):
             for rank, parts in enumerate(split):
                 laid_out[rank] += parts
                 microbatches[rank] += [
-                    fill(rows, task_names, self.config.row_length, conditioned=conditioned, adapter=adapter) for rows in parts
+                    fill(
+                        rows,
+                        task_names,
+                        self.config.row_length,
+                        conditioned=conditioned,
+                        adapter=adapter,
+                    )
+                    for rows in parts
                 ]
         every_row = [row for parts in laid_out for rows in parts for row in rows]
         tokens, computed = sum(map(len, samples)), sum(row.tokens for row in every_row)
-        slots = sum((batch.trees or batch).token_ids.numel() for of_rank in microbatches for batch in of_rank)
+        slots = sum(
+            (batch.trees or batch).token_ids.numel()
+            for of_rank in microbatches
+            for batch in of_rank
+        )
         return BatchPlan(
             microbatches=microbatches,
             efficiency=computed / slots,
@@ -128,25 +148,43 @@ class Batcher(Configurable):
             samples=[[[row.samples for row in rows] for rows in parts] for parts in laid_out],
         )
 
-    def _candidates(self, samples: Sequence[TrainingSample], ranks: int) -> Iterator[list[list[Row]]]:
+    def _candidates(
+        self, samples: Sequence[TrainingSample], ranks: int
+    ) -> Iterator[list[list[Row]]]:
         """Ways to pack and share out the rows. They differ in how large trees may be: large ones share most, small ones fill
         rows and ranks evenly."""
         order, shared = list(range(len(samples))), np.zeros(len(samples), np.int64)
         if self.config.share_prefixes:
-            tree_order, tree_shared = prefix_order([(sample.temperature, prefix_tokens(sample)) for sample in samples])
+            tree_order, tree_shared = prefix_order(
+                [(sample.temperature, prefix_tokens(sample)) for sample in samples]
+            )
             if tree_shared.sum() >= _LEAST_SHARED * sum(map(len, samples)) > 0:
                 order, shared = tree_order, tree_shared
-        lengths, sharing = np.array([len(samples[index]) for index in order], np.int64), bool(shared.any())
+        lengths, sharing = (
+            np.array([len(samples[index]) for index in order], np.int64),
+            bool(shared.any()),
+        )
         for halvings in range(_TREE_SIZES):
             units = tree_units(lengths, shared, self.config.row_length >> halvings)
             starts = np.array([unit.start for unit in units], np.int64)
-            sizes = (np.add.reduceat(lengths - shared, starts) + shared[starts]).tolist() if units else []
+            sizes = (
+                (np.add.reduceat(lengths - shared, starts) + shared[starts]).tolist()
+                if units
+                else []
+            )
             rows = []
             for packed in self._rows(sizes, ranks):
                 places = [place for unit in packed for place in units[unit]]
-                own = shared_in_row(places, lengths, shared).tolist() if sharing else [0] * len(places)
+                own = (
+                    shared_in_row(places, lengths, shared).tolist()
+                    if sharing
+                    else [0] * len(places)
+                )
                 rows.append(Row(samples=[samples[order[place]] for place in places], shared=own))
-            yield [[rows[row] for row in share] for share in balance_rows([row.cost for row in rows], ranks)]
+            yield [
+                [rows[row] for row in share]
+                for share in balance_rows([row.cost for row in rows], ranks)
+            ]
             if len(units) == len(samples):
                 return
 
@@ -159,13 +197,18 @@ class Batcher(Configurable):
     def _split(self, shares: list[list[Row]]) -> list[list[list[Row]]]:
         """[rank][microbatch]: rows. A rank's microbatches differ by at most 1 row, longer ones first; some may be empty."""
         count = max(1, -(-max(map(len, shares)) // self.config.rows_per_microbatch))
-        return [[[share[row] for row in part] for part in np.array_split(range(len(share)), count)] for share in shares]
+        return [
+            [[share[row] for row in part] for part in np.array_split(range(len(share)), count)]
+            for share in shares
+        ]
 
     def _cost(self, shares: list[list[Row]]) -> float:
         """Of the rank that has most to compute, padding included."""
 
         def cost(part: list[Row]) -> float:
-            return sum(row.cost - row.tokens for row in part) + len(part) * padded_length(part, self.config.row_length)
+            return sum(row.cost - row.tokens for row in part) + len(part) * padded_length(
+                part, self.config.row_length
+            )
 
         return max(sum(map(cost, parts)) for parts in self._split(shares))
 

@@ -9,7 +9,13 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from torchtitan.experiments.rl.types import STREAMS, PrefixTrees, Stream, TrainingBatch, TrainingSample
+from torchtitan.experiments.rl.types import (
+    STREAMS,
+    PrefixTrees,
+    Stream,
+    TrainingBatch,
+    TrainingSample,
+)
 
 ATTENTION_COST = 1 / 32768
 """Cost of a sample of n tokens is n + ATTENTION_COST * n²: one unit is a token's share of the linear layers.
@@ -76,7 +82,8 @@ def row_cost(lengths: Sequence[int], shared: Sequence[int] | None = None) -> flo
     """
     shared = [0] * len(lengths) if shared is None else shared
     return sum(
-        length - own + ATTENTION_COST * (length * length - own * own) for length, own in zip(lengths, shared, strict=True)
+        length - own + ATTENTION_COST * (length * length - own * own)
+        for length, own in zip(lengths, shared, strict=True)
     )
 
 
@@ -109,7 +116,10 @@ def prefix_tokens(sample: TrainingSample) -> np.ndarray:
     ids = sample.token_ids.astype(np.int32, copy=False)
     if sample.routes is None:
         return ids
-    parts = [np.ascontiguousarray(part).reshape(len(ids), -1).view(np.uint8) for part in (ids, sample.routes)]
+    parts = [
+        np.ascontiguousarray(part).reshape(len(ids), -1).view(np.uint8)
+        for part in (ids, sample.routes)
+    ]
     both = np.concatenate(parts, axis=1)
     return both.view(f"V{both.shape[1]}")[:, 0]
 
@@ -136,7 +146,9 @@ def prefix_order(samples: Sequence[tuple[float, np.ndarray]]) -> tuple[list[int]
             # Any order of the tokens will do, so their bytes are compared as they are.
             alike.sort(key=lambda index: samples[index][1].tobytes())
             pairs = zip(alike, alike[1:], strict=False)
-            shared[len(order) + 1 : len(order) + len(alike)] = [_common(samples[i][1], samples[j][1]) for i, j in pairs]
+            shared[len(order) + 1 : len(order) + len(alike)] = [
+                _common(samples[i][1], samples[j][1]) for i, j in pairs
+            ]
         order += alike
     return order, shared
 
@@ -208,7 +220,12 @@ def padded_length(rows: Sequence[Row], row_length: int) -> int:
 
 
 def fill(
-    rows: Sequence[Row], task_names: tuple[str, ...], row_length: int, *, conditioned: bool = False, adapter: str = ""
+    rows: Sequence[Row],
+    task_names: tuple[str, ...],
+    row_length: int,
+    *,
+    conditioned: bool = False,
+    adapter: str = "",
 ) -> TrainingBatch:
     """The microbatch of these rows, one row of padding where there is none.
 
@@ -241,19 +258,34 @@ def fill(
             if values is None and sample is not None and declared.like is not None:
                 values = getattr(sample, declared.like)
             given.append(values)
-        absent = declared.padding(length, next((values for values in given if values is not None), None))
-        parts = [absent[:size] if values is None else values for values, size in zip(given, sizes, strict=True)]
-        return shaped(np.concatenate(parts, out=np.empty((len(rows) * length, *absent.shape[1:]), absent.dtype)))
+        absent = declared.padding(
+            length, next((values for values in given if values is not None), None)
+        )
+        parts = [
+            absent[:size] if values is None else values
+            for values, size in zip(given, sizes, strict=True)
+        ]
+        return shaped(
+            np.concatenate(
+                parts, out=np.empty((len(rows) * length, *absent.shape[1:]), absent.dtype)
+            )
+        )
 
     def constant(values: list[float] | list[int], dtype: type) -> torch.Tensor:
         return shaped(np.repeat(np.array(values, dtype), sizes))
 
-    ramp = np.arange(length, dtype=np.int32) % row_length  # padding may be longer than the model has positions for
+    ramp = (
+        np.arange(length, dtype=np.int32) % row_length
+    )  # padding may be longer than the model has positions for
     task_ids = {name: index for index, name in enumerate(task_names)}
     return TrainingBatch(
         positions=shaped(np.concatenate([ramp[:size] for size in sizes])),
-        temperatures=constant([1.0 if sample is None else sample.temperature for sample in pieces], np.float32),
-        task_ids=constant([-1 if sample is None else task_ids[sample.task_name] for sample in pieces], np.int32),
+        temperatures=constant(
+            [1.0 if sample is None else sample.temperature for sample in pieces], np.float32
+        ),
+        task_ids=constant(
+            [-1 if sample is None else task_ids[sample.task_name] for sample in pieces], np.int32
+        ),
         task_names=task_names,
         adapter=adapter,
         trees=_trees(rows, length, row_length) if any(any(row.shared) for row in rows) else None,
@@ -297,7 +329,10 @@ def _conditioned(rows: Sequence[Row], length: int, row_length: int) -> PrefixTre
             end += len(ids)
             scored = len(sample) - int(np.argmax(sample.loss_mask)) if sample.loss_mask.any() else 0
             own[len(sample) - scored :] = np.arange(end - scored, end)
-    laid = [[(places[index][1], 0, places[index][0].temperature) for index in indices] for indices in packed]
+    laid = [
+        [(places[index][1], 0, places[index][0].temperature) for index in indices]
+        for indices in packed
+    ]
     return _laid_out(laid, width, slots)
 
 
@@ -314,7 +349,10 @@ def _laid_out(rows: Sequence[Sequence[Piece]], width: int, slots: np.ndarray) ->
         filled = 0
         for ids, first, temperature in row:
             end = filled + len(ids) - first
-            token_ids[number, filled:end], positions[number, filled:end] = ids[first:], np.arange(first, len(ids))
+            token_ids[number, filled:end], positions[number, filled:end] = (
+                ids[first:],
+                np.arange(first, len(ids)),
+            )
             temperatures[number, filled:end] = temperature
             filled = end
         positions[number, filled:] = np.arange(width - filled)

@@ -25,7 +25,9 @@ def finite_float(value: Any) -> float | None:
 
 def first_non_finite(values: np.ndarray) -> int | None:
     """Index of the first NaN or infinity of a float [T]; None where all are finite."""
-    if math.isfinite(np.add.reduce(values)):  # one pass instead of two; a NaN or infinity is never summed away
+    if math.isfinite(
+        np.add.reduce(values)
+    ):  # one pass instead of two; a NaN or infinity is never summed away
         return None
     wrong = np.flatnonzero(~np.isfinite(values))
     return int(wrong[0]) if len(wrong) else None  # None: finite values whose sum overflows
@@ -44,12 +46,16 @@ def checked_stream(name: str, values: Any, length: int) -> np.ndarray:
     try:
         array = np.asarray(values)
     except BaseException:  # lists of unequal lengths; a user's class may raise anything
-        raise ValueError(f"{name} is a {type(values).__name__} that is no array: {wanted}") from None
+        raise ValueError(
+            f"{name} is a {type(values).__name__} that is no array: {wanted}"
+        ) from None
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{name} has a {type(values).__name__} of dtype {array.dtype}: {wanted}")
     if array.shape != (length,):
         raise ValueError(f"{name} has shape {array.shape}: {wanted}")
-    with np.errstate(over="ignore", invalid="ignore"):  # too large for float32 becomes infinite, which is refused after this
+    with np.errstate(
+        over="ignore", invalid="ignore"
+    ):  # too large for float32 becomes infinite, which is refused after this
         return array.astype(dtype)
 
 
@@ -79,7 +85,9 @@ def check_trainable(sample: TrainingSample) -> None:
     check_sample(sample)
 
 
-def _check_finite(sample: TrainingSample, name: str, weights: np.ndarray | None, mask: np.ndarray | None = None) -> None:
+def _check_finite(
+    sample: TrainingSample, name: str, weights: np.ndarray | None, mask: np.ndarray | None = None
+) -> None:
     """
     Args:
         weights: the stream is read where they are not 0; None: everywhere.
@@ -93,7 +101,9 @@ def _check_finite(sample: TrainingSample, name: str, weights: np.ndarray | None,
         read &= mask
     wrong = np.flatnonzero(read & ~np.isfinite(values))
     if len(wrong):
-        raise ValueError(f"{name} is {values[wrong[0]]} at token {wrong[0]}, want a finite number that {values.dtype} holds")
+        raise ValueError(
+            f"{name} is {values[wrong[0]]} at token {wrong[0]}, want a finite number that {values.dtype} holds"
+        )
 
 
 NO_REFERENCE = "has tokens with a ref_kl weight and no ref_logprobs: its algorithm must set them"
@@ -111,11 +121,15 @@ def check_sample(sample: TrainingSample) -> None:
     for stream in STREAMS:
         values = getattr(sample, stream)
         if values is not None and len(values) != length:
-            raise ValueError(f"{_named(sample)} has {length} token_ids and {len(values)} {stream}: they must be aligned")
+            raise ValueError(
+                f"{_named(sample)} has {length} token_ids and {len(values)} {stream}: they must be aligned"
+            )
     if missing := missing_credit(sample):
         raise ValueError(f"{_named(sample)} {missing}")
     if sample.reference_ids is not None and not _ends_alike(sample.reference_ids, sample):
-        raise ValueError(f"{_named(sample)} has reference_ids that do not end as it does, from its first sampled token on")
+        raise ValueError(
+            f"{_named(sample)} has reference_ids that do not end as it does, from its first sampled token on"
+        )
     check_weights(sample)
 
 
@@ -130,8 +144,12 @@ def check_weights(sample: TrainingSample) -> None:
     first_rl = sample.loss_mask[0] and (sample.rl_weights is None or sample.rl_weights[0] != 0)
     others = (sample.ce_weights, sample.ref_kl_weights)
     if first_rl or any(weights is not None and weights[0] != 0 for weights in others):
-        raise ValueError(f"{_named(sample)} trains its first token, which has no log-probability: nothing comes before it")
-    if sample.ref_kl_weights is not None and np.any((sample.ref_kl_weights != 0) & ~sample.loss_mask):
+        raise ValueError(
+            f"{_named(sample)} trains its first token, which has no log-probability: nothing comes before it"
+        )
+    if sample.ref_kl_weights is not None and np.any(
+        (sample.ref_kl_weights != 0) & ~sample.loss_mask
+    ):
         raise ValueError(
             f"{_named(sample)} has a ref_kl weight on a token the policy did not sample, which has no importance ratio: "
             "weigh only sampled tokens (loss_mask)"
@@ -160,4 +178,6 @@ def _ends_alike(reference_ids: np.ndarray, sample: TrainingSample) -> bool:
     """And has a token before the first that it scores."""
     count = len(sample) - int(np.argmax(sample.loss_mask)) if sample.loss_mask.any() else 0
     tail = sample.token_ids[len(sample) - count :]
-    return len(reference_ids) > count and np.array_equal(reference_ids[len(reference_ids) - count :], tail)
+    return len(reference_ids) > count and np.array_equal(
+        reference_ids[len(reference_ids) - count :], tail
+    )

@@ -57,8 +57,14 @@ class CheckpointConfig:
 
 def policies(run_dir: Path) -> list[Path]:
     """The hub folders that a run has written of its policy, the newest last."""
-    found = [path for name in (OLD_POLICY_FOLDER, POLICY_FOLDER) for path in (run_dir / name).glob("step-*")]
-    return sorted((path for path in found if path.name[5:].isdigit()), key=lambda path: int(path.name[5:]))
+    found = [
+        path
+        for name in (OLD_POLICY_FOLDER, POLICY_FOLDER)
+        for path in (run_dir / name).glob("step-*")
+    ]
+    return sorted(
+        (path for path in found if path.name[5:].isdigit()), key=lambda path: int(path.name[5:])
+    )
 
 
 class _File(msgspec.Struct):
@@ -111,7 +117,9 @@ class CheckpointFolder:
         with self._explained(step):
             _write_manifest(partial, step)
             if target.exists() and _is_valid(target):
-                shutil.rmtree(partial)  # two folders can't change places at once, and this one could be the only checkpoint
+                shutil.rmtree(
+                    partial
+                )  # two folders can't change places at once, and this one could be the only checkpoint
             else:
                 if target.exists():
                     target.rename(self._removed(step))
@@ -161,7 +169,9 @@ class CheckpointFolder:
         except OSError as error:
             why = f"{error.strerror or type(error).__name__}: {error.filename or self._folder}"
             cure = "checkpoints before it are intact; free space, or make the folder writable"
-            raise CheckpointError(f"the checkpoint of step {step} can't be written ({why}); {cure}") from error
+            raise CheckpointError(
+                f"the checkpoint of step {step} can't be written ({why}); {cure}"
+            ) from error
 
 
 def step_of(path: Path) -> int:
@@ -192,7 +202,11 @@ def verify(path: Path) -> None:
             size = file.stat().st_size
             if size != said.size:
                 return f"{file} has {size:,} bytes and had {said.size:,}"
-            return None if _checksum(file) == said.sha256 else f"{file} has other bytes than were written"
+            return (
+                None
+                if _checksum(file) == said.sha256
+                else f"{file} has other bytes than were written"
+            )
         except OSError as error:
             return _unread(file, error)
 
@@ -225,7 +239,10 @@ def newest_valid(run_dir: Path) -> tuple[Path, list[str]]:
         else:
             return path, refused
     there = sorted(path.name for path in Path(run_dir).iterdir() if not path.name.startswith("."))
-    why = "; ".join(refused) or f"it has no complete checkpoint (there is {', '.join(there) or 'nothing'})"
+    why = (
+        "; ".join(refused)
+        or f"it has no complete checkpoint (there is {', '.join(there) or 'nothing'})"
+    )
     raise CheckpointError(f"{run_dir} can't be resumed: {why}; start a new run")
 
 
@@ -252,7 +269,13 @@ def _write_manifest(folder: Path, step: int) -> None:
         return _File(path.stat().st_size, _checksum(path))
 
     with ThreadPoolExecutor(_READERS) as readers:
-        entries = dict(zip((str(path.relative_to(folder)) for path in files), readers.map(entry, files), strict=True))
+        entries = dict(
+            zip(
+                (str(path.relative_to(folder)) for path in files),
+                readers.map(entry, files),
+                strict=True,
+            )
+        )
     for path in folder.rglob("*"):
         if path.is_dir():
             _sync_folder(path)
@@ -280,11 +303,17 @@ def _read_manifest(path: Path) -> _Manifest:
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint {path} is damaged: {what}; use the one before, or copy this one again")
+    return CheckpointError(
+        f"checkpoint {path} is damaged: {what}; use the one before, or copy this one again"
+    )
 
 
 def _unread(file: Path, error: OSError) -> str:
-    return f"{file} is missing" if isinstance(error, FileNotFoundError) else f"{file} can't be read ({error.strerror})"
+    return (
+        f"{file} is missing"
+        if isinstance(error, FileNotFoundError)
+        else f"{file} can't be read ({error.strerror})"
+    )
 
 
 def _checksum(path: Path) -> str:

@@ -35,7 +35,10 @@ def without_hub() -> Iterator[None]:
     """In the block both use what they have downloaded before, and ask nobody."""
     from huggingface_hub import constants
 
-    both: list[Any] = [constants, *([sys.modules["datasets.config"]] if "datasets.config" in sys.modules else [])]
+    both: list[Any] = [
+        constants,
+        *([sys.modules["datasets.config"]] if "datasets.config" in sys.modules else []),
+    ]
     before = [module.HF_HUB_OFFLINE for module in both]
     try:
         for module in both:

@@ -52,7 +52,10 @@ MONARCH_OUTPUT = "logs/monarch.txt"
 # The public ``MeshFailure.mesh_name`` is the name an actor was spawned under, a hyphen and a random id.
 _MESH_NAME = re.compile(r"(?P<actor>.+)-[0-9A-Za-z]+")
 # ``MeshFailure.report()`` and the text of a SupervisionError hold the only trace of rank and cause.
-_REPORT = re.compile(r"(?P<actor>\w+)\{(?P<point>[^}]*)\}>? and all its descendants have failed:\s*(?P<cause>.+)", re.DOTALL)
+_REPORT = re.compile(
+    r"(?P<actor>\w+)\{(?P<point>[^}]*)\}>? and all its descendants have failed:\s*(?P<cause>.+)",
+    re.DOTALL,
+)
 _RANK = re.compile(r"(\d+)/\d+")
 
 
@@ -83,7 +86,9 @@ _UNIX = 1
 _LONGEST_PATH = 107
 SOCKET_NAME = 24
 """Characters of the names that Monarch makes up for its sockets."""
-_BIND_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint, use_errno=True)
+_BIND_TYPE = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint, use_errno=True
+)
 _binds: list[Any] = []
 """What Monarch calls in place of libc's ``bind``. ctypes does not keep it."""
 
@@ -136,7 +141,11 @@ def _pointers_to(function: ctypes.c_void_p, library: str) -> list[int]:
     may write afterwards."""
     library = os.path.realpath(library)
     lines = Path("/proc/self/maps").read_text().splitlines()
-    readable = [line.split()[0].split("-") for line in lines if line.endswith(f" {library}") and " r--p " in line]
+    readable = [
+        line.split()[0].split("-")
+        for line in lines
+        if line.endswith(f" {library}") and " r--p " in line
+    ]
     if not readable:
         return []
     start, end = (int(place, 16) for place in readable[-1])  # those before hold constants
@@ -182,7 +191,11 @@ def process_death_behind(error: BaseException) -> ProcessDeath | None:
 
     error = original(error)
     if isinstance(error, ValueError) and (found := _NOT_SPAWNED.search(str(error))):
-        end = f"killed by {signal.Signals(int(found['signal'])).name}" if found["signal"] else f"exit code {found['code']}"
+        end = (
+            f"killed by {signal.Signals(int(found['signal'])).name}"
+            if found["signal"]
+            else f"exit code {found['code']}"
+        )
         return ProcessDeath(actor=found["name"], rank="", cause=f"{end} while it was started")
     return _read(str(error)) if isinstance(error, SupervisionError) else None
 

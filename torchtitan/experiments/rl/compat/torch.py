@@ -24,7 +24,9 @@ def local_shard(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     ``torch.distributed.tensor._utils`` is private. DTensor has no public way to the offset; torch's own checkpoints use this
     one.
     """
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return tuple(offset), tuple(shape)
 
 
@@ -36,7 +38,9 @@ def _cuda_ipc() -> Iterator[None]:
     except RuntimeError as error:
         cause = str(error).partition("\n")[0]  # the other lines are the same for every error
         cure = 'if no trainer process has ended, CUDA IPC is refused here: set generator.weights to "host"'
-        raise PeerGone(f"the weights on a trainer's GPU can't be shared ({cause}); {cure}") from error
+        raise PeerGone(
+            f"the weights on a trainer's GPU can't be shared ({cause}); {cure}"
+        ) from error
 
 
 @_cuda_ipc()
@@ -70,7 +74,11 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that a checkpoint of ``model`` has, by name. torch tells them from the others in a private set only, or by a
     state dict, whose hooks gather what is fused."""
     modules = [(f"{path}." if path else "", module) for path, module in model.named_modules()]
-    left_out = {f"{prefix}{name}" for prefix, module in modules for name in module._non_persistent_buffers_set}
+    left_out = {
+        f"{prefix}{name}"
+        for prefix, module in modules
+        for name in module._non_persistent_buffers_set
+    }
     return {name: buffer for name, buffer in model.named_buffers() if name not in left_out}
 
 
@@ -87,7 +95,8 @@ _OF_METADATA = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "torch": {"Size"}
+    | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     "pathlib": {"PosixPath"},
 }
 """What the ``.metadata`` of a distributed checkpoint names, by module."""
@@ -103,9 +112,16 @@ def check_pickles(folder: Path) -> None:
     Raises:
         ValueError: says which file holds what no checkpoint of a run does.
     """
-    for file in [folder / ".metadata", *folder.glob("__*.metadata")]:  # the others are read where the first is not good
+    for file in [
+        folder / ".metadata",
+        *folder.glob("__*.metadata"),
+    ]:  # the others are read where the first is not good
         metadata = _unpickled(file)
-        objects = {name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)}
+        objects = {
+            name
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, BytesStorageMetadata)
+        }
         for index, place in metadata.storage_data.items():
             if Path(place.relative_path).name != place.relative_path:
                 raise ValueError(f"{file} names a file elsewhere: {place.relative_path}")
@@ -124,7 +140,15 @@ def _unpickled(file: Path) -> Any:
         with file.open("rb") as pickled:
             metadata = Restricted(pickled).load()
         metadata.state_dict_metadata.items(), metadata.storage_data.items()
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, IndexError, KeyError) as error:
+    except (
+        OSError,
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        TypeError,
+        IndexError,
+        KeyError,
+    ) as error:
         raise ValueError(f"{file} is no checkpoint's: {error}") from None
     return metadata
 
@@ -136,7 +160,9 @@ def _check_object(file: Path, offset: int, length: int, name: str) -> None:
     try:
         torch.load(held, weights_only=True)
     except Exception as error:
-        raise ValueError(f"{file} holds no plain value as {name}: {' '.join(str(error).split())[:200]}") from None
+        raise ValueError(
+            f"{file} holds no plain value as {name}: {' '.join(str(error).split())[:200]}"
+        ) from None
 
 
 def take_cuda_error() -> int:
@@ -144,7 +170,11 @@ def take_cuda_error() -> int:
 
     The runtime is the library that this process has loaded: another copy of it has other errors.
     """
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libcudart" in line}
+    loaded = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "/libcudart" in line
+    }
     return max((ctypes.CDLL(path).cudaGetLastError() for path in loaded), default=0)
 
 

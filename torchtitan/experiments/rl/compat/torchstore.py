@@ -21,7 +21,9 @@ class AsyncController(Controller):
 
     @endpoint
     async def teardown(self) -> None:
-        self.storage_volumes = None  # torchstore's own would wait for a volume whose process may have ended
+        self.storage_volumes = (
+            None  # torchstore's own would wait for a volume whose process may have ended
+        )
         await Controller.teardown._method(self)
 
 
@@ -53,7 +55,9 @@ class SparingClient(LocalClient):
         volume, _ = self.strategy.select_storage_volume()
         await Pipe(volume).put_to_storage_volume(key, Request.from_any(value))
 
-    async def get(self, key: str, inplace_tensor: None = None, tensor_slice_spec: None = None) -> Any:
+    async def get(
+        self, key: str, inplace_tensor: None = None, tensor_slice_spec: None = None
+    ) -> Any:
         volume, _ = self.strategy.select_storage_volume()
         return await Pipe(volume).get_from_storage_volume(key, Request.from_any(None))
 

@@ -41,7 +41,15 @@ class EventLoop(uvloop.Loop):
         return await super().connect_write_pipe(protocol_factory, OwnedPipe(pipe))
 
     async def _make_subprocess_transport(
-        self, protocol: Any, args: Any, shell: bool, stdin: Any, stdout: Any, stderr: Any, bufsize: int, **kwargs: Any
+        self,
+        protocol: Any,
+        args: Any,
+        shell: bool,
+        stdin: Any,
+        stdout: Any,
+        stderr: Any,
+        bufsize: int,
+        **kwargs: Any,
     ) -> Any:
         waiter = self.create_future()
         transport = asyncio.unix_events._UnixSubprocessTransport(  # type: ignore[attr-defined]  # typeshed leaves it out

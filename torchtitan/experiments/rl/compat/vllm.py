@@ -74,9 +74,13 @@ def refused_argument(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
 
     It takes some 6 s: the class is looked up in a process of its own, because importing vLLM changes the process.
     """
-    asked = subprocess.run([sys.executable, "-c", _CHECK], input=json.dumps(arguments), capture_output=True, text=True)
+    asked = subprocess.run(
+        [sys.executable, "-c", _CHECK], input=json.dumps(arguments), capture_output=True, text=True
+    )
     if asked.returncode:
-        return next(iter(arguments)), f"vLLM can't be asked: {asked.stderr.strip().splitlines()[-1]}"
+        return next(
+            iter(arguments)
+        ), f"vLLM can't be asked: {asked.stderr.strip().splitlines()[-1]}"
     lines = asked.stdout.strip().splitlines()
     return tuple(json.loads(lines[-1])) if lines else None
 
@@ -117,7 +121,9 @@ def give_tokenizer(engine: Any, path: str) -> None:
     if engine.output_processor.tokenizer is None:
         from transformers import AutoTokenizer
 
-        engine.output_processor.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        engine.output_processor.tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True
+        )
 
 
 def occupancy(engine: Any) -> tuple[int, int, float]:
@@ -175,9 +181,13 @@ def reload_weights(worker: Any, tensors: Any) -> None:
         device = next(model.parameters()).device
         worker.reload_weights(weights_iterator=_for_vllms_loader(weights, tensors, device))
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the memory that the tensors lie in may be written again then, or closed
+            torch.cuda.synchronize(
+                device
+            )  # the memory that the tensors lie in may be written again then, or closed
         else:
-            for module in {id(held.module): held.module for held in weights if held.parameter.ndim == 3}.values():
+            for module in {
+                id(held.module): held.module for held in weights if held.parameter.ndim == 3
+            }.values():
                 pack_experts(module)
     repack_tied_head(model)
 
@@ -232,18 +242,31 @@ def copying_suffices(model: Any, weights: Sequence["HeldWeight"], names: set[str
     from vllm.distributed import get_tensor_model_parallel_world_size
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+    )
 
-    methods = {type(module.quant_method) for module in model.modules() if getattr(module, "quant_method", None) is not None}
-    attentions = {type(module) for module in model.modules() if isinstance(module, AttentionLayerBase)}
+    methods = {
+        type(module.quant_method)
+        for module in model.modules()
+        if getattr(module, "quant_method", None) is not None
+    }
+    attentions = {
+        type(module) for module in model.modules() if isinstance(module, AttentionLayerBase)
+    }
     return (
         all(parameter.device.type == "cpu" for parameter in model.parameters())
         and get_tensor_model_parallel_world_size() == 1
         and {source for held in weights for source in held.sources} == names
-        and {id(parameter) for parameter in model.parameters()} == {id(held.parameter) for held in weights}
-        and methods <= {UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod}
+        and {id(parameter) for parameter in model.parameters()}
+        == {id(held.parameter) for held in weights}
+        and methods
+        <= {UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod}
         and attentions <= {Attention}
         and isinstance(getattr(model, "lm_head", None), ParallelLMHead)
     )
@@ -266,7 +289,9 @@ def _copy_and_pack(weights: Iterable["HeldWeight"], tensors: Any) -> None:
                 shape = (*shapes[0][:axis], sum(rows), *shapes[0][axis + 1 :])
                 weight = torch.empty(shape, dtype=held.parameter.dtype)
                 setattr(module, held.name, torch.nn.Parameter(weight, requires_grad=False))
-            pack = hasattr(module, "cpu_linear")  # an embedding's too, which ``packing_noted`` frees where it is for nothing
+            pack = hasattr(
+                module, "cpu_linear"
+            )  # an embedding's too, which ``packing_noted`` frees where it is for nothing
             filled = weight.narrow(axis, 0, sum(rows))  # a vocabulary may be filled up
             for own, name in zip(filled.split(rows, axis), held.sources, strict=True):
                 tensors.copy_to(name, own)
@@ -289,7 +314,11 @@ def repack_tied_head(model: Any) -> None:
     tied head owns none: it would go on with the old weights, and the policy would drift from the trainer without an error.
     """
     head = getattr(model, "lm_head", None)
-    if head is None or not model.config.tie_word_embeddings or next(head.parameters()).device.type != "cpu":
+    if (
+        head is None
+        or not model.config.tie_word_embeddings
+        or next(head.parameters()).device.type != "cpu"
+    ):
         return
     head.quant_method.process_weights_after_loading(head)
 
@@ -331,14 +360,19 @@ def held_weights(model: Any, names: set[str]) -> Iterator[HeldWeight]:
         names: published names of the version's tensors.
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
 
     parts: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     sources_of: dict[int, tuple[str, ...]] = {}
     for module_name, module in model.named_modules():
         parent, _, leaf = module_name.rpartition(".")
         # An embedding is packed as if it were a head, and looked up in the weight itself.
-        looked_up = isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+        looked_up = isinstance(module, VocabParallelEmbedding) and not isinstance(
+            module, ParallelLMHead
+        )
         for name, parameter in module.named_parameters(recurse=False):
             prefix = f"{parent}." if parent else ""
             sources: tuple[str, ...] = (f"{module_name}.{name}",)
@@ -348,13 +382,21 @@ def held_weights(model: Any, names: set[str]) -> Iterator[HeldWeight]:
                 sources = sources_of.get(id(parameter), ())  # a tied head
             packed = name == "weight" and hasattr(module, "cpu_linear") and not looked_up
             if isinstance(module, RoutedExperts):
-                gate, up, down = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
-                of_one = {"w13_weight": (gate, up), "w2_weight": (down,)}.get(name, ())  # scales have none
+                gate, up, down = (
+                    module.ckpt_gate_proj_name,
+                    module.ckpt_up_proj_name,
+                    module.ckpt_down_proj_name,
+                )
+                of_one = {"w13_weight": (gate, up), "w2_weight": (down,)}.get(
+                    name, ()
+                )  # scales have none
                 sources = tuple(f"{prefix}*.{own}.weight" for own in of_one)
                 packed = parameter.device.type == "cpu"
             if sources:
                 sources_of[id(parameter)] = sources
-                yield HeldWeight(module=module, name=name, parameter=parameter, sources=sources, packed=packed)
+                yield HeldWeight(
+                    module=module, name=name, parameter=parameter, sources=sources, packed=packed
+                )
 
 
 def parts_of_sources(held: HeldWeight, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -373,11 +415,17 @@ def region(held: HeldWeight, shape: tuple[int, ...], part: torch.Size) -> tuple[
         shape: of the source.
         part: shape of what this worker has made of it.
     """
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from vllm.distributed import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
 
     if hasattr(held.module, "shard_indices"):  # of a vocabulary that is filled up and divided
         indices = held.module.shard_indices
-        return (slice(indices.org_vocab_start_index, indices.org_vocab_end_index), *(slice(0, size) for size in shape[1:]))
+        return (
+            slice(indices.org_vocab_start_index, indices.org_vocab_end_index),
+            *(slice(0, size) for size in shape[1:]),
+        )
     rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     found = []
     for size, own in zip(shape, part, strict=True):
@@ -388,11 +436,16 @@ def region(held: HeldWeight, shape: tuple[int, ...], part: torch.Size) -> tuple[
 
 def packed_for_nothing(model: Any) -> list[Any]:
     """Embeddings that no logits are computed with, because the model's head is a module of its own. vLLM packs them as well."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
 
     if not isinstance(getattr(model, "lm_head", None), ParallelLMHead):
         return []
-    embeddings = (module for module in model.modules() if isinstance(module, VocabParallelEmbedding))
+    embeddings = (
+        module for module in model.modules() if isinstance(module, VocabParallelEmbedding)
+    )
     return [module for module in embeddings if not isinstance(module, ParallelLMHead)]
 
 
@@ -440,7 +493,9 @@ def packing_noted(note: Callable[[Any], Any], *, unpacked: Iterable[Any] = ()) -
 def packed_from(module: Any, name: str = "weight") -> Any:
     """What was noted when the packed copy was made that ``module`` computes with in place of its weight ``name``; None for one
     made without a note."""
-    return getattr(module.cpu_linear if name == "weight" else getattr(module, name), "packed_from", None)
+    return getattr(
+        module.cpu_linear if name == "weight" else getattr(module, name), "packed_from", None
+    )
 
 
 class RecordedRoutes:
@@ -481,8 +536,12 @@ class RecordedRoutes:
     def _execute_model(self, scheduled: Any, *rest: Any) -> Any:
         for request_id in scheduled.finished_req_ids:
             self.kept.pop(request_id, None)
-        for request_id in scheduled.preempted_req_ids or ():  # others may take its blocks in this step
-            self.kept[request_id] = self.of(request_id, self._runner.requests[request_id].num_tokens - 1)
+        for request_id in (
+            scheduled.preempted_req_ids or ()
+        ):  # others may take its blocks in this step
+            self.kept[request_id] = self.of(
+                request_id, self._runner.requests[request_id].num_tokens - 1
+            )
         return self._execute(scheduled, *rest)
 
     def of(self, request_id: str, tokens: int) -> torch.Tensor:
@@ -508,7 +567,9 @@ def returns_routes(device: str) -> bool:
 def adapters_in(names: Iterable[str]) -> dict[str, int]:
     """vLLM's number of each adapter that a version of these tensors is, by PEFT's names behind the adapter's. Empty: it is the
     whole model."""
-    found = dict.fromkeys(name.rpartition("/")[0] for name in names if name.endswith(".lora_A.weight"))
+    found = dict.fromkeys(
+        name.rpartition("/")[0] for name in names if name.endswith(".lora_A.weight")
+    )
     return {name: number for number, name in enumerate(found, 1)}
 
 
@@ -517,7 +578,10 @@ def lora_requests(names: Iterable[str]) -> dict[str, Any]:
     from vllm.lora.request import LoRARequest
 
     # The path is never read: the adapter is there, by its number, before a request names it.
-    return {name: LoRARequest(name or "policy", number, "in memory") for name, number in adapters_in(names).items()}
+    return {
+        name: LoRARequest(name or "policy", number, "in memory")
+        for name, number in adapters_in(names).items()
+    }
 
 
 def set_adapters(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -533,12 +597,18 @@ def set_adapters(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     manager = _adapters_of(worker)
     for adapter, number in adapters_in(tensors).items():
         prefix = f"{adapter}/" if adapter else ""
-        own = {name.removeprefix(prefix): tensor.clone() for name, tensor in tensors.items() if name.startswith(prefix)}
+        own = {
+            name.removeprefix(prefix): tensor.clone()
+            for name, tensor in tensors.items()
+            if name.startswith(prefix)
+        }
         rank = next(len(tensor) for name, tensor in own.items() if name.endswith(".lora_A.weight"))
         helper = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": []})
         manager.remove_adapter(number)
         manager.add_adapter(
-            LoRAModel.from_lora_tensors(number, own, helper, device="cpu", dtype=manager.lora_config.lora_dtype)
+            LoRAModel.from_lora_tensors(
+                number, own, helper, device="cpu", dtype=manager.lora_config.lora_dtype
+            )
         )
         manager.activate_adapter(number)
     for wrapper in manager.punica_wrapper_mapping.values():
@@ -568,16 +638,22 @@ def _add_adapters(
         rows: Any = slice(None) if len(slots) == 1 else (of_token == slot).nonzero().squeeze(1)
         own, start = x[rows], 0
         for a, b, size in zip(stacked_a, stacked_b, sizes, strict=True):
-            added = torch.addmm(y[rows, start : start + size], own @ a[slot, 0].T, b[slot, 0].T, alpha=scale)
+            added = torch.addmm(
+                y[rows, start : start + size], own @ a[slot, 0].T, b[slot, 0].T, alpha=scale
+            )
             y[rows, start : start + size] = added
             start += size
 
 
-def held_adapter(worker: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def held_adapter(
+    worker: Any, tensors: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Of each of ``tensors`` that a module computes with: its name, what the module holds, and what it should hold of it: all
     but where ranks share the module."""
     manager = _adapters_of(worker)
-    for (adapter, number), (module_name, module) in product(adapters_in(tensors).items(), manager.modules.items()):
+    for (adapter, number), (module_name, module) in product(
+        adapters_in(tensors).items(), manager.modules.items()
+    ):
         slot = manager.lora_index_to_id.index(number)
         own = manager.packed_modules.get(module_name, [module_name])
         prefix = f"{adapter}/base_model.model" if adapter else "base_model.model"

@@ -14,14 +14,33 @@ from torchtitan.experiments.rl.algorithms import Algorithm
 from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.costs import GIB, ModelSizes, balance, version_bytes
-from torchtitan.experiments.rl.config.placement import hosted_processes, place_on_fewest, weights_stay_on_devices
-from torchtitan.experiments.rl.config.plan import RunPlan, SharedGpu, TrainerMemory, trainer_memory, versions_on_hosts
+from torchtitan.experiments.rl.config.placement import (
+    hosted_processes,
+    place_on_fewest,
+    weights_stay_on_devices,
+)
+from torchtitan.experiments.rl.config.plan import (
+    RunPlan,
+    SharedGpu,
+    TrainerMemory,
+    trainer_memory,
+    versions_on_hosts,
+)
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
-from torchtitan.experiments.rl.generation.endpoint import PROBE, check_same_model, check_served_tokenizer
+from torchtitan.experiments.rl.generation.endpoint import (
+    PROBE,
+    check_same_model,
+    check_served_tokenizer,
+)
 from torchtitan.experiments.rl.generation.engine import EngineConfig
 from torchtitan.experiments.rl.generation.judge import Judge
-from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, find_references, hosted_models
+from torchtitan.experiments.rl.generation.references import (
+    FrozenModel,
+    HostedModel,
+    find_references,
+    hosted_models,
+)
 from torchtitan.experiments.rl.losses import check_corrections
 from torchtitan.experiments.rl.models.hub import HubConfig, check_weights, has_config
 from torchtitan.experiments.rl.models.lora import adapter_shapes, check_adapter, with_lora
@@ -85,7 +104,9 @@ def check(config: RunConfig) -> None:
         ):
             if task.env.max_rollout_tokens > limit:
                 cure = f"{limit_field} is {limit}; lower this or raise that"
-                raise ConfigError(f"{field}.env.max_rollout_tokens", task.env.max_rollout_tokens, cure)
+                raise ConfigError(
+                    f"{field}.env.max_rollout_tokens", task.env.max_rollout_tokens, cure
+                )
     for field, entry in config.filters():
         call_part(field, entry, "validate", field=field)
     for field, reference in find_references(config.tasks, field="tasks"):
@@ -117,12 +138,16 @@ def check_adapters(config: RunConfig) -> None:
     if config.trainer.lora is None:
         cure = "nothing trains adapters: set trainer.lora.rank, or leave it out"
         raise ConfigError(f"tasks.{named}.adapter", config.tasks[named].adapter, cure)
-    if (unnamed := next((name for name, task in config.tasks.items() if not task.adapter), None)) is not None:
+    if (
+        unnamed := next((name for name, task in config.tasks.items() if not task.adapter), None)
+    ) is not None:
         cure = f"tasks.{named} trains an adapter of its own: name one for each task, two of which may have the same"
         raise ConfigError(f"tasks.{unnamed}.adapter", "", cure)
     if not config.served:
         raise ConfigError(
-            "generator.adapter", "merged", "there would be a whole model for each adapter that tasks name: serve them"
+            "generator.adapter",
+            "merged",
+            "there would be a whole model for each adapter that tasks name: serve them",
         )
 
 
@@ -138,11 +163,15 @@ def check_sharing(config: RunConfig) -> None:
             raise ConfigError("max_offpolicy_steps", config.max_offpolicy_steps, cure)
         if not config.provision.share_gpus:
             raise ConfigError(
-                SLEEP, True, "frees memory for a trainer on the same GPUs: set provision.share_gpus, or leave it out"
+                SLEEP,
+                True,
+                "frees memory for a trainer on the same GPUs: set provision.share_gpus, or leave it out",
             )
     for field, reference in find_references(config.tasks, field="tasks"):
         if isinstance(reference, HostedModel) and reference.engine.sleep:
-            raise ConfigError(f"{field}.engine.sleep", True, "a hosted model is asked at any time: leave it out")
+            raise ConfigError(
+                f"{field}.engine.sleep", True, "a hosted model is asked at any time: leave it out"
+            )
 
 
 def check_relations(config: RunConfig) -> None:
@@ -160,16 +189,28 @@ def check_relations(config: RunConfig) -> None:
         raise ConfigError("trainer.async_tensor_parallel", True, cure)
     if trainer.float8 != "off":
         if not trainer.compile:
-            raise ConfigError("trainer.float8", trainer.float8, "is slower than without, uncompiled: set trainer.compile")
+            raise ConfigError(
+                "trainer.float8",
+                trainer.float8,
+                "is slower than without, uncompiled: set trainer.compile",
+            )
         if trainer.lora is not None:
-            raise ConfigError("trainer.float8", trainer.float8, 'is not tried with trainer.lora: set it to "off"')
+            raise ConfigError(
+                "trainer.float8", trainer.float8, 'is not tried with trainer.lora: set it to "off"'
+            )
     if trainer.compile and trainer.parallelism.context_parallel_degree > 1:
-        raise ConfigError("trainer.compile", True, "set it to False: with context_parallel_degree above 1 it is not tried")
+        raise ConfigError(
+            "trainer.compile",
+            True,
+            "set it to False: with context_parallel_degree above 1 it is not tried",
+        )
     profiled_steps(config.profile_steps)
     first, second = trainer.optimizer.betas
     if first > second:
         raise ConfigError(
-            "trainer.optimizer.betas[0]", first, f"must be at most betas[1] = {second}: the second moment is the slower average"
+            "trainer.optimizer.betas[0]",
+            first,
+            f"must be at most betas[1] = {second}: the second moment is the slower average",
         )
     total = trainer.lr_scheduler.total_steps
     if total is not None and total < config.steps:
@@ -188,7 +229,11 @@ def groups_per_step(config: RunConfig) -> int:
     sizes = {name: task.group_size for name, task in config.tasks.items()}
     for name, size in sizes.items():
         if config.rollouts_per_step % size:
-            raise ConfigError(f"tasks.{name}.group_size", size, f"must divide rollouts_per_step = {config.rollouts_per_step}")
+            raise ConfigError(
+                f"tasks.{name}.group_size",
+                size,
+                f"must divide rollouts_per_step = {config.rollouts_per_step}",
+            )
     if len(set(sizes.values())) > 1:
         cure = f"tasks have group sizes {sorted(set(sizes.values()))}; set groups_per_step instead"
         raise ConfigError("rollouts_per_step", config.rollouts_per_step, cure)
@@ -227,7 +272,9 @@ def check_model_folder(model: ModelConfig) -> None:
     _ = hub.dtype  # the final policy is saved in it
     check_weights(path, hub_shapes(policy_spec(model, device="cpu", max_seq_len=1)), field=field)
     if not any(Path(path).glob("tokenizer*.json")):
-        raise MissingError(field, path, "has no tokenizer (tokenizer*.json); download the whole model")
+        raise MissingError(
+            field, path, "has no tokenizer (tokenizer*.json); download the whole model"
+        )
 
 
 def check_first_adapters(config: RunConfig) -> None:
@@ -269,7 +316,9 @@ def split_of(config: RunConfig, gpus: int, *, gpu_gib: float) -> list[str]:
     """
     if config.provision.share_gpus:
         raise ConfigError(
-            "--gpus", gpus, "divides GPUs, and provision.share_gpus has both sides on the same ones: leave one out"
+            "--gpus",
+            gpus,
+            "divides GPUs, and provision.share_gpus has both sides on the same ones: leave one out",
         )
     engine = config.generator.engine.tensor_parallel_degree
     own = gpus - hosted_processes(config)
@@ -281,16 +330,18 @@ def split_of(config: RunConfig, gpus: int, *, gpu_gib: float) -> list[str]:
         generator = dataclasses.replace(config.generator, replicas=replicas)
         try:
             trainer.parallelism.validate(field="trainer.parallelism", ranks=ranks)
-            plan = plan_run(dataclasses.replace(config, trainer=trainer, generator=generator), device="cuda", available=here)
+            plan = plan_run(
+                dataclasses.replace(config, trainer=trainer, generator=generator),
+                device="cuda",
+                available=here,
+            )
         except ConfigError:  # ranks that the mesh or the hosts can't hold
             continue
         if plan.trainer_gib <= gpu_gib:
             assert plan.balance is not None
             costs[ranks, replicas] = max(plan.balance.train_s, plan.balance.generate_s)
     if not costs:
-        cure = (
-            f"no trainer ranks and engines of {engine} GPU(s) fit them ({gpu_gib:.0f} GiB each): more, or provision.share_gpus"
-        )
+        cure = f"no trainer ranks and engines of {engine} GPU(s) fit them ({gpu_gib:.0f} GiB each): more, or provision.share_gpus"
         raise ConfigError("--gpus", gpus, cure)
     ranks, replicas = min(costs, key=lambda split: costs[split])
     return ["--trainer.ranks", str(ranks), "--generator.replicas", str(replicas)]
@@ -305,7 +356,9 @@ def model_sizes(config: RunConfig, device: Device) -> ModelSizes:
     return ModelSizes.of(decoder_config(spec), parameters, trained)
 
 
-def plan_run(config: RunConfig, *, device: Device | None = None, available: list[int] | None = None) -> RunPlan:
+def plan_run(
+    config: RunConfig, *, device: Device | None = None, available: list[int] | None = None
+) -> RunPlan:
     """Sizes that follow from a checked config.
 
     Args:
@@ -316,7 +369,9 @@ def plan_run(config: RunConfig, *, device: Device | None = None, available: list
         ConfigError: the model can't be read, an engine can't serve its model, or the host has too few cores or GPUs.
     """
     device = device or config.provision.resolve()
-    decoder = decoder_config(policy_spec(config.model, device=device, max_seq_len=config.batcher.row_length))
+    decoder = decoder_config(
+        policy_spec(config.model, device=device, max_seq_len=config.batcher.row_length)
+    )
     trainer, engine = config.trainer, config.generator.engine
     parallelism, positions = trainer.parallelism, model_positions(config.model)
     if config.batcher.row_length > positions and parallelism.context_parallel_degree == 1:
@@ -327,8 +382,14 @@ def plan_run(config: RunConfig, *, device: Device | None = None, available: list
         cure = "on a CPU each step would compile again, for where its rows' sequences end: set it to False"
         raise ConfigError("trainer.compile", True, cure)
     if trainer.enable_cpu_offload and device == "cpu":
-        raise ConfigError("trainer.enable_cpu_offload", True, "everything is in the host's memory on CPU; set it to False")
-    check_engine_fits(engine, _as_hub_config(decoder), field="generator.engine", positions=positions)
+        raise ConfigError(
+            "trainer.enable_cpu_offload",
+            True,
+            "everything is in the host's memory on CPU; set it to False",
+        )
+    check_engine_fits(
+        engine, _as_hub_config(decoder), field="generator.engine", positions=positions
+    )
     hosted = tuple(hosted_models(config.tasks).values())
     for field, reference in find_references(config.tasks, field="tasks"):
         if isinstance(reference, HostedModel) and has_config(reference.path):
@@ -350,14 +411,18 @@ def plan_run(config: RunConfig, *, device: Device | None = None, available: list
     if trainer.router_replay != "off":
         if sizes.experts == 1:
             raise ConfigError(
-                "trainer.router_replay", trainer.router_replay, 'the model is no mixture of experts: set it to "off"'
+                "trainer.router_replay",
+                trainer.router_replay,
+                'the model is no mixture of experts: set it to "off"',
             )
         engine.check_routes()
     memory = trainer_memory(sizes, config, device=device)
     on_devices = weights_stay_on_devices(config, device, placement)
     if on_devices:
         copies = parallelism.data_parallel_replicate_degree
-        memory = dataclasses.replace(memory, published=version_bytes(config, sizes) * copies / trainer.ranks)
+        memory = dataclasses.replace(
+            memory, published=version_bytes(config, sizes) * copies / trainer.ranks
+        )
     shares_gpus = config.provision.share_gpus and device == "cuda"
     return RunPlan(
         config=config,
@@ -365,7 +430,8 @@ def plan_run(config: RunConfig, *, device: Device | None = None, available: list
         sizes=sizes,
         groups_per_step=groups,
         rollouts_per_step=rollouts,
-        tokens_per_step=groups * max(task.group_size * task.env.max_rollout_tokens for task in config.tasks.values()),
+        tokens_per_step=groups
+        * max(task.group_size * task.env.max_rollout_tokens for task in config.tasks.values()),
         hosts=1 if known is None else len(known),
         placement=placement,
         trainer_memory=memory,
@@ -386,7 +452,9 @@ def _as_hub_config(decoder: Decoder.Config) -> HubConfig:
             "num_attention_heads": layer.attention.n_heads,
             "num_key_value_heads": layer.attention.n_kv_heads,
             "intermediate_size": (
-                layer.feed_forward.w1.out_features if layer.moe is None else layer.moe.routed_experts.inner_experts.hidden_dim
+                layer.feed_forward.w1.out_features
+                if layer.moe is None
+                else layer.moe.routed_experts.inner_experts.hidden_dim
             ),
             "vocab_size": decoder.vocab_size,
         },
@@ -402,10 +470,14 @@ def _shared_gpu(config: RunConfig, parameters: int, trainer: TrainerMemory) -> S
     awake = engine.gpu_gib(parameters=parameters)
     if awake is None:
         raise ConfigError(
-            "generator.engine.kv_cache_gib", None, "name it: with provision.share_gpus trainer and engine divide a GPU's memory"
+            "generator.engine.kv_cache_gib",
+            None,
+            "name it: with provision.share_gpus trainer and engine divide a GPU's memory",
         )
     asleep = engine.gpu_gib(parameters=parameters, asleep=True) if engine.sleep else None
-    return SharedGpu(trainer=trainer, engine=awake * GIB, asleep=None if asleep is None else asleep * GIB)
+    return SharedGpu(
+        trainer=trainer, engine=awake * GIB, asleep=None if asleep is None else asleep * GIB
+    )
 
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -414,7 +486,9 @@ _VOCABULARY_BLOCK = 64
 """Engines fill the vocabulary up to a multiple of it before they split it."""
 
 
-def check_engine_fits(engine: EngineConfig, hub: HubConfig, *, field: str, positions: int | None = None) -> None:
+def check_engine_fits(
+    engine: EngineConfig, hub: HubConfig, *, field: str, positions: int | None = None
+) -> None:
     """
     Args:
         field: config field of ``engine``.
@@ -427,12 +501,16 @@ def check_engine_fits(engine: EngineConfig, hub: HubConfig, *, field: str, posit
         positions = next((value for name in _POSITIONS if (value := _size(hub, name))), None)
     if positions is not None and engine.max_model_len > positions:
         raise ConfigError(
-            f"{field}.max_model_len", engine.max_model_len, f"the model has {positions} positions; choose at most that"
+            f"{field}.max_model_len",
+            engine.max_model_len,
+            f"the model has {positions} positions; choose at most that",
         )
     degree = engine.tensor_parallel_degree
     for what, count in _divided(hub, degree).items():
         if count % degree:
-            cure = f"the model's {what} can't be divided by it; choose a degree that divides {count}"
+            cure = (
+                f"the model's {what} can't be divided by it; choose a degree that divides {count}"
+            )
             raise ConfigError(f"{field}.tensor_parallel_degree", degree, cure)
 
 
@@ -454,7 +532,9 @@ def _divided(hub: HubConfig, degree: int) -> dict[str, int]:
     heads = _size(hub, "num_attention_heads")
     kv_heads = _size(hub, "num_key_value_heads")
     vocabulary = _size(hub, "vocab_size")
-    width = _size(hub, "moe_intermediate_size") or _size(hub, "intermediate_size")  # a mixture's dense layers have another
+    width = _size(hub, "moe_intermediate_size") or _size(
+        hub, "intermediate_size"
+    )  # a mixture's dense layers have another
     sizes = {f"{heads} attention heads": heads, f"intermediate size of {width}": width}
     # Fewer key-value heads than parts are copied: each part then has one.
     if kv_heads is not None and (kv_heads >= degree or degree % kv_heads):
@@ -483,7 +563,10 @@ def check_loss(config: RunConfig) -> None:
     loss = config.trainer.loss
     check_corrections(loss.corrections, field="trainer.loss.corrections")
     for name, task in config.tasks.items():
-        if getattr(task.algorithm, "reference", None) == "trainer" and config.trainer.reference is None:
+        if (
+            getattr(task.algorithm, "reference", None) == "trainer"
+            and config.trainer.reference is None
+        ):
             cure = "the trainer has no reference: set trainer.reference = ReferenceConfig()"
             raise ConfigError(f"tasks.{name}.algorithm.reference", "trainer", cure)
         algorithm: type[Algorithm] = built_class(task.algorithm)
@@ -493,7 +576,11 @@ def check_loss(config: RunConfig) -> None:
             cure = f"{algorithm.__name__} of tasks.{name} gives credit that is normalised over the step: set it to True"
             raise ConfigError("trainer.loss.normalize_advantages", False, cure)
         for field, entry in config.filters():
-            if built_class(entry) is ZeroAdvantage and entry.mode == "enforce" and not algorithm.group_relative:
+            if (
+                built_class(entry) is ZeroAdvantage
+                and entry.mode == "enforce"
+                and not algorithm.group_relative
+            ):
                 cure = f"drops groups of reward 0, from which {algorithm.__name__} of tasks.{name} learns: leave it out"
                 raise ConfigError(f"{field}.mode", entry.mode, cure)
 
@@ -508,7 +595,9 @@ def profiled_steps(value: str) -> range | None:
         return None
     found = re.fullmatch(r"(\d+):(\d+)", value)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise ConfigError("profile_steps", value, "write the first and the last step to record, such as 3:5")
+        raise ConfigError(
+            "profile_steps", value, "write the first and the last step to record, such as 3:5"
+        )
     return range(int(found[1]), int(found[2]) + 1)
 
 
@@ -549,17 +638,22 @@ def check_teachers(config: RunConfig, *, ask_servers: bool) -> None:
     """
     policy = config.model.hf_assets_path
     for name, task in config.tasks.items():
-        for field, reference in find_references(task.algorithm, field=f"tasks.{name}.algorithm", beside=(Judge.Config,)):
+        for field, reference in find_references(
+            task.algorithm, field=f"tasks.{name}.algorithm", beside=(Judge.Config,)
+        ):
             cure = f"the policy's, in {policy}, differs, and they exchange token ids: name a model with the policy's tokenizer"
             if isinstance(reference, FrozenModel) and ask_servers:
                 check_served_tokenizer(reference, f"{field}.base_url", policy, cure=cure)
             elif isinstance(reference, HostedModel) and Path(reference.path).is_dir():
                 with user_code(f"{field}.path", reference.path, "its tokenizer can't be loaded"):
                     theirs, ours = (
-                        AutoTokenizer.from_pretrained(path, local_files_only=True) for path in (reference.path, policy)
+                        AutoTokenizer.from_pretrained(path, local_files_only=True)
+                        for path in (reference.path, policy)
                     )
                 if (found := difference(theirs, ours)) is not None:
-                    raise ConfigError(f"{field}.path", reference.path, f"its tokenizer {found}; {cure}")
+                    raise ConfigError(
+                        f"{field}.path", reference.path, f"its tokenizer {found}; {cure}"
+                    )
 
 
 def check_servers(config: RunConfig) -> None:
@@ -583,7 +677,11 @@ def difference(theirs: Any, ours: Any) -> str | None:
 
 def _merges(tokenizer: Any) -> Any:
     """Of byte-pair encoding, in order; None: the tokenizer has no such."""
-    return json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges") if tokenizer.is_fast else None
+    return (
+        json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges")
+        if tokenizer.is_fast
+        else None
+    )
 
 
 _COMPARED: dict[str, Callable[[Any], Any]] = {
@@ -593,5 +691,7 @@ _COMPARED: dict[str, Callable[[Any], Any]] = {
         index for index, token in tokenizer.added_tokens_decoder.items() if token.special
     },
     "merges characters into tokens by other rules": _merges,
-    "divides texts into other tokens": lambda tokenizer: [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS],
+    "divides texts into other tokens": lambda tokenizer: [
+        tokenizer.encode(text, add_special_tokens=False) for text in TEXTS
+    ],
 }

@@ -26,9 +26,7 @@ OF_A_RUN = ("--resume", "--init-from", "--push-to-hub", "--dry-run", "--list")
 """Options that mean nothing to a tool."""
 OF_TRAINING = (*OF_A_RUN, "--init-adapter", "--gpus")
 """Options that mean nothing to a tool that trains nothing, and asks one model."""
-MERGE = (
-    "whole models are asked here, and it would be left out: `{} ADAPTER --to FOLDER` merges it into its base for --model FOLDER"
-)
+MERGE = "whole models are asked here, and it would be left out: `{} ADAPTER --to FOLDER` merges it into its base for --model FOLDER"
 """End of an error about an adapter given to a tool that trains nothing. ``{}`` is the words that start ``rl-export``."""
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -62,7 +60,11 @@ class Command:
             left += ["--init-from", os.path.abspath(self.init_from)]
         if self.resume is None:
             return [*left, "--run-dir", run_dir]
-        return [*left, "--resume", run_dir if self.resume == "auto" else os.path.abspath(self.resume)]
+        return [
+            *left,
+            "--resume",
+            run_dir if self.resume == "auto" else os.path.abspath(self.resume),
+        ]
 
 
 def parse_command(arguments: list[str]) -> Command:
@@ -77,7 +79,11 @@ def parse_command(arguments: list[str]) -> Command:
     )
     add = parser.add_argument
     add("--config", dest="config_name", metavar="NAME", help="a named config; --list prints them")
-    add("--module", default=DEFAULT_MODULE, help="module whose functions are the configs (default: %(default)s)")
+    add(
+        "--module",
+        default=DEFAULT_MODULE,
+        help="module whose functions are the configs (default: %(default)s)",
+    )
     add(
         "--model",
         metavar="NAME",
@@ -90,8 +96,17 @@ def parse_command(arguments: list[str]) -> Command:
         help="divide N GPUs between trainer and generators, by modelled costs (--dry-run says how)",
     )
     # Kept with the overrides: it belongs to the config, and goes with it into a run that is resumed.
-    add("--size", metavar="NAME", help="of the model, for configs that have several: 0.6b, 1.7b, 4b, 8b, 14b, 32b")
-    add("--list", dest="list_configs", action="store_true", help="print the configs with a line each")
+    add(
+        "--size",
+        metavar="NAME",
+        help="of the model, for configs that have several: 0.6b, 1.7b, 4b, 8b, 14b, 32b",
+    )
+    add(
+        "--list",
+        dest="list_configs",
+        action="store_true",
+        help="print the configs with a line each",
+    )
     add("--dry-run", action="store_true", help="print what the config amounts to; start nothing")
     add("--run-dir", metavar="FOLDER", help="folder of this run (default: OUTPUT_DIR/NAME-TIME)")
     add(
@@ -100,33 +115,51 @@ def parse_command(arguments: list[str]) -> Command:
         help="go on with the run in FOLDER from its newest checkpoint, or from FOLDER if it is one; --config is not needed. "
         "auto: the newest run of --config in its output_dir, or a new run",
     )
-    add("--init-from", metavar="FOLDER", help="start a new run with the weights of another run's checkpoint")
+    add(
+        "--init-from",
+        metavar="FOLDER",
+        help="start a new run with the weights of another run's checkpoint",
+    )
     add(
         "--init-adapter",
         metavar="FOLDER",
         help="train adapters, with the rank and alpha of this PEFT folder or of this run's newest policy, and begin with those",
     )
-    add("--push-to-hub", metavar="NAME", help="at the end upload the policy to this model of the hub")
+    add(
+        "--push-to-hub",
+        metavar="NAME",
+        help="at the end upload the policy to this model of the hub",
+    )
     known, overrides = own_options(parser, arguments)
     for option, value in (("--run-dir", known.run_dir), ("--init-from", known.init_from)):
         if known.resume is not None and value is not None:
-            raise ConfigError(option, value, "a resumed run has its own: leave this or --resume out")
+            raise ConfigError(
+                option, value, "a resumed run has its own: leave this or --resume out"
+            )
     if known.config_name is None and not known.list_configs and known.resume in (None, "auto"):
         if {"-h", "--help"} & set(overrides):
             parser.print_help()
             sys.exit(0)
         raise ConfigError("--config", None, "name a config; --list prints them")
     if known.run_dir == "":
-        raise ConfigError("--run-dir", "", "must not be empty; leave it out for a new folder in output_dir")
+        raise ConfigError(
+            "--run-dir", "", "must not be empty; leave it out for a new folder in output_dir"
+        )
     if known.init_adapter is not None:
         from torchtitan.experiments.rl.models.lora import adapter_sizes  # torch: seconds
 
         if known.init_from is not None:
-            raise ConfigError("--init-from", known.init_from, "the adapters begin as --init-adapter's: leave one of them out")
+            raise ConfigError(
+                "--init-from",
+                known.init_from,
+                "the adapters begin as --init-adapter's: leave one of them out",
+            )
         adapter = adapter_folder(known.init_adapter)
         rank, alpha = adapter_sizes(adapter, field="--init-adapter")
         given = {"rank": rank, "alpha": alpha, "init-from": adapter}
-        overrides = [word for name, value in given.items() for word in (f"--trainer.lora.{name}", str(value))] + overrides
+        overrides = [
+            word for name, value in given.items() for word in (f"--trainer.lora.{name}", str(value))
+        ] + overrides
     overrides = [*([] if known.size is None else ["--size", known.size]), *overrides]
     del known.size, known.init_adapter
     return Command(**vars(known), overrides=overrides, words=arguments)
@@ -158,20 +191,34 @@ def own_options(
     return known, rest
 
 
-def parse_with_own(parser: argparse.ArgumentParser, arguments: list[str] | None) -> tuple[argparse.Namespace, Command]:
+def parse_with_own(
+    parser: argparse.ArgumentParser, arguments: list[str] | None
+) -> tuple[argparse.Namespace, Command]:
     """The options of a tool, and a run's command of the others, for tools that take a run as ``--model`` in place of a config.
 
     Args:
         arguments: None: those of this process.
     """
-    parser.add_argument("--config", metavar="NAME", help="a named config; it gives tasks, sampling and engine")
-    parser.add_argument("--endpoint-model", metavar="NAME", help="what the server calls the model (default: its only one)")
-    parser.add_argument("--endpoint-key-env", metavar="NAME", help="environment variable that holds the server's key")
+    parser.add_argument(
+        "--config", metavar="NAME", help="a named config; it gives tasks, sampling and engine"
+    )
+    parser.add_argument(
+        "--endpoint-model",
+        metavar="NAME",
+        help="what the server calls the model (default: its only one)",
+    )
+    parser.add_argument(
+        "--endpoint-key-env",
+        metavar="NAME",
+        help="environment variable that holds the server's key",
+    )
     known, rest = own_options(parser, arguments, refused=OF_TRAINING)
     named = ["--config", known.config] if known.config is not None else words_of_run(known.model)
     if named is None:
         raise ConfigError(
-            "--config", None, f"name a config, or a run as --model; {typed_command('grpo')} --list prints the configs"
+            "--config",
+            None,
+            f"name a config, or a run as --model; {typed_command('grpo')} --list prints the configs",
         )
     command = parse_command([*named, *rest])
     command.model = known.model
@@ -195,7 +242,12 @@ def find_model(command: Command) -> None:
     """Add the folder that ``--model`` names to the overrides. It may be downloaded before."""
     if command.model is not None:
         path = ["--model.hf-assets-path", model_folder(command.model)]
-        command.overrides = ["--model.flavor", "None", *command.overrides, *path]  # the config's flavor is another model's
+        command.overrides = [
+            "--model.flavor",
+            "None",
+            *command.overrides,
+            *path,
+        ]  # the config's flavor is another model's
 
 
 def check_whole_policy(options: argparse.Namespace, config: Any) -> None:
@@ -207,7 +259,12 @@ def check_whole_policy(options: argparse.Namespace, config: Any) -> None:
         ConfigError: ``trainer.lora.init_from`` is set, and would be left out.
     """
     lora = config.trainer.lora
-    if options.config is None or options.endpoint is not None or lora is None or lora.init_from is None:
+    if (
+        options.config is None
+        or options.endpoint is not None
+        or lora is None
+        or lora.init_from is None
+    ):
         return
     cure = f"{MERGE.format(typed_command('export'))} --trainer.lora.init-from None"
     raise ConfigError("trainer.lora.init_from", lora.init_from, cure)
@@ -226,7 +283,10 @@ def config_functions(module_name: str) -> dict[str, Callable[[], Any]]:
         if inspect.isfunction(function)
         and f"{function.__module__}.".startswith(f"{module.__name__}.")
         and not name.startswith("_")
-        if not any(p.default is p.empty and p.kind not in _VARIADIC for p in inspect.signature(function).parameters.values())
+        if not any(
+            p.default is p.empty and p.kind not in _VARIADIC
+            for p in inspect.signature(function).parameters.values()
+        )
     }
 
 
@@ -235,7 +295,9 @@ def config_groups(module_name: str) -> dict[str, list[str]]:
     groups, functions = getattr(_import(module_name), "GROUPS", {}), config_functions(module_name)
     if not isinstance(groups, dict):
         return {}
-    return {str(title): [name for name in names if name in functions] for title, names in groups.items()}
+    return {
+        str(title): [name for name in names if name in functions] for title, names in groups.items()
+    }
 
 
 def load_config(command: Command) -> Any:
@@ -253,9 +315,15 @@ def load_config(command: Command) -> Any:
     (overrides, size), arguments = _without_size(command.overrides), {}
     if size is not None:
         if "size" not in inspect.signature(functions[name]).parameters:
-            sized = [other for other, function in functions.items() if "size" in inspect.signature(function).parameters]
+            sized = [
+                other
+                for other, function in functions.items()
+                if "size" in inspect.signature(function).parameters
+            ]
             raise ConfigError(
-                "--size", size, f"{name} has one size; {' and '.join(sized) or 'no config'} of {command.module} take others"
+                "--size",
+                size,
+                f"{name} has one size; {' and '.join(sized) or 'no config'} of {command.module} take others",
             )
         arguments["size"] = size
     with user_code("--config", name, "the config function failed"):
@@ -293,15 +361,23 @@ def _import(name: str) -> ModuleType:
     words_of_stem = stem.split(".")
     if name != stem or not all(map(str.isidentifier, words_of_stem)):
         hint = f", such as {stem}" if all(map(str.isidentifier, words_of_stem)) else ""
-        raise ConfigError("--module", name, f"is no module's name; write it as in an import statement{hint}")
+        raise ConfigError(
+            "--module", name, f"is no module's name; write it as in an import statement{hint}"
+        )
     try:
         with user_code("--module", name, "it can't be imported"):
             return importlib.import_module(name)
     except ConfigError as error:
         absent = error.__cause__
-        if not isinstance(absent, ModuleNotFoundError) or not absent.name or not f"{name}.".startswith(f"{absent.name}."):
+        if (
+            not isinstance(absent, ModuleNotFoundError)
+            or not absent.name
+            or not f"{name}.".startswith(f"{absent.name}.")
+        ):
             raise
-        raise ConfigError("--module", name, "no such module; is its folder on PYTHONPATH?") from None
+        raise ConfigError(
+            "--module", name, "no such module; is its folder on PYTHONPATH?"
+        ) from None
 
 
 def _override(config: Any, overrides: list[str]) -> Any:
@@ -324,11 +400,16 @@ def _override(config: Any, overrides: list[str]) -> Any:
         if end.code in (0, None):  # --help
             raise
         message = error_message(errors.getvalue())
-        if message.startswith("Unrecognized") and (near := _nearest_option(config, overrides)) is not None:
+        if (
+            message.startswith("Unrecognized")
+            and (near := _nearest_option(config, overrides)) is not None
+        ):
             message = f"{message.partition('; perhaps')[0]}; perhaps you meant --{near}"
         raise ConfigError("overrides", " ".join(overrides), message) from None
     except Exception as error:  # tyro's own, of a config whose fields it can't make options of
-        raise ConfigError("overrides", " ".join(overrides), f"can't be applied to this config: {cause_of(error)}") from error
+        raise ConfigError(
+            "overrides", " ".join(overrides), f"can't be applied to this config: {cause_of(error)}"
+        ) from error
 
 
 def _nearest_option(config: Any, overrides: list[str]) -> str | None:
@@ -338,7 +419,9 @@ def _nearest_option(config: Any, overrides: list[str]) -> str | None:
     """
     paths = {path: path for path in option_paths(config)}
     ends = {path.rpartition(".")[2]: path for path in reversed(paths)}
-    options = [word[2:].partition("=")[0].replace("_", "-") for word in overrides if word.startswith("--")]
+    options = [
+        word[2:].partition("=")[0].replace("_", "-") for word in overrides if word.startswith("--")
+    ]
     for option in [option for option in options if option not in paths][:1]:
         for word, known in ((option, paths), (option.rpartition(".")[2], ends)):
             for near in difflib.get_close_matches(word, known, n=1, cutoff=0.8):
@@ -357,7 +440,9 @@ def error_message(printed: str) -> str:
     With ``console_outputs=False`` it prints nothing, and its hook for errors is private, so the text is read.
     """
     lines = [line.strip().strip("│").strip() for line in printed.splitlines()]
-    if not lines[0].startswith("╭"):  # no UTF-8 here: a blank for the border, and a rule under the title
+    if not lines[0].startswith(
+        "╭"
+    ):  # no UTF-8 here: a blank for the border, and a rule under the title
         lines = lines[next(i for i, line in enumerate(lines) if _is_rule(line)) + 1 :]
     lines = [line for line in lines if line and not line.startswith(("╭", "╰"))]
     end = next((i for i, line in enumerate(lines) if _is_rule(line)), len(lines))

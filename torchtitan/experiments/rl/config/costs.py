@@ -46,7 +46,11 @@ class ModelSizes:
         layer: Any = decoder.layers[0]  # torchtitan declares less than every decoder has
         attention, moe = layer.attention, layer.moe
         chosen = 1 if moe is None else moe.router.top_k
-        width = layer.feed_forward.w1.out_features if moe is None else moe.routed_experts.inner_experts.hidden_dim * chosen
+        width = (
+            layer.feed_forward.w1.out_features
+            if moe is None
+            else moe.routed_experts.inner_experts.hidden_dim * chosen
+        )
         return cls(
             parameters=parameters,
             trained=trained,
@@ -70,17 +74,26 @@ class ModelSizes:
 
     @property
     def layer_parameters(self) -> int:
-        return (self.parameters - (1 if self.tied else 2) * self.vocabulary_parameters) // self.layers
+        return (
+            self.parameters - (1 if self.tied else 2) * self.vocabulary_parameters
+        ) // self.layers
 
     @property
     def expert_parameters(self) -> int:
         """Of the experts of a layer; 0 in a dense one."""
-        return 0 if self.experts == 1 else 3 * self.dim * self.feed_forward_width // self.chosen * self.experts
+        return (
+            0
+            if self.experts == 1
+            else 3 * self.dim * self.feed_forward_width // self.chosen * self.experts
+        )
 
     @property
     def active_parameters(self) -> int:
         """That a token is computed with."""
-        return self.parameters - self.layers * self.expert_parameters * (self.experts - self.chosen) // self.experts
+        return (
+            self.parameters
+            - self.layers * self.expert_parameters * (self.experts - self.chosen) // self.experts
+        )
 
     def layer_values(self, tensor_parallel: int) -> float:
         """Values that the backward pass of a layer needs, a token and rank.
@@ -153,12 +166,19 @@ class EngineRates:
 
     def decode_s(self, steps: int, sequences: int, context: int) -> float:
         """Of so many steps with the same sequences, whose context grows by a token each."""
-        return steps * self._step(sequences, context) + self.context_s * sequences * steps * (steps - 1) / 2
+        return (
+            steps * self._step(sequences, context)
+            + self.context_s * sequences * steps * (steps - 1) / 2
+        )
 
     def steps_in(self, seconds: float, sequences: int, context: int) -> int:
         """The fewest whole steps that take at least ``seconds``; at least 1."""
         first, growth = self._step(sequences, context), self.context_s * sequences
-        steps = int(seconds / first) if growth == 0 else int(((first**2 + 2 * growth * seconds) ** 0.5 - first) / growth)
+        steps = (
+            int(seconds / first)
+            if growth == 0
+            else int(((first**2 + 2 * growth * seconds) ** 0.5 - first) / growth)
+        )
         steps = max(0, steps - 1)
         while self.decode_s(steps, sequences, context) < seconds:
             steps += 1
@@ -186,7 +206,9 @@ def version_bytes(config: RunConfig, sizes: ModelSizes) -> int:
     return parameters * config.generator.engine.torch_dtype.itemsize
 
 
-def device_rates(config: RunConfig, sizes: ModelSizes, gpu: Gpu) -> tuple[EngineRates, TrainerRates]:
+def device_rates(
+    config: RunConfig, sizes: ModelSizes, gpu: Gpu
+) -> tuple[EngineRates, TrainerRates]:
     """Of a config on GPUs of one kind.
 
     An engine's step reads the weights and the keys and values of its sequences once, shared by its GPUs, and takes 2 operations
@@ -201,24 +223,44 @@ def device_rates(config: RunConfig, sizes: ModelSizes, gpu: Gpu) -> tuple[Engine
     engine, trainer = config.generator.engine, config.trainer
     flops, degree = gpu.flops * FLOPS_SHARE, engine.tensor_parallel_degree
     bandwidth, itemsize = gpu.bandwidth * BANDWIDTH_SHARE * degree, engine.torch_dtype.itemsize
-    weights, token_bytes = sizes.parameters * itemsize, 2 * sizes.key_width * sizes.layers * itemsize
+    weights, token_bytes = (
+        sizes.parameters * itemsize,
+        2 * sizes.key_width * sizes.layers * itemsize,
+    )
     room = gpu.gib * getattr(engine, "gpu_memory_utilization", 0.9) - weights / GIB / degree
     cache_gib = getattr(engine, "kv_cache_gib", None) or room
-    version, forward_s = version_bytes(config, sizes), 2 * sizes.active_parameters / (flops * degree)
-    parallelism, ranks, full = trainer.parallelism, trainer.ranks, trainer.activation_checkpoint == "full"
+    version, forward_s = (
+        version_bytes(config, sizes),
+        2 * sizes.active_parameters / (flops * degree),
+    )
+    parallelism, ranks, full = (
+        trainer.parallelism,
+        trainer.ranks,
+        trainer.activation_checkpoint == "full",
+    )
     head, layers = sizes.vocabulary_parameters, sizes.layer_parameters * sizes.layers
     active = layers - sizes.parameters + sizes.active_parameters
     selected = 2 * sizes.layers * sizes.dim * (sizes.query_width + sizes.feed_forward_width)
     again = {"none": 0, "selective": selected, "full": 2 * active}[trainer.activation_checkpoint]
     operations, passes = 6 * active + again + 8 * head, 3
     if trainer.lora is not None:
-        operations += (8 if full else 6) * sizes.trained // len(config.adapters) - 2 * (active + head)
+        operations += (8 if full else 6) * sizes.trained // len(config.adapters) - 2 * (
+            active + head
+        )
         passes = 2
     # Ranks that share a row's work: each has a part of it.
     together = ranks // parallelism.data_parallel_size(ranks)
     shards = parallelism.shards(ranks)
-    link = gpu.nvlink if shards * parallelism.tensor_parallel_degree <= GPUS_PER_HOST else gpu.network
-    gathered = passes * layers * BYTES[trainer.mixed_precision_param] / parallelism.tensor_parallel_degree * (1 - 1 / shards)
+    link = (
+        gpu.nvlink if shards * parallelism.tensor_parallel_degree <= GPUS_PER_HOST else gpu.network
+    )
+    gathered = (
+        passes
+        * layers
+        * BYTES[trainer.mixed_precision_param]
+        / parallelism.tensor_parallel_degree
+        * (1 - 1 / shards)
+    )
     return EngineRates(
         step_s=ENGINE_STEP_S + weights / bandwidth,
         sequence_s=SEQUENCE_S + forward_s,
@@ -251,13 +293,16 @@ class Balance:
 
     @property
     def step_s(self) -> float:
-        return self.train_s + self.generate_s if self.in_turn else max(self.train_s, self.generate_s)
+        return (
+            self.train_s + self.generate_s if self.in_turn else max(self.train_s, self.generate_s)
+        )
 
     def step_line(self) -> str:
         """Return the estimate of a step's seconds, for people."""
         how = "in turn" if self.in_turn else "at the same time"
         step, trainer, generators = (
-            f"{seconds:,.{1 if seconds < 10 else 0}f} s" for seconds in (self.step_s, self.train_s, self.generate_s)
+            f"{seconds:,.{1 if seconds < 10 else 0}f} s"
+            for seconds in (self.step_s, self.train_s, self.generate_s)
         )
         return (
             f"a step         about {step} on {BALANCED_ON}s, if every rollout were as long as it may be: trainer {trainer}, "

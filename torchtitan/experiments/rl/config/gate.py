@@ -37,7 +37,9 @@ def pass_gate(config: RunConfig, command: Command, resumed: ResumedRun | None) -
     Raises:
         ConfigError: the first check that fails.
     """
-    with user_code("--config", str(command.config_name), "the check failed"):  # the user's classes, where nothing expects it
+    with user_code(
+        "--config", str(command.config_name), "the check failed"
+    ):  # the user's classes, where nothing expects it
         return _pass(config, command, resumed)
 
 
@@ -87,16 +89,28 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
         checks.check_servers(config)
     # This machine.
     raise_descriptor_limit()
-    field, folder = ("output_dir", config.output_dir) if command.run_dir is None else ("--run-dir", command.run_dir)
+    field, folder = (
+        ("output_dir", config.output_dir)
+        if command.run_dir is None
+        else ("--run-dir", command.run_dir)
+    )
     if resumed is not None:
         field, folder = "--resume", str(resumed.run_dir)
     if hub is not None and not config.trainer.save_final_model:
-        raise ConfigError("--push-to-hub", hub, "there is nothing to push: trainer.save_final_model is False")
+        raise ConfigError(
+            "--push-to-hub", hub, "there is nothing to push: trainer.save_final_model is False"
+        )
     try:
         config.generator.engine.check_present(field="generator.engine")
     except MissingError as error:
         note(error)
-    for lack in machine.lacks(plan, folder, field=field, checkpoints=0 if resumed is None else resumed.checkpoints, here=here):
+    for lack in machine.lacks(
+        plan,
+        folder,
+        field=field,
+        checkpoints=0 if resumed is None else resumed.checkpoints,
+        here=here,
+    ):
         note(lack)
     if hub is not None and (fault := push_fault(hub)) is not None:
         note(MissingError("--push-to-hub", hub, fault))
@@ -106,40 +120,77 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
     if resumed is not None:
         resumed.check_config(config)
         check_run_folder(resumed.run_dir, field="--resume")
-        start.run_dir, start.resume_from, start.lock = str(resumed.run_dir), resumed.checkpoint, resumed.lock
+        start.run_dir, start.resume_from, start.lock = (
+            str(resumed.run_dir),
+            resumed.checkpoint,
+            resumed.lock,
+        )
         if resumed.has_ended(config):
-            for line in [*resumed.lines, f"the run has taken its {config.steps} steps; a higher --steps goes on"]:
+            for line in [
+                *resumed.lines,
+                f"the run has taken its {config.steps} steps; a higher --steps goes on",
+            ]:
                 write_line(sys.stdout, printable_line(line))
             return None
         lines = resumed.lines + lines
     elif command.init_from is not None:
         start.init_from, refused = find_initial(command.init_from, config)
-        lines = [*(f"refused     {reason}" for reason in refused), f"weights     of {start.init_from}", *lines]
+        lines = [
+            *(f"refused     {reason}" for reason in refused),
+            f"weights     of {start.init_from}",
+            *lines,
+        ]
     if resumed is None:
         name = str(command.config_name)
-        start.run_dir = make_run_folder(command.run_dir, config.output_dir, name, keep=not dry_run, may_hold=job.files)
-    start.plan, start.script = plan, job.script(command.words_in(start.run_dir), start.run_dir, plan.hosts)
+        start.run_dir = make_run_folder(
+            command.run_dir, config.output_dir, name, keep=not dry_run, may_hold=job.files
+        )
+    start.plan, start.script = (
+        plan,
+        job.script(command.words_in(start.run_dir), start.run_dir, plan.hosts),
+    )
     renderer = next((task.renderer for task in tasks.values()), None)
-    if config.renderer.name == AUTO and renderer is not None and renderer_name(renderer) == DEFAULT and not dry_run:
-        lines.append("renderer    default: no family's makes the prompts that the tokenizer's own template does")
+    if (
+        config.renderer.name == AUTO
+        and renderer is not None
+        and renderer_name(renderer) == DEFAULT
+        and not dry_run
+    ):
+        lines.append(
+            "renderer    default: no family's makes the prompts that the tokenizer's own template does"
+        )
     for line in lines:
         write_line(sys.stdout, printable_line(line))
     if dry_run:
-        shown = [*_plan_lines(config, plan, start, checkpoint_s), *trial.shown_tasks(config, tried, renderer=renderer)]
+        shown = [
+            *_plan_lines(config, plan, start, checkpoint_s),
+            *trial.shown_tasks(config, tried, renderer=renderer),
+        ]
         if plan.device == "cuda":
             words = [word for word in command.words if word != "--dry-run"]
             simulation = f"{typed_command('simulate')} {shlex.join(words)}"
             shown.append(f"what it takes  {simulation}   (simulated: docs/scale.md)")
             shown.append(f"best split     {simulation} --sweep replicas,max_offpolicy_steps")
-        print("\n".join([*shown, *(f"before a run   {printable_line(str(note))}" for note in notes)]))
+        print(
+            "\n".join([*shown, *(f"before a run   {printable_line(str(note))}" for note in notes)])
+        )
     elif start.script is None:
         start.lock = start.lock or lock_run_folder(Path(start.run_dir), field="--run-dir")
-        files = {**({} if resumed is None else resumed.saved.model_files), **files_of_models(config)}
+        files = {
+            **({} if resumed is None else resumed.saved.model_files),
+            **files_of_models(config),
+        }
         saved = SavedCommand(
-            config_name=str(command.config_name), module=command.module, overrides=command.overrides, model_files=files
+            config_name=str(command.config_name),
+            module=command.module,
+            overrides=command.overrides,
+            model_files=files,
         )
         save_command(Path(start.run_dir), saved)
-    warnings = [_checkpoint_warning(config, checkpoint_s), trial.learning_rate_warning(config, plan.sizes.parameters)]
+    warnings = [
+        _checkpoint_warning(config, checkpoint_s),
+        trial.learning_rate_warning(config, plan.sizes.parameters),
+    ]
     if config.generator.engine.warning is not None:
         warnings.append(f"generator.engine.{config.generator.engine.warning}")
     if renderer is not None:
@@ -156,11 +207,15 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
     return start
 
 
-def _plan_lines(config: RunConfig, plan: RunPlan, start: Start, checkpoint_s: float | None) -> list[str]:
+def _plan_lines(
+    config: RunConfig, plan: RunPlan, start: Start, checkpoint_s: float | None
+) -> list[str]:
     job = config.provision.job
     lines = plan.lines() + plan.placement.lines(plan.device, submitted=start.script is not None)
     if checkpoint_s is not None:
-        lines.append(f"checkpoint     about {checkpoint_s:,.0f} s, at the speed of this folder's disk")
+        lines.append(
+            f"checkpoint     about {checkpoint_s:,.0f} s, at the speed of this folder's disk"
+        )
     scheduled = start.script or job.plan(start.run_dir, plan.hosts)
     return lines + ([scheduled] if scheduled else [])
 

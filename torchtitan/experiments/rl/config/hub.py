@@ -17,7 +17,12 @@ from torchtitan.experiments.rl.checkpointing.folder import (
 from torchtitan.experiments.rl.compat.huggingface_hub import hub_fault, push_folder, without_hub
 from torchtitan.experiments.rl.config.run_folder import read_command
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.models.hub import ADAPTER_CONFIG, ADAPTER_FOLDER, has_config, is_adapter
+from torchtitan.experiments.rl.models.hub import (
+    ADAPTER_CONFIG,
+    ADAPTER_FOLDER,
+    has_config,
+    is_adapter,
+)
 from torchtitan.experiments.rl.observability.console import near, typed_command, write_line
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 
@@ -42,12 +47,17 @@ def model_folder(model: str, *, field: str = "--model") -> str:
     if os.path.isdir(model):
         return str(_policy_in(Path(os.path.abspath(model)), field))
     if not _NAME.fullmatch(model):
-        raise ConfigError(field, model, "no such folder, and no name of the hub, such as Qwen/Qwen3-0.6B")
+        raise ConfigError(
+            field, model, "no such folder, and no name of the hub, such as Qwen/Qwen3-0.6B"
+        )
     from huggingface_hub import snapshot_download
 
     fault = hub_fault()
     if fault is None:
-        write_line(sys.stderr, f"model       {model}: looking it up in the hub, and downloading what is not here yet")
+        write_line(
+            sys.stderr,
+            f"model       {model}: looking it up in the hub, and downloading what is not here yet",
+        )
     try:
         with contextlib.nullcontext() if fault is None else without_hub():
             return snapshot_download(model, allow_patterns=FILES)
@@ -71,7 +81,11 @@ def adapter_folder(given: str) -> Path:
     if is_adapter(path):
         return path
     if not path.is_dir():
-        raise ConfigError(option, given, "no such folder; name a folder of PEFT, or a run that has trained adapters")
+        raise ConfigError(
+            option,
+            given,
+            "no such folder; name a folder of PEFT, or a run that has trained adapters",
+        )
     policy = _policy_in(path, option)
     if is_adapter(policy / ADAPTER_FOLDER):
         return policy / ADAPTER_FOLDER
@@ -85,7 +99,11 @@ def words_of_run(model: str | None) -> list[str] | None:
     """The words of the command that made the run in which ``model`` lies; None where it lies in none."""
     run = None if model is None else _run_with(Path(os.path.abspath(model)))
     saved = None if run is None else read_command(run)
-    return None if saved is None else ["--config", saved.config_name, "--module", saved.module, *saved.overrides]
+    return (
+        None
+        if saved is None
+        else ["--config", saved.config_name, "--module", saved.module, *saved.overrides]
+    )
 
 
 def _policy_in(path: Path, option: str) -> Path:
@@ -105,19 +123,33 @@ def _policy_in(path: Path, option: str) -> Path:
     if found:
         if (one := next(found[-1].glob("*/config.json"), None)) is not None:
             raise ConfigError(
-                option, str(path), f"its tasks trained an adapter each: name one of them, such as {near(one.parent)}"
+                option,
+                str(path),
+                f"its tasks trained an adapter each: name one of them, such as {near(one.parent)}",
             )
         return found[-1]
     if not saved:
-        raise ConfigError(option, str(path), "a run that has saved neither a policy nor a checkpoint: name another")
+        raise ConfigError(
+            option,
+            str(path),
+            "a run that has saved neither a policy nor a checkpoint: name another",
+        )
     words = f"{typed_command('export')} {near(saved[-1])} --to FOLDER"
-    raise ConfigError(option, str(path), f"no policy was saved there; this makes one of the checkpoint: {words}")
+    raise ConfigError(
+        option, str(path), f"no policy was saved there; this makes one of the checkpoint: {words}"
+    )
 
 
 def _run_with(path: Path) -> Path | None:
     """The run's folder that ``path`` is, or in which it is a policy, a checkpoint or the folder of these."""
     names = (POLICY_FOLDER, OLD_POLICY_FOLDER, CHECKPOINTS_FOLDER)
-    run = path.parent if path.name in names else path.parent.parent if path.parent.name in names else path
+    run = (
+        path.parent
+        if path.name in names
+        else path.parent.parent
+        if path.parent.name in names
+        else path
+    )
     return run if read_command(run) is not None else None
 
 
@@ -129,7 +161,12 @@ def push(folder: Path, name: str) -> bool:
     except Exception as error:  # the hub, the network and the disk raise types of their own
         again = f"hf upload {shlex.quote(name)} {shlex.quote(str(folder))}"
         cause = one_sentence(f"{type(error).__name__}: {error}")
-        write_line(sys.stderr, printable_line(f"error: {name} was not pushed ({cause}); the policy is saved; again: {again}"))
+        write_line(
+            sys.stderr,
+            printable_line(
+                f"error: {name} was not pushed ({cause}); the policy is saved; again: {again}"
+            ),
+        )
         return False
     write_line(sys.stdout, printable_line(f"pushed      {url}"))
     return True

@@ -58,11 +58,17 @@ def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
     if _run_gib(plan) > total:
         config.batcher.rows_per_microbatch = wanted  # a dry run goes on
         cure = f"this host has {total:.2f} GiB of memory, and with one such row at a time the run needs {_run_gib(plan):.2f}"
-        raise MissingError("batcher.row_length", config.batcher.row_length, f"{cure}: {lower}, or take a smaller model")
+        raise MissingError(
+            "batcher.row_length",
+            config.batcher.row_length,
+            f"{cure}: {lower}, or take a smaller model",
+        )
     if plan is first and _run_gib(plan) <= free:
         return plan, None
     said = f"{_run_gib(first):.2f} GiB, and {free:.2f} are free here"
-    line = f"rows        {rows} a microbatch: batcher.rows_per_microbatch = {wanted} would need {said}"
+    line = (
+        f"rows        {rows} a microbatch: batcher.rows_per_microbatch = {wanted} would need {said}"
+    )
     if _run_gib(plan) > free:
         line += f"; this needs {_run_gib(plan):.2f} still. If the system kills it: batcher.row_length, {lower}"
     return plan, line
@@ -98,7 +104,9 @@ def checkpoint_seconds(plan: RunPlan, folder: str) -> float | None:
     return seconds * plan.checkpoint_gib * GIB / PROBE_BYTES
 
 
-def lacks(plan: RunPlan, folder: str, *, field: str, checkpoints: int = 0, here: bool = True) -> Iterator[MissingError]:
+def lacks(
+    plan: RunPlan, folder: str, *, field: str, checkpoints: int = 0, here: bool = True
+) -> Iterator[MissingError]:
     """What this host has too little of for the run.
 
     Args:
@@ -108,18 +116,28 @@ def lacks(plan: RunPlan, folder: str, *, field: str, checkpoints: int = 0, here:
         here: the run is computed on this host, and on no other.
     """
     generator, limit = plan.config.generator, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if resource.RLIM_INFINITY != limit < (needed := DESCRIPTORS + DESCRIPTORS_PER_PROCESS * plan.processes):
+    if (
+        resource.RLIM_INFINITY
+        != limit
+        < (needed := DESCRIPTORS + DESCRIPTORS_PER_PROCESS * plan.processes)
+    ):
         cure = f"the run's {plan.processes} processes need {needed}: raise the limit (ulimit -n {needed})"
         yield MissingError("file descriptors", limit, cure)
     engines = generator.replicas if generator.engine.tensor_parallel_degree > 1 else 0
     shared = engines * SHARED_MEMORY_PER_ENGINE / 2**20
-    if shared and SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(SHARED_MEMORY).free / 2**20) < shared:
+    if (
+        shared
+        and SHARED_MEMORY.is_dir()
+        and (free := shutil.disk_usage(SHARED_MEMORY).free / 2**20) < shared
+    ):
         cure = f"{engines} engine(s) of several processes need {shared:.0f} MiB there: enlarge it (docker: --shm-size)"
         yield MissingError("shared memory", f"{SHARED_MEMORY} with {free:.0f} MiB free", cure)
     needed_gib = plan.disk_gib - min(checkpoints, plan.config.checkpoint.keep) * plan.checkpoint_gib
     with contextlib.suppress(OSError, ValueError):  # making the folder says what is wrong with it
         disk = shutil.disk_usage(_existing(folder))
-        if disk.total and disk.free / GIB < needed_gib:  # /proc and /sys have no space; no folder can be made there
+        if (
+            disk.total and disk.free / GIB < needed_gib
+        ):  # /proc and /sys have no space; no folder can be made there
             cure = (
                 f"its disk has {disk.free / GIB:,.2f} GiB free, and the run's checkpoints and policy need {needed_gib:,.2f}: "
                 "free space, lower checkpoint.keep, or name a folder on another disk"
@@ -128,11 +146,17 @@ def lacks(plan: RunPlan, folder: str, *, field: str, checkpoints: int = 0, here:
     if (lack := job_lacks(plan)) is not None:
         yield lack
     if here and (recipe := plan.config.trainer.float8) != "off":
-        if plan.device == "cpu" or torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        if (
+            plan.device == "cpu"
+            or torch.cuda.is_available()
+            and torch.cuda.get_device_capability() < (8, 9)
+        ):
             cure = 'needs GPUs of capability 8.9 and above (H100, B200): set it to "off"'
             yield MissingError("trainer.float8", recipe, cure)
         elif find_spec("torchao") is None:
-            yield MissingError("trainer.float8", recipe, "needs torchao: pip install torchao==0.18.0")
+            yield MissingError(
+                "trainer.float8", recipe, "needs torchao: pip install torchao==0.18.0"
+            )
     if here and plan.device == "cuda":
         total_gib = memory_gib()[1]
         if (cause := memory_lacks(host_memory(plan, plan.placement)[0], total_gib)) is not None:
@@ -171,7 +195,11 @@ def job_lacks(plan: RunPlan) -> MissingError | None:
     hosts = host_memory(plan, plan.placement)
     largest = max(hosts, key=lambda host: hosts[host].total)
     lack = memory_lacks(hosts[largest], gib)
-    return None if lack is None else MissingError(f"provision.job.{field}", text, f"on host {largest} {lack}")
+    return (
+        None
+        if lack is None
+        else MissingError(f"provision.job.{field}", text, f"on host {largest} {lack}")
+    )
 
 
 def _gpus_lack(plan: RunPlan) -> Iterator[str]:
@@ -183,9 +211,15 @@ def _gpus_lack(plan: RunPlan) -> Iterator[str]:
     memory_gib = gpu_memory_gib()
     if memory_gib is not None and plan.gpu_gib > memory_gib:
         if plan.shared_gpu is None:
-            who, cure = "a trainer rank takes", "lower batcher.row_length, or name more GPUs (--gpus)"
+            who, cure = (
+                "a trainer rank takes",
+                "lower batcher.row_length, or name more GPUs (--gpus)",
+            )
         else:
-            who, cure = "trainer rank and engine take", "lower generator.engine.kv_cache_gib or batcher.row_length"
+            who, cure = (
+                "trainer rank and engine take",
+                "lower generator.engine.kv_cache_gib or batcher.row_length",
+            )
         yield f"{who} about {plan.gpu_gib:.1f} GiB and a GPU here has {memory_gib:.1f}: {cure}"
     for what in gpu_host_lacks(several_hosts=False):
         yield f"this host {what}"

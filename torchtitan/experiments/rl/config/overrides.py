@@ -37,7 +37,13 @@ import torchtitan.experiments.rl.data.replay
 import torchtitan.experiments.rl.rollouts.filters  # noqa: F401 - each defines parts that no config may have named yet
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms import Algorithm
-from torchtitan.experiments.rl.bounds import bounds_said, declared, field_annotations, is_union, walk
+from torchtitan.experiments.rl.bounds import (
+    bounds_said,
+    declared,
+    field_annotations,
+    is_union,
+    walk,
+)
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.data.task_mix import TaskMix
@@ -81,7 +87,11 @@ class _Place:
 
     @property
     def value(self) -> Any:
-        return self.holder[self.key] if isinstance(self.holder, dict) else getattr(self.holder, self.key)
+        return (
+            self.holder[self.key]
+            if isinstance(self.holder, dict)
+            else getattr(self.holder, self.key)
+        )
 
     def put(self, part: Any) -> None:
         if isinstance(self.holder, dict):
@@ -117,11 +127,18 @@ def _find(config: Any, field: str, given: str) -> _Place | None:
             return None
         place = _Place(holder, key, field, given)
         kinds: list[Any] = [kind for kind in get_args(place.type) if dataclasses.is_dataclass(kind)]
-        if place.value is None and len(kinds) == 1 and number < len(path) and _like(path[number], _names(kinds[0])):
+        if (
+            place.value is None
+            and len(kinds) == 1
+            and number < len(path)
+            and _like(path[number], _names(kinds[0]))
+        ):
             place.put(kinds[0]())
         holder = place.value
     has_part = isinstance(holder, Configurable.Config | JobConfig | list)
-    return place if place is not None and (has_part or place.takes_function or place.is_data) else None
+    return (
+        place if place is not None and (has_part or place.takes_function or place.is_data) else None
+    )
 
 
 def _names(holder: Any) -> Collection[str]:
@@ -131,7 +148,9 @@ def _names(holder: Any) -> Collection[str]:
 
 
 def _like(word: str, names: Collection[str]) -> str | None:
-    return next((name for name in names if str(name).replace("-", "_") == word.replace("-", "_")), None)
+    return next(
+        (name for name in names if str(name).replace("-", "_") == word.replace("-", "_")), None
+    )
 
 
 def _choose(place: _Place) -> bool:
@@ -151,7 +170,11 @@ def _choose(place: _Place) -> bool:
         if not isinstance(rows, RowDataset.Config):
             return False
         split = "train" if held is None else rows.split
-        place.put(None if given in ("none", "None") else dataclasses.replace(rows, path=given, rows=None, split=split))
+        place.put(
+            None
+            if given in ("none", "None")
+            else dataclasses.replace(rows, path=given, rows=None, split=split)
+        )
     elif isinstance(held, Rubric.Config):
         cure = f"a rubric is reward functions and their place: a file or a module, a colon, names: my_rewards.py:{given}"
         raise place.refusal(f"{cure}; each is fn(completion, example)")
@@ -170,7 +193,9 @@ def _config_named(place: _Place, name: str, wanted: type[Any]) -> Any:
         return _config_of(place, _objects(place, name), wanted)
     parts = parts_that_fit(wanted)
     if (found := part_named(name, parts)) is None:
-        raise place.refusal(f"name one of {', '.join(parts)}, or a class of yours as my_module:MyClass")
+        raise place.refusal(
+            f"name one of {', '.join(parts)}, or a class of yours as my_module:MyClass"
+        )
     return _made(place, found)
 
 
@@ -181,10 +206,14 @@ def _at_place(place: _Place) -> Any:
     if place.takes_function and callable(first) and not others:
         return first
     if inspect.isclass(first) or not isinstance(place.value, Rubric.Config):
-        return _config_of(place, found, place.type if inspect.isclass(place.type) else Configurable.Config)
+        return _config_of(
+            place, found, place.type if inspect.isclass(place.type) else Configurable.Config
+        )
     for name, entry in found.items():
         if not callable(entry) or inspect.isclass(entry):
-            raise place.refusal(f"{name} is no function: want reward functions fn(completion, example)")
+            raise place.refusal(
+                f"{name} is no function: want reward functions fn(completion, example)"
+            )
     return dataclasses.replace(place.value, reward_fns=list(found.values()))
 
 
@@ -209,7 +238,11 @@ def _objects(place: _Place, words: str) -> dict[str, Any]:
     module = _module(place, path)
     for name in names.split(","):
         if not hasattr(module, name):
-            own = [key for key, entry in vars(module).items() if getattr(entry, "__module__", None) == module.__name__]
+            own = [
+                key
+                for key, entry in vars(module).items()
+                if getattr(entry, "__module__", None) == module.__name__
+            ]
             raise place.refusal(f"{path} has no {name!r}; it defines {', '.join(own) or 'nothing'}")
     return {name: getattr(module, name) for name in names.split(",")}
 
@@ -229,7 +262,16 @@ def _module(place: _Place, path: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-KINDS: tuple[type[Any], ...] = (Algorithm, SampleStrategy, TaskMix, RLLoss, CrossEntropy, RefKL, Correction, Filter)
+KINDS: tuple[type[Any], ...] = (
+    Algorithm,
+    SampleStrategy,
+    TaskMix,
+    RLLoss,
+    CrossEntropy,
+    RefKL,
+    Correction,
+    Filter,
+)
 """Bases of the parts that have names."""
 BASES_ONLY = ("Algorithm", "GroupRewards")
 """Are for subclasses, and give no credit."""
@@ -243,9 +285,20 @@ def parts_that_fit(config_class: type[Any]) -> dict[str, type[Any]]:
     base = next((kind for kind in KINDS if issubclass(config_class, kind.Config)), None)
     if base is None:
         return {}
-    found = [kind for kind in _with_subclasses(base) if kind.__module__.startswith(PACKAGE) and kind.__name__ not in BASES_ONLY]
-    found = [kind for kind in found if not inspect.isabstract(kind) and issubclass(kind.Config, config_class)]
-    return {snake_case(kind.__name__): kind.Config for kind in sorted(found, key=lambda kind: snake_case(kind.__name__))}
+    found = [
+        kind
+        for kind in _with_subclasses(base)
+        if kind.__module__.startswith(PACKAGE) and kind.__name__ not in BASES_ONLY
+    ]
+    found = [
+        kind
+        for kind in found
+        if not inspect.isabstract(kind) and issubclass(kind.Config, config_class)
+    ]
+    return {
+        snake_case(kind.__name__): kind.Config
+        for kind in sorted(found, key=lambda kind: snake_case(kind.__name__))
+    }
 
 
 def part_named(name: str, parts: dict[str, type[Any]]) -> type[Any] | None:
@@ -272,7 +325,11 @@ def flags_as_options(config: Any, words: list[str]) -> list[str]:
     Raises:
         ConfigError: another word follows a field that is True or False.
     """
-    flags = {_option_path(path) for path, _, annotation in walk(config) if declared(annotation).type is bool}
+    flags = {
+        _option_path(path)
+        for path, _, annotation in walk(config)
+        if declared(annotation).type is bool
+    }
     written, rest = list[str](), list(words)
     while rest:
         word = rest.pop(0)
@@ -302,7 +359,11 @@ _LEFT_OUT = (
     arg(help_behavior_hint="(is set in a config function)"),
     # tyro reads no constructor of the value's class, for options, beside a rule of its own.
     PrimitiveConstructorSpec(
-        nargs=1, metavar="", instance_from_str=str, is_instance=lambda _: True, str_from_instance=lambda value: [str(value)]
+        nargs=1,
+        metavar="",
+        instance_from_str=str,
+        is_instance=lambda _: True,
+        str_from_instance=lambda value: [str(value)],
     ),
 )
 
@@ -330,7 +391,9 @@ def registry_with_bounds() -> ConstructorRegistry:
         for entry in spec.fields:
             annotation = annotations.get(entry.name, entry.type)
             said = _in_our_words(entry.helptext, bounds_said(annotation))
-            fields.append(dataclasses.replace(entry, type=_option_type(annotation, entry), helptext=said))
+            fields.append(
+                dataclasses.replace(entry, type=_option_type(annotation, entry), helptext=said)
+            )
         return dataclasses.replace(spec, fields=tuple(fields))
 
     return registry
@@ -341,16 +404,27 @@ def _option_type(annotation: Any, entry: StructFieldSpec) -> Any:
     if _has_options(entry.default) or _read_from_words(annotation) is not None:
         return annotation
     plain = declared(annotation).type
-    said = [option for option in get_args(plain) if option is not types.NoneType and _read_from_words(option) is not None]
+    said = [
+        option
+        for option in get_args(plain)
+        if option is not types.NoneType and _read_from_words(option) is not None
+    ]
     annotated: Any = Annotated  # a type made at run time, which no type checker can follow
     spec = _read_from_words(Union[tuple(said)]) if is_union(plain) and said else None  # noqa: UP007 - of a list of types
     if spec is None:
         return annotated[(Any, *_LEFT_OUT)]
     # What the field holds may be of a type that can't be said.
-    return annotated[Any, dataclasses.replace(spec, is_instance=lambda _: True, str_from_instance=lambda value: [_text(value)])]
+    return annotated[
+        Any,
+        dataclasses.replace(
+            spec, is_instance=lambda _: True, str_from_instance=lambda value: [_text(value)]
+        ),
+    ]
 
 
-def _in_our_words(text: str | Callable[[], str | None] | None, bounds: str) -> Callable[[], str | None]:
+def _in_our_words(
+    text: str | Callable[[], str | None] | None, bounds: str
+) -> Callable[[], str | None]:
     """A field's help, and its bounds. torchtitan's own help names an option of its trainer."""
 
     def read() -> str | None:

@@ -49,13 +49,23 @@ class Placement:
         for host in sorted({place.host for places in roles.values() for place in places}):
             stand = []
             for role, places in roles.items():
-                here = {index: place.devices for index, place in enumerate(places) if place.host == host}
+                here = {
+                    index: place.devices for index, place in enumerate(places) if place.host == host
+                }
                 has = "" if role == "rollout workers" else _has([*here.values()], device)
                 stand += [f"{role} {ranges(here)}{has}"] if here else []
             lines.append(f"host {host:<10}{'; '.join(stand)}")
-        if device == "cpu" and {place.host for place in self.trainer} & {place.host for place in self.generators}:
-            lines.append("cores          threads run on any: provision.share_cores says how many trainer and generators have")
-        where = "the job's own command, on host 0" if submitted else "this process, on the host of the command"
+        if device == "cpu" and {place.host for place in self.trainer} & {
+            place.host for place in self.generators
+        }:
+            lines.append(
+                "cores          threads run on any: provision.share_cores says how many trainer and generators have"
+            )
+        where = (
+            "the job's own command, on host 0"
+            if submitted
+            else "this process, on the host of the command"
+        )
         return [*lines, f"controller     {where}"]
 
 
@@ -79,7 +89,9 @@ def place_on_fewest(
     Raises:
         ConfigError: the run does not fit.
     """
-    for hosts in config.provision.devices(device) if available is None else [hosts_of(available, device)]:
+    for hosts in (
+        config.provision.devices(device) if available is None else [hosts_of(available, device)]
+    ):
         try:
             return hosts, place(config, device, parameters=parameters, hosts=hosts)
         except ConfigError as error:
@@ -121,13 +133,21 @@ def place(
         ConfigError: fewer GPUs, or fewer hosts, than the config asks for.
     """
     if hosts is None:
-        hosts, worker_cores = [own_cores() if device == "cpu" else visible_gpus()], [sorted(os.sched_getaffinity(0))]
+        hosts, worker_cores = (
+            [own_cores() if device == "cpu" else visible_gpus()],
+            [sorted(os.sched_getaffinity(0))],
+        )
     elif worker_cores is None:
-        worker_cores = hosts if device == "cpu" else [()] * len(hosts)  # known when the hosts are there
+        worker_cores = (
+            hosts if device == "cpu" else [()] * len(hosts)
+        )  # known when the hosts are there
     roles, hosted = config.provision, list(hosted_models(config.tasks).values())
     roles.check_hosts(len(hosts))
     on = itertools.cycle(roles.rollout_worker_hosts or range(len(hosts)))
-    workers = tuple(Place(host, tuple(worker_cores[host])) for host in itertools.islice(on, config.rollout_workers))
+    workers = tuple(
+        Place(host, tuple(worker_cores[host]))
+        for host in itertools.islice(on, config.rollout_workers)
+    )
     divide = _on_cores if device == "cpu" else _on_gpus
     trainer, generators, models = divide(config, hosts, hosted, parameters)
     return Placement(trainer=trainer, generators=generators, hosted=models, rollout_workers=workers)
@@ -160,7 +180,10 @@ def engine_processes(config: RunConfig) -> int:
 
 def hosted_processes(config: RunConfig) -> int:
     """Of the frozen models that the run serves itself."""
-    return sum(model.replicas * model.engine.tensor_parallel_degree for model in hosted_models(config.tasks).values())
+    return sum(
+        model.replicas * model.engine.tensor_parallel_degree
+        for model in hosted_models(config.tasks).values()
+    )
 
 
 def needed_gpus(config: RunConfig) -> int:
@@ -173,13 +196,23 @@ Divided = tuple[tuple[Place, ...], tuple[Place, ...], tuple[tuple[Place, ...], .
 """Places of the trainer's ranks, of the generators, and of each hosted model."""
 
 
-def _on_gpus(config: RunConfig, hosts: Sequence[Sequence[int]], hosted: Sequence[HostedModel], parameters: int) -> Divided:
+def _on_gpus(
+    config: RunConfig,
+    hosts: Sequence[Sequence[int]],
+    hosted: Sequence[HostedModel],
+    parameters: int,
+) -> Divided:
     roles, ranks, replicas = config.provision, config.trainer.ranks, config.generator.replicas
-    degree, engines = config.generator.engine.tensor_parallel_degree, [model.engine.tensor_parallel_degree for model in hosted]
+    degree, engines = (
+        config.generator.engine.tensor_parallel_degree,
+        [model.engine.tensor_parallel_degree for model in hosted],
+    )
     free = [list(gpus) for gpus in hosts]
     if (needed := needed_gpus(config)) > (there := sum(map(len, free))):
         others = f" and {len(hosted)} hosted model(s)" if hosted else ""
-        has = f"this host has {there}" if len(hosts) == 1 else f"the {len(hosts)} hosts have {there}"
+        has = (
+            f"this host has {there}" if len(hosts) == 1 else f"the {len(hosts)} hosts have {there}"
+        )
         cure = (
             f"with {replicas} generator replica(s) of {degree} GPU(s){others} the run needs {needed} GPUs "
             f"and {has}; lower trainer.ranks, generator.replicas or generator.engine.tensor_parallel_degree"
@@ -189,11 +222,15 @@ def _on_gpus(config: RunConfig, hosts: Sequence[Sequence[int]], hosted: Sequence
         cure = "CUDA_VISIBLE_DEVICES names slices of GPUs (MIG), and a process can use one: choose 1, or whole GPUs"
         raise ConfigError("generator.engine.tensor_parallel_degree", most, cure)
     trainer: list[Place] = []
-    trainer_hosts = roles.trainer_hosts or _trainer_hosts(free, ranks, config.trainer.parallelism.tensor_parallel_degree)
+    trainer_hosts = roles.trainer_hosts or _trainer_hosts(
+        free, ranks, config.trainer.parallelism.tensor_parallel_degree
+    )
     share = _ranks_of_a_host(ranks, trainer_hosts)
     for host in trainer_hosts:
         if share > len(free[host]):
-            cure = f"host {host} has {len(free[host])} GPUs for {share} trainer ranks: name more hosts"
+            cure = (
+                f"host {host} has {len(free[host])} GPUs for {share} trainer ranks: name more hosts"
+            )
             raise ConfigError("provision.trainer_hosts", tuple(trainer_hosts), cure)
         trainer += [Place(host, (gpu,)) for gpu in free[host][:share]]
         del free[host][:share]
@@ -209,7 +246,12 @@ def _on_gpus(config: RunConfig, hosts: Sequence[Sequence[int]], hosted: Sequence
     return tuple(trainer), generators, models
 
 
-def _on_cores(config: RunConfig, hosts: Sequence[Sequence[int]], hosted: Sequence[HostedModel], parameters: int) -> Divided:
+def _on_cores(
+    config: RunConfig,
+    hosts: Sequence[Sequence[int]],
+    hosted: Sequence[HostedModel],
+    parameters: int,
+) -> Divided:
     roles = config.provision
     large = parameters >= LARGE_ON_CPU if roles.share_cores is None else roles.share_cores
     trainer_hosts = roles.trainer_hosts or (0,)
@@ -217,7 +259,9 @@ def _on_cores(config: RunConfig, hosts: Sequence[Sequence[int]], hosted: Sequenc
     generator_hosts = roles.generator_hosts or others or list(range(len(hosts)))
     ours, theirs = [], []
     for host, cores in enumerate(hosts):
-        apart = host in trainer_hosts and host in generator_hosts and not (roles.share_gpus or large)
+        apart = (
+            host in trainer_hosts and host in generator_hosts and not (roles.share_gpus or large)
+        )
         half = max(1, len(cores) // 2)
         theirs.append(list(cores[:half] if apart else cores))
         ours.append(list(cores[half:] or cores) if apart else list(cores))
@@ -229,8 +273,16 @@ def _on_cores(config: RunConfig, hosts: Sequence[Sequence[int]], hosted: Sequenc
         return tuple(Place(host, tuple(next(shares[host]))) for host in on)
 
     own = _ranks_of_a_host(config.trainer.ranks, trainer_hosts)
-    trainer = tuple(Place(host, tuple(cores)) for host in trainer_hosts for cores in contiguous_shares(ours[host], own))
-    return trainer, share(config.generator.replicas), tuple(share(model.replicas) for model in hosted)
+    trainer = tuple(
+        Place(host, tuple(cores))
+        for host in trainer_hosts
+        for cores in contiguous_shares(ours[host], own)
+    )
+    return (
+        trainer,
+        share(config.generator.replicas),
+        tuple(share(model.replicas) for model in hosted),
+    )
 
 
 def _ranks_of_a_host(ranks: int, hosts: Sequence[int]) -> int:
@@ -240,14 +292,20 @@ def _ranks_of_a_host(ranks: int, hosts: Sequence[int]) -> int:
     """
     if ranks % len(hosts):
         raise ConfigError(
-            "provision.trainer_hosts", tuple(hosts), f"must divide trainer.ranks = {ranks}: each gets as many ranks"
+            "provision.trainer_hosts",
+            tuple(hosts),
+            f"must divide trainer.ranks = {ranks}: each gets as many ranks",
         )
     if list(hosts) != list(range(hosts[0], hosts[0] + len(hosts))):
-        raise ConfigError("provision.trainer_hosts", tuple(hosts), "must follow each other, such as 1 2 3")
+        raise ConfigError(
+            "provision.trainer_hosts", tuple(hosts), "must follow each other, such as 1 2 3"
+        )
     return ranks // len(hosts)
 
 
-def _trainer_hosts(free: Sequence[Sequence[int]], ranks: int, tensor_parallel: int) -> Sequence[int]:
+def _trainer_hosts(
+    free: Sequence[Sequence[int]], ranks: int, tensor_parallel: int
+) -> Sequence[int]:
     """The first hosts, as few as hold the ranks in equal numbers, and tensor-parallel ranks together.
 
     Raises:
@@ -255,14 +313,18 @@ def _trainer_hosts(free: Sequence[Sequence[int]], ranks: int, tensor_parallel: i
     """
     for count in range(1, len(free) + 1):
         own, rest = divmod(ranks, count)
-        if not rest and own % tensor_parallel == 0 and all(len(gpus) >= own for gpus in free[:count]):
+        if (
+            not rest
+            and own % tensor_parallel == 0
+            and all(len(gpus) >= own for gpus in free[:count])
+        ):
             return range(count)
     together = (
-        f" in whole groups of {tensor_parallel} (trainer.parallelism.tensor_parallel_degree)" if tensor_parallel > 1 else ""
+        f" in whole groups of {tensor_parallel} (trainer.parallelism.tensor_parallel_degree)"
+        if tensor_parallel > 1
+        else ""
     )
-    cure = (
-        f"{len(free)} hosts with {', '.join(str(len(gpus)) for gpus in free)} GPUs can't hold them in equal numbers{together}"
-    )
+    cure = f"{len(free)} hosts with {', '.join(str(len(gpus)) for gpus in free)} GPUs can't hold them in equal numbers{together}"
     raise ConfigError("trainer.ranks", ranks, cure)
 
 

@@ -6,8 +6,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchtitan.experiments.rl.config.costs import BYTES, GIB, KINDS_BY_GB, Balance, ModelSizes, version_bytes
-from torchtitan.experiments.rl.config.placement import Placement, engine_processes, hosted_processes, ranges
+from torchtitan.experiments.rl.config.costs import (
+    BYTES,
+    GIB,
+    KINDS_BY_GB,
+    Balance,
+    ModelSizes,
+    version_bytes,
+)
+from torchtitan.experiments.rl.config.placement import (
+    Placement,
+    engine_processes,
+    hosted_processes,
+    ranges,
+)
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.models.decoder import RowShapes
 from torchtitan.experiments.rl.process.host import Device
@@ -62,10 +74,15 @@ class SharedGpu:
     @property
     def peak(self) -> float:
         """While the trainer steps, or while the engine is awake."""
-        return max(self.trainer.total + (self.engine if self.asleep is None else self.asleep), self.trainer.idle + self.engine)
+        return max(
+            self.trainer.total + (self.engine if self.asleep is None else self.asleep),
+            self.trainer.idle + self.engine,
+        )
 
     def line(self) -> str:
-        trainer, engine, peak = (f"{size / GIB:.1f}" for size in (self.trainer.total, self.engine, self.peak))
+        trainer, engine, peak = (
+            f"{size / GIB:.1f}" for size in (self.trainer.total, self.engine, self.peak)
+        )
         if self.asleep is None:
             return f"trainer {trainer} + engine {engine} = {peak} GiB a GPU, both all the time"
         return (
@@ -80,29 +97,51 @@ def trainer_memory(sizes: ModelSizes, config: RunConfig, *, device: Device) -> T
     divided = trainer.parallelism.context_parallel_degree
     shards = trainer.parallelism.shards(trainer.ranks) * tensor_parallel * divided
     frozen = trainer.lora is not None
-    held = 0 if trainer.enable_cpu_offload else sizes.parameters + (3 if trainer.reference is None else 4) * sizes.trained
-    compute, tokens = BYTES[trainer.mixed_precision_param], config.batcher.rows_per_microbatch * row_length
+    held = (
+        0
+        if trainer.enable_cpu_offload
+        else sizes.parameters + (3 if trainer.reference is None else 4) * sizes.trained
+    )
+    compute, tokens = (
+        BYTES[trainer.mixed_precision_param],
+        config.batcher.rows_per_microbatch * row_length,
+    )
     # Expert-parallel ranks gather whole experts, but not all of them.
-    experts = sizes.expert_parameters / max(tensor_parallel, trainer.parallelism.expert_parallel_degree)
+    experts = sizes.expert_parameters / max(
+        tensor_parallel, trainer.parallelism.expert_parallel_degree
+    )
     layer = (sizes.layer_parameters - sizes.expert_parameters) / tensor_parallel + experts
     head = sizes.vocabulary_parameters / tensor_parallel
     # The head takes at most a quarter of a row at once.
-    logits = min(trainer.logprob_chunk_tokens, max(1, row_length // 4)) * sizes.vocabulary / tensor_parallel
+    logits = (
+        min(trainer.logprob_chunk_tokens, max(1, row_length // 4))
+        * sizes.vocabulary
+        / tensor_parallel
+    )
     value = tokens * compute / divided
     values = sizes.layer_values(tensor_parallel)
     # What selective checkpointing keeps beside the input: the products of queries, keys and values, of one of the two that go
     # into the feed-forward part, and of the one that comes out of it; and attention's output.
-    selected = (2 * sizes.dim + 2 * sizes.query_width + 2 * sizes.key_width + sizes.feed_forward_width) / tensor_parallel
-    kept = {"none": values, "selective": selected, "full": sizes.dim / tensor_parallel}[trainer.activation_checkpoint] * value
+    selected = (
+        2 * sizes.dim + 2 * sizes.query_width + 2 * sizes.key_width + sizes.feed_forward_width
+    ) / tensor_parallel
+    kept = {"none": values, "selective": selected, "full": sizes.dim / tensor_parallel}[
+        trainer.activation_checkpoint
+    ] * value
     again = values * value if trainer.activation_checkpoint != "none" else 0
     forward = compute * (head + (layer if sizes.tied else head)) + 3 * 4 * logits
-    backward = compute * (head + layer) + (0 if frozen else 4 * head) + max((compute + 4) * logits, compute * (head + logits))
+    backward = (
+        compute * (head + layer)
+        + (0 if frozen else 4 * head)
+        + max((compute + 4) * logits, compute * (head + logits))
+    )
     reduced, stays = (0, 2 * compute * head) if sizes.tied else (4 * head, 0)
     gradient = compute + 4
     if frozen:
         reduced, stays, gradient = 0, compute * head if sizes.tied else 0, 0
     return TrainerMemory(
-        state=held * BYTES[trainer.dtype] / shards + 2 * 4 * sizes.layers * sizes.rotations * sizes.head_width,
+        state=held * BYTES[trainer.dtype] / shards
+        + 2 * 4 * sizes.layers * sizes.rotations * sizes.head_width,
         activations=sizes.layers * kept,
         head=max(forward, backward) + 3 * sizes.dim * value,
         layer=stays
@@ -113,7 +152,9 @@ def trainer_memory(sizes: ModelSizes, config: RunConfig, *, device: Device) -> T
     )
 
 
-def versions_on_hosts(config: RunConfig, sizes: ModelSizes, placement: Placement, *, on_devices: bool) -> dict[int, float]:
+def versions_on_hosts(
+    config: RunConfig, sizes: ModelSizes, placement: Placement, *, on_devices: bool
+) -> dict[int, float]:
     """Return the bytes of published weights in each host's shared memory, by the host's number.
 
     Args:
@@ -188,7 +229,9 @@ def host_memory(plan: "RunPlan", placement: Placement) -> dict[int, HostMemory]:
         parts[place.host] += max(1, len(place.devices))  # a process for each GPU of an engine
     parts[0] += 1  # the command's own
     ranks = Counter(place.host for place in placement.trainer)
-    versions = versions_on_hosts(plan.config, plan.sizes, placement, on_devices=plan.weights_on_devices)
+    versions = versions_on_hosts(
+        plan.config, plan.sizes, placement, on_devices=plan.weights_on_devices
+    )
     # Parameters, gradients and two moments; a reference's parameters where there is one.
     values = plan.sizes.parameters + plan.saved_values * plan.sizes.trained
     copies = trainer.parallelism.data_parallel_replicate_degree
@@ -240,7 +283,10 @@ class RunPlan:
     def microbatches_per_rank(self) -> int:
         """At most, of one step."""
         batcher = self.config.batcher
-        return math.ceil(self.tokens_per_step / (batcher.row_length * batcher.rows_per_microbatch * self.data_parallel_size))
+        return math.ceil(
+            self.tokens_per_step
+            / (batcher.row_length * batcher.rows_per_microbatch * self.data_parallel_size)
+        )
 
     @property
     def saved_values(self) -> int:
@@ -283,17 +329,28 @@ class RunPlan:
     def gpu_line(self) -> str:
         """Return which GPUs are large enough, for people."""
         needed = max(self.gpu_gib, self.engine_gpu_gib)
-        taken_by = "a trainer rank takes" if self.gpu_gib >= self.engine_gpu_gib else "a generator takes at least"
+        taken_by = (
+            "a trainer rank takes"
+            if self.gpu_gib >= self.engine_gpu_gib
+            else "a generator takes at least"
+        )
         if self.shared_gpu is not None:
             taken_by = "a trainer rank and an engine take"
-        fits = next((f"of {gb} GB ({kinds}) or more" for gb, kinds in KINDS_BY_GB.items() if gb >= needed), None)
+        fits = next(
+            (f"of {gb} GB ({kinds}) or more" for gb, kinds in KINDS_BY_GB.items() if gb >= needed),
+            None,
+        )
         fits = fits or f"none of {max(KINDS_BY_GB)} GB fits: name more (--gpus)"
         return f"GPUs           {fits}: {taken_by} about {needed:.1f} GiB"
 
     @property
     def processes(self) -> int:
         """Without the one that the command runs in."""
-        return self.config.trainer.ranks + engine_processes(self.config) + hosted_processes(self.config)
+        return (
+            self.config.trainer.ranks
+            + engine_processes(self.config)
+            + hosted_processes(self.config)
+        )
 
     @property
     def disk_gib(self) -> float:
@@ -302,8 +359,17 @@ class RunPlan:
         return (self.config.checkpoint.keep + 1) * self.checkpoint_gib + policy
 
     def lines(self) -> list[str]:
-        config, trainer, sizes, memory = self.config, self.config.trainer, self.sizes, self.trainer_memory
-        on_gpus, ranks, sharing = self.device == "cuda", trainer.ranks, trainer.ranks // self.data_parallel_size
+        config, trainer, sizes, memory = (
+            self.config,
+            self.config.trainer,
+            self.sizes,
+            self.trainer_memory,
+        )
+        on_gpus, ranks, sharing = (
+            self.device == "cuda",
+            trainer.ranks,
+            trainer.ranks // self.data_parallel_size,
+        )
         parameters = f"{sizes.parameters / 1e6:,.1f}M parameters"
         if sizes.experts > 1:
             parameters += f", {sizes.active_parameters / 1e6:,.1f}M active"
@@ -312,7 +378,11 @@ class RunPlan:
             parameters += f"; {adapters}, learning rate {trainer.optimizer.lr:g}"
         degrees = f"{ranks} trainer rank(s)"
         if sharing > 1:
-            parts = "tensor-parallel" if sharing == trainer.parallelism.tensor_parallel_degree else "parts of a row"
+            parts = (
+                "tensor-parallel"
+                if sharing == trainer.parallelism.tensor_parallel_degree
+                else "parts of a row"
+            )
             degrees += f" ({self.data_parallel_size} data-parallel x {sharing} {parts})"
         generators = f"{config.generator.replicas} generator(s) of {config.generator.engine.tensor_parallel_degree}"
         if hosted := hosted_processes(config):
@@ -325,7 +395,9 @@ class RunPlan:
             "CUDA": memory.fixed,
             "published": memory.published,
         }
-        held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts_of_memory.items() if size)
+        held = ", ".join(
+            f"{name} {size / GIB:.2f}" for name, size in parts_of_memory.items() if size
+        )
         share = f"{self.generator_gib:.0%} of a GPU" if on_gpus else f"{self.generator_gib:.2f} GiB"
         lines = [
             f"model          {parameters}",
@@ -346,7 +418,9 @@ class RunPlan:
             lines.append(f"host memory    {self._host_memory()}")
             if self.shared_gpu is not None:
                 lines.append(f"shared GPUs    {self.shared_gpu.line()}")
-            shapes = RowShapes.of(config.batcher.rows_per_microbatch, config.batcher.row_length).shapes
+            shapes = RowShapes.of(
+                config.batcher.rows_per_microbatch, config.batcher.row_length
+            ).shapes
             shown = ", ".join(f"{rows} x {length}" for rows, length in shapes)
             lines.append(f"shapes         {len(shapes)} of rows x tokens: {shown}")
         if self.balance is not None:
@@ -355,10 +429,14 @@ class RunPlan:
         return lines
 
     def _shared_weights(self) -> str:
-        return ", ".join(_by_host({host: f"{size / GIB:.2f} GiB" for host, size in self.shared_weights.items()}))
+        return ", ".join(
+            _by_host({host: f"{size / GIB:.2f} GiB" for host, size in self.shared_weights.items()})
+        )
 
     def _host_memory(self) -> str:
-        return "; ".join(_by_host({host: str(size) for host, size in host_memory(self, self.placement).items()}))
+        return "; ".join(
+            _by_host({host: str(size) for host, size in host_memory(self, self.placement).items()})
+        )
 
 
 def _by_host(texts: Mapping[int, str]) -> list[str]:
@@ -366,4 +444,6 @@ def _by_host(texts: Mapping[int, str]) -> list[str]:
     hosts: dict[str, list[int]] = {}
     for host, text in texts.items():
         hosts.setdefault(text, []).append(host)
-    return [f"{text} on {'hosts' if len(on) > 1 else 'host'} {ranges(on)}" for text, on in hosts.items()]
+    return [
+        f"{text} on {'hosts' if len(on) > 1 else 'host'} {ranges(on)}" for text, on in hosts.items()
+    ]

@@ -16,7 +16,9 @@ def dapo(config: RunConfig) -> RunConfig:
     The penalty on overlong answers is off; it needs the limit of each task: ``DAPO.Config(overlong_limit=...)``.
     """
     config.trainer.loss.rl = PPOClip.Config(clip_low=0.2, clip_high=0.28)
-    others = [entry for entry in config.pre_batch_filters if built_class(entry) is not ZeroAdvantage]
+    others = [
+        entry for entry in config.pre_batch_filters if built_class(entry) is not ZeroAdvantage
+    ]
     config.pre_batch_filters = [ZeroAdvantage.Config(), *others]
     for task in config.tasks.values():
         if built_class(task.algorithm) is GRPO:
@@ -35,7 +37,9 @@ def dr_grpo(config: RunConfig) -> RunConfig:
         if isinstance(task.algorithm, GRPO.Config) and built_class(task.algorithm) is GRPO:
             task.algorithm.normalize_std = False
     longest = max(task.sampling.max_tokens * task.env.max_turns for task in tasks)
-    rollouts = config.rollouts_per_step or config.groups_per_step * max(task.group_size for task in tasks)
+    rollouts = config.rollouts_per_step or config.groups_per_step * max(
+        task.group_size for task in tasks
+    )
     config.trainer.loss.rl = PPOClip.Config()
     config.trainer.loss.rl_denominator = float(rollouts * longest)
     return config

@@ -64,7 +64,12 @@ def compare(saved: Any, config: Any) -> list[Change]:
     may."""
     may = [path for path, _, annotation in walk(config) if declared(annotation).may_change]
     return [
-        Change(path, before, now, any(f"{path}.".startswith((f"{field}.", f"{field}[")) for field in may))
+        Change(
+            path,
+            before,
+            now,
+            any(f"{path}.".startswith((f"{field}.", f"{field}[")) for field in may),
+        )
         for path, before, now in _differences(saved, resolved_config(config), "")
     ]
 
@@ -83,14 +88,22 @@ def check_changes(changes: list[Change]) -> None:
 def _differences(before: Any, now: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     """Each difference of two resolved configs: its path, and the two values. Of what a config builds, its class."""
     if isinstance(before, list) and isinstance(now, list) and before and now:
-        before, now = ({f"[{index}]": entry for index, entry in enumerate(entries)} for entries in (before, now))
+        before, now = (
+            {f"[{index}]": entry for index, entry in enumerate(entries)}
+            for entries in (before, now)
+        )
     if isinstance(before, dict) and isinstance(now, dict):
-        same_class = before.get("class") == now.get("class")  # fields of two classes say nothing about each other
+        same_class = before.get("class") == now.get(
+            "class"
+        )  # fields of two classes say nothing about each other
         for key in {**now, **before} if same_class else ("class",):
             inside = f"{path}.{key}".removeprefix(".").replace(".[", "[")
             yield from _differences(before.get(key, ABSENT), now.get(key, ABSENT), inside)
     elif before != now:
-        old, new = (value["class"] if isinstance(value, dict) and "class" in value else value for value in (before, now))
+        old, new = (
+            value["class"] if isinstance(value, dict) and "class" in value else value
+            for value in (before, now)
+        )
         yield path, old, new
 
 
@@ -104,7 +117,10 @@ def save_config(run_dir: Path, config: Any) -> Any:
 def resolved_config(value: Any) -> Any:
     """Dataclasses become dicts, with ``class`` naming what a Config builds; functions and classes their qualified names."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: resolved_config(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {
+            field.name: resolved_config(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+        }
         return {"class": _qualified_name(built_class(value)), **fields}
     if isinstance(value, dict):
         return {str(key): resolved_config(entry) for key, entry in value.items()}
@@ -166,7 +182,9 @@ class ResumedRun:
         if given.config_name is not None:
             return given
         overrides = [*self.saved.overrides, *given.overrides]
-        return dataclasses.replace(given, config_name=self.saved.config_name, module=self.saved.module, overrides=overrides)
+        return dataclasses.replace(
+            given, config_name=self.saved.config_name, module=self.saved.module, overrides=overrides
+        )
 
     def has_ended(self, config: RunConfig) -> bool:
         """Whether every step is taken, and the policy saved where the config asks for it."""
@@ -182,9 +200,15 @@ class ResumedRun:
         files = files_of_models(config)
         for path, now in files.items():
             before = self.saved.model_files.get(path)
-            if before is not None and (other := [name for name in {**before, **now} if before.get(name) != now.get(name)]):
+            if before is not None and (
+                other := [name for name in {**before, **now} if before.get(name) != now.get(name)]
+            ):
                 cure = f"its {sorted(other)[0]} is not the one the run began with: put that back, or start a new run"
-                raise ConfigError("model.hf_assets_path" if path == config.model.hf_assets_path else "path", path, cure)
+                raise ConfigError(
+                    "model.hf_assets_path" if path == config.model.hf_assets_path else "path",
+                    path,
+                    cure,
+                )
         changes = compare(self.saved_config, config)
         check_changes([change for change in changes if not self._moved(change, files)])
         self.lines += [f"changed     {change}" for change in changes]
@@ -198,7 +222,9 @@ class ResumedRun:
         if not rate or not schedule or not self.step:
             return None
         names = [entry.name for entry in dataclasses.fields(own)]
-        saved = dataclasses.replace(own, **{name: schedule[name] for name in names if name in schedule})
+        saved = dataclasses.replace(
+            own, **{name: schedule[name] for name in names if name in schedule}
+        )
         before = rate * learning_rate_factor(saved, self.saved_config["steps"], self.step)
         after = config.trainer.optimizer.lr * learning_rate_factor(own, config.steps, self.step + 1)
         planned = rate * learning_rate_factor(saved, self.saved_config["steps"], self.step + 1)
@@ -231,7 +257,9 @@ def learning_rate_factor(schedule: LRSchedulersContainer.Config, steps: int, ste
     return built.schedulers[0].lr_lambdas[0](step - 1)
 
 
-def find_resumed(given: str, *, config_name: str | None = None, output_dir: str | None = None) -> ResumedRun | None:
+def find_resumed(
+    given: str, *, config_name: str | None = None, output_dir: str | None = None
+) -> ResumedRun | None:
     """The run to go on with, and its newest valid checkpoint.
 
     Args:
@@ -265,9 +293,7 @@ def find_initial(given: str, config: RunConfig) -> tuple[Path, list[str]]:
     old = saved.model_files.get(old_path, {}).get("config.json") if saved is not None else None
     new = model_files(config.model.hf_assets_path).get("config.json")
     if old is not None and new is not None and old != new:
-        cure = (
-            f"its model ({old_path}) has another config.json than {config.model.hf_assets_path}: name a run of the same model"
-        )
+        cure = f"its model ({old_path}) has another config.json than {config.model.hf_assets_path}: name a run of the same model"
         raise ConfigError(INIT_FROM, given, cure)
     if saved_config is not None:
         _check_adapters(given, saved_config, config)
@@ -280,11 +306,15 @@ def _check_adapters(given: str, saved: dict[str, Any], config: RunConfig) -> Non
     Raises:
         ConfigError: what the checkpoint holds is not what is trained.
     """
-    before, now = ((side.get("trainer") or {}).get("lora") for side in (saved, resolved_config(config)))
+    before, now = (
+        (side.get("trainer") or {}).get("lora") for side in (saved, resolved_config(config))
+    )
     if before is None and now is None:
         return
     if before is None:
-        cure = "it has trained the whole model, and this run trains adapters: --model takes its policy"
+        cure = (
+            "it has trained the whole model, and this run trains adapters: --model takes its policy"
+        )
         raise ConfigError(INIT_FROM, given, cure)
     if now is None:
         cure = "it has trained adapters, and this run the whole model: --model takes its policy, or set trainer.lora"
@@ -308,7 +338,10 @@ def find_checkpoint(given: str) -> tuple[Path, Path]:
 
 def files_of_models(config: RunConfig) -> dict[str, dict[str, str]]:
     """``model_files`` of the policy's folder and of each model that the run serves itself."""
-    paths = [config.model.hf_assets_path, *(model.path for model in hosted_models(config.tasks).values())]
+    paths = [
+        config.model.hf_assets_path,
+        *(model.path for model in hosted_models(config.tasks).values()),
+    ]
     return {path: model_files(path) for path in paths}
 
 
@@ -329,7 +362,10 @@ def _opened(run_dir: Path, checkpoint: Path | None, given: str) -> ResumedRun:
     except ConfigError:
         lock.close()
         raise
-    lines = [*(f"refused     {reason}" for reason in refused), f"resumed     step {step_of(path)}, from {path}"]
+    lines = [
+        *(f"refused     {reason}" for reason in refused),
+        f"resumed     step {step_of(path)}, from {path}",
+    ]
     return ResumedRun(run_dir, path, saved, saved_config, lock, lines)
 
 
@@ -348,20 +384,30 @@ def _located(given: str, option: str) -> tuple[Path, Path | None]:
             return path.parent, None
         named = (path / MANIFEST_FILE).is_file() or path.parent.name == CHECKPOINTS_FOLDER
     except (OSError, ValueError):
-        raise ConfigError(option, given, "no such folder; name a run's folder, or a checkpoint in it") from None
+        raise ConfigError(
+            option, given, "no such folder; name a run's folder, or a checkpoint in it"
+        ) from None
     run = path.parent.parent if path.parent.name in (POLICY_FOLDER, OLD_POLICY_FOLDER) else None
     if run is not None and read_command(run) is not None:
         raise ConfigError(
-            option, given, f"a run's policy, and a hub folder already: --model takes it as it is, and the run is {near(run)}"
+            option,
+            given,
+            f"a run's policy, and a hub folder already: --model takes it as it is, and the run is {near(run)}",
         )
     if is_adapter(path):
-        raise ConfigError(option, given, "a folder of PEFT, and no run: --init-adapter takes it, and rl-export merges it")
+        raise ConfigError(
+            option,
+            given,
+            "a folder of PEFT, and no run: --init-adapter takes it, and rl-export merges it",
+        )
     if not named and any(path.glob("*.safetensors")):
         raise ConfigError(option, given, "a hub folder, and no run: --model takes it as it is")
     return (path.parent.parent, path) if named else (path, None)
 
 
-def _verified(run_dir: Path, checkpoint: Path | None, given: str, option: str) -> tuple[Path, list[str]]:
+def _verified(
+    run_dir: Path, checkpoint: Path | None, given: str, option: str
+) -> tuple[Path, list[str]]:
     try:
         if checkpoint is None:
             path, refused = newest_valid(run_dir)
@@ -378,6 +424,12 @@ def _verified(run_dir: Path, checkpoint: Path | None, given: str, option: str) -
 
 def _newest_run(output_dir: Path, config_name: str) -> Path | None:
     """Of the runs of a config, the one that was started or resumed last."""
-    commands = {path: read_command(path) for path in (output_dir.iterdir() if output_dir.is_dir() else ())}
-    started = {path: saved.started for path, saved in commands.items() if saved and saved.config_name == config_name}
+    commands = {
+        path: read_command(path) for path in (output_dir.iterdir() if output_dir.is_dir() else ())
+    }
+    started = {
+        path: saved.started
+        for path, saved in commands.items()
+        if saved and saved.config_name == config_name
+    }
     return max(started, key=started.__getitem__).resolve() if started else None

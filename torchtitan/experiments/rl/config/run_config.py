@@ -72,7 +72,11 @@ class ProvisionConfig:
     def resolve(self) -> Device:
         elsewhere = self.job.has_gpus
         if self.device == "cuda" and elsewhere is False:
-            raise ConfigError("provision.device", "cuda", "the job's hosts have no GPUs (provision.job.gpus_per_host = 0)")
+            raise ConfigError(
+                "provision.device",
+                "cuda",
+                "the job's hosts have no GPUs (provision.job.gpus_per_host = 0)",
+            )
         if elsewhere is not None:
             return "cuda" if elsewhere and self.device != "cpu" else "cpu"
         if self.device == "cuda" and torch.version.cuda is None:
@@ -154,7 +158,9 @@ def default_filters(mode: Literal["enforce", "monitor"]) -> list[Filter.Config]:
     return [
         Gibberish.Config(mode=mode),
         Repetition.Config(mode=mode, distinct_ngrams=0.1),
-        ZeroAdvantage.Config(mode=mode, per="rollout"),  # all of a group where no rollout has a signal
+        ZeroAdvantage.Config(
+            mode=mode, per="rollout"
+        ),  # all of a group where no rollout has a signal
     ]
 
 
@@ -183,9 +189,13 @@ class RunConfig:
     replay: GroupReplayConfig = field(default_factory=GroupReplayConfig)
     """Groups that a step trains on again, with the credit they had."""
     task_mix: TaskMix.Config = field(default_factory=WeightedRoundRobin.Config)
-    pre_batch_filters: list[Filter.Config] = field(default_factory=lambda: default_filters("monitor"))
+    pre_batch_filters: list[Filter.Config] = field(
+        default_factory=lambda: default_filters("monitor")
+    )
     """Applied before a rollout takes a place in a batch. Other groups replace those that they drop."""
-    post_batch_filters: list[Filter.Config] = field(default_factory=lambda: default_filters("enforce"))
+    post_batch_filters: list[Filter.Config] = field(
+        default_factory=lambda: default_filters("enforce")
+    )
     """Applied when a batch was taken. It becomes smaller by the rollouts that they drop."""
     validation: Changeable[ValidationConfig] = field(default_factory=ValidationConfig)
     """Schedule of tasks that set none of their own."""
@@ -220,4 +230,8 @@ class RunConfig:
     def served(self) -> dict[str, int]:
         """Rank of each adapter that a version has and the generators serve, by name; empty: a version is the whole model."""
         lora = self.trainer.lora
-        return {} if lora is None or self.generator.adapter == "merged" else dict.fromkeys(self.adapters, lora.rank)
+        return (
+            {}
+            if lora is None or self.generator.adapter == "merged"
+            else dict.fromkeys(self.adapters, lora.rank)
+        )

@@ -21,7 +21,14 @@ _LONGEST_FILE = "checkpoint-step-000000000-sharded-and-the-name-of-a-file-in-it-
 """As long as the paths that a run writes in its folder."""
 
 
-def make_run_folder(given: str | None, output_dir: str, config_name: str, *, keep: bool, may_hold: Collection[str] = ()) -> str:
+def make_run_folder(
+    given: str | None,
+    output_dir: str,
+    config_name: str,
+    *,
+    keep: bool,
+    may_hold: Collection[str] = (),
+) -> str:
     """Make the run's folder, and write and remove a file in it.
 
     Args:
@@ -37,17 +44,23 @@ def make_run_folder(given: str | None, output_dir: str, config_name: str, *, kee
     """
     field, value = ("output_dir", output_dir) if given is None else ("--run-dir", given)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    folder = Path(output_dir) / f"{config_name}-{stamp}-{os.getpid()}" if given is None else Path(given)
+    folder = (
+        Path(output_dir) / f"{config_name}-{stamp}-{os.getpid()}" if given is None else Path(given)
+    )
     made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     kept = False
     try:
-        if os.path.isdir(folder) and not all(any(map(file.match, may_hold)) for file in folder.iterdir()):
+        if os.path.isdir(folder) and not all(
+            any(map(file.match, may_hold)) for file in folder.iterdir()
+        ):
             cure = "holds files already; name a new folder, nothing in it is overwritten"
             if checkpoints(folder):
                 cure += f"; --resume {folder} goes on with the run in it"
             raise ConfigError("--run-dir", str(folder), cure)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(folder / _LONGEST_FILE)  # a path that is too long: before a thousand folders of it are made
+            os.lstat(
+                folder / _LONGEST_FILE
+            )  # a path that is too long: before a thousand folders of it are made
         folder.mkdir(parents=True, exist_ok=True)
         _write_and_remove(folder)
         kept = keep
@@ -57,7 +70,9 @@ def make_run_folder(given: str | None, output_dir: str, config_name: str, *, kee
             raise
         is_file = os.path.exists(value) and not os.path.isdir(value)
         raise ConfigError(
-            field, value, f"{'is a file' if is_file else _cause(error)}; name a folder that can be written"
+            field,
+            value,
+            f"{'is a file' if is_file else _cause(error)}; name a folder that can be written",
         ) from None
     finally:
         for path in () if kept else made:
@@ -75,7 +90,9 @@ def check_run_folder(run_dir: Path, *, field: str) -> None:
         _write_and_remove(run_dir)
     except OSError as error:
         raise ConfigError(
-            field, str(run_dir), f"{_cause(error)}; the run goes on in its own folder: make it writable"
+            field,
+            str(run_dir),
+            f"{_cause(error)}; the run goes on in its own folder: make it writable",
         ) from None
 
 
@@ -94,7 +111,14 @@ CONFIG_FILE = "config.json"
 """The resolved config; the controller writes it. Each checkpoint has a copy of both."""
 LOCK_FILE = ".lock"
 
-_MODEL_FILES = ("config.json", "tokenizer*", "chat_template*", "special_tokens_map.json", "vocab*", "merges.txt")
+_MODEL_FILES = (
+    "config.json",
+    "tokenizer*",
+    "chat_template*",
+    "special_tokens_map.json",
+    "vocab*",
+    "merges.txt",
+)
 """Of a hub folder. The weights are left out: a resumed run takes its own."""
 
 
@@ -133,7 +157,9 @@ def read_config(run_dir: Path) -> dict[str, Any] | None:
 
 def model_files(folder: str) -> dict[str, str]:
     """SHA-256 of what defines a model, without its weights."""
-    files = sorted({path for pattern in _MODEL_FILES for path in Path(folder).glob(pattern) if path.is_file()})
+    files = sorted(
+        {path for pattern in _MODEL_FILES for path in Path(folder).glob(pattern) if path.is_file()}
+    )
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -150,7 +176,9 @@ def lock_run_folder(run_dir: Path, *, field: str) -> BinaryIO:
         file.seek(0)
         owner = file.read(20).decode(errors="replace").strip() or "?"
         file.close()
-        raise ConfigError(field, str(run_dir), f"process {owner} runs in it: wait until it ends, or stop it") from None
+        raise ConfigError(
+            field, str(run_dir), f"process {owner} runs in it: wait until it ends, or stop it"
+        ) from None
     except OSError as error:  # a file system without locks
         line = f"warning: {run_dir} can't be locked ({error.strerror}): nothing stops a second command from running in it"
         write_line(sys.stderr, printable_line(line))

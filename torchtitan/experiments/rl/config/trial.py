@@ -35,11 +35,23 @@ from torchtitan.experiments.rl.errors import ConfigError, cause_of, inside, user
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
 from torchtitan.experiments.rl.printable import printable_line, text_of
 from torchtitan.experiments.rl.rollouts.filters import matches_of
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus, RolloutTurn
+from torchtitan.experiments.rl.rollouts.types import (
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    RolloutTurn,
+)
 from torchtitan.experiments.rl.rubrics.rubric import Rubric, looks_for_thoughts
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
 from torchtitan.experiments.rl.tasks.task import Task, build_part, part_at_fault
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded, call_user, sentence
+from torchtitan.experiments.rl.user_code.calls import (
+    UserCodeError,
+    UserCodeTimeout,
+    call_bounded,
+    call_user,
+    sentence,
+)
 
 
 def build_parts(config: RunConfig) -> None:
@@ -50,9 +62,15 @@ def build_parts(config: RunConfig) -> None:
     """
     for field, part in (("batcher", config.batcher), *config.filters()):
         _built(field, part)
-    mix = _built("task_mix", config.task_mix, weights={name: task.weight for name, task in config.tasks.items()})
+    mix = _built(
+        "task_mix",
+        config.task_mix,
+        weights={name: task.weight for name, task in config.tasks.items()},
+    )
     if (first := call_part("task_mix", mix, "next")) not in config.tasks:
-        raise ConfigError("task_mix", type(mix).__name__, f"its next gave {first!r}, which is no task")
+        raise ConfigError(
+            "task_mix", type(mix).__name__, f"its next gave {first!r}, which is no task"
+        )
     for name, task in config.tasks.items():
         with inside(f"tasks.{name}"):
             build_part("rubric", task.rubric)
@@ -82,10 +100,20 @@ def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> dict[st
         if name in left_out:
             continue
         field = f"tasks.{name}"
-        task = tasks[name] = _built(field, task_config, name=name, renderer=renderer, seed=config.seed)
-        if type(task.algorithm).group_relative and type(task.rubric) is Rubric and not task.rubric.config.reward_fns:
+        task = tasks[name] = _built(
+            field, task_config, name=name, renderer=renderer, seed=config.seed
+        )
+        if (
+            type(task.algorithm).group_relative
+            and type(task.rubric) is Rubric
+            and not task.rubric.config.reward_fns
+        ):
             cure = f"{type(task.algorithm).__name__} compares rewards, and without a function all are 0: name one"
-            raise ConfigError(f"{field}.rubric.reward_fns", [], f"{cure}, such as Rubric.Config(reward_fns=[exact])")
+            raise ConfigError(
+                f"{field}.rubric.reward_fns",
+                [],
+                f"{cure}, such as Rubric.Config(reward_fns=[exact])",
+            )
         for part in ("dataset", "validation"):
             if (dataset := getattr(task, part)) is None:
                 continue
@@ -101,7 +129,9 @@ def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> dict[st
             "max_rollout_tokens": task_config.env.max_rollout_tokens,
             "max_model_len": config.generator.engine.max_model_len,
         }
-        call_part(f"{field}.algorithm", task.algorithm, "check_example", first, field=field, **limits)
+        call_part(
+            f"{field}.algorithm", task.algorithm, "check_example", first, field=field, **limits
+        )
     return tasks
 
 
@@ -121,12 +151,16 @@ def checked_renderer(config: RunConfig) -> Renderer:
             raise
         raise ConfigError("model.hf_assets_path", path, error.cure) from error
     with user_code("model.hf_assets_path", path, "its tokenizer can't be loaded"):
-        highest = max(AutoTokenizer.from_pretrained(path, local_files_only=True).get_vocab().values())
+        highest = max(
+            AutoTokenizer.from_pretrained(path, local_files_only=True).get_vocab().values()
+        )
     vocab_size = decoder_config(policy_spec(config.model, device="cpu", max_seq_len=1)).vocab_size
     for name, task in config.tasks.items():
         if (last := max(task.sampling.stop_token_ids, default=0)) >= vocab_size:
             raise ConfigError(
-                f"tasks.{name}.sampling.stop_token_ids", last, f"the model has {vocab_size} ids: name one of those"
+                f"tasks.{name}.sampling.stop_token_ids",
+                last,
+                f"the model has {vocab_size} ids: name one of those",
             )
     if (last := max(renderer.get_stop_token_ids())) >= vocab_size:
         cure = f"it ends a turn at the id {last}, and the model has {vocab_size} ids: see eos_token_id in its config files"
@@ -179,10 +213,14 @@ def try_tasks(config: RunConfig, tasks: Mapping[str, Task]) -> dict[str, "Trial"
     if limit_s == 0:
         return {}
     # Where this process ends before it has taken them back, the shell prints its last words.
-    script = 'while IFS= read -r line; do last=$line; done; [ -z "$last" ] || printf "%s\\n" "$last" >&2'
+    script = (
+        'while IFS= read -r line; do last=$line; done; [ -z "$last" ] || printf "%s\\n" "$last" >&2'
+    )
     with subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.PIPE, text=True) as shell:
         assert shell.stdin is not None
-        found = {name: Trial(config, task, f"tasks.{name}", shell.stdin) for name, task in tasks.items()}
+        found = {
+            name: Trial(config, task, f"tasks.{name}", shell.stdin) for name, task in tasks.items()
+        }
         try:
             for trial in found.values():
                 trial.run_in_a_thread(limit_s)
@@ -225,7 +263,9 @@ class Trial:
 
     def __post_init__(self) -> None:
         env = self.task.config.env
-        self.task.config = replace(self.task.config, env=replace(env, max_turns=min(env.max_turns, MOST_TURNS)))
+        self.task.config = replace(
+            self.task.config, env=replace(env, max_turns=min(env.max_turns, MOST_TURNS))
+        )
 
     def warnings(self) -> list[str]:
         """Return what a person should know before the run, one line each."""
@@ -246,7 +286,11 @@ class Trial:
 
         threading.Thread(target=lambda: asyncio.run(run()), name="preflight", daemon=True).start()
         if not ended.wait(limit_s + GRACE_S):
-            failures.append(UserCodeTimeout(f"no answer within {limit_s:g} s: it blocks the event loop without awaiting"))
+            failures.append(
+                UserCodeTimeout(
+                    f"no answer within {limit_s:g} s: it blocks the event loop without awaiting"
+                )
+            )
         for failure in failures:
             if isinstance(failure.__cause__, ConfigError):
                 raise failure.__cause__
@@ -277,7 +321,9 @@ class Trial:
                 self.answers_warning = await self._answers_fault(policy)
                 try:
                     self.tool_warning = await self._tool_fault(policy, group)
-                except Exception as error:  # of a call that nobody but this check has made: it refuses no run
+                except (
+                    Exception
+                ) as error:  # of a call that nobody but this check has made: it refuses no run
                     self.tool_warning = f"{self.field}: no tool was tried: {cause_of(error)}"
         except BaseException:
             with contextlib.suppress(UserCodeError):  # the first failure is the cause
@@ -292,14 +338,18 @@ class Trial:
         own = type(task).run_group is not Task.run_group  # it may not take a size
         size: dict[str, Any] = {} if own else {"group_size": 1}
         self._try("the rollout of the first example")
-        group = await task.run_group(task.dataset[0], policy, group_id="preflight", seed=self.config.seed, **size)
+        group = await task.run_group(
+            task.dataset[0], policy, group_id="preflight", seed=self.config.seed, **size
+        )
         rollout = group.rollouts[0]
         if rollout.status is RolloutStatus.TIMEOUT:
             raise UserCodeTimeout(str(rollout.error))
         if rollout.status.is_error():
             cause = str(rollout.error)
             by_algorithm = cause.startswith(f"task {task.name}: {type(task.algorithm).__name__}.")
-            raise self._refusal(cause, "algorithm" if by_algorithm else "", traceback=rollout.traceback)
+            raise self._refusal(
+                cause, "algorithm" if by_algorithm else "", traceback=rollout.traceback
+            )
         if rollout.static:
             return group
         if not rollout.turns:
@@ -323,7 +373,9 @@ class Trial:
             if (failure := await task.score_group(group)) is not None:
                 raise self._refusal(failure, traceback=_first_traceback(group))
             return
-        self._try(f"the rewards of the reply {REPLY!r} by {', '.join(task.rubric.names) or type(task.rubric).__name__}")
+        self._try(
+            f"the rewards of the reply {REPLY!r} by {', '.join(task.rubric.names) or type(task.rubric).__name__}"
+        )
         await task.score_rewards(group)
         for rollout in group.rollouts:
             if rollout.status is RolloutStatus.ERROR:
@@ -352,7 +404,9 @@ class Trial:
         reply = str(policy.tokenizer.decode(ids))
         scripted = copy.copy(policy)
         scripted.reply = lambda rollout, turn: REPLY if turn else reply
-        called = await task.run_group(task.dataset[0], scripted, group_id="preflight", seed=self.config.seed, group_size=1)
+        called = await task.run_group(
+            task.dataset[0], scripted, group_id="preflight", seed=self.config.seed, group_size=1
+        )
         (rollout,) = called.rollouts
         if not rollout.status.is_error() and type(task).score_group is Task.score_group:
             await task.score_rewards(called)
@@ -368,11 +422,15 @@ class Trial:
 
     def _thoughts_fault(self, policy: ScriptedPolicy) -> str | None:
         """Return which reward functions look for a thought in the completion, if this renderer leaves none in it."""
-        names = [name for name, entry in self.task.rubric.functions.items() if looks_for_thoughts(entry)]
+        names = [
+            name for name, entry in self.task.rubric.functions.items() if looks_for_thoughts(entry)
+        ]
         if not names:
             return None
         reply = policy.tokenizer.encode(THOUGHT, add_special_tokens=False)
-        parsed = self.task.renderer.parse_response(reply, prompt_ids=[int(token) for token in self.prompt_token_ids])
+        parsed = self.task.renderer.parse_response(
+            reply, prompt_ids=[int(token) for token in self.prompt_token_ids]
+        )
         if "<think>" in parsed.content:
             return None
         return (
@@ -387,7 +445,10 @@ class Trial:
         Each should earn more than an empty reply does, written alone or in one of the usual forms.
         """
         task = self.task
-        own = type(task).run_group is not Task.run_group or type(task).score_group is not Task.score_group
+        own = (
+            type(task).run_group is not Task.run_group
+            or type(task).score_group is not Task.score_group
+        )
         if own or task.rubric.compares_group:
             return None
         end = asyncio.get_running_loop().time() + ANSWERS_S
@@ -398,7 +459,11 @@ class Trial:
             answer = task.known_answer(sample)
             if answer is None:
                 continue
-            place = task.dataset.rows.place(index) if isinstance(task.dataset, RowDataset) else f"row {index}"
+            place = (
+                task.dataset.rows.place(index)
+                if isinstance(task.dataset, RowDataset)
+                else f"row {index}"
+            )
             self._try(f"the reward of the answer of {place}")
             if (fault := await self._answer_fault(policy, sample, answer)) is not None:
                 faults[place] = fault
@@ -415,7 +480,9 @@ class Trial:
             f"answer ({places}); {first}: {cause}; see to the row's answer, and to how {functions} compares it with a text"
         )
 
-    async def _answer_fault(self, policy: ScriptedPolicy, sample: DataSample, answer: str) -> str | None:
+    async def _answer_fault(
+        self, policy: ScriptedPolicy, sample: DataSample, answer: str
+    ) -> str | None:
         """Return why a reply that is the answer teaches nothing; None where it earns more than an empty one."""
         empty = await self._reward_of("", policy, sample)
         if isinstance(empty, str) or empty is None:
@@ -432,11 +499,15 @@ class Trial:
             first = reward if first is None else first
         return f"the reply {text_of(answer)!r} earns {first:g}, and an empty reply {empty:g}"
 
-    async def _reward_of(self, reply: str, policy: ScriptedPolicy, sample: DataSample) -> float | str | None:
+    async def _reward_of(
+        self, reply: str, policy: ScriptedPolicy, sample: DataSample
+    ) -> float | str | None:
         """Return the reward of a reply, why it has none, or None where it was cut off."""
         scripted = copy.copy(policy)
         scripted.reply = lambda rollout, turn: reply
-        group = await self.task.run_group(sample, scripted, group_id="preflight", seed=self.config.seed, group_size=1)
+        group = await self.task.run_group(
+            sample, scripted, group_id="preflight", seed=self.config.seed, group_size=1
+        )
         await self.task.score_rewards(group)
         (rollout,) = group.rollouts
         if rollout.status.is_error():
@@ -446,7 +517,9 @@ class Trial:
     def _filter(self, group: RolloutGroup, *, vocab_size: int) -> None:
         self._try("the filters")
         for field, entry in self.config.filters():
-            with user_code(field, built_class(entry).__name__, "it failed on a group of scripted replies"):
+            with user_code(
+                field, built_class(entry).__name__, "it failed on a group of scripted replies"
+            ):
                 built = entry.build()
                 built.vocab_size = vocab_size
                 matches_of(built, group)
@@ -456,7 +529,9 @@ class Trial:
         kind = type(getattr(self.task, part) if part else self.task).__name__
         cause = cause.removeprefix(f"task {self.task.name}: ")
         cure = f"{self.doing}: {cause}; {self.cure}"
-        return ConfigError(f"{self.field}.{part}".rstrip("."), kind, cure, lines=traceback.splitlines())
+        return ConfigError(
+            f"{self.field}.{part}".rstrip("."), kind, cure, lines=traceback.splitlines()
+        )
 
 
 def _first_traceback(group: RolloutGroup) -> str:
@@ -483,26 +558,38 @@ def check_prompt(prompt: str, turn: RolloutTurn, renderer: Renderer, *, field: s
             of tools can't be read from replies.
     """
     name = renderer_name(renderer)
-    cure = "take a model whose template has a place for it, or name the renderer of the model's family"
+    cure = (
+        "take a model whose template has a place for it, or name the renderer of the model's family"
+    )
     if turn.tools and not getattr(renderer, "supports_tools", True):
         seen = f"{field} offers tools, and this renderer reads no calls from replies"
         raise ConfigError(
-            "renderer.name", name, f"{seen}: name the renderer of the model's family; a model without one can't call"
+            "renderer.name",
+            name,
+            f"{seen}: name the renderer of the model's family; a model without one can't call",
         )
     for tool in turn.tools or ():
         called = cast(dict, tool).get("function", tool)["name"]
         if called not in prompt:
-            raise ConfigError("renderer.name", name, f"the prompt of {field} does not have its tool {called!r}: {cure}")
+            raise ConfigError(
+                "renderer.name",
+                name,
+                f"the prompt of {field} does not have its tool {called!r}: {cure}",
+            )
     at = 0
     for message in turn.prompt_messages:
         content = message["content"]
-        if message["role"] == "assistant" or not isinstance(content, str):  # what was sampled may be changed on purpose
+        if message["role"] == "assistant" or not isinstance(
+            content, str
+        ):  # what was sampled may be changed on purpose
             continue
         if (found := prompt.find(content.strip(), at)) < 0:
             what = "in another place" if content.strip() in prompt else "not"
             text = content.strip()[:40]
             raise ConfigError(
-                "renderer.name", name, f"the prompt of {field} has the {message['role']}'s {text!r} {what}: {cure}"
+                "renderer.name",
+                name,
+                f"the prompt of {field} has the {message['role']}'s {text!r} {what}: {cure}",
             )
         at = found + len(content.strip())
 
@@ -539,7 +626,11 @@ def turn_end_warning(config: RunConfig) -> str | None:
     tokenizer = AutoTokenizer.from_pretrained(config.model.hf_assets_path, local_files_only=True)
     if not tokenizer.chat_template or template_turn_end(tokenizer) is not None:
         return None
-    open_ended = [name for name, task in config.tasks.items() if not task.sampling.stop and not task.sampling.stop_token_ids]
+    open_ended = [
+        name
+        for name, task in config.tasks.items()
+        if not task.sampling.stop and not task.sampling.stop_token_ids
+    ]
     if not open_ended:
         return None
     return (
@@ -554,10 +645,14 @@ def _loss_said(config: RunConfig) -> str:
     loss, reference = config.trainer.loss, config.trainer.reference
     distance = 0 if reference is None else reference.kl_coef
     parts = [built_class(part).__name__ for part in (loss.rl, *loss.corrections)]
-    return ", ".join([*parts, f"KL to the reference x {distance:g}" if distance else "no KL to a reference"])
+    return ", ".join(
+        [*parts, f"KL to the reference x {distance:g}" if distance else "no KL to a reference"]
+    )
 
 
-def shown_tasks(config: RunConfig, tried: Mapping[str, Trial], *, renderer: Renderer | None) -> list[str]:
+def shown_tasks(
+    config: RunConfig, tried: Mapping[str, Trial], *, renderer: Renderer | None
+) -> list[str]:
     """Lines for people, safe to print.
 
     Args:
@@ -573,8 +668,13 @@ def shown_tasks(config: RunConfig, tried: Mapping[str, Trial], *, renderer: Rend
     if renderer is not None:
         chosen = " (auto: the one that fits the tokenizer)" * (config.renderer.name == AUTO)
         lines.append(f"renderer       {renderer_name(renderer)}{chosen}")
-        tokenizer = AutoTokenizer.from_pretrained(config.model.hf_assets_path, local_files_only=True)
-        stops = [f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in renderer.get_stop_token_ids()]
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.model.hf_assets_path, local_files_only=True
+        )
+        stops = [
+            f"{tokenizer.convert_ids_to_tokens(token)} ({token})"
+            for token in renderer.get_stop_token_ids()
+        ]
         lines.append(f"turn ends      at {', '.join(stops)}")
     for name, task in config.tasks.items():
         parts = f"{built_class(task).__name__}, {built_class(task.algorithm).__name__}, groups of {task.group_size}"
@@ -584,7 +684,9 @@ def shown_tasks(config: RunConfig, tried: Mapping[str, Trial], *, renderer: Rend
             lines.append(f"turn ends      of {name} at {', '.join(more)} too")
         if (trial := tried.get(name)) is not None and trial.prompt:
             ids = trial.prompt_token_ids
-            lines.append(f"prompt         the first of {name}, {len(ids)} tokens, as the model sees it:")
+            lines.append(
+                f"prompt         the first of {name}, {len(ids)} tokens, as the model sees it:"
+            )
             lines += [f"  | {line}" for line in trial.prompt.split("\n")]
             lines.append(f"tokens         {' '.join(map(str, ids))}")
     return [printable_line(line) for line in lines]

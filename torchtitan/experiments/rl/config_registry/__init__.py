@@ -107,7 +107,11 @@ __all__ = [
 
 GROUPS = {
     "First steps, on two CPU cores": ("rl_grpo_qwen3_debug", "rl_questions_qwen3_debug"),
-    "A real model, on two CPU cores": ("rl_sums_smollm2", "rl_boxed_smollm2", "rl_running_sums_smollm2"),
+    "A real model, on two CPU cores": (
+        "rl_sums_smollm2",
+        "rl_boxed_smollm2",
+        "rl_running_sums_smollm2",
+    ),
     "A first run on GPUs": ("rl_grpo_qwen3_0_6b_1gpu", "rl_grpo_qwen3_0_6b"),
     "Real tasks, on GPUs": ("rl_math_qwen3", "rl_questions_qwen3", "rl_reasoning_gym_qwen3_1_7b"),
     "Larger models, on GPUs": (

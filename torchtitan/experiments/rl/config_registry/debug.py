@@ -20,9 +20,17 @@ from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplayConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.tasks.agent import AgentCommandTask
-from torchtitan.experiments.rl.tasks.alphabet_sort import AlphabetSortDataset, AlphabetSortRubric, AlphabetSortTask
+from torchtitan.experiments.rl.tasks.alphabet_sort import (
+    AlphabetSortDataset,
+    AlphabetSortRubric,
+    AlphabetSortTask,
+)
 from torchtitan.experiments.rl.tasks.calculator import CalculatorDataset, CalculatorTask
-from torchtitan.experiments.rl.tasks.calculator_agent import PROGRAM, ForkingCalculatorTask, VotedRubric
+from torchtitan.experiments.rl.tasks.calculator_agent import (
+    PROGRAM,
+    ForkingCalculatorTask,
+    VotedRubric,
+)
 from torchtitan.experiments.rl.tasks.demonstrations import DemonstrationTask
 from torchtitan.experiments.rl.tasks.guess_number import GuessNumberDataset, GuessNumberTask
 from torchtitan.experiments.rl.tasks.questions import QuestionTask
@@ -71,7 +79,9 @@ def rl_grpo_qwen3_debug() -> RunConfig:
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10),
         ),
         # A quarter GiB is 131,072 tokens of the tiny model, twice what 256 sequences of 256 tokens take.
-        generator=GeneratorConfig(engine=VLLMEngineConfig(max_model_len=256, cpu_kv_cache_gib=0.25)),
+        generator=GeneratorConfig(
+            engine=VLLMEngineConfig(max_model_len=256, cpu_kv_cache_gib=0.25)
+        ),
         batcher=Batcher.Config(row_length=512, rows_per_microbatch=8),
         steps=100,
         rollouts_per_step=256,
@@ -90,7 +100,11 @@ def rl_grpo_qwen3_debug_hosts() -> RunConfig:
     """rl_grpo_qwen3_debug on three hosts, which are processes of this machine: two train, two generate, one runs rollouts."""
     config = rl_grpo_qwen3_debug()
     config.trainer.ranks, config.generator.replicas, config.rollout_workers = 2, 2, 1
-    hosts: dict[str, Any] = {"trainer_hosts": (0, 1), "generator_hosts": (1, 2), "rollout_worker_hosts": (2,)}
+    hosts: dict[str, Any] = {
+        "trainer_hosts": (0, 1),
+        "generator_hosts": (1, 2),
+        "rollout_worker_hosts": (2,),
+    }
     config.provision = ProvisionConfig(device="cpu", job=ProcessJob(hosts=3), **hosts)
     return config
 
@@ -107,7 +121,10 @@ def rl_opd_qwen3_debug() -> RunConfig:
 
 def rl_opsd_qwen3_debug() -> RunConfig:
     """On-policy self-distillation of digit sums: the policy scores its own samples after seeing the right answer."""
-    return replace(_debug(40, sum_digits=_sum_digits(OPSD.Config())), model=ModelConfig(hf_assets_path=TINY_READER))
+    return replace(
+        _debug(40, sum_digits=_sum_digits(OPSD.Config())),
+        model=ModelConfig(hf_assets_path=TINY_READER),
+    )
 
 
 def rl_sft_qwen3_debug() -> RunConfig:
@@ -164,7 +181,11 @@ def rl_calculator_qwen3_debug() -> RunConfig:
 def rl_agent_calculator_qwen3_debug() -> RunConfig:
     """As rl_calculator_qwen3_debug, by an agent: a child process with its own loop, which asks the policy over HTTP."""
     config = rl_calculator_qwen3_debug()
-    config.tasks = {"calculator": AgentCommandTask.Config(**_fields_of(config.tasks["calculator"]), command=PROGRAM)}
+    config.tasks = {
+        "calculator": AgentCommandTask.Config(
+            **_fields_of(config.tasks["calculator"]), command=PROGRAM
+        )
+    }
     return config
 
 
@@ -218,7 +239,9 @@ def rl_shuffled_cursor_qwen3_debug() -> RunConfig:
 def rl_questions_qwen3_debug() -> RunConfig:
     """Your own questions and reward function with the 1M-parameter model, to try them out on two CPU cores."""
     env = RendererEnvConfig(max_turns=1, max_rollout_tokens=256)
-    config = _debug(20, questions=QuestionTask.Config(env=env, sampling=SamplingConfig(max_tokens=16)))
+    config = _debug(
+        20, questions=QuestionTask.Config(env=env, sampling=SamplingConfig(max_tokens=16))
+    )
     # A task of your own in its place has the default limit of a rollout, which is 1,024 tokens.
     config.batcher.row_length = 1024
     config.generator.engine = VLLMEngineConfig(max_model_len=1024)
@@ -253,7 +276,9 @@ def _sum_digits_rounds(algorithm: Algorithm.Config) -> Task.Config:
 
 
 def _tiny_teacher() -> HostedModel:
-    return HostedModel(path=TINY_TEACHER, engine=VLLMEngineConfig(max_model_len=256, cpu_kv_cache_gib=0.25))
+    return HostedModel(
+        path=TINY_TEACHER, engine=VLLMEngineConfig(max_model_len=256, cpu_kv_cache_gib=0.25)
+    )
 
 
 def rl_demonstrations_qwen3_debug() -> RunConfig:
@@ -270,12 +295,18 @@ def rl_demonstrations_qwen3_debug() -> RunConfig:
 
 def rl_replay_qwen3_debug() -> RunConfig:
     """As rl_grpo_qwen3_debug, up to half of each step replayed: groups of earlier steps, with the credit they had."""
-    return replace(rl_grpo_qwen3_debug(), steps=60, replay=GroupReplayConfig(fraction=0.5, capacity=64, max_age=4))
+    return replace(
+        rl_grpo_qwen3_debug(),
+        steps=60,
+        replay=GroupReplayConfig(fraction=0.5, capacity=64, max_age=4),
+    )
 
 
 def rl_judge_qwen3_debug() -> RunConfig:
     """As rl_grpo_qwen3_debug, with rewards from a tiny judge that the run hosts."""
-    judge = Judge.Config(model=_tiny_teacher(), sampling=SamplingConfig(temperature=0.0, max_tokens=8))
+    judge = Judge.Config(
+        model=_tiny_teacher(), sampling=SamplingConfig(temperature=0.0, max_tokens=8)
+    )
     task = replace(_sum_digits(GRPO.Config()), rubric=JudgedSumDigitsRubric.Config(judge=judge))
     return _debug(40, sum_digits=task)
 

@@ -20,7 +20,11 @@ from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.answers import right_answer
 from torchtitan.experiments.rl.tasks.math import MathRubric, MathTask
 from torchtitan.experiments.rl.tasks.questions import QuestionTask
-from torchtitan.experiments.rl.tasks.reasoning_gym import PuzzleGenerator, ReasoningGymDataset, ReasoningGymTask
+from torchtitan.experiments.rl.tasks.reasoning_gym import (
+    PuzzleGenerator,
+    ReasoningGymDataset,
+    ReasoningGymTask,
+)
 from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, SumDigitsTask
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.training.config import OptimizerConfig, Parallelism, TrainerConfig
@@ -38,7 +42,9 @@ def rl_grpo_qwen3_0_6b_1gpu() -> RunConfig:
     """Qwen3-0.6B on 1 GPU of 24 GB, which trainer and generator share."""
     config = _qwen3("0.6B", trainer_ranks=1, replicas=1)
     config.provision.share_gpus = True
-    config.generator.engine = VLLMEngineConfig(dtype="bfloat16", max_model_len=4096, max_num_seqs=64, kv_cache_gib=4.0)
+    config.generator.engine = VLLMEngineConfig(
+        dtype="bfloat16", max_model_len=4096, max_num_seqs=64, kv_cache_gib=4.0
+    )
     config.rollouts_per_step = 128
     return config
 
@@ -60,7 +66,13 @@ def rl_grpo_qwen3_8b() -> RunConfig:
 
 def rl_grpo_qwen3_14b() -> RunConfig:
     """Qwen3-14B on 8 GPUs of 80 GB: four train, in pairs that share each layer; two generators of two."""
-    return _qwen3("14B", trainer_ranks=4, trainer_tensor_parallel_degree=2, replicas=2, tensor_parallel_degree=2)
+    return _qwen3(
+        "14B",
+        trainer_ranks=4,
+        trainer_tensor_parallel_degree=2,
+        replicas=2,
+        tensor_parallel_degree=2,
+    )
 
 
 def rl_grpo_qwen3_14b_16() -> RunConfig:
@@ -75,12 +87,28 @@ def rl_grpo_qwen3_32b() -> RunConfig:
 
 def rl_grpo_qwen3_32b_32() -> RunConfig:
     """Qwen3-32B on 32 GPUs of 80 GB: sixteen train, in fours; eight generators of two. 4 hosts of Slurm: docs/clusters.md."""
-    return _on_hosts(_qwen3("32B", trainer_ranks=16, trainer_tensor_parallel_degree=4, replicas=8, tensor_parallel_degree=2))
+    return _on_hosts(
+        _qwen3(
+            "32B",
+            trainer_ranks=16,
+            trainer_tensor_parallel_degree=4,
+            replicas=8,
+            tensor_parallel_degree=2,
+        )
+    )
 
 
 def rl_grpo_qwen3_32b_64() -> RunConfig:
     """Qwen3-32B on 64 GPUs of 80 GB: 32 train, in fours; sixteen generators of two. 8 hosts of Slurm: docs/clusters.md."""
-    return _on_hosts(_qwen3("32B", trainer_ranks=32, trainer_tensor_parallel_degree=4, replicas=16, tensor_parallel_degree=2))
+    return _on_hosts(
+        _qwen3(
+            "32B",
+            trainer_ranks=32,
+            trainer_tensor_parallel_degree=4,
+            replicas=16,
+            tensor_parallel_degree=2,
+        )
+    )
 
 
 def rl_grpo_qwen3_30b_a3b() -> RunConfig:
@@ -91,7 +119,15 @@ def rl_grpo_qwen3_30b_a3b() -> RunConfig:
 def rl_grpo_qwen3_30b_a3b_16() -> RunConfig:
     """Qwen3-30B-A3B on 16 GPUs of 80 GB, 2 hosts of Slurm: eight train and share out the experts, four generators of two.
     docs/clusters.md."""
-    return _on_hosts(_qwen3("30B-A3B", trainer_ranks=8, expert_parallel_degree=8, replicas=4, tensor_parallel_degree=2))
+    return _on_hosts(
+        _qwen3(
+            "30B-A3B",
+            trainer_ranks=8,
+            expert_parallel_degree=8,
+            replicas=4,
+            tensor_parallel_degree=2,
+        )
+    )
 
 
 def rl_questions_qwen3(size: str = "0.6b") -> RunConfig:
@@ -109,10 +145,16 @@ def rl_questions_qwen3(size: str = "0.6b") -> RunConfig:
 
 def rl_math_qwen3(size: str = "1.7b") -> RunConfig:
     """Grade-school word problems (GSM8K, from the hub). Qwen3-1.7B on 4 GPUs; or --size."""
-    gsm8k: dict[str, Any] = {"path": "openai/gsm8k", "name": "main", "demonstration_column": "answer"}
+    gsm8k: dict[str, Any] = {
+        "path": "openai/gsm8k",
+        "name": "main",
+        "demonstration_column": "answer",
+    }
     train, test = RowDataset.Config(**gsm8k), RowDataset.Config(split="test", **gsm8k)
     rubric = MathRubric.Config(answer_marker="####")
-    return _of_size(size, math=MathTask.Config(group_size=16, dataset=train, validation=test, rubric=rubric))
+    return _of_size(
+        size, math=MathTask.Config(group_size=16, dataset=train, validation=test, rubric=rubric)
+    )
 
 
 def rl_reasoning_gym_qwen3_1_7b() -> RunConfig:
@@ -126,7 +168,10 @@ def rl_reasoning_gym_qwen3_1_7b() -> RunConfig:
     train = ReasoningGymDataset.Config(generators=generators, count=100_000)
     test = ReasoningGymDataset.Config(generators=generators, count=256, seed=1_000_000)
     return _of_size(
-        "1.7b", puzzles=ReasoningGymTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test)
+        "1.7b",
+        puzzles=ReasoningGymTask.Config(
+            algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test
+        ),
     )
 
 
@@ -139,7 +184,11 @@ def _on_hosts(config: RunConfig) -> RunConfig:
 def _of_size(size: str, **tasks: Task.Config) -> RunConfig:
     """The GRPO config of that size with other tasks."""
     if size not in SIZES:
-        raise ConfigError("--size", size, f"want one of {', '.join(SIZES)}; --model takes any model, --gpus any number of GPUs")
+        raise ConfigError(
+            "--size",
+            size,
+            f"want one of {', '.join(SIZES)}; --model takes any model, --gpus any number of GPUs",
+        )
     config = SIZES[size]()
     config.tasks = tasks
     return config
@@ -161,7 +210,9 @@ def _qwen3(
                 algorithm=GRPO.Config(),
                 group_size=16,
                 dataset=SumDigitsDataset.Config(min_digits=10, max_digits=40),
-                validation=SumDigitsDataset.Config(split="validation", count=256, seed=1, min_digits=10, max_digits=40),
+                validation=SumDigitsDataset.Config(
+                    split="validation", count=256, seed=1, min_digits=10, max_digits=40
+                ),
                 env=RendererEnvConfig(max_turns=1, max_rollout_tokens=4096),
                 sampling=SamplingConfig(max_tokens=3072),
             )
@@ -172,7 +223,8 @@ def _qwen3(
         trainer=TrainerConfig(
             ranks=trainer_ranks,
             parallelism=Parallelism(
-                tensor_parallel_degree=trainer_tensor_parallel_degree, expert_parallel_degree=expert_parallel_degree
+                tensor_parallel_degree=trainer_tensor_parallel_degree,
+                expert_parallel_degree=expert_parallel_degree,
             ),
             optimizer=OptimizerConfig(lr=1e-6),
             mixed_precision_param="bfloat16",
@@ -181,7 +233,9 @@ def _qwen3(
         ),
         generator=GeneratorConfig(
             replicas=replicas,
-            engine=VLLMEngineConfig(dtype="bfloat16", max_model_len=4096, tensor_parallel_degree=tensor_parallel_degree),
+            engine=VLLMEngineConfig(
+                dtype="bfloat16", max_model_len=4096, tensor_parallel_degree=tensor_parallel_degree
+            ),
         ),
         batcher=Batcher.Config(row_length=8192, rows_per_microbatch=1),
         steps=200,

@@ -33,7 +33,9 @@ HELD_OUT = 100
 def rl_sums_smollm2() -> RunConfig:
     """Sums of two numbers with SmolLM2-135M-Instruct on two CPU cores: what `make real` runs."""
     training, held_out = sums()
-    task = question_task(training, last_number_is_answer, validation=held_out, sampling=_sampling(16))
+    task = question_task(
+        training, last_number_is_answer, validation=held_out, sampling=_sampling(16)
+    )
     return _smollm2(sums=task)
 
 
@@ -71,8 +73,14 @@ class RunningSumEnv(MessageEnv):
 
     async def step_message(self, message: Message) -> StepOutput:
         self.turns += 1
-        name, answer = ("first", self.row["answer"]) if self.turns == 1 else ("second", self.row["answer"] + self.row["more"])
-        earned = {name: float(last_number_is_answer(str(message.get("content")), {"answer": answer}))}
+        name, answer = (
+            ("first", self.row["answer"])
+            if self.turns == 1
+            else ("second", self.row["answer"] + self.row["more"])
+        )
+        earned = {
+            name: float(last_number_is_answer(str(message.get("content")), {"answer": answer}))
+        }
         if self.turns == 2:
             return StepOutput(env_messages=[], done=True, reward_components=earned)
         more: Message = {"role": "user", "content": f"Now add {self.row['more']}."}

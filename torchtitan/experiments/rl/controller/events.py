@@ -28,7 +28,9 @@ class RunEvents:
     def group_kept(self) -> None:
         """Something of a group is left after the pre-batch filters."""
 
-    def group_dropped(self, columns: Sequence[str], group: RolloutGroup, *, signal: bool, taken: bool) -> None:
+    def group_dropped(
+        self, columns: Sequence[str], group: RolloutGroup, *, signal: bool, taken: bool
+    ) -> None:
         """Nothing of a group is left.
 
         Args:

@@ -48,7 +48,9 @@ CANCEL_GROUPS_S = 8.0
 class TaskSet:
     """``build``, then ``setup`` in the process that runs the rollouts; ``close`` closes the tasks that were set up."""
 
-    def __init__(self, configs: dict[str, Task.Config], *, gate: Gate, limits: UserCodeLimits, seed: int):
+    def __init__(
+        self, configs: dict[str, Task.Config], *, gate: Gate, limits: UserCodeLimits, seed: int
+    ):
         self.tasks: dict[str, Task] = {}
         self._configs, self._gate, self._limits, self._seed = configs, gate, limits, seed
         self._to_close: list[Task] = []
@@ -65,7 +67,9 @@ class TaskSet:
         for name, config in self._configs.items():
             build = functools.partial(config.build, name=name, renderer=renderer, seed=self._seed)
             owner = f"task {name!r} can't be built"
-            task = self.tasks[name] = await self._gate.call(build, owner=owner, timeout_s=self._limits.setup_timeout_s)
+            task = self.tasks[name] = await self._gate.call(
+                build, owner=owner, timeout_s=self._limits.setup_timeout_s
+            )
             task.vocab_size = vocab_size
 
     async def setup(self, policy: PolicyClient) -> None:
@@ -77,11 +81,17 @@ class TaskSet:
         """
         for name, task in self.tasks.items():
             try:
-                await call_user(task.setup, with_own_adapter(policy, task), timeout_s=self._limits.setup_timeout_s)
+                await call_user(
+                    task.setup,
+                    with_own_adapter(policy, task),
+                    timeout_s=self._limits.setup_timeout_s,
+                )
             except UserCodeError as error:
                 if error.returned:
                     self._to_close.append(task)
-                raise RunError(f"task {name!r}: {type(task).__name__}.setup: {sentence(error)}") from error
+                raise RunError(
+                    f"task {name!r}: {type(task).__name__}.setup: {sentence(error)}"
+                ) from error
             self._to_close.append(task)
 
     async def close(self) -> list[str]:
@@ -133,7 +143,11 @@ class GroupRunner:
 def with_own_adapter(policy: PolicyClient, task: Task) -> PolicyClient:
     """The run's policy, with the task's adapter where it names one. Another model, which is only measured, has none."""
     adapter = task.config.adapter
-    return AdaptedPolicy(policy, adapter) if adapter and isinstance(policy, GeneratorClient) else policy
+    return (
+        AdaptedPolicy(policy, adapter)
+        if adapter and isinstance(policy, GeneratorClient)
+        else policy
+    )
 
 
 class LocalRunner(GroupRunner):
@@ -145,15 +159,23 @@ class LocalRunner(GroupRunner):
     async def run(self, task: Task, request: GroupRequest) -> RolloutGroup:
         own: dict[str, Any] = {}  # a task's own run_group may not take them
         if request.group_size is not None:
-            own = {"group_size": request.group_size, "sampling": request.sampling, "credit": request.credit}
+            own = {
+                "group_size": request.group_size,
+                "sampling": request.sampling,
+                "credit": request.credit,
+            }
         with trace.lane("group", group=request.group_id):
             if request.uncredited is not None:
                 with trace.span("score"):
                     await task.credit_group(request.uncredited)
                 return request.uncredited
             policy = with_own_adapter(self._policy, task)
-            group = await task.run_group(request.data_sample, policy, group_id=request.group_id, seed=self._seed, **own)
-            for sample in itertools.chain.from_iterable(rollout.samples for rollout in group.rollouts):
+            group = await task.run_group(
+                request.data_sample, policy, group_id=request.group_id, seed=self._seed, **own
+            )
+            for sample in itertools.chain.from_iterable(
+                rollout.samples for rollout in group.rollouts
+            ):
                 sample.adapter = task.config.adapter
             with trace.span("score"):
                 await (task.score_group(group) if request.credit else task.score_rewards(group))
@@ -215,7 +237,9 @@ class WorkerRunner(GroupRunner):
         self._lag_s = max(self._lag_s, result.event_loop_lag_s)
         self._blocking_calls += result.blocking_calls
         if request.uncredited is None:
-            self._policy.generated_tokens += sum(rollout.completion_tokens for rollout in result.group.rollouts)
+            self._policy.generated_tokens += sum(
+                rollout.completion_tokens for rollout in result.group.rollouts
+            )
         return result.group
 
     def lap(self) -> tuple[float, int]:
@@ -226,7 +250,9 @@ class WorkerRunner(GroupRunner):
     async def _least_busy(self) -> _Worker:
         """Waits while every worker is gone."""
         while True:
-            living = [worker for _, worker in sorted(self._workers.items()) if worker.life.cause is None]
+            living = [
+                worker for _, worker in sorted(self._workers.items()) if worker.life.cause is None
+            ]
             if living:
                 return min(living, key=lambda worker: worker.open_rollouts)
             self._admitted.clear()
@@ -301,7 +327,9 @@ class RolloutWorker(WatchedActor):
 
     @reported_endpoint
     async def run(self, task: str, request: GroupRequest) -> GroupResult:
-        work = asyncio.create_task(self._run(self._task_set.tasks[task], request), name=request.group_id)
+        work = asyncio.create_task(
+            self._run(self._task_set.tasks[task], request), name=request.group_id
+        )
         self._running.add(work)
         work.add_done_callback(self._running.discard)
         return await work
@@ -331,4 +359,6 @@ class RolloutWorker(WatchedActor):
     async def _run(self, task: Task, request: GroupRequest) -> GroupResult:
         self._policy.version = max(self._policy.version, request.policy_version)
         group = await self._runner.run(task, request)
-        return GroupResult(group=group, event_loop_lag_s=self._lag.lap(), blocking_calls=BLOCKING.lap())
+        return GroupResult(
+            group=group, event_loop_lag_s=self._lag.lap(), blocking_calls=BLOCKING.lap()
+        )

@@ -63,7 +63,10 @@ class OpenGroup:
     def kept(self) -> RolloutGroup:
         """The scored group with only the rollouts that are still open."""
         assert self.group is not None
-        return replace(self.group, rollouts=[r for r in self.group.rollouts if r.rollout_id in self.rollout_ids])
+        return replace(
+            self.group,
+            rollouts=[r for r in self.group.rollouts if r.rollout_id in self.rollout_ids],
+        )
 
     def state(self, group_id: str) -> OpenGroupState:
         """
@@ -71,13 +74,16 @@ class OpenGroup:
             RunError: it is neither running nor finished, because a filter failed.
         """
         if self.settling:
-            raise RunError(f"group {group_id} is half filtered: the state of the run can't be saved")
+            raise RunError(
+                f"group {group_id} is half filtered: the state of the run can't be saved"
+            )
         example = None if self.example is None else plain_example(self.example)
         return OpenGroupState(
             group_id=group_id,
             task=self.task.name,
             example=example,
-            example_is_json=self.example is not None and example == dataclasses.asdict(self.example),
+            example_is_json=self.example is not None
+            and example == dataclasses.asdict(self.example),
             rollout_ids=sorted(self.rollout_ids),
             outcomes=dict(self.outcomes),
             finished=self.group is not None,
@@ -106,7 +112,9 @@ class StepGroups:
 class OpenGroups:
     """Open groups by id, in the order of their dispatch. A rollout's end goes to the ledger, a group's to the recorder."""
 
-    def __init__(self, ledger: Ledger, recorder: RolloutRecorder | None, version: Callable[[], int]):
+    def __init__(
+        self, ledger: Ledger, recorder: RolloutRecorder | None, version: Callable[[], int]
+    ):
         """``version`` returns what the generators hold."""
         self.ledger = ledger
         self._recorder, self._version = recorder, version
@@ -120,7 +128,10 @@ class OpenGroups:
 
     def dispatch(self, task: Task, group_id: str, slot: Slot) -> None:
         """Open a group, and a ledger record for each of its rollouts."""
-        rollout_ids = {f"{group_id}/{index}" for index in range(task.config.group_size if task.needs_group else 1)}
+        rollout_ids = {
+            f"{group_id}/{index}"
+            for index in range(task.config.group_size if task.needs_group else 1)
+        }
         self._groups[group_id] = OpenGroup(task=task, slot=slot, rollout_ids=rollout_ids)
         self.ledger.dispatch(task.name, rollout_ids, version=self._version())
 
@@ -147,7 +158,9 @@ class OpenGroups:
         Raises:
             RunError: the ledger's open rollouts are others than those of the open groups.
         """
-        self.ledger.check({rollout_id for entry in self._groups.values() for rollout_id in entry.rollout_ids})
+        self.ledger.check(
+            {rollout_id for entry in self._groups.values() for rollout_id in entry.rollout_ids}
+        )
 
     def finished(self) -> list[RolloutGroup]:
         return [entry.group for entry in self._groups.values() if entry.group is not None]
@@ -181,7 +194,9 @@ class OpenGroups:
         lost = []
         for state in states:
             if state.finished and state.group_id not in finished:
-                raise RunError(f"the checkpoint lacks the rollouts of group {state.group_id}: resume from another checkpoint")
+                raise RunError(
+                    f"the checkpoint lacks the rollouts of group {state.group_id}: resume from another checkpoint"
+                )
             example = example_of(state, examples.get(state.task, {}))
             group = finished[state.group_id] if state.finished else None
             if group is not None and example is not None:
@@ -208,7 +223,9 @@ def write_groups(folder: Path, groups: Iterable[RolloutGroup]) -> None:
     with (folder / GROUPS_FILE).open("wb") as file:
         for group in groups:
             lines = (
-                encode_rollout(rollout, outcome=None, admitted_version=group.admitted_version, max_bytes=WHOLE)
+                encode_rollout(
+                    rollout, outcome=None, admitted_version=group.admitted_version, max_bytes=WHOLE
+                )
                 for rollout in group.rollouts
             )
             file.write(compress(b"".join(lines)))
@@ -234,7 +251,9 @@ def read_finished_groups(folder: Path) -> dict[str, RolloutGroup]:
                 admitted_version=records[0].admitted_version,
             )
     except (OSError, ValueError) as error:
-        raise RunError(f"{folder / GROUPS_FILE} can't be read ({error}): resume from another checkpoint") from error
+        raise RunError(
+            f"{folder / GROUPS_FILE} can't be read ({error}): resume from another checkpoint"
+        ) from error
     return groups
 
 

@@ -32,7 +32,9 @@ class Ledger:
         for rollout_id in rollout_ids:
             if rollout_id in self._open:
                 raise RunError(f"rollout {rollout_id} was dispatched twice")
-            self._open[rollout_id] = LedgerEntry(rollout_id=rollout_id, task=task, dispatched_version=version)
+            self._open[rollout_id] = LedgerEntry(
+                rollout_id=rollout_id, task=task, dispatched_version=version
+            )
         self._dispatched[task] += len(rollout_ids)
 
     def end(self, rollout_id: str, column: str, *, version: int) -> None:
@@ -42,7 +44,9 @@ class Ledger:
         """
         record = self._open.pop(rollout_id, None)
         if record is None:
-            raise RunError(f"rollout {rollout_id} ends as {column}, but it is not open: it was counted before")
+            raise RunError(
+                f"rollout {rollout_id} ends as {column}, but it is not open: it was counted before"
+            )
         self._ended.setdefault(record.task, Counter())[column] += 1
         if self._file is not None:
             line = msgspec.to_builtins(record) | {"column": column, "ended_version": version}
@@ -95,7 +99,10 @@ class Ledger:
         counts = {}
         for task, dispatched in self._dispatched.items():
             counts[f"{task}/dispatched"] = dispatched
-            counts |= {f"{task}/{column}": n for column, n in sorted(self._ended.get(task, Counter()).items())}
+            counts |= {
+                f"{task}/{column}": n
+                for column, n in sorted(self._ended.get(task, Counter()).items())
+            }
             counts[f"{task}/open"] = self.open(task)
         return counts | {f"{task}/replayed": count for task, count in self._replayed.items()}
 

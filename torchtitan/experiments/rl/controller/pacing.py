@@ -63,7 +63,15 @@ class Pacer:
             parts: groups that share the slot.
         """
         assert parts > 1 or self.has_slot
-        self._admit(SlotState(group_id=group_id, admitted_version=version, frozen=frozen, finished=False, parts=parts))
+        self._admit(
+            SlotState(
+                group_id=group_id,
+                admitted_version=version,
+                frozen=frozen,
+                finished=False,
+                parts=parts,
+            )
+        )
 
     def _admit(self, slot: SlotState) -> None:
         assert slot.group_id not in self._untaken and slot.group_id not in self._taken
@@ -100,7 +108,9 @@ class Pacer:
         for by, all_due in ((_by_version, False), (self._deadline, False), (self._deadline, True)):
             batch, held = list[SlotState](), Fraction(0)
             for slot in sorted(finished, key=by):
-                if held >= self.groups_per_step and not (all_due and self._deadline(slot) <= version):
+                if held >= self.groups_per_step and not (
+                    all_due and self._deadline(slot) <= version
+                ):
                     break
                 batch.append(slot)
                 held += _share(slot)
@@ -108,7 +118,9 @@ class Pacer:
             if self._fit(self._untaken.keys() - taken, version):
                 for slot in batch:
                     age = version - slot.admitted_version
-                    assert version <= self._deadline(slot), f"group {slot.group_id} is {age} versions old at version {version}"
+                    assert version <= self._deadline(slot), (
+                        f"group {slot.group_id} is {age} versions old at version {version}"
+                    )
                     self._taken[slot.group_id] = version + 1, self._leave(slot.group_id)
                 self._in_training += held
                 return [slot.group_id for slot in batch]
@@ -130,7 +142,8 @@ class Pacer:
         deadlines = sorted(waiting)
         held = itertools.accumulate(waiting[deadline] for deadline in deadlines)
         return all(
-            slots <= self.groups_per_step * (deadline - version) for slots, deadline in zip(held, deadlines, strict=True)
+            slots <= self.groups_per_step * (deadline - version)
+            for slots, deadline in zip(held, deadlines, strict=True)
         )
 
     def _count(self, slot: SlotState, sign: int) -> None:
@@ -153,7 +166,9 @@ class Pacer:
 
     def live(self, version: int) -> None:
         """The generators hold ``version`` now: slots of the groups that led to it are free."""
-        for group_id in [group_id for group_id, (leads_to, _) in self._taken.items() if leads_to <= version]:
+        for group_id in [
+            group_id for group_id, (leads_to, _) in self._taken.items() if leads_to <= version
+        ]:
             self.drop(group_id)
 
     def state(self) -> list[SlotState]:

@@ -34,11 +34,22 @@ from typing import Any, TypeVar
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
 from torchtitan.experiments.rl.controller.group_runner import GroupRequest, GroupRunner
-from torchtitan.experiments.rl.controller.groups import OpenGroup, OpenGroups, Slot, StepGroups, groups_in_slot, has_signal
+from torchtitan.experiments.rl.controller.groups import (
+    OpenGroup,
+    OpenGroups,
+    Slot,
+    StepGroups,
+    groups_in_slot,
+    has_signal,
+)
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
-from torchtitan.experiments.rl.controller.selection import Selection, check_whole, refuse_future_versions
+from torchtitan.experiments.rl.controller.selection import (
+    Selection,
+    check_whole,
+    refuse_future_versions,
+)
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import FilterResult
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
@@ -127,7 +138,12 @@ class RolloutLoop:
             total_groups: slots of groups the run will train on; the loop starts no more than may still be needed.
             replay: the groups that steps train on again.
         """
-        self._tasks, self._selection, self._runner, self._policy = selection.tasks, selection, runner, policy
+        self._tasks, self._selection, self._runner, self._policy = (
+            selection.tasks,
+            selection,
+            runner,
+            policy,
+        )
         self._pacer, self._batcher, self._replay, self._watchers = pacer, batcher, replay, watchers
         self._groups_left = total_groups
         self._open = OpenGroups(ledger or Ledger(), recorder, lambda: policy.version)
@@ -257,7 +273,9 @@ class RolloutLoop:
             if running:
                 _, late = await asyncio.wait(running, timeout=CANCEL_S)
                 if late:
-                    logger.warning("%d groups ignored their cancellation and were abandoned", len(late))
+                    logger.warning(
+                        "%d groups ignored their cancellation and were abandoned", len(late)
+                    )
             for group_id in list(self._open):
                 self._open.leave(group_id, "untrained")
             self._open.check()
@@ -277,7 +295,12 @@ class RolloutLoop:
         group_ids = [f"{task.name}-{self._started + number}" for number in range(groups)]
         self._started += groups
         for group_id in group_ids:
-            self._pacer.admit(group_id, self._policy.version, frozen=not task.goes_stale, parts=groups_in_slot(task))
+            self._pacer.admit(
+                group_id,
+                self._policy.version,
+                frozen=not task.goes_stale,
+                parts=groups_in_slot(task),
+            )
             self._open.dispatch(task, group_id, slot)
         self._run_beside(self._run_group(*group_ids), group_ids[0])
 
@@ -295,15 +318,24 @@ class RolloutLoop:
                 self._run_beside(self._run_group(other), other)
             late = self._selection.credit_is_late(task)
             size = None if task.needs_group else 1
-            request = GroupRequest(data_sample=entry.example, group_id=group_id, group_size=size, credit=not late)
+            request = GroupRequest(
+                data_sample=entry.example, group_id=group_id, group_size=size, credit=not late
+            )
             group = await self._runner.run(task, request)
             check_whole(group, entry.rollout_ids, task)
             refuse_future_versions(group, self._policy.version)
             filtered = await self._selection.filter("pre", group) if late and group.scored else None
-            if late and (filtered is None or (filtered.kept and not any(map(self._is_oversized, filtered.kept)))):
+            if late and (
+                filtered is None
+                or (filtered.kept and not any(map(self._is_oversized, filtered.kept)))
+            ):
                 # Which also says why a group fails that has no reward.
-                group = await self._runner.run(task, replace(request, credit=True, uncredited=group))
-            if self._rollouts_failing:  # what their envs and rewards did not cause says nothing about them
+                group = await self._runner.run(
+                    task, replace(request, credit=True, uncredited=group)
+                )
+            if (
+                self._rollouts_failing
+            ):  # what their envs and rewards did not cause says nothing about them
                 return
             async with self._stillness.change():
                 entry.settling = True
@@ -315,14 +347,22 @@ class RolloutLoop:
         except NothingLeftToLearn as end:
             logger.info("%s", end)
             self._end(end)
-        except BaseException as error:  # failures of envs, rewards and algorithms end in statuses, and don't come here
+        except (
+            BaseException
+        ) as error:  # failures of envs, rewards and algorithms end in statuses, and don't come here
             if self._failure is None:
                 logger.exception("group %s", group_id)
             # A SystemExit would stop the event loop.
-            self._end(error if isinstance(error, Exception) else RunError(f"group {group_id}: {cause_of(error)}"))
+            self._end(
+                error
+                if isinstance(error, Exception)
+                else RunError(f"group {group_id}: {cause_of(error)}")
+            )
         self._changed.set()
 
-    async def _settle(self, group: RolloutGroup, entry: OpenGroup, filtered: FilterResult | None) -> None:
+    async def _settle(
+        self, group: RolloutGroup, entry: OpenGroup, filtered: FilterResult | None
+    ) -> None:
         """Keep the rollouts of a scored group that may be trained on; end the others in their columns.
 
         Args:
@@ -333,7 +373,9 @@ class RolloutLoop:
             watcher.group_arrived(group)
         for rollout in group.rollouts:
             if rollout.reward is None:
-                self._open.end(entry, rollout.rollout_id, f"failed/{rollout.status.value}", rollout.error)
+                self._open.end(
+                    entry, rollout.rollout_id, f"failed/{rollout.status.value}", rollout.error
+                )
         if group.failure is not None:
             for rollout in group.scored:
                 self._open.end(entry, rollout.rollout_id, "failed/group_too_small", group.failure)
@@ -344,7 +386,9 @@ class RolloutLoop:
             self._end_filtered(filtered or await self._selection.filter("pre", group), entry)
             for rollout in entry.kept().rollouts:
                 if self._is_oversized(rollout):
-                    self._open.end(entry, rollout.rollout_id, "oversized", "longer than batcher.row_length")
+                    self._open.end(
+                        entry, rollout.rollout_id, "oversized", "longer than batcher.row_length"
+                    )
         slot = entry.slot
         if entry.rollout_ids:
             self._pacer.finish(group.group_id)
@@ -375,11 +419,17 @@ class RolloutLoop:
         self._next_step.dropped_groups += 1
         if counted and entry.group is not None:
             for watcher in self._watchers:
-                watcher.group_dropped(list(entry.outcomes.values()), entry.group, signal=entry.signal, taken=taken)
+                watcher.group_dropped(
+                    list(entry.outcomes.values()), entry.group, signal=entry.signal, taken=taken
+                )
 
     @property
     def _wants_groups(self) -> bool:
-        return self._pacer.untrained < self._groups_left and not self._stopping and self._failure is None
+        return (
+            self._pacer.untrained < self._groups_left
+            and not self._stopping
+            and self._failure is None
+        )
 
     async def _fill_later(self, pick: Call) -> None:
         try:
@@ -404,7 +454,9 @@ class RolloutLoop:
 
     # What a checkpoint has of it.
 
-    async def capture(self, at_once: Callable[[], Captured]) -> tuple[RolloutLoopState, list[RolloutGroup], Captured]:
+    async def capture(
+        self, at_once: Callable[[], Captured]
+    ) -> tuple[RolloutLoopState, list[RolloutGroup], Captured]:
         """What a resumed run continues from, the groups that have finished or are stored, and what ``at_once`` returns then.
 
         Groups go on running meanwhile; none starts, ends or is filtered. Call it between steps, when no group is taken and not
@@ -432,7 +484,9 @@ class RolloutLoop:
             stored = [] if self._replay is None else self._replay.groups()
             return state, [*self._open.finished(), *stored], at_once()
 
-    async def restore(self, state: RolloutLoopState, finished: Mapping[str, RolloutGroup], version: int) -> None:
+    async def restore(
+        self, state: RolloutLoopState, finished: Mapping[str, RolloutGroup], version: int
+    ) -> None:
         """Continue from a checkpoint of ``version``, which the generators hold: run again what had not finished.
 
         Raises:
@@ -442,14 +496,20 @@ class RolloutLoop:
         examples = await self._selection.examples_of(state.groups)
         self._started = state.started
         matches, tokens = Counter(state.filter_matches), Counter(state.filter_tokens)
-        self._next_step = StepGroups(dropped_groups=state.dropped_groups, filter_matches=matches, filter_tokens=tokens)
+        self._next_step = StepGroups(
+            dropped_groups=state.dropped_groups, filter_matches=matches, filter_tokens=tokens
+        )
         if self._replay is not None:
             self._replay.restore(state.replay, finished)
         self.ledger.restore(state.ledger)
         lost = self._open.restore(state.groups, finished, self._tasks, examples)
-        lost += self._pacer.restore([slot for slot in state.slots if slot.group_id not in lost], version)
+        lost += self._pacer.restore(
+            [slot for slot in state.slots if slot.group_id not in lost], version
+        )
         for group_id in lost:
-            logger.warning("group %s of the checkpoint can't be run again, or is too old now", group_id)
+            logger.warning(
+                "group %s of the checkpoint can't be run again, or is too old now", group_id
+            )
             self._open.leave(group_id, "lost")
         self._open.check()
         for group_id in self._open:

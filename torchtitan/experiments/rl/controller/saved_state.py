@@ -184,7 +184,9 @@ def read_state(folder: Path) -> RunState:
         data = json.loads(path.read_bytes())
         found = data.get("format") if isinstance(data, dict) else None
         if found != FORMAT:
-            raise RunError(f"{path} has format {found!r}, want {FORMAT}: resume with the version of the library that wrote it")
+            raise RunError(
+                f"{path} has format {found!r}, want {FORMAT}: resume with the version of the library that wrote it"
+            )
         return msgspec.convert(data, RunState, dec_hook=lambda kind, value: kind(value))
     except (OSError, ValueError) as error:
         raise RunError(f"{path} can't be read ({error}): resume from another checkpoint") from error

@@ -43,7 +43,10 @@ class Selection:
     ):
         self.tasks = tasks
         self._gate, self._mix = gate, mix
-        self.filters = {"pre": named("pre", pre_batch_filters), "post": named("post", post_batch_filters)}
+        self.filters = {
+            "pre": named("pre", pre_batch_filters),
+            "post": named("post", post_batch_filters),
+        }
         """By slot: before a step takes a group, and after. Each with the name that it is counted under."""
 
     def pick_task(self) -> Call:
@@ -58,7 +61,9 @@ class Selection:
         """
         if not isinstance(name, str) or name not in self.tasks:
             shown = repr(name) if isinstance(name, str) else type(name).__name__
-            raise RunError(f"{_owner('task mix', self._mix, 'next')} returned {shown}, want one of {sorted(self.tasks)}")
+            raise RunError(
+                f"{_owner('task mix', self._mix, 'next')} returned {shown}, want one of {sorted(self.tasks)}"
+            )
         return name
 
     async def next_example(self, task: Task) -> DataSample:
@@ -68,10 +73,16 @@ class Selection:
             RunError: the sampler, or the dataset under it, failed or returned something else.
         """
         owner = _owner(f"task {task.name!r}: sampler", task.sampler, "next")
-        start = self._gate.start_own if is_own(task.sampler) and task.sampler.quick else self._gate.start
+        start = (
+            self._gate.start_own
+            if is_own(task.sampler) and task.sampler.quick
+            else self._gate.start
+        )
         example = await start(task.sampler.next, owner=owner).value()
         if not isinstance(example, DataSample):
-            raise RunError(f"{owner} returned {type(example).__name__}, want an example (DataSample) of its dataset")
+            raise RunError(
+                f"{owner} returned {type(example).__name__}, want an example (DataSample) of its dataset"
+            )
         if fault := fault_of_example(example):
             raise RunError(f"{owner} returned an example whose {fault}")
         return example
@@ -83,7 +94,9 @@ class Selection:
             RunError: one of them failed, or returned what JSON can't hold.
         """
         states = {
-            name: await self._gate.call(_plain, part.state_dict, owner=_owner(what, part, "state_dict"))
+            name: await self._gate.call(
+                _plain, part.state_dict, owner=_owner(what, part, "state_dict")
+            )
             for name, what, part in self._stateful()
         }
         return states, states.pop(None)
@@ -97,14 +110,20 @@ class Selection:
         states: dict[Any, Any] = {None: mix, **samplers}
         for name, what, part in self._stateful():
             if name in states:
-                await self._gate.call(part.load_state_dict, states[name], owner=_owner(what, part, "load_state_dict"))
+                await self._gate.call(
+                    part.load_state_dict, states[name], owner=_owner(what, part, "load_state_dict")
+                )
 
     def _stateful(self) -> list[tuple[Any, str, SampleStrategy | TaskMix]]:
         """The samplers, by task, and the mix, by None: the name, what errors call it, and the part."""
-        samplers = [(name, f"task {name!r}: sampler", task.sampler) for name, task in self.tasks.items()]
+        samplers = [
+            (name, f"task {name!r}: sampler", task.sampler) for name, task in self.tasks.items()
+        ]
         return [*samplers, (None, "task mix", self._mix)]
 
-    async def examples_of(self, groups: Sequence[OpenGroupState]) -> dict[str, dict[str, DataSample]]:
+    async def examples_of(
+        self, groups: Sequence[OpenGroupState]
+    ) -> dict[str, dict[str, DataSample]]:
         """The examples of a checkpoint's open groups that their tasks' datasets have, by task and id.
 
         Raises:
@@ -116,7 +135,10 @@ class Selection:
                 wanted.setdefault(group.task, set()).add(group.example["sample_id"])
         return {
             name: await self._gate.call(
-                find_examples, self.tasks[name].dataset, ids, owner=f"task {name!r}: the examples of its open groups"
+                find_examples,
+                self.tasks[name].dataset,
+                ids,
+                owner=f"task {name!r}: the examples of its open groups",
             )
             for name, ids in wanted.items()
         }
@@ -131,7 +153,9 @@ class Selection:
             if getattr(type(part), "observe", None) in (SampleStrategy.observe, TaskMix.observe):
                 continue
             owner = f"{_owner(what, part, 'observe')} of group {group.group_id}"
-            await self._gate.call(part.observe, group if is_own(part) else sealed_group(group), owner=owner)
+            await self._gate.call(
+                part.observe, group if is_own(part) else sealed_group(group), owner=owner
+            )
 
     async def filter(self, slot: str, group: RolloutGroup) -> FilterResult:
         """Run every filter of a slot on every scored rollout, so that no filter hides another's matches.
@@ -143,7 +167,12 @@ class Selection:
         matches = []
         for entry, name in self.filters[slot]:
             start = self._gate.start_own if small and is_own(entry) else self._gate.start
-            call = start(matches_of, entry, group, owner=f"filter {name.partition('/')[2]} failed on group {group.group_id}")
+            call = start(
+                matches_of,
+                entry,
+                group,
+                owner=f"filter {name.partition('/')[2]} failed on group {group.group_id}",
+            )
             matches.append(await call.value())
         return combine(self.filters[slot], group, matches)
 
@@ -157,15 +186,26 @@ class Selection:
         kept or dropped whole.
         """
         filters = [entry for entry, _ in self.filters["pre"]]
-        useful = any(entry.config.mode == "enforce" for entry in filters) and not any(entry.reads_credit for entry in filters)
+        useful = any(entry.config.mode == "enforce" for entry in filters) and not any(
+            entry.reads_credit for entry in filters
+        )
         return useful and not task.needs_group and task.goes_stale and task.algorithm.asks_models
 
     def without_state(self) -> list[str]:
         """A line for people about each sampler, and the mix, that a resumed run can't have go on where it was."""
         lines = []
         for _, what, part in self._stateful():
-            undefined = (None, *(vars(base).get(name) for base in (SampleStrategy, TaskMix) for name in STATE_METHODS))
-            methods = " and ".join(name for name in STATE_METHODS if getattr(type(part), name, None) in undefined)
+            undefined = (
+                None,
+                *(
+                    vars(base).get(name)
+                    for base in (SampleStrategy, TaskMix)
+                    for name in STATE_METHODS
+                ),
+            )
+            methods = " and ".join(
+                name for name in STATE_METHODS if getattr(type(part), name, None) in undefined
+            )
             if methods:
                 lines.append(
                     f"{what} {name_of(part)} has no {methods}: a resumed run has it begin again; write {methods} "
@@ -179,7 +219,10 @@ def named(slot: str, filters: Sequence[Filter]) -> list[tuple[Filter, str]]:
     names = [entry.name for entry in filters]
     counts = [names[:place].count(name) for place, name in enumerate(names, 1)]
     found = zip(filters, names, counts, strict=True)
-    return [(entry, f"{slot}/{name}" + (f"_{count}" if count > 1 else "")) for entry, name, count in found]
+    return [
+        (entry, f"{slot}/{name}" + (f"_{count}" if count > 1 else ""))
+        for entry, name, count in found
+    ]
 
 
 def check_whole(group: RolloutGroup, dispatched: Collection[str], task: Task) -> None:
@@ -189,7 +232,11 @@ def check_whole(group: RolloutGroup, dispatched: Collection[str], task: Task) ->
     """
     found = [getattr(rollout, "rollout_id", "?") for rollout in group.rollouts]
     if len(found) != len(dispatched) or set(found) != set(dispatched):
-        parts = [part for part in (getattr(task, "rubric", None), getattr(task, "algorithm", None)) if part is not None]
+        parts = [
+            part
+            for part in (getattr(task, "rubric", None), getattr(task, "algorithm", None))
+            if part is not None
+        ]
         changers = " or ".join(name_of(part) for part in [task, *parts])
         raise RunError(
             f"task {task.name!r}: group {group.group_id} came back with {len(found)} rollouts, not the {len(dispatched)} that "
@@ -204,10 +251,15 @@ def refuse_future_versions(group: RolloutGroup, newest: int) -> None:
         newest: version that all generators hold; a replica may hold the next one already.
     """
     for rollout in group.rollouts:
-        last = max((int(np.max(turn.completion.policy_versions, initial=-1)) for turn in rollout.turns), default=-1)
+        last = max(
+            (int(np.max(turn.completion.policy_versions, initial=-1)) for turn in rollout.turns),
+            default=-1,
+        )
         if last > newest + 1:
             rollout.status, rollout.reward = RolloutStatus.ERROR, None
-            rollout.error = f"generator: gave tokens of version {last}, and the newest is {newest + 1}"
+            rollout.error = (
+                f"generator: gave tokens of version {last}, and the newest is {newest + 1}"
+            )
 
 
 def _owner(what: str, part: SampleStrategy | TaskMix, method: str) -> str:

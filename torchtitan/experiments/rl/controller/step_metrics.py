@@ -92,11 +92,19 @@ def step_record(
         metrics |= {
             "perf/sync_version": last_sync.version,
             "perf/sync_canary_max_diff": last_sync.canary_max_diff,
-            **{f"time/sync_{part}": getattr(last_sync, part) for part in ("copy_out_s", "load_s", "verify_s", "reload_s")},
-            **{f"weights/bytes_fetched/{host}": count for host, count in last_sync.fetched_bytes.items()},
+            **{
+                f"time/sync_{part}": getattr(last_sync, part)
+                for part in ("copy_out_s", "load_s", "verify_s", "reload_s")
+            },
+            **{
+                f"weights/bytes_fetched/{host}": count
+                for host, count in last_sync.fetched_bytes.items()
+            },
             **({"time/sync_fetch_s": last_sync.fetch_s} if last_sync.fetched_bytes else {}),
         }
-    validation = next((report for report in reversed(validations) if report.reward is not None), None)
+    validation = next(
+        (report for report in reversed(validations) if report.reward is not None), None
+    )
     return StepRecord(step=step, metrics=metrics, groups=taken.groups, validation=validation)
 
 
@@ -106,7 +114,9 @@ def mean(values: Any) -> float:
 
 def _ages(groups: Sequence[RolloutGroup], version: int) -> np.ndarray:
     """Policy age of every sampled token."""
-    samples = [sample for group in groups for rollout in group.rollouts for sample in rollout.samples]
+    samples = [
+        sample for group in groups for rollout in group.rollouts for sample in rollout.samples
+    ]
     sampled = [version - sample.policy_versions[sample.loss_mask] for sample in samples]
     return np.concatenate(sampled) if sampled else np.zeros(0, np.int32)
 
@@ -134,21 +144,29 @@ def _replay_metrics(taken: StepGroups, version: int) -> dict[str, float]:
 def _demonstration_metrics(taken: StepGroups) -> dict[str, float]:
     """Of rollouts that are a dataset's conversations."""
     metrics: Counter[str] = Counter()
-    for rollout in (rollout for group in taken.groups for rollout in group.rollouts if rollout.static):
+    for rollout in (
+        rollout for group in taken.groups for rollout in group.rollouts if rollout.static
+    ):
         metrics[f"demonstrations/{rollout.task_name}/count"] += 1
         weights = [sample.ce_weights for sample in rollout.samples if sample.ce_weights is not None]
-        metrics[f"demonstrations/{rollout.task_name}/trained_tokens"] += sum(int(np.count_nonzero(w)) for w in weights)
+        metrics[f"demonstrations/{rollout.task_name}/trained_tokens"] += sum(
+            int(np.count_nonzero(w)) for w in weights
+        )
     return dict(metrics)
 
 
 def _rollout_metrics(taken: StepGroups) -> dict[str, float]:
     """Of what the step took, with what post-batch filters dropped: without it a filter of ties would hide the reward."""
-    rollouts = [rollout for group in taken.sampled for rollout in group.rollouts if not rollout.static]
+    rollouts = [
+        rollout for group in taken.sampled for rollout in group.rollouts if not rollout.static
+    ]
     if not rollouts:
         return {}
     rewards = np.array([rollout.reward for rollout in rollouts])
     # A rollout that was compared with no other has no spread.
-    spreads = [np.std(group.rewards) for group in taken.sampled if len(group.rollouts) > 1] or [np.float64(0)]
+    spreads = [np.std(group.rewards) for group in taken.sampled if len(group.rollouts) > 1] or [
+        np.float64(0)
+    ]
     lengths = np.array([rollout.completion_tokens for rollout in rollouts])
     metrics = {
         "rollout/count": len(rollouts),
@@ -161,13 +179,19 @@ def _rollout_metrics(taken: StepGroups) -> dict[str, float]:
         "rollout/turns_mean": mean([len(rollout.turns) for rollout in rollouts]),
     }
     statuses = Counter(rollout.status.value for rollout in rollouts)
-    metrics |= {f"rollout/status/{status}": count / len(rollouts) for status, count in statuses.items()}
+    metrics |= {
+        f"rollout/status/{status}": count / len(rollouts) for status, count in statuses.items()
+    }
     for task in sorted({rollout.task_name for rollout in rollouts}):
         own = [rollout for rollout in rollouts if rollout.task_name == task]
         metrics[f"rollout/{task}/reward_mean"] = mean([rollout.reward for rollout in own])
         metrics |= advantage_metrics(own, task)
         for name in sorted({name for rollout in own for name in rollout.reward_components}):
-            values = [rollout.reward_components[name] for rollout in own if name in rollout.reward_components]
+            values = [
+                rollout.reward_components[name]
+                for rollout in own
+                if name in rollout.reward_components
+            ]
             metrics[f"rollout/{task}/component/{name}"] = mean(values)
     return metrics
 
@@ -187,8 +211,12 @@ def advantage_metrics(rollouts: Sequence[Rollout], task: str) -> dict[str, float
     starts = np.cumsum(counts) - counts
     advantages = np.concatenate([array for own in of_rollouts for array in own])
     return {
-        f"advantage/{task}/mean": float((np.add.reduceat(advantages, starts, dtype=np.float64) / counts).mean()),
-        f"advantage/{task}/zero": float((np.add.reduceat(advantages != 0, starts, dtype=np.int64) == 0).mean()),
+        f"advantage/{task}/mean": float(
+            (np.add.reduceat(advantages, starts, dtype=np.float64) / counts).mean()
+        ),
+        f"advantage/{task}/zero": float(
+            (np.add.reduceat(advantages != 0, starts, dtype=np.int64) == 0).mean()
+        ),
         f"advantage/{task}/min": float(advantages.min()),
         f"advantage/{task}/max": float(advantages.max()),
     }
@@ -209,11 +237,18 @@ def costs(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     sums: Counter[str] = Counter()
     for group in groups:
         sums.update(group.costs)
-    return {f"time/{name.removesuffix('/seconds')}_s" if name.endswith("/seconds") else name: n for name, n in sums.items()}
+    return {
+        f"time/{name.removesuffix('/seconds')}_s" if name.endswith("/seconds") else name: n
+        for name, n in sums.items()
+    }
 
 
 def _advantages(sample: TrainingSample) -> np.ndarray:
     """Of the tokens that feed rl."""
     if sample.advantages is None:
         return np.zeros(0, np.float32)
-    return sample.advantages[sample.loss_mask if sample.rl_weights is None else sample.loss_mask & (sample.rl_weights != 0)]
+    return sample.advantages[
+        sample.loss_mask
+        if sample.rl_weights is None
+        else sample.loss_mask & (sample.rl_weights != 0)
+    ]

@@ -49,8 +49,18 @@ class TrainingLoop:
             sleep: the generators free their memory while the trainer steps. Of a synchronous run: no request is open then.
         """
         self.steps_done = first_step - 1
-        self._steps, self._synchronous, self._sleep, self._watchers = steps, synchronous, sleep, watchers
-        self._rollouts, self._batcher, self._trainer, self._weights = rollouts, batcher, trainer, weights
+        self._steps, self._synchronous, self._sleep, self._watchers = (
+            steps,
+            synchronous,
+            sleep,
+            watchers,
+        )
+        self._rollouts, self._batcher, self._trainer, self._weights = (
+            rollouts,
+            batcher,
+            trainer,
+            weights,
+        )
         self._validator, self._runner, self._generated_tokens = validator, runner, generated_tokens
         self._watch, self._lag = Stopwatch(), LoopLag()
         self._sync: asyncio.Task[SyncReport] | None = None
@@ -66,10 +76,14 @@ class TrainingLoop:
                 self._validator.start(0)
                 if not self._synchronous:
                     self._rollouts.fill()
-            if self._synchronous or not self.steps_done:  # a step may have failed before its evaluation
+            if (
+                self._synchronous or not self.steps_done
+            ):  # a step may have failed before its evaluation
                 await self._validator.wait()
             if not self.steps_done:
-                report = next(iter(self._validator.take()), ValidationReport(step=0, reward=None, metrics={}))
+                report = next(
+                    iter(self._validator.take()), ValidationReport(step=0, reward=None, metrics={})
+                )
                 for watcher in self._watchers:
                     watcher.started(report)
             self._rollouts.fill()
@@ -111,11 +125,16 @@ class TrainingLoop:
             taken = await self._rollouts.next_groups(version=step - 1)
         with self._watch.span("train"):
             samples = [
-                sample for group in [*taken.groups, *taken.replayed] for rollout in group.rollouts for sample in rollout.samples
+                sample
+                for group in [*taken.groups, *taken.replayed]
+                for rollout in group.rollouts
+                for sample in rollout.samples
             ]
             # In a thread, because it copies every stream of the step: the event loop keeps running rollouts.
             with trace.span("pack", samples=len(samples)):
-                packed = await asyncio.to_thread(self._batcher.plan, samples, self._trainer.data_parallel_size)
+                packed = await asyncio.to_thread(
+                    self._batcher.plan, samples, self._trainer.data_parallel_size
+                )
             if self._sleep:
                 await self._weights.sleep()
             trained = await self._trainer.step(packed, step)

@@ -48,7 +48,9 @@ class Validator:
         self._gate, self._recorder, self._on_group = gate or Gate(), recorder, on_group
         self._tasks, self._runner, self._on_failure = tasks, runner, on_failure
         self._configs = {
-            name: task.config.validation_schedule or default for name, task in tasks.items() if task.validation is not None
+            name: task.config.validation_schedule or default
+            for name, task in tasks.items()
+            if task.validation is not None
         }
         self._running: list[str] = []
         """Tasks that are being evaluated."""
@@ -59,19 +61,31 @@ class Validator:
 
     def due(self, step: int) -> list[str]:
         """Tasks whose schedule names this step."""
-        return [name for name, config in self._configs.items() if config.every > 0 and step % config.every == 0]
+        return [
+            name
+            for name, config in self._configs.items()
+            if config.every > 0 and step % config.every == 0
+        ]
 
     def start(self, step: int, *, final: bool = False) -> None:
         """Begin what is due at ``step``: at the first and the final step every task that is ever evaluated."""
         self._begun = step
-        names = [name for name, config in self._configs.items() if config.every > 0] if final else self.due(step)
-        self._start(names, step, alone=final or step == 0, label=f"{step}.final" if final else str(step))
+        names = (
+            [name for name, config in self._configs.items() if config.every > 0]
+            if final
+            else self.due(step)
+        )
+        self._start(
+            names, step, alone=final or step == 0, label=f"{step}.final" if final else str(step)
+        )
 
     def _start(self, names: Sequence[str], step: int, *, alone: bool, label: str) -> None:
         self._left_out.update(name for name in names if name in self._running)
         if begun := [name for name in names if name not in self._running]:
             self._running += begun
-            of_all = asyncio.create_task(self._evaluate(begun, step, alone=alone, label=label), name=f"validation-{step}")
+            of_all = asyncio.create_task(
+                self._evaluate(begun, step, alone=alone, label=label), name=f"validation-{step}"
+            )
             self._rounds.add(of_all)
             of_all.add_done_callback(self._rounds.discard)
 
@@ -141,7 +155,9 @@ class Validator:
         dataset = task.validation
         owner = f"validation of task {name!r}"
         examples = min(config.examples, await self._gate.call(count_examples, dataset, owner=owner))
-        places = asyncio.Semaphore(examples if alone else max(1, config.max_concurrency // config.attempts))
+        places = asyncio.Semaphore(
+            examples if alone else max(1, config.max_concurrency // config.attempts)
+        )
 
         async def one(index: int) -> RolloutGroup:
             async with places:
@@ -179,7 +195,9 @@ def labelled(group: RolloutGroup, label: str) -> RolloutGroup:
     return group
 
 
-def evaluation_metrics(task: str, groups: Sequence[RolloutGroup], config: ValidationConfig) -> dict[str, float]:
+def evaluation_metrics(
+    task: str, groups: Sequence[RolloutGroup], config: ValidationConfig
+) -> dict[str, float]:
     """Metrics of one task's evaluation, k attempts at each example.
 
     ``avg@k`` (``reward`` is the same) is the mean over examples of the mean reward of their attempts, ``pass@k`` the chance
@@ -196,14 +214,23 @@ def evaluation_metrics(task: str, groups: Sequence[RolloutGroup], config: Valida
         f"{prefix}/completion_tokens": mean([rollout.completion_tokens for rollout in rollouts]),
     }
     if len(versions):
-        metrics |= {f"{prefix}/version_min": int(versions.min()), f"{prefix}/version_max": int(versions.max())}
+        metrics |= {
+            f"{prefix}/version_min": int(versions.min()),
+            f"{prefix}/version_max": int(versions.max()),
+        }
     scored = [group.rewards for group in groups if group.rewards]
     if scored:
         average = mean([mean(rewards) for rewards in scored])
         metrics |= {f"{prefix}/reward": average, f"{prefix}/avg@{config.attempts}": average}
-        for k in sorted({config.attempts, *(2**power for power in range(config.attempts.bit_length()))}):
+        for k in sorted(
+            {config.attempts, *(2**power for power in range(config.attempts.bit_length()))}
+        ):
             passing = [
-                pass_at_k(len(rewards), sum(reward >= config.pass_reward for reward in rewards), min(k, len(rewards)))
+                pass_at_k(
+                    len(rewards),
+                    sum(reward >= config.pass_reward for reward in rewards),
+                    min(k, len(rewards)),
+                )
                 for rewards in scored
             ]
             metrics[f"{prefix}/pass@{k}"] = mean(passing)

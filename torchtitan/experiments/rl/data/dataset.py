@@ -72,7 +72,9 @@ def count_examples(dataset: Examples) -> int:
         with doing(f"{type(dataset).__name__}.__len__"):
             return len(dataset)
     except BaseException as error:
-        raise UserCodeError(f"dataset {type(dataset).__name__}: its length: {cause_of(error)}") from error
+        raise UserCodeError(
+            f"dataset {type(dataset).__name__}: its length: {cause_of(error)}"
+        ) from error
 
 
 def read_example(dataset: Examples, index: int) -> DataSample:
@@ -85,9 +87,13 @@ def read_example(dataset: Examples, index: int) -> DataSample:
         with doing(f"{type(dataset).__name__}.__getitem__({index})"):
             item = dataset[index]
     except BaseException as error:
-        raise UserCodeError(f"dataset {type(dataset).__name__}: item {index}: {cause_of(error)}") from error
+        raise UserCodeError(
+            f"dataset {type(dataset).__name__}: item {index}: {cause_of(error)}"
+        ) from error
     if not isinstance(item, DataSample):
-        raise UserCodeError(f"dataset {type(dataset).__name__}: item {index} is a {type(item).__name__}, want a DataSample")
+        raise UserCodeError(
+            f"dataset {type(dataset).__name__}: item {index} is a {type(item).__name__}, want a DataSample"
+        )
     if fault := fault_of_example(item):
         raise UserCodeError(f"dataset {type(dataset).__name__}: item {index}: its {fault}")
     return item
@@ -104,7 +110,9 @@ def find_examples(dataset: Examples, sample_ids: Collection[str]) -> dict[str, D
     """
     missing, found = set(sample_ids), {}
     count = count_examples(dataset) if missing else 0
-    numbered = [int(sample_id) for sample_id in missing if sample_id.isdecimal() and len(sample_id) < 19]
+    numbered = [
+        int(sample_id) for sample_id in missing if sample_id.isdecimal() and len(sample_id) < 19
+    ]
     for index in itertools.chain((number for number in numbered if number < count), range(count)):
         if not missing:
             break
@@ -127,7 +135,9 @@ def fault_of_example(example: DataSample) -> str | None:
 Split = Literal["train", "validation"]
 VALIDATION_ONE_IN = 8
 """One question in this many, on average, is kept for validation."""
-MADE_AT_ONCE = Cure("all examples are made when the run starts; for more, write a Dataset that makes each when it is asked for")
+MADE_AT_ONCE = Cure(
+    "all examples are made when the run starts; for more, write a Dataset that makes each when it is asked for"
+)
 
 
 def split_of_text(text: str) -> Split:
@@ -161,7 +171,9 @@ class MadeDataset(Dataset):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.examples = self.make(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+        self.examples = self.make(
+            **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        )
 
     make: Callable[..., Sequence[Any]]
     """A function: gets each field of the Config by name, and returns the examples. Each is the ``env_input`` of a data

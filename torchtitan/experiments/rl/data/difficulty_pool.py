@@ -55,9 +55,17 @@ class DifficultyPool(SampleStrategy):
 
         def validate(self, *, field: str) -> None:
             if not self.hard_up_to < self.easy_from:
-                raise ConfigError(f"{field}.easy_from", self.easy_from, f"must be above hard_up_to = {self.hard_up_to:g}")
+                raise ConfigError(
+                    f"{field}.easy_from",
+                    self.easy_from,
+                    f"must be above hard_up_to = {self.hard_up_to:g}",
+                )
             if not any(self.weights().values()):
-                raise ConfigError(f"{field}.normal_weight", self.normal_weight, "at least one pool needs a weight above 0")
+                raise ConfigError(
+                    f"{field}.normal_weight",
+                    self.normal_weight,
+                    "at least one pool needs a weight above 0",
+                )
 
     config: Config
 
@@ -92,7 +100,11 @@ class DifficultyPool(SampleStrategy):
     def observe(self, group: RolloutGroup) -> None:
         sample_id = group.data_sample.sample_id
         # Where it is late, it was taken back meanwhile.
-        back = ((examples.pop(sample_id), name, 0) for name, examples in self._pools.items() if sample_id in examples)
+        back = (
+            (examples.pop(sample_id), name, 0)
+            for name, examples in self._pools.items()
+            if sample_id in examples
+        )
         entry = self._out.pop(sample_id, None) or next(back, None)
         if entry is None:
             return
@@ -119,9 +131,15 @@ class DifficultyPool(SampleStrategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_origin(state)
-        self._cursor, self._draws, self._credit = state["cursor"], state["draws"], dict(state["credit"])
+        self._cursor, self._draws, self._credit = (
+            state["cursor"],
+            state["draws"],
+            dict(state["credit"]),
+        )
         self._pools = {pool: OrderedDict(state["pools"][pool]) for pool in POOLS}
-        self._out = OrderedDict((sample_id, tuple(entry)) for sample_id, entry in state["out"].items())
+        self._out = OrderedDict(
+            (sample_id, tuple(entry)) for sample_id, entry in state["out"].items()
+        )
 
     def _pool_of(self, mean_reward: float) -> str:
         if mean_reward <= self.config.hard_up_to:

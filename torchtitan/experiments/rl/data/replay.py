@@ -45,7 +45,9 @@ class ExampleReplay(SampleStrategy):
         def validate(self, *, field: str) -> None:
             above, below = self.mean_above, self.mean_below
             if above is not None and below is not None and not above < below:
-                raise ConfigError(f"{field}.mean_below", below, f"must be above mean_above = {above:g}")
+                raise ConfigError(
+                    f"{field}.mean_below", below, f"must be above mean_above = {above:g}"
+                )
             self.fresh.validate(field=f"{field}.fresh")
 
     config: Config
@@ -79,7 +81,9 @@ class ExampleReplay(SampleStrategy):
             self._stored[sample.sample_id] = sample, float(rewards.var())
         if len(self._stored) > self.config.capacity:
             by_variance = self.config.keep == "variance"
-            del self._stored[min(self._stored, key=lambda name: self._stored[name][1] * by_variance)]  # of equals the oldest
+            del self._stored[
+                min(self._stored, key=lambda name: self._stored[name][1] * by_variance)
+            ]  # of equals the oldest
 
     def state_dict(self) -> dict[str, Any]:
         return self.origin() | {
@@ -102,7 +106,9 @@ class ExampleReplay(SampleStrategy):
             raise ConfigError("dataset", f"no example {missing[0]!r}", cure)
         self.fresh.load_state_dict(state["fresh"])
         self._draws = state["draws"]
-        self._stored = {sample_id: (samples[sample_id], variance) for sample_id, variance in state["stored"]}
+        self._stored = {
+            sample_id: (samples[sample_id], variance) for sample_id, variance in state["stored"]
+        }
 
     def _informative(self, rewards: np.ndarray) -> bool:
         if rewards.size == 0 or rewards.min() == rewards.max():

@@ -74,7 +74,9 @@ class MemoryRows:
             raise ConfigError("dataset.rows", _kind(rows), f"want {_IN_MEMORY}{_way_out(rows)}")
         for index, row in enumerate(records):
             if not isinstance(row, Mapping):
-                raise ConfigError("dataset.rows", row, f"row {index} is a {type(row).__name__}, want a dict")
+                raise ConfigError(
+                    "dataset.rows", row, f"row {index} is a {type(row).__name__}, want a dict"
+                )
             if unnamed := [column for column in row if not isinstance(column, str)]:
                 cure = f"row {index} has a column that is named by no text: rename it, such as df.columns = [...]"
                 raise ConfigError("dataset.rows", unnamed[0], cure)
@@ -84,7 +86,9 @@ class MemoryRows:
         return f"<{len(self.records)} rows>"
 
 
-_IN_MEMORY = "a list of dicts, a frame of pandas or polars, a datasets.Dataset or a table of pyarrow"
+_IN_MEMORY = (
+    "a list of dicts, a frame of pandas or polars, a datasets.Dataset or a table of pyarrow"
+)
 
 
 def _records(rows: Any) -> list | tuple | None:
@@ -103,15 +107,25 @@ def _records(rows: Any) -> list | tuple | None:
 def _kind(value: Any) -> str:
     """Return the type of a value, by its module: a table's own text takes many lines."""
     kind = value if isinstance(value, type) else type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
+    )
 
 
 def _way_out(value: Any) -> str:
     """Return how to make rows of what is nearly some, to follow an error; empty where it is nothing of the kind."""
-    if isinstance(value, Mapping) and value and all(_records(part) is not None for part in value.values()):
+    if (
+        isinstance(value, Mapping)
+        and value
+        and all(_records(part) is not None for part in value.values())
+    ):
         first, *others = map(repr, value)
         if all(hasattr(part, "column_names") for part in value.values()):
-            return f": name a split, such as data[{first}]" + (f", and validation=data[{others[0]}]" if others else "")
+            return f": name a split, such as data[{first}]" + (
+                f", and validation=data[{others[0]}]" if others else ""
+            )
         return ": pandas.DataFrame(data) makes rows of columns"
     if hasattr(value, "column_names") and hasattr(value, "take"):
         return ": it is read as it is needed and has no length; list(data.take(10_000)) are its first rows"
@@ -164,7 +178,11 @@ class RowDataset(Dataset):
 
         def rest(self) -> "RowDataset.Config | None":
             """What a share leaves of the rows; None where ``split`` is none."""
-            return replace(self, split=_SHARE.sub(r"\g<0>:", self.split)) if _SHARE.fullmatch(self.split) else None
+            return (
+                replace(self, split=_SHARE.sub(r"\g<0>:", self.split))
+                if _SHARE.fullmatch(self.split)
+                else None
+            )
 
         @property
         def sliced(self) -> str:
@@ -177,9 +195,17 @@ class RowDataset(Dataset):
 
         def validate(self, *, field: str) -> None:
             if self.is_local and self.name is not None:
-                raise ConfigError(f"{field}.name", self.name, "only datasets of the hub have one: leave it out for a file")
+                raise ConfigError(
+                    f"{field}.name",
+                    self.name,
+                    "only datasets of the hub have one: leave it out for a file",
+                )
             if self.path is not None and self.rows is not None:
-                raise ConfigError(f"{field}.path", self.path, "the dataset has rows of its own too: name one of the two")
+                raise ConfigError(
+                    f"{field}.path",
+                    self.path,
+                    "the dataset has rows of its own too: name one of the two",
+                )
 
         def check_present(self, *, field: str) -> None:
             """Reads a file, row by row. A dataset of the hub is downloaded when the command builds the task."""
@@ -202,7 +228,11 @@ class RowDataset(Dataset):
     def __getitem__(self, index: int) -> DataSample:
         row = self.rows[index]
         text = row.get(self.config.demonstration_column)
-        return DataSample(sample_id=str(index), env_input=row, info={} if text is None else {"demonstration": str(text)})
+        return DataSample(
+            sample_id=str(index),
+            env_input=row,
+            info={} if text is None else {"demonstration": str(text)},
+        )
 
 
 def load_rows(config: RowDataset.Config, *, field: str) -> Rows:
@@ -282,11 +312,17 @@ def _saved_rows(folder: Path, config: RowDataset.Config, *, field: str) -> Rows:
     try:
         saved = datasets.load_from_disk(str(folder))
     except Exception as error:  # the library and its parsers raise different types
-        raise ConfigError(f"{field}.path", config.path, f"can't be read: {cause_of(error)}") from error
+        raise ConfigError(
+            f"{field}.path", config.path, f"can't be read: {cause_of(error)}"
+        ) from error
     if isinstance(saved, Mapping):
         name = config.sliced.partition("[")[0]
         if name not in saved:
-            raise ConfigError(f"{field}.split", config.split, f"{config.path} has the splits {', '.join(saved)}: name one")
+            raise ConfigError(
+                f"{field}.split",
+                config.split,
+                f"{config.path} has the splits {', '.join(saved)}: name one",
+            )
         saved = saved[name]
     return Rows(saved.to_list())
 
@@ -301,14 +337,20 @@ def _slice(rows: Rows, config: RowDataset.Config, *, field: str) -> Rows:
     try:
         (part,) = datasets.ReadInstruction.from_spec(config.sliced).to_absolute({name: len(rows)})
     except Exception as error:  # the library's own types
-        raise ConfigError(f"{field}.split", config.split, f'names no part, such as "train[:95%]": {cause_of(error)}') from error
+        raise ConfigError(
+            f"{field}.split",
+            config.split,
+            f'names no part, such as "train[:95%]": {cause_of(error)}',
+        ) from error
     found = rows.part(part.from_, part.to)
     if not found:
         raise ConfigError(f"{field}.split", config.split, f"is empty: there are {len(rows)} rows")
     return found
 
 
-def row_datasets(data: Any, validation: Any, split: float | None) -> tuple[Dataset.Config, Dataset.Config | None]:
+def row_datasets(
+    data: Any, validation: Any, split: float | None
+) -> tuple[Dataset.Config, Dataset.Config | None]:
     """The configs of what is trained on and of what is validated on; ``question_task`` says what the arguments may be.
 
     Raises:
@@ -349,12 +391,16 @@ def _text_of(file: Path) -> str:
         except (OSError, EOFError, zlib.error) as error:
             raise _Unreadable(f"is no whole {GZIP} file ({error}): compress it again") from None
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:1000]:
-        raise _Unreadable(f"is UTF-16 or no text: `iconv -f UTF-16 -t UTF-8 {file.name}` makes UTF-8 of UTF-16")
+        raise _Unreadable(
+            f"is UTF-16 or no text: `iconv -f UTF-16 -t UTF-8 {file.name}` makes UTF-8 of UTF-16"
+        )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise _Unreadable(f"line {line} is no UTF-8 (byte 0x{data[error.start]:02x}): save the file as UTF-8") from None
+        raise _Unreadable(
+            f"line {line} is no UTF-8 (byte 0x{data[error.start]:02x}): save the file as UTF-8"
+        ) from None
 
 
 def _json_lines(text: str) -> Rows:
@@ -364,9 +410,15 @@ def _json_lines(text: str) -> Rows:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                fault = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+                fault = (
+                    f"{error.msg} at character {error.colno}"
+                    if isinstance(error, json.JSONDecodeError)
+                    else str(error)
+                )
                 cure = 'write a whole {"column": value, ...} in each line, or remove it'
-                raise _Unreadable(f"line {number} is no JSON ({fault}): {repr(line[:60])}; {cure}") from None
+                raise _Unreadable(
+                    f"line {number} is no JSON ({fault}): {repr(line[:60])}; {cure}"
+                ) from None
             rows[number] = _object(row, f"line {number}")
     return Rows(_with_all_columns([*rows.values()]), [f"line {number}" for number in rows])
 
@@ -387,7 +439,12 @@ def _csv(text: str, separator: str = ",") -> Rows:
 
     A guess that a column holds numbers would depend on all its rows, and ``"42" == 42`` is False in a reward function.
     """
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True, skipinitialspace=separator == ",")
+    reader = csv.reader(
+        io.StringIO(text, newline=""),
+        delimiter=separator,
+        strict=True,
+        skipinitialspace=separator == ",",
+    )
     limit = csv.field_size_limit(sys.maxsize)
     columns: list[str] = []
     lines: dict[int, list[str]] = {}
@@ -399,7 +456,9 @@ def _csv(text: str, separator: str = ",") -> Rows:
                 _check_separator(columns, separator)
             elif row and len(row) != len(columns):
                 counts = f"line {line} has {len(row)} values, and the header {len(columns)} columns ({', '.join(columns)})"
-                raise _Unreadable(f"{counts}: quote a value that has a {'comma' if separator == ',' else 'tab'}")
+                raise _Unreadable(
+                    f"{counts}: quote a value that has a {'comma' if separator == ',' else 'tab'}"
+                )
             elif row:
                 lines[line] = row
             line = reader.line_num + 1
@@ -408,8 +467,12 @@ def _csv(text: str, separator: str = ",") -> Rows:
     finally:
         csv.field_size_limit(limit)
     if len(set(columns)) < len(columns):
-        raise _Unreadable(f"its first line names a column twice ({', '.join(columns)}): it must be a header of different names")
-    rows = (dict(zip(columns, (value or None for value in row), strict=True)) for row in lines.values())
+        raise _Unreadable(
+            f"its first line names a column twice ({', '.join(columns)}): it must be a header of different names"
+        )
+    rows = (
+        dict(zip(columns, (value or None for value in row), strict=True)) for row in lines.values()
+    )
     return Rows(rows, [f"line {number}" for number in lines])
 
 
@@ -433,20 +496,31 @@ def _parquet(file: Path) -> Rows:
     try:
         return Rows(pyarrow.parquet.read_table(file).to_pylist())
     except pyarrow.ArrowException as error:
-        raise _Unreadable(f"is no Parquet file that can be read: {' '.join(str(error).split())}") from None
+        raise _Unreadable(
+            f"is no Parquet file that can be read: {' '.join(str(error).split())}"
+        ) from None
 
 
-READERS: dict[str, Callable[[str], Rows]] = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _tsv}
+READERS: dict[str, Callable[[str], Rows]] = {
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+    ".tsv": _tsv,
+}
 
 
 def _object(row: Any, place: str) -> Row:
     if not isinstance(row, dict):
         hint = "; a file that is one list is named .json" if isinstance(row, list) else ""
-        raise _Unreadable(f'{place} is {shown(row)}, want an object: {{"column": value, ...}}{hint}')
+        raise _Unreadable(
+            f'{place} is {shown(row)}, want an object: {{"column": value, ...}}{hint}'
+        )
     try:
         "".join(value for value in row.values() if isinstance(value, str)).encode()
     except UnicodeEncodeError:
-        raise _Unreadable(f"{place} has half of a character (a lone surrogate), which no tokenizer takes: remove it") from None
+        raise _Unreadable(
+            f"{place} has half of a character (a lone surrogate), which no tokenizer takes: remove it"
+        ) from None
     return row
 
 
@@ -467,7 +541,9 @@ def _load_from_hub(config: RowDataset.Config, *, field: str) -> Any:
     try:
         with without_hub() if fault else contextlib.nullcontext():
             return datasets.load_dataset(config.path, config.name, split=config.sliced)
-    except Exception as error:  # the hub, the network, the parsers and the library itself raise different types
+    except (
+        Exception
+    ) as error:  # the hub, the network, the parsers and the library itself raise different types
         cause = f"can't be loaded: {cause_of(error.__cause__ or error)}"
         if fault is not None and not os.path.isdir(Path(config.path).expanduser()):
             cause = f"is no file, and was never downloaded from the hub ({fault}): name a .jsonl, .json, .csv or .parquet file"

@@ -21,7 +21,9 @@ def sampler_seed(run_seed: int, task_name: str) -> int:
 
     Two tasks with datasets of one length would otherwise walk them in the same order.
     """
-    digest = hashlib.blake2b(f"{run_seed}/{task_name}".encode(errors="surrogatepass"), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        f"{run_seed}/{task_name}".encode(errors="surrogatepass"), digest_size=8
+    ).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
@@ -42,7 +44,11 @@ class SampleStrategy(UserConfigurable, abc.ABC):
 
     def __init__(self, config: Config, *, dataset: Examples, seed: int):
         if count_examples(dataset) == 0:
-            raise ConfigError("dataset", type(dataset).__name__, "has no examples to sample from: its __len__ gives 0")
+            raise ConfigError(
+                "dataset",
+                type(dataset).__name__,
+                "has no examples to sample from: its __len__ gives 0",
+            )
         self.config = config
         self.dataset = dataset
         self.seed = seed
@@ -80,7 +86,11 @@ class SampleStrategy(UserConfigurable, abc.ABC):
 
     def origin(self) -> dict[str, Any]:
         """What a state belongs to: strategies put it into their state_dict, for ``check_origin`` to find."""
-        return {"strategy": type(self).__name__, "seed": self.seed, "examples": count_examples(self.dataset)}
+        return {
+            "strategy": type(self).__name__,
+            "seed": self.seed,
+            "examples": count_examples(self.dataset),
+        }
 
     def check_origin(self, state: dict[str, Any]) -> None:
         """
@@ -89,7 +99,11 @@ class SampleStrategy(UserConfigurable, abc.ABC):
         """
         for name, value in self.origin().items():
             if state.get(name) != value:
-                raise ConfigError(f"sampler.{name}", value, f"the checkpoint has {state.get(name)}: resume with that")
+                raise ConfigError(
+                    f"sampler.{name}",
+                    value,
+                    f"the checkpoint has {state.get(name)}: resume with that",
+                )
 
 
 class ShuffledCursor(SampleStrategy):

@@ -69,9 +69,16 @@ class Prompt:
     """Short completions of it, parsed. The rollouts of a group, which begin with one prompt, often give the same."""
 
 
-DESCRIBED: dict[str, Any] = {"token_ids": np.int32, "role_ids": np.int8, "is_content": np.bool_, "message_indices": np.int16}
+DESCRIBED: dict[str, Any] = {
+    "token_ids": np.int32,
+    "role_ids": np.int8,
+    "is_content": np.bool_,
+    "message_indices": np.int16,
+}
 """Arrays of a prompt; a turn has each as ``prompt_<name>``."""
-NOTHING = Prompt(ids=[], **dict[str, Any]((name, np.empty(0, dtype)) for name, dtype in DESCRIBED.items()))
+NOTHING = Prompt(
+    ids=[], **dict[str, Any]((name, np.empty(0, dtype)) for name, dtype in DESCRIBED.items())
+)
 """What was prompted before a conversation's first prompt."""
 
 
@@ -194,9 +201,18 @@ def described(
     new, numbers = len(new_ids), new_ids.ndim == 1 and new_ids.dtype.kind in "iu"
     # argmin and item take a tenth of the time of min.
     if not ids or (
-        new and not (numbers and 0 <= new_ids.item(new_ids.argmin()) <= new_ids.item(new_ids.argmax()) <= MAX_TOKEN_ID)
+        new
+        and not (
+            numbers
+            and 0
+            <= new_ids.item(new_ids.argmin())
+            <= new_ids.item(new_ids.argmax())
+            <= MAX_TOKEN_ID
+        )
     ):
-        raise ValueError(f"the prompt's token ids are no list of integers from 0 to {MAX_TOKEN_ID}: {str(ids)[:60]}")
+        raise ValueError(
+            f"the prompt's token ids are no list of integers from 0 to {MAX_TOKEN_ID}: {str(ids)[:60]}"
+        )
     roles: Any = -1
     message_indices: Any = -1
     if contents:  # without it, roles are guesses (see check_all_rendered)
@@ -204,7 +220,9 @@ def described(
         if not len(of_message) == len(contents) == new:
             raise ValueError(f"{len(of_message)} roles for {new} token ids")
         # -1, of no message, is the last.
-        roles = np.array([ROLE_IDS.get(role, -1) for role in rendered.message_roles] + [-1])[of_message]
+        roles = np.array([ROLE_IDS.get(role, -1) for role in rendered.message_roles] + [-1])[
+            of_message
+        ]
         message_indices = np.where(of_message < 0, -1, of_message + first)
     before = min(kept, len(last.ids))
     parts: dict[str, tuple[Any, Any]] = {
@@ -216,14 +234,23 @@ def described(
     arrays = dict[str, Any]()
     for name, (sampled, added) in parts.items():
         array = arrays[name] = np.empty(len(ids), DESCRIBED[name])
-        array[:before], array[before:kept], array[kept:] = getattr(last, name)[:before], sampled, added
+        array[:before], array[before:kept], array[kept:] = (
+            getattr(last, name)[:before],
+            sampled,
+            added,
+        )
     return Prompt(ids=ids, extends=kept == len(last.ids) + len(sampled_ids), **arrays)
 
 
 def _characters(messages: Sequence[Message]) -> int:
     """Of their text; templates may strip the space around it."""
-    contents = [[content] if isinstance(content := message["content"], str) else content for message in messages]
-    texts = [part.get("text") if isinstance(part, dict) else part for parts in contents for part in parts]
+    contents = [
+        [content] if isinstance(content := message["content"], str) else content
+        for message in messages
+    ]
+    texts = [
+        part.get("text") if isinstance(part, dict) else part for parts in contents for part in parts
+    ]
     return sum(len(text.strip()) for text in texts if isinstance(text, str))
 
 
@@ -235,7 +262,10 @@ class GroupPrompts:
         self._lock = asyncio.Lock()
 
     async def first(
-        self, conversation: list[Message], tools: list[ToolSpec] | None, render: Callable[[], Awaitable[Prompt]]
+        self,
+        conversation: list[Message],
+        tools: list[ToolSpec] | None,
+        render: Callable[[], Awaitable[Prompt]],
     ) -> Prompt:
         """The prompt of a conversation. Its arrays are read-only: other rollouts have the same.
 
@@ -243,7 +273,9 @@ class GroupPrompts:
             render: called if no rollout of the group has rendered this conversation with these tools.
         """
         try:
-            key = marshal.dumps((conversation, tools), 2)  # 2: later formats depend on how often an object is referred to
+            key = marshal.dumps(
+                (conversation, tools), 2
+            )  # 2: later formats depend on how often an object is referred to
         except ValueError:  # an object that JSON does not have: whether two are equal is not known
             return await render()
         async with self._lock:
@@ -272,7 +304,11 @@ class Conversation:
         self.tools: list[ToolSpec] | None = None
         self.turns: list[RolloutTurn] = []
         """One per completion."""
-        self._renderer, self._max_tokens, self._group = renderer, max_tokens, group or GroupPrompts()
+        self._renderer, self._max_tokens, self._group = (
+            renderer,
+            max_tokens,
+            group or GroupPrompts(),
+        )
         self.prompt: Prompt | None = None
         """What to sample from next; None: nothing."""
         self._chain: list[RolloutTurn] = []
@@ -280,7 +316,9 @@ class Conversation:
         self._prompted_at = 0.0
 
     @classmethod
-    def after(cls, turns: list[RolloutTurn], renderer: Renderer, *, max_tokens: int) -> "Conversation":
+    def after(
+        cls, turns: list[RolloutTurn], renderer: Renderer, *, max_tokens: int
+    ) -> "Conversation":
         """The conversation as it stood after the last of ``turns``, to go on from there in another way."""
         last, forked = turns[-1], cls(renderer, max_tokens=max_tokens)
         assert last.prompt_message_indices is not None, "the turn is of a conversation"
@@ -303,9 +341,13 @@ class Conversation:
 
         async def render() -> Prompt:
             large = _characters(messages) > LARGE_TEXT
-            return await off_the_loop_if(large, lambda: described(self._rendered()), line=Line.FIRST_PROMPT)
+            return await off_the_loop_if(
+                large, lambda: described(self._rendered()), line=Line.FIRST_PROMPT
+            )
 
-        return self._set_prompt(await self._rendering("render", self._group.first(messages, tools, render)))
+        return self._set_prompt(
+            await self._rendering("render", self._group.first(messages, tools, render))
+        )
 
     async def add_completion(self, completion: Completion) -> RolloutTurn:
         """Record a completion of the prompt as a turn, and parse it into the conversation's next message.
@@ -332,7 +374,9 @@ class Conversation:
 
         def parse() -> Message:
             if (key := tuple(sampled_ids)) not in known:
-                parsed = parse_completion(self._renderer, sampled_ids, tools=self.tools, prompt_ids=prompt.ids)
+                parsed = parse_completion(
+                    self._renderer, sampled_ids, tools=self.tools, prompt_ids=prompt.ids
+                )
                 known[key] = assistant_message(parsed, turn=len(self.turns) - 1)
             return copied(known[key])
 
@@ -358,13 +402,17 @@ class Conversation:
         old, answer = last.ids + sampled_ids, len(self.messages) - len(new) - 1
 
         def bridged() -> Prompt | None:
-            rendered = self._renderer.bridge_to_next_turn(last.ids, sampled_ids, new, tools=self.tools)
+            rendered = self._renderer.bridge_to_next_turn(
+                last.ids, sampled_ids, new, tools=self.tools
+            )
             if rendered is None:
                 return None
             # It describes the new messages alone. It kept less than all where a completion goes on after the end of its turn.
             kept = _kept(rendered.token_ids, old)
             check_all_rendered(rendered, new, start=kept)
-            return described(rendered, last, sampled_ids, kept=kept, answer=answer, first=answer + 1)
+            return described(
+                rendered, last, sampled_ids, kept=kept, answer=answer, first=answer + 1
+            )
 
         def whole() -> Prompt:
             rendered = self._rendered()
@@ -372,10 +420,16 @@ class Conversation:
             return described(rendered, last, sampled_ids, kept=kept, answer=answer)
 
         prompt = await off_the_loop_if(_characters(new) > LARGE_TEXT, bridged)
-        return await off_the_loop_if(_characters(self.messages) > LARGE_TEXT, whole) if prompt is None else prompt
+        return (
+            await off_the_loop_if(_characters(self.messages) > LARGE_TEXT, whole)
+            if prompt is None
+            else prompt
+        )
 
     def _rendered(self) -> RenderedTokens:
-        rendered = self._renderer.render(self.messages, tools=self.tools, add_generation_prompt=True)
+        rendered = self._renderer.render(
+            self.messages, tools=self.tools, add_generation_prompt=True
+        )
         check_all_rendered(rendered, self.messages)
         return rendered
 
@@ -406,6 +460,12 @@ class Conversation:
                 return await work
         except BaseException as error:
             running = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and running is not None and running.cancelling():
+            if (
+                isinstance(error, asyncio.CancelledError)
+                and running is not None
+                and running.cancelling()
+            ):
                 raise
-            raise UserCodeError(f"{type(self._renderer).__name__}.{method}: {cause_of(error)}") from error
+            raise UserCodeError(
+                f"{type(self._renderer).__name__}.{method}: {cause_of(error)}"
+            ) from error

@@ -4,7 +4,14 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from renderers import Message, ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus, ToolSpec
+from renderers import (
+    Message,
+    ParsedResponse,
+    ParsedToolCall,
+    RenderedTokens,
+    ToolCallParseStatus,
+    ToolSpec,
+)
 
 from torchtitan.experiments.rl.batching.sample_checks import finite_float
 from torchtitan.experiments.rl.printable import printable_line, shown
@@ -26,10 +33,18 @@ def assistant_message(parsed: ParsedResponse, *, turn: int) -> Message:
         return known and isinstance(call.name, str) and call.name != ""
 
     calls = [
-        {"id": call.id or f"call_{turn}_{index}", "type": "function", "function": {"name": call.name, "arguments": _json(call)}}
+        {
+            "id": call.id or f"call_{turn}_{index}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": _json(call)},
+        }
         for index, call in enumerate(filter(is_call, parsed.tool_calls))
     ]
-    malformed = [{"status": str(call.status), "raw": call.raw} for call in parsed.tool_calls if not is_call(call)]
+    malformed = [
+        {"status": str(call.status), "raw": call.raw}
+        for call in parsed.tool_calls
+        if not is_call(call)
+    ]
     texts = [parsed.content, *(attempt["raw"] for attempt in malformed)]
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(filter(None, texts))}
     thought = parsed.reasoning_content
@@ -51,7 +66,9 @@ def checked_messages(messages: Any, field: str) -> list[Message]:
         ValueError: a text that is not valid Unicode.
     """
     require(isinstance(messages, list | tuple), f"{field} is", messages, "a list of messages")
-    return [_checked_message(message, f"{field}[{index}]") for index, message in enumerate(messages)]
+    return [
+        _checked_message(message, f"{field}[{index}]") for index, message in enumerate(messages)
+    ]
 
 
 def require(fits: object, what: str, value: Any, wanted: str) -> None:
@@ -63,12 +80,24 @@ def require(fits: object, what: str, value: Any, wanted: str) -> None:
 def _checked_message(message: Any, field: str) -> Message:
     require(isinstance(message, Mapping), f"{field} is", message, "a dict with role and content")
     role, content, thought = map(message.get, ("role", "content", "reasoning_content"))
-    require(isinstance(role, str) and role in ROLES, f"{field} has role", role, f"one of {', '.join(ROLES)}")
-    require(isinstance(content, str | list), f"{field} has content", content, "a string or a list of parts")
+    require(
+        isinstance(role, str) and role in ROLES,
+        f"{field} has role",
+        role,
+        f"one of {', '.join(ROLES)}",
+    )
+    require(
+        isinstance(content, str | list),
+        f"{field} has content",
+        content,
+        "a string or a list of parts",
+    )
     require(isinstance(thought, str | None), f"{field} has reasoning_content", thought, "a string")
     copied = dict(message)
     if isinstance(content, list):
-        copied["content"] = [_checked_part(part, f"{field}.content[{index}]") for index, part in enumerate(content)]
+        copied["content"] = [
+            _checked_part(part, f"{field}.content[{index}]") for index, part in enumerate(content)
+        ]
     _check_tool_calls(copied.get("tool_calls"), f"{field}.tool_calls")
     if not all(type(value) is str and value.isascii() for value in copied.values()):
         try:
@@ -82,19 +111,33 @@ def _check_tool_calls(calls: Any, field: str) -> None:
     """Renderers read them as they are."""
     require(isinstance(calls, list | tuple | None), f"{field} is", calls, "a list of tool calls")
     for index, call in enumerate(calls or ()):
-        of, function = f"{field}[{index}]", call.get("function", call) if isinstance(call, Mapping) else cast(Any, None)
+        of, function = (
+            f"{field}[{index}]",
+            call.get("function", call) if isinstance(call, Mapping) else cast(Any, None),
+        )
         wanted = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
         require(isinstance(function, Mapping), f"{of} is", call, wanted)
         name, arguments = function.get("name"), function.get("arguments")
-        require(isinstance(name, str) and name, f"{of} has the name", name, "a string that is not empty")
-        require(isinstance(arguments, str | Mapping | None), f"{of} has arguments", arguments, "JSON or a dict")
+        require(
+            isinstance(name, str) and name, f"{of} has the name", name, "a string that is not empty"
+        )
+        require(
+            isinstance(arguments, str | Mapping | None),
+            f"{of} has arguments",
+            arguments,
+            "JSON or a dict",
+        )
 
 
 def _checked_part(part: Any, field: str) -> dict[str, Any]:
     """Templates skip parts that they do not know, so the model would never see them."""
     require(isinstance(part, Mapping), f"{field} is", part, '{"type": "text", "text": ...}')
     if (kind := part.get("type")) != "text":
-        cure = "put it into the message's reasoning_content" if kind == "thinking" else "only text reaches the model"
+        cure = (
+            "put it into the message's reasoning_content"
+            if kind == "thinking"
+            else "only text reaches the model"
+        )
         raise TypeError(f"{field} is a part of type '{printable_line(str(kind))}': {cure}")
     require(isinstance(part.get("text"), str), f"{field}.text is", part.get("text"), "a string")
     return dict(part)
@@ -113,12 +156,19 @@ def checked_tools(tools: Any, field: str) -> list[ToolSpec] | None:
 
 
 def _checked_tool(tool: Any, field: str) -> ToolSpec:
-    require(isinstance(tool, Mapping), f"{field} is", tool, '{"type": "function", "function": {"name": ...}}')
+    require(
+        isinstance(tool, Mapping),
+        f"{field} is",
+        tool,
+        '{"type": "function", "function": {"name": ...}}',
+    )
     function = tool.get("function", tool)
     wanted = "a dict with name, description and parameters"
     require(isinstance(function, Mapping), f"{field}.function is", function, wanted)
     name = function.get("name")
-    require(isinstance(name, str) and name, f"{field} has the name", name, "a string that is not empty")
+    require(
+        isinstance(name, str) and name, f"{field} has the name", name, "a string that is not empty"
+    )
     try:
         text = json.dumps(dict(tool), ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -164,11 +214,15 @@ def checked_rewards(components: Any, field: str) -> dict[str, float]:
     floats: dict[str, Any] = {name: finite_float(value) for name, value in components.items()}
     for name, number in floats.items():
         fits = isinstance(name, str) and number is not None
-        require(fits, f"{field}[{name!r}] is", components[name], "a finite number that float32 holds")
+        require(
+            fits, f"{field}[{name!r}] is", components[name], "a finite number that float32 holds"
+        )
     return floats
 
 
-def check_all_rendered(rendered: RenderedTokens, messages: Iterable[Message], *, start: int = 0) -> None:
+def check_all_rendered(
+    rendered: RenderedTokens, messages: Iterable[Message], *, start: int = 0
+) -> None:
     """Some templates leave out messages of roles that they do not have.
 
     Args:
@@ -184,4 +238,6 @@ def check_all_rendered(rendered: RenderedTokens, messages: Iterable[Message], *,
     present = set(rendered.message_indices[start:])
     for index, message in enumerate(messages):
         if message["content"] and message["role"] != "assistant" and index not in present:
-            raise ValueError(f"the renderer dropped message {index}: this model's template has no role {message['role']!r}")
+            raise ValueError(
+                f"the renderer dropped message {index}: this model's template has no role {message['role']!r}"
+            )

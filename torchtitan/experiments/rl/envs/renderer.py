@@ -74,22 +74,36 @@ def build_renderer(config: RendererConfig, tokenizer_path: str | Path) -> Render
     """
     classes = _config_classes()
     if config.name not in (AUTO, *classes):
-        raise ConfigError("renderer.name", config.name, f"not a renderer; known: {', '.join([AUTO, *sorted(classes)])}")
+        raise ConfigError(
+            "renderer.name",
+            config.name,
+            f"not a renderer; known: {', '.join([AUTO, *sorted(classes)])}",
+        )
     if config.name != AUTO:
         _check_knobs(config, config.name)
     if not Path(tokenizer_path).is_dir():
-        raise ConfigError("tokenizer_path", str(tokenizer_path), "not a local folder; download the tokenizer first")
+        raise ConfigError(
+            "tokenizer_path",
+            str(tokenizer_path),
+            "not a local folder; download the tokenizer first",
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_path), local_files_only=True)
     except (OSError, ValueError) as error:
         cause = str(error).partition("\n")[0]
-        raise ConfigError("tokenizer_path", str(tokenizer_path), f"holds no tokenizer: {cause}") from error
+        raise ConfigError(
+            "tokenizer_path", str(tokenizer_path), f"holds no tokenizer: {cause}"
+        ) from error
     if config.name in (AUTO, DEFAULT) and not getattr(tokenizer, "chat_template", None):
         cure = f"the tokenizer in {tokenizer_path} has no chat template: name a renderer of the model's family"
         raise ConfigError("renderer.name", config.name, cure)
     tokens = sorted(map(re.escape, control_tokens(tokenizer)))
     _remember_short_texts(tokenizer)
-    fitting = _fitting(config, tokenizer) if config.name == AUTO else _named(config, tokenizer, tokenizer_path)
+    fitting = (
+        _fitting(config, tokenizer)
+        if config.name == AUTO
+        else _named(config, tokenizer, tokenizer_path)
+    )
     renderer = _with_all_stops(fitting, tokenizer, Path(tokenizer_path))
     if tokens:
         _CONTROL_TOKENS[renderer] = re.compile("|".join(tokens))
@@ -98,7 +112,11 @@ def build_renderer(config: RendererConfig, tokenizer_path: str | Path) -> Render
 
 def control_tokens(tokenizer: Any) -> set[str]:
     """Return the texts that a tokenizer reads as special tokens, wherever they stand."""
-    return {token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content}
+    return {
+        token.content
+        for token in tokenizer.added_tokens_decoder.values()
+        if token.special and token.content
+    }
 
 
 def control_token_in(value: Any, renderer: Renderer) -> str | None:
@@ -144,20 +162,39 @@ class StopRenderer:
         return self._stop_token_ids
 
     def parse_response(
-        self, token_ids: list[int], *, tools: list[ToolSpec] | None = None, prompt_ids: list[int] | None = None
+        self,
+        token_ids: list[int],
+        *,
+        tools: list[ToolSpec] | None = None,
+        prompt_ids: list[int] | None = None,
     ) -> ParsedResponse:
-        end = next((place for place, token in enumerate(token_ids) if token in self._unknown), len(token_ids))
+        end = next(
+            (place for place, token in enumerate(token_ids) if token in self._unknown),
+            len(token_ids),
+        )
         return self._renderer.parse_response(token_ids[:end], tools=tools, prompt_ids=prompt_ids)
 
     def render(
-        self, messages: list[Message], *, tools: list[ToolSpec] | None = None, add_generation_prompt: bool = False
+        self,
+        messages: list[Message],
+        *,
+        tools: list[ToolSpec] | None = None,
+        add_generation_prompt: bool = False,
     ) -> RenderedTokens:
-        return self._renderer.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        return self._renderer.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt
+        )
 
     def render_ids(
-        self, messages: list[Message], *, tools: list[ToolSpec] | None = None, add_generation_prompt: bool = False
+        self,
+        messages: list[Message],
+        *,
+        tools: list[ToolSpec] | None = None,
+        add_generation_prompt: bool = False,
     ) -> list[int]:
-        return self._renderer.render_ids(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        return self._renderer.render_ids(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt
+        )
 
     def bridge_to_next_turn(
         self,
@@ -167,7 +204,9 @@ class StopRenderer:
         *,
         tools: list[ToolSpec] | None = None,
     ) -> RenderedTokens | None:
-        return self._renderer.bridge_to_next_turn(previous_prompt_ids, previous_completion_ids, new_messages, tools=tools)
+        return self._renderer.bridge_to_next_turn(
+            previous_prompt_ids, previous_completion_ids, new_messages, tools=tools
+        )
 
 
 def _with_all_stops(renderer: Renderer, tokenizer: Any, folder: Path) -> Renderer:
@@ -199,12 +238,20 @@ def template_turn_end(tokenizer: Any) -> int | None:
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
-    control = {token for token, added in tokenizer.added_tokens_decoder.items() if added.content.strip()}
+    control = {
+        token for token, added in tokenizer.added_tokens_decoder.items() if added.content.strip()
+    }
     for following in ([], [_QUESTION]):
-        with contextlib.suppress(Exception):  # a template may refuse a conversation, each in its own way
+        with contextlib.suppress(
+            Exception
+        ):  # a template may refuse a conversation, each in its own way
             text = tokenizer.apply_chat_template([_QUESTION, _REPLY, *following], tokenize=False)
             _, _, after_reply = text.rpartition(_REPLY["content"])
-            ids = tokenizer.encode(after_reply, add_special_tokens=False) if after_reply != text else []
+            ids = (
+                tokenizer.encode(after_reply, add_special_tokens=False)
+                if after_reply != text
+                else []
+            )
             if (end := next((token for token in ids if token in control), None)) is not None:
                 return end
     return None
@@ -222,7 +269,9 @@ def _generation_ends(folder: Path) -> list[int]:
     try:
         value = json.loads(file.read_bytes()).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError("tokenizer_path", str(folder), f"its {file.name} can't be read: {error}") from error
+        raise ConfigError(
+            "tokenizer_path", str(folder), f"its {file.name} can't be read: {error}"
+        ) from error
     if value is None:
         return []
     ids = value if isinstance(value, list) else [value]
@@ -246,12 +295,16 @@ def _check_knobs(config: RendererConfig, name: str) -> None:
         cure = "the default renderer follows the tokenizer's chat template: set None, or name a renderer of the model's family"
         raise ConfigError("renderer.thinking_retention", config.thinking_retention, cure)
     if config.enable_thinking and "enable_thinking" not in _config_classes()[name].model_fields:
-        raise ConfigError("renderer.enable_thinking", True, f"{name} has no such switch; leave it False")
+        raise ConfigError(
+            "renderer.enable_thinking", True, f"{name} has no such switch; leave it False"
+        )
 
 
 def _made(config: RendererConfig, name: str, tokenizer: Any) -> Renderer:
     of_renderer = _config_classes()[name]
-    knobs: dict[str, Any] = {"thinking_retention": None if name == DEFAULT else config.thinking_retention}
+    knobs: dict[str, Any] = {
+        "thinking_retention": None if name == DEFAULT else config.thinking_retention
+    }
     if "enable_thinking" in of_renderer.model_fields:
         knobs["enable_thinking"] = config.enable_thinking
     return renderers.create_renderer(tokenizer, of_renderer(**knobs))
@@ -265,16 +318,21 @@ def _fitting(config: RendererConfig, tokenizer: Any) -> Renderer:
     """
     wanted = []
     for messages, tools in _PROBES:
-        with contextlib.suppress(Exception):  # some templates refuse a system message or tools, each in its own way
+        with contextlib.suppress(
+            Exception
+        ):  # some templates refuse a system message or tools, each in its own way
             ids = _by_template(tokenizer, messages, tools, enable_thinking=config.enable_thinking)
             wanted.append((messages, tools, ids))
     for name, of_renderer in _config_classes().items() if wanted else ():
-        if name in _NEVER_PICKED or (config.enable_thinking and "enable_thinking" not in of_renderer.model_fields):
+        if name in _NEVER_PICKED or (
+            config.enable_thinking and "enable_thinking" not in of_renderer.model_fields
+        ):
             continue
         try:
             renderer = _made(config, name, tokenizer)
             if all(
-                renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True) == ids
+                renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)
+                == ids
                 for messages, tools, ids in wanted
             ):
                 return renderer
@@ -284,15 +342,21 @@ def _fitting(config: RendererConfig, tokenizer: Any) -> Renderer:
     return _made(config, DEFAULT, tokenizer)
 
 
-def _by_template(tokenizer: Any, messages: list[Message], tools: list[ToolSpec], **knobs: Any) -> list[int]:
+def _by_template(
+    tokenizer: Any, messages: list[Message], tools: list[ToolSpec], **knobs: Any
+) -> list[int]:
     """Ids of a prompt, by the tokenizer's own chat template."""
-    text = tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **knobs)
+    text = tokenizer.apply_chat_template(
+        messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **knobs
+    )
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def attributes_roles(renderer: Renderer) -> bool:
     """Whether the renderer says whose message each token of a prompt belongs to, and whether it is of the message's body."""
-    return bool(renderer.render([{"role": "user", "content": "x"}], add_generation_prompt=True).is_content)
+    return bool(
+        renderer.render([{"role": "user", "content": "x"}], add_generation_prompt=True).is_content
+    )
 
 
 def _remember_short_texts(tokenizer: Any) -> None:
@@ -302,7 +366,12 @@ def _remember_short_texts(tokenizer: Any) -> None:
     known = lru_cache(SHORT_TEXTS)(lambda text: tuple(encode(text, add_special_tokens=False)))
 
     def remembered(text: Any, *args: Any, **options: Any) -> list[int]:
-        if args or options != {"add_special_tokens": False} or not isinstance(text, str) or len(text) > SHORT_TEXT:
+        if (
+            args
+            or options != {"add_special_tokens": False}
+            or not isinstance(text, str)
+            or len(text) > SHORT_TEXT
+        ):
             return encode(text, *args, **options)
         return list(known(text))
 

@@ -26,7 +26,12 @@ from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.sealed import copied
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_user, cause_of
+from torchtitan.experiments.rl.user_code.calls import (
+    UserCodeError,
+    UserCodeTimeout,
+    call_user,
+    cause_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +75,9 @@ class RendererEnv:
         self._renderer = renderer
         self._name = type(message_env).__name__
         self._config = config
-        self._conversation = Conversation(renderer, max_tokens=config.max_rollout_tokens, group=group)
+        self._conversation = Conversation(
+            renderer, max_tokens=config.max_rollout_tokens, group=group
+        )
         self.status = RolloutStatus.ONGOING
         self.error: str | None = None
         """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
@@ -118,10 +125,14 @@ class RendererEnv:
             RuntimeError: there was no prompt to complete: before initial_prompt or after a terminal status.
         """
         if self.prompt_token_ids is None:
-            raise RuntimeError(f"no prompt to complete: the rollout is {'over' if self._started else 'not started'}")
+            raise RuntimeError(
+                f"no prompt to complete: the rollout is {'over' if self._started else 'not started'}"
+            )
         await self._until_settled(lambda: self._step(completion))
 
-    def finish(self, status: RolloutStatus, error: str | None = None, *, traceback: str = "") -> None:
+    def finish(
+        self, status: RolloutStatus, error: str | None = None, *, traceback: str = ""
+    ) -> None:
         """End the rollout from outside, as an overridden turn loop may; the first terminal status stays."""
         if not self.status.is_terminal():
             self.status, self.error, self.traceback = status, error, traceback
@@ -139,9 +150,16 @@ class RendererEnv:
             try:
                 self.metadata = json.loads(json.dumps(await self._call_env("metadata", dict)))
             except UserCodeError as error:
-                self.status, self.error, self.traceback = RolloutStatus.ERROR, str(error), users_traceback(error)
+                self.status, self.error, self.traceback = (
+                    RolloutStatus.ERROR,
+                    str(error),
+                    users_traceback(error),
+                )
             except (TypeError, ValueError) as error:
-                self.status, self.error = RolloutStatus.ERROR, f"{self._name}.metadata: {cause_of(error)}"
+                self.status, self.error = (
+                    RolloutStatus.ERROR,
+                    f"{self._name}.metadata: {cause_of(error)}",
+                )
         if type(self._env).close is not MessageEnv.close:
             try:
                 await call_user(self._env.close, timeout_s=self._config.step_timeout_s)
@@ -161,7 +179,11 @@ class RendererEnv:
         except Exception as error:
             self.finish(RolloutStatus.ERROR, cause_of(error), traceback=users_traceback(error))
         except BaseException as error:  # of a value of the env's
-            self.finish(RolloutStatus.ERROR, f"{self._name}: {cause_of(error)}", traceback=users_traceback(error))
+            self.finish(
+                RolloutStatus.ERROR,
+                f"{self._name}: {cause_of(error)}",
+                traceback=users_traceback(error),
+            )
         if self.status.is_terminal():
             self._conversation.end()  # it may have been finished from outside while a prompt was rendered
             await self.close()
@@ -176,7 +198,9 @@ class RendererEnv:
             raise ValueError(f"{field}.messages is empty: a conversation starts with a message")
         if not reset.control_tokens:
             self._check_control_tokens(messages, f"{field}.messages")
-        if not await self._conversation.open(messages, checked_tools(reset.tools, f"{field}.tools")):
+        if not await self._conversation.open(
+            messages, checked_tools(reset.tools, f"{field}.tools")
+        ):
             self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
 
     async def _step(self, completion: Completion) -> None:
@@ -192,11 +216,15 @@ class RendererEnv:
         try:
             step = await self._call_env("step_message", StepOutput, message)
         finally:
-            turn.env_s = time.perf_counter() - started + (self._reset_s if len(self.turns) == 1 else 0.0)
+            turn.env_s = (
+                time.perf_counter() - started + (self._reset_s if len(self.turns) == 1 else 0.0)
+            )
         field = f"{self._name}.step_message: StepOutput"
         if not isinstance(step.done, bool | np.bool_):
             raise TypeError(f"{field}.done is '{text_of(step.done)}', want True or False")
-        turn.reward_components = checked_rewards(step.reward_components, f"{field}.reward_components")
+        turn.reward_components = checked_rewards(
+            step.reward_components, f"{field}.reward_components"
+        )
         turn.env_messages = checked_messages(step.env_messages, f"{field}.env_messages")
         if not step.control_tokens:
             self._check_control_tokens(turn.env_messages, f"{field}.env_messages")
@@ -206,7 +234,9 @@ class RendererEnv:
         if len(self.turns) >= self._config.max_turns:
             return self.finish(RolloutStatus.TRUNCATED_MAX_TURNS)
         if not turn.env_messages:
-            raise ValueError(f"{field}.env_messages is empty though done is False: the model would answer itself")
+            raise ValueError(
+                f"{field}.env_messages is empty though done is False: the model would answer itself"
+            )
         if not await self._conversation.add_messages(turn.env_messages):
             self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
 
@@ -224,7 +254,11 @@ class RendererEnv:
                 )
 
     async def _call_env(self, method: str, wanted: type, *args: Any) -> Any:
-        name, function, timeout_s = f"{self._name}.{method}", getattr(self._env, method), self._config.step_timeout_s
+        name, function, timeout_s = (
+            f"{self._name}.{method}",
+            getattr(self._env, method),
+            self._config.step_timeout_s,
+        )
         with trace.span(name):
             output = await call_user(function, *args, timeout_s=timeout_s, owner=name)
         if not isinstance(output, wanted):

@@ -15,12 +15,18 @@ JSON_TYPES = frozenset(("string", "number", "integer", "boolean", "null", "array
 
 
 def parse_completion(
-    renderer: Renderer, sampled_ids: list[int], *, tools: Sequence[ToolSpec] | None, prompt_ids: Sequence[int] | None
+    renderer: Renderer,
+    sampled_ids: list[int],
+    *,
+    tools: Sequence[ToolSpec] | None,
+    prompt_ids: Sequence[int] | None,
 ) -> ParsedResponse:
     """Parse a completion. An argument that its parameter allows only as a text is a text, whatever else it looks like."""
     if not tools:
         return renderer.parse_response(sampled_ids, tools=None, prompt_ids=prompt_ids)
-    types = {name: _parameter_types(parameters) for name, parameters in map(_named_parameters, tools)}
+    types = {
+        name: _parameter_types(parameters) for name, parameters in map(_named_parameters, tools)
+    }
     parsed = renderer.parse_response(sampled_ids, tools=_plain_tools(types), prompt_ids=prompt_ids)
     misread = [
         (index, argument)
@@ -30,15 +36,23 @@ def parse_completion(
         if _is_text_only(types.get(call.name or "", {}).get(argument, JSON_TYPES), value)
     ]
     if misread:
-        texts = {name: dict.fromkeys(of_tool, frozenset({"string"})) for name, of_tool in types.items()}
-        as_texts = renderer.parse_response(sampled_ids, tools=_plain_tools(texts), prompt_ids=prompt_ids)
+        texts = {
+            name: dict.fromkeys(of_tool, frozenset({"string"})) for name, of_tool in types.items()
+        }
+        as_texts = renderer.parse_response(
+            sampled_ids, tools=_plain_tools(texts), prompt_ids=prompt_ids
+        )
         for index, argument in misread:
             arguments = cast(dict[str, Any], parsed.tool_calls[index].arguments)
-            arguments[argument] = cast(dict[str, Any], as_texts.tool_calls[index].arguments)[argument]
+            arguments[argument] = cast(dict[str, Any], as_texts.tool_calls[index].arguments)[
+                argument
+            ]
     return parsed
 
 
-def types_of(schema: Any, root: Mapping[str, Any], seen: frozenset[str] = frozenset()) -> frozenset[str]:
+def types_of(
+    schema: Any, root: Mapping[str, Any], seen: frozenset[str] = frozenset()
+) -> frozenset[str]:
     """Return the JSON types that a schema allows, its references and alternatives followed.
 
     Args:
@@ -52,7 +66,11 @@ def types_of(schema: Any, root: Mapping[str, Any], seen: frozenset[str] = frozen
         target = _referred(reference, root)
         allowed &= frozenset() if reference in seen else types_of(target, root, seen | {reference})
     if (declared := schema.get("type")) is not None:
-        names = [declared] if isinstance(declared, str) else [name for name in declared if isinstance(name, str)]
+        names = (
+            [declared]
+            if isinstance(declared, str)
+            else [name for name in declared if isinstance(name, str)]
+        )
         allowed &= frozenset(names) | (frozenset({"integer"}) if "number" in names else frozenset())
     if "const" in schema:
         allowed &= frozenset({type_of(schema["const"])})
@@ -68,7 +86,14 @@ def types_of(schema: Any, root: Mapping[str, Any], seen: frozenset[str] = frozen
 
 def type_of(value: Any) -> str:
     """Return the name that JSON schemas have for the type of a value."""
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", type(None): "null"}
+    names = {
+        bool: "boolean",
+        int: "integer",
+        float: "number",
+        str: "string",
+        list: "array",
+        type(None): "null",
+    }
     return names.get(type(value), "object")
 
 
@@ -79,15 +104,25 @@ def example_call(tool: ToolSpec) -> tuple[str, dict[str, Any]]:
 
 
 def call_ids(
-    renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec], name: str, arguments: dict[str, Any]
+    renderer: Renderer,
+    messages: Sequence[Message],
+    tools: Sequence[ToolSpec],
+    name: str,
+    arguments: dict[str, Any],
 ) -> list[int] | None:
     """Return the tokens with which the model would call a tool after ``messages``, without the end of its turn.
 
     None: the renderer's template does not go on from the prompt, or the call can't be read from these tokens.
     """
-    call = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+    call = {
+        "id": "call_0",
+        "type": "function",
+        "function": {"name": name, "arguments": json.dumps(arguments)},
+    }
     reply = cast(Message, {"role": "assistant", "content": "", "tool_calls": [call]})
-    prompt = list(renderer.render(list(messages), tools=list(tools), add_generation_prompt=True).token_ids)
+    prompt = list(
+        renderer.render(list(messages), tools=list(tools), add_generation_prompt=True).token_ids
+    )
     whole = list(renderer.render([*messages, reply], tools=list(tools)).token_ids)
     if whole[: len(prompt)] != prompt:
         return None
@@ -98,9 +133,14 @@ def call_ids(
     return sampled[:end] if read == [(name, arguments)] else None
 
 
-def _example_object(schema: Mapping[str, Any], root: Mapping[str, Any], seen: frozenset[str]) -> dict[str, Any]:
+def _example_object(
+    schema: Mapping[str, Any], root: Mapping[str, Any], seen: frozenset[str]
+) -> dict[str, Any]:
     properties = schema.get("properties") or {}
-    return {name: _example_value(properties.get(name), root, seen) for name in schema.get("required") or ()}
+    return {
+        name: _example_value(properties.get(name), root, seen)
+        for name in schema.get("required") or ()
+    }
 
 
 def _example_value(schema: Any, root: Mapping[str, Any], seen: frozenset[str]) -> Any:
@@ -113,7 +153,11 @@ def _example_value(schema: Any, root: Mapping[str, Any], seen: frozenset[str]) -
         if isinstance(schema.get(choices), list) and schema[choices]:
             return schema[choices][0]
     if isinstance(reference := schema.get("$ref"), str):
-        return None if reference in seen else _example_value(_referred(reference, root), root, seen | {reference})
+        return (
+            None
+            if reference in seen
+            else _example_value(_referred(reference, root), root, seen | {reference})
+        )
     for parts in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(parts), list) and schema[parts]:
             return _example_value(schema[parts][0], root, seen)
@@ -132,7 +176,11 @@ def _referred(reference: str, root: Mapping[str, Any]) -> Any:
     """Return the schema that "#/$defs/Color" names; True, which allows everything, where there is none."""
     found: Any = root
     for key in reference.removeprefix("#").split("/")[1:]:
-        found = found.get(key.replace("~1", "/").replace("~0", "~"), True) if isinstance(found, Mapping) else True
+        found = (
+            found.get(key.replace("~1", "/").replace("~0", "~"), True)
+            if isinstance(found, Mapping)
+            else True
+        )
     return found
 
 
@@ -159,12 +207,20 @@ def _plain_tools(types: Mapping[str, Mapping[str, Iterable[str]]]) -> list[ToolS
 
     def plain(allowed: Iterable[str]) -> dict[str, Any]:
         names = sorted(allowed)
-        return {"type": names[0]} if len(names) == 1 else {"anyOf": [{"type": name} for name in names]}
+        return (
+            {"type": names[0]} if len(names) == 1 else {"anyOf": [{"type": name} for name in names]}
+        )
 
     return [
         cast(
             ToolSpec,
-            {"name": name, "parameters": {"type": "object", "properties": {key: plain(of) for key, of in parameters.items()}}},
+            {
+                "name": name,
+                "parameters": {
+                    "type": "object",
+                    "properties": {key: plain(of) for key, of in parameters.items()},
+                },
+            },
         )
         for name, parameters in types.items()
     ]

@@ -144,7 +144,12 @@ class Chains(Generic[T]):
         while waiting:
             node = waiting.pop()
             yield node
-            waiting += [child for extends in (False, True) for child in reversed(node.children) if child.extends is extends]
+            waiting += [
+                child
+                for extends in (False, True)
+                for child in reversed(node.children)
+                if child.extends is extends
+            ]
 
 
 def meaning(message: Message) -> Hashable:
@@ -154,7 +159,11 @@ def meaning(message: Message) -> Hashable:
         return role, content
     calls = message.get("tool_calls") or ()
     functions = (call.get("function", call) for call in calls)
-    return role, content.strip(), *((function["name"], arguments_of(function)) for function in functions)
+    return (
+        role,
+        content.strip(),
+        *((function["name"], arguments_of(function)) for function in functions),
+    )
 
 
 def arguments_of(function: Mapping[str, Any]) -> str:

@@ -23,7 +23,11 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
     """Raises Refusal."""
     messages = []
     for index, message in enumerate(listed(body.get("messages"), "messages")):
-        kept = {name: value for name, value in message.items() if value is not None and name not in ("refusal", "audio")}
+        kept = {
+            name: value
+            for name, value in message.items()
+            if value is not None and name not in ("refusal", "audio")
+        }
         kept["content"] = text(message.get("content"), f"messages[{index}].content")
         if "reasoning" in kept:  # vLLM's name of it
             kept.setdefault("reasoning_content", kept.pop("reasoning"))
@@ -40,7 +44,10 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
 
 
 def reply(answer: ModelReply) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.content or None if answer.tool_calls else answer.content}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": answer.content or None if answer.tool_calls else answer.content,
+    }
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
@@ -56,8 +63,12 @@ def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
         deltas.append({"reasoning_content": answer.reasoning})
     if answer.content:
         deltas.append({"content": answer.content})
-    deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(answer.tool_calls)]
-    chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    deltas += [
+        {"tool_calls": [{"index": index, **call}]} for index, call in enumerate(answer.tool_calls)
+    ]
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
+    ]
     chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish}]})
     if request.stream_usage:
         chunks.append({"choices": [], "usage": _usage(answer)})
@@ -68,9 +79,18 @@ def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
 
 
 def _head(answer: ModelReply, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{answer.id}", "created": answer.created, "model": answer.model, "object": kind}
+    return {
+        "id": f"chatcmpl-{answer.id}",
+        "created": answer.created,
+        "model": answer.model,
+        "object": kind,
+    }
 
 
 def _usage(answer: ModelReply) -> dict[str, int]:
     total = answer.prompt_tokens + answer.completion_tokens
-    return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.completion_tokens, "total_tokens": total}
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": total,
+    }

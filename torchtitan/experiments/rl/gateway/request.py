@@ -14,7 +14,14 @@ from torchtitan.experiments.rl.printable import shown
 class Refusal(Exception):
     """A request that is not answered. Each dialect has a form for it that its clients know."""
 
-    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", field: str | None = None):
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_request",
+        field: str | None = None,
+    ):
         """
         Args:
             code: what is wrong, in a word; "context_length_exceeded" is the one that clients act on.
@@ -74,13 +81,17 @@ def cut_at_stop(content: str, stops: Sequence[str], *, at_text: bool) -> tuple[s
     places = {content.find(stop): stop for stop in stops if stop in content}
     if not places and at_text:
         bare = {stop: stop.strip() for stop in stops}
-        places = {len(content) - len(bare[stop]): stop for stop in stops if content.endswith(bare[stop])}
+        places = {
+            len(content) - len(bare[stop]): stop for stop in stops if content.endswith(bare[stop])
+        }
     if not places:
         return content, None
     return content[: min(places)], places[min(places)]
 
 
-def reply_of(message: Message, *, length: bool, request: ModelRequest, stopped_at: str | None, **fields: Any) -> ModelReply:
+def reply_of(
+    message: Message, *, length: bool, request: ModelRequest, stopped_at: str | None, **fields: Any
+) -> ModelReply:
     """Make the reply of an answer.
 
     Args:
@@ -192,7 +203,9 @@ def unavailable(name: str, value: Any, cure: str) -> Refusal:
     return Refusal(f"{name} = {shown(value)}: {why}; {cure}", code="unsupported_value", field=name)
 
 
-def checked_request(body: Mapping[str, Any], messages: list[Any], tools: list[Any], **fields: Any) -> ModelRequest:
+def checked_request(
+    body: Mapping[str, Any], messages: list[Any], tools: list[Any], **fields: Any
+) -> ModelRequest:
     """
     Args:
         body: the request; where a dialect nests what UNAVAILABLE names, with the value itself.
@@ -206,11 +219,21 @@ def checked_request(body: Mapping[str, Any], messages: list[Any], tools: list[An
             raise unavailable(name, value, cure)
     sampling, wishes = _asked_for(body, TASKS_OWN), _asked_for(body, WISHES)
     # Templates know one system message, at the beginning. What the clients' developers say is one.
-    begin = next((i for i, message in enumerate(messages) if message.get("role") not in ("system", "developer")), len(messages))
+    begin = next(
+        (
+            i
+            for i, message in enumerate(messages)
+            if message.get("role") not in ("system", "developer")
+        ),
+        len(messages),
+    )
     if begin:
         said = [text(message.get("content"), "messages") for message in messages[:begin]]
         messages = [{"role": "system", "content": "\n\n".join(said)}, *messages[begin:]]
-    messages = [message | {"role": "system"} if message.get("role") == "developer" else message for message in messages]
+    messages = [
+        message | {"role": "system"} if message.get("role") == "developer" else message
+        for message in messages
+    ]
     model, limit, seed = body.get("model"), fields.get("max_tokens"), body.get("seed")
     try:
         checked = checked_messages(messages, "messages")
@@ -221,10 +244,15 @@ def checked_request(body: Mapping[str, Any], messages: list[Any], tools: list[An
     if not checked:
         raise Refusal("messages are empty: send at least one of the user's", field="messages")
     if checked[-1].get("tool_calls"):
-        raise Refusal("messages end with calls of tools: send a tool's message with the result of each", field="messages")
+        raise Refusal(
+            "messages end with calls of tools: send a tool's message with the result of each",
+            field="messages",
+        )
     _check_wishes(wishes, known_tools or [])
     names: dict[str, str] = {}
-    for message in checked:  # some templates show which tool a result is of, and clients send its id alone
+    for (
+        message
+    ) in checked:  # some templates show which tool a result is of, and clients send its id alone
         for call in message.get("tool_calls") or ():
             names[str(call.get("id"))] = call.get("function", call)["name"]
         if message["role"] == "tool" and (called := names.get(str(message.get("tool_call_id")))):
@@ -232,7 +260,9 @@ def checked_request(body: Mapping[str, Any], messages: list[Any], tools: list[An
     if not isinstance(model, str):
         raise Refusal(f'model is {shown(model)}, want a name such as "policy"', field="model")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise Refusal(f"max_tokens is {shown(limit)}, want an integer from 1 up", field="max_tokens")
+        raise Refusal(
+            f"max_tokens is {shown(limit)}, want an integer from 1 up", field="max_tokens"
+        )
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise Refusal(f"seed is {shown(seed)}, want an integer", field="seed")
     return ModelRequest(
@@ -247,10 +277,16 @@ def checked_request(body: Mapping[str, Any], messages: list[Any], tools: list[An
     )
 
 
-def _asked_for(body: Mapping[str, Any], fields: Mapping[str, tuple[tuple[Any, ...], str]]) -> dict[str, Any]:
+def _asked_for(
+    body: Mapping[str, Any], fields: Mapping[str, tuple[tuple[Any, ...], str]]
+) -> dict[str, Any]:
     """Return the values of these fields that ask for something."""
     sent = {name: body.get(name) for name in fields}
-    return {name: value for name, value in sent.items() if value is not None and value not in fields[name][0]}
+    return {
+        name: value
+        for name, value in sent.items()
+        if value is not None and value not in fields[name][0]
+    }
 
 
 def _check_wishes(wishes: Mapping[str, Any], tools: Sequence[ToolSpec]) -> None:
@@ -305,8 +341,15 @@ def function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
     Args:
         parameters: where ``tool`` has their schema.
     """
-    about = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get(parameters)}
-    return {"type": "function", "function": {name: value for name, value in about.items() if value is not None}}
+    about = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool.get(parameters),
+    }
+    return {
+        "type": "function",
+        "function": {name: value for name, value in about.items() if value is not None},
+    }
 
 
 def text(content: Any, field: str, types: tuple[str, ...] = ("text",)) -> str:
@@ -322,7 +365,10 @@ def text(content: Any, field: str, types: tuple[str, ...] = ("text",)) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in types or not isinstance(part.get("text"), str):
-            raise Refusal(f"{field} has a part of type {shown(kind)}: only text reaches the model; leave it out", field=field)
+            raise Refusal(
+                f"{field} has a part of type {shown(kind)}: only text reaches the model; leave it out",
+                field=field,
+            )
     return "\n".join(part["text"] for part in content)
 
 
@@ -355,7 +401,14 @@ MODEL_FAILED = 502
 
 def openai_error(refusal: Refusal) -> dict[str, Any]:
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-    return {"error": {"message": str(refusal), "type": kind, "param": refusal.field, "code": refusal.code}}
+    return {
+        "error": {
+            "message": str(refusal),
+            "type": kind,
+            "param": refusal.field,
+            "code": refusal.code,
+        }
+    }
 
 
 def event(fields: dict[str, Any], kind: str | None = None) -> bytes:

@@ -31,15 +31,27 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
     if instructions := text(body.get("instructions"), "instructions"):
         messages.append({"role": "system", "content": instructions})
     given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else listed(given, "input")
+    items = (
+        [{"role": "user", "content": given}] if isinstance(given, str) else listed(given, "input")
+    )
     for index, item in enumerate(items):
         _add(messages, item, f"input[{index}]")
     # Tools that the provider would run itself, such as its web search, are not there: the model is not told of them.
-    tools = [function_tool(tool, "parameters") for tool in listed(body.get("tools"), "tools") if tool.get("type") == "function"]
+    tools = [
+        function_tool(tool, "parameters")
+        for tool in listed(body.get("tools"), "tools")
+        if tool.get("type") == "function"
+    ]
     # OpenAI's API has no stop texts here; vLLM's has.
     stops = texts(body.get("stop"), "stop")
-    body = {**body, "text": form, "verbosity": wanted.get("verbosity") if isinstance(wanted, dict) else None}
-    return checked_request(body, messages, tools, max_tokens=body.get("max_output_tokens"), stop=stops)
+    body = {
+        **body,
+        "text": form,
+        "verbosity": wanted.get("verbosity") if isinstance(wanted, dict) else None,
+    }
+    return checked_request(
+        body, messages, tools, max_tokens=body.get("max_output_tokens"), stop=stops
+    )
 
 
 def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], field: str) -> None:
@@ -48,7 +60,12 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], field: str) ->
     said = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if kind == "message":
         role, content = item.get("role"), text(item.get("content"), f"{field}.content", PARTS)
-        if role == "assistant" and said is not None and not said["content"] and "tool_calls" not in said:
+        if (
+            role == "assistant"
+            and said is not None
+            and not said["content"]
+            and "tool_calls" not in said
+        ):
             said["content"] = content
         else:
             messages.append({"role": role, "content": content})
@@ -60,13 +77,16 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], field: str) ->
             said = {"role": "assistant", "content": ""}
             messages.append(said)
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        said.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+        said.setdefault("tool_calls", []).append(
+            {"id": item.get("call_id"), "type": "function", "function": function}
+        )
     elif kind == "function_call_output":
         content = text(item.get("output"), f"{field}.output", PARTS)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     else:
         raise Refusal(
-            f"{field} has the type {kind!r}: leave it out; messages, reasoning and function calls are known", field=field
+            f"{field} has the type {kind!r}: leave it out; messages, reasoning and function calls are known",
+            field=field,
         )
 
 
@@ -104,10 +124,26 @@ def _items(answer: ModelReply) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if answer.reasoning:
         parts = [{"type": "reasoning_text", "text": answer.reasoning}]
-        items.append({"type": "reasoning", "id": f"rs_{answer.id}", "summary": [], "content": parts, "status": status})
+        items.append(
+            {
+                "type": "reasoning",
+                "id": f"rs_{answer.id}",
+                "summary": [],
+                "content": parts,
+                "status": status,
+            }
+        )
     if answer.content or not answer.tool_calls:
         said: dict[str, Any] = {"type": "output_text", "text": answer.content, "annotations": []}
-        items.append({"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "status": status, "content": [said]})
+        items.append(
+            {
+                "type": "message",
+                "id": f"msg_{answer.id}",
+                "role": "assistant",
+                "status": status,
+                "content": [said],
+            }
+        )
     for index, call in enumerate(answer.tool_calls):
         function = call["function"]
         ids = {"id": f"fc_{answer.id}_{index}", "call_id": call["id"]}
@@ -122,7 +158,10 @@ def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
 
 
 def _events(whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    begun = {"response": whole | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}}
+    begun = {
+        "response": whole
+        | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    }
     yield "created", begun
     yield "in_progress", begun
     for index, item in enumerate(whole["output"]):
@@ -130,7 +169,10 @@ def _events(whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         if item["type"] == "function_call":
             yield "output_item.added", at | {"item": item | {"arguments": ""}}
             yield "function_call_arguments.delta", at | {"delta": item["arguments"]}
-            yield "function_call_arguments.done", at | {"arguments": item["arguments"], "name": item["name"]}
+            yield (
+                "function_call_arguments.done",
+                at | {"arguments": item["arguments"], "name": item["name"]},
+            )
         else:
             (part,), at_part = item["content"], at | {"content_index": 0}
             yield "output_item.added", at | {"item": item | {"content": []}}
@@ -148,4 +190,10 @@ def _events(whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def error_event(refusal: Refusal) -> dict[str, Any]:
     """The same in a stream that has begun."""
-    return {"type": "error", "sequence_number": 0, "code": refusal.code, "message": str(refusal), "param": refusal.field}
+    return {
+        "type": "error",
+        "sequence_number": 0,
+        "code": refusal.code,
+        "message": str(refusal),
+        "param": refusal.field,
+    }

@@ -20,7 +20,13 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from torchtitan.experiments.rl.gateway import anthropic as messages
 from torchtitan.experiments.rl.gateway import chat, responses
-from torchtitan.experiments.rl.gateway.request import MODEL_FAILED, ModelReply, ModelRequest, Refusal, event
+from torchtitan.experiments.rl.gateway.request import (
+    MODEL_FAILED,
+    ModelReply,
+    ModelRequest,
+    Refusal,
+    event,
+)
 from torchtitan.experiments.rl.gateway.session import AgentRollout, Call
 
 logger = logging.getLogger(__name__)
@@ -74,8 +80,14 @@ class Endpoint:
         except RuntimeError:
             cure = "in a plain function make one openai.OpenAI, and share it by with_options(base_url=..., api_key=...)"
             raise RuntimeError(f"endpoint.client() is for agents that are async: {cure}") from None
-        if loop not in _GATEWAYS:  # nothing would close shared connections at the end of such a loop
-            return AsyncOpenAI(base_url=self.url, api_key=self.key, http_client=DefaultAsyncHttpxClient(trust_env=False))
+        if (
+            loop not in _GATEWAYS
+        ):  # nothing would close shared connections at the end of such a loop
+            return AsyncOpenAI(
+                base_url=self.url,
+                api_key=self.key,
+                http_client=DefaultAsyncHttpxClient(trust_env=False),
+            )
         if loop not in _CONNECTIONS:
             _CONNECTIONS[loop] = SharedConnections(trust_env=False)
         return AsyncOpenAI(base_url=self.url, api_key=self.key, http_client=_CONNECTIONS[loop])
@@ -115,7 +127,9 @@ class Gateway:
         """
         async with self._lock:
             if self._runner is None:
-                runner = web.AppRunner(self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=1)
+                runner = web.AppRunner(
+                    self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=1
+                )
                 await runner.setup()
                 await web.TCPSite(runner, self.host, 0).start()
                 self._runner, self._port = runner, runner.addresses[0][1]
@@ -153,16 +167,26 @@ class Gateway:
         return app
 
     def _rollout(self, request: web.Request) -> AgentRollout:
-        key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = request.headers.get("x-api-key") or request.headers.get(
+            "Authorization", ""
+        ).removeprefix("Bearer ")
         rollout = self._rollouts.get(key)
         if rollout is None:
-            raise Refusal("this key opens no rollout, or its rollout has ended", status=401, code="invalid_api_key")
+            raise Refusal(
+                "this key opens no rollout, or its rollout has ended",
+                status=401,
+                code="invalid_api_key",
+            )
         return rollout
 
     async def _body(self, request: web.Request) -> tuple[bytes, dict[str, Any]]:
         raw = await request.read()
         try:
-            body = json.loads(raw) if len(raw) < LARGE_BODY else await asyncio.to_thread(json.loads, raw)
+            body = (
+                json.loads(raw)
+                if len(raw) < LARGE_BODY
+                else await asyncio.to_thread(json.loads, raw)
+            )
         except (ValueError, RecursionError) as error:
             raise Refusal(f"the request is not JSON: {error}", code="invalid_json") from None
         if not isinstance(body, dict):
@@ -213,9 +237,17 @@ class Gateway:
             }
             listed: dict[str, Any] = {"has_more": False, "first_id": name, "last_id": name}
         else:
-            model = {"id": name, "object": "model", "created": 0, "owned_by": "run", "max_model_len": limit}
+            model = {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "run",
+                "max_model_len": limit,
+            }
             listed = {"object": "list"}
-        return web.json_response(model if "name" in request.match_info else {"data": [model]} | listed)
+        return web.json_response(
+            model if "name" in request.match_info else {"data": [model]} | listed
+        )
 
 
 @web.middleware
@@ -228,16 +260,24 @@ async def _refused_in_words(request: web.Request, handler: Any) -> web.StreamRes
     except ConnectionError:  # while it was written: the client has gone
         return web.Response()
     except web.HTTPException as error:  # no such route, or a body above MAX_BODY
-        cure = "" if error.status == 413 else f"; the routes are {', '.join(f'/v1/{path}' for path in ROUTES)}"
+        cure = (
+            ""
+            if error.status == 413
+            else f"; the routes are {', '.join(f'/v1/{path}' for path in ROUTES)}"
+        )
         code = error.reason.lower().replace(" ", "_")
-        refusal = Refusal(f"{request.method} {request.path}: {error.text}{cure}", status=error.status, code=code)
+        refusal = Refusal(
+            f"{request.method} {request.path}: {error.text}{cure}", status=error.status, code=code
+        )
     except Exception as error:
         logger.exception("%s %s", request.method, request.path)
         refusal = Refusal(f"the run's server failed: {error!r}", status=500, code="server_error")
     of_anthropic = request.path.startswith("/v1/messages") or OF_ANTHROPIC in request.headers
     # The run has asked a failing model's servers again, for as long as the config says: clients need not.
     headers = {"x-should-retry": "false"} if refusal.status == MODEL_FAILED else None
-    return web.json_response((messages if of_anthropic else chat).error(refusal), status=refusal.status, headers=headers)
+    return web.json_response(
+        (messages if of_anthropic else chat).error(refusal), status=refusal.status, headers=headers
+    )
 
 
 async def _answer(call: Call) -> ModelReply:
@@ -250,17 +290,23 @@ async def _answer(call: Call) -> ModelReply:
         return (await asyncio.shield(call.answer))[1]
     except asyncio.CancelledError:
         if call.answer.cancelled():  # and not this reader
-            raise Refusal("the rollout of this key has ended", status=401, code="rollout_ended") from None
+            raise Refusal(
+                "the rollout of this key has ended", status=401, code="rollout_ended"
+            ) from None
         raise
 
 
-async def _streamed(dialect: ModuleType, request: web.Request, asked: ModelRequest, call: Call) -> web.StreamResponse:
+async def _streamed(
+    dialect: ModuleType, request: web.Request, asked: ModelRequest, call: Call
+) -> web.StreamResponse:
     """Send the answer as a stream. It begins with a sign of life when the model is asked.
 
     Raises:
         Refusal: it was refused, or lost, before the stream began.
     """
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
     await call.prompted.wait()
     if not call.answer.done():
         await response.prepare(request)

@@ -194,7 +194,9 @@ class AgentRollout:
         self._sampling = policy.sampling
         self._began_at = time.perf_counter()
 
-    def finish(self, status: RolloutStatus, error: str | None = None, *, traceback: str = "") -> None:
+    def finish(
+        self, status: RolloutStatus, error: str | None = None, *, traceback: str = ""
+    ) -> None:
         """The first terminal status stays."""
         if not self.status.is_terminal():
             self.status, self.error, self.traceback = status, error, traceback
@@ -209,7 +211,9 @@ class AgentRollout:
         elif not self._begun:
             self.finish(RolloutStatus.ERROR, "the agent ended and had not asked the model anything")
         elif limit is None and not self.turns:
-            self.finish(RolloutStatus.ERROR, "the agent ended, and none of its calls had been answered")
+            self.finish(
+                RolloutStatus.ERROR, "the agent ended, and none of its calls had been answered"
+            )
         else:
             self.finish(limit or RolloutStatus.COMPLETED)
 
@@ -278,7 +282,9 @@ class AgentRollout:
         self._begun += 1
         self._readers += 1
         call = Call()
-        call.answer = asyncio.create_task(self._answered(call, request, dialect, first=self._begun == 1))
+        call.answer = asyncio.create_task(
+            self._answered(call, request, dialect, first=self._begun == 1)
+        )
         call.answer.add_done_callback(lambda answer: self._has_ended(call))
         self._open_calls.add(call)
         self._calls[digest] = call
@@ -320,10 +326,18 @@ class AgentRollout:
             await conversation.open(self._quiet(request.messages), request.tools)
         except UserCodeError as error:
             raise Refusal(str(error)) from error
-        return len(conversation.prompt.ids) if conversation.prompt else self._config.max_rollout_tokens
+        return (
+            len(conversation.prompt.ids) if conversation.prompt else self._config.max_rollout_tokens
+        )
 
-    async def _answered(self, call: Call, request: ModelRequest, dialect: str, *, first: bool) -> tuple[Said, ModelReply]:
-        about = {"at_s": round(time.perf_counter() - self._began_at, 4), "dialect": dialect, "model": request.model}
+    async def _answered(
+        self, call: Call, request: ModelRequest, dialect: str, *, first: bool
+    ) -> tuple[Said, ModelReply]:
+        about = {
+            "at_s": round(time.perf_counter() - self._began_at, 4),
+            "dialect": dialect,
+            "model": request.model,
+        }
         try:
             return await self._sampled_for(call, request, about, first=first)
         except asyncio.CancelledError:
@@ -376,7 +390,9 @@ class AgentRollout:
             untrained = {POLICY: UNDELIVERED, AUXILIARY: AUXILIARY}.get(kind, "frozen model")
             self.counts[untrained] += 1
             answer = turn.assistant_message
-            seen, stopped_at = cut_at_stop(answer["content"], request.stop, at_text=self._ended_at_text(completion))
+            seen, stopped_at = cut_at_stop(
+                answer["content"], request.stop, at_text=self._ended_at_text(completion)
+            )
             shown_answer = cast(Message, answer | {"content": seen})
         except UserCodeError:
             untrained = "lost"
@@ -384,7 +400,10 @@ class AgentRollout:
         finally:
             turn = conversation.turns[-1]
             turn.untrained = untrained
-            turn.call = about | {"chain": chain, "depth": len(match.node.path()) if match.node else 0}
+            turn.call = about | {
+                "chain": chain,
+                "depth": len(match.node.path()) if match.node else 0,
+            }
             said = Said(call, turn, chain, conversation, session)
             self._chains.add(match, new, shown_answer, said, extends=prompt.extends, kept=answer)
         reply = reply_of(
@@ -414,7 +433,9 @@ class AgentRollout:
         node, session, chain = match.node, None, -1
         try:
             if node is None:
-                conversation = Conversation(self._renderer, max_tokens=self._config.max_rollout_tokens, group=self._group)
+                conversation = Conversation(
+                    self._renderer, max_tokens=self._config.max_rollout_tokens, group=self._group
+                )
                 fits = await conversation.open(list(new), request.tools)
             else:
                 said = node.value
@@ -422,7 +443,9 @@ class AgentRollout:
                     node.taken, session, chain = True, said.session, said.chain
                 if said.conversation is None:
                     turns = [before.turn for before in node.path()]
-                    conversation = Conversation.after(turns, self._renderer, max_tokens=self._config.max_rollout_tokens)
+                    conversation = Conversation.after(
+                        turns, self._renderer, max_tokens=self._config.max_rollout_tokens
+                    )
                 else:
                     conversation, said.conversation = said.conversation, None
                 conversation.messages.extend(new)
@@ -473,7 +496,11 @@ class AgentRollout:
         if (token := control_token_in(said, self._renderer)) is not None:
             if not self.counts["control_tokens"]:
                 cure = "change the text before the agent sends it"
-                logger.warning("an agent's message has %r, which becomes a control token of the prompt: %s", token, cure)
+                logger.warning(
+                    "an agent's message has %r, which becomes a control token of the prompt: %s",
+                    token,
+                    cure,
+                )
             self.counts["control_tokens"] += 1
 
     def _count_wishes(self, request: ModelRequest, reply: ModelReply) -> None:
@@ -489,13 +516,20 @@ class AgentRollout:
         """
         settings = getattr(self._renderer, "config", None)
         if name == "chat_template_kwargs":
-            return {key: getattr(settings, key, None) for key in value} if isinstance(value, dict) else {}
+            return (
+                {key: getattr(settings, key, None) for key in value}
+                if isinstance(value, dict)
+                else {}
+            )
         return getattr(self._sampling, name, getattr(settings, name, None))
 
     def _ended_at_text(self, completion: Completion) -> bool:
         """Return whether a text ended the completion, and not the model's own end of turn."""
         last = completion.token_ids[-1:]
-        return completion.finish_reason == "stop" and not np.isin(last, self._renderer.get_stop_token_ids()).any()
+        return (
+            completion.finish_reason == "stop"
+            and not np.isin(last, self._renderer.get_stop_token_ids()).any()
+        )
 
     def _quiet(self, messages: list[Message]) -> list[Message]:
         """The messages without what the task calls noise."""
@@ -503,11 +537,15 @@ class AgentRollout:
             return messages
         quiet = list(messages)
         for index, message in enumerate(messages):
-            for name, pattern in self._noise.items() if message["role"] in ("system", "developer") else ():
+            for name, pattern in (
+                self._noise.items() if message["role"] in ("system", "developer") else ()
+            ):
                 rest, count = pattern.subn("", quiet[index]["content"])
                 if count:
                     if not self.counts[f"noise/{name}"]:
-                        logger.info("noise %r: left out %s", name, shown(pattern.search(message["content"])))
+                        logger.info(
+                            "noise %r: left out %s", name, shown(pattern.search(message["content"]))
+                        )
                     self.counts[f"noise/{name}"] += count
                     quiet[index] = quiet[index] | {"content": rest}
         return quiet
@@ -532,7 +570,9 @@ def _check_stop(request: ModelRequest, session: PolicySession) -> None:
     if not session.stops_at_texts:
         cure = "the run's engine does not look for texts: leave it out, or name tokens in the task's sampling.stop_token_ids"
         name = request.stop_field
-        raise Refusal(f"{name} = {shown(request.stop)}: {cure}", code="unsupported_value", field=name)
+        raise Refusal(
+            f"{name} = {shown(request.stop)}: {cure}", code="unsupported_value", field=name
+        )
 
 
 def _failed(answer: "asyncio.Task[Any]") -> bool:

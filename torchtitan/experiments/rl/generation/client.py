@@ -98,7 +98,11 @@ class Router:
         if not group:
             return least
         replica = self._replica_of.get(group)
-        if replica is None or replica not in self._open or self.load[replica] > self.load[least] + AHEAD * tokens:
+        if (
+            replica is None
+            or replica not in self._open
+            or self.load[replica] > self.load[least] + AHEAD * tokens
+        ):
             replica = self._replica_of[group] = least
         return replica
 
@@ -115,7 +119,9 @@ class Sender(Protocol):
 
     def next_id(self) -> int: ...
 
-    async def send(self, request: GenerateRequest, *, tokens: int, last_replica: int | None, group: str) -> tuple[Any, int]: ...
+    async def send(
+        self, request: GenerateRequest, *, tokens: int, last_replica: int | None, group: str
+    ) -> tuple[Any, int]: ...
 
     def session_closed(self, group: str) -> None: ...
 
@@ -123,11 +129,24 @@ class Sender(Protocol):
 class GeneratorSession:
     """Implements rollouts.policy.PolicySession: the seeds, limits and cache scope of one rollout's requests."""
 
-    def __init__(self, client: Sender, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]):
+    def __init__(
+        self,
+        client: Sender,
+        *,
+        rollout_id: str,
+        seed: int,
+        sampling: SamplingConfig,
+        stop_token_ids: list[int],
+    ):
         self._client = client
         self.group, self._seed = rollout_id.rpartition("/")[0], seed
-        own = sampling.stop_token_ids  # without them it stays one list for all: a message then holds it once
-        self._sampling, self._stop_token_ids = sampling, stop_token_ids + own if own else stop_token_ids
+        own = (
+            sampling.stop_token_ids
+        )  # without them it stays one list for all: a message then holds it once
+        self._sampling, self._stop_token_ids = (
+            sampling,
+            stop_token_ids + own if own else stop_token_ids,
+        )
         self._turn = 0
         self._last_replica: int | None = None
         self._last_tokens = np.empty(0, np.int32)
@@ -139,7 +158,12 @@ class GeneratorSession:
         self.stops_at_texts = client.stops_at_texts
 
     async def generate(
-        self, prompt_token_ids: np.ndarray, *, max_tokens: int, stop: Sequence[str] = (), seed: int | None = None
+        self,
+        prompt_token_ids: np.ndarray,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
     ) -> Completion:
         """See PolicySession.generate."""
         sampling = self._sampling
@@ -292,8 +316,12 @@ class GeneratorClient:
                 self._outbox.append(waiting)
         self._schedule_flush()
 
-    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> GeneratorSession:
-        session = GeneratorSession(self, rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
+    def session(
+        self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]
+    ) -> GeneratorSession:
+        session = GeneratorSession(
+            self, rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids
+        )
         session.frozen = self.is_frozen
         self._sessions[session.group] += 1
         return session
@@ -308,7 +336,9 @@ class GeneratorClient:
         answer, _ = await self.send(request, tokens=len(token_ids), last_replica=None)
         return answer.logprobs
 
-    async def update_weights(self, version: int, canary_token_ids: np.ndarray) -> dict[int, WeightReceipt]:
+    async def update_weights(
+        self, version: int, canary_token_ids: np.ndarray
+    ) -> dict[int, WeightReceipt]:
         """Have every replica load a published version. ``GeneratorConfig.weight_update`` says what that does to requests.
 
         Returns:
@@ -318,7 +348,9 @@ class GeneratorClient:
 
         async def update(index: int, replica: _Replica) -> None:
             with suppress(ProcessLost):
-                receipts[index] = await replica.life.call(ask(replica.actor.update_weights, version, canary_token_ids))
+                receipts[index] = await replica.life.call(
+                    ask(replica.actor.update_weights, version, canary_token_ids)
+                )
 
         await asyncio.gather(*(update(*entry) for entry in self._replicas.items()))
         self.version = version
@@ -333,7 +365,9 @@ class GeneratorClient:
 
         await asyncio.gather(*map(sleep, self._replicas.values()))
 
-    async def send(self, request: Request, *, tokens: int, last_replica: int | None, group: str = "") -> tuple[Any, int]:
+    async def send(
+        self, request: Request, *, tokens: int, last_replica: int | None, group: str = ""
+    ) -> tuple[Any, int]:
         """Queue a request and wait. Returns its result and its replica.
 
         Raises:
@@ -342,7 +376,9 @@ class GeneratorClient:
         if self._failure is not None:
             raise self._failure
         answer = asyncio.get_running_loop().create_future()
-        waiting = _OpenRequest(request=request, last_replica=last_replica, group=group, answer=answer, tokens=tokens)
+        waiting = _OpenRequest(
+            request=request, last_replica=last_replica, group=group, answer=answer, tokens=tokens
+        )
         self._open[request.request_id] = waiting
         self._outbox.append(waiting)
         if not self.lockstep and len(self._outbox) >= self._full_outbox:
@@ -393,7 +429,9 @@ class GeneratorClient:
             return  # the next that is admitted gets them
         messages: dict[int, list[Request]] = {}
         for waiting in self._outbox:
-            waiting.replica = self._router.choose(waiting.last_replica, group=waiting.group, tokens=waiting.tokens)
+            waiting.replica = self._router.choose(
+                waiting.last_replica, group=waiting.group, tokens=waiting.tokens
+            )
             self._router.add(waiting.replica, waiting.tokens)
             messages.setdefault(waiting.replica, []).append(waiting.request)
         self._outbox.clear()

@@ -101,19 +101,28 @@ class EndpointClient:
         self._servers = [Server(url) for url in model.urls]
         self._request_numbers = itertools.count(1)
         self._places = asyncio.Semaphore(model.max_concurrency)
-        limits = httpx.Limits(max_connections=model.max_concurrency, max_keepalive_connections=model.max_concurrency)
+        limits = httpx.Limits(
+            max_connections=model.max_concurrency, max_keepalive_connections=model.max_concurrency
+        )
         timeout = httpx.Timeout(model.timeout_s, connect=min(model.timeout_s, CONNECT_TIMEOUT_S))
         self._http = httpx.AsyncClient(timeout=timeout, limits=limits, mounts=DIRECT)
 
-    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "EndpointSession":
+    def session(
+        self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]
+    ) -> "EndpointSession":
         return EndpointSession(self, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         ids = np.asarray(token_ids).tolist()
-        answer = await self.complete({"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0})
+        answer = await self.complete(
+            {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        )
         positions = answer.choice.get("prompt_logprobs")
         if not isinstance(positions, list) or len(positions) != len(ids):
-            raise self.error("answered without prompt_logprobs of the prompt's length: is it a vLLM server?", answer.url)
+            raise self.error(
+                "answered without prompt_logprobs of the prompt's length: is it a vLLM server?",
+                answer.url,
+            )
         logprobs = np.zeros(len(ids), np.float32)
         try:
             # A position may hold the top token beside the prompt's own: read by token id.
@@ -124,14 +133,22 @@ class EndpointClient:
             raise self.error(what, answer.url) from None
         return logprobs
 
-    async def chat(self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig) -> Reply:
+    async def chat(
+        self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig
+    ) -> Reply:
         """Return the server's reply to messages, which it renders by its model's template (ChatClient.chat).
 
         Any OpenAI-compatible server will do.
         """
-        request: dict[str, Any] = {"messages": list(messages), "max_tokens": sampling.max_tokens, "seed": seed}
+        request: dict[str, Any] = {
+            "messages": list(messages),
+            "max_tokens": sampling.max_tokens,
+            "seed": seed,
+        }
         request |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        request |= {name: value for name in ("stop", "stop_token_ids") if (value := getattr(sampling, name))}
+        request |= {
+            name: value for name in ("stop", "stop_token_ids") if (value := getattr(sampling, name))
+        }
         answer = await self.complete(request, "/chat/completions")
         message = answer.choice.get("message")
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
@@ -161,7 +178,9 @@ class EndpointClient:
                     await asyncio.sleep(self._wait_s(attempt))
                 faults: dict[str, str] = {}
                 for _ in self._servers:
-                    server = self._choose([server for server in self._servers if server.url not in faults])
+                    server = self._choose(
+                        [server for server in self._servers if server.url not in faults]
+                    )
                     try:
                         return await self._ask_server(server, path, body)
                     except ServerFault as fault:
@@ -191,7 +210,9 @@ class EndpointClient:
         now = asyncio.get_running_loop().time()
         due = [server for server in servers if server.fault and server.retry_from_s <= now]
         working = [server for server in servers if not server.fault]
-        chosen = min(due or working or servers, key=lambda server: (server.in_flight, server.last_request))
+        chosen = min(
+            due or working or servers, key=lambda server: (server.in_flight, server.last_request)
+        )
         chosen.last_request = next(self._request_numbers)
         return chosen
 
@@ -219,7 +240,9 @@ class EndpointClient:
     def _set_aside(self, server: Server, fault: str) -> None:
         if not server.fault and len(self._servers) > 1:
             name, url = self.model.name, server.url
-            logger.warning("frozen model %s: its server %s is set aside, it failed with %s", name, url, fault)
+            logger.warning(
+                "frozen model %s: its server %s is set aside, it failed with %s", name, url, fault
+            )
             add_cost("frozen/servers_set_aside", 1)
         server.fault = fault
 
@@ -248,18 +271,26 @@ class EndpointClient:
         if response.status_code >= 500:
             raise ServerFault(f"HTTP {response.status_code}")
         if response.status_code != 200:
-            raise self.error(f"refused with HTTP {response.status_code}: {self.model.quoted(response.text)}", url)
+            raise self.error(
+                f"refused with HTTP {response.status_code}: {self.model.quoted(response.text)}", url
+            )
         try:
             answer = response.json()
             (choice,) = answer["choices"]
             usage = answer.get("usage")
-            return Answer(choice=dict(choice), usage=usage if isinstance(usage, dict) else {}, url=url)
+            return Answer(
+                choice=dict(choice), usage=usage if isinstance(usage, dict) else {}, url=url
+            )
         except (ValueError, KeyError, TypeError):
-            raise self.error(f"answered what is no completion: {self.model.quoted(response.text)}", url) from None
+            raise self.error(
+                f"answered what is no completion: {self.model.quoted(response.text)}", url
+            ) from None
 
     def _wait_s(self, attempt: int) -> float:
         # Random, so that requests that failed together don't come back together.
-        return min(self.model.backoff_s * 2 ** (attempt - 1), LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
+        return min(self.model.backoff_s * 2 ** (attempt - 1), LONGEST_WAIT_S) * random.uniform(
+            0.5, 1.0
+        )
 
 
 class EndpointSession:
@@ -267,13 +298,25 @@ class EndpointSession:
 
     stops_at_texts = True
 
-    def __init__(self, client: EndpointClient, *, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]):
+    def __init__(
+        self,
+        client: EndpointClient,
+        *,
+        seed: int,
+        sampling: SamplingConfig,
+        stop_token_ids: list[int],
+    ):
         self._client, self._seed = client, seed
         self._sampling, self._stop_token_ids = sampling, stop_token_ids + sampling.stop_token_ids
         self._turn = 0
 
     async def generate(
-        self, prompt_token_ids: np.ndarray, *, max_tokens: int, stop: Sequence[str] = (), seed: int | None = None
+        self,
+        prompt_token_ids: np.ndarray,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
     ) -> Completion:
         """Generate one turn's tokens, with the log-probabilities that the server reports.
 
@@ -306,7 +349,9 @@ class EndpointSession:
             token_ids = np.asarray(choice["token_ids"], np.int32)
             logprobs = np.asarray(choice["logprobs"]["token_logprobs"], np.float32)
             finish_reason = choice["finish_reason"]
-            if finish_reason not in FINISH_REASONS:  # it is recorded: not any text that a server sends
+            if (
+                finish_reason not in FINISH_REASONS
+            ):  # it is recorded: not any text that a server sends
                 raise ValueError
         except (KeyError, TypeError, ValueError):
             what = "answered without token_ids, logprobs and finish_reason: is it a vLLM server?"
@@ -326,7 +371,9 @@ def _count(said: Any) -> int:
     return said if isinstance(said, int) else 0
 
 
-def served_model(url: str, *, field: str, name: str | None, key_env: str | None, tokenizer_path: str) -> FrozenModel:
+def served_model(
+    url: str, *, field: str, name: str | None, key_env: str | None, tokenizer_path: str
+) -> FrozenModel:
     """Ask one server, or several that serve one model, for that model, and return a reference to it.
 
     Args:
@@ -340,14 +387,22 @@ def served_model(url: str, *, field: str, name: str | None, key_env: str | None,
         ConfigError: a server can't be asked, has no such model or several, or its tokenizer is another one.
     """
     urls = tuple(part.strip() for part in url.split(","))
-    model = FrozenModel(name=name or "?", base_url=urls if len(urls) > 1 else urls[0], api_key_env=key_env)
+    model = FrozenModel(
+        name=name or "?", base_url=urls if len(urls) > 1 else urls[0], api_key_env=key_env
+    )
     try:
         model.validate(field=field)
         model.api_key()
     except ConfigError as error:
-        raise ConfigError("--endpoint-key-env" if error.field.endswith("key_env") else field, error.value, error.cure) from None
+        raise ConfigError(
+            "--endpoint-key-env" if error.field.endswith("key_env") else field,
+            error.value,
+            error.cure,
+        ) from None
     except LookupError:
-        raise ConfigError("--endpoint-key-env", key_env, "is not set: export the server's key in this variable") from None
+        raise ConfigError(
+            "--endpoint-key-env", key_env, "is not set: export the server's key in this variable"
+        ) from None
     for server in model.urls:
         names = _names(model, server, field)
         if model.name == "?" and len(names) != 1:
@@ -358,7 +413,12 @@ def served_model(url: str, *, field: str, name: str | None, key_env: str | None,
         if names and model.name not in names:
             has = f"the server at {server} has no such model; it has {_some(model, names)}"
             raise ConfigError("--endpoint-model", model.name, has)
-    check_served_tokenizer(model, field, tokenizer_path, cure="name a folder with that tokenizer by --model.hf-assets-path")
+    check_served_tokenizer(
+        model,
+        field,
+        tokenizer_path,
+        cure="name a folder with that tokenizer by --model.hf-assets-path",
+    )
     return model
 
 
@@ -370,7 +430,9 @@ def _names(model: FrozenModel, url: str, field: str) -> list[str]:
         cure = f"no server answers there ({type(error).__name__}): start it, wait until it is up, or correct host and port"
         raise ConfigError(field, url, cure) from None
     if answer.status_code in (401, 403):
-        refused = f"it refuses the key in {model.api_key_env}" if model.api_key_env else "it wants a key"
+        refused = (
+            f"it refuses the key in {model.api_key_env}" if model.api_key_env else "it wants a key"
+        )
         cure = f"{refused} (HTTP {answer.status_code}): name the environment variable that holds it with --endpoint-key-env"
         raise ConfigError(field, url, cure)
     names = _listed(answer)
@@ -384,12 +446,18 @@ def _names(model: FrozenModel, url: str, field: str) -> list[str]:
 def _listed(answer: httpx.Response) -> list[str]:
     """Return the names in a server's list of models; an empty list where the answer is no such list."""
     try:
-        return [str(entry["id"]) for entry in answer.json()["data"]] if answer.status_code == 200 else []
+        return (
+            [str(entry["id"]) for entry in answer.json()["data"]]
+            if answer.status_code == 200
+            else []
+        )
     except (ValueError, KeyError, TypeError):
         return []
 
 
-def check_served_tokenizer(model: FrozenModel, field: str, tokenizer_path: str, *, cure: str) -> None:
+def check_served_tokenizer(
+    model: FrozenModel, field: str, tokenizer_path: str, *, cure: str
+) -> None:
     """Compare the tokenizer of each of a model's servers with one on disk.
 
     Tokens go to the server and come back, so both sides must mean the same by them. Not every server
@@ -405,7 +473,9 @@ def check_served_tokenizer(model: FrozenModel, field: str, tokenizer_path: str, 
         theirs = _tokens(model, url)
         if theirs is None:
             continue
-        ours = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True).encode(PROBE, add_special_tokens=False)
+        ours = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True).encode(
+            PROBE, add_special_tokens=False
+        )
         if theirs != ours:
             seen = f"its model {model.name!r} has another tokenizer than {tokenizer_path}, and tokens go in and out"
             raise ConfigError(field, url, f"{seen}: {cure}")
@@ -429,7 +499,11 @@ def check_same_model(model: FrozenModel, field: str) -> None:
         except httpx.HTTPError:
             continue
         if names and model.name not in names:
-            raise ConfigError(where, url, f"this server has no model {model.name!r}; it has {_some(model, names)}: {cure}")
+            raise ConfigError(
+                where,
+                url,
+                f"this server has no model {model.name!r}; it has {_some(model, names)}: {cure}",
+            )
         tokens = _tokens(model, url)
         if tokens is None:
             continue
@@ -462,7 +536,11 @@ def _headers(model: FrozenModel) -> dict[str, str]:
 
 
 def _some(model: FrozenModel, names: list[str]) -> str:
-    return model.quoted(", ".join(names[:5]) + (", ..." if len(names) > 5 else "")) if names else "none"
+    return (
+        model.quoted(", ".join(names[:5]) + (", ..." if len(names) > 5 else ""))
+        if names
+        else "none"
+    )
 
 
 class FrozenClients:
@@ -506,8 +584,12 @@ class FrozenClients:
         if isinstance(model, HostedModel) and model.path in self.generators:
             return self.generators[model.path]
         if isinstance(model, HostedModel):
-            raise RunError(f"the run does not host {model.path!r}: it hosts what fields of a task's config name")
-        raise RunError(f"{type(model).__name__} is no frozen model: name a FrozenModel or a HostedModel")
+            raise RunError(
+                f"the run does not host {model.path!r}: it hosts what fields of a task's config name"
+            )
+        raise RunError(
+            f"{type(model).__name__} is no frozen model: name a FrozenModel or a HostedModel"
+        )
 
     def fail(self, failure: RunError) -> None:
         """Answer every open and future request to hosted models with ``failure``. Servers are not concerned."""

@@ -57,16 +57,27 @@ class GenerateResult:
         """Pickled as the bytes of its streams: with the arrays it takes three times as long, and hundreds are sent a second."""
         completion = self.completion
         streams = (completion.token_ids, completion.logprobs, completion.policy_versions)
-        if any(type(stream) is not np.ndarray or stream.dtype.kind not in "fiu" or stream.ndim != 1 for stream in streams):
+        if any(
+            type(stream) is not np.ndarray or stream.dtype.kind not in "fiu" or stream.ndim != 1
+            for stream in streams
+        ):
             return object.__reduce_ex__(self, protocol)  # an engine may be the user's own
         sent = [(stream.tobytes(), stream.dtype.str) for stream in streams]
-        return _received, (self.request_id, sent, completion.finish_reason, completion.replica, completion.routes)
+        return _received, (
+            self.request_id,
+            sent,
+            completion.finish_reason,
+            completion.replica,
+            completion.routes,
+        )
 
 
 def _received(
     request_id: int, streams: list[tuple[bytes, str]], finish_reason: str, replica: int, routes: Any
 ) -> GenerateResult:
-    token_ids, logprobs, policy_versions = (np.frombuffer(data, dtype).copy() for data, dtype in streams)
+    token_ids, logprobs, policy_versions = (
+        np.frombuffer(data, dtype).copy() for data, dtype in streams
+    )
     completion = Completion(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -136,12 +147,21 @@ def check_held(report: LoadReport, version: int, published: Mapping[str, str]) -
         WrongWeights: the engine holds other tensors than were published; names the first.
     """
     held = report.digests
-    names = [name for name in {**published, **held} if held.get(name) not in (published.get(name), QUANTIZED)]
+    names = [
+        name
+        for name in {**published, **held}
+        if held.get(name) not in (published.get(name), QUANTIZED)
+    ]
     if not names:
         return
-    first, others = names[0], f" ({len(names)} of {len(published)} tensors differ)" if len(names) > 1 else ""
+    first, others = (
+        names[0],
+        f" ({len(names)} of {len(published)} tensors differ)" if len(names) > 1 else "",
+    )
     seen, wanted = held.get(first), published.get(first)
-    raise WrongWeights(f"weights of version {version}: the engine holds {first} = {seen}, {wanted} was published{others}")
+    raise WrongWeights(
+        f"weights of version {version}: the engine holds {first} = {seen}, {wanted} was published{others}"
+    )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -44,7 +44,12 @@ from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.lifetime import Heartbeat
 from torchtitan.experiments.rl.process.setup import freeze_objects, keep_imported, set_up_logging
-from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, cause_in, for_a_future, reported_endpoint
+from torchtitan.experiments.rl.user_code.endpoint import (
+    WatchedActor,
+    cause_in,
+    for_a_future,
+    reported_endpoint,
+)
 from torchtitan.experiments.rl.weights.reader import on_this_host, proven, published
 from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt, fingerprint
 
@@ -83,7 +88,9 @@ class EngineUsage:
             "cache_max": max((step.cache for step in steps), default=0.0),
         }
         if tokens := last.prompt_tokens - before.prompt_tokens:
-            found["prompts_cached"] = (last.prompt_tokens_cached - before.prompt_tokens_cached) / tokens
+            found["prompts_cached"] = (
+                last.prompt_tokens_cached - before.prompt_tokens_cached
+            ) / tokens
         if kept := last.routes_kept - before.routes_kept:
             found["routes_kept"] = kept
         return found
@@ -191,7 +198,11 @@ class EngineThread:
                 gone: the engine then keeps its weights.
         """
 
-        wanted = None if digests is None else asyncio.run_coroutine_threadsafe(digests, asyncio.get_running_loop())
+        wanted = (
+            None
+            if digests is None
+            else asyncio.run_coroutine_threadsafe(digests, asyncio.get_running_loop())
+        )
 
         def load() -> tuple[LoadReport, str, list[Future[np.ndarray]]]:
             if self._postponed is None:
@@ -200,7 +211,9 @@ class EngineThread:
             self._heartbeat.beat(f"loading version {manifest.version}", slow=True)
             try:
                 with trace.span("load weights", version=manifest.version):
-                    report = self.engine.load(manifest, recompute=how == "recompute", verify=wanted is not None)
+                    report = self.engine.load(
+                        manifest, recompute=how == "recompute", verify=wanted is not None
+                    )
                 held = "" if wanted is None else _proven(report, manifest.version, wanted)
                 logger.info("holds version %d", manifest.version)
                 return report, held, self._score_canary(canary_token_ids)
@@ -265,7 +278,12 @@ class EngineThread:
         try:
             while self._run_commands():
                 if self._busy:
-                    with self._heartbeat.work("a step of the engine", slow=self._steps < FIRST_STEPS), trace.span("step"):
+                    with (
+                        self._heartbeat.work(
+                            "a step of the engine", slow=self._steps < FIRST_STEPS
+                        ),
+                        trace.span("step"),
+                    ):
                         results = self.engine.step()
                     self._steps += 1
                     self.usage.add(self.engine.occupancy())
@@ -276,7 +294,11 @@ class EngineThread:
                         command()
             self._fail_pending(RunError("the generator was shut down"))
         except BaseException as error:
-            logger.log(logging.INFO if self._stopping else logging.ERROR, "the engine stopped", exc_info=error)
+            logger.log(
+                logging.INFO if self._stopping else logging.ERROR,
+                "the engine stopped",
+                exc_info=error,
+            )
             cause = cause_in(error)
             self._deliver([GeneratorFailed(cause=cause)])
             self._fail_pending(RunError(f"the engine stopped: {cause}"))
@@ -319,7 +341,9 @@ class EngineThread:
     def _score_canary(self, token_ids: np.ndarray) -> list[Future[np.ndarray]]:
         canaries = self._canaries = [self._future() for _ in self._adapters]
         for number, (adapter, canary) in enumerate(zip(self._adapters, canaries, strict=True)):
-            request = ScoreRequest(request_id=_CANARY_ID - number, token_ids=token_ids, adapter=adapter)
+            request = ScoreRequest(
+                request_id=_CANARY_ID - number, token_ids=token_ids, adapter=adapter
+            )
             if failed := self.engine.add(request):
                 canary.set_exception(RunError(f"the canary: {failed.cause}"))
         return canaries
@@ -352,7 +376,9 @@ def _proven(report: LoadReport, version: int, wanted: Future[Mapping[str, str]])
         with trace.span("wait for the digests of what was published"):
             published = wanted.result()
     except BaseException as error:
-        raise WrongWeights(f"weights of version {version} can't be proven: {cause_in(error)}") from error
+        raise WrongWeights(
+            f"weights of version {version} can't be proven: {cause_in(error)}"
+        ) from error
     check_held(report, version, published)
     return fingerprint(published)
 
@@ -429,7 +455,9 @@ class Generator(WatchedActor):
         """
         manifest = await on_this_host(await published(version))
         digests = None if version % self.config.verify_every else proven(manifest)
-        return await self._thread.update_weights(manifest, canary_token_ids, self.config.weight_update, digests=digests)
+        return await self._thread.update_weights(
+            manifest, canary_token_ids, self.config.weight_update, digests=digests
+        )
 
     @reported_endpoint
     async def sleep(self) -> None:
@@ -461,4 +489,6 @@ class Generator(WatchedActor):
             if client_id in self._ports:
                 self._ports[client_id].send(own)
             else:
-                logger.warning("client %d submitted %d requests and attached no port", client_id, len(own))
+                logger.warning(
+                    "client %d submitted %d requests and attached no port", client_id, len(own)
+                )

@@ -18,7 +18,13 @@ from annotated_types import MinLen
 from renderers import Message, Renderer
 
 from torchtitan.config import Configurable
-from torchtitan.experiments.rl.bounds import Cure, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.bounds import (
+    Cure,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.envs.messages import assistant_message
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
@@ -47,7 +53,9 @@ class Reply:
 class ChatClient(Protocol):
     """A model that takes messages."""
 
-    async def chat(self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig) -> Reply: ...
+    async def chat(
+        self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig
+    ) -> Reply: ...
 
 
 class Judge(UserConfigurable):
@@ -55,7 +63,9 @@ class Judge(UserConfigurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        model: Annotated[ModelReference, Cure("name a FrozenModel (a server) or a HostedModel (a checkpoint)")]
+        model: Annotated[
+            ModelReference, Cure("name a FrozenModel (a server) or a HostedModel (a checkpoint)")
+        ]
         name: Annotated[str, MinLen(1), Cure("errors and metrics name the judge by it")] = "judge"
         renderer: RendererConfig = field(default_factory=RendererConfig)
         """Of a hosted model, with the tokenizer in its folder."""
@@ -88,10 +98,14 @@ class Judge(UserConfigurable):
         model = self.config.model
         client = policy.frozen(model)
         if isinstance(model, HostedModel):
-            self._client = RenderedChat(client, build_renderer(self.config.renderer, model.path), owner=self.config.name)
+            self._client = RenderedChat(
+                client, build_renderer(self.config.renderer, model.path), owner=self.config.name
+            )
             return
         self._client = cast(ChatClient, client)
-        await self._client.chat([{"role": "user", "content": "Hello"}], seed=0, sampling=SamplingConfig(max_tokens=1))
+        await self._client.chat(
+            [{"role": "user", "content": "Hello"}], seed=0, sampling=SamplingConfig(max_tokens=1)
+        )
 
     async def chat(self, messages: Sequence[Message]) -> Message:
         """The judge's answer to a conversation, as an assistant's message.
@@ -102,12 +116,16 @@ class Judge(UserConfigurable):
         key = json.dumps(list(messages), sort_keys=True)
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = asyncio.create_task(self._ask(list(messages), zlib.crc32(key.encode())))
+            call = self._calls[key] = asyncio.create_task(
+                self._ask(list(messages), zlib.crc32(key.encode()))
+            )
             call.add_done_callback(lambda done: self._ended(key, done))
         else:
             self._count("cached", 1)
         self._calls.move_to_end(key)
-        return copied((await asyncio.shield(call)).message)  # one who stops waiting takes the answer from no other
+        return copied(
+            (await asyncio.shield(call)).message
+        )  # one who stops waiting takes the answer from no other
 
     def _ended(self, key: str, call: asyncio.Task[Reply]) -> None:
         failed = call.cancelled() or call.exception() is not None
@@ -118,7 +136,9 @@ class Judge(UserConfigurable):
 
     async def _ask(self, messages: list[Message], seed: int) -> Reply:
         if self._client is None:
-            raise JudgeFailed(f"judge {self.config.name!r} was asked before its setup: call judge.setup(policy) in yours")
+            raise JudgeFailed(
+                f"judge {self.config.name!r} was asked before its setup: call judge.setup(policy) in yours"
+            )
         config, problem = self.config, ""
         async with self._places:
             began = time.perf_counter()
@@ -129,7 +149,9 @@ class Judge(UserConfigurable):
                     self._count("calls", 1)
                     try:
                         async with asyncio.timeout(config.timeout_s):
-                            reply = await self._client.chat(messages, seed=seed + attempt, sampling=config.sampling)
+                            reply = await self._client.chat(
+                                messages, seed=seed + attempt, sampling=config.sampling
+                            )
                     except (TimeoutError, RunError, ValueError, TypeError) as error:
                         problem = str(error) or f"no answer within timeout_s = {config.timeout_s:g}"
                         continue
@@ -155,7 +177,9 @@ class RenderedChat:
     def __init__(self, client: ModelClient, renderer: Renderer, *, owner: str):
         self._model, self._renderer, self._owner = client, renderer, owner
 
-    async def chat(self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig) -> Reply:
+    async def chat(
+        self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig
+    ) -> Reply:
         prompt = self._renderer.render(list(messages), add_generation_prompt=True).token_ids
         session = self._model.session(
             # By what is asked: where order matters, it does not depend on who asked first.
@@ -165,7 +189,9 @@ class RenderedChat:
             stop_token_ids=self._renderer.get_stop_token_ids(),
         )
         try:
-            completion = await session.generate(np.asarray(prompt, np.int32), max_tokens=sampling.max_tokens)
+            completion = await session.generate(
+                np.asarray(prompt, np.int32), max_tokens=sampling.max_tokens
+            )
         finally:
             session.close()
         sampled = completion.token_ids.tolist()

@@ -48,7 +48,9 @@ class FrozenModel(ModelReference):
     Its tokenizer must be the policy's where tokens go in and out.
     """
 
-    name: Annotated[str, MinLen(1), Cure("name the model as its server does (GET /v1/models lists them)")]
+    name: Annotated[
+        str, MinLen(1), Cure("name the model as its server does (GET /v1/models lists them)")
+    ]
     """What the server calls the model."""
     base_url: str | tuple[str, ...]
     """URL up to and with the version, such as "http://10.0.0.7:8000/v1"; or one URL for each server of
@@ -66,9 +68,13 @@ class FrozenModel(ModelReference):
 
     def validate(self, *, field: str) -> None:
         # A key pasted where its variable's name belongs, or into the URL, must not be shown either.
-        if self.api_key_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
+        if self.api_key_env is not None and not re.fullmatch(
+            r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env
+        ):
             raise ConfigError(
-                f"{field}.api_key_env", "(hidden)", "is no name of an environment variable: export the key, and name it here"
+                f"{field}.api_key_env",
+                "(hidden)",
+                "is no name of an environment variable: export the key, and name it here",
             )
         servers = self.servers(field=field)
         if not servers:
@@ -88,7 +94,10 @@ class FrozenModel(ModelReference):
         """
         if isinstance(self.base_url, str):
             return [(f"{field}.base_url", self.base_url.rstrip("/"))]
-        return [(f"{field}.base_url[{index}]", url.rstrip("/")) for index, url in enumerate(self.base_url)]
+        return [
+            (f"{field}.base_url[{index}]", url.rstrip("/"))
+            for index, url in enumerate(self.base_url)
+        ]
 
     @property
     def urls(self) -> list[str]:
@@ -105,7 +114,9 @@ class FrozenModel(ModelReference):
             return None
         key = os.environ.get(self.api_key_env)
         if not key:
-            raise LookupError(f"this environment variable is not set: export the key of {self.name} in it")
+            raise LookupError(
+                f"this environment variable is not set: export the key of {self.name} in it"
+            )
         return key
 
     def quoted(self, text: str) -> str:
@@ -126,14 +137,18 @@ def _check_url(text: str, field: str) -> None:
     """Refuse what is no URL of a server, or may hold a secret."""
     url = urlsplit(text)
     if url.username or url.password or url.query:
-        raise ConfigError(field, "(hidden)", "may hold a secret: leave user, password and query out of it")
+        raise ConfigError(
+            field, "(hidden)", "may hold a secret: leave user, password and query out of it"
+        )
     try:
         _ = url.port
         fits = url.scheme in ("http", "https") and bool(url.hostname)
     except ValueError:  # a port that is none
         fits = False
     if not fits:
-        raise ConfigError(field, text, 'want the server\'s root, such as "http://localhost:8000/v1"')
+        raise ConfigError(
+            field, text, 'want the server\'s root, such as "http://localhost:8000/v1"'
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -153,17 +168,27 @@ class HostedModel(ModelReference):
 
     def check_present(self, *, field: str) -> None:
         if not (Path(self.path) / "config.json").is_file():
-            raise MissingError(f"{field}.path", self.path, "has no config.json; download the model, or name its folder")
+            raise MissingError(
+                f"{field}.path",
+                self.path,
+                "has no config.json; download the model, or name its folder",
+            )
         self.engine.check_present(field=f"{field}.engine")
 
 
-def find_references(config: Any, *, field: str, beside: tuple[type, ...] = ()) -> Iterator[tuple[str, ModelReference]]:
+def find_references(
+    config: Any, *, field: str, beside: tuple[type, ...] = ()
+) -> Iterator[tuple[str, ModelReference]]:
     """Every reference in a tree of dataclasses, dicts and lists, with the path of the field it is in.
 
     Args:
         beside: types of configs that are not looked into.
     """
-    return ((path, found) for path, found, _ in walk(config, field, beside=beside) if isinstance(found, ModelReference))
+    return (
+        (path, found)
+        for path, found, _ in walk(config, field, beside=beside)
+        if isinstance(found, ModelReference)
+    )
 
 
 def hosted_models(tasks: Any) -> dict[str, HostedModel]:

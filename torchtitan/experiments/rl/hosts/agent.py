@@ -17,7 +17,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--port", type=int, help="the command is on another host")
-    where.add_argument("--socket", help="the command is on this host: a path in a folder of its user")
+    where.add_argument(
+        "--socket", help="the command is on this host: a path in a folder of its user"
+    )
     options = parser.parse_args()
     raise_descriptor_limit()  # the command raises its own, and processes inherit that of their agent
     set_up_process()
@@ -33,7 +35,9 @@ def main() -> None:
     name = os.environ.get("SLURMD_NODENAME") or socket.getfqdn()
     identity = ranked_service_proc_id_from_env(rank_env="SLURM_NODEID")
     address = f"tcp://{name}:{options.port}@tcp://0.0.0.0:{options.port}"
-    run_worker_loop_forever(address=service_proc_addr(address, identity), ca="trust_all_connections")
+    run_worker_loop_forever(
+        address=service_proc_addr(address, identity), ca="trust_all_connections"
+    )
 
 
 if __name__ == "__main__":

@@ -73,7 +73,9 @@ class JobConfig:
         """
         raise NotImplementedError
 
-    def start(self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]) -> HostPool | None:
+    def start(
+        self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]
+    ) -> HostPool | None:
         """Take the hosts. Call it before the first actor is made: Monarch takes its transport from it. None: this host alone.
 
         Args:
@@ -115,11 +117,25 @@ class ClusterJob(JobConfig):
         if device == "cuda":
             return [list(range(self.gpus_per_host)) for _ in range(hosts)]
         if self.cores_per_host is None:
-            raise ConfigError("provision.job.cores_per_host", None, "say how many cores of a host a run on CPU gets")
+            raise ConfigError(
+                "provision.job.cores_per_host",
+                None,
+                "say how many cores of a host a run on CPU gets",
+            )
         return [list(range(self.cores_per_host)) for _ in range(hosts)]
 
 
-_UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_UNITS = {
+    "": 1,
+    "k": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
 
 
 def gib_of(quantity: str, *, binary: bool = False, unit: str = "") -> float | None:

@@ -17,7 +17,14 @@ from torchtitan.experiments.rl.hosts.job import JobConfig, ThisHostJob, contiguo
 from torchtitan.experiments.rl.hosts.kubernetes import KubernetesJob
 from torchtitan.experiments.rl.hosts.pool import HostPool, attach
 from torchtitan.experiments.rl.hosts.slurm import SlurmJob
-from torchtitan.experiments.rl.process.host import HOST_VARIABLE, Device, host_identity, mask_of, own_cores, visible_gpus
+from torchtitan.experiments.rl.process.host import (
+    HOST_VARIABLE,
+    Device,
+    host_identity,
+    mask_of,
+    own_cores,
+    visible_gpus,
+)
 from torchtitan.experiments.rl.process.lifetime import descendants, kill
 from torchtitan.experiments.rl.process.temporary import HOSTS_PREFIX
 
@@ -39,10 +46,16 @@ class ProcessJob(JobConfig):
 
     def devices(self, device: Device, hosts: int) -> list[list[int]]:
         if device == "cuda" and len(visible_gpus()) < hosts:
-            raise ConfigError("provision.job.hosts", hosts, f"each needs a GPU, and there are {len(visible_gpus())} here")
+            raise ConfigError(
+                "provision.job.hosts",
+                hosts,
+                f"each needs a GPU, and there are {len(visible_gpus())} here",
+            )
         return contiguous_shares(visible_gpus() if device == "cuda" else own_cores(), hosts)
 
-    def start(self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]) -> HostPool:
+    def start(
+        self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]
+    ) -> HostPool:
         devices: list[list[Any]] = self.devices(device, hosts)
         if device == "cuda":
             devices = [[mask_of([gpu]) for gpu in own] for own in devices]
@@ -50,7 +63,13 @@ class ProcessJob(JobConfig):
         names = [f"hosts_{index}" for index in range(hosts)]
         agents = [
             subprocess.Popen(
-                [sys.executable, "-m", "torchtitan.experiments.rl.hosts.agent", "--socket", f"{sockets}/{name}"],
+                [
+                    sys.executable,
+                    "-m",
+                    "torchtitan.experiments.rl.hosts.agent",
+                    "--socket",
+                    f"{sockets}/{name}",
+                ],
                 env=os.environ | {"HYPERACTOR_PROCESS_NAME": name},
                 start_new_session=True,  # Ctrl-C is for the command
                 stdin=subprocess.DEVNULL,
@@ -70,7 +89,11 @@ class ProcessJob(JobConfig):
             paths = [f"{sockets}/{name}" for name in names]
             printed = run_dir / MONARCH_OUTPUT
             mesh = attach(
-                [f"ipc://{path}" for path in paths], paths, timeout_s=START_TIMEOUT_S, stopped=stopped, printed=printed
+                [f"ipc://{path}" for path in paths],
+                paths,
+                timeout_s=START_TIMEOUT_S,
+                stopped=stopped,
+                printed=printed,
             )
         except BaseException:
             end()
@@ -79,7 +102,9 @@ class ProcessJob(JobConfig):
             mesh,
             on_gpus=device == "cuda",
             one_machine=True,
-            environments=[{HOST_VARIABLE: f"{host_identity()}/process host {index}"} for index in range(hosts)],
+            environments=[
+                {HOST_VARIABLE: f"{host_identity()}/process host {index}"} for index in range(hosts)
+            ],
             devices=devices,
             stopped=stopped,
             timeout_s=START_TIMEOUT_S,

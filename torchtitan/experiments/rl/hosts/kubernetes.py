@@ -17,7 +17,12 @@ from torchtitan.experiments.rl.hosts.job import ClusterJob, gib_of
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.process.host import Device
 
-Label = Annotated[str, Matches(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "a name of lower-case letters, digits and hyphens")]
+Label = Annotated[
+    str,
+    Matches(
+        r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "a name of lower-case letters, digits and hyphens"
+    ),
+]
 Taint = Annotated[
     str,
     Matches(
@@ -40,7 +45,9 @@ class KubernetesJob(ClusterJob):
     """Persistent volume claim that every pod mounts, the command's too: run folders and models are in it."""
     mount_path: PodPath = "/shared"
     """Where it is mounted."""
-    shared_memory: Annotated[str, Matches(r"\d+(Ki|Mi|Gi|Ti)", 'written as Kubernetes does, such as "16Gi"')] = "16Gi"
+    shared_memory: Annotated[
+        str, Matches(r"\d+(Ki|Mi|Gi|Ti)", 'written as Kubernetes does, such as "16Gi"')
+    ] = "16Gi"
     """Limit of /dev/shm in each pod, for engines of several GPUs and for NCCL. Published weights and
     the copies of checkpoints are not there: they count in the memory of ``resources``."""
     port: Annotated[int, Ge(1024), Le(65535)] = 26600
@@ -71,7 +78,9 @@ class KubernetesJob(ClusterJob):
         """Kubernetes' V1PodTemplateSpec of a host."""
         counts = {"nvidia.com/gpu": self.gpus_per_host, "cpu": self.cores_per_host}
         resources = {name: str(count) for name, count in counts.items() if count} | self.resources
-        env = {"MONARCH_PORT": str(self.port)} | self.env  # Monarch's job reads its agents' port there
+        env = {
+            "MONARCH_PORT": str(self.port)
+        } | self.env  # Monarch's job reads its agents' port there
         return {
             "spec": {
                 "tolerations": [_toleration(taint) for taint in self.tolerations],
@@ -81,11 +90,21 @@ class KubernetesJob(ClusterJob):
                         "name": "worker",
                         "image": self.image,
                         "workingDir": self.work_dir,
-                        "command": ["python", "-m", "torchtitan.experiments.rl.hosts.agent", "--port", str(self.port)],
+                        "command": [
+                            "python",
+                            "-m",
+                            "torchtitan.experiments.rl.hosts.agent",
+                            "--port",
+                            str(self.port),
+                        ],
                         "env": [{"name": name, "value": value} for name, value in env.items()],
                         "ports": [{"containerPort": self.port}],
                         # Monarch attaches to pods that are ready, and loses those that do not listen yet.
-                        "readinessProbe": {"tcpSocket": {"port": self.port}, "periodSeconds": 2, "failureThreshold": 10},
+                        "readinessProbe": {
+                            "tcpSocket": {"port": self.port},
+                            "periodSeconds": 2,
+                            "failureThreshold": 10,
+                        },
                         "securityContext": {"capabilities": {"add": list(self.capabilities)}},
                         "resources": {"requests": resources, "limits": resources},
                         "volumeMounts": [
@@ -96,20 +115,32 @@ class KubernetesJob(ClusterJob):
                 ],
                 "volumes": [
                     {"name": "shared", "persistentVolumeClaim": {"claimName": self.volume_claim}},
-                    {"name": "dev-shm", "emptyDir": {"medium": "Memory", "sizeLimit": self.shared_memory}},
+                    {
+                        "name": "dev-shm",
+                        "emptyDir": {"medium": "Memory", "sizeLimit": self.shared_memory},
+                    },
                 ],
             }
         }
 
     def plan(self, run_dir: str, hosts: int) -> str:
-        pods = {"mesh": _mesh_name(run_dir), "namespace": self.namespace, "replicas": hosts, "podTemplate": self.pod_template()}
+        pods = {
+            "mesh": _mesh_name(run_dir),
+            "namespace": self.namespace,
+            "replicas": hosts,
+            "podTemplate": self.pod_template(),
+        }
         return json.dumps(pods, indent=2)
 
-    def start(self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]) -> HostPool:
+    def start(
+        self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]
+    ) -> HostPool:
         try:
             from monarch.job.kubernetes import KubernetesJob as MonarchKubernetesJob
         except (ImportError, RuntimeError):  # Monarch raises RuntimeError where it is not installed
-            raise RunError("provision.job kubernetes needs the package kubernetes: pip install kubernetes") from None
+            raise RunError(
+                "provision.job kubernetes needs the package kubernetes: pip install kubernetes"
+            ) from None
         name = _mesh_name(str(run_dir))
         job = MonarchKubernetesJob(self.namespace, timeout=self.start_timeout_s)
         job.add_mesh(name, hosts, port=self.port, pod_template=self.pod_template())
@@ -119,7 +150,9 @@ class KubernetesJob(ClusterJob):
         except Exception as error:
             with contextlib.suppress(Exception):  # the first error counts
                 job.kill()
-            raise RunError(f"the pods of {name} in namespace {self.namespace} did not come: {error}") from error
+            raise RunError(
+                f"the pods of {name} in namespace {self.namespace} did not come: {error}"
+            ) from error
         return HostPool(
             mesh,
             on_gpus=device == "cuda",
@@ -134,7 +167,9 @@ class KubernetesJob(ClusterJob):
 def _toleration(taint: str) -> dict[str, str]:
     label, _, effect = taint.rpartition(":")
     key, equals, value = label.partition("=")
-    return {"key": key, "effect": effect} | ({"operator": "Equal", "value": value} if equals else {"operator": "Exists"})
+    return {"key": key, "effect": effect} | (
+        {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
+    )
 
 
 def _mesh_name(run_dir: str) -> str:

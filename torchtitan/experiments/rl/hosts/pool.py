@@ -78,7 +78,9 @@ class HostKeeper(Actor):
         self._on_gpus = on_gpus
         self._address = LOOPBACK_ADDRESS if one_machine else network_address()
         self._listener = socket.create_server((self._address, 0))
-        threading.Thread(target=_end_with_command, args=(self._listener, token, os.getppid()), daemon=True).start()
+        threading.Thread(
+            target=_end_with_command, args=(self._listener, token, os.getppid()), daemon=True
+        ).start()
 
     @reported_endpoint
     async def report(self) -> Host:
@@ -116,7 +118,9 @@ def _end_with_command(listener: socket.socket, token: bytes, agent: int) -> None
     """Hear strangers side by side: the command does not wait for one that says nothing."""
     with contextlib.suppress(OSError):  # closed: the command is here
         while True:
-            threading.Thread(target=_hear, args=(listener, listener.accept()[0], token, agent), daemon=True).start()
+            threading.Thread(
+                target=_hear, args=(listener, listener.accept()[0], token, agent), daemon=True
+            ).start()
 
 
 def _hear(listener: socket.socket, connection: socket.socket, token: bytes, agent: int) -> None:
@@ -179,7 +183,9 @@ class HostPool:
             for index, environment in enumerate(environments):
                 command = default_bootstrap_cmd().with_env(dict(environment))
                 procs = mesh.slice(hosts=index).spawn_procs(
-                    per_host={"procs": 1}, name=f"keeper_{index}", bootstrap_command=lambda point, command=command: command
+                    per_host={"procs": 1},
+                    name=f"keeper_{index}",
+                    bootstrap_command=lambda point, command=command: command,
                 )
                 keeper = procs.spawn(f"keeper_{index}", HostKeeper, token, on_gpus, one_machine)
                 self._keepers.append(keeper.slice(procs=0))
@@ -216,7 +222,10 @@ class HostPool:
     def read(self, file: Path) -> dict[str, str | None]:
         """The text of a file as each host reads it, by the host's name."""
         asked = [keeper.read.call_one(file) for keeper in self._keepers]
-        return {host.name: answer.get(timeout=60) for host, answer in zip(self.hosts, asked, strict=True)}
+        return {
+            host.name: answer.get(timeout=60)
+            for host, answer in zip(self.hosts, asked, strict=True)
+        }
 
     def close(self) -> None:
         """End the hosts' processes and give the hosts back. May be called again."""
@@ -235,12 +244,16 @@ class HostPool:
         try:
             link = socket.create_connection((host.address, host.port), timeout=30)
         except OSError as error:
-            raise RunError(f"{host.name} can't be reached at {host.address}:{host.port}: {error.strerror or error}") from None
+            raise RunError(
+                f"{host.name} can't be reached at {host.address}:{host.port}: {error.strerror or error}"
+            ) from None
         self._links.append(link)
         link.settimeout(None)
         keep_alive(link)
         link.sendall(token)
-        threading.Thread(target=self._wait_for_end, args=(index, host.name, link), daemon=True).start()
+        threading.Thread(
+            target=self._wait_for_end, args=(index, host.name, link), daemon=True
+        ).start()
 
     def _wait_for_end(self, index: int, name: str, link: socket.socket) -> None:
         try:
@@ -289,13 +302,21 @@ def attach(
         while (fault := _unheard(endpoint)) is not None:
             where = endpoint if isinstance(endpoint, str) else f"{endpoint[0]}:{endpoint[1]}"
             late = f"host {index} of {len(endpoints)}: no agent at {where} after {timeout_s:g} s ({fault})"
-            _go_on_waiting(stopped, deadline, f"{late}: see that host's log, or give it longer (provision.job.start_timeout_s)")
+            _go_on_waiting(
+                stopped,
+                deadline,
+                f"{late}: see that host's log, or give it longer (provision.job.start_timeout_s)",
+            )
             time.sleep(POLL_S)
     try:
         with printed_to(printed):
-            return attach_to_workers(ca="trust_all_connections", workers=list(workers), name="hosts")
+            return attach_to_workers(
+                ca="trust_all_connections", workers=list(workers), name="hosts"
+            )
     except Exception as error:  # Monarch's own types differ
-        raise RunError(f"the hosts' agents can't be attached to: {str(error).partition(chr(10))[0]}") from error
+        raise RunError(
+            f"the hosts' agents can't be attached to: {str(error).partition(chr(10))[0]}"
+        ) from error
 
 
 def _answer(answer: Any, stopped: Callable[[], bool], deadline: float, late: str) -> Host:

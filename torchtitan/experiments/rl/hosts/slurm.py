@@ -58,7 +58,9 @@ def job_states(job: str, *, wait: bool) -> Iterator[str]:
 def _job_state(job: str) -> str:
     words = ["squeue", "--job", job, "--noheader", "--format=%T %r"]
     try:
-        answer = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+        answer = subprocess.run(
+            words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     state, _, reason = answer.stdout.strip().partition("\n")[0].partition(" ")
@@ -82,7 +84,9 @@ class SlurmJob(ClusterJob):
     """A step and a checkpoint have to fit into it; ``--dry-run`` says how long the latter takes."""
     exclusive: bool = True
     """No other job has processes on the run's hosts."""
-    sbatch_options: tuple[Annotated[str, Matches(r"-.*", "an option of sbatch, such as --constraint=h100")], ...] = ()
+    sbatch_options: tuple[
+        Annotated[str, Matches(r"-.*", "an option of sbatch, such as --constraint=h100")], ...
+    ] = ()
     """Others, such as "--constraint=h100"."""
     setup: Annotated[str, Matches(r".*\S.*", "one line of bash")] | None = None
     """A line of bash that each host runs first, such as "module load cuda"."""
@@ -103,7 +107,11 @@ class SlurmJob(ClusterJob):
     def script(self, words: Sequence[str], run_dir: str, hosts: int) -> str | None:
         if HOSTS_VARIABLE in os.environ:  # this is the command in the allocation
             return None
-        from monarch.job import SERVICE_PROC_IDS_ENV, new_service_proc_id, serialize_service_proc_ids
+        from monarch.job import (
+            SERVICE_PROC_IDS_ENV,
+            new_service_proc_id,
+            serialize_service_proc_ids,
+        )
 
         options = {
             "job-name": Path(run_dir).name,
@@ -122,7 +130,11 @@ class SlurmJob(ClusterJob):
             "mem": self.memory_per_host,
         }
         lines = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        lines += ["--no-requeue", *(["--exclusive"] if self.exclusive else []), *self.sbatch_options]
+        lines += [
+            "--no-requeue",
+            *(["--exclusive"] if self.exclusive else []),
+            *self.sbatch_options,
+        ]
         cores = "" if self.cores_per_host is None else f" --cpus-per-task={self.cores_per_host}"
         python = shlex.quote(sys.executable)
         identities = serialize_service_proc_ids([new_service_proc_id() for _ in range(hosts)])
@@ -161,10 +173,18 @@ class SlurmJob(ClusterJob):
             )
         path = Path(run_dir) / SCRIPT_FILE
         path.write_text(script)
-        answer = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        answer = subprocess.run(
+            ["sbatch", "--parsable", str(path)],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
         job = answer.stdout.strip().partition(";")[0]
         if answer.returncode or not job.isdigit():
-            said = " ".join((answer.stderr or answer.stdout).split()) or f"exit code {answer.returncode}"
+            said = (
+                " ".join((answer.stderr or answer.stdout).split())
+                or f"exit code {answer.returncode}"
+            )
             raise RunError(f"sbatch refuses the job: {said}")
         log = Path(run_dir) / LOG_FILE.format(job=job)
         yield f"submitted   Slurm job {job}: {path}"
@@ -175,9 +195,15 @@ class SlurmJob(ClusterJob):
         for state in job_states(job, wait=self.wait):
             yield f"            {state}"
 
-    def start(self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]) -> HostPool:
+    def start(
+        self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]
+    ) -> HostPool:
         from monarch.actor import enable_transport
-        from monarch.job import SERVICE_PROC_IDS_ENV, deserialize_service_proc_ids, service_proc_addrs
+        from monarch.job import (
+            SERVICE_PROC_IDS_ENV,
+            deserialize_service_proc_ids,
+            service_proc_addrs,
+        )
 
         names = _allocation(os.environ, hosts)
         # Monarch's own choice is what the host name leads to, which may be the loopback interface.
@@ -203,10 +229,16 @@ class SlurmJob(ClusterJob):
 def _allocation(environment: Mapping[str, str], hosts: int) -> list[str]:
     names = environment.get(HOSTS_VARIABLE, "").split()
     if len(names) != hosts:
-        raise RunError(f"the Slurm job has {len(names)} host(s), and the run needs {hosts}: submit it again")
+        raise RunError(
+            f"the Slurm job has {len(names)} host(s), and the run needs {hosts}: submit it again"
+        )
     return names
 
 
 def _import_folders() -> list[str]:
     """Where this process imports from beside what is installed: the checkout, and folders of the user's modules."""
-    return list(dict.fromkeys([os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
+    return list(
+        dict.fromkeys(
+            [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        )
+    )

@@ -55,13 +55,23 @@ class MetricSums:
             values: any shape and dtype.
             mask: bool, of the same shape.
         """
-        self._add(name, "mean", torch.stack([torch.where(mask, values.double(), 0).sum(), mask.sum().double()]))
+        self._add(
+            name,
+            "mean",
+            torch.stack([torch.where(mask, values.double(), 0).sum(), mask.sum().double()]),
+        )
 
     @torch.no_grad()
     def add_max(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
         """As add_mean, but the largest is kept. A nan is kept too: it is what one looks for."""
         nothing = values.new_full((1,), -math.inf, dtype=torch.float64)
-        self._add(name, "max", torch.cat([torch.where(mask, values.double(), -math.inf).flatten(), nothing]).max().reshape(1))
+        self._add(
+            name,
+            "max",
+            torch.cat([torch.where(mask, values.double(), -math.inf).flatten(), nothing])
+            .max()
+            .reshape(1),
+        )
 
     def merge(self, other: "MetricSums") -> None:
         """Take in the metrics of another microbatch or rank. Names may differ.
@@ -99,7 +109,11 @@ class MetricSums:
         """By name. One transfer from a device for all of them: each would wait for it."""
         found: dict[str, tuple[Kind, list[float]]] = {}
         for device in {value.device for _, value in self._entries.values()}:
-            own = [(name, kind, value) for name, (kind, value) in self._entries.items() if value.device == device]
+            own = [
+                (name, kind, value)
+                for name, (kind, value) in self._entries.items()
+                if value.device == device
+            ]
             numbers = iter(torch.cat([value for *_, value in own]).tolist())
             found |= {name: (kind, [next(numbers) for _ in value]) for name, kind, value in own}
         return found
@@ -110,7 +124,9 @@ class MetricSums:
             return
         held_kind, held = self._entries[name]
         if held_kind != kind:
-            raise ValueError(f"metric {name!r} is a {held_kind} and can't also be a {kind}: give one of them another name")
+            raise ValueError(
+                f"metric {name!r} is a {held_kind} and can't also be a {kind}: give one of them another name"
+            )
         value = value.to(held.device)
         self._entries[name] = (kind, torch.maximum(held, value) if kind == "max" else held + value)
 
@@ -147,7 +163,11 @@ def count_denominators(batch: TrainingBatch, denominators: Sequence[Denominator]
         strict=True,
     ):
         member = members(batch)
-        counts.append(torch.where(member, weights.double().abs(), 0).sum() if wanted == "weights" else member.sum().double())
+        counts.append(
+            torch.where(member, weights.double().abs(), 0).sum()
+            if wanted == "weights"
+            else member.sum().double()
+        )
     return torch.stack(counts)
 
 
@@ -192,7 +212,9 @@ def with_normalized_advantages(batch: TrainingBatch, sums: torch.Tensor) -> Trai
     mean = total / max(count, 1.0)
     std = max(squares / max(count, 1.0) - mean**2, 0.0) ** 0.5
     advantages = (batch.advantages.double() - mean) / (std + 1e-6)
-    return replace(batch, advantages=torch.where(rl_members(batch), advantages, 0).to(batch.advantages.dtype))
+    return replace(
+        batch, advantages=torch.where(rl_members(batch), advantages, 0).to(batch.advantages.dtype)
+    )
 
 
 class CrossEntropy(UserConfigurable):
@@ -227,7 +249,9 @@ class RefKL(UserConfigurable):
 
     config: Config
 
-    def per_token(self, logprobs: torch.Tensor, generator_logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> PerToken:
+    def per_token(
+        self, logprobs: torch.Tensor, generator_logprobs: torch.Tensor, ref_logprobs: torch.Tensor
+    ) -> PerToken:
         """Losses [B, L], before the token's weight, and bool [B, L]: the dropped tokens. The inputs are [B, L]. A subclass may
         return metrics of its own too, as for ``RLLoss``."""
         c = self.config
@@ -285,10 +309,12 @@ def reference_kl(
     """
     member = rl_members(batch)
     zero = torch.zeros((), dtype=policy_logprobs.dtype, device=policy_logprobs.device)
-    difference = torch.where(member, reference_logprobs.to(policy_logprobs.dtype), zero) - torch.where(
-        member, policy_logprobs, zero
-    )
-    kl = torch.expm1(difference.clamp(max=20)) - difference  # an infinite gradient, masked, would be nan
+    difference = torch.where(
+        member, reference_logprobs.to(policy_logprobs.dtype), zero
+    ) - torch.where(member, policy_logprobs, zero)
+    kl = (
+        torch.expm1(difference.clamp(max=20)) - difference
+    )  # an infinite gradient, masked, would be nan
     bounded = kl > LARGEST_KL
     kl = torch.where(bounded, LARGEST_KL, kl)
     loss = coefficient * kl.sum() / denominators.rl
@@ -325,7 +351,10 @@ class LossConfig(Configurable.Config):
 
 
 def compute_loss(
-    policy_logprobs: torch.Tensor, batch: TrainingBatch, denominators: LossDenominators, config: LossConfig
+    policy_logprobs: torch.Tensor,
+    batch: TrainingBatch,
+    denominators: LossDenominators,
+    config: LossConfig,
 ) -> tuple[torch.Tensor, MetricSums]:
     """Loss of one microbatch, and what there is to know about it.
 
@@ -348,7 +377,9 @@ def compute_loss(
         # Selected, never multiplied by a mask: 0 · inf and 0 · nan are nan, in the backward pass too.
         return torch.where(member, stream.to(dtype), 0)
 
-    def total(name: str, member: torch.Tensor, weights: torch.Tensor, losses: torch.Tensor, count: float) -> torch.Tensor:
+    def total(
+        name: str, member: torch.Tensor, weights: torch.Tensor, losses: torch.Tensor, count: float
+    ) -> torch.Tensor:
         weighted = torch.where(member, weights.to(dtype) * losses, 0)
         metrics.add_mean(f"{name}/loss", weighted, member)
         return weighted.sum() / count
@@ -372,7 +403,9 @@ def compute_loss(
     rl = total("rl", member, batch.rl_weights, losses, denominators.rl)
     with torch.no_grad():
         capped = variant.ratio_capped(given)
-    _add_ratio_metrics(metrics, "rl", tokens.logprobs, tokens.generator_logprobs, member, masked, capped)
+    _add_ratio_metrics(
+        metrics, "rl", tokens.logprobs, tokens.generator_logprobs, member, masked, capped
+    )
 
     member = ce_members(batch)
     nll = -at(member, policy_logprobs)
@@ -403,7 +436,9 @@ def compute_loss(
     return loss, metrics
 
 
-def add_own_metrics(sums: MetricSums, component: str, own: Sequence[Any], member: torch.Tensor) -> None:
+def add_own_metrics(
+    sums: MetricSums, component: str, own: Sequence[Any], member: torch.Tensor
+) -> None:
     """
     Args:
         own: OwnMetrics of a loss, if it has any.
@@ -413,8 +448,14 @@ def add_own_metrics(sums: MetricSums, component: str, own: Sequence[Any], member
     """
     for name, values in (own[0] if own else {}).items():
         if not isinstance(values, torch.Tensor) or values.shape != member.shape:
-            kind = f"shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
-            raise ValueError(f"metric {component}/own/{name} has {kind}: want a tensor of shape {tuple(member.shape)}")
+            kind = (
+                f"shape {tuple(values.shape)}"
+                if isinstance(values, torch.Tensor)
+                else f"a {type(values).__name__}"
+            )
+            raise ValueError(
+                f"metric {component}/own/{name} has {kind}: want a tensor of shape {tuple(member.shape)}"
+            )
         sums.add_mean(f"{component}/own/{name}", values.detach(), member)
 
 
@@ -448,7 +489,9 @@ def mismatch_kl(lr: torch.Tensor) -> torch.Tensor:
     return torch.expm1(lr) - lr
 
 
-def mismatch_of(policy_logprobs: torch.Tensor, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def mismatch_of(
+    policy_logprobs: torch.Tensor, batch: TrainingBatch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[B, L] each: logp - generator_logp, its ``mismatch_kl``, and which tokens the policy sampled; both are 0 elsewhere."""
     sampled = batch.loss_mask & (batch.policy_versions >= 0)
     lr = torch.where(sampled, policy_logprobs.double() - batch.generator_logprobs.double(), 0)
@@ -456,7 +499,9 @@ def mismatch_of(policy_logprobs: torch.Tensor, batch: TrainingBatch) -> tuple[to
 
 
 @torch.no_grad()
-def mismatch_metrics(policy_logprobs: torch.Tensor, batch: TrainingBatch, policy_version: int) -> MetricSums:
+def mismatch_metrics(
+    policy_logprobs: torch.Tensor, batch: TrainingBatch, policy_version: int
+) -> MetricSums:
     """Mismatch KL of a microbatch: ``mismatch_kl/all``, ``mismatch_kl/task/<name>`` and ``mismatch_kl/age/<n>``; and where the
     replicas are known, ``mismatch/replica/<r>/age/<n>``: the mean distance of the two log-probabilities, in nats.
 
@@ -476,12 +521,24 @@ def mismatch_metrics(policy_logprobs: torch.Tensor, batch: TrainingBatch, policy
         own = batch.task_ids == task_id
         metrics.add_mean(f"mismatch_kl/task/{name}", kl, sampled & own)
         compared = ref_kl_members(batch) & own
-        metrics.add_mean(f"ref_kl/kl/task/{name}", policy_logprobs.double() - batch.ref_logprobs.double(), compared)
+        metrics.add_mean(
+            f"ref_kl/kl/task/{name}",
+            policy_logprobs.double() - batch.ref_logprobs.double(),
+            compared,
+        )
     for version in batch.policy_versions[sampled].unique().tolist():
-        metrics.add_mean(f"mismatch_kl/age/{policy_version - version}", kl, sampled & (batch.policy_versions == version))
+        metrics.add_mean(
+            f"mismatch_kl/age/{policy_version - version}",
+            kl,
+            sampled & (batch.policy_versions == version),
+        )
     known = sampled & (batch.replicas >= 0)
-    pairs = torch.stack([batch.replicas[known].int(), batch.policy_versions[known]], dim=1).unique(dim=0)
+    pairs = torch.stack([batch.replicas[known].int(), batch.policy_versions[known]], dim=1).unique(
+        dim=0
+    )
     for replica, version in pairs.tolist():
         own = known & (batch.replicas == replica) & (batch.policy_versions == version)
-        metrics.add_mean(f"mismatch/replica/{replica}/age/{policy_version - version}", lr.abs(), own)
+        metrics.add_mean(
+            f"mismatch/replica/{replica}/age/{policy_version - version}", lr.abs(), own
+        )
     return metrics

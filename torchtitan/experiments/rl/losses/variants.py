@@ -59,7 +59,9 @@ OwnMetrics = dict[str, torch.Tensor]
 PerToken = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, OwnMetrics]
 """What a loss with a mask returns: losses, masked tokens, and metrics of its own if it has any."""
 
-RatioMax = Annotated[float, Gt(1), Cure("a ratio of 1 is an on-policy token; None sets no cap")] | None
+RatioMax = (
+    Annotated[float, Gt(1), Cure("a ratio of 1 is an on-policy token; None sets no cap")] | None
+)
 """Type of the fields ``ratio_max``."""
 
 RATIO_MAX = 100.0
@@ -94,7 +96,9 @@ def capped_ratio(
         gain: the factor of the ratio in the loss, of the same shape. 0 means that the token has no
             policy gradient, so the cap takes none.
     """
-    used = torch.where(gain == 0, 0, lr)  # masked before exp: the ratio may overflow, and 0 * inf is nan
+    used = torch.where(
+        gain == 0, 0, lr
+    )  # masked before exp: the ratio may overflow, and 0 * inf is nan
     log_ratio, capped = cap_log_ratio(used, ratio_max)
     return log_ratio.exp(), capped
 
@@ -102,7 +106,9 @@ def capped_ratio(
 def sequence_log_ratios(tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
     """For each token the sum of lr over its sequence, and the sequence's number of member tokens: float64 [B, L], constants."""
     ids = tokens.sequence_ids.flatten()
-    lr = (tokens.logprobs - tokens.generator_logprobs).detach().double()  # 0 on tokens that are no member
+    lr = (
+        (tokens.logprobs - tokens.generator_logprobs).detach().double()
+    )  # 0 on tokens that are no member
     lr_sum = lr.new_zeros(ids.numel()).index_add(0, ids, lr.flatten())
     count = lr.new_zeros(ids.numel()).index_add(0, ids, tokens.member.flatten().double())
     return lr_sum[ids].view_as(lr), count[ids].view_as(lr)
@@ -196,7 +202,9 @@ def clipped_surrogate(
     clipped = (positive & (lr > high)) | (negative & (lr < low))
     capped_lr, above = cap_log_ratio(lr, ratio_max)
     bounded = torch.where(positive, capped_lr.clamp(max=high), capped_lr.clamp(min=low))
-    ratio = torch.where(A == 0, 0, bounded).exp()  # masked before exp: without a bound it may overflow, and 0 * inf is nan
+    ratio = torch.where(
+        A == 0, 0, bounded
+    ).exp()  # masked before exp: without a bound it may overflow, and 0 * inf is nan
     return -A * ratio, clipped, above & (A != 0) & ~clipped
 
 
@@ -254,7 +262,9 @@ class CISPO(RLLoss):
     def per_token(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
         low, high = 1 - self.config.clip_low, 1 + self.config.clip_high
         ratio = (tokens.logprobs.detach() - tokens.generator_logprobs).exp()
-        return -ratio.clamp(low, high) * tokens.advantages * tokens.logprobs, (ratio < low) | (ratio > high)
+        return -ratio.clamp(low, high) * tokens.advantages * tokens.logprobs, (ratio < low) | (
+            ratio > high
+        )
 
 
 class GSPO(RLLoss):
@@ -319,7 +329,9 @@ class CustomRLLoss(RLLoss):
             returned = self.config.function(RLTokens(**copies))
         except BaseException as error:  # an exit would end the trainer's thread without a cause
             raise RunError(f"{owner}: {cause_of(error)}") from error
-        with_metrics = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)
+        with_metrics = (
+            isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)
+        )
         losses, own = returned if with_metrics else (returned, {})
         if not isinstance(losses, torch.Tensor) or not losses.is_floating_point():
             kind = losses.dtype if isinstance(losses, torch.Tensor) else type(losses).__name__
@@ -330,7 +342,9 @@ class CustomRLLoss(RLLoss):
                 "loss per token, not their sum or mean"
             )
         if tokens.logprobs.requires_grad and not losses.requires_grad:
-            raise ValueError(f"{owner} returned losses without a gradient: compute them from tokens.logprobs")
+            raise ValueError(
+                f"{owner} returned losses without a gradient: compute them from tokens.logprobs"
+            )
         return losses, torch.zeros_like(tokens.member), own
 
 
@@ -473,11 +487,15 @@ def check_corrections(corrections: Sequence[Correction.Config], *, field: str) -
     with_ratio = [correction.__name__ for correction in classes if correction.has_ratio]
     if len(with_ratio) > 1:
         raise ConfigError(
-            field, ", ".join(with_ratio), "each has the importance ratio in it, which would count twice: name one"
+            field,
+            ", ".join(with_ratio),
+            "each has the importance ratio in it, which would count twice: name one",
         )
 
 
-def correct(tokens: RLTokens, corrections: Sequence[Correction]) -> tuple[RLTokens, torch.Tensor, dict[str, torch.Tensor]]:
+def correct(
+    tokens: RLTokens, corrections: Sequence[Correction]
+) -> tuple[RLTokens, torch.Tensor, dict[str, torch.Tensor]]:
     """What the variant is given, each token's factor [B, L], and bool [B, L] by name: what a correction leaves out."""
     if not corrections:
         return tokens, torch.ones_like(tokens.logprobs), {}
@@ -488,7 +506,11 @@ def correct(tokens: RLTokens, corrections: Sequence[Correction]) -> tuple[RLToke
         left_out[entry.name] = tokens.member & (weights == 0)
         factors = factors * weights
     member = tokens.member & (factors != 0)
-    generator = tokens.logprobs.detach() if any(entry.has_ratio for entry in corrections) else tokens.generator_logprobs
+    generator = (
+        tokens.logprobs.detach()
+        if any(entry.has_ratio for entry in corrections)
+        else tokens.generator_logprobs
+    )
     # Selected, never multiplied by 0: an extreme ratio of a token that is left out must not reach the backward pass.
     given = replace(
         tokens,

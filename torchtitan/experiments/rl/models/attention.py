@@ -72,7 +72,9 @@ def tree_mask(positions_BL: torch.Tensor) -> Callable[..., torch.Tensor]:
     """``mask_mod`` of flex attention: which key a query sees."""
     ends_BL = subtree_ends(positions_BL)
 
-    def sees(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+    def sees(
+        b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
+    ) -> torch.Tensor:
         return (kv_idx <= q_idx) & (q_idx < ends_BL[b, kv_idx])
 
     return sees
@@ -94,11 +96,15 @@ class Branches(NamedTuple):
     """bool [blocks, 1, queries, keys]: True where the query sees the key."""
 
     @classmethod
-    def of(cls, queries: torch.Tensor, keys: Sequence[np.ndarray], ends_T: torch.Tensor) -> "Branches":
+    def of(
+        cls, queries: torch.Tensor, keys: Sequence[np.ndarray], ends_T: torch.Tensor
+    ) -> "Branches":
         """From the keys of each block, and for each token of the batch the end of its subtree."""
         lengths = torch.tensor([len(own) for own in keys])[:, None]
         longest = int(lengths.max())
-        padded = torch.from_numpy(np.stack([np.pad(own, (0, longest - len(own)), "edge") for own in keys]))
+        padded = torch.from_numpy(
+            np.stack([np.pad(own, (0, longest - len(own)), "edge") for own in keys])
+        )
         q, k = queries[:, :, None], padded[:, None]
         mask = (k <= q) & (q < ends_T[k]) & (torch.arange(longest) < lengths)[:, None]
         return cls(queries=queries, keys=padded, mask=mask[:, None])
@@ -117,7 +123,9 @@ class PackedDocuments(NamedTuple):
     def of(cls, positions_BL: torch.Tensor) -> "PackedDocuments":
         positions_T = positions_BL.flatten()
         # A run is a stretch of tokens that follow each other in a sample; a trunk is the first run of a tree.
-        starts_R = (positions_T.diff(prepend=positions_T.new_tensor([-2])) != 1).nonzero().squeeze(-1)
+        starts_R = (
+            (positions_T.diff(prepend=positions_T.new_tensor([-2])) != 1).nonzero().squeeze(-1)
+        )
         ends_R = torch.cat([starts_R[1:], starts_R.new_tensor([positions_T.numel()])])
         roots_R = positions_T[starts_R] == 0
         starts_D, lengths_D = starts_R[roots_R], (ends_R - starts_R)[roots_R]
@@ -153,10 +161,14 @@ def _alike(sizes: torch.Tensor) -> Iterator[torch.Tensor]:
 def _tokens(starts_D: torch.Tensor, lengths_D: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices of each block's tokens, padded with the last, and bool: which are no padding. Both [blocks, longest]."""
     offsets = torch.arange(int(lengths_D.max()))
-    return starts_D[:, None] + torch.minimum(offsets, lengths_D[:, None] - 1), offsets < lengths_D[:, None]
+    return starts_D[:, None] + torch.minimum(offsets, lengths_D[:, None] - 1), offsets < lengths_D[
+        :, None
+    ]
 
 
-def _branch_blocks(positions: list[int], starts: list[int], ends: list[int]) -> list[tuple[int, int, np.ndarray]]:
+def _branch_blocks(
+    positions: list[int], starts: list[int], ends: list[int]
+) -> list[tuple[int, int, np.ndarray]]:
     """Start, end and keys of each block, from the position of each token, and start and end of each run."""
     blocks = []
     path = np.empty(len(positions), np.int64)  # the last token seen at each position
@@ -171,7 +183,9 @@ def _branch_blocks(positions: list[int], starts: list[int], ends: list[int]) -> 
                 depth = positions[starts[run]]
                 path[depth : depth + ends[run] - starts[run]] = np.arange(starts[run], ends[run])
                 run += 1
-            blocks.append((start, end, np.concatenate([path[: positions[start]], np.arange(start, end)])))
+            blocks.append(
+                (start, end, np.concatenate([path[: positions[start]], np.arange(start, end)]))
+            )
     return blocks
 
 
@@ -216,7 +230,9 @@ class CPUVarlenAttention(VarlenAttention):
         blocks = [(index, index, None) for index in documents.gather] + list(documents.branches)
         outputs = []
         for queries, keys, mask in blocks:
-            q, k, v = (_take(t, index) for t, index in ((q_TNH, queries), (k_TNH, keys), (v_TNH, keys)))
+            q, k, v = (
+                _take(t, index) for t, index in ((q_TNH, queries), (k_TNH, keys), (v_TNH, keys))
+            )
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
             )
@@ -278,7 +294,9 @@ class _Exchange(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup, divide: int, join: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, values: torch.Tensor, group: dist.ProcessGroup, divide: int, join: int
+    ) -> torch.Tensor:
         ctx.group, ctx.divide, ctx.join = group, divide, join
         sent = torch.stack(values.chunk(dist.get_world_size(group), divide))
         received = torch.empty_like(sent)

@@ -22,7 +22,11 @@ from torchtitan.experiments.rl.models.attention import (
 )
 from torchtitan.experiments.rl.models.experts import count_agreement, routes_of, tell_rows
 from torchtitan.experiments.rl.types import TrainingBatch
-from torchtitan.models.common.attention import AttentionMasksType, FlexAttention, create_attention_mask
+from torchtitan.models.common.attention import (
+    AttentionMasksType,
+    FlexAttention,
+    create_attention_mask,
+)
 
 BLOCK = 128
 """Tokens of a block of torch's flex attention."""
@@ -73,7 +77,9 @@ class LogprobDecoder(HiddenStateDecoder):
         count_agreement(self)
         if isinstance(hidden_BLD, DTensor):
             # Tensor parallelism: every rank has all of it. The head's gradient is each rank's part of the sum.
-            hidden_BLD = hidden_BLD.to_local(grad_placements=[Partial()] * hidden_BLD.device_mesh.ndim)
+            hidden_BLD = hidden_BLD.to_local(
+                grad_placements=[Partial()] * hidden_BLD.device_mesh.ndim
+            )
         places = places_of(needed)
         rows, columns = places // tokens.shape[1], places % tokens.shape[1]
         parents = parent_columns(positions)[rows, columns]
@@ -89,7 +95,9 @@ class LogprobDecoder(HiddenStateDecoder):
             chunk_tokens=max(32, tokens.shape[1] // 4),
         )
         zeros = logprobs_N.new_zeros(tokens.shape)
-        logprobs, entropy = (zeros.index_put((rows, columns), values) for values in (logprobs_N, entropy_N))
+        logprobs, entropy = (
+            zeros.index_put((rows, columns), values) for values in (logprobs_N, entropy_N)
+        )
         if self.context is not None:
             logprobs, entropy = summed(logprobs, self.context), summed(entropy, self.context)
         return logprobs, entropy
@@ -102,7 +110,13 @@ class LogprobDecoder(HiddenStateDecoder):
         if isinstance(inner, FlexAttention.Config):
             rows, length = positions.shape
             return create_attention_mask(
-                tree_mask(positions), rows, None, length, length, device=positions.device, BLOCK_SIZE=inner.block_size
+                tree_mask(positions),
+                rows,
+                None,
+                length,
+                length,
+                device=positions.device,
+                BLOCK_SIZE=inner.block_size,
             )
         return super().get_attention_masks(positions)
 
@@ -114,12 +128,18 @@ def places_of(needed: torch.Tensor) -> torch.Tensor:
 
 def needed_places(batch: TrainingBatch) -> torch.Tensor:
     """Of the tokens that a loss or a metric reads, in the rows that the model computes. Take them of a batch on the CPU."""
-    needed = (batch.loss_mask | (batch.ce_weights != 0) | (batch.ref_kl_weights != 0)) & (batch.positions != 0)
+    needed = (batch.loss_mask | (batch.ce_weights != 0) | (batch.ref_kl_weights != 0)) & (
+        batch.positions != 0
+    )
     return places_of(needed if batch.trees is None else batch.trees.any_of(needed))
 
 
 def batch_logprobs(
-    policy: Policy, batch: TrainingBatch, places: torch.Tensor | None = None, *, replay: bool = False
+    policy: Policy,
+    batch: TrainingBatch,
+    places: torch.Tensor | None = None,
+    *,
+    replay: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Log-probability and entropy of the tokens of a batch that a loss or a metric reads, each given its own sample.
 
@@ -144,8 +164,15 @@ def conditioned_logprobs(policy: Policy, batch: TrainingBatch) -> torch.Tensor:
     rows = batch.conditioned
     assert rows is not None, "the batcher gives all batches of a step conditioned rows, or none"
     wanted = rows.slots >= 0
-    values, _ = policy(rows.token_ids, rows.positions, rows.temperatures, rows.any_of(wanted & (batch.ref_kl_weights != 0)))
-    return torch.where(wanted, rows.of_each(values).to(batch.ref_logprobs.dtype), batch.ref_logprobs)
+    values, _ = policy(
+        rows.token_ids,
+        rows.positions,
+        rows.temperatures,
+        rows.any_of(wanted & (batch.ref_kl_weights != 0)),
+    )
+    return torch.where(
+        wanted, rows.of_each(values).to(batch.ref_logprobs.dtype), batch.ref_logprobs
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +209,9 @@ class RowShapes:
         places = places_of(needed)
         to_rows, to_length = self.smallest(rows, length)
         padding = (0, to_length - length, 0, to_rows - rows)
-        if real is None:  # the same graph then serves passes that name the real tokens and passes that don't
+        if (
+            real is None
+        ):  # the same graph then serves passes that name the real tokens and passes that don't
             real = torch.ones_like(tokens, dtype=torch.bool)
         logprobs, entropy = policy(
             F.pad(tokens, padding),

@@ -70,12 +70,16 @@ class CountedExperts(RoutedExperts):
                 counted = self.real_BL[..., None].expand_as(ids).double()
                 load = torch.zeros_like(load).scatter_add_(0, ids.flatten(), counted.flatten())
             self.load_E, self.sent = self.load_E + load, self.sent + ids.numel()
-        return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
+        return super().forward(
+            x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
+        )
 
     def counts(self) -> torch.Tensor:
         """float64 [E + 2]: the load of each expert; all that was sent, and what experts have received of it."""
         received = self.inner_experts.received
-        assert self.load_E is not None and self.sent is not None and received is not None, "count_load comes first"
+        assert self.load_E is not None and self.sent is not None and received is not None, (
+            "count_load comes first"
+        )
         return torch.cat([self.load_E, torch.stack([self.sent, received])])
 
 
@@ -147,11 +151,20 @@ def policy_experts(moe: MoE.Config) -> MoE.Config:
 
 def mixtures_of(model: Any) -> dict[str, Any]:
     """By the number of the layer."""
-    return {number: layer.moe for number, layer in model.layers.named_children() if getattr(layer, "moe_enabled", False)}
+    return {
+        number: layer.moe
+        for number, layer in model.layers.named_children()
+        if getattr(layer, "moe_enabled", False)
+    }
 
 
 def tell_rows(
-    model: Any, real_BL: torch.Tensor | None, routes: torch.Tensor | None, *, missing: int = 0, part: slice = slice(None)
+    model: Any,
+    real_BL: torch.Tensor | None,
+    routes: torch.Tensor | None,
+    *,
+    missing: int = 0,
+    part: slice = slice(None),
 ) -> None:
     """Before a pass over this part of the columns of rows.
 
@@ -204,7 +217,12 @@ def check_routes(batch: TrainingBatch, model: Any) -> None:
 def count_agreement(model: Any) -> None:
     """Of the pass that has ended, where it has gradients and was told routes."""
     routers = [moe.router for moe in mixtures_of(model).values()]
-    if model.agreement is None or not torch.is_grad_enabled() or not routers or routers[0].routes_BLK is None:
+    if (
+        model.agreement is None
+        or not torch.is_grad_enabled()
+        or not routers
+        or routers[0].routes_BLK is None
+    ):
         return
     agreed = torch.stack([router.agreed_BLK for router in routers])
     counts = [(agreed == 1).sum(), (agreed >= 0).sum()]
@@ -217,7 +235,9 @@ def count_load(model: Any, device: torch.device) -> None:
     model.agreement = torch.zeros(4, dtype=torch.float64, device=device)
     for moe in mixtures_of(model).values():
         experts = moe.routed_experts
-        experts.load_E = torch.zeros(experts.inner_experts.num_experts, dtype=torch.float64, device=device)
+        experts.load_E = torch.zeros(
+            experts.inner_experts.num_experts, dtype=torch.float64, device=device
+        )
         # Two tensors: a compiled block asks whether its inputs are one, and would compile again when they part.
         experts.sent = torch.zeros((), dtype=torch.float64, device=device)
         experts.inner_experts.received = torch.zeros((), dtype=torch.float64, device=device)
@@ -237,7 +257,11 @@ def load_metrics(model: Any) -> dict[str, float]:
     counts = torch.stack([moe.routed_experts.counts() for moe in own.values()])
     dist.all_reduce(counts)
     dist.all_reduce(model.agreement)
-    found, loads, (sent, received) = dict[str, float](), counts[:, :-2].cpu(), counts[:, -2:].sum(0).tolist()
+    found, loads, (sent, received) = (
+        dict[str, float](),
+        counts[:, :-2].cpu(),
+        counts[:, -2:].sum(0).tolist(),
+    )
     for number, load in zip(own, loads, strict=True):
         found[f"experts/layer_{number}/load_max"] = float(load.max() / load.mean())
         found[f"experts/layer_{number}/unused"] = float((load == 0).double().mean())

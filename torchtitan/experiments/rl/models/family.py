@@ -70,14 +70,20 @@ def dense_decoder(
     for name in ("attention_bias", "mlp_bias"):
         hub.require(name, False)
     hub.require("hidden_act", "silu")
-    dim, vocab_size, heads = hub.size("hidden_size"), hub.size("vocab_size"), hub.size("num_attention_heads")
+    dim, vocab_size, heads = (
+        hub.size("hidden_size"),
+        hub.size("vocab_size"),
+        hub.size("num_attention_heads"),
+    )
     kv_heads, layers = hub.size("num_key_value_heads", heads), hub.size("num_hidden_layers")
     if heads % kv_heads:
         raise hub.error(
             f"its config.json has num_attention_heads = {heads}, which num_key_value_heads = {kv_heads} does not divide"
         )
     if layers > _MOST_LAYERS:
-        raise hub.error(f"its config.json has num_hidden_layers = {layers}, want at most {_MOST_LAYERS}")
+        raise hub.error(
+            f"its config.json has num_hidden_layers = {layers}, want at most {_MOST_LAYERS}"
+        )
     tied = hub.get("tie_word_embeddings", False)
     init = UNUSED_INIT
 
@@ -85,11 +91,17 @@ def dense_decoder(
         if experts is not None:
             return {"moe": experts(hub)}
         hidden = hub.size("intermediate_size")
-        return {"feed_forward": make_ffn_config(dim=dim, hidden_dim=hidden, w1_param_init=init, w2w3_param_init=init)}
+        return {
+            "feed_forward": make_ffn_config(
+                dim=dim, hidden_dim=hidden, w1_param_init=init, w2w3_param_init=init
+            )
+        }
 
     def norm(size: int) -> RMSNorm.Config:
         return RMSNorm.Config(
-            normalized_shape=size, eps=hub.positive("rms_norm_eps"), param_init={"weight": torch.nn.init.ones_}
+            normalized_shape=size,
+            eps=hub.positive("rms_norm_eps"),
+            param_init={"weight": torch.nn.init.ones_},
         )
 
     def layer() -> TransformerBlock.Config:
@@ -116,7 +128,9 @@ def dense_decoder(
         norm=norm(dim),
         enable_weight_tying=tied,
         tok_embeddings=Embedding.Config(
-            num_embeddings=vocab_size, embedding_dim=dim, param_init={"weight": skip_param_init} if tied else init
+            num_embeddings=vocab_size,
+            embedding_dim=dim,
+            param_init={"weight": skip_param_init} if tied else init,
         ),
         lm_head=Linear.Config(in_features=dim, out_features=vocab_size, param_init=init),
         layers=[layer() for _ in range(layers)],

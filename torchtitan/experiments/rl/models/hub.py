@@ -70,9 +70,13 @@ class HubConfig:
                 cure = "a folder of PEFT, which has no whole model: merge it into its base by rl-export, or name the base"
                 raise ConfigError(field, path, cure) from None
             kind = MissingError if isinstance(error, FileNotFoundError) else ConfigError
-            raise kind(field, path, f"no readable config.json in it ({type(error).__name__})") from None
+            raise kind(
+                field, path, f"no readable config.json in it ({type(error).__name__})"
+            ) from None
         if not isinstance(values, dict):
-            raise ConfigError(field, path, f"its config.json holds a {type(values).__name__}, not an object")
+            raise ConfigError(
+                field, path, f"its config.json holds a {type(values).__name__}, not an object"
+            )
         if {"tasks", "trainer", "model"} <= values.keys():
             cure = "a run or a checkpoint of one: its policies are the folders in the run's policy/, and rl-export makes others"
             raise ConfigError(field, path, cure)
@@ -113,7 +117,9 @@ class HubConfig:
         """
         value = self.get(name, supported)
         if value != supported:
-            raise self.error(f"its config.json has {name} = {value!r}; this library trains such models with {supported!r} only")
+            raise self.error(
+                f"its config.json has {name} = {value!r}; this library trains such models with {supported!r} only"
+            )
 
     def error(self, cure: str) -> ConfigError:
         """An error that names the folder."""
@@ -130,7 +136,9 @@ class HubConfig:
         """Of the weights on disk."""
         value = self.get("dtype") or self.get("torch_dtype", "float32")
         if value not in _DTYPES:
-            raise self.error(f"its config.json has dtype = {value!r}; want one of {', '.join(_DTYPES)}")
+            raise self.error(
+                f"its config.json has dtype = {value!r}; want one of {', '.join(_DTYPES)}"
+            )
         return value
 
     @property
@@ -164,7 +172,11 @@ def check_weights(folder: str, expected: dict[str, Shape] | None, *, field: str)
         return
     for name, shape in expected.items():
         if name not in found:
-            raise ConfigError(field, folder, f"its weights have no {name!r}, which the model of its config.json needs")
+            raise ConfigError(
+                field,
+                folder,
+                f"its weights have no {name!r}, which the model of its config.json needs",
+            )
         if found[name] != shape:
             cure = f"{name!r} has shape {list(found[name])} in its weights, and config.json asks for {list(shape)}"
             raise ConfigError(field, folder, f"{cure}: they are of different models")
@@ -181,7 +193,9 @@ def read_shapes(folder: str, *, field: str) -> dict[str, Shape]:
     if index.is_file():
         files = [Path(folder) / name for name in _files_of(index, folder, field=field)]
     if not files:
-        raise MissingError(field, folder, "has no weights (*.safetensors); download the whole model")
+        raise MissingError(
+            field, folder, "has no weights (*.safetensors); download the whole model"
+        )
     shapes: dict[str, Shape] = {}
     for file in files:
         shapes |= read_header(file, folder, field=field)
@@ -192,7 +206,9 @@ def read_header(file: Path, folder: str, *, field: str) -> dict[str, Shape]:
     """Return the shape of each tensor in a safetensors file of a folder. Raises as ``check_weights`` does."""
     shapes: dict[str, Shape] = {}
     try:
-        with safe_open(file, framework="np") as weights:  # torch would map the file writable, against the memory there is
+        with safe_open(
+            file, framework="np"
+        ) as weights:  # torch would map the file writable, against the memory there is
             for name in weights.keys():  # noqa: SIM118  # it is no dict
                 part = weights.get_slice(name)
                 if (dtype := part.get_dtype()) not in _TRAINABLE:
@@ -200,9 +216,15 @@ def read_header(file: Path, folder: str, *, field: str) -> dict[str, Shape]:
                     raise ConfigError(field, folder, f"{file.name}: {cure}")
                 shapes[name] = tuple(part.get_shape())
     except FileNotFoundError:
-        raise MissingError(field, folder, f"has no {file.name}, which {INDEX_FILE} names; download it") from None
+        raise MissingError(
+            field, folder, f"has no {file.name}, which {INDEX_FILE} names; download it"
+        ) from None
     except (OSError, SafetensorError) as error:
-        raise ConfigError(field, folder, f"{file.name} is no readable safetensors file ({error}); download it again") from None
+        raise ConfigError(
+            field,
+            folder,
+            f"{file.name} is no readable safetensors file ({error}); download it again",
+        ) from None
     return shapes
 
 

@@ -37,7 +37,9 @@ def _model_of(hub: HubConfig) -> Decoder.Config:
 def _rope(hub: HubConfig) -> ComplexRoPE.Config:
     dim, heads = hub.size("hidden_size"), hub.size("num_attention_heads")
     if hub.get("head_dim") is None and dim % heads:
-        raise hub.error(f"its config.json has hidden_size = {dim}, which num_attention_heads = {heads} does not divide")
+        raise hub.error(
+            f"its config.json has hidden_size = {dim}, which num_attention_heads = {heads} does not divide"
+        )
     # Complex, on pairs of neighbours: torchtitan's adapter permutes the hub's queries and keys to that.
     rope = ComplexRoPE.Config(
         dim=head_dim(hub, default=max(1, dim // heads)),

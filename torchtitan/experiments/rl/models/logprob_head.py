@@ -36,7 +36,9 @@ class VocabularyShard:
         size = -(-vocabulary // dist.get_world_size(group))
         return cls(offset=min(dist.get_rank(group) * size, vocabulary), group=group)
 
-    def statistics(self, logits_CV: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def statistics(
+        self, logits_CV: torch.Tensor, targets_C: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of each token's logits over the whole vocabulary, from this rank's part of them. Collective.
 
         Returns:
@@ -51,20 +53,28 @@ class VocabularyShard:
         weights_CV = torch.exp(logits_CV - largest_C[:, None])
         target_C = torch.zeros_like(largest_C)
         if parts:
-            target_C = logits_CV.gather(-1, local_C.clamp(0, parts - 1)[:, None]).squeeze(-1).where(owned_C, 0)
+            target_C = (
+                logits_CV.gather(-1, local_C.clamp(0, parts - 1)[:, None])
+                .squeeze(-1)
+                .where(owned_C, 0)
+            )
         sums_3C = torch.stack([target_C, weights_CV.sum(-1), (weights_CV * logits_CV).sum(-1)])
         if self.group is not None:
             dist.all_reduce(sums_3C, group=self.group)
         target_C, total_C, weighted_C = sums_3C
         return target_C, largest_C + total_C.log(), weighted_C / total_C
 
-    def add_to_target(self, values_CV: torch.Tensor, targets_C: torch.Tensor, amounts_C1: torch.Tensor) -> None:
+    def add_to_target(
+        self, values_CV: torch.Tensor, targets_C: torch.Tensor, amounts_C1: torch.Tensor
+    ) -> None:
         """Add to each token's own entry of this rank's part, where it is in it."""
         local_C = targets_C - self.offset
         parts = values_CV.shape[-1]
         owned_C1 = ((local_C >= 0) & (local_C < parts))[:, None]
         if parts:
-            values_CV.scatter_add_(-1, local_C.clamp(0, parts - 1)[:, None], amounts_C1.where(owned_C1, 0))
+            values_CV.scatter_add_(
+                -1, local_C.clamp(0, parts - 1)[:, None], amounts_C1.where(owned_C1, 0)
+            )
 
 
 class LogprobHead(Linear):
@@ -88,11 +98,17 @@ class LogprobHead(Linear):
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         mesh = parallel_dims.get_optional_mesh("tp")
-        self._shard = VocabularyShard.of(self.out_features, None if mesh is None else mesh.get_group())
+        self._shard = VocabularyShard.of(
+            self.out_features, None if mesh is None else mesh.get_group()
+        )
         super().parallelize(parallel_dims)
 
     def forward(  # type: ignore[override]  # it shares only the weight with Linear, and returns log-probabilities
-        self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, temperatures_N: torch.Tensor, chunk_tokens: int | None = None
+        self,
+        hidden_ND: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperatures_N: torch.Tensor,
+        chunk_tokens: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability of each target, and entropy of each distribution, both of the logits divided by the temperature.
 
@@ -106,13 +122,26 @@ class LogprobHead(Linear):
         weight_VD = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
         count, missing = len(targets_N), -len(targets_N) % chunk if self.compile_chunks else 0
         if missing:
-            hidden_ND, targets_N = F.pad(hidden_ND, (0, 0, 0, missing)), F.pad(targets_N, (0, missing))
+            hidden_ND, targets_N = (
+                F.pad(hidden_ND, (0, 0, 0, missing)),
+                F.pad(targets_N, (0, missing)),
+            )
             temperatures_N = F.pad(temperatures_N, (0, missing), value=1.0)
         logprobs_N, entropy_N = _ChunkedLogprobs.apply(
-            hidden_ND, weight_VD, targets_N.long(), temperatures_N, chunk, self._shard, self.compile_chunks
+            hidden_ND,
+            weight_VD,
+            targets_N.long(),
+            temperatures_N,
+            chunk,
+            self._shard,
+            self.compile_chunks,
         )
         # FSDP waits for the gradient of what a module returns, and wants no views of it.
-        return (logprobs_N[:count].clone(), entropy_N[:count].clone()) if missing else (logprobs_N, entropy_N)
+        return (
+            (logprobs_N[:count].clone(), entropy_N[:count].clone())
+            if missing
+            else (logprobs_N, entropy_N)
+        )
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -130,7 +159,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             entropies.append(normaliser_C - mean_C)
             normalisers.append(normaliser_C)
         ctx.chunk, ctx.shard, ctx.compiled = chunk, shard, compiled
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, temperatures_N, _cat(normalisers, hidden_ND))
+        ctx.save_for_backward(
+            hidden_ND, weight_VD, targets_N, temperatures_N, _cat(normalisers, hidden_ND)
+        )
         entropy_N = _cat(entropies, hidden_ND)
         ctx.mark_non_differentiable(entropy_N)
         return _cat(logprobs, hidden_ND), entropy_N
@@ -147,7 +178,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
             # d logp / d logits = onehot(target) - softmax, and the logits were divided by the temperature.
             scale_C1 = (grad_N[part] / temperatures_N[part])[:, None].to(normaliser_N.dtype)
             grad_logits_CV = gradient(
-                hidden_ND[part], weight_VD, temperatures_N[part], targets_N[part], normaliser_N[part], scale_C1, ctx.shard
+                hidden_ND[part],
+                weight_VD,
+                temperatures_N[part],
+                targets_N[part],
+                normaliser_N[part],
+                scale_C1,
+                ctx.shard,
             )
             grad_hidden_ND[part] = grad_logits_CV @ weight_VD
             if grad_weight_VD is not None:
@@ -163,7 +200,9 @@ def _statistics(hidden_CD, weight_VD, temperatures_C, targets_C, shard):
 
 def _gradient(hidden_CD, weight_VD, temperatures_C, targets_C, normaliser_C, scale_C1, shard):
     """[C, V], of a chunk's logits before the temperature, in the weight's dtype."""
-    grad_logits_CV = _logits(hidden_CD, weight_VD, temperatures_C).sub_(normaliser_C[:, None]).exp_()
+    grad_logits_CV = (
+        _logits(hidden_CD, weight_VD, temperatures_C).sub_(normaliser_C[:, None]).exp_()
+    )
     grad_logits_CV.mul_(-scale_C1)
     shard.add_to_target(grad_logits_CV, targets_C, scale_C1)
     return grad_logits_CV.to(weight_VD.dtype)
@@ -174,7 +213,9 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
-def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperatures_C: torch.Tensor) -> torch.Tensor:
+def _logits(
+    hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperatures_C: torch.Tensor
+) -> torch.Tensor:
     """In the precision the generator uses: the product in the weights' dtype, all after it in float32 (or float64)."""
     logits_CV = F.linear(hidden_CD, weight_VD)
     logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
@@ -187,4 +228,8 @@ def _chunks(count: int, size: int) -> list[slice]:
 
 def _cat(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """A rank without a member token has no parts, and still needs a tensor in the graph."""
-    return torch.cat(parts) if parts else like.new_zeros(0, dtype=torch.promote_types(like.dtype, torch.float32))
+    return (
+        torch.cat(parts)
+        if parts
+        else like.new_zeros(0, dtype=torch.promote_types(like.dtype, torch.float32))
+    )

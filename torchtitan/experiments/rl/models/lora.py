@@ -27,7 +27,13 @@ from torchtitan.components.lora import LoRAConverter
 from torchtitan.experiments.rl.bounds import NonEmptyStr, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.compat.torchtitan.models import split_of_fused
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.models.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Shape, read_header, read_shapes
+from torchtitan.experiments.rl.models.hub import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    Shape,
+    read_header,
+    read_shapes,
+)
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.model_spec import ModelSpec
 
@@ -62,7 +68,9 @@ def with_lora(spec: ModelSpec, lora: LoRA.Config) -> ModelSpec:
     Raises:
         ConfigError: a target that names no matrix of the layers.
     """
-    matrices = [name for name, *_ in spec.model.traverse(Linear.Config) if name.startswith("layers.")]
+    matrices = [
+        name for name, *_ in spec.model.traverse(Linear.Config) if name.startswith("layers.")
+    ]
     found = {name.rpartition(".")[2] for name in matrices if ".moe." not in name}
     targets = sorted(found) if lora.targets == "all-linear" else list(lora.targets)
     if unknown := [name for name in targets if name not in found]:
@@ -71,8 +79,14 @@ def with_lora(spec: ModelSpec, lora: LoRA.Config) -> ModelSpec:
             cure += "; experts have no adapters"
         raise ConfigError(f"{FIELD}.targets", lora.targets, cure)
     if not targets:
-        raise ConfigError(f"{FIELD}.targets", lora.targets, "nothing would be trained; name a matrix, or all-linear")
-    converter = LoRAConverter(LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=targets))
+        raise ConfigError(
+            f"{FIELD}.targets",
+            lora.targets,
+            "nothing would be trained; name a matrix, or all-linear",
+        )
+    converter = LoRAConverter(
+        LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=targets)
+    )
     converted: Any = converter.convert(spec.model)
     return replace(spec, model=converted)
 
@@ -98,13 +112,18 @@ class Adapters:
         held      "math": A B    "code": A B
     """
 
-    def __init__(self, model: nn.Module, spec: ModelSpec, lora: LoRA.Config, names: Sequence[str] = ("",)):
+    def __init__(
+        self, model: nn.Module, spec: ModelSpec, lora: LoRA.Config, names: Sequence[str] = ("",)
+    ):
         """``names``: of adapters, in order. "" is that of a run with one."""
         self.lora, self.names = lora, tuple(names)
         self._model, self._parameters = model, trained_state(model)
         self._active, self._gradients = self.names[0], dict[str, list[torch.Tensor | None]]()
         own = {key: parameter.detach() for key, parameter in self._parameters.items()}
-        self.held = {name: own if len(self.names) == 1 else {k: v.clone() for k, v in own.items()} for name in self.names}
+        self.held = {
+            name: own if len(self.names) == 1 else {k: v.clone() for k, v in own.items()}
+            for name in self.names
+        }
         """By name: what is trained, as it is after the last step."""
         assert spec.state_dict_adapter is not None, "every family has one"
         to_hub = spec.state_dict_adapter(spec.model, None).to_hf
@@ -117,7 +136,9 @@ class Adapters:
                 if matrix not in of_first:
                     parent = modules[name.rpartition(".")[0]]
                     found = _hub_rows(name, module, parent, to_hub)
-                    of_first[matrix] = {hub.replace(f".{layer}.", ".{}.", 1): own for hub, own in found.items()}
+                    of_first[matrix] = {
+                        hub.replace(f".{layer}.", ".{}.", 1): own for hub, own in found.items()
+                    }
                 rows = {hub.format(layer): own for hub, own in of_first[matrix].items()}
                 self._adapted.append(_Adapted(name, module, rows))
 
@@ -160,14 +181,23 @@ class Adapters:
         given = {} if path is None else read_adapter(Path(path), self.lora, self._shapes())
         for adapted in self._adapted:
             a, b = adapted.module.lora_a.weight, adapted.module.lora_b.weight
-            seed = int.from_bytes(hashlib.sha256(f"{SEED} {adapted.name}".encode()).digest()[:8], "big") >> 1
+            seed = (
+                int.from_bytes(
+                    hashlib.sha256(f"{SEED} {adapted.name}".encode()).digest()[:8], "big"
+                )
+                >> 1
+            )
             bound = 1 / math.sqrt(a.shape[1])
-            first_a = torch.empty(a.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+            first_a = torch.empty(a.shape).uniform_(
+                -bound, bound, generator=torch.Generator().manual_seed(seed)
+            )
             first_b = torch.zeros(b.shape)
             found = []
             for hub, rows in adapted.rows.items():
                 if given:
-                    own_a, own_b = (given[f"{PEFT_PREFIX}{hub}.lora_{part}.weight"].float() for part in "AB")
+                    own_a, own_b = (
+                        given[f"{PEFT_PREFIX}{hub}.lora_{part}.weight"].float() for part in "AB"
+                    )
                     found.append(own_a)
                     first_b[rows] = own_b
             if any(not torch.equal(found[0], other) for other in found):
@@ -185,7 +215,9 @@ class Adapters:
         for adapted in self._adapted:
             of_target = shapes.setdefault(target_of(adapted.name), {})
             for hub, rows in adapted.rows.items():
-                of_target |= pair_shapes(hub, (len(rows), adapted.module.lora_a.weight.shape[1]), self.lora.rank)
+                of_target |= pair_shapes(
+                    hub, (len(rows), adapted.module.lora_a.weight.shape[1]), self.lora.rank
+                )
         return shapes
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -245,7 +277,11 @@ def forget_gathered(model: nn.Module) -> None:
 
 def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters that are trained, by the names of a checkpoint."""
-    return {_clean(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        _clean(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def adapter_sizes(folder: Path, *, field: str) -> tuple[int, float]:
@@ -260,9 +296,19 @@ def adapter_sizes(folder: Path, *, field: str) -> tuple[int, float]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         cure = f"is no folder of PEFT, such as a run's policy/step-N/adapter: {ADAPTER_CONFIG}: {error}"
         raise ConfigError(field, str(folder), cure) from error
-    unknown = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias")
+    unknown = (
+        "use_dora",
+        "use_rslora",
+        "modules_to_save",
+        "rank_pattern",
+        "alpha_pattern",
+        "fan_in_fan_out",
+        "lora_bias",
+    )
     if names := [name for name in unknown if config.get(name)]:
-        raise ConfigError(field, str(folder), f"its {names[0]} is set: such adapters are not trained here")
+        raise ConfigError(
+            field, str(folder), f"its {names[0]} is set: such adapters are not trained here"
+        )
     return rank, alpha
 
 
@@ -283,10 +329,16 @@ def adapter_base(folder: Path, *, field: str) -> str:
         ConfigError: by ``field``: it names none.
     """
     with suppress(OSError, ValueError, AttributeError):
-        base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get(
+            "base_model_name_or_path"
+        )
         if isinstance(base, str) and base:
             return base
-    raise ConfigError(field, str(folder), f"its {ADAPTER_CONFIG} names no base_model_name_or_path: name the base as --model")
+    raise ConfigError(
+        field,
+        str(folder),
+        f"its {ADAPTER_CONFIG} names no base_model_name_or_path: name the base as --model",
+    )
 
 
 def pair_shapes(module: str, weight: Sequence[int], rank: int) -> dict[str, Shape]:
@@ -316,9 +368,13 @@ def adapter_shapes(spec: ModelSpec, lora: LoRA.Config) -> AdapterShapes:
         if hasattr(module, "lora_b"):
             parent = name.rpartition(".")[0]
             of_target = shapes.setdefault(target_of(name), {})
-            weights = split_of_fused(modules[parent], {f"{name}.weight": module.weight}, prefix=f"{parent}.")
+            weights = split_of_fused(
+                modules[parent], {f"{name}.weight": module.weight}, prefix=f"{parent}."
+            )
             for hub, weight in to_hub(weights).items():
-                of_target |= pair_shapes(hub.removesuffix(".weight"), tuple(weight.shape), lora.rank)
+                of_target |= pair_shapes(
+                    hub.removesuffix(".weight"), tuple(weight.shape), lora.rank
+                )
     return shapes
 
 
@@ -340,13 +396,19 @@ def check_adapter(folder: Path, lora: LoRA.Config, shapes: AdapterShapes) -> Non
     expected = {name: shape for of_target in shapes.values() for name, shape in of_target.items()}
     for name in found:
         if name not in expected:
-            raise ConfigError(field, str(folder), f"it has {name}, which is no adapter of {FIELD}.targets in this model")
+            raise ConfigError(
+                field,
+                str(folder),
+                f"it has {name}, which is no adapter of {FIELD}.targets in this model",
+            )
     absent = [name for name in expected if name not in found]
     if absent:
         whole = [target for target, of_target in shapes.items() if of_target.keys() <= found.keys()]
         cure = "name a whole adapter"
         if len(found) == sum(len(shapes[target]) for target in whole):
-            cure = f"train the matrices that it has: --trainer.lora.targets {' '.join(sorted(whole))}"
+            cure = (
+                f"train the matrices that it has: --trainer.lora.targets {' '.join(sorted(whole))}"
+            )
         fault = f"it has no {absent[0]}, and lacks {len(absent)} of the {len(expected)} tensors of {FIELD}.targets"
         raise ConfigError(field, str(folder), f"{fault}: {cure}")
     for name, shape in found.items():
@@ -367,7 +429,9 @@ def adapter_header(folder: Path, *, field: str) -> dict[str, Shape]:
         raise ConfigError(field, str(folder), cure)
     shapes = read_header(file, str(folder), field=field)
     if not shapes:
-        raise ConfigError(field, str(folder), f"its {ADAPTER_WEIGHTS} has no tensors: save the adapter again")
+        raise ConfigError(
+            field, str(folder), f"its {ADAPTER_WEIGHTS} has no tensors: save the adapter again"
+        )
     return shapes
 
 
@@ -377,7 +441,9 @@ def read_adapter(folder: Path, lora: LoRA.Config, shapes: AdapterShapes) -> dict
     return load_file(folder / ADAPTER_WEIGHTS)
 
 
-def write_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoRA.Config, *, base: str) -> None:
+def write_adapter(
+    folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoRA.Config, *, base: str
+) -> None:
     """Write a PEFT folder. ``tensors``: of ``Adapters.peft``. ``base``: path or name of the base model."""
     folder.mkdir(parents=True)
     targets = sorted({name.split(".")[-3] for name in tensors})
@@ -393,7 +459,11 @@ def write_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoRA.
         "inference_mode": True,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / ADAPTER_WEIGHTS,
+        {"format": "pt"},
+    )
 
 
 def merge_adapter(folder: Path, base: Path, target: Path, *, field: str) -> None:
@@ -418,14 +488,23 @@ def merge_adapter(folder: Path, base: Path, target: Path, *, field: str) -> None
             cure = f"{name} has shape {list(shape)}, and that of {base} has {list(pair[name])}: name its base as --model"
             raise ConfigError(field, str(folder), cure)
         if absent := [other for other in pair if other not in found]:
-            raise ConfigError(field, str(folder), f"it has {name}, and no {absent[0]}: name a whole adapter")
+            raise ConfigError(
+                field, str(folder), f"it has {name}, and no {absent[0]}: name a whole adapter"
+            )
     being_written = target.with_name(f".{target.name}.partial")
     shutil.rmtree(being_written, ignore_errors=True)  # of a command that was killed
-    write_merged(being_written, load_file(folder / ADAPTER_WEIGHTS), LoRA.Config(rank=rank, alpha=alpha), base=base)
+    write_merged(
+        being_written,
+        load_file(folder / ADAPTER_WEIGHTS),
+        LoRA.Config(rank=rank, alpha=alpha),
+        base=base,
+    )
     being_written.rename(target)
 
 
-def write_merged(folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoRA.Config, *, base: Path) -> None:
+def write_merged(
+    folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoRA.Config, *, base: Path
+) -> None:
     """Write a hub folder: the base with the adapters added in float32, each value then as the base has it.
 
     Args:
@@ -445,8 +524,12 @@ def write_merged(folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoRA.C
         weights = load_file(file)
         for module in sorted(added):
             if (weight := weights.get(f"{module}.weight")) is not None:
-                a, b = (tensors[f"{PEFT_PREFIX}{module}.lora_{part}.weight"].float() for part in "AB")
-                weights[f"{module}.weight"] = (weight.float() + lora.scaling * (b @ a)).to(weight.dtype)
+                a, b = (
+                    tensors[f"{PEFT_PREFIX}{module}.lora_{part}.weight"].float() for part in "AB"
+                )
+                weights[f"{module}.weight"] = (weight.float() + lora.scaling * (b @ a)).to(
+                    weight.dtype
+                )
                 added.discard(module)
         save_file(weights, folder / file.name, metadata)
     if added:
@@ -459,7 +542,11 @@ def _hub_rows(
     """By hub module: the rows of torchtitan's matrix that it has, in its order. The numbers of the rows go the way of a weight:
     as a matrix of the weight's shape, each row of which holds its number."""
     out, width = module.out_features, module.in_features
-    numbers = {f"{name}.weight": torch.arange(out, dtype=torch.int32)[:, None].expand(out, width).contiguous()}
+    numbers = {
+        f"{name}.weight": torch.arange(out, dtype=torch.int32)[:, None]
+        .expand(out, width)
+        .contiguous()
+    }
     hub = to_hub(split_of_fused(parent, numbers, prefix=f"{name.rpartition('.')[0]}."))
     return {key.removesuffix(".weight"): matrix[:, 0].long() for key, matrix in hub.items()}
 
@@ -476,6 +563,10 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
 def _fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     if isinstance(parameter, DTensor):
         whole = whole.to(parameter.device_mesh.device_type, parameter.dtype)
-        parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+        parameter.copy_(
+            distribute_tensor(
+                whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+        )
     else:
         parameter.copy_(whole)

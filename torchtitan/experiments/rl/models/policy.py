@@ -37,7 +37,10 @@ def model_positions(model: ModelConfig) -> int:
     """Longest sequence that the model has positions for, by the flavor and by config.json if there is one."""
     positions = decoder_config(_base_spec(model)[1]).max_seq_len
     try:
-        return min(positions, HubConfig.read(model.hf_assets_path).size("max_position_embeddings", positions))
+        return min(
+            positions,
+            HubConfig.read(model.hf_assets_path).size("max_position_embeddings", positions),
+        )
     except MissingError:
         return positions
 
@@ -63,7 +66,9 @@ def policy_spec(
     config.lm_head = recast(config.lm_head, LogprobHead.Config, chunk_tokens=chunk_tokens)
     for layer in config.layers:
         # Non-Trainer configs skip torchtitan's own resize of the rotary cache.
-        rotary = min(max_seq_len, decoder.max_seq_len)  # positions begin anew with each sample of a row
+        rotary = min(
+            max_seq_len, decoder.max_seq_len
+        )  # positions begin anew with each sample of a row
         layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=rotary)
         if device == "cpu":
             layer.attention.inner_attention = CPUVarlenAttention.Config()
@@ -84,7 +89,10 @@ def hub_shapes(spec: ModelSpec) -> dict[str, Shape]:
     with torch.device("meta"):
         state = spec.model.build().state_dict()
     assert spec.state_dict_adapter is not None, "every family has one"
-    return {name: tuple(tensor.shape) for name, tensor in spec.state_dict_adapter(spec.model, None).to_hf(state).items()}
+    return {
+        name: tuple(tensor.shape)
+        for name, tensor in spec.state_dict_adapter(spec.model, None).to_hf(state).items()
+    }
 
 
 def decoder_config(spec: ModelSpec) -> Decoder.Config:
@@ -151,7 +159,11 @@ def family_of_flavor(flavor: str, path: str) -> tuple[ModelFamily, str]:
     Raises:
         ConfigError: no family has the flavor, or several have it and the folder does not tell which is meant.
     """
-    known = {f"{family.name}/{name}": (family, name) for family in FAMILIES.values() for name in family.flavors}
+    known = {
+        f"{family.name}/{name}": (family, name)
+        for family in FAMILIES.values()
+        for name in family.flavors
+    }
     if flavor in known:
         return known[flavor]
     meant = {full: found for full, found in known.items() if found[1] == flavor}
@@ -162,7 +174,9 @@ def family_of_flavor(flavor: str, path: str) -> tuple[ModelFamily, str]:
             architecture = HubConfig.read(path).architecture
         except ConfigError:  # a flavor can be planned with before its folder is there
             architecture = ""
-        meant = {full: found for full, found in meant.items() if FAMILIES.get(architecture) is found[0]} or meant
+        meant = {
+            full: found for full, found in meant.items() if FAMILIES.get(architecture) is found[0]
+        } or meant
     if len(meant) > 1:
         raise ConfigError("model.flavor", flavor, f"choose one of {', '.join(meant)}")
     return next(iter(meant.values()))
@@ -189,7 +203,11 @@ def check_flavor(flavor: str, family: ModelFamily, decoder: Decoder.Config, path
     for name, size in _sizes(decoder).items():
         value = hub.rope.get(name) if name == "rope_theta" else hub.get(name)
         if None not in (value, size) and value != size:
-            raise ConfigError("model.flavor", flavor, f"it has {name} = {size}, and config.json of {path} has {value}; {cure}")
+            raise ConfigError(
+                "model.flavor",
+                flavor,
+                f"it has {name} = {size}, and config.json of {path} has {value}; {cure}",
+            )
 
 
 def _sizes(decoder: Decoder.Config) -> dict[str, Any]:
@@ -209,4 +227,8 @@ def _sizes(decoder: Decoder.Config) -> dict[str, Any]:
     if moe is None:
         return sizes | {"intermediate_size": layer.feed_forward.w1.out_features}
     experts = moe.routed_experts.inner_experts.hidden_dim
-    return sizes | {"num_experts": moe.num_experts, "num_experts_per_tok": moe.router.top_k, "moe_intermediate_size": experts}
+    return sizes | {
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.router.top_k,
+        "moe_intermediate_size": experts,
+    }

@@ -6,10 +6,19 @@ from functools import partial
 from typing import Any
 
 from torchtitan.experiments.rl.models.decoder import LogprobDecoder
-from torchtitan.experiments.rl.models.family import UNUSED_INIT, ModelFamily, dense_decoder, head_dim
+from torchtitan.experiments.rl.models.family import (
+    UNUSED_INIT,
+    ModelFamily,
+    dense_decoder,
+    head_dim,
+)
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.models.common import CosSinRoPE, Decoder
-from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
+from torchtitan.models.common.config_utils import (
+    make_moe_config,
+    make_routed_experts_config,
+    make_router_config,
+)
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.qwen3 import model_registry, parallelize_qwen3, qwen3_configs
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
@@ -22,14 +31,23 @@ class Qwen3Policy(LogprobDecoder, Qwen3Model):
         pass
 
 
-def _model_of(hub: HubConfig, experts: Callable[[HubConfig], MoE.Config] | None = None) -> Decoder.Config:
+def _model_of(
+    hub: HubConfig, experts: Callable[[HubConfig], MoE.Config] | None = None
+) -> Decoder.Config:
     hub.require("use_sliding_window", False)
     hub.rope.require("rope_type", "default")
     rope = CosSinRoPE.Config(
-        dim=head_dim(hub), max_seq_len=hub.size("max_position_embeddings"), theta=hub.rope.positive("rope_theta")
+        dim=head_dim(hub),
+        max_seq_len=hub.size("max_position_embeddings"),
+        theta=hub.rope.positive("rope_theta"),
     )
     return dense_decoder(
-        hub, model=Qwen3Model.Config, block=Qwen3TransformerBlock.Config, rope=rope, qk_norm=True, experts=experts
+        hub,
+        model=Qwen3Model.Config,
+        block=Qwen3TransformerBlock.Config,
+        rope=rope,
+        qk_norm=True,
+        experts=experts,
     )
 
 
@@ -37,17 +55,26 @@ def _experts_of(hub: HubConfig) -> MoE.Config:
     hub.require("decoder_sparse_step", 1)
     hub.require("mlp_only_layers", [])
     # transformers 5 writes the second name.
-    count, chosen = hub.size("num_experts", hub.get("num_local_experts")), hub.size("num_experts_per_tok")
+    count, chosen = (
+        hub.size("num_experts", hub.get("num_local_experts")),
+        hub.size("num_experts_per_tok"),
+    )
     if chosen > count:
         raise hub.error(f"its config.json has num_experts_per_tok = {chosen}, and {count} experts")
     sizes: dict[str, Any] = dict(dim=hub.size("hidden_size"), num_experts=count, top_k=chosen)
     return make_moe_config(
         num_experts=count,
         router=make_router_config(
-            **sizes, gate_param_init=UNUSED_INIT, score_func="softmax", route_norm=hub.get("norm_topk_prob", False)
+            **sizes,
+            gate_param_init=UNUSED_INIT,
+            score_func="softmax",
+            route_norm=hub.get("norm_topk_prob", False),
         ),
         routed_experts=make_routed_experts_config(
-            **sizes, hidden_dim=hub.size("moe_intermediate_size"), param_init=UNUSED_INIT, comm_backend="standard"
+            **sizes,
+            hidden_dim=hub.size("moe_intermediate_size"),
+            param_init=UNUSED_INIT,
+            comm_backend="standard",
         ),
     )
 

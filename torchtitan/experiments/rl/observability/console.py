@@ -169,7 +169,9 @@ class RunSummary:
     """Of ``steps``, those that the run had when this command resumed it."""
 
 
-def header_lines(run_dir: Path, *, config: str, model: str, sizes: Mapping[str, object]) -> list[str]:
+def header_lines(
+    run_dir: Path, *, config: str, model: str, sizes: Mapping[str, object]
+) -> list[str]:
     """
     Args:
         config: its name.
@@ -190,7 +192,9 @@ def title_line() -> str:
     return " ".join(title.rjust(width) for title, width in _COLUMNS.items())
 
 
-def step_line(step: int, total: int, metrics: Mapping[str, float], val: tuple[float, int] | None = None) -> str:
+def step_line(
+    step: int, total: int, metrics: Mapping[str, float], val: tuple[float, int] | None = None
+) -> str:
     """
     Args:
         metrics: of the step. No reward: none is given (distillation, supervised).
@@ -205,7 +209,9 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], val: tuple[fl
         *(_seconds(metrics.get(f"time/{name}_s", 0.0)) for name in ("wait", "train", "sync")),
         str(metrics["batch/dropped_groups"]),
     )
-    return " ".join(cell.rjust(width) for cell, width in zip(cells, _COLUMNS.values(), strict=True)).rstrip()
+    return " ".join(
+        cell.rjust(width) for cell, width in zip(cells, _COLUMNS.values(), strict=True)
+    ).rstrip()
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
@@ -217,7 +223,10 @@ def summary_lines(summary: RunSummary) -> list[str]:
     if first is not None and last is not None:
         facts["validation"] = f"reward {_reward(first)} -> {_reward(last)} ({last - first:+.3f})"
     lines = ["", *(_labelled(*fact) for fact in facts.items())]
-    lines += _wrapped("rollouts", [f"{count:,} {_in_words(column)}" for column, count in summary.ledger.items() if count])
+    lines += _wrapped(
+        "rollouts",
+        [f"{count:,} {_in_words(column)}" for column, count in summary.ledger.items() if count],
+    )
     facts = {} if summary.run_dir is None else {"folder": near(summary.run_dir)}
     facts |= {name: str(_within(summary.run_dir, path)) for name, path in summary.files.items()}
     if summary.not_saved is not None:
@@ -230,7 +239,11 @@ def _in_words(column: str) -> str:
     task, _, name = column.partition("/")
     kind, _, detail = name.partition("/")
     detail = detail.rpartition("/")[2].replace("_", " ")
-    said = {"trained": "trained on", "filtered": f"left out ({detail})", "failed": f"failed ({detail})"}
+    said = {
+        "trained": "trained on",
+        "filtered": f"left out ({detail})",
+        "failed": f"failed ({detail})",
+    }
     return f"{task} {said.get(kind, name)}"
 
 
@@ -281,10 +294,16 @@ class Console:
     def begin(self, steps_done: int, total_steps: int) -> None:
         self._progress.begin(steps_done, total_steps)
 
-    def header(self, run_dir: Path, *, config: str, model: str, sizes: Mapping[str, object]) -> None:
-        self._print(*map(printable_line, header_lines(run_dir, config=config, model=model, sizes=sizes)))
+    def header(
+        self, run_dir: Path, *, config: str, model: str, sizes: Mapping[str, object]
+    ) -> None:
+        self._print(
+            *map(printable_line, header_lines(run_dir, config=config, model=model, sizes=sizes))
+        )
 
-    def step(self, step: int, metrics: Mapping[str, float], val: tuple[float, int] | None = None) -> None:
+    def step(
+        self, step: int, metrics: Mapping[str, float], val: tuple[float, int] | None = None
+    ) -> None:
         if self._steps_printed % TITLE_EVERY == 0:
             self._print(self._coloured(title_line(), BOLD))
         self._steps_printed += 1
@@ -295,8 +314,12 @@ class Console:
     def note(self, text: str, traceback: str = "") -> None:
         """Print a line outside the table, such as that a run was resumed, and a traceback under it."""
         text, width = printable_line(text), columns(self._stream)
-        if self._live is not None and len(text) > width:  # elsewhere it stays whole: a line is a message there
-            text = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        if (
+            self._live is not None and len(text) > width
+        ):  # elsewhere it stays whole: a line is a message there
+            text = textwrap.fill(
+                text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            )
         self._print(text, *map(printable_line, traceback.splitlines()))
 
     def summary(self, summary: RunSummary) -> None:
@@ -323,7 +346,9 @@ def write_line(stream: TextIO, text: str) -> None:
     except (OSError, ValueError) as error:  # ValueError: it is closed
         logger.warning("the console can't be written any more (%s); the run goes on", error)
         try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else Python fails at exit, on what is still buffered
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), stream.fileno()
+            )  # else Python fails at exit, on what is still buffered
         except (OSError, ValueError):
             pass
 
@@ -381,7 +406,13 @@ def _seconds(value: float) -> str:
 
 
 def _count(value: float) -> str:
-    return f"{value / 1e6:.1f}M" if value >= 1e6 else f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
+    return (
+        f"{value / 1e6:.1f}M"
+        if value >= 1e6
+        else f"{value / 1e3:.1f}k"
+        if value >= 1e3
+        else f"{value:.0f}"
+    )
 
 
 def _duration(seconds: float) -> str:

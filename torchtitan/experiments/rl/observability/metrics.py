@@ -22,7 +22,14 @@ from torchtitan.config.configurable import Configurable
 from torchtitan.experiments.rl.bounds import NonEmptyStr, NonNegativeInt, PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.rollouts import shown_message, spoken
-from torchtitan.experiments.rl.observability.trackers import Table, TrackedRun, Tracker, TrackioTracker, WandbMode, WandbTracker
+from torchtitan.experiments.rl.observability.trackers import (
+    Table,
+    TrackedRun,
+    Tracker,
+    TrackioTracker,
+    WandbMode,
+    WandbTracker,
+)
 from torchtitan.experiments.rl.printable import one_sentence, printable
 from torchtitan.experiments.rl.rollouts.record_file import METRICS_FILE, RecordFile
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
@@ -85,16 +92,22 @@ class MetricsLogger(Configurable):
                     if name.startswith("trackers["):
                         raise
                     # The field that people set: wandb_mode, and not wandb.mode.
-                    raise type(error)(error.field.replace(f"{own}.", f"{own}_"), error.value, error.cure) from None
+                    raise type(error)(
+                        error.field.replace(f"{own}.", f"{own}_"), error.value, error.cure
+                    ) from None
 
         def all_trackers(self) -> dict[str, Tracker.Config]:
             """By the field that names each."""
             found: dict[str, Tracker.Config] = {}
             if self.wandb:
-                found["wandb"] = WandbTracker.Config(project=self.wandb_project, mode=self.wandb_mode)
+                found["wandb"] = WandbTracker.Config(
+                    project=self.wandb_project, mode=self.wandb_mode
+                )
             if self.trackio:
                 found["trackio"] = TrackioTracker.Config(project=self.trackio_project)
-            return found | {f"trackers[{index}]": tracker for index, tracker in enumerate(self.trackers)}
+            return found | {
+                f"trackers[{index}]": tracker for index, tracker in enumerate(self.trackers)
+            }
 
     def __init__(
         self,
@@ -123,9 +136,14 @@ class MetricsLogger(Configurable):
             from torch.utils.tensorboard import SummaryWriter  # takes over a second to import
 
             purge_step = None if resume_step is None else resume_step + 1
-            self._tensorboard = SummaryWriter(str(run_dir / TENSORBOARD_FOLDER), purge_step=purge_step)
+            self._tensorboard = SummaryWriter(
+                str(run_dir / TENSORBOARD_FOLDER), purge_step=purge_step
+            )
         run = TrackedRun(folder=run_dir, config=dict(run_config or {}), resume_step=resume_step)
-        self._trackers = [BackgroundTracker(own, run, name=f"metrics.{name}") for name, own in config.all_trackers().items()]
+        self._trackers = [
+            BackgroundTracker(own, run, name=f"metrics.{name}")
+            for name, own in config.all_trackers().items()
+        ]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step.
@@ -138,7 +156,9 @@ class MetricsLogger(Configurable):
                 end with a warning.
         """
         if self._last_step is not None and step <= self._last_step:
-            raise ValueError(f"step {step} after step {self._last_step}: each step is logged once, in order")
+            raise ValueError(
+                f"step {step} after step {self._last_step}: each step is logged once, in order"
+            )
         if "step" in metrics:
             raise ValueError("a metric may not be called step: that key holds the step itself")
         values = {key: _plain_number(metrics[key]) for key in sorted(metrics)}
@@ -146,7 +166,9 @@ class MetricsLogger(Configurable):
             logger.warning("step %d: not finite, written as null: %s", step, ", ".join(lost))
         finite = {key: value for key, value in values.items() if value is not None}
         if self._file is not None:
-            self._file.append((json.dumps({"step": step, **values}, allow_nan=False) + "\n").encode())
+            self._file.append(
+                (json.dumps({"step": step, **values}, allow_nan=False) + "\n").encode()
+            )
         self._to_tensorboard(lambda writer: _add_scalars(writer, finite, step))
         for tracker in self._trackers:
             tracker.put(lambda own: own.log(step, finite))
@@ -154,7 +176,11 @@ class MetricsLogger(Configurable):
 
     def log_samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Show some conversations of a step that was logged, where the turn of a table has come."""
-        if not self.config.samples or step % self.config.samples_every or (self._tensorboard is None and not self._trackers):
+        if (
+            not self.config.samples
+            or step % self.config.samples_every
+            or (self._tensorboard is None and not self._trackers)
+        ):
             return
         table = samples_table(groups, self.config.samples)
         self._to_tensorboard(lambda writer: writer.add_text(table.name, _markdown(table), step))
@@ -180,7 +206,9 @@ class MetricsLogger(Configurable):
             if self._tensorboard is not None:
                 call(self._tensorboard)
         except Exception as error:
-            logger.warning("no further metrics are sent to %s: %s", type(self._tensorboard).__name__, error)
+            logger.warning(
+                "no further metrics are sent to %s: %s", type(self._tensorboard).__name__, error
+            )
             self._tensorboard = None
 
 
@@ -188,12 +216,17 @@ def _add_scalars(writer: Any, values: Mapping[str, float], step: int) -> None:
     """In one event: ``add_scalar`` writes one for each value. 150 values took 11 to 16 ms so, and 0.2 to 0.4 in one."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()]), step)
+    writer.file_writer.add_summary(
+        Summary(value=[Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()]), step
+    )
 
 
 def _markdown(table: Table) -> str:
     """Rows one after the other, as blocks of code: nothing in them is formatted."""
-    rows = ["\n".join(f"{name}: {value}" for name, value in zip(table.columns, row, strict=True)) for row in table.rows]
+    rows = [
+        "\n".join(f"{name}: {value}" for name, value in zip(table.columns, row, strict=True))
+        for row in table.rows
+    ]
     return "\n\n---\n\n".join(textwrap.indent(row, "    ", lambda line: True) for row in rows)
 
 
@@ -250,7 +283,9 @@ class BackgroundTracker:
         with self._turning_off:  # a close in between waits for the warning
             if self._off:
                 return
-            logger.warning("nothing more is sent to %s: %s", self._name, one_sentence(without_secrets(why)))
+            logger.warning(
+                "nothing more is sent to %s: %s", self._name, one_sentence(without_secrets(why))
+            )
             self._off = True
 
 
@@ -264,9 +299,18 @@ def without_secrets(text: str) -> str:
 
 def samples_table(groups: Sequence[RolloutGroup], most: int) -> Table:
     """One rollout each of at most ``most`` groups; of each further group another place in the group."""
-    chosen = [group.rollouts[number % len(group.rollouts)] for number, group in enumerate(groups[:most]) if group.rollouts]
+    chosen = [
+        group.rollouts[number % len(group.rollouts)]
+        for number, group in enumerate(groups[:most])
+        if group.rollouts
+    ]
     rows = [
-        (*map(printable, (rollout.rollout_id, rollout.task_name)), rollout.reward, rollout.status.value, conversation(rollout))
+        (
+            *map(printable, (rollout.rollout_id, rollout.task_name)),
+            rollout.reward,
+            rollout.status.value,
+            conversation(rollout),
+        )
         for rollout in chosen
     ]
     return Table(name="samples", columns=COLUMNS, rows=rows)
@@ -277,7 +321,10 @@ def conversation(rollout: Rollout) -> str:
     if not rollout.turns:
         return printable(rollout.error or "")[:MOST_CHARACTERS]
     last = rollout.turns[-1]
-    messages = [shown_message(message, 0) for message in (*last.prompt_messages, last.assistant_message, *last.env_messages)]
+    messages = [
+        shown_message(message, 0)
+        for message in (*last.prompt_messages, last.assistant_message, *last.env_messages)
+    ]
     text = printable("\n\n".join(f"{message['role']}: {spoken(message)}" for message in messages))
     if len(text) <= MOST_CHARACTERS:
         return text

@@ -43,17 +43,37 @@ def main(arguments: Sequence[str] | None) -> int:
     )
     parser.add_argument("path", type=Path, help="a run folder, or its rollouts.jsonl.gz")
     parser.add_argument("--task", help="only this task")
-    parser.add_argument("--outcome", default="", help='a column of the ledger, or its beginning: "trained", "failed"')
-    parser.add_argument("--group", metavar="ID", help="only the rollouts of this group, such as sum_digits-12")
-    parser.add_argument("--step", type=int, help="only groups that began when the policy had taken so many steps")
+    parser.add_argument(
+        "--outcome",
+        default="",
+        help='a column of the ledger, or its beginning: "trained", "failed"',
+    )
+    parser.add_argument(
+        "--group", metavar="ID", help="only the rollouts of this group, such as sum_digits-12"
+    )
+    parser.add_argument(
+        "--step", type=int, help="only groups that began when the policy had taken so many steps"
+    )
     parser.add_argument("--min-reward", type=float)
     parser.add_argument("--max-reward", type=float)
-    parser.add_argument("--validation", action="store_true", help="the rollouts of the evaluations, not those of training")
-    parser.add_argument("--last", action="store_true", help="the last ones that match, not the first")
     parser.add_argument(
-        "--sort", choices=SORTED_BY, help="those with the most of this first; of all that match, or of the --last"
+        "--validation",
+        action="store_true",
+        help="the rollouts of the evaluations, not those of training",
     )
-    parser.add_argument("--tokens", action="store_true", help="of each completion its token ids, with their log-probabilities")
+    parser.add_argument(
+        "--last", action="store_true", help="the last ones that match, not the first"
+    )
+    parser.add_argument(
+        "--sort",
+        choices=SORTED_BY,
+        help="those with the most of this first; of all that match, or of the --last",
+    )
+    parser.add_argument(
+        "--tokens",
+        action="store_true",
+        help="of each completion its token ids, with their log-probabilities",
+    )
     parser.add_argument("--limit", type=int, default=10, help="show so many (default 10); 0: all")
     options = parser.parse_args(arguments)
     most, shown = options.limit or None, 0
@@ -61,12 +81,21 @@ def main(arguments: Sequence[str] | None) -> int:
         found: Iterable[tuple[RecordedRollout, float | None]]
         found = deque(matching(options), most) if options.last else matching(options)
         if options.sort is not None:
-            found = sorted(found, key=lambda pair: SORTED_BY[options.sort](pair[0].rollout), reverse=True)
+            found = sorted(
+                found, key=lambda pair: SORTED_BY[options.sort](pair[0].rollout), reverse=True
+            )
         for record, mean in itertools.islice(found, most):
-            print(printable("\n".join(lines_of(record, group_mean=mean, chars=MOST, tokens=options.tokens))))
+            print(
+                printable(
+                    "\n".join(lines_of(record, group_mean=mean, chars=MOST, tokens=options.tokens))
+                )
+            )
             shown += 1
     except FileNotFoundError as error:
-        print(f"{error.filename}: no such file; was the run started with recorder.fraction = 0?", file=sys.stderr)
+        print(
+            f"{error.filename}: no such file; was the run started with recorder.fraction = 0?",
+            file=sys.stderr,
+        )
         return 1
     except BrokenPipeError:  # piped into head
         sys.stderr.close()
@@ -78,7 +107,9 @@ def main(arguments: Sequence[str] | None) -> int:
 
 def matching(options: argparse.Namespace) -> Iterator[tuple[RecordedRollout, float | None]]:
     """The records that pass the command's filters, each with the mean reward of its group."""
-    from torchtitan.experiments.rl.rollouts.recorder import read_rollouts  # imports torch, which the report's pages need not
+    from torchtitan.experiments.rl.rollouts.recorder import (
+        read_rollouts,
+    )  # imports torch, which the report's pages need not
 
     recorded = read_rollouts(options.path, "validation" if options.validation else "training")
     for group_id, records in itertools.groupby(recorded, lambda record: record.rollout.group_id):
@@ -86,7 +117,9 @@ def matching(options: argparse.Namespace) -> Iterator[tuple[RecordedRollout, flo
         rewards = [record.rollout.reward for record in group if record.rollout.reward is not None]
         mean = fmean(rewards) if rewards else None
         for record in group:
-            reward = math.nan if record.rollout.reward is None else record.rollout.reward  # no bound holds of nan
+            reward = (
+                math.nan if record.rollout.reward is None else record.rollout.reward
+            )  # no bound holds of nan
             if (
                 options.task in (None, record.rollout.task_name)
                 and options.step in (None, record.admitted_version)
@@ -131,7 +164,9 @@ def lines_of(
     for number, (turn, made) in enumerate(zip(shown, rollout.turns, strict=True)):
         of_agent = made.call is not None
         if turn["rewritten"]:
-            lines.append("   (from the beginning)" if of_agent else "   (the conversation was rewritten)")
+            lines.append(
+                "   (from the beginning)" if of_agent else "   (the conversation was rewritten)"
+            )
         for message in turn["messages"]:
             lines += _message(message)
         note = f"{turn['tokens']} tokens, {turn['generate_s']:.2f} s, {turn['finish_reason']}"
@@ -140,7 +175,9 @@ def lines_of(
         if tokens:
             lines.append(f"   tokens {_tokens(made.completion, typed=number in typed)}")
         if turn["reward_components"]:
-            lines.append(f"   env rewards {_components(turn['reward_components'])} ({turn['env_s']:.2f} s)")
+            lines.append(
+                f"   env rewards {_components(turn['reward_components'])} ({turn['env_s']:.2f} s)"
+            )
     for message in last_messages(rollout, chars):
         lines += _message(message)
     if record.left_out:
@@ -194,14 +231,23 @@ def calls_of(rollout: Rollout) -> list[str]:
     lines = []
     for number, turn in enumerate(rollout.turns, start=1):
         if turn.call is not None:
-            facts = [turn.call["dialect"], turn.call["model"], *([turn.untrained] if turn.untrained else [])]
-            lines.append(f"{'  ' * turn.call['depth']}turn {number}  {turn.call['at_s']:.2f} s  {', '.join(facts)}")
+            facts = [
+                turn.call["dialect"],
+                turn.call["model"],
+                *([turn.untrained] if turn.untrained else []),
+            ]
+            lines.append(
+                f"{'  ' * turn.call['depth']}turn {number}  {turn.call['at_s']:.2f} s  {', '.join(facts)}"
+            )
     return lines
 
 
 def last_messages(rollout: Rollout, most: int) -> list[dict[str, Any]]:
     """The env's last messages, which are in no prompt."""
-    return [shown_message(message, most) for message in (rollout.turns[-1].env_messages if rollout.turns else [])]
+    return [
+        shown_message(message, most)
+        for message in (rollout.turns[-1].env_messages if rollout.turns else [])
+    ]
 
 
 def shown_message(message: Mapping[str, Any], most: int) -> dict[str, Any]:
@@ -211,21 +257,36 @@ def shown_message(message: Mapping[str, Any], most: int) -> dict[str, Any]:
         "role": str(message.get("role")),
         "text": cut(message.get("content"), most),
         "thought": cut(message.get("reasoning_content"), most),
-        "calls": [{"name": str(call.get("name")), "arguments": cut(call.get("arguments"), most)} for call in functions],
+        "calls": [
+            {"name": str(call.get("name")), "arguments": cut(call.get("arguments"), most)}
+            for call in functions
+        ],
     }
 
 
 def cut(value: Any, most: int) -> str:
     """A value as text, without what is beyond ``most`` characters; 0: all of it. "" of None."""
-    text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if not most or len(text) <= most else f"{text[:most]}… ({len(text) - most:,} characters more)"
+    text = (
+        ""
+        if value is None
+        else value
+        if isinstance(value, str)
+        else json.dumps(value, ensure_ascii=False)
+    )
+    return (
+        text
+        if not most or len(text) <= most
+        else f"{text[:most]}… ({len(text) - most:,} characters more)"
+    )
 
 
 def spoken(shown: Mapping[str, Any]) -> str:
     """What a ``shown_message`` thinks, says and calls."""
     parts = [f"(thinks) {shown['thought']}"] if shown["thought"] else []
     parts += [shown["text"]] if shown["text"] or not shown["calls"] else []
-    return "\n".join([*parts, *(f"(calls) {call['name']}({call['arguments']})" for call in shown["calls"])])
+    return "\n".join(
+        [*parts, *(f"(calls) {call['name']}({call['arguments']})" for call in shown["calls"])]
+    )
 
 
 def _message(shown: Mapping[str, Any]) -> list[str]:
@@ -237,7 +298,11 @@ def _samples(samples: Sequence[TrainingSample]) -> str:
     text = f"{len(samples)} training sample{'s' * (len(samples) != 1)}"
     for name in ("advantages", "rl_weights", "ce_weights", "ref_kl_weights"):
         # Smallest and largest over the sampled tokens.
-        parts = [values[s.loss_mask] for s in samples if (values := getattr(s, name)) is not None and s.loss_mask.any()]
+        parts = [
+            values[s.loss_mask]
+            for s in samples
+            if (values := getattr(s, name)) is not None and s.loss_mask.any()
+        ]
         if parts:
             ends = (min(part.min() for part in parts), max(part.max() for part in parts))
             text += f", {name.replace('advantages', 'advantage')} {' to '.join(dict.fromkeys(f'{end:.3g}' for end in ends))}"
@@ -247,7 +312,9 @@ def _samples(samples: Sequence[TrainingSample]) -> str:
 def _tokens(completion: Completion, *, typed: bool) -> str:
     ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
     return " ".join(
-        map(str, ids) if typed else (f"{token}:{logprob:.2f}" for token, logprob in zip(ids, logprobs, strict=True))
+        map(str, ids)
+        if typed
+        else (f"{token}:{logprob:.2f}" for token, logprob in zip(ids, logprobs, strict=True))
     )
 
 

@@ -78,7 +78,11 @@ class TrackioTracker(Tracker):
 
         def validate(self, *, field: str) -> None:
             if importlib.util.find_spec("trackio") is None:
-                raise MissingError(f"{field}.project", self.project, "trackio is not installed: pip install trackio")
+                raise MissingError(
+                    f"{field}.project",
+                    self.project,
+                    "trackio is not installed: pip install trackio",
+                )
 
     def __init__(self, config: Config, *, run: TrackedRun):
         super().__init__(config, run=run)
@@ -106,7 +110,9 @@ class TrackioTracker(Tracker):
 
     def log_table(self, step: int, table: Table) -> None:
         if step > self._last:
-            shown = self._trackio.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+            shown = self._trackio.Table(
+                columns=list(table.columns), data=[list(row) for row in table.rows]
+            )
             self._run.log({table.name: shown}, step=step)
 
     def close(self) -> None:
@@ -131,7 +137,9 @@ class WandbTracker(Tracker):
 
         def validate(self, *, field: str) -> None:
             if self.mode == "online" and not os.environ.get("WANDB_API_KEY"):
-                raise ConfigError(f"{field}.mode", "online", "WANDB_API_KEY is not set: set it, or use offline")
+                raise ConfigError(
+                    f"{field}.mode", "online", "WANDB_API_KEY is not set: set it, or use offline"
+                )
 
     def __init__(self, config: Config, *, run: TrackedRun):
         super().__init__(config, run=run)
@@ -149,7 +157,9 @@ class WandbTracker(Tracker):
         )
         if run.resume_step is not None and config.mode == "online":
             try:
-                self.wandb_run = wandb.init(resume_from=f"{run_id}?_step={run.resume_step}", **arguments)
+                self.wandb_run = wandb.init(
+                    resume_from=f"{run_id}?_step={run.resume_step}", **arguments
+                )
                 return
             except wandb.errors.Error as error:  # not every server can; it needs the step too
                 logger.warning(
@@ -164,7 +174,9 @@ class WandbTracker(Tracker):
         self.wandb_run.log(dict(metrics), step=step)
 
     def log_table(self, step: int, table: Table) -> None:
-        shown = self._wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+        shown = self._wandb.Table(
+            columns=list(table.columns), data=[list(row) for row in table.rows]
+        )
         self.wandb_run.log({table.name: shown}, step=step)
 
     def close(self) -> None:

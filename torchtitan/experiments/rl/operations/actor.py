@@ -89,7 +89,9 @@ class Controller(Actor):
         if failure is not None:
             stopped_by = stopped_by or f"an error ({type(failure).__name__})"
         seconds = time.perf_counter() - started
-        summary = self._built.summary(wall_time_s=seconds, stopped_by=stopped_by, checkpoint=self._checkpoint)
+        summary = self._built.summary(
+            wall_time_s=seconds, stopped_by=stopped_by, checkpoint=self._checkpoint
+        )
         summary.steps_before = self._steps_before
         self._console.summary(summary)
         faults = await self._built.close()
@@ -106,7 +108,9 @@ class Controller(Actor):
 
     def __supervise__(self, failure: Any) -> bool:
         """Monarch calls this for each actor of a process that died. True: the controller runs on."""
-        self._loop.call_soon_threadsafe(lambda death: self._built.supervisor.died(death), process_death(failure))
+        self._loop.call_soon_threadsafe(
+            lambda death: self._built.supervisor.died(death), process_death(failure)
+        )
         return True
 
     def _new_run(self, resumed: Resumed | None) -> Run:
@@ -123,7 +127,9 @@ class Controller(Actor):
             failure = error
         faults = await self._built.settle()
         if isinstance(failure, ProcessLost) and self._built.writes_checkpoint:
-            return RunError(f"{failure}, and the run can't go on: a checkpoint is still being written")
+            return RunError(
+                f"{failure}, and the run can't go on: a checkpoint is still being written"
+            )
         return failure or next(iter(faults), None)
 
     async def _state_after(self, lost: ProcessLost) -> Resumed | None:
@@ -138,9 +144,15 @@ class Controller(Actor):
         except RunError as error:
             raise RunError(f"{lost}, and the run can't go on: {error}") from error
         step = 0 if resumed is None else resumed.state.step
-        how = "begins again, for it has no checkpoint" if resumed is None else f"goes on from step {step}"
+        how = (
+            "begins again, for it has no checkpoint"
+            if resumed is None
+            else f"goes on from step {step}"
+        )
         steps = self._built.steps_done - step
-        self._console.note(f"{lost}; the run {how}; {steps} step{'s' * (steps != 1)} lost ({which})")
+        self._console.note(
+            f"{lost}; the run {how}; {steps} step{'s' * (steps != 1)} lost ({which})"
+        )
         return resumed
 
     def _newest(self) -> Resumed | None:

@@ -21,7 +21,13 @@ from typing import Literal, TypeVar
 
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
-from torchtitan.experiments.rl.controller.saved_state import DropsState, MasteryState, MismatchState, NoSignalState, StallState
+from torchtitan.experiments.rl.controller.saved_state import (
+    DropsState,
+    MasteryState,
+    MismatchState,
+    NoSignalState,
+    StallState,
+)
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.printable import one_sentence, text_of
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
@@ -69,7 +75,9 @@ class FirstFailures(RunEvents):
             if rollout.reward is None and rollout.error:
                 kind = (group.task_name, _VARIES.sub("#", rollout.error))
                 if kind not in self._kinds and len(self._kinds) < MOST_KINDS:
-                    self._kinds[kind] = cause = f"{one_sentence(rollout.error)} (task {group.task_name})"
+                    self._kinds[kind] = cause = (
+                        f"{one_sentence(rollout.error)} (task {group.task_name})"
+                    )
                     line = f"a rollout failed: {cause}; the first of its kind, {self._log} has all"
                     self._note(line, rollout.traceback)
 
@@ -85,7 +93,12 @@ class StallDetectors(FirstFailures):
       tie. Each task is counted on its own, so one that is mastered ends nothing while others learn.
     """
 
-    def __init__(self, limit: int, groups_in_slot: Mapping[str, int], note: Note = lambda line, traceback: None):
+    def __init__(
+        self,
+        limit: int,
+        groups_in_slot: Mapping[str, int],
+        note: Note = lambda line, traceback: None,
+    ):
         """
         Args:
             groups_in_slot: of each task.
@@ -120,7 +133,10 @@ class StallDetectors(FirstFailures):
         if signal:
             start.signal_seen = True
             count, total = mastery.signals.get(task, (0, 0.0))
-            mastery.signals[task], mastery.ties[task] = (count + 1, total + fmean(group.rewards)), []
+            mastery.signals[task], mastery.ties[task] = (
+                (count + 1, total + fmean(group.rewards)),
+                [],
+            )
         elif group.scored and not start.signal_seen:
             start.groups += Fraction(1, self._groups_in_slot[task])
             start.mean_rewards = _counted(start.mean_rewards, [fmean(group.rewards)])
@@ -140,7 +156,9 @@ class StallDetectors(FirstFailures):
                 "raise sampling.max_tokens or env.max_rollout_tokens, and if replies should have ended before, see that the "
                 "model's end of a turn is among sampling.stop_token_ids"
             )
-        return "look at the rubric, and whether the examples are too hard or too easy for this model"
+        return (
+            "look at the rubric, and whether the examples are too hard or too easy for this model"
+        )
 
     def group_kept(self) -> None:
         self._state.drops = _no_drops()
@@ -148,7 +166,9 @@ class StallDetectors(FirstFailures):
     def groups_taken(self) -> None:
         self._state.emptied = _no_drops()
 
-    def group_dropped(self, columns: Sequence[str], group: RolloutGroup, *, signal: bool, taken: bool) -> None:
+    def group_dropped(
+        self, columns: Sequence[str], group: RolloutGroup, *, signal: bool, taken: bool
+    ) -> None:
         """
         Raises:
             RunError: too many in a row, or the first groups of the run all failed in one way.
@@ -161,14 +181,21 @@ class StallDetectors(FirstFailures):
                 self._failed = None
                 if len(self._kinds) == 1:
                     (cause,) = self._kinds.values()
-                    raise RunError(f"the first {FEW_GROUPS} groups all failed in the same way: {cause}")
+                    raise RunError(
+                        f"the first {FEW_GROUPS} groups all failed in the same way: {cause}"
+                    )
         tie = not signal and self._is_tie_of_mastered(columns, group)
         drops = self._state.emptied if taken else self._state.drops
         drops.groups, drops.ties = drops.groups + share, drops.ties + share * tie
-        drops.columns, drops.rewards = _counted(drops.columns, columns), _counted(drops.rewards, group.rewards)
+        drops.columns, drops.rewards = (
+            _counted(drops.columns, columns),
+            _counted(drops.rewards, group.rewards),
+        )
         others = drops.groups - drops.ties
         if drops.groups >= self._limit and (others >= self._limit or 2 * others >= drops.groups):
-            causes = ", ".join(f"{n} {column}" for column, n in Counter(dict(drops.columns)).most_common())
+            causes = ", ".join(
+                f"{n} {column}" for column, n in Counter(dict(drops.columns)).most_common()
+            )
             rewards = f"; rewards {_shares(drops.rewards)}" if drops.rewards else ""
             raise RunError(
                 f"{float(drops.groups):g} groups in a row gave nothing to train on (rollouts: {causes}{rewards}); see "
@@ -186,10 +213,17 @@ class StallDetectors(FirstFailures):
         """Whether filters dropped the group because its rewards tie, in a task that had a signal before."""
         mastery = self._state.mastery
         ends = [column for column in columns if not column.startswith("failed/")]
-        if not ends or group.task_name not in mastery.signals or not all(end.startswith("filtered/") for end in ends):
+        if (
+            not ends
+            or group.task_name not in mastery.signals
+            or not all(end.startswith("filtered/") for end in ends)
+        ):
             return False
         mastery.ties.setdefault(group.task_name, []).append(fmean(group.rewards))
-        if all(len(mastery.ties.get(name, [])) >= self._limit * groups for name, groups in self._groups_in_slot.items()):
+        if all(
+            len(mastery.ties.get(name, [])) >= self._limit * groups
+            for name, groups in self._groups_in_slot.items()
+        ):
             words = [
                 f"{name} at reward {fmean(mastery.ties[name]):.4g}, after groups with a learning signal at {total / count:.4g}"
                 for name, (count, total) in mastery.signals.items()
@@ -217,7 +251,10 @@ class MismatchAlarm(RunEvents):
 
     def state(self) -> list[MismatchState]:
         """What a resumed run needs to go on with the same bounds."""
-        return [MismatchState(age=age, distances=list(first)) for age, first in sorted(self._first.items())]
+        return [
+            MismatchState(age=age, distances=list(first))
+            for age, first in sorted(self._first.items())
+        ]
 
     def restore(self, state: Sequence[MismatchState]) -> None:
         self._first = {entry.age: list(entry.distances) for entry in state}
@@ -267,7 +304,11 @@ class MismatchAlarm(RunEvents):
 
 def mismatch_alarm(config: RunConfig) -> MismatchAlarm:
     """The alarm for a run's precision and its way to update weights."""
-    dtypes = {config.generator.engine.dtype, config.trainer.dtype, config.trainer.mixed_precision_param}
+    dtypes = {
+        config.generator.engine.dtype,
+        config.trainer.dtype,
+        config.trainer.mixed_precision_param,
+    }
     return MismatchAlarm(
         "bfloat16" if "bfloat16" in dtypes else "float32",
         exact=config.max_offpolicy_steps == 0 or config.generator.weight_update != "keep",
@@ -284,10 +325,14 @@ def _counted(before: list[tuple[T, int]], more: Iterable[T]) -> list[tuple[T, in
 
 def _one_reply(group: RolloutGroup) -> str:
     """Return one scored reply of a group with its reward and its row, as a part of a sentence."""
-    rollout = next((rollout for rollout in group.scored if rollout.turns or rollout.answer is not None), None)
+    rollout = next(
+        (rollout for rollout in group.scored if rollout.turns or rollout.answer is not None), None
+    )
     if rollout is None:
         return ""
-    answered = rollout.turns[-1].assistant_message["content"] if rollout.answer is None else rollout.answer
+    answered = (
+        rollout.turns[-1].assistant_message["content"] if rollout.answer is None else rollout.answer
+    )
     sample = group.data_sample
     row = f"example {sample.sample_id} ({text_of(sample.env_input, SHOWN_CHARACTERS)})"
     return f"; the last of them says {text_of(answered, SHOWN_CHARACTERS)!r} to {row} and earns {rollout.reward:.4g}"
@@ -296,4 +341,6 @@ def _one_reply(group: RolloutGroup) -> str:
 def _shares(values: list[tuple[float, int]]) -> str:
     """The most common values, each with its share."""
     counts = Counter(dict(values))
-    return ", ".join(f"{value:.4g} in {count / counts.total():.0%}" for value, count in counts.most_common(3))
+    return ", ".join(
+        f"{value:.4g} in {count / counts.total():.0%}" for value, count in counts.most_common(3)
+    )

@@ -21,7 +21,13 @@ from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.placement import Place, Placement
 from torchtitan.experiments.rl.config.resume import save_config
 from torchtitan.experiments.rl.controller.events import RunEvents
-from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner, RolloutWorker, TaskSet, WorkerRunner
+from torchtitan.experiments.rl.controller.group_runner import (
+    GroupRunner,
+    LocalRunner,
+    RolloutWorker,
+    TaskSet,
+    WorkerRunner,
+)
 from torchtitan.experiments.rl.controller.groups import groups_in_slot
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
@@ -42,7 +48,13 @@ from torchtitan.experiments.rl.observability.console import RunSummary
 from torchtitan.experiments.rl.operations.alarms import StallDetectors, mismatch_alarm
 from torchtitan.experiments.rl.operations.checkpoints import Resumed, RunCheckpoints, trainer_start
 from torchtitan.experiments.rl.operations.context import RunContext
-from torchtitan.experiments.rl.operations.provision import check_host_memory, place_run, shut_down, spawn_on, start_trainer
+from torchtitan.experiments.rl.operations.provision import (
+    check_host_memory,
+    place_run,
+    shut_down,
+    spawn_on,
+    start_trainer,
+)
 from torchtitan.experiments.rl.operations.reports import RunReports, StepProfile
 from torchtitan.experiments.rl.operations.supervision import (
     Part,
@@ -60,13 +72,20 @@ from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded, contained, sentence
+from torchtitan.experiments.rl.user_code.calls import (
+    UserCodeError,
+    call_bounded,
+    contained,
+    sentence,
+)
 from torchtitan.experiments.rl.weights.reader import WeightReader
 from torchtitan.experiments.rl.weights.sync import CanaryBound, WeightSync
 
 logger = logging.getLogger(__name__)
 
-CANARY_MESSAGES = [{"role": "user", "content": "What is 17 + 25? Think first, then give the number."}]
+CANARY_MESSAGES = [
+    {"role": "user", "content": "What is 17 + 25? Think first, then give the number."}
+]
 PART_TIMEOUT_S = 120.0
 """Of closing one part. Whatever a part waits for has a shorter limit."""
 
@@ -77,7 +96,13 @@ class Closing:
     def __init__(self) -> None:
         self.faults: list[RunError] = []
 
-    async def close(self, part: str, close: Callable[[], Awaitable[Any]], *, timeout_s: float | None = PART_TIMEOUT_S) -> None:
+    async def close(
+        self,
+        part: str,
+        close: Callable[[], Awaitable[Any]],
+        *,
+        timeout_s: float | None = PART_TIMEOUT_S,
+    ) -> None:
         """Await ``close()``, which may return a line for each fault of the user's code. Each fault is logged at once. Raises
         nothing but CancelledError of the caller."""
         try:
@@ -104,7 +129,9 @@ class RunActors:
         )
         self._hosted = hosted_models(config.tasks)
         self.supervisor = Supervisor(context.restarts, context.console, on_failure=self.fail)
-        self._frozen = FrozenClients(self._hosted, lockstep=lockstep, on_failure=on_failure, on_stopped=self._stopped)
+        self._frozen = FrozenClients(
+            self._hosted, lockstep=lockstep, on_failure=on_failure, on_stopped=self._stopped
+        )
         self.policy = GeneratorClient(
             lockstep=lockstep,
             stops_at_texts=config.generator.engine.stops_at_texts,
@@ -135,7 +162,9 @@ class RunActors:
         self._watch_hosts()
         placement = self._placement = place_run(plan, context.hosts)
         check_host_memory(plan, placement, context.hosts)
-        procs, owner = spawn_on(context.hosts, "trainer", placement.trainer, plan.device, run_dir=context.run_dir)
+        procs, owner = spawn_on(
+            context.hosts, "trainer", placement.trainer, plan.device, run_dir=context.run_dir
+        )
         trainers = procs.spawn(
             "trainer",
             PolicyTrainer,
@@ -160,7 +189,9 @@ class RunActors:
         async def start_guarded_trainer() -> set[str]:
             with self._context.console.waits.wait("the trainer to start"):
                 for rank in range(config.trainer.ranks):
-                    await self.supervisor.guard(f"trainer rank {rank}", trainers.slice(procs=rank), life)
+                    await self.supervisor.guard(
+                        f"trainer rank {rank}", trainers.slice(procs=rank), life
+                    )
                 return await start_trainer(procs, trainers)
 
         # The generators of the policy come first.
@@ -168,7 +199,9 @@ class RunActors:
             start_guarded_trainer(), *map(self.supervisor.start, self._generating.values())
         )
         readers = await self._start_readers(trainer_hosts, hosts[: config.generator.replicas])
-        self.trainer = TrainerClient(trainers, context.run_dir, life, keep_logprobs=config.recorder.trainer_logprobs)
+        self.trainer = TrainerClient(
+            trainers, context.run_dir, life, keep_logprobs=config.recorder.trainer_logprobs
+        )
         await self.trainer.connect()
         self.weights = WeightSync(
             trainers,
@@ -180,7 +213,9 @@ class RunActors:
         )
         with self._context.console.waits.wait("the first weights to reach the generators"):
             version = 0 if trainer_start is None else trainer_start.step
-            if trainer_start is not None or config.trainer.lora is not None:  # else they hold what the trainer does
+            if (
+                trainer_start is not None or config.trainer.lora is not None
+            ):  # else they hold what the trainer does
                 await self.weights.publish_start(version)
                 self.policy.version = version
             await asyncio.gather(*map(self.supervisor.connect, self._generating.values()))
@@ -201,7 +236,12 @@ class RunActors:
         if not self._context.config.rollout_workers:
             await task_set.setup(self.policy)
             return LocalRunner(self.policy, seed=self._context.config.seed)
-        await self._start_all([self._worker(index, where) for index, where in enumerate(self._placement.rollout_workers)])
+        await self._start_all(
+            [
+                self._worker(index, where)
+                for index, where in enumerate(self._placement.rollout_workers)
+            ]
+        )
         return self._worker_runner
 
     async def _start_all(self, parts: Collection[Part]) -> None:
@@ -212,7 +252,9 @@ class RunActors:
     def trainer_lost(self) -> bool:
         """Ranks were on a host that died: those of other hosts wait for them, and answer no call."""
         hosts = self._context.hosts
-        return hosts is not None and any(place.host in hosts.dead for place in self._placement.trainer)
+        return hosts is not None and any(
+            place.host in hosts.dead for place in self._placement.trainer
+        )
 
     def fail(self, failure: RunError) -> None:
         """Answer every open and future request of the rollouts with ``failure``."""
@@ -232,8 +274,13 @@ class RunActors:
         except Exception:
             logger.exception("closing the frozen models")
         dead = self._context.hosts.dead if self._context.hosts is not None else {}
-        processes = [part.process for part in reversed(self.supervisor.parts) if part.host not in dead]
-        actors, meshes = [process.actor for process in processes], [process.procs for process in processes]
+        processes = [
+            part.process for part in reversed(self.supervisor.parts) if part.host not in dead
+        ]
+        actors, meshes = (
+            [process.actor for process in processes],
+            [process.procs for process in processes],
+        )
         if self._trainer is not None and not self.trainer_lost:
             meshes.append(self._trainer[0])
             if self.supervisor.lost is None:  # else every rank of it was killed
@@ -255,14 +302,22 @@ class RunActors:
         """Of the policy, which come first, and of the hosted models."""
         config = self._context.config
         for index, where in enumerate(placement.generators):
-            self._add_generator("", index, f"generator {index}", config.generator, "generator", where)
-        for number, (model, places) in enumerate(zip(self._hosted.values(), placement.hosted, strict=True)):
+            self._add_generator(
+                "", index, f"generator {index}", config.generator, "generator", where
+            )
+        for number, (model, places) in enumerate(
+            zip(self._hosted.values(), placement.hosted, strict=True)
+        ):
             own = GeneratorConfig(engine=model.engine, replicas=model.replicas)
             for index, where in enumerate(places):
-                name = f"hosted model {model.path!r}" + (f" replica {index}" if len(places) > 1 else "")
+                name = f"hosted model {model.path!r}" + (
+                    f" replica {index}" if len(places) > 1 else ""
+                )
                 self._add_generator(model.path, index, name, own, f"hosted_{number}", where)
 
-    def _add_generator(self, model: str, index: int, name: str, generator: GeneratorConfig, role: str, where: Place) -> None:
+    def _add_generator(
+        self, model: str, index: int, name: str, generator: GeneratorConfig, role: str, where: Place
+    ) -> None:
         config, device = self._context.config, self._context.plan.device
 
         async def connect(process: PartProcess) -> None:
@@ -287,13 +342,17 @@ class RunActors:
                 role=role,
                 index=index,
                 adapters=None if model or self._trainer is None else config.served,
-                routes=not model and self._trainer is not None and config.trainer.router_replay != "off",
+                routes=not model
+                and self._trainer is not None
+                and config.trainer.router_replay != "off",
             ),
             connect=connect,
             disconnect=partial(self._replicas.lose, model, index),
         )
 
-    async def _start_readers(self, trainer_hosts: set[str], generator_hosts: Sequence[str]) -> WeightReaders | None:
+    async def _start_readers(
+        self, trainer_hosts: set[str], generator_hosts: Sequence[str]
+    ) -> WeightReaders | None:
         """Spawn and connect a weight reader on each host that needs one, on the cores of its first generator.
 
         Args:
@@ -302,7 +361,9 @@ class RunActors:
         first = first_generators(trainer_hosts, generator_hosts)
         places = [self._placement.generators[index] for index in first]
         readers = WeightReaders((f"host_{place.host}" for place in places), len(trainer_hosts))
-        await self._start_all([self._reader(readers, number, place) for number, place in enumerate(places)])
+        await self._start_all(
+            [self._reader(readers, number, place) for number, place in enumerate(places)]
+        )
         return readers if places else None
 
     def _reader(self, readers: WeightReaders, number: int, where: Place) -> Part:
@@ -316,7 +377,9 @@ class RunActors:
         return Part(
             name=f"weight reader {number}",
             host=where.host,
-            spawn=lambda label: self._spawn(label, Place(where.host, cores), "cpu", WeightReader, index=number),
+            spawn=lambda label: self._spawn(
+                label, Place(where.host, cores), "cpu", WeightReader, index=number
+            ),
             connect=partial(readers.admit, host),
             disconnect=partial(readers.lose, host),
         )
@@ -360,7 +423,13 @@ class RunActors:
         return part
 
     def _spawn(
-        self, label: str, where: Place, device: Device, actor_class: type[Actor], /, **arguments: Any
+        self,
+        label: str,
+        where: Place,
+        device: Device,
+        actor_class: type[Actor],
+        /,
+        **arguments: Any,
     ) -> tuple[ProcMesh, Any]:
         """Spawns one process, and an actor in it."""
         run_dir = self._context.run_dir
@@ -397,13 +466,17 @@ class Run:
         self._failure: Exception | None = None
         self._actors = RunActors(context, on_failure=self._fail)
         self.supervisor = self._actors.supervisor
-        self._tasks = TaskSet(config.tasks, gate=context.gate, limits=config.user_code, seed=config.seed)
+        self._tasks = TaskSet(
+            config.tasks, gate=context.gate, limits=config.user_code, seed=config.seed
+        )
         self._built: _Built | None = None
         self._building: asyncio.Task[_Built] | None = None
         self._closing = Closing()
         self._to_settle: list[tuple[str, Callable[[], Awaitable[Any]]]] = []
         """What writes the run's files and counts its rollouts, in the order it was built."""
-        self._to_close: list[tuple[str, Callable[[], Awaitable[Any]]]] = [("the actors", self._actors.close)]
+        self._to_close: list[tuple[str, Callable[[], Awaitable[Any]]]] = [
+            ("the actors", self._actors.close)
+        ]
         """What the tasks may use until they are closed."""
         self._files = {
             "metrics": run_dir / METRICS_FILE,
@@ -455,7 +528,9 @@ class Run:
                     await call_bounded(checkpoints.finish, timeout_s=PART_TIMEOUT_S)
                 except UserCodeError as unsaved:
                     logger.warning("the state before the error is not saved: %s", sentence(unsaved))
-            raise (RunError(str(explained)) if isinstance(explained, UserCodeError) else explained) from None
+            raise (
+                RunError(str(explained)) if isinstance(explained, UserCodeError) else explained
+            ) from None
 
     def stop(self) -> None:
         """End after the step that is being taken, or at once while it is being built."""
@@ -481,15 +556,23 @@ class Run:
         renderer = build_renderer(config.renderer, config.model.hf_assets_path)
         vocab_size = HubConfig.read(config.model.hf_assets_path).size("vocab_size")
         await self._tasks.build(renderer, vocab_size=vocab_size)
-        tasks, batcher = self._tasks.tasks, config.batcher.build(positions=model_positions(config.model))
+        tasks, batcher = (
+            self._tasks.tasks,
+            config.batcher.build(positions=model_positions(config.model)),
+        )
         selection = Selection(
             context.gate,
             mix=await self._user_part(
-                config.task_mix, "task_mix", weights={name: task.weight for name, task in config.tasks.items()}
+                config.task_mix,
+                "task_mix",
+                weights={name: task.weight for name, task in config.tasks.items()},
             ),
             tasks=tasks,
             **{
-                slot: [await self._user_part(entry, f"{slot}[{i}]") for i, entry in enumerate(getattr(config, slot))]
+                slot: [
+                    await self._user_part(entry, f"{slot}[{i}]")
+                    for i, entry in enumerate(getattr(config, slot))
+                ]
                 for slot in ("pre_batch_filters", "post_batch_filters")
             },
         )
@@ -502,7 +585,10 @@ class Run:
         with context.console.waits.wait("the tasks to be set up"):
             runner = await self._actors.start_runner(self._tasks)
         replay = GroupReplay(
-            config.replay, groups_per_step=context.plan.groups_per_step, seed=config.seed, load=resumed is None
+            config.replay,
+            groups_per_step=context.plan.groups_per_step,
+            seed=config.seed,
+            load=resumed is None,
         )
         recorder = config.recorder.build(run_dir=context.run_dir)
         self._to_settle.append(("the recorder", partial(self._close_recorder, recorder)))
@@ -510,17 +596,26 @@ class Run:
             context,
             metrics=metrics,
             compares_rewards=any(task.algorithm.group_relative for task in tasks.values()),
-            validations=(resumed.state.first_validation, resumed.state.last_validation) if resumed is not None else (),
+            validations=(resumed.state.first_validation, resumed.state.last_validation)
+            if resumed is not None
+            else (),
         )
         slots = {name: groups_in_slot(task) for name, task in tasks.items()}
-        stall, alarm = StallDetectors(config.max_drops_in_a_row, slots, context.console.note), mismatch_alarm(config)
-        profile = StepProfile(config.profile_steps, run_dir=context.run_dir, processes=self.supervisor.processes)
+        stall, alarm = (
+            StallDetectors(config.max_drops_in_a_row, slots, context.console.note),
+            mismatch_alarm(config),
+        )
+        profile = StepProfile(
+            config.profile_steps, run_dir=context.run_dir, processes=self.supervisor.processes
+        )
         watchers: list[RunEvents] = [stall, alarm, profile, reports]
         rollouts = RolloutLoop(
             selection=selection,
             runner=runner,
             policy=self._actors.policy,
-            pacer=Pacer(groups_per_step=replay.fresh_groups, max_offpolicy_steps=config.max_offpolicy_steps),
+            pacer=Pacer(
+                groups_per_step=replay.fresh_groups, max_offpolicy_steps=config.max_offpolicy_steps
+            ),
             batcher=batcher,
             total_groups=replay.fresh_groups * max(0, config.steps - step),
             ledger=Ledger(self._files["ledger"]),
@@ -529,7 +624,14 @@ class Run:
             watchers=watchers,
         )
         self._to_settle.append(("the rollout loop", rollouts.close))
-        validator = Validator(tasks, runner, config.validation, on_failure=self._fail, gate=context.gate, recorder=recorder)
+        validator = Validator(
+            tasks,
+            runner,
+            config.validation,
+            on_failure=self._fail,
+            gate=context.gate,
+            recorder=recorder,
+        )
         checkpoints = RunCheckpoints(
             context=context,
             rollouts=rollouts,
@@ -573,7 +675,9 @@ class Run:
         """What a config that users may have written builds; the error of one that fails names its field."""
         timeout_s = self._context.config.user_code.setup_timeout_s
         build = partial(part.build, **arguments)
-        return await self._context.gate.call(build, owner=f"{field} can't be built", timeout_s=timeout_s)
+        return await self._context.gate.call(
+            build, owner=f"{field} can't be built", timeout_s=timeout_s
+        )
 
     async def _train(self, built: _Built) -> None:
         training, waits = built.training, self._context.console.waits
@@ -595,7 +699,9 @@ class Run:
             # One that is being written must not appear when the run is built again from the one before.
             lost = self.supervisor.lost is not None
             limit_s = self._context.config.supervision.slow_work_s if lost else PART_TIMEOUT_S
-            await self._closing.close("the checkpoints", self._built.checkpoints.close, timeout_s=limit_s)
+            await self._closing.close(
+                "the checkpoints", self._built.checkpoints.close, timeout_s=limit_s
+            )
         for name, close in reversed(self._to_settle):
             await self._closing.close(name, close)
         return self._closing.faults
@@ -603,7 +709,9 @@ class Run:
     async def _close_recorder(self, recorder: RolloutRecorder) -> None:
         await asyncio.to_thread(recorder.close)
         if recorder.not_recorded:
-            logger.warning("%d rollouts are not in %s", recorder.not_recorded, self._files["records"])
+            logger.warning(
+                "%d rollouts are not in %s", recorder.not_recorded, self._files["records"]
+            )
 
     async def close(self) -> list[RunError]:
         """Close what was built and ``settle`` has left, users of a part before the part itself. A second call does nothing.
@@ -618,7 +726,9 @@ class Run:
             await asyncio.gather(*(closing.close(*part) for part in parts))
         return closing.faults
 
-    def summary(self, *, wall_time_s: float, stopped_by: str | None, checkpoint: Path | None) -> RunSummary:
+    def summary(
+        self, *, wall_time_s: float, stopped_by: str | None, checkpoint: Path | None
+    ) -> RunSummary:
         """
         Args:
             checkpoint: what the run can go on from, unless it has taken another since.

@@ -24,7 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.rl.checkpointing.folder import TRAINER_FOLDER, CheckpointError, CheckpointFolder
+from torchtitan.experiments.rl.checkpointing.folder import (
+    TRAINER_FOLDER,
+    CheckpointError,
+    CheckpointFolder,
+)
 from torchtitan.experiments.rl.compat.monarch import original
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.run_folder import COMMAND_FILE, CONFIG_FILE
@@ -45,7 +49,12 @@ from torchtitan.experiments.rl.operations.alarms import MismatchAlarm, StallDete
 from torchtitan.experiments.rl.operations.context import RunContext
 from torchtitan.experiments.rl.operations.reports import RunReports
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
-from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE, ROLLOUTS_FILE, end_of_last_member
+from torchtitan.experiments.rl.rollouts.record_file import (
+    LEDGER_FILE,
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+    end_of_last_member,
+)
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
@@ -62,7 +71,9 @@ def sizes(run_dir: Path) -> dict[str, int]:
     Call it when the writers have flushed, which leaves whole members and events.
     """
     return {
-        str(path.relative_to(run_dir)): _end_of_last_line(path) if path.name in _LINES else path.stat().st_size
+        str(path.relative_to(run_dir)): _end_of_last_line(path)
+        if path.name in _LINES
+        else path.stat().st_size
         for path in _files(Path(run_dir))
     }
 
@@ -95,7 +106,9 @@ def cut_back(run_dir: Path, offsets: Mapping[str, int]) -> list[str]:
         if name in _LINES:
             now = f"has {sizes[name]:,} bytes" if name in sizes else "is missing"
             cure = "put the file back, or resume an older checkpoint of the run"
-            raise CheckpointError(f"{run_dir / name} {now}, and had {offset:,} at the checkpoint: {cure}")
+            raise CheckpointError(
+                f"{run_dir / name} {now}, and had {offset:,} at the checkpoint: {cure}"
+            )
     for name, size in sizes.items():
         path, end = run_dir / name, offsets.get(name, 0)
         try:
@@ -110,12 +123,19 @@ def cut_back(run_dir: Path, offsets: Mapping[str, int]) -> list[str]:
             raise CheckpointError(
                 f"{path} can't be cut back to the checkpoint ({error.strerror}): make it writable, and resume again"
             ) from error
-    return [f"{run_dir / name} lacks records from before the checkpoint; the run goes on without them" for name in short]
+    return [
+        f"{run_dir / name} lacks records from before the checkpoint; the run goes on without them"
+        for name in short
+    ]
 
 
 def _files(run_dir: Path) -> list[Path]:
     named = [run_dir / name for name in (*_LINES, ROLLOUTS_FILE)]
-    return [path for path in (*named, *sorted((run_dir / TENSORBOARD_FOLDER).glob("*tfevents*"))) if path.is_file()]
+    return [
+        path
+        for path in (*named, *sorted((run_dir / TENSORBOARD_FOLDER).glob("*tfevents*")))
+        if path.is_file()
+    ]
 
 
 def _end_of_last_line(path: Path) -> int:
@@ -195,7 +215,11 @@ class RunCheckpoints(RunEvents):
         if self._step > self.saved_step:
             try:
                 captured = self._captured
-                if not self.context.synchronous or captured is None or captured.state.step != self._step:
+                if (
+                    not self.context.synchronous
+                    or captured is None
+                    or captured.state.step != self._step
+                ):
                     self._captured = await self._capture(self._step)
                 await self._save()
             except Exception as error:
@@ -214,13 +238,17 @@ class RunCheckpoints(RunEvents):
     async def close(self) -> None:
         """Return when nothing is being written."""
         if self._writing is not None:
-            await asyncio.shield(self._writing)  # who stops waiting for it does not stop it: a thread may be at work
+            await asyncio.shield(
+                self._writing
+            )  # who stops waiting for it does not stop it: a thread may be at work
 
     async def _capture(self, step: int) -> _Captured:
         rollouts, groups, (rest, recorded) = await self.rollouts.capture(self._moment)
         rollouts.stall = self.stall.state()
         return _Captured(
-            state=RunState(format=FORMAT, step=step, seed=self.context.config.seed, rollouts=rollouts, **rest),
+            state=RunState(
+                format=FORMAT, step=step, seed=self.context.config.seed, rollouts=rollouts, **rest
+            ),
             groups=groups,
             recorded=recorded,
         )
@@ -254,13 +282,18 @@ class RunCheckpoints(RunEvents):
             self._folder.discard(step)
             raise
         self.saved_step = step
-        self._writing = asyncio.create_task(self._write(captured, folder), name=f"checkpoint-{step}")
+        self._writing = asyncio.create_task(
+            self._write(captured, folder), name=f"checkpoint-{step}"
+        )
 
     async def _write(self, captured: _Captured, folder: Path) -> None:
         step = captured.state.step
         try:
             # Both end before the folder is committed or removed, also where one fails.
-            parts = (self.trainer.finish_checkpoint(), asyncio.to_thread(self._write_files, captured, folder))
+            parts = (
+                self.trainer.finish_checkpoint(),
+                asyncio.to_thread(self._write_files, captured, folder),
+            )
             for error in await asyncio.gather(*parts, return_exceptions=True):
                 if error is not None:
                     raise error
@@ -276,7 +309,10 @@ class RunCheckpoints(RunEvents):
         if captured.recorded is not None:
             captured.state.offsets[ROLLOUTS_FILE] = captured.recorded.result(RECORDER_LIMIT_S)
         sync(self.context.run_dir)  # a checkpoint must not be ahead of the run's files
-        for name in (COMMAND_FILE, CONFIG_FILE):  # with them the checkpoint can be resumed where the run's own are lost
+        for name in (
+            COMMAND_FILE,
+            CONFIG_FILE,
+        ):  # with them the checkpoint can be resumed where the run's own are lost
             with contextlib.suppress(FileNotFoundError):
                 shutil.copy(self.context.run_dir / name, folder)
         write_groups(folder, captured.groups)
@@ -288,7 +324,11 @@ class RunCheckpoints(RunEvents):
         cause = raised if isinstance(raised, RunError) else cause_of(raised)
         self.failure = f"the state after step {step} is not saved: {cause}"
         self.saved_step = min(self.saved_step, step - 1)
-        kept = "there is no checkpoint yet" if self.newest is None else f"{self.newest.name} stays the newest checkpoint"
+        kept = (
+            "there is no checkpoint yet"
+            if self.newest is None
+            else f"{self.newest.name} stays the newest checkpoint"
+        )
         # A trainer that died is said by others: the run goes on without it, or ends with that.
         level = logging.INFO if isinstance(error, ProcessLost) else logging.WARNING
         logger.log(level, "%s: %s", kept, self.failure, exc_info=error)
@@ -310,7 +350,9 @@ def resume(checkpoint: Path, *, run_dir: Path, config: RunConfig) -> Resumed:
     """
     state = read_state(checkpoint)
     if state.seed != config.seed:
-        raise RunError(f"seed is {config.seed}, and the checkpoint's is {state.seed}: resume with that")
+        raise RunError(
+            f"seed is {config.seed}, and the checkpoint's is {state.seed}: resume with that"
+        )
     groups = read_finished_groups(checkpoint)
     for line in cut_back(run_dir, state.offsets):
         logger.warning("%s", line)

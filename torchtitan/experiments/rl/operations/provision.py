@@ -24,7 +24,11 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.hosts.pool import HostPool, text_of
 from torchtitan.experiments.rl.process.host import Device
-from torchtitan.experiments.rl.process.setup import launch_environment, quiet_libraries, set_up_spawned_process
+from torchtitan.experiments.rl.process.setup import (
+    launch_environment,
+    quiet_libraries,
+    set_up_spawned_process,
+)
 from torchtitan.experiments.rl.weights.reader import start_store
 
 logger = logging.getLogger(__name__)
@@ -51,10 +55,20 @@ async def shut_down(actors: Collection[Any], procs: Iterable[ProcMesh]) -> list[
     Returns:
         What actors report to have gone wrong in the user's code, a line each.
     """
-    reports = await asyncio.gather(*(_within_limit(f"shutdown of {actor}", actor.shutdown.call()) for actor in actors))
-    await asyncio.gather(*(_within_limit(f"end of {actor}", actor.may_be_stopped.call()) for actor in actors))
+    reports = await asyncio.gather(
+        *(_within_limit(f"shutdown of {actor}", actor.shutdown.call()) for actor in actors)
+    )
+    await asyncio.gather(
+        *(_within_limit(f"end of {actor}", actor.may_be_stopped.call()) for actor in actors)
+    )
     await asyncio.gather(*(_within_limit(f"stopping {mesh}", mesh.stop()) for mesh in procs))
-    return [fault for report in reports if report is not None for faults in report.values() for fault in faults or ()]
+    return [
+        fault
+        for report in reports
+        if report is not None
+        for faults in report.values()
+        for fault in faults or ()
+    ]
 
 
 async def _within_limit(what: str, future: Any) -> Any:
@@ -75,8 +89,16 @@ def place_run(plan: RunPlan, hosts: HostPool | None) -> Placement:
     if hosts is None:
         return plan.placement
     cores = [host.cores for host in hosts.hosts]
-    devices = cores if plan.device == "cpu" else [tuple(range(len(host.gpus))) for host in hosts.hosts]
-    placement = place(plan.config, plan.device, parameters=plan.sizes.parameters, hosts=devices, worker_cores=cores)
+    devices = (
+        cores if plan.device == "cpu" else [tuple(range(len(host.gpus))) for host in hosts.hosts]
+    )
+    placement = place(
+        plan.config,
+        plan.device,
+        parameters=plan.sizes.parameters,
+        hosts=devices,
+        worker_cores=cores,
+    )
     logger.info("hosts: %s; placement: %s", [host.name for host in hosts.hosts], placement)
     return placement
 
@@ -98,7 +120,12 @@ def check_host_memory(plan: RunPlan, placement: Placement, hosts: HostPool | Non
 
 
 def spawn_on(
-    hosts: HostPool | None, name: str, places: Sequence[Place], device: Device, *, run_dir: Path | None = None
+    hosts: HostPool | None,
+    name: str,
+    places: Sequence[Place],
+    device: Device,
+    *,
+    run_dir: Path | None = None,
 ) -> tuple[ProcMesh, ProcMesh]:
     """One process per place, each with threads for its own cores, or seeing only its own GPUs.
 
@@ -111,22 +138,32 @@ def spawn_on(
     Returns:
         Its mesh, of one dimension "procs", and the mesh to stop.
     """
-    output = None if run_dir is None else str(run_dir.resolve() / "logs" / _INCARNATION.sub(r"-\1", name))
+    output = (
+        None
+        if run_dir is None
+        else str(run_dir.resolve() / "logs" / _INCARNATION.sub(r"-\1", name))
+    )
     first, last = places[0].host, places[-1].host
 
     def launch_command(point: Point) -> Any:
         place, gpus, own = places[point.rank], None, {}
         if hosts is not None:
             gpus, own = hosts.hosts[place.host].gpus, dict(hosts.hosts[place.host].environment)
-            if "PYTHONPATH" in os.environ:  # of the user's modules, which the command may have added
+            if (
+                "PYTHONPATH" in os.environ
+            ):  # of the user's modules, which the command may have added
                 own["PYTHONPATH"] = os.environ["PYTHONPATH"]
-        return default_bootstrap_cmd().with_env(launch_environment(place.devices, device, gpus) | own)
+        return default_bootstrap_cmd().with_env(
+            launch_environment(place.devices, device, gpus) | own
+        )
 
     named = first if first == last else slice(first, last + 1)
     mesh = this_host() if hosts is None else hosts.mesh.slice(hosts=named)
     procs = mesh.spawn_procs(
         per_host={"procs": len(places) // (last - first + 1)},
-        bootstrap=partial(set_up_spawned_process, tuple(place.devices for place in places), device, output),
+        bootstrap=partial(
+            set_up_spawned_process, tuple(place.devices for place in places), device, output
+        ),
         name=name,
         bootstrap_command=launch_command,
     )
@@ -165,14 +202,21 @@ def check_shared_files(pool: Any, config: RunConfig, run_dir: Path) -> None:
     """
     mark = run_dir.resolve() / MARK_FILE
     mark.write_text(secrets.token_hex(16))
-    models = [config.model.hf_assets_path, *(model.path for model in hosted_models(config.tasks).values())]
-    files = {mark: "--run-dir"} | {Path(model).resolve() / "config.json": "model.hf_assets_path" for model in models}
+    models = [
+        config.model.hf_assets_path,
+        *(model.path for model in hosted_models(config.tasks).values()),
+    ]
+    files = {mark: "--run-dir"} | {
+        Path(model).resolve() / "config.json": "model.hf_assets_path" for model in models
+    }
     try:
         for file, field in files.items():
             here = text_of(file)
             for host, there in pool.read(file).items():
                 if here not in (None, there):
                     cure = f"name one that all hosts share ({field})"
-                    raise RunError(f"{host} does not see the folder {file.parent} as this host does: {cure}")
+                    raise RunError(
+                        f"{host} does not see the folder {file.parent} as this host does: {cure}"
+                    )
     finally:
         mark.unlink(missing_ok=True)

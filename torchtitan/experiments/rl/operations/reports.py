@@ -132,7 +132,9 @@ class StepWarnings:
                 f"every reward of the last {STEPS} steps is {metrics['rollout/reward_mean']:.4g}: nothing is learned from it; "
                 "the examples are too easy or too hard for this model, or the rubric tells nothing apart",
             )
-        truncated = sum(share for name, share in metrics.items() if name.startswith("rollout/status/truncated"))
+        truncated = sum(
+            share for name, share in metrics.items() if name.startswith("rollout/status/truncated")
+        )
         if truncated > 0.999:
             yield (
                 "truncated",
@@ -147,7 +149,11 @@ class StepWarnings:
                     f"the filter {name} matches {share:.0%} of the rollouts: read some of these (rl-report, or observability."
                     "rollouts); if they are no broken text, --post-batch-filters zero_advantage leaves it out",
                 )
-        busy = [share for name, share in metrics.items() if name.startswith("perf/generator") and name.endswith("/busy")]
+        busy = [
+            share
+            for name, share in metrics.items()
+            if name.startswith("perf/generator") and name.endswith("/busy")
+        ]
         waiting = metrics.get("time/wait_s", 0.0) / max(metrics.get("time/step_s", 0.0), 1e-9)
         if busy and max(busy) < IDLE and waiting > WAITING:
             yield (
@@ -167,7 +173,9 @@ ANSWER_S = 1.0
 class StepProfile(RunEvents):
     """``close`` writes what was recorded of a run that ends before the last of the steps."""
 
-    def __init__(self, steps: str, *, run_dir: Path, processes: Callable[[], Iterable[tuple[Lifetime, Any]]]):
+    def __init__(
+        self, steps: str, *, run_dir: Path, processes: Callable[[], Iterable[tuple[Lifetime, Any]]]
+    ):
         """
         Args:
             steps: as in RunConfig.profile_steps.
@@ -179,11 +187,21 @@ class StepProfile(RunEvents):
         """Where the profile was written."""
 
     async def step_begins(self, step: int) -> None:
-        if self._steps is None or self._recording or self.file is not None or step not in self._steps:
+        if (
+            self._steps is None
+            or self._recording
+            or self.file is not None
+            or step not in self._steps
+        ):
             return
         self._recording = True
         trace.start()
-        await asyncio.gather(*(_answer(life, actor.start_trace, COLLECT_TIMEOUT_S) for life, actor in self._processes()))
+        await asyncio.gather(
+            *(
+                _answer(life, actor.start_trace, COLLECT_TIMEOUT_S)
+                for life, actor in self._processes()
+            )
+        )
 
     async def step_published(self, step: int, metrics: dict[str, float]) -> None:
         """How busy each process was since the step before."""
@@ -200,8 +218,14 @@ class StepProfile(RunEvents):
         self._recording = False
         processes = list(self._processes())
         # Those of other processes first: what this one waits for is in its own.
-        answers = await asyncio.gather(*(_answer(life, actor.stop_trace, COLLECT_TIMEOUT_S) for life, actor in processes))
-        events = {life.name: answer for (life, _), answer in zip(processes, answers, strict=True) if answer}
+        answers = await asyncio.gather(
+            *(_answer(life, actor.stop_trace, COLLECT_TIMEOUT_S) for life, actor in processes)
+        )
+        events = {
+            life.name: answer
+            for (life, _), answer in zip(processes, answers, strict=True)
+            if answer
+        }
         self.file = self._run_dir / f"trace-steps-{self._steps[0]}-{self._steps[-1]}.json"
         await asyncio.to_thread(write_trace, self.file, {"controller": trace.stop(), **events})
 
@@ -213,7 +237,9 @@ async def lap_usage(processes: Iterable[tuple[Lifetime, Any]]) -> dict[str, floa
         processes: the life and the actor (WatchedActor) of each.
     """
     processes = list(processes)
-    usages = await asyncio.gather(*(_answer(life, actor.usage, ANSWER_S, logging.INFO) for life, actor in processes))
+    usages = await asyncio.gather(
+        *(_answer(life, actor.usage, ANSWER_S, logging.INFO) for life, actor in processes)
+    )
     return {
         f"perf/{'_'.join(life.name.split())}/{what}": value
         for (life, _), usage in zip(processes, usages, strict=True)
@@ -221,7 +247,9 @@ async def lap_usage(processes: Iterable[tuple[Lifetime, Any]]) -> dict[str, floa
     }
 
 
-async def _answer(life: Lifetime, endpoint: Any, limit_s: float, level: int = logging.WARNING) -> Any:
+async def _answer(
+    life: Lifetime, endpoint: Any, limit_s: float, level: int = logging.WARNING
+) -> Any:
     """What a process answers; None, with a line in the log, where it has died or is busy: others see to that."""
     try:
         return await asyncio.wait_for(life.call(ask(endpoint)), limit_s)
@@ -239,6 +267,8 @@ def write_trace(path: Path, processes: Mapping[str, Sequence[Event]]) -> None:
     written: list[Event] = []
     for pid, (process, events) in enumerate(processes.items(), start=1):
         name = {"ph": "M", "name": "process_name", "tid": 0, "ts": zero, "args": {"name": process}}
-        written += [event | {"pid": pid, "ts": (event["ts"] - zero) / 1e3} for event in (name, *events)]
+        written += [
+            event | {"pid": pid, "ts": (event["ts"] - zero) / 1e3} for event in (name, *events)
+        ]
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": written}, default=str)
     path.write_text(text + "\n", encoding="utf-8")

@@ -13,7 +13,12 @@ from typing import Any, NoReturn
 from monarch.actor import shutdown_context, this_proc
 
 from torchtitan.experiments.rl.checkpointing.folder import checkpoints, step_of
-from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, drop_late_faults, original, printed_to
+from torchtitan.experiments.rl.compat.monarch import (
+    MONARCH_OUTPUT,
+    drop_late_faults,
+    original,
+    printed_to,
+)
 from torchtitan.experiments.rl.config.resume import Start
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts.pool import HostPool
@@ -40,7 +45,9 @@ class Signals:
     def __init__(self) -> None:
         self.received: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has SIGHUP ignored, and a shell's background job SIGINT
+            if (
+                signal.getsignal(number) is not signal.SIG_IGN
+            ):  # nohup has SIGHUP ignored, and a shell's background job SIGINT
                 signal.signal(number, lambda received, frame: self.received.append(received))
 
 
@@ -64,7 +71,12 @@ def run_to_end(config: Any, start: Start, config_name: str, temporary: Temporary
 
 
 def _run(
-    config: Any, start: Start, config_name: str, temporary: TemporaryFolder, signals: Signals, hosts: HostPool | None
+    config: Any,
+    start: Start,
+    config_name: str,
+    temporary: TemporaryFolder,
+    signals: Signals,
+    hosts: HostPool | None,
 ) -> int:
     with printed_to(Path(start.run_dir) / MONARCH_OUTPUT):
         here = this_proc()
@@ -89,7 +101,9 @@ def _run(
         except TimeoutError:
             now = time.monotonic()
         except Exception as error:
-            write_line(sys.stderr, f"error: {printable_line(cause(error))} (logs in {start.run_dir}/logs)")
+            write_line(
+                sys.stderr, f"error: {printable_line(cause(error))} (logs in {start.run_dir}/logs)"
+            )
             return 1
         if now > look_up:
             temporary.note_shared_memory(descendants())
@@ -114,7 +128,9 @@ def _run(
 def cause(error: Exception) -> str:
     """What ended the run, in one sentence. The log has all of it."""
     raised = original(error)
-    if isinstance(raised, RunError):  # a sentence for the person who runs it; other errors need their type
+    if isinstance(
+        raised, RunError
+    ):  # a sentence for the person who runs it; other errors need their type
         return one_sentence(str(raised))
     if isinstance(raised, OSError) and raised.filename is not None:
         return f"{raised.filename}: {raised.strerror}; see to its disk, then resume"
@@ -124,7 +140,11 @@ def cause(error: Exception) -> str:
 def _say_what_is_left(start: Start) -> None:
     """Print the last checkpoint and the commands that show the run and resume it, as the summary of a run does."""
     folder, found = shlex.quote(near(start.run_dir)), checkpoints(Path(start.run_dir))
-    saved = f"step {step_of(found[-1])}: {found[-1]}" if found else "no checkpoint: the run had not taken one"
+    saved = (
+        f"step {step_of(found[-1])}: {found[-1]}"
+        if found
+        else "no checkpoint: the run had not taken one"
+    )
     lines = [f"saved       {saved}", f"see it      {typed_command('report')} {folder}"]
     if found:
         lines.append(f"go on with  {typed_command('grpo')} --resume {folder}")

@@ -28,7 +28,12 @@ from typing import Any, TypeVar
 import psutil
 from monarch.actor import ProcMesh
 
-from torchtitan.experiments.rl.compat.monarch import ProcessDeath, ask, original, process_death_behind
+from torchtitan.experiments.rl.compat.monarch import (
+    ProcessDeath,
+    ask,
+    original,
+    process_death_behind,
+)
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
@@ -104,10 +109,17 @@ class HangWatch:
                 stopped = is_stopped(life.pid)
                 if silent_s > SILENT_S and not told and (stopped or not slow):
                     told = True
-                    why = "it is stopped by a signal" if stopped else "its host is busy, stopped or out of reach"
+                    why = (
+                        "it is stopped by a signal"
+                        if stopped
+                        else "its host is busy, stopped or out of reach"
+                    )
                     self._on_hang(f"{life.name} has not answered for {silent_s:.0f} s: {why}")
                 if silent_s > self._limit_s(slow and not stopped):
-                    return f"{'stopped by a signal' if stopped else 'no answer'} for {silent_s:.0f} s", slow
+                    return (
+                        f"{'stopped by a signal' if stopped else 'no answer'} for {silent_s:.0f} s",
+                        slow,
+                    )
         finally:
             answer.cancel()
 
@@ -123,14 +135,19 @@ class HangWatch:
         """The time. Recognises that this process was paused."""
         now = self._clock()
         if now - self._last > PAUSE_S:
-            logger.info("this process was paused for %.0f s: the limits of the others start from zero", now - self._last)
+            logger.info(
+                "this process was paused for %.0f s: the limits of the others start from zero",
+                now - self._last,
+            )
             self._limits_start = now
         self._last = now
         return now
 
     async def _kill(self, life: Lifetime, hang: str, stacks: str) -> None:
         text = await stacks_of(life, stacks)
-        deaths_logger.info("%s hangs: %s; its threads: %s", life.name, hang, text or "a stopped process can't say")
+        deaths_logger.info(
+            "%s hangs: %s; its threads: %s", life.name, hang, text or "a stopped process can't say"
+        )
         where = "its stack is in logs/controller.jsonl" if text else "no stack could be had"
         self._on_hang(f"{life.name} hangs: {hang}; {where}")
         life.kill(f"{HUNG}{hang}")
@@ -228,10 +245,14 @@ class Restarts:
         now, allowed = time.monotonic(), self.config.max_restarts
         died = f"{process} died: {cause}"
         deaths_logger.info("%s", died)
-        before = [death for death in self._deaths.get(label, []) if death[0] > now - self.config.window_s]
+        before = [
+            death for death in self._deaths.get(label, []) if death[0] > now - self.config.window_s
+        ]
         deaths = self._deaths[label] = [*before, (now, died)]
         if len(deaths) > allowed:
-            raise RunError(f"{'; '.join(died for _, died in deaths)} (supervision.max_restarts = {allowed})")
+            raise RunError(
+                f"{'; '.join(died for _, died in deaths)} (supervision.max_restarts = {allowed})"
+            )
         self.counts[label] += 1
         return f"{len(deaths)} of {allowed}"
 
@@ -300,7 +321,9 @@ class Supervisor:
             mesh.end(f"{lost.name}: {lost.cause}")
 
         async def end_with_mesh() -> None:
-            life.kill(f"ended with {await mesh.ended()}")  # a rank alone waits for the others, and may write files meanwhile
+            life.kill(
+                f"ended with {await mesh.ended()}"
+            )  # a rank alone waits for the others, and may write files meanwhile
 
         self._run_beside(wait())
         self._run_beside(end_with_mesh())
@@ -355,7 +378,11 @@ class Supervisor:
         A process is gone for its peers before it is seen to have ended: its files are closed first.
         """
         death = process_death_behind(error)
-        if death is not None or isinstance(original(error), PeerGone) or any(life.ending for life, _ in self._guarded):
+        if (
+            death is not None
+            or isinstance(original(error), PeerGone)
+            or any(life.ending for life, _ in self._guarded)
+        ):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._failed.wait(), DEATH_REPORTS_S)
         if self.failure is not None:
@@ -376,7 +403,9 @@ class Supervisor:
             part.spawned_as = self.restarts.new_name(part.label)
             try:
                 procs, actor = part.spawn(part.spawned_as)
-                process = part.process = PartProcess(procs=procs, actor=actor, life=Lifetime(part.name))
+                process = part.process = PartProcess(
+                    procs=procs, actor=actor, life=Lifetime(part.name)
+                )
                 if part not in self.parts:
                     self.parts.append(part)
                 await self._watch(actor, process.life, blocks=part.blocks)
@@ -500,7 +529,9 @@ class Replicas:
 def first_generators(trainer_hosts: set[str], generator_hosts: Sequence[str]) -> list[int]:
     """Of each host that needs a reader, the first replica there: not all that the trainer holds is in that host's memory."""
     return [
-        index for index, host in enumerate(generator_hosts) if trainer_hosts != {host} and host not in generator_hosts[:index]
+        index
+        for index, host in enumerate(generator_hosts)
+        if trainer_hosts != {host} and host not in generator_hosts[:index]
     ]
 
 
@@ -556,7 +587,9 @@ class WeightReaders:
         taken, self._fetched = dict.fromkeys(self._ready, 0) | self._fetched, Counter()
         return taken
 
-    async def _fetch(self, host: str, version: int, sources: "asyncio.Queue[tuple[str, Lifetime]]") -> None:
+    async def _fetch(
+        self, host: str, version: int, sources: "asyncio.Queue[tuple[str, Lifetime]]"
+    ) -> None:
         serves = len(self._ready) > self._trainers_readers
         while True:
             await self._ready[host].wait()

@@ -70,7 +70,11 @@ def kill_marked(mark: str) -> None:
     killed: set[str] = set()
     with contextlib.ExitStack() as descriptors:
         ending = []
-        while new := {pid for pid in os.listdir("/proc") if pid.isdigit() and pid not in killed and _has(pid, mark)}:
+        while new := {
+            pid
+            for pid in os.listdir("/proc")
+            if pid.isdigit() and pid not in killed and _has(pid, mark)
+        }:
             killed |= new
             for pid in new:
                 with contextlib.suppress(OSError):
@@ -85,13 +89,18 @@ def kill_marked(mark: str) -> None:
 
 def _has(pid: str, mark: str) -> bool:
     begins = f" {mark}".encode() if PRLIMIT else f"{VARIABLE}={mark}".encode()
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/{'limits' if PRLIMIT else 'environ'}", "rb") as held:
+    with (
+        contextlib.suppress(OSError),
+        open(f"/proc/{pid}/{'limits' if PRLIMIT else 'environ'}", "rb") as held,
+    ):
         return begins in held.read()
     return False
 
 
 def _start_watcher(shared: str) -> None:
-    environment = {name: os.environ[name] for name in INHERITED if name in os.environ}  # it finds prlimit where this one does
+    environment = {
+        name: os.environ[name] for name in INHERITED if name in os.environ
+    }  # it finds prlimit where this one does
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), shared]
     subprocess.run(command, stdin=subprocess.DEVNULL, cwd="/", env=environment, check=True)
 

@@ -36,7 +36,9 @@ def host_identity() -> str:
     It names the boot of the kernel, and what this process sees of it: its process ids and network (their namespaces) and the
     file system that shared memory is in. Two containers of one machine differ where they do not share one of these.
     """
-    return os.environ.get(HOST_VARIABLE) or ":".join([_kernel(), _namespace("pid"), _namespace("net"), _shared_memory()])
+    return os.environ.get(HOST_VARIABLE) or ":".join(
+        [_kernel(), _namespace("pid"), _namespace("net"), _shared_memory()]
+    )
 
 
 def network_address() -> str:
@@ -45,7 +47,10 @@ def network_address() -> str:
     A host name is no address for others: many systems map their own name to the loopback interface.
     """
     try:
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+        found = [
+            str(entry[4][0])
+            for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+        ]
     except OSError:
         found = []
     outside = [address for address in found if not ipaddress.ip_address(address).is_loopback]
@@ -63,7 +68,10 @@ def visible_gpus() -> list[int]:
 
 
 def _kernel() -> str:
-    for file in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):  # some container runtimes have no such files
+    for file in (
+        "/proc/sys/kernel/random/boot_id",
+        "/etc/machine-id",
+    ):  # some container runtimes have no such files
         with contextlib.suppress(OSError):
             return Path(file).read_text().strip()
     return socket.gethostname()
@@ -98,14 +106,18 @@ def interface_towards(target: str) -> str:
     """Name of this host's interface that leads to the address ``target``; "" where there is none."""
     own = source_address(target)
     named = psutil.net_if_addrs().items()
-    return next((name for name, addresses in named if any(own == entry.address for entry in addresses)), "")
+    return next(
+        (name for name, addresses in named if any(own == entry.address for entry in addresses)), ""
+    )
 
 
 def cores_by_node() -> list[tuple[int, ...]]:
     """The cores that this process may use: of each node that has some, and last those of which Linux names no node."""
     left = set(os.sched_getaffinity(0))
     found = []
-    for node in sorted((SYS / "devices/system/node").glob("node[0-9]*"), key=lambda node: int(node.name[4:])):
+    for node in sorted(
+        (SYS / "devices/system/node").glob("node[0-9]*"), key=lambda node: int(node.name[4:])
+    ):
         own = _cores_of(node) & left
         left -= own
         found.append(tuple(sorted(own)))
@@ -155,7 +167,10 @@ def memory_gib() -> tuple[float, float]:
     return free / 2**30, total / 2**30
 
 
-_GROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+_GROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 """Names of a control group's limit and usage, in version 2 and in version 1 of the interface."""
 
 
@@ -217,14 +232,18 @@ def gpu_memory_gib() -> float | None:
 
 def pci_addresses() -> list[str]:
     """Of the GPUs that this process sees, by index, as Linux names them ("0000:3b:00.0"). Empty where CUDA does not say."""
-    return [f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in _gpus()]
+    return [
+        f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in _gpus()
+    ]
 
 
 def _gpus() -> list[Any]:
     import torch
 
     try:
-        return [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return [
+            torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
+        ]
     except RuntimeError:  # a broken driver: who computes on the GPU says it better
         return []
 
@@ -237,13 +256,23 @@ def gpu_host_lacks(*, several_hosts: bool) -> list[str]:
     """
     found = []
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        found.append("has no C compiler, with which Triton builds its kernels: install gcc, or name a compiler in CC")
+        found.append(
+            "has no C compiler, with which Triton builds its kernels: install gcc, or name a compiler in CC"
+        )
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.is_file():
-        found.append(f"has no {header}, which Triton's kernels are built with: install Python's headers (python3.11-dev)")
+        found.append(
+            f"has no {header}, which Triton's kernels are built with: install Python's headers (python3.11-dev)"
+        )
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if several_hosts and soft != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
-        cure = "ulimit -l unlimited; docker: --ulimit memlock=-1; Kubernetes: the capability IPC_LOCK"
+    if (
+        several_hosts
+        and soft != resource.RLIM_INFINITY
+        and any(Path("/sys/class/infiniband").glob("*"))
+    ):
+        cure = (
+            "ulimit -l unlimited; docker: --ulimit memlock=-1; Kubernetes: the capability IPC_LOCK"
+        )
         found.append(
             f"may lock {soft // 2**10} KiB of memory, and its InfiniBand devices lock all weights: raise the limit ({cure})"
         )
@@ -270,7 +299,9 @@ def mask_of(gpus: Iterable[int]) -> str:
         return ",".join(map(str, gpus))
     hidden = [gpu for gpu in gpus if not 0 <= gpu < len(entries)]
     if hidden:
-        raise ValueError(f"{MASK}={os.environ[MASK]!r} shows {len(entries)} GPUs, and none of index {hidden[0]}")
+        raise ValueError(
+            f"{MASK}={os.environ[MASK]!r} shows {len(entries)} GPUs, and none of index {hidden[0]}"
+        )
     return ",".join(entries[gpu] for gpu in gpus)
 
 

@@ -60,8 +60,13 @@ class Lifetime:
     @property
     def ending(self) -> bool:
         """Whether the system is taking this host's process down: its files are closed by then, and its end is seen soon."""
-        with contextlib.suppress(OSError, IndexError):  # there is no such process, or its end was seen
-            return bool(int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[6]) & _PF_EXITING)
+        with contextlib.suppress(
+            OSError, IndexError
+        ):  # there is no such process, or its end was seen
+            return bool(
+                int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[6])
+                & _PF_EXITING
+            )
         return False
 
     async def ended(self) -> str:
@@ -127,7 +132,9 @@ class Lifetime:
         except ProcessLookupError:
             return self.end("ended before it was watched")
         arguments = (pid, os.dup(self._descriptor), output)
-        threading.Thread(target=self._wait, args=arguments, name=f"wait for {pid}", daemon=True).start()
+        threading.Thread(
+            target=self._wait, args=arguments, name=f"wait for {pid}", daemon=True
+        ).start()
 
     def kill(self, cause: str) -> None:
         """End the process with SIGKILL, for ``cause``."""
@@ -240,7 +247,11 @@ class Heartbeat:
     def beat(self, what: str | None = None, *, slow: bool | None = None) -> None:
         """The work goes on: its time starts again. ``what`` and ``slow`` are of its next part; None: as before."""
         before, _, was_slow = self._work
-        self._work = (before if what is None else what, time.monotonic(), was_slow if slow is None else slow)
+        self._work = (
+            before if what is None else what,
+            time.monotonic(),
+            was_slow if slow is None else slow,
+        )
 
     def pulse(self) -> Pulse:
         what, since, slow = self._work

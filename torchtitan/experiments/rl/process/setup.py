@@ -31,9 +31,25 @@ from typing import Any, NoReturn
 from torchtitan.experiments.rl.compat import monarch
 from torchtitan.experiments.rl.compat.uvloop import EventLoopPolicy
 from torchtitan.experiments.rl.errors import ConfigError, users_traceback
-from torchtitan.experiments.rl.printable import one_sentence, printable, printable_json, printable_line
-from torchtitan.experiments.rl.process.host import Device, cores_near, cores_on_nodes_of, mask_of, pci_addresses
-from torchtitan.experiments.rl.process.terminal import print_to, printed_file, share_terminal, terminal
+from torchtitan.experiments.rl.printable import (
+    one_sentence,
+    printable,
+    printable_json,
+    printable_line,
+)
+from torchtitan.experiments.rl.process.host import (
+    Device,
+    cores_near,
+    cores_on_nodes_of,
+    mask_of,
+    pci_addresses,
+)
+from torchtitan.experiments.rl.process.terminal import (
+    print_to,
+    printed_file,
+    share_terminal,
+    terminal,
+)
 
 ENVIRONMENT = {
     **monarch.ENVIRONMENT,
@@ -80,7 +96,9 @@ class RunFileHandler(RotatingFileHandler):
 
     def __init__(self, path: Path, process_name: str):
         # A lone surrogate (half a character, in a model's output) can't be UTF-8; escaped, it stays valid JSON.
-        super().__init__(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
+        super().__init__(
+            path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace"
+        )
         self._process_name = process_name
 
     def format(self, record: logging.LogRecord) -> str:
@@ -99,7 +117,9 @@ class RunFileHandler(RotatingFileHandler):
         """One line on the terminal; Python's own handler would print a traceback for each record."""
         if not self._failed:
             self._failed = True
-            line = f"WARNING the log {self.baseFilename} can't be written: {_text(sys.exc_info()[1])}"
+            line = (
+                f"WARNING the log {self.baseFilename} can't be written: {_text(sys.exc_info()[1])}"
+            )
             if worth_a_line(line):
                 with contextlib.suppress(OSError, ValueError):
                     print(printable_line(one_sentence(line)), file=terminal(), flush=True)
@@ -154,7 +174,9 @@ def worth_a_line(line: str) -> bool:
 def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
-    except Exception:  # arguments that don't fit the format: logging would print a traceback to the terminal
+    except (
+        Exception
+    ):  # arguments that don't fit the format: logging would print a traceback to the terminal
         return f"{record.msg} {record.args}"
 
 
@@ -224,7 +246,9 @@ def add_import_folder(folder: Path) -> None:
         os.environ["PYTHONPATH"] = f"{inherited}{os.pathsep}{folder}" if inherited else str(folder)
 
 
-def launch_environment(share: tuple[int, ...], device: Device, gpus: Sequence[str] | None = None) -> dict[str, str]:
+def launch_environment(
+    share: tuple[int, ...], device: Device, gpus: Sequence[str] | None = None
+) -> dict[str, str]:
     """What to launch a process with that is to see only ``share``: cores on "cpu", indices of ``visible_gpus`` on "cuda".
 
     Args:
@@ -236,11 +260,16 @@ def launch_environment(share: tuple[int, ...], device: Device, gpus: Sequence[st
         own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index] for index in share)}
     else:
         own = {"CUDA_VISIBLE_DEVICES": mask_of(share)}
-    inherited = {name: os.environ.get(name, value) for name, value in (monarch.ENVIRONMENT | SPAWNED_ENVIRONMENT).items()}
+    inherited = {
+        name: os.environ.get(name, value)
+        for name, value in (monarch.ENVIRONMENT | SPAWNED_ENVIRONMENT).items()
+    }
     return ENVIRONMENT | inherited | own
 
 
-def set_up_spawned_process(shares: tuple[tuple[int, ...], ...], device: Device, output: str | None = None) -> None:
+def set_up_spawned_process(
+    shares: tuple[tuple[int, ...], ...], device: Device, output: str | None = None
+) -> None:
     """Set up the new process of rank r for ``shares[r]``, before any actor is made in it.
 
     On "cpu" it computes with a thread for each core of its share, and stays on their NUMA nodes: a core that another process
@@ -253,7 +282,9 @@ def set_up_spawned_process(shares: tuple[tuple[int, ...], ...], device: Device, 
     from monarch.actor import current_rank
 
     if output is not None:
-        print_to(Path(f"{output}.txt" if output[-1].isdigit() else f"{output}-{current_rank().rank}.txt"))
+        print_to(
+            Path(f"{output}.txt" if output[-1].isdigit() else f"{output}-{current_rank().rank}.txt")
+        )
     import torch
 
     from torchtitan.experiments.rl.compat.torchstore import use_async_controller
@@ -343,7 +374,11 @@ def of_command(*failures: type[Exception]) -> Callable[[Callable[[Any], int]], C
             try:
                 return main(arguments)
             except known as error:
-                for line in [f"error: {error}", *getattr(error, "lines", ()), *users_traceback(error).splitlines()]:
+                for line in [
+                    f"error: {error}",
+                    *getattr(error, "lines", ()),
+                    *users_traceback(error).splitlines(),
+                ]:
                     print(printable_line(line), file=sys.stderr)
                 return 2
             except KeyboardInterrupt:  # a run that has begun takes signals itself
@@ -408,10 +443,14 @@ def _take_terminal_from(logger: logging.Logger) -> None:
 
 
 def _log_thread_exception(args: threading.ExceptHookArgs) -> None:
-    if issubclass(args.exc_type, SystemExit):  # how a thread ends itself; Python's own hook is silent about it too
+    if issubclass(
+        args.exc_type, SystemExit
+    ):  # how a thread ends itself; Python's own hook is silent about it too
         return
     thread = args.thread.name if args.thread is not None else "unknown"
-    logging.getLogger(OURS).error("thread %s ended by an exception", thread, exc_info=args.exc_value)
+    logging.getLogger(OURS).error(
+        "thread %s ended by an exception", thread, exc_info=args.exc_value
+    )
 
 
 # What Python and malloc do with memory that this process does not need.

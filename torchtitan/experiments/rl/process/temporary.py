@@ -48,7 +48,9 @@ class TemporaryFolder:
     def note_shared_memory(self, pids: list[int]) -> None:
         """Remember the POSIX shared memory that processes have open: nobody else removes that of a process that was killed."""
         with contextlib.suppress(OSError):
-            (self.path / SHARED_MEMORY_FILE).write_text("".join(f"{name}\n" for name in sorted(shared_memory_of(pids))))
+            (self.path / SHARED_MEMORY_FILE).write_text(
+                "".join(f"{name}\n" for name in sorted(shared_memory_of(pids)))
+            )
 
     def remove(self) -> None:
         """Call it when the run's processes have ended."""
@@ -115,7 +117,9 @@ def shared_memory_of(pids: Iterable[int]) -> set[str]:
     found: list[str] = []
     for pid in pids:
         with contextlib.suppress(OSError):
-            found += re.findall(f" {SHARED_MEMORY}/([^/\n]+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE)
+            found += re.findall(
+                f" {SHARED_MEMORY}/([^/\n]+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE
+            )
     return {name for name in found if not name.endswith(" (deleted)")}
 
 

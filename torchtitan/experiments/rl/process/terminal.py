@@ -97,13 +97,19 @@ class LiveLine:
 
     def _draw(self) -> None:
         # A line that somebody has begun would be erased.
-        if self._ended or any(isinstance(stream, SharedTerminal) and stream.in_line for stream in (sys.stdout, sys.stderr)):
+        if self._ended or any(
+            isinstance(stream, SharedTerminal) and stream.in_line
+            for stream in (sys.stdout, sys.stderr)
+        ):
             return
         try:
             # Not the last column: some terminals go to the next line there.
             self._stream.write(ERASE + self._text[: columns(self._stream) - 1])
             self._stream.flush()
-        except (OSError, ValueError):  # the terminal is gone; the next whole line says so in the log
+        except (
+            OSError,
+            ValueError,
+        ):  # the terminal is gone; the next whole line says so in the log
             self._ended = True
 
 
@@ -132,7 +138,9 @@ def print_to(path: Path) -> None:
     _file = str(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     atexit.register(_remove_if_empty, path)
-    _terminal = shared(os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace"))
+    _terminal = shared(
+        os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    )
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

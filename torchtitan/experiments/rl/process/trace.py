@@ -47,11 +47,17 @@ def span(name: str, **details: Any) -> AbstractContextManager[None]:
 def lane(kind: str, **details: Any) -> AbstractContextManager[None]:
     """What happens in the block runs beside others of its kind, and has a row of its own for that time."""
     events = _events  # another thread may stop the recording
-    return _NOTHING if events is None else _recorded(events, kind, {"cat": kind, "id": os.urandom(7).hex()}, details)
+    return (
+        _NOTHING
+        if events is None
+        else _recorded(events, kind, {"cat": kind, "id": os.urandom(7).hex()}, details)
+    )
 
 
 @contextlib.contextmanager
-def _recorded(events: list[Event], name: str, lane: dict[str, str] | None, details: dict[str, Any]) -> Iterator[None]:
+def _recorded(
+    events: list[Event], name: str, lane: dict[str, str] | None, details: dict[str, Any]
+) -> Iterator[None]:
     event = {"name": name, "tid": threading.get_native_id(), **(lane or {})}
     begins, ends = "be" if lane else "BE"
     token = _lane.set(lane)
@@ -80,7 +86,13 @@ def stop() -> list[Event]:
     recorded, _events = [*(_events or ())], None  # threads go on ending theirs
     tids = {event["tid"] for event in recorded}
     return recorded + [
-        {"ph": "M", "name": "thread_name", "tid": thread.native_id, "ts": time.time_ns(), "args": {"name": thread.name}}
+        {
+            "ph": "M",
+            "name": "thread_name",
+            "tid": thread.native_id,
+            "ts": time.time_ns(),
+            "args": {"name": thread.name},
+        }
         for thread in threading.enumerate()
         if thread.native_id in tids
     ]

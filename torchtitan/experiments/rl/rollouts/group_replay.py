@@ -64,9 +64,15 @@ class GroupReplayConfig:
         if self.path is None:
             return
         if not self.fraction:
-            raise ConfigError("replay.path", self.path, "nothing is replayed: set replay.fraction above 0")
+            raise ConfigError(
+                "replay.path", self.path, "nothing is replayed: set replay.fraction above 0"
+            )
         if not recorded_at(self.path).is_file():
-            raise MissingError("replay.path", self.path, f"no rollouts were recorded there ({recorded_at(self.path)})")
+            raise MissingError(
+                "replay.path",
+                self.path,
+                f"no rollouts were recorded there ({recorded_at(self.path)})",
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,7 +87,9 @@ class StoredGroup:
 class GroupReplay:
     """The store. Deterministic: the same groups, steps and seed give the same replays."""
 
-    def __init__(self, config: GroupReplayConfig, *, groups_per_step: int, seed: int, load: bool = True):
+    def __init__(
+        self, config: GroupReplayConfig, *, groups_per_step: int, seed: int, load: bool = True
+    ):
         """
         Args:
             groups_per_step: fresh and replayed ones together.
@@ -98,7 +106,9 @@ class GroupReplay:
         self.fresh_groups = groups_per_step - self._count
         """Groups of a step that are not replayed."""
         if load and config.path is not None:
-            logger.info("%d groups of %s are stored", self._load(recorded_at(config.path)), config.path)
+            logger.info(
+                "%d groups of %s are stored", self._load(recorded_at(config.path)), config.path
+            )
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -106,7 +116,11 @@ class GroupReplay:
     def add(self, groups: Iterable[RolloutGroup]) -> None:
         """Groups that a step has trained on. One without a signal, or that the policy did not sample, is not stored."""
         for group in groups if self._count else ():
-            versions = [sample.policy_versions[sample.loss_mask] for rollout in group.rollouts for sample in rollout.samples]
+            versions = [
+                sample.policy_versions[sample.loss_mask]
+                for rollout in group.rollouts
+                for sample in rollout.samples
+            ]
             sampled = np.concatenate(versions) if versions else np.zeros(0, np.int32)
             if not len(sampled) or sampled.min() < 0 or all(ZERO_ADVANTAGE.matches(group)):
                 continue
@@ -116,7 +130,11 @@ class GroupReplay:
 
     def draw(self, version: int) -> list[RolloutGroup]:
         """The replayed groups of the step that trains ``version``: different ones, each with the same chance."""
-        self._stored = {k: entry for k, entry in self._stored.items() if version - entry.version <= self.config.max_age}
+        self._stored = {
+            k: entry
+            for k, entry in self._stored.items()
+            if version - entry.version <= self.config.max_age
+        }
         random = np.random.default_rng([self._seed, version])
         names, groups = list(self._stored), []
         for place in random.permutation(len(names))[: self._count].tolist():
@@ -136,23 +154,36 @@ class GroupReplay:
                 if record.outcome != "trained" or not rollout.samples or rollout.static:
                     continue
                 group_id = rollout.group_id = f"recorded/{rollout.group_id}"
-                for sample in rollout.samples:  # versions, ids and experts of another run mean nothing in this one
+                for sample in (
+                    rollout.samples
+                ):  # versions, ids and experts of another run mean nothing in this one
                     sample.rollout_id = rollout.rollout_id
                     sample.policy_versions = np.where(sample.loss_mask, 0, -1).astype(np.int32)
                     sample.routes = None
                 assert rollout.data_sample is not None, "every rollout of a run has an example"
                 group = groups.setdefault(
                     group_id,
-                    RolloutGroup(group_id=group_id, task_name=rollout.task_name, data_sample=rollout.data_sample, rollouts=[]),
+                    RolloutGroup(
+                        group_id=group_id,
+                        task_name=rollout.task_name,
+                        data_sample=rollout.data_sample,
+                        rollouts=[],
+                    ),
                 )
                 group.rollouts.append(rollout)
-                if len(groups) > 2 * self.config.capacity:  # the newest are kept; a run's records may fill the memory
+                if (
+                    len(groups) > 2 * self.config.capacity
+                ):  # the newest are kept; a run's records may fill the memory
                     groups.pop(next(iter(groups)))
         except OSError as error:
             raise ConfigError("replay.path", self.config.path, f"can't be read: {error}") from None
         self.add(groups.values())
         if not self._stored:
-            raise ConfigError("replay.path", self.config.path, "has no group that was trained on with rl or ref_kl")
+            raise ConfigError(
+                "replay.path",
+                self.config.path,
+                "has no group that was trained on with rl or ref_kl",
+            )
         return len(self._stored)
 
     def state(self) -> list[tuple[str, int, int]]:
@@ -162,10 +193,13 @@ class GroupReplay:
     def groups(self) -> list[RolloutGroup]:
         return [entry.group for entry in self._stored.values()]
 
-    def restore(self, state: Sequence[tuple[str, int, int]], groups: Mapping[str, RolloutGroup]) -> None:
+    def restore(
+        self, state: Sequence[tuple[str, int, int]], groups: Mapping[str, RolloutGroup]
+    ) -> None:
         """Continue from a checkpoint; ``groups`` holds the stored ones."""
         self._stored = {
-            name: StoredGroup(group=groups[name], version=version, replays=replays) for name, version, replays in state
+            name: StoredGroup(group=groups[name], version=version, replays=replays)
+            for name, version, replays in state
         }
 
 
@@ -178,6 +212,7 @@ def recorded_at(path: str) -> Path:
 def _replayed(group: RolloutGroup) -> RolloutGroup:
     """A copy whose tokens no replica answers for: they say nothing about the weights that generators hold now."""
     rollouts = [
-        replace(rollout, samples=[replace(sample, replicas=None) for sample in rollout.samples]) for rollout in group.rollouts
+        replace(rollout, samples=[replace(sample, replicas=None) for sample in rollout.samples])
+        for rollout in group.rollouts
     ]
     return replace(group, rollouts=rollouts)

@@ -62,7 +62,12 @@ class PolicySession(Protocol):
         """Return whether the model's engine ends a completion at texts."""
 
     async def generate(
-        self, prompt_token_ids: np.ndarray, *, max_tokens: int, stop: Sequence[str] = (), seed: int | None = None
+        self,
+        prompt_token_ids: np.ndarray,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
     ) -> Completion:
         """Sample one completion of at most ``max_tokens`` tokens (and at most SamplingConfig.max_tokens).
 
@@ -79,7 +84,9 @@ class PolicySession(Protocol):
 class ModelClient(Protocol):
     """Any model, frozen or not."""
 
-    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> PolicySession:
+    def session(
+        self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]
+    ) -> PolicySession:
         """Open a session for one rollout. The same seed and prompts give the same tokens, whatever else is in flight."""
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:

@@ -20,8 +20,18 @@ from annotated_types import Ge
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import Cure, Share, check_fields
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.rollouts.record_file import ROLLOUTS_FILE, RecordFile, compress, read_groups
-from torchtitan.experiments.rl.rollouts.records import RecordedRollout, RecordKind, decode_rollout, encode_rollout
+from torchtitan.experiments.rl.rollouts.record_file import (
+    ROLLOUTS_FILE,
+    RecordFile,
+    compress,
+    read_groups,
+)
+from torchtitan.experiments.rl.rollouts.records import (
+    RecordedRollout,
+    RecordKind,
+    decode_rollout,
+    encode_rollout,
+)
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -79,7 +89,9 @@ class RolloutRecorder(Configurable):
         draw = int.from_bytes(hashlib.blake2b(example.encode(), digest_size=8).digest(), "big")
         return draw < self.config.fraction * 2**64
 
-    def record(self, group: RolloutGroup, outcomes: Mapping[str, str], *, kind: RecordKind = "training") -> None:
+    def record(
+        self, group: RolloutGroup, outcomes: Mapping[str, str], *, kind: RecordKind = "training"
+    ) -> None:
         """Have a group that has left written, if it is chosen. Returns at once; nothing may change the group afterwards.
 
         Args:
@@ -91,7 +103,10 @@ class RolloutRecorder(Configurable):
             self._queue.put_nowait((group, dict(outcomes), kind))
         except queue.Full:
             if not self._late:
-                logger.warning("%s can't keep up: groups are dropped from it; lower recorder.fraction", self.path)
+                logger.warning(
+                    "%s can't keep up: groups are dropped from it; lower recorder.fraction",
+                    self.path,
+                )
             self._late += len(group.rollouts)
 
     def size_by_now(self) -> Future[int] | None:
@@ -116,7 +131,9 @@ class RolloutRecorder(Configurable):
         except queue.Full:
             pass
         if thread.is_alive():
-            logger.warning("%s is not complete: its disk took more than %.0f s", self.path, CLOSE_LIMIT_S)
+            logger.warning(
+                "%s is not complete: its disk took more than %.0f s", self.path, CLOSE_LIMIT_S
+            )
 
     def _work(self) -> None:
         file = None
@@ -145,7 +162,9 @@ class RolloutRecorder(Configurable):
         if file is not None:
             file.close()
 
-    def _write(self, file: RecordFile, group: RolloutGroup, outcomes: dict[str, str], kind: RecordKind) -> bool:
+    def _write(
+        self, file: RecordFile, group: RolloutGroup, outcomes: dict[str, str], kind: RecordKind
+    ) -> bool:
         lines = (
             encode_rollout(
                 rollout,
@@ -158,7 +177,9 @@ class RolloutRecorder(Configurable):
         )
         data = compress(b"".join(lines))
         if file.size + len(data) > self.config.max_file_bytes:
-            self._end(f"it has reached recorder.max_file_bytes ({self.config.max_file_bytes:,}); lower recorder.fraction")
+            self._end(
+                f"it has reached recorder.max_file_bytes ({self.config.max_file_bytes:,}); lower recorder.fraction"
+            )
             return False
         file.append(data)
         return True
@@ -168,7 +189,9 @@ class RolloutRecorder(Configurable):
         logger.warning("%s: no further rollouts are recorded: %s", self.path, why)
 
 
-def read_rollouts(path: str | Path, kind: RecordKind | None = "training") -> Iterator[RecordedRollout]:
+def read_rollouts(
+    path: str | Path, kind: RecordKind | None = "training"
+) -> Iterator[RecordedRollout]:
     """The rollouts of a file, or of a run folder, in the order in which they ended; one group at a time, for large files.
 
     Those of one kind; None: all. Passes over a group torn by a process that was killed, with a warning unless it is the last.
@@ -180,6 +203,8 @@ def read_rollouts(path: str | Path, kind: RecordKind | None = "training") -> Ite
     path = path / ROLLOUTS_FILE if path.is_dir() else path
     for offset, lines in read_groups(path):
         try:
-            yield from [r for r in map(decode_rollout, lines.splitlines()) if kind in (None, r.kind)]
+            yield from [
+                r for r in map(decode_rollout, lines.splitlines()) if kind in (None, r.kind)
+            ]
         except ValueError as error:
             logger.warning("%s, group at byte %d: %s", path, offset, error)

@@ -22,7 +22,13 @@ import numpy as np
 
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
-from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutStatus, RolloutTurn
+from torchtitan.experiments.rl.rollouts.types import (
+    Completion,
+    DataSample,
+    Rollout,
+    RolloutStatus,
+    RolloutTurn,
+)
 from torchtitan.experiments.rl.types import ROLE_IDS, STREAMS, TrainingSample
 
 RecordKind = Literal["training", "validation"]
@@ -80,14 +86,21 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     samples: list[SampleRecord] = []
 
 
-_OF_ROLLOUT = tuple(field.name for field in fields(Rollout) if field.name not in ("data_sample", "turns", "samples"))
+_OF_ROLLOUT = tuple(
+    field.name for field in fields(Rollout) if field.name not in ("data_sample", "turns", "samples")
+)
 _OF_TURN = tuple(field.name for field in fields(RolloutTurn))
 _OF_RECORD = ("outcome", "admitted_version", "left_out", "kind")
 """Names of fields. ``dataclasses.fields`` takes longer than to read them, for each rollout."""
 
 
 def encode_rollout(
-    rollout: Rollout, *, outcome: str | None, admitted_version: int, max_bytes: int, kind: RecordKind = "training"
+    rollout: Rollout,
+    *,
+    outcome: str | None,
+    admitted_version: int,
+    max_bytes: int,
+    kind: RecordKind = "training",
 ) -> bytes:
     """Return one line, its newline included.
 
@@ -105,7 +118,9 @@ def encode_rollout(
         completion_tokens=rollout.completion_tokens,
         rollout=_json({name: getattr(rollout, name) for name in _OF_ROLLOUT}),
         data_sample=None if data is None else _example_record(data),
-        turns=[_turn_record(*pair) for pair in zip(rollout.turns, [None, *rollout.turns], strict=False)],
+        turns=[
+            _turn_record(*pair) for pair in zip(rollout.turns, [None, *rollout.turns], strict=False)
+        ],
         samples=[_sample_record(*pair) for pair in zip(rollout.samples, given, strict=True)],
     )
     line = _encoded(record)
@@ -114,16 +129,24 @@ def encode_rollout(
     return line + b"\n"
 
 
-def _shortened(record: RolloutRecord, data: DataSample | None, *, excess: int, max_bytes: int) -> bytes:
+def _shortened(
+    record: RolloutRecord, data: DataSample | None, *, excess: int, max_bytes: int
+) -> bytes:
     """Return the line of a record that is ``excess`` bytes too long, with what it leaves out in ``left_out``."""
     limit = f"more than {max_bytes:,} bytes (recorder.max_rollout_bytes)"
     if data is not None:
         rest, columns = _without_largest(data.env_input, excess + SPARE_BYTES)
         example = _example_record(data) | {"env_input": _json(rest, _shown)}
-        line = _encoded(msgspec.structs.replace(record, data_sample=example, left_out=f"{', '.join(columns)}: {limit}"))
+        line = _encoded(
+            msgspec.structs.replace(
+                record, data_sample=example, left_out=f"{', '.join(columns)}: {limit}"
+            )
+        )
         if len(line) < max_bytes:
             return line
-    bare = msgspec.structs.replace(record, turns=[], samples=[], left_out=f"turns and samples: {limit}")
+    bare = msgspec.structs.replace(
+        record, turns=[], samples=[], left_out=f"turns and samples: {limit}"
+    )
     line = _encoded(bare)
     if len(line) >= max_bytes and data is not None:
         bare.left_out = f"turns, samples and env_input: {limit}"
@@ -160,14 +183,26 @@ def decode_rollout(line: bytes | str) -> RecordedRollout:
     record = msgspec.convert(json.loads(line), RolloutRecord, dec_hook=_decoded_array)
     try:
         rollout = Rollout(**record.rollout | {"status": RolloutStatus(record.rollout["status"])})
-        rollout.data_sample = None if record.data_sample is None else DataSample(**record.data_sample)
+        rollout.data_sample = (
+            None if record.data_sample is None else DataSample(**record.data_sample)
+        )
         for turn in record.turns:
             rollout.turns.append(_turn(turn, rollout.turns[-1] if rollout.turns else None))
-        of_rollout: dict[str, Any] = {"task_name": rollout.task_name, "rollout_id": rollout.rollout_id}
-        for sample, given in zip(record.samples, _given_samples(rollout, len(record.samples)), strict=True):
-            others = {name: getattr(sample, name) for name in ("temperature", "reference_ids", "trainer_logprobs", "adapter")}
+        of_rollout: dict[str, Any] = {
+            "task_name": rollout.task_name,
+            "rollout_id": rollout.rollout_id,
+        }
+        for sample, given in zip(
+            record.samples, _given_samples(rollout, len(record.samples)), strict=True
+        ):
+            others = {
+                name: getattr(sample, name)
+                for name in ("temperature", "reference_ids", "trainer_logprobs", "adapter")
+            }
             streams = {} if given is None else {name: getattr(given, name) for name in STREAMS}
-            rollout.samples.append(TrainingSample(**of_rollout | streams | sample.streams, **others))
+            rollout.samples.append(
+                TrainingSample(**of_rollout | streams | sample.streams, **others)
+            )
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a rollout's record: {type(error).__name__}: {error}") from error
     return RecordedRollout(rollout=rollout, **{name: getattr(record, name) for name in _OF_RECORD})
@@ -201,14 +236,22 @@ def _given(turn: RolloutTurn | None) -> Mapping[str, list | np.ndarray]:
     if turn is None:
         return _GIVEN_AT_THE_START
     sampled = len(turn.completion.token_ids)
-    indices = np.empty(0, np.int16) if turn.prompt_message_indices is None else turn.prompt_message_indices
+    indices = (
+        np.empty(0, np.int16)
+        if turn.prompt_message_indices is None
+        else turn.prompt_message_indices
+    )
     return {
         "prompt_messages": [*turn.prompt_messages, turn.assistant_message, *turn.env_messages],
         "tools": turn.tools or [],
         "prompt_token_ids": np.append(turn.prompt_token_ids, turn.completion.token_ids),
-        "prompt_role_ids": np.append(turn.prompt_role_ids, np.full(sampled, ROLE_IDS["assistant"], np.int8)),
+        "prompt_role_ids": np.append(
+            turn.prompt_role_ids, np.full(sampled, ROLE_IDS["assistant"], np.int8)
+        ),
         "prompt_is_content": np.append(turn.prompt_is_content, np.ones(sampled, np.bool_)),
-        "prompt_message_indices": np.append(indices, np.full(sampled, len(turn.prompt_messages), np.int16)),
+        "prompt_message_indices": np.append(
+            indices, np.full(sampled, len(turn.prompt_messages), np.int16)
+        ),
     }
 
 
@@ -245,7 +288,9 @@ def _given_samples(rollout: Rollout, count: int) -> list[TrainingSample | None]:
     """The first ``count`` samples that the turns give; None in place of each that they don't."""
     if not count:  # as of turns whose completions are not aligned, of which no sample can be made
         return []
-    samples = samples_from_turns(rollout.turns, task_name=rollout.task_name, rollout_id=rollout.rollout_id, temperature=1.0)
+    samples = samples_from_turns(
+        rollout.turns, task_name=rollout.task_name, rollout_id=rollout.rollout_id, temperature=1.0
+    )
     return ([*samples] + [None] * count)[:count]
 
 
@@ -256,9 +301,14 @@ def _sample_record(sample: TrainingSample, given: TrainingSample | None) -> Samp
         if value is not None:
             value = np.asarray(value, None if declared.dims else declared.dtype)
         # By their bits: a NaN is itself, and 0.0 is not -0.0.
-        if given is None or (value is not usual and (value is None or usual is None or value.tobytes() != usual.tobytes())):
+        if given is None or (
+            value is not usual
+            and (value is None or usual is None or value.tobytes() != usual.tobytes())
+        ):
             changed[name] = value
-    return SampleRecord(sample.temperature, changed, sample.reference_ids, sample.trainer_logprobs, sample.adapter)
+    return SampleRecord(
+        sample.temperature, changed, sample.reference_ids, sample.trainer_logprobs, sample.adapter
+    )
 
 
 def _encoded_array(array: np.ndarray) -> dict[str, bytes]:
@@ -300,7 +350,9 @@ def _shown_in_parts(value: Any, inside: tuple[int, ...] = ()) -> Any:
         return value
     ends = id(value) in inside or len(inside) == MAX_DEPTH
     if isinstance(value, dict) and not ends:
-        return {str(key): _shown_in_parts(entry, (*inside, id(value))) for key, entry in value.items()}
+        return {
+            str(key): _shown_in_parts(entry, (*inside, id(value))) for key, entry in value.items()
+        }
     if isinstance(value, list | tuple) and not ends:
         return [_shown_in_parts(entry, (*inside, id(value))) for entry in value]
     return _shown(value)

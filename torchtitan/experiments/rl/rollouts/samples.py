@@ -41,22 +41,40 @@ def check_completion(completion: Completion) -> None:
     """
     if not isinstance(completion, Completion):
         raise ValueError(f"bad completion: a {type(completion).__name__}, want a Completion")
-    if (routes := completion.routes) is not None and (routes.dtype not in (np.uint8, np.uint16) or routes.ndim != 3):
-        raise ValueError(f"bad completion: its routes are {routes.dtype} {routes.shape}, want uint8 or uint16 [R, layers, k]")
-    ids, logprobs, versions = map(np.asarray, (completion.token_ids, completion.logprobs, completion.policy_versions))
+    if (routes := completion.routes) is not None and (
+        routes.dtype not in (np.uint8, np.uint16) or routes.ndim != 3
+    ):
+        raise ValueError(
+            f"bad completion: its routes are {routes.dtype} {routes.shape}, want uint8 or uint16 [R, layers, k]"
+        )
+    ids, logprobs, versions = map(
+        np.asarray, (completion.token_ids, completion.logprobs, completion.policy_versions)
+    )
     aligned = ids.ndim == 1 and ids.shape == logprobs.shape == versions.shape
     if not aligned or completion.finish_reason not in FINISH_REASONS:
-        shapes = [stream.shape[0] if stream.ndim == 1 else stream.shape for stream in (ids, logprobs, versions)]
-        raise ValueError(f"bad completion: stream lengths {shapes}, finish_reason {completion.finish_reason!r}")
+        shapes = [
+            stream.shape[0] if stream.ndim == 1 else stream.shape
+            for stream in (ids, logprobs, versions)
+        ]
+        raise ValueError(
+            f"bad completion: stream lengths {shapes}, finish_reason {completion.finish_reason!r}"
+        )
     if not len(ids):  # an empty list has no dtype of its own
         return
-    for name, stream, kinds in (("token_ids", ids, "iu"), ("logprobs", logprobs, "fiu"), ("policy_versions", versions, "iu")):
+    for name, stream, kinds in (
+        ("token_ids", ids, "iu"),
+        ("logprobs", logprobs, "fiu"),
+        ("policy_versions", versions, "iu"),
+    ):
         if stream.dtype.kind not in kinds:
             raise ValueError(f"bad completion: its {name} are {stream.dtype}")
     # argmin and item take a tenth of the time of min; NaN is the least and the greatest.
     if ids.item(ids.argmin()) < 0:
         raise ValueError("bad completion: a token id below 0")
-    if not math.isfinite(logprobs.item(logprobs.argmin())) or not logprobs.item(logprobs.argmax()) <= LOGPROB_ROUNDING:
+    if (
+        not math.isfinite(logprobs.item(logprobs.argmin()))
+        or not logprobs.item(logprobs.argmax()) <= LOGPROB_ROUNDING
+    ):
         if (wrong := first_non_finite(logprobs)) is not None:
             seen = f"the generator's log-probability of its token {wrong} is {logprobs[wrong]}, want a finite number"
             raise ValueError(f"bad completion: {seen}")
@@ -79,7 +97,10 @@ def turn_spans(turns: Sequence[RolloutTurn]) -> Iterator[tuple[RolloutTurn, Turn
             tokens = np.concatenate([before.prompt_token_ids, before.completion.token_ids])
             new = len(tokens) if np.array_equal(prompt[: len(tokens)], tokens) else 0
         sample, before = sample if new else sample + 1, turn
-        yield turn, TurnSpan(sample=sample, new=new, completion=len(prompt), end=len(prompt) + sampled)
+        yield (
+            turn,
+            TurnSpan(sample=sample, new=new, completion=len(prompt), end=len(prompt) + sampled),
+        )
 
 
 def samples_from_turns(
@@ -96,9 +117,15 @@ def samples_from_turns(
         ValueError: a completion whose streams differ in length, or with routes of more tokens than there are.
     """
     for index, turn in enumerate(turns):
-        streams = (turn.completion.token_ids, turn.completion.logprobs, turn.completion.policy_versions)
+        streams = (
+            turn.completion.token_ids,
+            turn.completion.logprobs,
+            turn.completion.policy_versions,
+        )
         if len({len(stream) for stream in streams}) > 1:
-            raise ValueError(f"rollout {rollout_id}, turn {index}: completion streams of lengths {[len(s) for s in streams]}")
+            raise ValueError(
+                f"rollout {rollout_id}, turn {index}: completion streams of lengths {[len(s) for s in streams]}"
+            )
 
     runs: dict[int, list[tuple[RolloutTurn, TurnSpan]]] = {}
     for turn, span in turn_spans(turns):
@@ -112,13 +139,17 @@ def samples_from_turns(
         role_ids = np.empty(last_span.end, np.int8)
         role_ids[: last_span.completion] = last.prompt_role_ids
         sample = TrainingSample(
-            token_ids=np.concatenate([last.prompt_token_ids, last.completion.token_ids]).astype(np.int32, copy=False),
+            token_ids=np.concatenate([last.prompt_token_ids, last.completion.token_ids]).astype(
+                np.int32, copy=False
+            ),
             loss_mask=np.zeros(last_span.end, bool),
             generator_logprobs=np.zeros(last_span.end, np.float32),
             policy_versions=versions,
             replicas=replicas,
             role_ids=role_ids,
-            routes=_routes([(turn.completion.routes, span.end - 1) for turn, span in run], last_span.end),
+            routes=_routes(
+                [(turn.completion.routes, span.end - 1) for turn, span in run], last_span.end
+            ),
             temperature=temperature,
             task_name=task_name,
             rollout_id=rollout_id,

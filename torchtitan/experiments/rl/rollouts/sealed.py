@@ -11,7 +11,13 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutTurn
+from torchtitan.experiments.rl.rollouts.types import (
+    Completion,
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutTurn,
+)
 from torchtitan.experiments.rl.types import CREDIT_STREAMS, STREAMS, TrainingSample
 
 LIBRARY = f"{__name__.rpartition('.rollouts.')[0]}."
@@ -30,7 +36,10 @@ def copied(value: Any, of_others: Callable[[Any], Any] = copy.deepcopy) -> Any:
         of_others: copies what is neither one of these nor a plain value.
     """
     if type(value) is dict:
-        return {key: entry if type(entry) is str else copied(entry, of_others) for key, entry in value.items()}
+        return {
+            key: entry if type(entry) is str else copied(entry, of_others)
+            for key, entry in value.items()
+        }
     if type(value) is list:
         return [copied(entry, of_others) for entry in value]
     return value if type(value) in PLAIN else of_others(value)
@@ -61,16 +70,26 @@ class _Sealed:
         object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"can't change {name} of a rollout that has ended ({self.plain.__name__})")
+        raise AttributeError(
+            f"can't change {name} of a rollout that has ended ({self.plain.__name__})"
+        )
 
 
 def _sealed(plain: type, *settable: str) -> type[_Sealed]:
     names = tuple(field.name for field in fields(plain))
     # By the name of the plain record, as Python's own errors say it.
-    return type(plain.__name__, (_Sealed, plain), {"__slots__": (), "plain": plain, "names": names, "settable": settable})
+    return type(
+        plain.__name__,
+        (_Sealed, plain),
+        {"__slots__": (), "plain": plain, "names": names, "settable": settable},
+    )
 
 
-_SealedGroup, _SealedTurn, _SealedSample = _sealed(RolloutGroup), _sealed(RolloutTurn), _sealed(TrainingSample)
+_SealedGroup, _SealedTurn, _SealedSample = (
+    _sealed(RolloutGroup),
+    _sealed(RolloutTurn),
+    _sealed(TrainingSample),
+)
 _SealedRollout, _RubricsRollout = _sealed(Rollout), _sealed(Rollout, "status", "error", "traceback")
 _SealedCompletion = _sealed(Completion)
 
@@ -92,7 +111,9 @@ def _seal(cls: type[_Sealed], record: Any, **values: Any) -> Any:
     return sealed
 
 
-def sealed_rollout(rollout: Rollout, *, for_rubric: bool = False, lends_samples: bool = False) -> Rollout:
+def sealed_rollout(
+    rollout: Rollout, *, for_rubric: bool = False, lends_samples: bool = False
+) -> Rollout:
     """
     Args:
         for_rubric: its status and error can be set: `tasks/task.py` reads them.
@@ -124,7 +145,10 @@ def sealed_rollout(rollout: Rollout, *, for_rubric: bool = False, lends_samples:
         rollout,
         data_sample=_copied_sample(rollout.data_sample),
         turns=turns,
-        samples=tuple(_lent(sample) if lends_samples else _seal(_SealedSample, sample) for sample in rollout.samples),
+        samples=tuple(
+            _lent(sample) if lends_samples else _seal(_SealedSample, sample)
+            for sample in rollout.samples
+        ),
         reward_components=dict(rollout.reward_components),
         metadata=copied(rollout.metadata),
     )
@@ -136,13 +160,19 @@ def sealed_group(group: RolloutGroup, *, lends_samples: bool = False) -> Rollout
         _SealedGroup,
         group,
         data_sample=_copied_sample(group.data_sample),
-        rollouts=[sealed_rollout(rollout, lends_samples=lends_samples) for rollout in group.rollouts],
+        rollouts=[
+            sealed_rollout(rollout, lends_samples=lends_samples) for rollout in group.rollouts
+        ],
         costs=dict(group.costs),
     )
 
 
 def take_samples(
-    rollout: Rollout, lent: Rollout, check: Callable[[TrainingSample], None], *, allowed: Collection[str] = ()
+    rollout: Rollout,
+    lent: Rollout,
+    check: Callable[[TrainingSample], None],
+    *,
+    allowed: Collection[str] = (),
 ) -> None:
     """Give a rollout what an algorithm has written to the samples of its copy.
 

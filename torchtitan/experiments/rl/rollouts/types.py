@@ -166,15 +166,23 @@ class Rollout:
         """
         counts = [int(np.count_nonzero(sample.loss_mask)) for sample in self.samples]
         sampled = sum(counts)
-        broadcast = isinstance(value, numbers.Real | np.bool_) or (isinstance(value, np.ndarray) and value.ndim == 0)
+        broadcast = isinstance(value, numbers.Real | np.bool_) or (
+            isinstance(value, np.ndarray) and value.ndim == 0
+        )
         try:
-            per_token = checked_stream("advantages", np.full(sampled, value) if broadcast else value, sampled)
+            per_token = checked_stream(
+                "advantages", np.full(sampled, value) if broadcast else value, sampled
+            )
         except ValueError as error:
-            raise ValueError(f"rollout {self.rollout_id}: {error} sampled, or one number for all of them") from None
+            raise ValueError(
+                f"rollout {self.rollout_id}: {error} sampled, or one number for all of them"
+            ) from None
         wrong = first_non_finite(per_token)
         if wrong is not None:
             given = np.broadcast_to(np.asarray(value), sampled)[wrong]
-            raise ValueError(f"rollout {self.rollout_id}: the advantage {given} is not a finite number that float32 holds")
+            raise ValueError(
+                f"rollout {self.rollout_id}: the advantage {given} is not a finite number that float32 holds"
+            )
         start = 0
         for sample, count in zip(self.samples, counts, strict=True):
             sample.advantages = np.zeros(len(sample), np.float32)

@@ -26,14 +26,27 @@ from annotated_types import Ge
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.batching.sample_checks import finite_float
-from torchtitan.experiments.rl.bounds import Changeable, Cure, PositiveFloat, ProcessCount, check_fields
+from torchtitan.experiments.rl.bounds import (
+    Changeable,
+    Cure,
+    PositiveFloat,
+    ProcessCount,
+    check_fields,
+)
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError, RunError, users_traceback
 from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.sealed import copied_example, is_own, sealed_rollout
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
-from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, call_bounded, call_user, cause_of, doing
+from torchtitan.experiments.rl.user_code.calls import (
+    Threads,
+    UserCodeError,
+    call_bounded,
+    call_user,
+    cause_of,
+    doing,
+)
 from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls
 
 __all__ = ["Reward", "RewardFn", "Rubric", "env_component", "env_components", "last_assistant_text"]
@@ -76,7 +89,9 @@ class RewardFn:
         """For the config that is saved with a run: the function by its path."""
         target = getattr(self.fn, "func", self.fn)
         path = f"{target.__module__}.{getattr(target, '__qualname__', type(target).__qualname__)}"
-        return {"fn": path} | {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "fn"}
+        return {"fn": path} | {
+            entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "fn"
+        }
 
 
 class Rubric(UserConfigurable):
@@ -106,7 +121,9 @@ class Rubric(UserConfigurable):
         _check(named)
         total = math.fsum(entry.weight for _, entry in named)
         self._fns = {name: replace(entry, weight=entry.weight / total) for name, entry in named}
-        self._isolated = IsolatedCalls(config.isolated_workers, memory_gib=config.isolated_memory_gib)
+        self._isolated = IsolatedCalls(
+            config.isolated_workers, memory_gib=config.isolated_memory_gib
+        )
         self._isolated_threads = Threads(config.isolated_workers)
         self._warned_unweighed = False
 
@@ -151,19 +168,35 @@ class Rubric(UserConfigurable):
     async def score_group(self, rollouts: Sequence[Rollout], env_input: Any) -> list[Reward]:
         """One Reward per rollout, in order. Sets status and error of a rollout whose reward function failed."""
         rewards = [Reward(self._fixed_reward(rollout)) for rollout in rollouts]
-        pending = [pair for pair in zip(rollouts, rewards, strict=True) if self._needs_scoring(pair[0])]
+        pending = [
+            pair for pair in zip(rollouts, rewards, strict=True) if self._needs_scoring(pair[0])
+        ]
         scored = [rollout for rollout, _ in pending]
-        columns = await asyncio.gather(*(self._column(entry, scored, env_input) for entry in self._fns.values() if scored))
+        columns = await asyncio.gather(
+            *(self._column(entry, scored, env_input) for entry in self._fns.values() if scored)
+        )
         for position, (rollout, reward) in enumerate(pending):
-            values = {name: column[position] for name, column in zip(self._fns, columns, strict=True)}
-            failed = {name: value for name, value in values.items() if isinstance(value, UserCodeError)}
-            reward.components = {name: value for name, value in values.items() if not isinstance(value, UserCodeError)}
+            values = {
+                name: column[position] for name, column in zip(self._fns, columns, strict=True)
+            }
+            failed = {
+                name: value for name, value in values.items() if isinstance(value, UserCodeError)
+            }
+            reward.components = {
+                name: value
+                for name, value in values.items()
+                if not isinstance(value, UserCodeError)
+            }
             if failed:
                 causes = [f"reward function {name!r}: {error}" for name, error in failed.items()]
                 rollout.status, rollout.error = RolloutStatus.ERROR, "; ".join(causes)
-                rollout.traceback = "\n".join(dict.fromkeys(filter(None, map(users_traceback, failed.values()))))
+                rollout.traceback = "\n".join(
+                    dict.fromkeys(filter(None, map(users_traceback, failed.values())))
+                )
             else:
-                reward.reward = math.fsum(entry.weight * reward.components[name] for name, entry in self._fns.items())
+                reward.reward = math.fsum(
+                    entry.weight * reward.components[name] for name, entry in self._fns.items()
+                )
         self._log_env_components(rollouts, rewards)
         return rewards
 
@@ -176,55 +209,89 @@ class Rubric(UserConfigurable):
         if rollout.status.is_error():
             return self.config.error_reward
         # An opening prompt that overflows does not measure the policy, which sampled nothing.
-        return self.config.truncation_reward if rollout.status.is_truncated() and rollout.turns else None
+        return (
+            self.config.truncation_reward
+            if rollout.status.is_truncated() and rollout.turns
+            else None
+        )
 
-    async def _column(self, entry: RewardFn, rollouts: list[Rollout], env_input: Any) -> list[float | UserCodeError]:
+    async def _column(
+        self, entry: RewardFn, rollouts: list[Rollout], env_input: Any
+    ) -> list[float | UserCodeError]:
         """Return one function's value for each rollout, or why there is none."""
         if not entry.group_level:
-            return await asyncio.gather(*(self._value(entry, rollout, env_input) for rollout in rollouts))
+            return await asyncio.gather(
+                *(self._value(entry, rollout, env_input) for rollout in rollouts)
+            )
         try:
             values = await self._call(entry, rollouts, env_input)
         except UserCodeError as error:
             return [error] * len(rollouts)
-        sequence = isinstance(values, list | tuple) or (isinstance(values, np.ndarray) and values.ndim == 1)
+        sequence = isinstance(values, list | tuple) or (
+            isinstance(values, np.ndarray) and values.ndim == 1
+        )
         try:
             answers = list(values) if sequence else None
         except BaseException as error:  # a list of the user's own class
-            unread = UserCodeError(f"returned a {type(values).__name__} that can't be read: {cause_of(error)}")
+            unread = UserCodeError(
+                f"returned a {type(values).__name__} that can't be read: {cause_of(error)}"
+            )
             unread.traceback = users_traceback(error)
             return [unread] * len(rollouts)
         if answers is None or len(answers) != len(rollouts):
             size = f" of {len(answers)}" if answers is not None else ""
-            wanted = f"returned a {type(values).__name__}{size}, want a list of {len(rollouts)} numbers"
+            wanted = (
+                f"returned a {type(values).__name__}{size}, want a list of {len(rollouts)} numbers"
+            )
             return [UserCodeError(wanted)] * len(rollouts)
         return [_number(value) for value in answers]
 
-    async def _value(self, entry: RewardFn, rollout: Rollout, env_input: Any) -> float | UserCodeError:
+    async def _value(
+        self, entry: RewardFn, rollout: Rollout, env_input: Any
+    ) -> float | UserCodeError:
         try:
             return _number(await self._call(entry, rollout, env_input))
         except UserCodeError as error:
             return error
 
-    async def _call(self, entry: RewardFn, rollouts: Rollout | list[Rollout], env_input: Any) -> Any:
+    async def _call(
+        self, entry: RewardFn, rollouts: Rollout | list[Rollout], env_input: Any
+    ) -> Any:
         """Call a function with what it takes of one rollout, or of a list of them."""
         subject: Any = rollouts
         if entry.takes == "completion":
-            subject = [*map(completion_of, rollouts)] if isinstance(rollouts, list) else completion_of(rollouts)
+            subject = (
+                [*map(completion_of, rollouts)]
+                if isinstance(rollouts, list)
+                else completion_of(rollouts)
+            )
         timeout_s = self.config.timeout_s if entry.timeout_s is None else entry.timeout_s
         if entry.isolate:  # the child has the time limit; waiting for a free one doesn't count
-            call = functools.partial(self._isolated.call, entry.fn, (subject, env_input), timeout_s=timeout_s)
-            return await call_bounded(lambda: self._isolated_threads.call(call, timeout_s=None), timeout_s=None)
+            call = functools.partial(
+                self._isolated.call, entry.fn, (subject, env_input), timeout_s=timeout_s
+            )
+            return await call_bounded(
+                lambda: self._isolated_threads.call(call, timeout_s=None), timeout_s=None
+            )
         if not is_own(entry.fn):
             if entry.takes == "completion":
                 subject = copied_example(subject)
             else:
-                subject = [*map(sealed_rollout, rollouts)] if isinstance(rollouts, list) else sealed_rollout(rollouts)
+                subject = (
+                    [*map(sealed_rollout, rollouts)]
+                    if isinstance(rollouts, list)
+                    else sealed_rollout(rollouts)
+                )
             env_input = copied_example(env_input)
         return await call_user(entry.fn, subject, env_input, timeout_s=timeout_s)
 
     def _log_env_components(self, rollouts: Sequence[Rollout], rewards: list[Reward]) -> None:
         for rollout, reward in zip(rollouts, rewards, strict=True):
-            unweighed = {name: value for name, value in env_components(rollout).items() if name not in self._fns}
+            unweighed = {
+                name: value
+                for name, value in env_components(rollout).items()
+                if name not in self._fns
+            }
             reward.components.update({f"env/{name}": value for name, value in unweighed.items()})
             if unweighed and not self._fns and not self._warned_unweighed:
                 self._warned_unweighed = True
@@ -253,7 +320,9 @@ def env_component(name: str, *, weight: float = 1.0, default: float | None = Non
     return RewardFn(component, weight=weight, name=name, takes="rollout")
 
 
-async def _env_component(rollout: Rollout, env_input: Any, *, component: str, default: float | None) -> float:
+async def _env_component(
+    rollout: Rollout, env_input: Any, *, component: str, default: float | None
+) -> float:
     earned = env_components(rollout)
     if component in earned:
         return earned[component]
@@ -277,18 +346,26 @@ def _number(value: Any) -> float | UserCodeError:
     """The value as a float, or what is wrong with it."""
     if (number := finite_float(value)) is not None:
         return number
-    return UserCodeError(f"returned {text_of(value)} ({type(value).__name__}), want a finite number that float32 holds")
+    return UserCodeError(
+        f"returned {text_of(value)} ({type(value).__name__}), want a finite number that float32 holds"
+    )
 
 
 def _check(named: list[tuple[str, RewardFn]]) -> None:
     names = [name for name, _ in named]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError("rubric.reward_fns", names, f"two functions named {twice[0]!r}: give one RewardFn(..., name=...)")
+        raise ConfigError(
+            "rubric.reward_fns",
+            names,
+            f"two functions named {twice[0]!r}: give one RewardFn(..., name=...)",
+        )
     for name, entry in named:
         check_fields(entry, field=f"reward function {name!r}")
         _check_arguments(entry, name)
     if named and not any(entry.weight for _, entry in named):
-        raise ConfigError("rubric.reward_fns", names, "every weight is 0: give at least one a weight")
+        raise ConfigError(
+            "rubric.reward_fns", names, "every weight is 0: give at least one a weight"
+        )
 
 
 def completion_of(rollout: Rollout) -> Any:
@@ -335,7 +412,9 @@ def looks_for_thoughts(entry: RewardFn) -> bool:
     known = getattr(function, "__globals__", {})
     used = [*code.co_consts, *(known.get(name) for name in code.co_names)]
     texts = [value.pattern if isinstance(value, re.Pattern) else value for value in used]
-    return any("<think" in text for text in texts if isinstance(text, str) and text != function.__doc__)
+    return any(
+        "<think" in text for text in texts if isinstance(text, str) and text != function.__doc__
+    )
 
 
 def last_assistant_text(rollout: Rollout) -> str:
@@ -355,7 +434,9 @@ async def win_shares(count: int, prefers: Callable[[int, int], Awaitable[float]]
         return [0.5]
     pairs = list(permutations(range(count), 2))
     wins = [0.0] * count
-    for (first, second), verdict in zip(pairs, await asyncio.gather(*(prefers(*pair) for pair in pairs)), strict=True):
+    for (first, second), verdict in zip(
+        pairs, await asyncio.gather(*(prefers(*pair) for pair in pairs)), strict=True
+    ):
         wins[first] += verdict
         wins[second] += 1.0 - verdict
     return [share / (2 * (count - 1)) for share in wins]

@@ -55,7 +55,9 @@ class _Jump(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> Any:
         if timeout is None:
-            raise Escape("nothing will ever happen again: the loops wait for each other, or for something outside")
+            raise Escape(
+                "nothing will ever happen again: the loops wait for each other, or for something outside"
+            )
         self._loop.now += max(0.0, timeout)
         return []
 
@@ -78,7 +80,9 @@ class Cores:
 class InPlaceGate(Gate):
     """Runs each call in place: in virtual time no sampler or filter takes any."""
 
-    def start(self, function: Callable[..., Any], *args: Any, owner: str, timeout_s: float | None = None) -> Call:
+    def start(
+        self, function: Callable[..., Any], *args: Any, owner: str, timeout_s: float | None = None
+    ) -> Call:
         return self.start_own(function, *args, owner=owner)
 
 
@@ -87,11 +91,17 @@ def _going_by(loop: VirtualClockLoop) -> Iterator[None]:
     """Clocks of this process tell the loop's time; a thread or a sleep raises Escape."""
 
     def escape(*args: Any) -> NoReturn:
-        raise Escape(f"in virtual time {args[0] if args else 'something'} would sleep, or start a thread")
+        raise Escape(
+            f"in virtual time {args[0] if args else 'something'} would sleep, or start a thread"
+        )
 
     clocks: dict[str, Any] = dict.fromkeys(("monotonic", "perf_counter", "time"), loop.time)
     patches: list[tuple[Any, str, Any]] = [(time, name, clock) for name, clock in clocks.items()]
-    patches += [(time, "sleep", escape), (threading.Thread, "start", escape), (trace, "INTERVAL_S", LAG_INTERVAL_S)]
+    patches += [
+        (time, "sleep", escape),
+        (threading.Thread, "start", escape),
+        (trace, "INTERVAL_S", LAG_INTERVAL_S),
+    ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     try:
         for owner, name, value in patches:

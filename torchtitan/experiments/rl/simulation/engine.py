@@ -118,7 +118,11 @@ class SimulatedReplica:
         """When they began: after the prompts, by the cores' time; with the prompts, by the loop's and by the cores'."""
         self._update: tuple[int, asyncio.Future[None]] | None = None
         self._loading = self._dead = False
-        self.attach, self.submit, self.abort = Endpoint(self._attach), Endpoint(self._submit), Endpoint(len)
+        self.attach, self.submit, self.abort = (
+            Endpoint(self._attach),
+            Endpoint(self._submit),
+            Endpoint(len),
+        )
         self.update_weights, self.sleep = Endpoint(self._update_weights), Endpoint(self._sleep)
         self.canary = Endpoint(self._canary)
 
@@ -150,7 +154,11 @@ class SimulatedReplica:
         await done
         proof = await self._canary(canary_token_ids)
         return WeightReceipt(
-            version=version, fingerprint=str(version), canary_logprobs=proof, verify_s=0.0, reload_s=self._rates.load_s
+            version=version,
+            fingerprint=str(version),
+            canary_logprobs=proof,
+            verify_s=0.0,
+            reload_s=self._rates.load_s,
         )
 
     async def _sleep(self) -> None:
@@ -233,13 +241,17 @@ class SimulatedReplica:
         prompt = sequence.request.prompt_token_ids
         context = len(prompt) + sequence.had
         hit = self._hit(prompt) if self._prefix_caching else 0
-        spare = max(len(self._running) + 1, self._rates.cache_tokens // 100)  # else it would be preempted soon
+        spare = max(
+            len(self._running) + 1, self._rates.cache_tokens // 100
+        )  # else it would be preempted soon
         if self._running and self._room < context - hit + spare:
             return False
         self._waiting.popleft()
         sequence.began, sequence.held = self._steps, context - hit
         self._running[sequence.request.request_id] = sequence
-        heapq.heappush(self._ends, (self._steps + sequence.length - sequence.had, next(self._order), sequence))
+        heapq.heappush(
+            self._ends, (self._steps + sequence.length - sequence.had, next(self._order), sequence)
+        )
         self._context += context
         self._held += sequence.held
         self._debt_s += self._rates.prompt_s + self._rates.prefill_token_s * sequence.held

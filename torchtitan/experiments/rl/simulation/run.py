@@ -45,7 +45,13 @@ from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.simulation.clock import Cores, InPlaceGate
-from torchtitan.experiments.rl.simulation.engine import DEATH_SEEN_S, Endpoint, Rates, SimulatedReplica, open_channel
+from torchtitan.experiments.rl.simulation.engine import (
+    DEATH_SEEN_S,
+    Endpoint,
+    Rates,
+    SimulatedReplica,
+    open_channel,
+)
 from torchtitan.experiments.rl.simulation.tasks import Lengths, simulated_tasks
 from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, WeightSync
 
@@ -71,9 +77,21 @@ class SimulatedTrainer:
 
     lost = 0
 
-    def __init__(self, rates: Rates, cores: Cores, data_parallel_size: int, *, heard: Callable[[], Awaitable[None]]):
+    def __init__(
+        self,
+        rates: Rates,
+        cores: Cores,
+        data_parallel_size: int,
+        *,
+        heard: Callable[[], Awaitable[None]],
+    ):
         """``heard`` returns when the controller takes an answer up."""
-        self._rates, self._cores, self.data_parallel_size, self._heard = rates, cores, data_parallel_size, heard
+        self._rates, self._cores, self.data_parallel_size, self._heard = (
+            rates,
+            cores,
+            data_parallel_size,
+            heard,
+        )
         self.busy_s = 0.0
         self._published = 0
         self.copy_weights = Endpoint(self._copy)
@@ -88,7 +106,8 @@ class SimulatedTrainer:
                     max(
                         rates.microbatch_s,
                         rates.token_s * (batch.trees or batch).token_ids.numel()
-                        + rates.pair_s * sum(len(sample) ** 2 / 2 for row in rows for sample in row),
+                        + rates.pair_s
+                        * sum(len(sample) ** 2 / 2 for row in rows for sample in row),
                     )
                     for batch, rows in zip(batches, of_rank, strict=True)
                 )
@@ -207,14 +226,19 @@ class SimulatedRun:
         engine, ranks = config.generator.engine, config.trainer.ranks
         self._gpus_of_engine = engine.tensor_parallel_degree
         self._trainer_hosts = -(-ranks // GPUS_PER_HOST)
-        self._hosts = self._trainer_hosts + -(-config.generator.replicas * self._gpus_of_engine // GPUS_PER_HOST)
+        self._hosts = self._trainer_hosts + -(
+            -config.generator.replicas * self._gpus_of_engine // GPUS_PER_HOST
+        )
         self.outcome = Outcome(
-            gpus=ranks + config.generator.replicas * self._gpus_of_engine, replicas=config.generator.replicas
+            gpus=ranks + config.generator.replicas * self._gpus_of_engine,
+            replicas=config.generator.replicas,
         )
         self._random = np.random.default_rng([config.seed, 33])
         self._restarts = Restarts(config.supervision)
         self._saved: Saved | None = None
-        self._events = None if run_dir is None else (run_dir / EVENTS_FILE).open("w", encoding="utf-8")
+        self._events = (
+            None if run_dir is None else (run_dir / EVENTS_FILE).open("w", encoding="utf-8")
+        )
         self._files = [] if run_dir is None else [run_dir / METRICS_FILE, run_dir / LEDGER_FILE]
 
     async def run(self) -> Outcome:
@@ -230,11 +254,15 @@ class SimulatedRun:
                 break
             outcome = self.outcome
             outcome.repeated_s += died_at - (0.0 if self._saved is None else self._saved.time)
-            await asyncio.sleep(self._failures.seen_s + self._failures.repair_s + self._rates.start_s)
+            await asyncio.sleep(
+                self._failures.seen_s + self._failures.repair_s + self._rates.start_s
+            )
             outcome.down_s += loop.time() - died_at
             for file in self._files:
                 if file.exists():
-                    os.truncate(file, 0 if self._saved is None else self._saved.offsets.get(file, 0))
+                    os.truncate(
+                        file, 0 if self._saved is None else self._saved.offsets.get(file, 0)
+                    )
             if self._saved is not None:
                 self._saved.time = loop.time()
             self._tell("goes on", step=0 if self._saved is None else self._saved.step)
@@ -280,14 +308,24 @@ class Attempt(RunEvents):
         self._lap_busy = (0.0, 0.0)
         self._died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         synchronous = config.max_offpolicy_steps == 0
-        self._client = GeneratorClient(lockstep=synchronous, on_failure=self._fail, open_channel=open_channel)
+        self._client = GeneratorClient(
+            lockstep=synchronous, on_failure=self._fail, open_channel=open_channel
+        )
         size = config.trainer.parallelism.data_parallel_size(config.trainer.ranks)
         self._threads = asyncio.Semaphore(max(1, config.rollout_workers))
         """Of the processes that run rollouts."""
         trainer: Any = self.trainer(self._rates, self._cores, size, heard=self._heard)
-        self._trainer = trainer  # the loop's TrainerClient, the weights' mesh and the copies of hosts
+        self._trainer = (
+            trainer  # the loop's TrainerClient, the weights' mesh and the copies of hosts
+        )
         text = np.arange(CANARY_TOKENS, dtype=np.int32)
-        self._weights = WeightSync(self._trainer, self._client, text=text, bound=CanaryBound("float32"), copies=self._trainer)
+        self._weights = WeightSync(
+            self._trainer,
+            self._client,
+            text=text,
+            bound=CanaryBound("float32"),
+            copies=self._trainer,
+        )
         self._replicas: dict[int, SimulatedReplica] = {}
         self._gone: Any = Counter()
         """Of replicas that died."""
@@ -301,7 +339,9 @@ class Attempt(RunEvents):
         )
         selection = Selection(
             gate,
-            mix=config.task_mix.build(weights={name: task.weight for name, task in config.tasks.items()}),
+            mix=config.task_mix.build(
+                weights={name: task.weight for name, task in config.tasks.items()}
+            ),
             tasks=dict(self._tasks),
             pre_batch_filters=[entry.build() for entry in config.pre_batch_filters],
             post_batch_filters=[entry.build() for entry in config.post_batch_filters],
@@ -334,7 +374,9 @@ class Attempt(RunEvents):
             batcher=batcher,
             trainer=self._trainer,
             weights=self._weights,
-            validator=Validator(dict(self._tasks), runner, config.validation, on_failure=self._fail, gate=gate),
+            validator=Validator(
+                dict(self._tasks), runner, config.validation, on_failure=self._fail, gate=gate
+            ),
             runner=runner,
             watchers=[self],
             generated_tokens=lambda: self._client.generated_tokens,
@@ -348,7 +390,9 @@ class Attempt(RunEvents):
         if step:
             await self._weights.publish_start(step)
             self._client.version = step
-        await asyncio.gather(*(self._start_replica(index) for index in range(self._config.generator.replicas)))
+        await asyncio.gather(
+            *(self._start_replica(index) for index in range(self._config.generator.replicas))
+        )
         if self._saved is not None:
             finished = {group.group_id: group for group in self._saved.groups}
             await self._rollouts.restore(self._saved.rollouts, finished, step)
@@ -417,7 +461,10 @@ class Attempt(RunEvents):
         while failures.per_day:
             await asyncio.sleep(float(whole._random.exponential(86_400 / failures.per_day)))
             hosts = sorted(
-                int(host) for host in whole._random.choice(whole._hosts, min(failures.hosts, whole._hosts), replace=False)
+                int(host)
+                for host in whole._random.choice(
+                    whole._hosts, min(failures.hosts, whole._hosts), replace=False
+                )
             )
             whole.outcome.deaths += 1
             whole._tell("hosts die", hosts=hosts)
@@ -457,7 +504,9 @@ class Attempt(RunEvents):
         now, replicas = asyncio.get_running_loop().time(), self._config.generator.replicas
         engines, elapsed = self._totals(), max(1e-9, now - self._lap_at)
         busy = (engines["busy_s"] + engines["loading_s"]) / replicas, self._trainer.busy_s
-        for name, until, before in zip(("generators", "trainer"), busy, self._lap_busy, strict=True):
+        for name, until, before in zip(
+            ("generators", "trainer"), busy, self._lap_busy, strict=True
+        ):
             metrics[f"perf/{name}/busy"] = (until - before) / elapsed
         metrics["time/virtual_s"] = now
         self._lap_at, self._lap_busy = now, busy
@@ -469,16 +518,22 @@ class Attempt(RunEvents):
         """
         bound, metrics = self._config.max_offpolicy_steps, record.metrics
         if metrics["policy/age_max"] > bound:
-            raise RunError(f"step {record.step} trained a token of age {metrics['policy/age_max']}, and the bound is {bound}")
+            raise RunError(
+                f"step {record.step} trained a token of age {metrics['policy/age_max']}, and the bound is {bound}"
+            )
         for task in self._tasks.values():
             for group_id, version in task.open.items():
                 if version < record.step - bound:
-                    raise RunError(f"group {group_id} of version {version} still runs after step {record.step}")
+                    raise RunError(
+                        f"group {group_id} of version {version} still runs after step {record.step}"
+                    )
         if self._metrics is not None:
             self._metrics.log(record.step, metrics)
         self._whole.outcome.steps[record.step] = metrics
         self._whole.outcome.ledger = self._rollouts.ledger.counts()
-        self._whole._tell("step", step=record.step, tokens=metrics["batch/tokens"], age=metrics["policy/age_mean"])
+        self._whole._tell(
+            "step", step=record.step, tokens=metrics["batch/tokens"], age=metrics["policy/age_mean"]
+        )
 
     async def step_ended(self, step: int) -> None:
         every = self._config.checkpoint.interval
@@ -489,7 +544,9 @@ class Attempt(RunEvents):
         )
         await asyncio.sleep(self._rates.trainer.checkpoint_s)
         now = asyncio.get_running_loop().time()
-        self._whole._saved = Saved(step=step, rollouts=state, groups=groups, offsets=offsets, time=now)
+        self._whole._saved = Saved(
+            step=step, rollouts=state, groups=groups, offsets=offsets, time=now
+        )
 
     def _totals(self) -> Any:
         return sum((replica.totals for replica in self._replicas.values()), self._gone)

@@ -58,9 +58,7 @@ class Setting:
         config.trainer.parallelism.validate(field="trainer.parallelism", ranks=config.trainer.ranks)
         sizes = checks.model_sizes(config, "cuda")
         if (needed := trainer_memory(sizes, config, device="cuda").total / GIB) > device.gib:
-            cure = (
-                f"a rank needs {needed:.0f} GiB, and {self.device} has {device.gib:.0f}: more ranks, or fewer rows a microbatch"
-            )
+            cure = f"a rank needs {needed:.0f} GiB, and {self.device} has {device.gib:.0f}: more ranks, or fewer rows a microbatch"
             raise ConfigError("trainer.ranks", config.trainer.ranks, cure)
         rates = run_rates(config, sizes, device)
         longest = max(task.env.max_rollout_tokens for task in config.tasks.values())
@@ -71,7 +69,9 @@ class Setting:
         return rates
 
     def run(self, run_dir: Path | None = None) -> Outcome:
-        run = SimulatedRun(self.config, self.rates(), self.lengths, failures=self.failures, run_dir=run_dir)
+        run = SimulatedRun(
+            self.config, self.rates(), self.lengths, failures=self.failures, run_dir=run_dir
+        )
         return run_virtually(run.run)
 
     def tried(self, **fields: Any) -> Outcome:
@@ -92,20 +92,30 @@ class Setting:
     def divided(self, gpus: int, trains: float) -> "Setting":
         """``gpus`` divided between trainer and generators, about ``trains`` of them for the trainer."""
         config = self.config
-        parallelism, engine = config.trainer.parallelism, config.generator.engine.tensor_parallel_degree
+        parallelism, engine = (
+            config.trainer.parallelism,
+            config.generator.engine.tensor_parallel_degree,
+        )
         step = parallelism.data_parallel_replicate_degree * parallelism.tensor_parallel_degree
         step *= parallelism.context_parallel_degree * (parallelism.data_parallel_shard_degree or 1)
         ranks = min(max(1, round(gpus * trains / step)), (gpus - engine) // step) * step
         if ranks < 1:
-            raise ConfigError("--gpus", gpus, f"trainer ranks come in {step}, engines in {engine}: give more")
-        return self.changed(**{"trainer.ranks": ranks, "generator.replicas": (gpus - ranks) // engine})
+            raise ConfigError(
+                "--gpus", gpus, f"trainer ranks come in {step}, engines in {engine}: give more"
+            )
+        return self.changed(
+            **{"trainer.ranks": ranks, "generator.replicas": (gpus - ranks) // engine}
+        )
 
 
 def described(outcome: Outcome) -> list[str]:
     """What a run has shown, a line each. All of it is simulated."""
     steps, mean, engines = outcome.steps.values(), outcome.mean, outcome.engines
     whole, step_s = max(1e-9, outcome.seconds * outcome.replicas), max(1e-9, outcome.step_s)
-    generate, train = engines["busy_s"] / outcome.replicas / len(steps), outcome.trainer_busy_s / len(steps)
+    generate, train = (
+        engines["busy_s"] / outcome.replicas / len(steps),
+        outcome.trainer_busy_s / len(steps),
+    )
     lines = [
         f"step           {step_s:.1f} s on average; busy: generators {generate:.1f} s, trainer {train:.1f} s, so "
         f"{max(generate, train) / step_s:.2f} of the ideal max(generate, train)",
@@ -144,7 +154,9 @@ def sensitivities(setting: Setting, gpus: int) -> list[str]:
         value: Any = None
         with suppress(AttributeError):  # an engine of one's own may have no such field
             value = reduce(getattr, path.split("."), setting.config)
-        if value is not None and not (path == "groups_per_step" and setting.config.rollouts_per_step):
+        if value is not None and not (
+            path == "groups_per_step" and setting.config.rollouts_per_step
+        ):
             tried[f"{path} {value} -> {change(value)}"] = setting.changed(**{path: change(value)})
     base, costs = setting.tried().gpu_hours_per_million, {}
     for name, changed in tried.items():
@@ -161,7 +173,9 @@ def sweep(setting: Setting, fields: Sequence[str], gpus: int) -> list[str]:
         ConfigError: a field that no sweep knows, or nothing can run.
     """
     if unknown := [field for field in fields if field not in ("replicas", "max_offpolicy_steps")]:
-        raise ConfigError("--sweep", unknown[0], "want replicas, max_offpolicy_steps, or both with a comma")
+        raise ConfigError(
+            "--sweep", unknown[0], "want replicas, max_offpolicy_steps, or both with a comma"
+        )
     shares = SPLITS if "replicas" in fields else (setting.config.trainer.ranks / gpus,)
     bounds = BOUNDS if "max_offpolicy_steps" in fields else (setting.config.max_offpolicy_steps,)
     rows, fault = [], None
@@ -177,7 +191,9 @@ def sweep(setting: Setting, fields: Sequence[str], gpus: int) -> list[str]:
         assert fault is not None, "each was refused"
         raise fault
     rows.sort(key=lambda row: row[0].gpu_hours_per_million)
-    lines = ["trainer ranks  replicas  bound   step s  generators idle  trainer idle   age   GPU hours a million tokens"]
+    lines = [
+        "trainer ranks  replicas  bound   step s  generators idle  trainer idle   age   GPU hours a million tokens"
+    ]
     for outcome, config in rows:
         lines.append(
             f"{config.trainer.ranks:13}  {config.generator.replicas:8}  {config.max_offpolicy_steps:5}  {outcome.step_s:7.1f}  "

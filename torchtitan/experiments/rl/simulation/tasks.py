@@ -19,7 +19,13 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus, RolloutTurn
+from torchtitan.experiments.rl.rollouts.types import (
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    RolloutTurn,
+)
 from torchtitan.experiments.rl.tasks.task import Task, derive_seed
 
 BEFORE_REQUEST = 0.25
@@ -107,7 +113,14 @@ def _turns(rollout: Rollout) -> list[Turn]:
     for turn in rollout.turns:
         prompt, completion = len(turn.prompt_token_ids), len(turn.completion.token_ids)
         if completion:  # a prompt that was rendered anew counts as one that goes on
-            turns.append(Turn(prompt=max(2, prompt - before), completion=completion, env_s=turn.env_s, recorded=turn))
+            turns.append(
+                Turn(
+                    prompt=max(2, prompt - before),
+                    completion=completion,
+                    env_s=turn.env_s,
+                    recorded=turn,
+                )
+            )
             before = prompt + completion
     return turns
 
@@ -122,13 +135,27 @@ def lengths_of(words: str) -> Lengths:
     if kind != "lognormal":
         return Recorded(words)
     try:
-        given = {name: float(value) for name, value in (pair.split("=") for pair in fields.split(",") if pair)}
+        given = {
+            name: float(value)
+            for name, value in (pair.split("=") for pair in fields.split(",") if pair)
+        }
         drawn = LogNormal(**given)
     except (TypeError, ValueError):
         cure = f"want lognormal:NAME=NUMBER,... of {', '.join(LogNormal.__dataclass_fields__)}, or the folder of a run"
         raise ConfigError("--lengths", words, cure) from None
-    if drawn.mean < 1 or drawn.turns < 1 or drawn.sigma < 0 or not 0 <= drawn.tail <= 1 or drawn.env_s < 0 or drawn.times <= 0:
-        raise ConfigError("--lengths", words, "want mean and turns of at least 1, tail from 0 to 1, and nothing below 0")
+    if (
+        drawn.mean < 1
+        or drawn.turns < 1
+        or drawn.sigma < 0
+        or not 0 <= drawn.tail <= 1
+        or drawn.env_s < 0
+        or drawn.times <= 0
+    ):
+        raise ConfigError(
+            "--lengths",
+            words,
+            "want mean and turns of at least 1, tail from 0 to 1, and nothing below 0",
+        )
     return drawn
 
 
@@ -151,7 +178,9 @@ class SimulatedDataset(Dataset):
 class SimulatedTask(Task):
     """``simulate`` before the first group."""
 
-    def simulate(self, lengths: Lengths, *, turn: Callable[[float], Awaitable[None]], needs_group: bool) -> None:
+    def simulate(
+        self, lengths: Lengths, *, turn: Callable[[float], Awaitable[None]], needs_group: bool
+    ) -> None:
         """
         Args:
             turn: takes a share of the time that the process which runs the rollouts needs for a turn.
@@ -180,18 +209,27 @@ class SimulatedTask(Task):
         credit: bool = True,
     ) -> RolloutGroup:
         rollouts = [
-            Rollout(group_id=group_id, index_in_group=index, task_name=self.name, data_sample=sample)
+            Rollout(
+                group_id=group_id, index_in_group=index, task_name=self.name, data_sample=sample
+            )
             for index in range(group_size or self.config.group_size)
         ]
         group = RolloutGroup(
-            group_id=group_id, task_name=self.name, data_sample=sample, rollouts=rollouts, admitted_version=policy.version
+            group_id=group_id,
+            task_name=self.name,
+            data_sample=sample,
+            rollouts=rollouts,
+            admitted_version=policy.version,
         )
         if credit:
             self.open[group_id] = policy.version
         try:
             family = zlib.crc32(f"{seed}/{sample.sample_id}".encode())
             await asyncio.gather(
-                *(self._run(each, family, policy, seed, sampling or self.config.sampling) for each in rollouts)
+                *(
+                    self._run(each, family, policy, seed, sampling or self.config.sampling)
+                    for each in rollouts
+                )
             )
         finally:
             self.open.pop(group_id, None)
@@ -201,14 +239,30 @@ class SimulatedTask(Task):
         for rollout in group.rollouts:
             rollout.reward = rollout.metadata["reward"]
 
-    async def _run(self, rollout: Rollout, family: int, policy: PolicyClient, seed: int, sampling: SamplingConfig) -> None:
-        limits, own_seed = self.config.env, derive_seed(seed, rollout.group_id, rollout.index_in_group, 0)
+    async def _run(
+        self,
+        rollout: Rollout,
+        family: int,
+        policy: PolicyClient,
+        seed: int,
+        sampling: SamplingConfig,
+    ) -> None:
+        limits, own_seed = (
+            self.config.env,
+            derive_seed(seed, rollout.group_id, rollout.index_in_group, 0),
+        )
         length: list[int] = [0]
-        session = policy.session(rollout_id=rollout.rollout_id, seed=own_seed, sampling=sampling, stop_token_ids=length)
+        session = policy.session(
+            rollout_id=rollout.rollout_id, seed=own_seed, sampling=sampling, stop_token_ids=length
+        )
         example, own = np.random.default_rng(family), np.random.default_rng(own_seed)
         rollout.metadata = {"reward": float(own.random() < example.random())}
         turns = self._lengths.draw(example, own)
-        rollout.status = RolloutStatus.COMPLETED if len(turns) <= limits.max_turns else RolloutStatus.TRUNCATED_MAX_TURNS
+        rollout.status = (
+            RolloutStatus.COMPLETED
+            if len(turns) <= limits.max_turns
+            else RolloutStatus.TRUNCATED_MAX_TURNS
+        )
         prompt = np.zeros(0, np.int32)
         try:
             for turn in turns[: limits.max_turns]:
@@ -222,7 +276,10 @@ class SimulatedTask(Task):
                 completion = await session.generate(prompt, max_tokens=room)
                 ids, sampled = prompt, completion
                 if turn.recorded is not None:
-                    ids, own_ids = turn.recorded.prompt_token_ids, turn.recorded.completion.token_ids
+                    ids, own_ids = (
+                        turn.recorded.prompt_token_ids,
+                        turn.recorded.completion.token_ids,
+                    )
                     sampled = replace(completion, token_ids=own_ids[: len(completion.token_ids)])
                 rollout.turns.append(
                     RolloutTurn(
@@ -246,14 +303,19 @@ class SimulatedTask(Task):
         finally:
             session.close()
         rollout.samples = samples_from_turns(
-            rollout.turns, task_name=self.name, rollout_id=rollout.rollout_id, temperature=sampling.temperature
+            rollout.turns,
+            task_name=self.name,
+            rollout_id=rollout.rollout_id,
+            temperature=sampling.temperature,
         )
 
 
 def _prompt(before: np.ndarray, tokens: int, family: int, own: int) -> np.ndarray:
     """What an env adds to a conversation: to an empty one its example's beginning, else tokens that no other rollout has."""
     if len(before):
-        return np.concatenate([before, np.arange(own % 2**29, own % 2**29 + tokens, dtype=np.int32)])
+        return np.concatenate(
+            [before, np.arange(own % 2**29, own % 2**29 + tokens, dtype=np.int32)]
+        )
     first = np.arange(family % 2**29, family % 2**29 + tokens, dtype=np.int32)
     first[:2] = family % 2**31, tokens
     return first

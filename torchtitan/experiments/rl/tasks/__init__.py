@@ -6,11 +6,28 @@ from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, 
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
-from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric, env_component, last_assistant_text
-from torchtitan.experiments.rl.tasks.agent import AgentCommandTask, AgentTask, CommandResult, agent_command_task
+from torchtitan.experiments.rl.rubrics.rubric import (
+    Reward,
+    RewardFn,
+    Rubric,
+    env_component,
+    last_assistant_text,
+)
+from torchtitan.experiments.rl.tasks.agent import (
+    AgentCommandTask,
+    AgentTask,
+    CommandResult,
+    agent_command_task,
+)
 from torchtitan.experiments.rl.tasks.answers import final_answer, final_number, right_answer
 from torchtitan.experiments.rl.tasks.demonstrations import DemonstrationTask
-from torchtitan.experiments.rl.tasks.questions import EnvTask, QuestionEnv, QuestionTask, env_task, question_task
+from torchtitan.experiments.rl.tasks.questions import (
+    EnvTask,
+    QuestionEnv,
+    QuestionTask,
+    env_task,
+    question_task,
+)
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.tasks.tools import MCPServer, ToolTask, tool_task
 

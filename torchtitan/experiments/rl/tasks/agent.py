@@ -97,18 +97,24 @@ class AgentTask(Task):
                     raise ConfigError(f"{field}.models.{name}", stands_for, cure)
             for name in self.refused_fields:
                 if name not in WISHES:
-                    raise ConfigError(f"{field}.refused_fields", name, f"want some of {', '.join(WISHES)}")
+                    raise ConfigError(
+                        f"{field}.refused_fields", name, f"want some of {', '.join(WISHES)}"
+                    )
             for name, pattern in self.noise.items():
                 try:
                     re.compile(pattern)
                 except re.error as error:
-                    raise ConfigError(f"{field}.noise.{name}", pattern, f"no regular expression: {error}") from None
+                    raise ConfigError(
+                        f"{field}.noise.{name}", pattern, f"no regular expression: {error}"
+                    ) from None
 
     config: Config
 
     def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
         if type(self).run_agent is AgentTask.run_agent:
-            raise TypeError(f"{type(self).__name__} runs no agent: define run_agent(sample, endpoint)")
+            raise TypeError(
+                f"{type(self).__name__} runs no agent: define run_agent(sample, endpoint)"
+            )
         super().__init__(config, name=name, renderer=renderer, seed=seed)
         self._gateway: Gateway | None = None
         self._frozen: dict[str, ModelClient] = {}
@@ -122,13 +128,19 @@ class AgentTask(Task):
         """See Task. Starts the server where no other task of this process has."""
         await super().setup(policy)
         models = self.config.models.items()
-        self._frozen = {name: policy.frozen(model) for name, model in models if isinstance(model, ModelReference)}
+        self._frozen = {
+            name: policy.frozen(model)
+            for name, model in models
+            if isinstance(model, ModelReference)
+        }
         gateway = gateway_at(self.config.listen)
         try:
             await gateway.acquire()
         except OSError as error:
             cure = 'want an address of this host, such as "127.0.0.1", or "0.0.0.0" for all of them'
-            raise RunError(f"tasks.{self.name}.listen = {self.config.listen!r}: {error}; {cure}") from error
+            raise RunError(
+                f"tasks.{self.name}.listen = {self.config.listen!r}: {error}; {cure}"
+            ) from error
         self._gateway = gateway
 
     async def close(self) -> None:
@@ -140,7 +152,10 @@ class AgentTask(Task):
     async def make_envs(self, sample: DataSample, n: int) -> list[Any]:
         """One rollout each, of which the gateway fills the turns."""
         config, group = self.config, GroupPrompts()
-        models = {name: name if isinstance(model, ModelReference) else model for name, model in config.models.items()}
+        models = {
+            name: name if isinstance(model, ModelReference) else model
+            for name, model in config.models.items()
+        }
         return [
             AgentRollout(
                 sample,
@@ -167,7 +182,9 @@ class AgentTask(Task):
         endpoint = gateway.admit(rollout, name=name)
         failure = None
         try:
-            rollout.answer = await call_user(self.run_agent, rollout.sample, endpoint, timeout_s=None)
+            rollout.answer = await call_user(
+                self.run_agent, rollout.sample, endpoint, timeout_s=None
+            )
         except UserCodeError as error:
             failure = error
         finally:
@@ -181,7 +198,9 @@ class AgentTask(Task):
         await super().score_rewards(group)
         for rollout in group.rollouts:
             answer = rollout.answer
-            rollout.answer = json_value(asdict(answer) if isinstance(answer, CommandResult) else answer)
+            rollout.answer = json_value(
+                asdict(answer) if isinstance(answer, CommandResult) else answer
+            )
 
     def _frozen_session(self, sample: DataSample, name: str, seed: int) -> PolicySession:
         return self._frozen[name].session(
@@ -244,7 +263,11 @@ class AgentCommandTask(AgentTask):
             super(AgentCommandTask.Config, self).validate(field=field, policy_path=policy_path)
             program = self.command[0]
             if not shutil.which(program, path=_path()):
-                raise ConfigError(f"{field}.command", program, "no such program on PATH: install it, or give its path")
+                raise ConfigError(
+                    f"{field}.command",
+                    program,
+                    "no such program on PATH: install it, or give its path",
+                )
 
     config: Config
 
@@ -257,7 +280,9 @@ class AgentCommandTask(AgentTask):
 
     async def run_agent(self, sample: DataSample, endpoint: Endpoint) -> CommandResult:
         """See AgentTask."""
-        row = sample.env_input if isinstance(sample.env_input, dict) else {"input": sample.env_input}
+        row = (
+            sample.env_input if isinstance(sample.env_input, dict) else {"input": sample.env_input}
+        )
         async with self._places:
             folder = await asyncio.to_thread(_make_folder, row, self._temporary)
             self._folders.add(folder)
@@ -269,7 +294,9 @@ class AgentCommandTask(AgentTask):
                 result = await _run_command(command, folder, variables)
                 if result.exit_code and self.config.check_exit:
                     last = (result.errors or result.output).strip()[-300:]
-                    raise RuntimeError(f"{self.config.command[0]} exited with {result.exit_code}: {last}")
+                    raise RuntimeError(
+                        f"{self.config.command[0]} exited with {result.exit_code}: {last}"
+                    )
                 return result
             except BaseException:
                 await self._remove(folder)
@@ -277,11 +304,19 @@ class AgentCommandTask(AgentTask):
 
     def _script(self, part: str, folder: Path) -> str:
         named = self._started_in / part
-        return str(named) if "/" not in part[:1] and named.is_file() and not (folder / part).exists() else part
+        return (
+            str(named)
+            if "/" not in part[:1] and named.is_file() and not (folder / part).exists()
+            else part
+        )
 
     async def score_rewards(self, group: RolloutGroup) -> None:
         """See Task. The folders are removed then."""
-        results = [rollout.answer for rollout in group.rollouts if isinstance(rollout.answer, CommandResult)]
+        results = [
+            rollout.answer
+            for rollout in group.rollouts
+            if isinstance(rollout.answer, CommandResult)
+        ]
         try:
             await super().score_rewards(group)
         finally:
@@ -340,8 +375,12 @@ def _make_folder(row: dict[str, Any], parent: str) -> Path:
 def _texts(row: dict[str, Any], column: str) -> dict[str, str]:
     """Raises TypeError: they are no texts by name."""
     texts = row.get(column) or {}
-    if not isinstance(texts, dict) or not all(isinstance(text, str | int | float) for text in texts.values()):
-        raise TypeError(f"the row's column {column!r} is {shown(texts)}, want texts by name, or nothing")
+    if not isinstance(texts, dict) or not all(
+        isinstance(text, str | int | float) for text in texts.values()
+    ):
+        raise TypeError(
+            f"the row's column {column!r} is {shown(texts)}, want texts by name, or nothing"
+        )
     return {name: str(text) for name, text in texts.items()}
 
 
@@ -349,13 +388,19 @@ def _remove_folder(folder: Path) -> None:
     """Also where a folder in it was made read-only, as Go does with its modules."""
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
-        subprocess.run(["chmod", "-R", "u+rwx", str(folder)], stderr=subprocess.DEVNULL, check=False)  # follows no link
+        subprocess.run(
+            ["chmod", "-R", "u+rwx", str(folder)], stderr=subprocess.DEVNULL, check=False
+        )  # follows no link
         shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():
-            logger.warning("%s can't be removed: what the command left in it is not the run's", folder)
+            logger.warning(
+                "%s can't be removed: what the command left in it is not the run's", folder
+            )
 
 
-async def _run_command(command: list[str], folder: Path, variables: dict[str, str]) -> CommandResult:
+async def _run_command(
+    command: list[str], folder: Path, variables: dict[str, str]
+) -> CommandResult:
     """Run it to its end; every process that it has started ends with it, and with this process, however that ends."""
     inherited = {name: os.environ[name] for name in foreign.INHERITED if name in os.environ}
     places = {"PATH": _path(), "HOME": str(folder), "TMPDIR": str(folder)}
@@ -369,13 +414,19 @@ async def _run_command(command: list[str], folder: Path, variables: dict[str, st
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
     )
-    ends = [asyncio.create_task(_end_of(stream)) for stream in (process.stdout, process.stderr) if stream is not None]
+    ends = [
+        asyncio.create_task(_end_of(stream))
+        for stream in (process.stdout, process.stderr)
+        if stream is not None
+    ]
     try:
         await process.wait()
     finally:
         # Also where the rollout is cancelled, and cancelled again: nothing that was started may stay.
         await asyncio.shield(asyncio.create_task(_end_processes(process, mark)))
-        await asyncio.wait(ends, timeout=END_S)  # a pipe that something holds open all the same is not waited for
+        await asyncio.wait(
+            ends, timeout=END_S
+        )  # a pipe that something holds open all the same is not waited for
         output, errors = (end.result() if end.done() else "" for end in ends)
         for end in ends:
             end.cancel()

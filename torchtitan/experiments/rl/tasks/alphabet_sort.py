@@ -71,7 +71,10 @@ def make_examples(
     stream = random.Random(f"alphabet_sort/{split}/{seed}")
 
     def draw() -> Rounds:
-        lengths = [stream.randint(min_names, max_names) for _ in range(stream.randint(min_rounds, max_rounds))]
+        lengths = [
+            stream.randint(min_names, max_names)
+            for _ in range(stream.randint(min_rounds, max_rounds))
+        ]
         while True:
             names = iter(stream.sample(NAMES, sum(lengths)))
             rounds = [[next(names) for _ in range(length)] for length in lengths]
@@ -97,7 +100,10 @@ class AlphabetSortEnv(MessageEnv):
         self._answered += 1
         if self._answered == len(self.rounds):
             return StepOutput(env_messages=[], done=True)
-        return StepOutput(env_messages=[{"role": "user", "content": more_text(self.rounds[self._answered])}], done=False)
+        return StepOutput(
+            env_messages=[{"role": "user", "content": more_text(self.rounds[self._answered])}],
+            done=False,
+        )
 
 
 class AlphabetSortRubric(Rubric):
@@ -121,12 +127,16 @@ class AlphabetSortRubric(Rubric):
     # Async, so they run on the event loop: for lists this short, a sync function's thread would cost more than the work.
     async def exact(self, rollout: Rollout, rounds: Rounds) -> float:
         """Share of the rounds whose reply has the sorted list."""
-        return sum(reply == wanted for reply, wanted in self._replies(rollout, rounds)) / len(rounds)
+        return sum(reply == wanted for reply, wanted in self._replies(rollout, rounds)) / len(
+            rounds
+        )
 
     async def similarity(self, rollout: Rollout, rounds: Rounds) -> float:
         """Mean over the rounds of 2 M / T: M the names in common, in order, and T those of reply and sorted list together."""
         pairs = self._replies(rollout, rounds)
-        return sum(SequenceMatcher(None, reply, wanted, autojunk=False).ratio() for reply, wanted in pairs) / len(rounds)
+        return sum(
+            SequenceMatcher(None, reply, wanted, autojunk=False).ratio() for reply, wanted in pairs
+        ) / len(rounds)
 
     def _replies(self, rollout: Rollout, rounds: Rounds) -> list[tuple[list[str], list[str]]]:
         """The list of each reply, with the right one."""
@@ -174,7 +184,9 @@ class AlphabetSortTask(Task):
             default_factory=lambda: AlphabetSortDataset.Config(split="validation", count=64, seed=1)
         )
         rubric: Rubric.Config = field(default_factory=AlphabetSortRubric.Config)
-        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=8, max_rollout_tokens=1024))
+        env: RendererEnvConfig = field(
+            default_factory=lambda: RendererEnvConfig(max_turns=8, max_rollout_tokens=1024)
+        )
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=128))
 
     def make_env(self, sample: DataSample) -> AlphabetSortEnv:

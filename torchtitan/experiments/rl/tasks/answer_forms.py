@@ -18,7 +18,9 @@ MAX_EXPONENT = 400
 
 _MINUS_SIGNS = re.compile("[\u2212\ufe63\uff0d]|[\u2010-\u2013](?=[\\d.$\\\\])")
 _SPACES = re.compile(r"(?:\\[ ,;:!]|~|\\quad\b|\s)+")
-_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname|mbox)\s*\{([^{}]*)\}")
+_TEXT_COMMAND = re.compile(
+    r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname|mbox)\s*\{([^{}]*)\}"
+)
 _DEGREES = re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})|\s*\\(?:degree|circ)\b")
 _OPERAND = r"\s*(?:\{([^{}]*)\}|(\w))"
 _FRACTION_COMMAND = re.compile(r"\\[dtc]?frac(?![a-zA-Z])" + _OPERAND + _OPERAND)
@@ -32,7 +34,9 @@ _NUMBER = re.compile(
     r"(?P<power> ?(?:\\times|\\cdot|[x×*·]) ?10 ?\^ ?(?:\{(?P<braced>[-+]?\d+)\}|(?P<bare>[-+]?\d+)))?"
     r"(?: ?[%°])?(?P<unit> ?[^\W\d_]+(?:/[^\W\d_]+)?(?:\^?\{?[23²³]\}?)?)?"
 )
-_SHORT_UNITS = frozenset("km cm mm nm kg mg ml cl dl mi ft in yd lb oz hr min ms mph kph km/h m/s m² m³ m^2 m^3".split())
+_SHORT_UNITS = frozenset(
+    "km cm mm nm kg mg ml cl dl mi ft in yd lb oz hr min ms mph kph km/h m/s m² m³ m^2 m^3".split()
+)
 _NO_UNITS = frozenset(
     "sin cos tan cot sec csc log exp sqrt theta alpha beta gamma delta lambda sigma omega epsilon phi".split()
     + [month.casefold() for month in (*calendar.month_name, *calendar.month_abbr)]
@@ -50,7 +54,9 @@ class Quantity:
 
     def equals(self, other: "Quantity") -> bool:
         """Return whether the values are equal, and the units where both have one."""
-        return self.value == other.value and (self.unit == other.unit or not self.unit or not other.unit)
+        return self.value == other.value and (
+            self.unit == other.unit or not self.unit or not other.unit
+        )
 
 
 def readable(text: str) -> str:
@@ -88,7 +94,11 @@ def quantity_of(answer: str) -> Quantity | None:
     if unit and unit not in _SHORT_UNITS and not is_word:
         return None
     value = _value(found)
-    return None if value is None else Quantity(value=value, unit=unit.removesuffix("s") if len(unit) > 3 else unit)
+    return (
+        None
+        if value is None
+        else Quantity(value=value, unit=unit.removesuffix("s") if len(unit) > 3 else unit)
+    )
 
 
 def canonical(answer: str) -> str:

@@ -52,11 +52,17 @@ _STATES = (
 _STATED = re.compile(rf".*{_STATES}(?=.*\d)(.*)", re.DOTALL | re.IGNORECASE)
 """What follows the last verb or sign that numbers follow."""
 _TEXT_STATED = re.compile(r".*(?:[=:]|\b(?:is|are|was|equals)\b)\s*(\S.*)", re.DOTALL)
-_NAMED = re.compile(r".*\b(?:answer|solution|result)\b[^.]*?(?:[=:]|\bis\b)[ :]*(\S.*)", re.DOTALL | re.IGNORECASE)
+_NAMED = re.compile(
+    r".*\b(?:answer|solution|result)\b[^.]*?(?:[=:]|\bis\b)[ :]*(\S.*)", re.DOTALL | re.IGNORECASE
+)
 _REASON = re.compile(r"\b(?:because|since|which|as)\b", re.IGNORECASE)
-_CLOSING = re.compile(r"let me know\b|(?:i )?hope\b|feel free\b|if you\b|would you\b", re.IGNORECASE)
+_CLOSING = re.compile(
+    r"let me know\b|(?:i )?hope\b|feel free\b|if you\b|would you\b", re.IGNORECASE
+)
 """How models take their leave after the answer."""
-_OFFERS = re.compile(r"\b(?:or|either|maybe|perhaps|possibly|alternatively|whether)\b", re.IGNORECASE)
+_OFFERS = re.compile(
+    r"\b(?:or|either|maybe|perhaps|possibly|alternatively|whether)\b", re.IGNORECASE
+)
 _DENIED = re.compile(r"(?:\bnot|n['’]t|\bnever|\bcannot)\b\W+(?:[^\W\d]+\W+){0,3}$", re.IGNORECASE)
 
 
@@ -109,7 +115,9 @@ def final_number(reply: str, *, finished: bool = True) -> Decimal | None:
     if marked is not None or not finished:
         return None if marked is None else number_in(marked)
     alone, mentioned = set[Decimal | None](), set[Decimal | None]()
-    for sentence in reversed([sentence for sentence in _sentences(text) if _NUMBER.search(sentence)]):
+    for sentence in reversed(
+        [sentence for sentence in _sentences(text) if _NUMBER.search(sentence)]
+    ):
         if _ALONE.fullmatch(plain(sentence)):
             alone.add(number_in(sentence))
             continue
@@ -133,9 +141,15 @@ def final_list(reply: str) -> list[str]:
     lists: list[list[str]] = [[]]
     for line in (last_tagged(text) or text).splitlines():
         line = _BULLET.sub("", line).strip()
-        words = [plain(word).removeprefix("and ") for word in plain(line.rpartition(": ")[2]).split(",")]
+        words = [
+            plain(word).removeprefix("and ") for word in plain(line.rpartition(": ")[2]).split(",")
+        ]
         words = [word for word in words if word]
-        if any(" " in word for word in words) or line.endswith((":", "!")) or plain(line).endswith(":"):  # a sentence
+        if (
+            any(" " in word for word in words)
+            or line.endswith((":", "!"))
+            or plain(line).endswith(":")
+        ):  # a sentence
             lists.append([])
         elif len(words) > 1:
             lists += [words, []]
@@ -148,11 +162,20 @@ def number_in(answer: str) -> Decimal | None:
     """The number in an answer, whatever its separators and units; None: none, one that is denied, or several of which none is
     stated ("4 + 8 = 12")."""
     text = re.sub(r"\\[()\[\]]|[*$]|\\\w+", " ", plain(answer))
-    if len(text) > LAST_CHARACTERS or (len(set(_NUMBER.findall(text))) > 1 and _OFFERS.search(text)):
+    if len(text) > LAST_CHARACTERS or (
+        len(set(_NUMBER.findall(text))) > 1 and _OFFERS.search(text)
+    ):
         return None
     stated = _STATED.fullmatch(text)
-    for part in (text, re.sub(r"\([^()]*\)", "", text), _REASON.split(text)[0], stated[1] if stated else ""):
-        numbers = {Decimal(found[0].replace(",", "")): found.start() for found in _NUMBER.finditer(part)}
+    for part in (
+        text,
+        re.sub(r"\([^()]*\)", "", text),
+        _REASON.split(text)[0],
+        stated[1] if stated else "",
+    ):
+        numbers = {
+            Decimal(found[0].replace(",", "")): found.start() for found in _NUMBER.finditer(part)
+        }
         if len(numbers) == 1:
             ((number, start),) = numbers.items()
             return None if _DENIED.search(part[:start]) else number
@@ -208,7 +231,9 @@ def row_answer(value: Any) -> str:
         marked = named[1] if named else text
     answer = plain(marked)
     if not answer:
-        raise ValueError(f"the row's answer is {text_of(value)}, which no reply can be compared with: fill it in")
+        raise ValueError(
+            f"the row's answer is {text_of(value)}, which no reply can be compared with: fill it in"
+        )
     return answer
 
 
@@ -241,7 +266,11 @@ def _last_box(text: str) -> tuple[int, int] | None:
 
 def _marked(text: str, finished: bool) -> str | None:
     """The answer that is marked last."""
-    found = [match for pattern in ([_TAG, _LINE] if finished else [_TAG]) for match in pattern.finditer(text)]
+    found = [
+        match
+        for pattern in ([_TAG, _LINE] if finished else [_TAG])
+        for match in pattern.finditer(text)
+    ]
     marked = [(match.start(), next(filter(None, match.groups()), "").strip()) for match in found]
     if box := _last_box(text):
         marked.append((box[0], text[slice(*box)].strip()))

@@ -18,7 +18,13 @@ from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.answers import number_of
-from torchtitan.experiments.rl.tasks.calculator_program import CALCULATOR, ERROR, evaluate, prompt_text, tool_message
+from torchtitan.experiments.rl.tasks.calculator_program import (
+    CALCULATOR,
+    ERROR,
+    evaluate,
+    prompt_text,
+    tool_message,
+)
 from torchtitan.experiments.rl.tasks.task import Task
 
 OPERATORS = "+-*"
@@ -26,7 +32,13 @@ OPERATORS = "+-*"
 
 
 def make_examples(
-    count: int, *, split: Split, seed: int = 0, min_operands: int = 2, max_operands: int = 4, max_operand: int = 999
+    count: int,
+    *,
+    split: Split,
+    seed: int = 0,
+    min_operands: int = 2,
+    max_operands: int = 4,
+    max_operand: int = 999,
 ) -> list[str]:
     """`count` expressions of `min_operands` to `max_operands` numbers from 0 to `max_operand`, every length equally likely.
 
@@ -57,14 +69,21 @@ class CalculatorEnv(MessageEnv):
         self.expression = expression
 
     async def reset(self) -> ResetOutput:
-        return ResetOutput(messages=[{"role": "user", "content": prompt_text(self.expression)}], tools=[CALCULATOR])
+        return ResetOutput(
+            messages=[{"role": "user", "content": prompt_text(self.expression)}], tools=[CALCULATOR]
+        )
 
     async def step_message(self, message: Message) -> StepOutput:
         answers: list[Any] = [tool_message(call) for call in message.get("tool_calls", [])]
         calculated = sum(not answer["content"].startswith(ERROR) for answer in answers)
         # These have no id to answer to: the renderer could not even tell where their parts begin.
-        answers += [{"role": "tool", "content": "Error: invalid tool call"} for _ in message.get("malformed_tool_calls", [])]
-        return StepOutput(env_messages=answers, done=not answers, reward_components={"calculated": calculated})
+        answers += [
+            {"role": "tool", "content": "Error: invalid tool call"}
+            for _ in message.get("malformed_tool_calls", [])
+        ]
+        return StepOutput(
+            env_messages=answers, done=not answers, reward_components={"calculated": calculated}
+        )
 
 
 class CalculatorRubric(Rubric):
@@ -82,12 +101,16 @@ async def solved(rollout: Rollout, expression: str) -> float:
 
 async def right(rollout: Rollout, expression: str) -> float:
     """Whether the final message gives the answer. A rollout that was cut off has no final message."""
-    return float(rollout.status is RolloutStatus.COMPLETED and number_of(rollout) == evaluate(expression))
+    return float(
+        rollout.status is RolloutStatus.COMPLETED and number_of(rollout) == evaluate(expression)
+    )
 
 
 async def called(rollout: Rollout, expression: str) -> float:
     """Whether some call gave a number: its answer is in the conversation."""
-    shown = [message for turn in rollout.turns for message in (*turn.prompt_messages, *turn.env_messages)]
+    shown = [
+        message for turn in rollout.turns for message in (*turn.prompt_messages, *turn.env_messages)
+    ]
     answers = [str(message["content"]) for message in shown if message["role"] == "tool"]
     return float(any(not answer.startswith(ERROR) for answer in answers))
 
@@ -119,7 +142,9 @@ class CalculatorTask(Task):
             default_factory=lambda: CalculatorDataset.Config(split="validation", count=64, seed=1)
         )
         rubric: Rubric.Config = field(default_factory=CalculatorRubric.Config)
-        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=4, max_rollout_tokens=1024))
+        env: RendererEnvConfig = field(
+            default_factory=lambda: RendererEnvConfig(max_turns=4, max_rollout_tokens=1024)
+        )
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=128))
 
     def make_env(self, sample: DataSample) -> CalculatorEnv:

@@ -16,7 +16,12 @@ from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.agent import AgentTask
 from torchtitan.experiments.rl.tasks.answers import final_number
 from torchtitan.experiments.rl.tasks.calculator import called
-from torchtitan.experiments.rl.tasks.calculator_program import CALCULATOR, evaluate, prompt_text, tool_message
+from torchtitan.experiments.rl.tasks.calculator_program import (
+    CALCULATOR,
+    evaluate,
+    prompt_text,
+    tool_message,
+)
 
 PROGRAM = ["python", "-I", "-S", str(Path(__file__).with_name("calculator_program.py"))]
 
@@ -36,7 +41,9 @@ class ForkingCalculatorTask(AgentTask):
                 body = {"model": endpoint.model, "messages": messages, "tools": [CALCULATOR]}
                 async with session.post(f"{endpoint.url}/chat/completions", json=body) as response:
                     said = await response.json()
-                    return said["choices"][0]["message"] if response.status == 200 else {"content": ""}
+                    return (
+                        said["choices"][0]["message"] if response.status == 200 else {"content": ""}
+                    )
 
             said = await ask()
             if not said.get("tool_calls"):
@@ -55,4 +62,6 @@ class VotedRubric(Rubric):
 
 async def voted(rollout: Rollout, expression: str) -> float:
     """Whether the answer with most votes is right, after a call that gave a number."""
-    return float(final_number(rollout.answer) == evaluate(expression)) * await called(rollout, expression)
+    return float(final_number(rollout.answer) == evaluate(expression)) * await called(
+        rollout, expression
+    )

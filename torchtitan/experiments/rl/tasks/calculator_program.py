@@ -15,14 +15,23 @@ from urllib.parse import urlsplit
 
 MAX_CHARACTERS = 200
 """Of an expression. Bounds its value too, to 200 digits, and how deep the parser and `value_of` recurse."""
-OPERATIONS: dict = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.USub: operator.neg}
+OPERATIONS: dict = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.USub: operator.neg,
+}
 NAME, ERROR = "calculator", "Error"
 CALCULATOR = {
     "type": "function",  # with its wrapping, because that is what models saw in training
     "function": {
         "name": NAME,
         "description": "Evaluate an arithmetic expression and return the result.",
-        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
     },
 }
 
@@ -42,7 +51,9 @@ def evaluate(expression: str) -> int:
         raise ValueError("expression too long")
     try:
         return value_of(ast.parse(expression, mode="eval").body)
-    except Exception:  # the parser has several ways to refuse a text, and `value_of` to refuse what it says
+    except (
+        Exception
+    ):  # the parser has several ways to refuse a text, and `value_of` to refuse what it says
         raise ValueError("invalid expression") from None
 
 
@@ -70,7 +81,12 @@ def tool_message(call):
         content = str(calculate(call["function"]))
     except ValueError as error:
         content = f"{ERROR}: {error}"
-    return {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": content}
+    return {
+        "role": "tool",
+        "tool_call_id": call["id"],
+        "name": call["function"]["name"],
+        "content": content,
+    }
 
 
 def main():

@@ -14,14 +14,23 @@ from torchtitan.experiments.rl.data.dataset import Dataset, read_example
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.envs.conversation import LARGE_TEXT, described, off_the_loop_if
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
-from torchtitan.experiments.rl.envs.messages import check_all_rendered, checked_messages, checked_tools
+from torchtitan.experiments.rl.envs.messages import (
+    check_all_rendered,
+    checked_messages,
+    checked_tools,
+)
 from torchtitan.experiments.rl.envs.renderer import control_token_in
 from torchtitan.experiments.rl.errors import ConfigError, users_traceback
 from torchtitan.experiments.rl.generation.judge import ChatClient
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.rollouts.types import (
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+)
 from torchtitan.experiments.rl.tasks.task import Task, derive_seed
 from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample
 from torchtitan.experiments.rl.user_code.calls import cause_of
@@ -51,10 +60,15 @@ def conversation_of(row: Any, *, messages: str, tools: str) -> Conversation:
     if row.get(messages) is None:
         # A table fills the columns that one of its rows lacks with None.
         columns = ", ".join(str(column) for column, value in row.items() if value is not None)
-        raise ValueError(f"it has no column {messages!r}; it has {columns}: name that of the messages as messages_column")
+        raise ValueError(
+            f"it has no column {messages!r}; it has {columns}: name that of the messages as messages_column"
+        )
     given = _without_none(row[messages])
     if isinstance(given, list):
-        given = [{"content": ""} | _of_sharegpt(entry) if isinstance(entry, dict) else entry for entry in given]
+        given = [
+            {"content": ""} | _of_sharegpt(entry) if isinstance(entry, dict) else entry
+            for entry in given
+        ]
     checked = checked_messages(given, messages)
     if not checked:
         raise ValueError(f"{messages} is empty")
@@ -63,7 +77,12 @@ def conversation_of(row: Any, *, messages: str, tools: str) -> Conversation:
 
 
 def sample_of(
-    conversation: Conversation, renderer: Renderer, *, roles: Collection[str], task_name: str, rollout_id: str
+    conversation: Conversation,
+    renderer: Renderer,
+    *,
+    roles: Collection[str],
+    task_name: str,
+    rollout_id: str,
 ) -> TrainingSample:
     """The conversation up to the last token that is trained on, with a ce weight of 1 on the tokens of ``roles``.
 
@@ -83,7 +102,9 @@ def sample_of(
     trained[:1] = False  # nothing comes before it
     for index, message in enumerate(messages):
         if message["role"] == "assistant" and index:
-            prompt = renderer.render(messages[:index], tools=tools, add_generation_prompt=True).token_ids
+            prompt = renderer.render(
+                messages[:index], tools=tools, add_generation_prompt=True
+            ).token_ids
             if whole.ids[: len(prompt)] == prompt:
                 trained[: len(prompt)] &= whole.message_indices[: len(prompt)] != index
     if not trained.any():
@@ -108,7 +129,10 @@ def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
         return message
     others = {name: value for name, value in message.items() if name not in ("from", "value")}
     author = message["from"]
-    return others | {"role": SHAREGPT_ROLES.get(str(author), author), "content": message.get("value", "")}
+    return others | {
+        "role": SHAREGPT_ROLES.get(str(author), author),
+        "content": message.get("value", ""),
+    }
 
 
 def _without_none(value: Any) -> Any:
@@ -186,7 +210,10 @@ class DemonstrationTask(Task):
         if self.config.control_tokens:
             return
         examples = (read_example(self.dataset, index) for index in range(len(self.dataset)))
-        texts = ((example, control_token_in(self._conversation(example), self.renderer)) for example in examples)
+        texts = (
+            (example, control_token_in(self._conversation(example), self.renderer))
+            for example in examples
+        )
         found = [(example.sample_id, token) for example, token in texts if token is not None]
         if found:
             row, token = found[0]
@@ -197,18 +224,35 @@ class DemonstrationTask(Task):
             )
             raise ConfigError(f"{field}.dataset", token, cure)
 
-    async def run_group(self, sample: DataSample, policy: PolicyClient, *, group_id: str, seed: int, **_: Any) -> RolloutGroup:
+    async def run_group(
+        self, sample: DataSample, policy: PolicyClient, *, group_id: str, seed: int, **_: Any
+    ) -> RolloutGroup:
         """A group of one rollout with the row's training sample. A row that can't be rendered, or that the teacher does not
         answer, ends it as an error."""
-        rollout = Rollout(group_id=group_id, index_in_group=0, task_name=self.name, data_sample=sample, static=True)
+        rollout = Rollout(
+            group_id=group_id,
+            index_in_group=0,
+            task_name=self.name,
+            data_sample=sample,
+            static=True,
+        )
         large = len(str(sample.env_input)) > LARGE_TEXT
         try:
             if self.config.teacher is not None:
-                sample = await self._answered(sample, policy, seed=derive_seed(seed, group_id, 0, 0))
-            rollout.samples = [await off_the_loop_if(large, lambda: self._sample(sample, rollout_id=rollout.rollout_id))]
+                sample = await self._answered(
+                    sample, policy, seed=derive_seed(seed, group_id, 0, 0)
+                )
+            rollout.samples = [
+                await off_the_loop_if(
+                    large, lambda: self._sample(sample, rollout_id=rollout.rollout_id)
+                )
+            ]
             rollout.status, rollout.reward = RolloutStatus.COMPLETED, 0.0
         except Exception as error:  # of the renderer, about a row of the user's
-            rollout.status, rollout.error = RolloutStatus.ERROR, f"task {self.name}: {cause_of(error)}"
+            rollout.status, rollout.error = (
+                RolloutStatus.ERROR,
+                f"task {self.name}: {cause_of(error)}",
+            )
             rollout.traceback = users_traceback(error)
         return RolloutGroup(
             group_id=group_id,
@@ -224,15 +268,21 @@ class DemonstrationTask(Task):
         return group.failure
 
     def _conversation(self, example: DataSample) -> Conversation:
-        return conversation_of(example.env_input, messages=self.config.messages_column, tools=self.config.tools_column)
+        return conversation_of(
+            example.env_input, messages=self.config.messages_column, tools=self.config.tools_column
+        )
 
-    async def _answered(self, example: DataSample, policy: PolicyClient, *, seed: int) -> DataSample:
+    async def _answered(
+        self, example: DataSample, policy: PolicyClient, *, seed: int
+    ) -> DataSample:
         """The example with the teacher's answer."""
         messages, _ = self._conversation(example)
         teacher = cast(ChatClient, policy.frozen(cast(FrozenModel, self.config.teacher)))
         reply = await teacher.chat(messages, seed=seed, sampling=self.config.sampling)
         if not reply.whole:
-            raise ValueError(f"the teacher's answer was cut off: sampling.max_tokens is {self.config.sampling.max_tokens}")
+            raise ValueError(
+                f"the teacher's answer was cut off: sampling.max_tokens is {self.config.sampling.max_tokens}"
+            )
         answered = {self.config.messages_column: [*messages, reply.message]}
         return replace(example, env_input={**example.env_input, **answered})
 
@@ -240,9 +290,15 @@ class DemonstrationTask(Task):
         algorithm = self.config.algorithm
         assert isinstance(algorithm, StaticSFT.Config)
         sample = sample_of(
-            self._conversation(example), self.renderer, roles=algorithm.roles, task_name=self.name, rollout_id=rollout_id
+            self._conversation(example),
+            self.renderer,
+            roles=algorithm.roles,
+            task_name=self.name,
+            rollout_id=rollout_id,
         )
         limit = self.config.env.max_rollout_tokens
         if len(sample) > limit:
-            raise ValueError(f"it has {len(sample):,} tokens, and env.max_rollout_tokens is {limit:,}")
+            raise ValueError(
+                f"it has {len(sample):,} tokens, and env.max_rollout_tokens is {limit:,}"
+            )
         return sample

@@ -55,11 +55,21 @@ def split_of(low: int, high: int) -> Split:
 
 def first_numbers(*, split: Split, numbers: int, max_number: int) -> list[int]:
     """First numbers of the split's ranges of `numbers` numbers between 1 and `max_number`."""
-    return [low for low in range(1, max_number - numbers + 2) if split_of(low, low + numbers - 1) == split]
+    return [
+        low
+        for low in range(1, max_number - numbers + 2)
+        if split_of(low, low + numbers - 1) == split
+    ]
 
 
 def make_examples(
-    count: int, *, split: Split, seed: int = 0, numbers: int = 100, max_number: int = 1000, guesses: int = 7
+    count: int,
+    *,
+    split: Split,
+    seed: int = 0,
+    numbers: int = 100,
+    max_number: int = 1000,
+    guesses: int = 7,
 ) -> list[Game]:
     """`count` games, every range of the split and every number in it equally likely.
 
@@ -70,7 +80,9 @@ def make_examples(
 
     def draw() -> Game:
         low = stream.choice(lows)
-        return Game(low=low, high=low + numbers - 1, secret=low + stream.randrange(numbers), guesses=guesses)
+        return Game(
+            low=low, high=low + numbers - 1, secret=low + stream.randrange(numbers), guesses=guesses
+        )
 
     return [draw() for _ in range(count)]
 
@@ -93,7 +105,9 @@ class GuessNumberEnv(MessageEnv):
             answer = f"{'Correct! The' if found else 'Wrong: the'} number was {secret}. Game over."
         else:
             direction = "" if guess is None else "higher" if guess < secret else "lower"
-            hint = f"the number is {direction} than {guess}" if direction else "reply with one number"
+            hint = (
+                f"the number is {direction} than {guess}" if direction else "reply with one number"
+            )
             answer = f"Wrong: {hint}. You have {guesses_text(self._left)} left."
         done = found or not self._left
         return StepOutput(
@@ -124,7 +138,10 @@ class GuessNumberRubric(Rubric):
     config: Config
 
     def register_funcs(self) -> list[RewardFn]:
-        return [RewardFn(self.discounted, takes="rollout"), RewardFn(found, weight=0.0, takes="rollout")]
+        return [
+            RewardFn(self.discounted, takes="rollout"),
+            RewardFn(found, weight=0.0, takes="rollout"),
+        ]
 
     async def discounted(self, rollout: Rollout, game: Game) -> float:
         return await found(rollout, game) * self.config.discount ** (len(rollout.turns) - 1)
@@ -150,7 +167,9 @@ class GuessNumberDataset(MadeDataset):
 
         def validate(self, *, field: str) -> None:
             """Raises ConfigError where no game can be made."""
-            if not first_numbers(split=self.split, numbers=self.numbers, max_number=self.max_number):
+            if not first_numbers(
+                split=self.split, numbers=self.numbers, max_number=self.max_number
+            ):
                 cure = f"leaves no range of {self.numbers} numbers to {self.split}: raise it"
                 raise ConfigError(f"{field}.max_number", self.max_number, cure)
 
@@ -167,7 +186,9 @@ class GuessNumberTask(Task):
         exact: bool = False
         """A guess is the only integer of its reply: what the tiny models have learned. False: the reply's final answer."""
         rubric: Rubric.Config = field(default_factory=GuessNumberRubric.Config)
-        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=8, max_rollout_tokens=1024))
+        env: RendererEnvConfig = field(
+            default_factory=lambda: RendererEnvConfig(max_turns=8, max_rollout_tokens=1024)
+        )
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=128))
 
     config: Config

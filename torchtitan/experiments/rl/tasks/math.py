@@ -34,7 +34,12 @@ def answer_in(row: dict[str, Any], *, column: str, marker: str | None) -> str:
 
 
 def correct(
-    rollout: Rollout, row: dict[str, Any], *, column: str, marker: str | None, loaded: ModuleType | None = None
+    rollout: Rollout,
+    row: dict[str, Any],
+    *,
+    column: str,
+    marker: str | None,
+    loaded: ModuleType | None = None,
 ) -> float:
     """1 if the final answer equals the row's, else 0; none, or one with no mathematics in it, is wrong.
 
@@ -45,7 +50,10 @@ def correct(
         ValueError: the row's own answer can't be read.
     """
     answer = answer_of(rollout)
-    return float(answer is not None and same_answer(answer_in(row, column=column, marker=marker), plain(answer)))
+    return float(
+        answer is not None
+        and same_answer(answer_in(row, column=column, marker=marker), plain(answer))
+    )
 
 
 def same_answer(expected: str, given: str) -> bool:
@@ -63,7 +71,9 @@ def same_answer(expected: str, given: str) -> bool:
     # As mathematics a word is a product of its letters, and a date a difference.
     wanted_text = canonical(expected)
     given_text = canonical(given)
-    if _DATE.fullmatch(wanted_text) or (_WORDS.fullmatch(wanted_text) and _WORDS.fullmatch(given_text)):
+    if _DATE.fullmatch(wanted_text) or (
+        _WORDS.fullmatch(wanted_text) and _WORDS.fullmatch(given_text)
+    ):
         return False
     # math-verify's own limits make a late answer a wrong one, and raise outside the main thread: the child's limit is enough.
     wanted = parse(f"\\boxed{{{expected}}}", parsing_timeout=None)
@@ -106,15 +116,21 @@ __all__ = ["MathRubric", "MathTask"]
 class MathTask(QuestionTask):
     @dataclass(kw_only=True, slots=True)
     class Config(QuestionTask.Config):
-        template: str = "{question}\n\nReason step by step, and put your final answer within \\boxed{}."
+        template: str = (
+            "{question}\n\nReason step by step, and put your final answer within \\boxed{}."
+        )
         """As QuestionTask's. It should ask for \\boxed{}, by which answers are found best."""
         rubric: Rubric.Config = field(default_factory=MathRubric.Config)
-        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=1, max_rollout_tokens=4096))
+        env: RendererEnvConfig = field(
+            default_factory=lambda: RendererEnvConfig(max_turns=1, max_rollout_tokens=4096)
+        )
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=3072))
 
         def check_present(self, *, field: str) -> None:
             if isinstance(self.rubric, MathRubric.Config) and find_spec("math_verify") is None:
-                raise MissingError(f"{field}.rubric", "math-verify", "is not installed: pip install math-verify")
+                raise MissingError(
+                    f"{field}.rubric", "math-verify", "is not installed: pip install math-verify"
+                )
             super(MathTask.Config, self).check_present(field=field)
 
     def known_answer(self, sample: DataSample) -> str | None:
@@ -122,7 +138,10 @@ class MathTask(QuestionTask):
         rubric = self.config.rubric
         if not isinstance(rubric, MathRubric.Config):
             return super().known_answer(sample)
-        return answer_in(sample.env_input, column=rubric.answer_column, marker=rubric.answer_marker) or None
+        return (
+            answer_in(sample.env_input, column=rubric.answer_column, marker=rubric.answer_marker)
+            or None
+        )
 
     def check_examples(self, *, field: str) -> None:
         """See Task. Refuses a row without an answer."""

@@ -56,7 +56,9 @@ class QuestionEnv(MessageEnv):
         self.messages: list[Any] = [*system, *asked]
 
     async def reset(self) -> ResetOutput:
-        return ResetOutput(messages=self.messages, control_tokens=True)  # the task has checked its rows
+        return ResetOutput(
+            messages=self.messages, control_tokens=True
+        )  # the task has checked its rows
 
     async def step_message(self, message: Message) -> StepOutput:
         return StepOutput(env_messages=[], done=True)
@@ -86,13 +88,19 @@ class QuestionTask(Task):
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             super(QuestionTask.Config, self).validate(field=field, policy_path=policy_path)
             if self.messages_column is None and not _BRACES.search(self.template):
-                raise ConfigError(f"{field}.template", self.template, "names no column of the data, such as {question}")
+                raise ConfigError(
+                    f"{field}.template",
+                    self.template,
+                    "names no column of the data, such as {question}",
+                )
 
         def check_present(self, *, field: str) -> None:
             super(QuestionTask.Config, self).check_present(field=field)
             if type(self.rubric) is Rubric.Config and not self.rubric.reward_fns:
                 option = f"--{field.replace('_', '-')}.rubric my_rewards.py:exact"
-                raise MissingError(f"{field}.rubric", None, f"names no reward function: give one, such as {option}")
+                raise MissingError(
+                    f"{field}.rubric", None, f"names no reward function: give one, such as {option}"
+                )
 
     config: Config
 
@@ -107,9 +115,13 @@ class QuestionTask(Task):
                 self._columns = placeholders(config.template, columns) if chats is None else [chats]
                 may_lack = chats is None and config.missing_text is not None
                 for column in self._columns:
-                    _check_column(dataset, column, f"{name}.{of}", value, task=name, may_lack=may_lack)
+                    _check_column(
+                        dataset, column, f"{name}.{of}", value, task=name, may_lack=may_lack
+                    )
                 if not self._columns:
-                    raise ConfigError(f"{name}.{of}", value, "names no column of the data, such as {question}")
+                    raise ConfigError(
+                        f"{name}.{of}", value, "names no column of the data, such as {question}"
+                    )
 
     def make_env(self, sample: DataSample) -> MessageEnv:
         return QuestionEnv(self.asked(sample.env_input), system_prompt=self.config.system_prompt)
@@ -119,7 +131,8 @@ class QuestionTask(Task):
         warnings = [
             f"{field}.{part}: of {len(dataset):,} rows {found}"
             for part, dataset in (("dataset", self.dataset), ("validation", self.validation))
-            if isinstance(dataset, RowDataset) and (found := self._odd_rows(dataset.rows, field=field))
+            if isinstance(dataset, RowDataset)
+            and (found := self._odd_rows(dataset.rows, field=field))
         ]
         self.examples_warning = "; ".join(warnings) or None
 
@@ -154,14 +167,21 @@ class QuestionTask(Task):
         if column is not None:
             return conversation_of(row, messages=column, tools="")[0]
         if self.config.missing_text is not None:
-            row = {name: self.config.missing_text if value is None else value for name, value in row.items()}
+            row = {
+                name: self.config.missing_text if value is None else value
+                for name, value in row.items()
+            }
         return fill(self.config.template, row)
 
     def _odd_rows(self, rows: Rows, *, field: str) -> str:
         """How many rows are odd, and the first of each kind."""
         found: dict[str, list[int]] = {}
         seen: set[int] = set()
-        often = {column for column in rows[0] if sum(row.get(column) is None for row in rows) < len(rows) / 2}
+        often = {
+            column
+            for column in rows[0]
+            if sum(row.get(column) is None for row in rows) < len(rows) / 2
+        }
         for index, row in enumerate(rows):
             if (key := hash(repr(row))) in seen:
                 found.setdefault("repeat another", []).append(index)
@@ -171,14 +191,20 @@ class QuestionTask(Task):
                     found.setdefault(f"have no {column!r}", []).append(index)
             for column in self._columns if self.config.messages_column is None else ():
                 if isinstance(row[column], list | dict):
-                    found.setdefault(f"have a {type(row[column]).__name__} as {column!r}, not a text", []).append(index)
+                    found.setdefault(
+                        f"have a {type(row[column]).__name__} as {column!r}, not a text", []
+                    ).append(index)
                 elif row[column] is not None and not str(row[column]).strip():
                     found.setdefault(f"have an empty {column!r}", []).append(index)
             if not self._has_room(row, place=rows.place(index), field=field):
                 limit = self.config.env.max_rollout_tokens
-                found.setdefault(f"leave no room for an answer in env.max_rollout_tokens = {limit}", []).append(index)
+                found.setdefault(
+                    f"leave no room for an answer in env.max_rollout_tokens = {limit}", []
+                ).append(index)
         found |= _mixed_types(rows)
-        return ", ".join(f"{len(odd):,} {what} (first: {rows.place(odd[0])})" for what, odd in found.items())
+        return ", ".join(
+            f"{len(odd):,} {what} (first: {rows.place(odd[0])})" for what, odd in found.items()
+        )
 
     def _has_room(self, row: dict[str, Any], *, place: str, field: str) -> bool:
         """Whether the prompt is shorter than a rollout may be."""
@@ -189,15 +215,23 @@ class QuestionTask(Task):
             raise ConfigError(f"{field}.messages_column", column, f"{place}: {error}") from None
         if not isinstance(asked, str) and asked[-1]["role"] == "assistant":
             cure = "the model answers a user's or a tool's message: leave the answer out, or put it into a column of its own"
-            raise ConfigError(f"{field}.messages_column", column, f"{place} ends with an assistant's message; {cure}")
+            raise ConfigError(
+                f"{field}.messages_column",
+                column,
+                f"{place} ends with an assistant's message; {cure}",
+            )
         limit = self.config.env.max_rollout_tokens
-        if 2 * len(repr(asked).encode()) + TEMPLATE_TOKENS < limit:  # no token is shorter than a byte
+        if (
+            2 * len(repr(asked).encode()) + TEMPLATE_TOKENS < limit
+        ):  # no token is shorter than a byte
             return True
         messages = QuestionEnv(asked, system_prompt=self.config.system_prompt).messages
         return len(self.renderer.render(messages, add_generation_prompt=True).token_ids) < limit
 
 
-def question_task(data: Any, *reward_fns: Callable[..., Any] | RewardFn, **fields: Any) -> QuestionTask.Config:
+def question_task(
+    data: Any, *reward_fns: Callable[..., Any] | RewardFn, **fields: Any
+) -> QuestionTask.Config:
     """The config of a QuestionTask; ``row_task`` says what the data may be.
 
     Args:
@@ -270,14 +304,24 @@ def _mixed_types(rows: Rows) -> dict[str, list[int]]:
     mixed: dict[str, list[int]] = {}
     for column in dict.fromkeys(column for row in rows for column in row):
         texts = [index for index, row in enumerate(rows) if isinstance(row.get(column), str)]
-        numbers = [index for index, row in enumerate(rows) if isinstance(row.get(column), int | float)]
+        numbers = [
+            index for index, row in enumerate(rows) if isinstance(row.get(column), int | float)
+        ]
         if texts and numbers:
-            fewer, kinds = (texts, ("text", "number")) if len(texts) < len(numbers) else (numbers, ("number", "text"))
-            mixed[f"have a {kinds[0]} as {column!r} where the others have a {kinds[1]}, which are never equal"] = fewer
+            fewer, kinds = (
+                (texts, ("text", "number"))
+                if len(texts) < len(numbers)
+                else (numbers, ("number", "text"))
+            )
+            mixed[
+                f"have a {kinds[0]} as {column!r} where the others have a {kinds[1]}, which are never equal"
+            ] = fewer
     return mixed
 
 
-def _check_column(dataset: RowDataset, column: str, field: str, value: str, *, task: str, may_lack: bool) -> None:
+def _check_column(
+    dataset: RowDataset, column: str, field: str, value: str, *, task: str, may_lack: bool
+) -> None:
     """Refuse rows that lack what the prompt is made of, as ``field`` says with its ``value``.
 
     Args:
@@ -285,7 +329,9 @@ def _check_column(dataset: RowDataset, column: str, field: str, value: str, *, t
     """
     columns = {name: None for row in dataset.rows for name in row}
     if column not in columns:
-        raise ConfigError(field, value, f"the data has no column {column!r}; it has {', '.join(columns)}")
+        raise ConfigError(
+            field, value, f"the data has no column {column!r}; it has {', '.join(columns)}"
+        )
     lacking = [index for index, row in enumerate(dataset.rows) if row.get(column) is None]
     if lacking and not may_lack:
         others = f", and {len(lacking) - 1:,} others" if len(lacking) > 1 else ""
@@ -297,7 +343,11 @@ def _check_column(dataset: RowDataset, column: str, field: str, value: str, *, t
     for index, row in enumerate(dataset.rows):
         if isinstance(row[column], bytes | bytearray | memoryview):
             place = f"{dataset.config.path or 'rows'}: {dataset.rows.place(index)}"
-            raise ConfigError(field, value, f"{place} has bytes as {column!r}, want a text: decode it before, or leave it out")
+            raise ConfigError(
+                field,
+                value,
+                f"{place} has bytes as {column!r}, want a text: decode it before, or leave it out",
+            )
 
 
 _WANTED = "want a class derived from MessageEnv, or a function that makes an env from a row"
@@ -321,12 +371,16 @@ class EnvTask(Task):
                 raise ConfigError(field, made, _WANTED)
             if missing := sorted(getattr(made, "__abstractmethods__", ())):
                 raise ConfigError(
-                    field, made.__name__, f"lacks {' and '.join(missing)}: define async def {missing[0]}(self, ...)"
+                    field,
+                    made.__name__,
+                    f"lacks {' and '.join(missing)}: define async def {missing[0]}(self, ...)",
                 )
             try:
                 inspect.signature(made).bind(None)
             except TypeError as error:
-                raise ConfigError(field, made.__name__, f"{error}; it is called with the row alone") from None
+                raise ConfigError(
+                    field, made.__name__, f"{error}; it is called with the row alone"
+                ) from None
 
     config: Config
 
@@ -335,7 +389,10 @@ class EnvTask(Task):
 
 
 def env_task(
-    data: Any, message_env: Callable[[Any], MessageEnv], *reward_fns: Callable[..., Any] | RewardFn, **fields: Any
+    data: Any,
+    message_env: Callable[[Any], MessageEnv],
+    *reward_fns: Callable[..., Any] | RewardFn,
+    **fields: Any,
 ) -> EnvTask.Config:
     """The config of an EnvTask.
 

@@ -60,7 +60,9 @@ class ReasoningGymDataset(Dataset):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Dataset.Config):
-        generators: Annotated[dict[str, PuzzleGenerator], MinLen(1), Cure("name at least one generator")]
+        generators: Annotated[
+            dict[str, PuzzleGenerator], MinLen(1), Cure("name at least one generator")
+        ]
         """By the name reasoning_gym knows them by, such as {"chain_sum": PuzzleGenerator()}."""
         count: PositiveInt = 10_000
         seed: int = 0
@@ -68,7 +70,9 @@ class ReasoningGymDataset(Dataset):
         def check_present(self, *, field: str) -> None:
             if find_spec("reasoning_gym") is None:
                 names = ", ".join(self.generators)
-                raise MissingError(f"{field}.generators", names, "need reasoning-gym: pip install reasoning-gym")
+                raise MissingError(
+                    f"{field}.generators", names, "need reasoning-gym: pip install reasoning-gym"
+                )
 
     config: Config
 
@@ -82,7 +86,9 @@ class ReasoningGymDataset(Dataset):
         self._made: dict[str, Any] = {}
         for name, generator in config.generators.items():
             with user_code(f"dataset.generators.{name}", generator.config, _WANTED):
-                own = self._configs[name] = dict(**generator.config, seed=config.seed, size=config.count)
+                own = self._configs[name] = dict(
+                    **generator.config, seed=config.seed, size=config.count
+                )
                 self._made[name] = reasoning_gym.create_dataset(name, **own)
 
     def __len__(self) -> int:
@@ -104,7 +110,9 @@ class ReasoningGymDataset(Dataset):
         )
 
 
-def solved(rollout: Rollout, puzzle: Puzzle, *, exact: bool, loaded: ModuleType | None = None) -> float:
+def solved(
+    rollout: Rollout, puzzle: Puzzle, *, exact: bool, loaded: ModuleType | None = None
+) -> float:
     """The generator's score of the answer, 0 to 1; 0 where there is none. Raises what the scorer raises.
 
     Args:
@@ -167,18 +175,26 @@ TEMPLATE = "{question}\n\nReason step by step, and put nothing but your final an
 class ReasoningGymTask(Task):
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
-        template: Annotated[str, Matches(r"(?s).*\{question\}.*", "a text that contains {question}")] = TEMPLATE
+        template: Annotated[
+            str, Matches(r"(?s).*\{question\}.*", "a text that contains {question}")
+        ] = TEMPLATE
         """The user's message; {question} is replaced. It should ask for <answer></answer>, by which answers are found best."""
         rubric: Rubric.Config = field(default_factory=PuzzleRubric.Config)
-        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=1, max_rollout_tokens=4096))
+        env: RendererEnvConfig = field(
+            default_factory=lambda: RendererEnvConfig(max_turns=1, max_rollout_tokens=4096)
+        )
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=3072))
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             super(ReasoningGymTask.Config, self).validate(field=field, policy_path=policy_path)
             trained, held_out = self.dataset, self.validation
-            if isinstance(trained, ReasoningGymDataset.Config) and isinstance(held_out, ReasoningGymDataset.Config):
+            if isinstance(trained, ReasoningGymDataset.Config) and isinstance(
+                held_out, ReasoningGymDataset.Config
+            ):
                 end = trained.seed + trained.count
-                overlap = range(max(trained.seed, held_out.seed), min(end, held_out.seed + held_out.count))
+                overlap = range(
+                    max(trained.seed, held_out.seed), min(end, held_out.seed + held_out.count)
+                )
                 if overlap and trained.generators.keys() & held_out.generators.keys():
                     seeds = f"{trained.seed} to {end - 1}"
                     cure = f"puzzle i is made from seed + i, and training has seeds {seeds}: take {end} or more"
@@ -187,4 +203,6 @@ class ReasoningGymTask(Task):
     config: Config
 
     def make_env(self, sample: DataSample) -> QuestionEnv:
-        return QuestionEnv(self.config.template.replace("{question}", sample.env_input.entry["question"]))
+        return QuestionEnv(
+            self.config.template.replace("{question}", sample.env_input.entry["question"])
+        )

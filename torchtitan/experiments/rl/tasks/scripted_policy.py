@@ -22,7 +22,9 @@ class ScriptedPolicy:
 
     version = 0
 
-    def __init__(self, tokenizer_path: str | Path, replies: Sequence[str] | Callable[[int, int], str]):
+    def __init__(
+        self, tokenizer_path: str | Path, replies: Sequence[str] | Callable[[int, int], str]
+    ):
         """
         Args:
             tokenizer_path: folder of the tokenizer the task's renderer has.
@@ -32,7 +34,9 @@ class ScriptedPolicy:
         self.prompts: list[str] = []
         """Prompts that it was given, special tokens included, in order."""
 
-    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "ScriptedSession":
+    def session(
+        self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]
+    ) -> "ScriptedSession":
         """See ModelClient.session."""
         return ScriptedSession(self, self.index_of(rollout_id), sampling, stop_token_ids[0])
 
@@ -45,9 +49,15 @@ class ScriptedPolicy:
         """See ModelClient.score."""
         return np.where(np.arange(len(token_ids)) > 0, -1, 0).astype(np.float32)
 
-    async def chat(self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig) -> Reply:
+    async def chat(
+        self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig
+    ) -> Reply:
         """See ChatClient.chat."""
-        return Reply(message={"role": "assistant", "content": self.reply(0, 0)}, prompt_tokens=0, completion_tokens=0)
+        return Reply(
+            message={"role": "assistant", "content": self.reply(0, 0)},
+            prompt_tokens=0,
+            completion_tokens=0,
+        )
 
     def frozen(self, model: ModelReference) -> "ScriptedPolicy":
         """See PolicyClient.frozen. Every model is this one."""
@@ -64,7 +74,12 @@ class ScriptedSession:
         self._turn = 0
 
     async def generate(
-        self, prompt_token_ids: np.ndarray, *, max_tokens: int, stop: Sequence[str] = (), seed: int | None = None
+        self,
+        prompt_token_ids: np.ndarray,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
     ) -> Completion:
         """See PolicySession.generate."""
         policy = self._policy

@@ -20,7 +20,13 @@ from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.generation.judge import Judge
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout
-from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_component, last_assistant_text, win_shares
+from torchtitan.experiments.rl.rubrics.rubric import (
+    RewardFn,
+    Rubric,
+    env_component,
+    last_assistant_text,
+    win_shares,
+)
 from torchtitan.experiments.rl.tasks.answers import number_of
 from torchtitan.experiments.rl.tasks.task import Task
 
@@ -35,7 +41,9 @@ def answer_text(digits: list[int]) -> str:
     return str(sum(digits))
 
 
-def make_examples(count: int, *, split: Split, seed: int = 0, min_digits: int = 2, max_digits: int = 5) -> list[list[int]]:
+def make_examples(
+    count: int, *, split: Split, seed: int = 0, min_digits: int = 2, max_digits: int = 5
+) -> list[list[int]]:
     """`count` lists of `min_digits` to `max_digits` digits, every length equally likely.
 
     A longer call with the same arguments starts with the shorter one's lists. Short lists repeat: there
@@ -93,7 +101,9 @@ INSTRUCTION = 'End your reply with the line "Answer: N", where N is the sum.'
 class SumDigitsDataset(MadeDataset):
     @dataclass(kw_only=True, slots=True)
     class Config(MadeDataset.Config):
-        min_digits: Annotated[int, Ge(2), AtMost("max_digits"), Cure("lists of one digit are too few to split")] = 2
+        min_digits: Annotated[
+            int, Ge(2), AtMost("max_digits"), Cure("lists of one digit are too few to split")
+        ] = 2
         max_digits: Annotated[int, Ge(2), Le(1000)] = 5
 
     make = staticmethod(make_examples)
@@ -112,7 +122,9 @@ class SumDigitsTask(Task):
         instruction: str = INSTRUCTION
         """Stands below the question and says how to write the answer. The tiny models have seen questions without ("")."""
         rubric: Rubric.Config = field(default_factory=SumDigitsRubric.Config)
-        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=1, max_rollout_tokens=128))
+        env: RendererEnvConfig = field(
+            default_factory=lambda: RendererEnvConfig(max_turns=1, max_rollout_tokens=128)
+        )
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=16))
 
     config: Config
@@ -130,7 +142,9 @@ class SumDigitsDemonstrations(SumDigitsDataset):
             {"role": "user", "content": prompt_text(example.env_input)},
             {"role": "assistant", "content": answer_text(example.env_input)},
         ]
-        return DataSample(sample_id=example.sample_id, env_input={"messages": messages}, info=example.info)
+        return DataSample(
+            sample_id=example.sample_id, env_input={"messages": messages}, info=example.info
+        )
 
 
 class JudgedSumDigitsRubric(Rubric):
@@ -190,9 +204,18 @@ class SumDigitsRoundsEnv(MessageEnv):
         self._round += 1
         done = self._round == len(self.rounds)
         messages = (
-            [] if done else [{"role": "user", "content": f"The sum is {answer}. {prompt_text(self.rounds[self._round])}"}]
+            []
+            if done
+            else [
+                {
+                    "role": "user",
+                    "content": f"The sum is {answer}. {prompt_text(self.rounds[self._round])}",
+                }
+            ]
         )
-        return StepOutput(env_messages=messages, done=done, reward_components={"right": right / len(self.rounds)})
+        return StepOutput(
+            env_messages=messages, done=done, reward_components={"right": right / len(self.rounds)}
+        )
 
 
 def make_rounds(*, rounds: int, **config: Any) -> list[list[list[int]]]:
@@ -216,10 +239,16 @@ class SumDigitsRoundsTask(Task):
     class Config(Task.Config):
         dataset: Dataset.Config = field(default_factory=SumDigitsRoundsDataset.Config)
         validation: Dataset.Config | None = field(
-            default_factory=lambda: SumDigitsRoundsDataset.Config(split="validation", count=256, seed=1)
+            default_factory=lambda: SumDigitsRoundsDataset.Config(
+                split="validation", count=256, seed=1
+            )
         )
-        rubric: Rubric.Config = field(default_factory=lambda: Rubric.Config(reward_fns=[env_component("right")]))
-        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=2, max_rollout_tokens=192))
+        rubric: Rubric.Config = field(
+            default_factory=lambda: Rubric.Config(reward_fns=[env_component("right")])
+        )
+        env: RendererEnvConfig = field(
+            default_factory=lambda: RendererEnvConfig(max_turns=2, max_rollout_tokens=192)
+        )
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=8))
 
     def make_env(self, sample: DataSample) -> SumDigitsRoundsEnv:

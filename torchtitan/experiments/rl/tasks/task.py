@@ -57,9 +57,21 @@ from torchtitan.experiments.rl.gateway.session import AgentRollout
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
 from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient, PolicySession, SamplingConfig, Temperature
+from torchtitan.experiments.rl.rollouts.policy import (
+    ModelClient,
+    PolicyClient,
+    PolicySession,
+    SamplingConfig,
+    Temperature,
+)
 from torchtitan.experiments.rl.rollouts.samples import check_completion, samples_from_turns
-from torchtitan.experiments.rl.rollouts.sealed import copied_example, is_own, sealed_group, sealed_rollout, take_samples
+from torchtitan.experiments.rl.rollouts.sealed import (
+    copied_example,
+    is_own,
+    sealed_group,
+    sealed_rollout,
+    take_samples,
+)
 from torchtitan.experiments.rl.rollouts.types import (
     Completion,
     DataSample,
@@ -71,7 +83,14 @@ from torchtitan.experiments.rl.rollouts.types import (
 )
 from torchtitan.experiments.rl.rubrics.rubric import Reward, Rubric
 from torchtitan.experiments.rl.types import STREAMS, TrainingSample
-from torchtitan.experiments.rl.user_code.calls import HOLD_S, UserCodeError, UserCodeTimeout, call_bounded, cause_of, doing
+from torchtitan.experiments.rl.user_code.calls import (
+    HOLD_S,
+    UserCodeError,
+    UserCodeTimeout,
+    call_bounded,
+    cause_of,
+    doing,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +101,9 @@ PARTS = ("dataset", "validation", "rubric", "algorithm", "sampler")
 AdapterName = Annotated[str, Matches(r"[\w-]*", "letters, digits, _ and -: it names a folder")]
 
 
-def derive_seed(seed: int, group_id: str, index_in_group: int, attempt: int, branch: str = "") -> int:
+def derive_seed(
+    seed: int, group_id: str, index_in_group: int, attempt: int, branch: str = ""
+) -> int:
     """Seed of one attempt at one rollout, or a branch of it: 63 bits, equal in every process (``hash`` of a string is not)."""
     key = f"{seed}/{group_id}/{index_in_group}/{attempt}{branch and '/'}{branch}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
@@ -121,7 +142,9 @@ class CheckedSession:
         """See PolicySession."""
         return self._session.stops_at_texts
 
-    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int, **options: Any) -> Completion:
+    async def generate(
+        self, prompt_token_ids: np.ndarray, *, max_tokens: int, **options: Any
+    ) -> Completion:
         """See PolicySession.generate.
 
         Args:
@@ -143,7 +166,11 @@ class CheckedSession:
             self._check_ids(completion.token_ids, "a completion has")
         except BaseException as error:
             running = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and running is not None and running.cancelling():
+            if (
+                isinstance(error, asyncio.CancelledError)
+                and running is not None
+                and running.cancelling()
+            ):
                 raise
             self.waits -= 1
             raise UserCodeError(f"generator: {cause_of(error)}") from error
@@ -156,7 +183,9 @@ class CheckedSession:
         ids = np.asarray(token_ids)  # a user's generator may give a list
         highest = ids.item(ids.argmax())
         if highest >= self._vocab_size:
-            raise UserCodeError(f"{what} the token id {highest}, and the model has {self._vocab_size:,} ids")
+            raise UserCodeError(
+                f"{what} the token id {highest}, and the model has {self._vocab_size:,} ids"
+            )
 
     def close(self) -> None:
         """See PolicySession.close. A second call does nothing."""
@@ -197,7 +226,11 @@ class ValidationConfig:
             ConfigError: naming the field at fault, its value and the cure.
         """
         if self.attempts > 1 and self.temperature == 0:
-            raise ConfigError(f"{field}.attempts", self.attempts, f"greedy attempts are all alike: set {field}.temperature")
+            raise ConfigError(
+                f"{field}.attempts",
+                self.attempts,
+                f"greedy attempts are all alike: set {field}.temperature",
+            )
 
 
 @contextmanager
@@ -231,12 +264,16 @@ class Task(UserConfigurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         algorithm: Algorithm.Config
-        dataset: Annotated[Dataset.Config, Cure("for rows in memory: RowDataset.Config(rows=MemoryRows([...]))")]
+        dataset: Annotated[
+            Dataset.Config, Cure("for rows in memory: RowDataset.Config(rows=MemoryRows([...]))")
+        ]
         validation: Changeable[Dataset.Config | None] = None
         """Examples the policy is measured on and never trained on."""
         validation_schedule: Changeable[ValidationConfig | None] = None
         """When and how; None: the run's `validation`."""
-        rubric: Annotated[Rubric.Config, Cure("write Rubric.Config(reward_fns=[...])")] = field(default_factory=Rubric.Config)
+        rubric: Annotated[Rubric.Config, Cure("write Rubric.Config(reward_fns=[...])")] = field(
+            default_factory=Rubric.Config
+        )
         sampler: SampleStrategy.Config = field(default_factory=ShuffledCursor.Config)
         env: RendererEnvConfig = field(default_factory=RendererEnvConfig)
         sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -265,7 +302,11 @@ class Task(UserConfigurable):
             sampling = self.sampling
             check_fields(self, field=field)
             if self.group_size > 1 and self.min_group_size > self.group_size:
-                raise ConfigError(f"{field}.min_group_size", self.min_group_size, f"groups have {self.group_size}: lower it")
+                raise ConfigError(
+                    f"{field}.min_group_size",
+                    self.min_group_size,
+                    f"groups have {self.group_size}: lower it",
+                )
             for part, dataset in (("dataset", self.dataset), ("validation", self.validation)):
                 if dataset is None:
                     continue
@@ -283,7 +324,9 @@ class Task(UserConfigurable):
                 raise ConfigError(f"{field}.sampling.temperature", sampling.temperature, cure)
             for name, value, off in (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, -1)):
                 if value != off and not frozen:
-                    raise ConfigError(f"{field}.sampling.{name}", value, f"it biases the ratio: train with {off}")
+                    raise ConfigError(
+                        f"{field}.sampling.{name}", value, f"it biases the ratio: train with {off}"
+                    )
             self.algorithm.validate(
                 field=f"{field}.algorithm",
                 group_size=self.group_size,
@@ -300,14 +343,18 @@ class Task(UserConfigurable):
 
     def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
         if type(self).make_env is Task.make_env and type(self).make_envs is Task.make_envs:
-            raise TypeError(f"{type(self).__name__} makes no env: define make_env(sample) or make_envs(sample, n)")
+            raise TypeError(
+                f"{type(self).__name__} makes no env: define make_env(sample) or make_envs(sample, n)"
+            )
         needs_roles = config.algorithm.needs_roles()
         if needs_roles is not None and not attributes_roles(renderer):
             cure = (
                 "has no effect, because the renderer does not say whose message a token belongs to: name a renderer of the "
                 "model's family (renderer.name), or train without it"
             )
-            raise ConfigError(f"algorithm.{needs_roles}", getattr(config.algorithm, needs_roles, None), cure)
+            raise ConfigError(
+                f"algorithm.{needs_roles}", getattr(config.algorithm, needs_roles, None), cure
+            )
         self.config = config
         self.name = name
         self.examples_warning: str | None = None
@@ -316,7 +363,9 @@ class Task(UserConfigurable):
         """Token ids that the policy's model has; the run sets it. None: prompts and completions may hold any."""
         self.renderer = renderer
         self.dataset: Dataset = build_part("dataset", config.dataset)
-        self.validation: Dataset | None = build_part("validation", config.validation) if config.validation else None
+        self.validation: Dataset | None = (
+            build_part("validation", config.validation) if config.validation else None
+        )
         kind = type(self.dataset).__name__
         with part_at_fault("dataset", kind, "its __len__ failed"), doing(f"{kind}.__len__"):
             len(self.dataset)
@@ -348,10 +397,14 @@ class Task(UserConfigurable):
                 began = time.monotonic()
                 envs.append(self.make_env(sample))
                 if time.monotonic() - began > HOLD_S:
-                    await asyncio.sleep(HOLD_S)  # others run between two envs that take long to make
+                    await asyncio.sleep(
+                        HOLD_S
+                    )  # others run between two envs that take long to make
         except BaseException:  # one failed, or all together took too long
             for env in filter(first_use, (env for env in envs if isinstance(env, MessageEnv))):
-                await RendererEnv(message_env=env, renderer=self.renderer, config=self.config.env).close()
+                await RendererEnv(
+                    message_env=env, renderer=self.renderer, config=self.config.env
+                ).close()
             raise
         return envs
 
@@ -370,7 +423,9 @@ class Task(UserConfigurable):
         for part in (self.rubric, self.algorithm):
             owner = f"{type(part).__name__}.setup"
             try:
-                await call_bounded(functools.partial(part.setup, policy), timeout_s=None, owner=owner)  # its caller has a limit
+                await call_bounded(
+                    functools.partial(part.setup, policy), timeout_s=None, owner=owner
+                )  # its caller has a limit
             except UserCodeError as error:
                 raise RunError(f"{owner}: {error}") from error
 
@@ -409,7 +464,10 @@ class Task(UserConfigurable):
         """Whether the rollouts of an example wait for each other: their algorithm or a reward compares them, or the task
         overrides ``run_group`` or ``score_group``. If not, each is a group by itself, scored and trained on when it ends."""
         algorithm = type(self.algorithm)
-        own = type(self).run_group is not Task.run_group or type(self).score_group is not Task.score_group
+        own = (
+            type(self).run_group is not Task.run_group
+            or type(self).score_group is not Task.score_group
+        )
         compares = algorithm.needs_group or algorithm.score_group is not Algorithm.score_group
         return own or compares or self.rubric.compares_group
 
@@ -451,16 +509,24 @@ class Task(UserConfigurable):
             task_name=self.name,
             data_sample=sample,
             rollouts=[
-                Rollout(group_id=group_id, index_in_group=index, task_name=self.name, data_sample=sample)
+                Rollout(
+                    group_id=group_id, index_in_group=index, task_name=self.name, data_sample=sample
+                )
                 for index in range(size)
             ],
             admitted_version=policy.version,
         )
         # Validation measures the policy, whoever it learns from.
-        source = policy.frozen(self.frozen_source) if credit and self.frozen_source is not None else policy
+        source = (
+            policy.frozen(self.frozen_source)
+            if credit and self.frozen_source is not None
+            else policy
+        )
         sampling = sampling or self.config.sampling
         with counted_in(group.costs):
-            await GroupRun(task=self, group=group, source=source, seed=seed, sampling=sampling, credit=credit).run()
+            await GroupRun(
+                task=self, group=group, source=source, seed=seed, sampling=sampling, credit=credit
+            ).run()
         return group
 
     @property
@@ -473,7 +539,12 @@ class Task(UserConfigurable):
 
         A rollout that failed, or whose reward function failed, keeps the reward None. A rubric that fails fails every rollout.
         """
-        rubric, given, env_input, limit_s = self.rubric, group.rollouts, group.data_sample.env_input, None
+        rubric, given, env_input, limit_s = (
+            self.rubric,
+            group.rollouts,
+            group.data_sample.env_input,
+            None,
+        )
         name = f"{type(rubric).__name__}.score_group"
         own = type(rubric).score_group is not Rubric.score_group
         if own:  # Rubric limits each of its functions
@@ -481,7 +552,9 @@ class Task(UserConfigurable):
             env_input, limit_s = copied_example(env_input), self._limit_s
         try:
             with counted_in(group.costs), trace.span(name):
-                rewards = await call_bounded(lambda: rubric.score_group(list(given), env_input), timeout_s=limit_s)
+                rewards = await call_bounded(
+                    lambda: rubric.score_group(list(given), env_input), timeout_s=limit_s
+                )
             checked = _checked(rewards, group.rollouts)
         except asyncio.CancelledError:
             raise
@@ -492,10 +565,16 @@ class Task(UserConfigurable):
             rollout.reward, rollout.reward_components = reward, components
             if own and seen.status is not rollout.status:
                 # The status that is recorded has to agree with training: a rubric may fail a rollout, and nothing else.
-                rollout.status, rollout.error, rollout.reward = RolloutStatus.ERROR, seen.error, None
+                rollout.status, rollout.error, rollout.reward = (
+                    RolloutStatus.ERROR,
+                    seen.error,
+                    None,
+                )
                 rollout.traceback = seen.traceback
                 if not (isinstance(seen.status, RolloutStatus) and seen.status.is_error()):
-                    rollout.error = f"{name} set the status of a rollout that has ended to {shown(seen.status)}"
+                    rollout.error = (
+                        f"{name} set the status of a rollout that has ended to {shown(seen.status)}"
+                    )
 
     async def score_group(self, group: RolloutGroup) -> str | None:
         """Rewards, then credit. Sets ``group.failure``, and returns it, where the group can't be trained on: too few rollouts
@@ -510,7 +589,11 @@ class Task(UserConfigurable):
 
     async def _credit(self, group: RolloutGroup) -> str | None:
         # Counted again after credit: a rollout that its algorithm gave none has lost its reward.
-        group.failure = self._too_few_scored(group) or await self.give_credit(group) or self._too_few_scored(group)
+        group.failure = (
+            self._too_few_scored(group)
+            or await self.give_credit(group)
+            or self._too_few_scored(group)
+        )
         return group.failure
 
     def _too_few_scored(self, group: RolloutGroup) -> str | None:
@@ -520,7 +603,9 @@ class Task(UserConfigurable):
             return None
         causes = [rollout.error for rollout in group.rollouts if rollout.error]
         first = f": {causes[0]}" if causes else ""
-        return f"{len(group.scored)} of {len(group.rollouts)} rollouts scored, {needed} needed{first}"
+        return (
+            f"{len(group.scored)} of {len(group.rollouts)} rollouts scored, {needed} needed{first}"
+        )
 
     async def credit_rollout(self, rollout: Rollout, group: RolloutGroup) -> None:
         """Have the algorithm's ``score_rollout`` see a rollout of the group that has ended well. What fails there fails the
@@ -536,7 +621,10 @@ class Task(UserConfigurable):
             take_samples(rollout, lent, _check_early, allowed=type(algorithm).replaces)
         except (UserCodeError, ValueError) as error:
             rollout.status, rollout.reward = RolloutStatus.ERROR, None
-            rollout.error, rollout.traceback = f"task {self.name}: {name}: {error}", users_traceback(error)
+            rollout.error, rollout.traceback = (
+                f"task {self.name}: {name}: {error}",
+                users_traceback(error),
+            )
         finally:
             group.credit_s += time.perf_counter() - began
 
@@ -544,7 +632,10 @@ class Task(UserConfigurable):
         """Have the algorithm give credit to a group that was rewarded. Returns the cause where that failed; every rollout has
         failed then."""
         algorithm, kind = self.algorithm, type(self.algorithm)
-        if kind.score_group is Algorithm.score_group and kind.score_rollout is Algorithm.score_rollout:
+        if (
+            kind.score_group is Algorithm.score_group
+            and kind.score_rollout is Algorithm.score_rollout
+        ):
             return None  # gives no credit at all: for groups that are scored and not trained on
         given = group if is_own(algorithm) else sealed_group(group, lends_samples=True)
         lent, began = list(given.rollouts), time.perf_counter()
@@ -557,12 +648,16 @@ class Task(UserConfigurable):
                 await call_bounded(score, timeout_s=self._limit_s)
             for rollout, written in zip(group.rollouts, lent, strict=True):
                 # The rubric's `error_reward`, and an algorithm whose ``score_rollout`` has not seen a rollout that failed.
-                if rollout.status.is_error() and any(missing_credit(sample) for sample in written.samples):
+                if rollout.status.is_error() and any(
+                    missing_credit(sample) for sample in written.samples
+                ):
                     rollout.reward = None
                 if rollout.reward is not None:
                     take_samples(rollout, written, _check_credit)
         except (UserCodeError, ValueError) as error:
-            return _fail(group, f"task {self.name}: {kind.__name__}.score_group: {cause_of(error)}", error)
+            return _fail(
+                group, f"task {self.name}: {kind.__name__}.score_group: {cause_of(error)}", error
+            )
         finally:
             group.credit_s += time.perf_counter() - began
         return None
@@ -610,15 +705,23 @@ class GroupRun:
             for env in self._envs:
                 await env.close()
 
-    async def _run_to_status(self, rollout: Rollout, env: OpenRollout | UserCodeError, session: CheckedSession) -> None:
+    async def _run_to_status(
+        self, rollout: Rollout, env: OpenRollout | UserCodeError, session: CheckedSession
+    ) -> None:
         with trace.lane("rollout", rollout=rollout.rollout_id):
             for attempt in range(self.task.config.max_retries + 1):
                 if attempt:
-                    logger.info("rollout %s: %s; running it again", rollout.rollout_id, rollout.error)
+                    logger.info(
+                        "rollout %s: %s; running it again", rollout.rollout_id, rollout.error
+                    )
                     session = self._open_session(rollout, attempt)
                     (env,) = await self._make_envs(1)
                 if isinstance(env, UserCodeError):
-                    status = RolloutStatus.TIMEOUT if isinstance(env, UserCodeTimeout) else RolloutStatus.ERROR
+                    status = (
+                        RolloutStatus.TIMEOUT
+                        if isinstance(env, UserCodeTimeout)
+                        else RolloutStatus.ERROR
+                    )
                     rollout.turns, rollout.status, rollout.error = [], status, str(env)
                     rollout.traceback = users_traceback(env)
                     session.close()
@@ -627,8 +730,12 @@ class GroupRun:
                 if rollout.status not in RETRIED or isinstance(env, SharedEnv):
                     break
             own = {"task_name": rollout.task_name, "rollout_id": rollout.rollout_id}
-            rollout.samples = samples_from_turns(rollout.turns, temperature=self.sampling.temperature, **own)
-            for name, count in (rollout.calls | {"samples": len(rollout.samples)} if rollout.calls else {}).items():
+            rollout.samples = samples_from_turns(
+                rollout.turns, temperature=self.sampling.temperature, **own
+            )
+            for name, count in (
+                rollout.calls | {"samples": len(rollout.samples)} if rollout.calls else {}
+            ).items():
                 add_cost(f"agent/{rollout.task_name}/{name}", count)
             if self.credit:
                 await self.task.credit_rollout(rollout, self.group)
@@ -638,7 +745,9 @@ class GroupRun:
         name = f"{type(self.task).__name__}.run_rollout"
         traceback = ""
         try:
-            await call_bounded(lambda: self.task.run_rollout(cast(Any, env), session), timeout_s=limit_s)
+            await call_bounded(
+                lambda: self.task.run_rollout(cast(Any, env), session), timeout_s=limit_s
+            )
             await env.close()  # its metadata may fail
             status, cause, traceback = env.status, env.error, env.traceback
             if not status.is_terminal():
@@ -650,13 +759,25 @@ class GroupRun:
             elif isinstance(error, UserCodeTimeout):
                 waits_in = f"; it waits in {error.where}" if error.where else ""
                 waits = ", waiting for the generator" if session.waits else waits_in
-                status, cause = RolloutStatus.TIMEOUT, f"{name}: the rollout took longer than {limit_s:g} s{waits}"
+                status, cause = (
+                    RolloutStatus.TIMEOUT,
+                    f"{name}: the rollout took longer than {limit_s:g} s{waits}",
+                )
             else:
-                status, cause, traceback = RolloutStatus.ERROR, f"{name}: {error}", users_traceback(error)
+                status, cause, traceback = (
+                    RolloutStatus.ERROR,
+                    f"{name}: {error}",
+                    users_traceback(error),
+                )
         finally:
             await env.close()
             session.close()
-        rollout.turns, rollout.status, rollout.error, rollout.traceback = env.turns, status, cause, traceback
+        rollout.turns, rollout.status, rollout.error, rollout.traceback = (
+            env.turns,
+            status,
+            cause,
+            traceback,
+        )
         if isinstance(env, AgentRollout):
             rollout.answer, rollout.calls = env.answer, dict(+env.counts)
         else:
@@ -674,9 +795,16 @@ class GroupRun:
             for env in made:
                 # An env that several rollouts are given is closed by the first of them.
                 if isinstance(env, MessageEnv) and first_use(env):
-                    env = RendererEnv(message_env=env, renderer=task.renderer, config=task.config.env, group=self._prompts)
+                    env = RendererEnv(
+                        message_env=env,
+                        renderer=task.renderer,
+                        config=task.config.env,
+                        group=self._prompts,
+                    )
                 if isinstance(env, OpenRollout):
-                    self._envs.append(env)  # here, so that envs that come too late, or after a cancellation, are closed too
+                    self._envs.append(
+                        env
+                    )  # here, so that envs that come too late, or after a cancellation, are closed too
                     envs.append(env)
 
         try:
@@ -689,10 +817,14 @@ class GroupRun:
         if len(made) == n and all(isinstance(env, MessageEnv) for env in made):
             cure = "make a new env for each, because each rollout closes its own"
             return [SharedEnv(f"{name} returned the same {kinds} for several rollouts: {cure}")] * n
-        return [UserCodeError(f"{name} returned {len(made)} of {kinds}, want a list of {n} MessageEnv")] * n
+        return [
+            UserCodeError(f"{name} returned {len(made)} of {kinds}, want a list of {n} MessageEnv")
+        ] * n
 
     def _open_session(self, rollout: Rollout, attempt: int, branch: str = "") -> CheckedSession:
-        seed = functools.partial(derive_seed, self.seed, rollout.group_id, rollout.index_in_group, attempt)
+        seed = functools.partial(
+            derive_seed, self.seed, rollout.group_id, rollout.index_in_group, attempt
+        )
         session = self.source.session(
             rollout_id=f"{rollout.rollout_id}~{attempt}" if attempt else rollout.rollout_id,
             seed=seed(branch),
@@ -732,14 +864,18 @@ def _checked(rewards: Any, rollouts: list[Rollout]) -> list[tuple[float | None, 
     """
     size = f" of {len(rewards)}" if isinstance(rewards, list | tuple) else ""
     if size != f" of {len(rollouts)}":
-        raise TypeError(f"returned a {type(rewards).__name__}{size}, want a list of {len(rollouts)} Reward")
+        raise TypeError(
+            f"returned a {type(rewards).__name__}{size}, want a list of {len(rollouts)} Reward"
+        )
     checked = []
     for rollout, reward in zip(rollouts, rewards, strict=True):
         of = f"of rollout {rollout.rollout_id}"
         require(isinstance(reward, Reward), f"the reward {of} is", reward, "a Reward")
         number = finite_float(reward.reward)
         fits = reward.reward is None or number is not None
-        require(fits, f"the reward {of} is", reward.reward, "None or a finite number that float32 holds")
+        require(
+            fits, f"the reward {of} is", reward.reward, "None or a finite number that float32 holds"
+        )
         checked.append((number, checked_rewards(reward.components, f"the components {of}")))
     return checked
 

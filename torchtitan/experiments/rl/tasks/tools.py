@@ -71,13 +71,22 @@ class Tool:
         for parameter in inspect.signature(function, eval_str=True).parameters.values():
             named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             if not named or parameter.annotation is parameter.empty:
-                raise TypeError(f"{self.name}({parameter}): give each parameter a name and a type, such as limit: int = 3")
+                raise TypeError(
+                    f"{self.name}({parameter}): give each parameter a name and a type, such as limit: int = 3"
+                )
             said = re.search(rf"^\s*{parameter.name}\s*(?:\(.*\))?:\s*(.+)$", about, re.MULTILINE)
             default = ... if parameter.default is parameter.empty else parameter.default
-            fields[parameter.name] = (parameter.annotation, Field(default, description=said[1] if said else None))
+            fields[parameter.name] = (
+                parameter.annotation,
+                Field(default, description=said[1] if said else None),
+            )
         self._arguments = create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
         parameters = self._arguments.model_json_schema(schema_generator=_NoTitles)
-        parameters = {key: value for key, value in parameters.items() if key not in ("title", "additionalProperties")}
+        parameters = {
+            key: value
+            for key, value in parameters.items()
+            if key not in ("title", "additionalProperties")
+        }
         self.spec = _spec(self.name, about.partition("\n\n")[0], parameters)
 
     async def call(self, arguments: dict[str, Any]) -> Any:
@@ -88,7 +97,9 @@ class Tool:
         """
         given = self._arguments.model_validate(arguments)
         values = {name: getattr(given, name) for name in type(given).model_fields}
-        return await call_user(functools.partial(self.function, **values), timeout_s=None, owner=self.name)
+        return await call_user(
+            functools.partial(self.function, **values), timeout_s=None, owner=self.name
+        )
 
 
 @dataclass(slots=True)
@@ -130,7 +141,12 @@ class _Connection:
             await self._task  # it raised
         client = self._client.result()
         listed = (await client.list_tools()).tools
-        return [RemoteTool(tool.name, _spec(tool.name, tool.description or "", tool.input_schema), client) for tool in listed]
+        return [
+            RemoteTool(
+                tool.name, _spec(tool.name, tool.description or "", tool.input_schema), client
+            )
+            for tool in listed
+        ]
 
     async def close(self) -> None:
         """The server's process ends too."""
@@ -143,7 +159,11 @@ class _Connection:
         from mcp import Client, StdioServerParameters
 
         command = self._server.command
-        target = StdioServerParameters(command=command[0], args=list(command[1:])) if command else self._server.url
+        target = (
+            StdioServerParameters(command=command[0], args=list(command[1:]))
+            if command
+            else self._server.url
+        )
         async with Client(cast(Any, target)) as client:
             self._client.set_result(client)
             await self._closing.wait()
@@ -152,14 +172,20 @@ class _Connection:
 def _spec(name: str, description: str, parameters: dict[str, Any]) -> ToolSpec:
     # With its wrapping, because that is what models saw in training.
     return cast(
-        ToolSpec, {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+        ToolSpec,
+        {
+            "type": "function",
+            "function": {"name": name, "description": description, "parameters": parameters},
+        },
     )
 
 
 class ToolEnv(QuestionEnv):
     """Answers the model's calls until it answers without one. A call that can't be made is answered in words."""
 
-    def __init__(self, row: dict[str, Any], question: str | Sequence[Message], config: "ToolTask.Config"):
+    def __init__(
+        self, row: dict[str, Any], question: str | Sequence[Message], config: "ToolTask.Config"
+    ):
         super().__init__(question, system_prompt=config.system_prompt)
         self.row, self._config = row, config
         self._tools: dict[str, Tool | RemoteTool] = {}
@@ -179,7 +205,9 @@ class ToolEnv(QuestionEnv):
                 found = [Tool(given)]
             self._tools |= {tool.name: tool for tool in found}
         tools = [tool.spec for tool in self._tools.values()]
-        return ResetOutput(messages=self.messages, tools=tools, control_tokens=True)  # the task has checked its rows
+        return ResetOutput(
+            messages=self.messages, tools=tools, control_tokens=True
+        )  # the task has checked its rows
 
     async def step_message(self, message: Message) -> StepOutput:
         counts: Counter[str] = Counter()
@@ -188,7 +216,9 @@ class ToolEnv(QuestionEnv):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             content, outcome = await self._answer(name, arguments)
             counts[outcome] += 1
-            answers.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": content})
+            answers.append(
+                {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+            )
         for _ in message.get("malformed_tool_calls") or []:
             counts["bad_calls"] += 1
             answers.append({"role": "tool", "content": "Error: the call is not well-formed"})
@@ -215,7 +245,9 @@ class ToolEnv(QuestionEnv):
             text = value if isinstance(value, str) else TypeAdapter(Any).dump_json(value).decode()
             return text, "good_calls"
         except ValidationError as error:
-            faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+            faults = "; ".join(
+                f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()
+            )
             return f"Error: {faults}", "bad_calls"
         except Exception as error:
             if self._config.tool_errors == "fail":
@@ -245,7 +277,9 @@ class ToolTask(QuestionTask):
     @dataclass(kw_only=True, slots=True)
     class Config(QuestionTask.Config):
         env: RendererEnvConfig = field(default_factory=RendererEnvConfig)
-        tools: Annotated[list[Any], MinLen(1), Cure("give typed functions, classes of them, or MCPServer(...)")]
+        tools: Annotated[
+            list[Any], MinLen(1), Cure("give typed functions, classes of them, or MCPServer(...)")
+        ]
         """Typed functions, sync or async; MCPServer; and classes, or functools.partial of one: each rollout has an object of
         its own, called with the row, whose public methods are tools. What its ``metadata()`` returns is in Rollout.metadata,
         and ``close`` is called at the end."""
@@ -260,12 +294,16 @@ class ToolTask(QuestionTask):
                     if bool(given.command) == bool(given.url):
                         raise ConfigError(at, given, "give its command or its url, and not both")
                 elif not callable(given):
-                    raise ConfigError(at, given, "want a typed function, a class of them, or MCPServer(...)")
+                    raise ConfigError(
+                        at, given, "want a typed function, a class of them, or MCPServer(...)"
+                    )
                 else:
                     functions = {getattr(given, "__name__", ""): given}
                     if _makes_tools(given):  # a method's first parameter is the object
                         methods = _methods(getattr(given, "func", given)).items()
-                        functions = {name: functools.partial(method, None) for name, method in methods}
+                        functions = {
+                            name: functools.partial(method, None) for name, method in methods
+                        }
                     try:
                         for name, function in functions.items():
                             Tool(function, name)
@@ -278,7 +316,9 @@ class ToolTask(QuestionTask):
         return ToolEnv(sample.env_input, self.asked(sample.env_input), self.config)
 
 
-def tool_task(data: Any, tools: list[Any], *reward_fns: Callable[..., Any] | RewardFn, **fields: Any) -> ToolTask.Config:
+def tool_task(
+    data: Any, tools: list[Any], *reward_fns: Callable[..., Any] | RewardFn, **fields: Any
+) -> ToolTask.Config:
     """The config of a ToolTask.
 
     Args:

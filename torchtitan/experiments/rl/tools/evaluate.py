@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 from monarch.actor import Actor, shutdown_context, this_proc
 
-from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, original, printed_to, process_death
+from torchtitan.experiments.rl.compat.monarch import (
+    MONARCH_OUTPUT,
+    original,
+    printed_to,
+    process_death,
+)
 from torchtitan.experiments.rl.config import checks, trial
 from torchtitan.experiments.rl.config.placement import needed_gpus
 from torchtitan.experiments.rl.config.plan import RunPlan
@@ -57,12 +62,19 @@ class Candidate:
     @property
     def label(self) -> str:
         served = self.endpoint
-        return f"{served.name} at {', '.join(served.urls)}" if served else self.config.model.hf_assets_path
+        return (
+            f"{served.name} at {', '.join(served.urls)}"
+            if served
+            else self.config.model.hf_assets_path
+        )
 
     @property
     def schedules(self) -> dict[str, ValidationConfig]:
         """By task."""
-        return {name: task.validation_schedule or self.config.validation for name, task in self.config.tasks.items()}
+        return {
+            name: task.validation_schedule or self.config.validation
+            for name, task in self.config.tasks.items()
+        }
 
 
 def evaluated_config(config: RunConfig, *, tasks: Sequence[str], attempts: int | None) -> RunConfig:
@@ -79,18 +91,33 @@ def evaluated_config(config: RunConfig, *, tasks: Sequence[str], attempts: int |
     if attempts is not None and attempts < 1:
         raise ConfigError("--attempts", attempts, "must be at least 1")
     if unknown := set(tasks) - set(config.tasks):
-        raise ConfigError("--tasks", min(unknown), f"no such task; the config has {', '.join(config.tasks)}")
-    chosen = {name: task for name, task in config.tasks.items() if name in tasks or (not tasks and task.validation is not None)}
+        raise ConfigError(
+            "--tasks", min(unknown), f"no such task; the config has {', '.join(config.tasks)}"
+        )
+    chosen = {
+        name: task
+        for name, task in config.tasks.items()
+        if name in tasks or (not tasks and task.validation is not None)
+    }
     if not chosen:
-        raise ConfigError("tasks", ", ".join(config.tasks), "none has a validation set; set tasks.NAME.validation")
+        raise ConfigError(
+            "tasks", ", ".join(config.tasks), "none has a validation set; set tasks.NAME.validation"
+        )
     for name, task in chosen.items():
         if task.validation is None:
-            raise ConfigError(f"tasks.{name}.validation", None, "the task has no validation set: set one, or leave it out")
+            raise ConfigError(
+                f"tasks.{name}.validation",
+                None,
+                "the task has no validation set: set one, or leave it out",
+            )
         schedule = task.validation_schedule or config.validation
         k, temperature = attempts or schedule.attempts, schedule.temperature
         if attempts is not None and k > 1 and temperature == 0:
             temperature = task.sampling.temperature
-        chosen[name] = replace(task, validation_schedule=replace(schedule, every=1, attempts=k, temperature=temperature))
+        chosen[name] = replace(
+            task,
+            validation_schedule=replace(schedule, every=1, attempts=k, temperature=temperature),
+        )
     provision = ProvisionConfig(device=config.provision.device)
     # Sizes of a step divide by those of the tasks that train; nothing trains here.
     return replace(config, tasks=chosen, provision=provision, rollouts_per_step=None)
@@ -165,7 +192,12 @@ class Evaluation:
             self._measuring.cancel()
 
     async def _measure(self) -> None:
-        config, endpoint, actors, gate = self._model.config, self._model.endpoint, self.actors, self._context.gate
+        config, endpoint, actors, gate = (
+            self._model.config,
+            self._model.endpoint,
+            self.actors,
+            self._context.gate,
+        )
         tasks = TaskSet(config.tasks, gate=gate, limits=config.user_code, seed=config.seed)
         recorder = config.recorder.build(run_dir=self._model.run_dir)
         policy = None if endpoint is None else EndpointPolicy(endpoint, actors.policy)
@@ -175,16 +207,24 @@ class Evaluation:
         def measured(group: RolloutGroup) -> None:
             self._result.examples[group.task_name].append(example_of(group))
             failures.group_arrived(group)
-            causes = [rollout.error for rollout in group.rollouts if rollout.reward is None and rollout.error]
+            causes = [
+                rollout.error
+                for rollout in group.rollouts
+                if rollout.reward is None and rollout.error
+            ]
             if cause := next(iter(causes), group.failure):
                 self._result.causes.setdefault(group.task_name, cause)
             # Now, and not when all have ended as a run does: an evaluation may be stopped.
-            outcomes = {rollout.rollout_id: "validation" for rollout in labelled(group, "0").rollouts}
+            outcomes = {
+                rollout.rollout_id: "validation" for rollout in labelled(group, "0").rollouts
+            }
             recorder.record(group, outcomes, kind="validation")
 
         try:
             renderer = build_renderer(config.renderer, config.model.hf_assets_path)
-            await tasks.build(renderer, vocab_size=HubConfig.read(config.model.hf_assets_path).size("vocab_size"))
+            await tasks.build(
+                renderer, vocab_size=HubConfig.read(config.model.hf_assets_path).size("vocab_size")
+            )
             await actors.supervisor.unless_failed(actors.start_generators(policy=policy is None))
             if policy is None:
                 runner = await actors.start_runner(tasks)
@@ -192,7 +232,14 @@ class Evaluation:
                 await tasks.setup(policy)
                 runner = LocalRunner(policy, seed=config.seed)
             on_failure = self._failures.append
-            validator = Validator(tasks.tasks, runner, config.validation, on_failure=on_failure, gate=gate, on_group=measured)
+            validator = Validator(
+                tasks.tasks,
+                runner,
+                config.validation,
+                on_failure=on_failure,
+                gate=gate,
+                on_group=measured,
+            )
             validator.start(0)
             await actors.supervisor.unless_failed(validator.wait())
             reports = validator.take()
@@ -232,7 +279,9 @@ class Evaluator(Actor):
 
     def __supervise__(self, failure: Any) -> bool:
         """See Controller.__supervise__."""
-        self._loop.call_soon_threadsafe(self._evaluation.actors.supervisor.died, process_death(failure))
+        self._loop.call_soon_threadsafe(
+            self._evaluation.actors.supervisor.died, process_death(failure)
+        )
         return True
 
 
@@ -246,7 +295,10 @@ def measure_all(models: list[Candidate], temporary: TemporaryFolder) -> tuple[in
     results: list[Result] = []
     try:
         for number, model in enumerate(models):
-            sizes = [f"{name} (at most {plan.examples} x {plan.attempts})" for name, plan in model.schedules.items()]
+            sizes = [
+                f"{name} (at most {plan.examples} x {plan.attempts})"
+                for name, plan in model.schedules.items()
+            ]
             _note(f"measuring   {model.label} on {', '.join(sizes)}")
             with printed_to(model.run_dir / MONARCH_OUTPUT):
                 here = this_proc()
@@ -266,7 +318,10 @@ def measure_all(models: list[Candidate], temporary: TemporaryFolder) -> tuple[in
                         _note("stopping; once more stops at once")
                         asked = evaluator.request_stop.call_one()
                 except Exception as error:
-                    _note(f"error: {cause(error)} (logs in {model.run_dir}/logs)", users_traceback(original(error)))
+                    _note(
+                        f"error: {cause(error)} (logs in {model.run_dir}/logs)",
+                        users_traceback(original(error)),
+                    )
                     return 1, results
             if result.metrics is None:
                 ended = sum(map(len, result.examples.values()))
@@ -330,8 +385,15 @@ def example_of(group: RolloutGroup) -> Example:
         Plain values only: the example's own may be of any class.
     """
     info = group.data_sample.info if isinstance(group.data_sample.info, dict) else {}
-    facts = {str(name): value for name, value in info.items() if isinstance(value, str | bool | int)}
-    return Example(example=group.group_id, rewards=list(map(float, group.rewards)), attempts=len(group.rollouts), facts=facts)
+    facts = {
+        str(name): value for name, value in info.items() if isinstance(value, str | bool | int)
+    }
+    return Example(
+        example=group.group_id,
+        rewards=list(map(float, group.rewards)),
+        attempts=len(group.rollouts),
+        facts=facts,
+    )
 
 
 def task_figures(examples: Sequence[Example], *, attempts: int, pass_reward: float) -> Figures:
@@ -340,19 +402,26 @@ def task_figures(examples: Sequence[Example], *, attempts: int, pass_reward: flo
 
     def figures(part: Sequence[Example]) -> Figures:
         scored = [example for example in part if example.rewards]
-        passed = [(len(e.rewards), sum(reward >= pass_reward for reward in e.rewards)) for e in scored]
+        passed = [
+            (len(e.rewards), sum(reward >= pass_reward for reward in e.rewards)) for e in scored
+        ]
         return {
             "examples": len(part),
             "failed": sum(example.attempts - len(example.rewards) for example in part),
             f"avg@{attempts}": _estimate([example.mean for example in scored]),
-        } | {f"pass@{k}": _estimate([pass_at_k(n, right, min(k, n)) for n, right in passed]) for k in sorted({1, attempts})}
+        } | {
+            f"pass@{k}": _estimate([pass_at_k(n, right, min(k, n)) for n, right in passed])
+            for k in sorted({1, attempts})
+        }
 
     slices: dict[str, Figures] = {}
     for name in sorted({name for example in examples for name in example.facts}):
         values = {example.facts.get(name) for example in examples}
         if 2 <= len(values) <= min(MOST_SLICES, len(examples) // 2):
             slices[name] = {
-                str(value): figures([example for example in examples if example.facts.get(name) == value])
+                str(value): figures(
+                    [example for example in examples if example.facts.get(name) == value]
+                )
                 for value in sorted(values, key=lambda value: (str(type(value)), value))
             }
     return figures(examples) | {"slices": slices}
@@ -405,8 +474,12 @@ def paired(first: Sequence[Example], second: Sequence[Example]) -> Figures:
     The test flips signs: if the models were alike, each example's difference were as likely with the other sign. ``p_value`` is
     the share of flips whose mean is at least as far from 0 (two-sided).
     """
-    before, after = ({e.example: e.mean for e in examples if e.rewards} for examples in (first, second))
-    changes = {example: after[example] - reward for example, reward in before.items() if example in after}
+    before, after = (
+        {e.example: e.mean for e in examples if e.rewards} for examples in (first, second)
+    )
+    changes = {
+        example: after[example] - reward for example, reward in before.items() if example in after
+    }
     differences, n = np.array(list(changes.values()), np.float64), len(changes)
     low, high = _standard_errors(differences)
     return {
@@ -437,11 +510,19 @@ def result_lines(result: Figures) -> list[str]:
         lines.append(f"model       {model['model']}")
         for task, figures in model["tasks"].items():
             failed = f", {figures['failed']} attempts failed" if figures["failed"] else ""
-            told = f"{figures['attempts']} attempts at temperature {figures['temperature']:g}{failed}"
-            lines += [f"{task:<12}{figures['examples']} examples, {told}", *_estimates(figures, " " * 12)]
+            told = (
+                f"{figures['attempts']} attempts at temperature {figures['temperature']:g}{failed}"
+            )
+            lines += [
+                f"{task:<12}{figures['examples']} examples, {told}",
+                *_estimates(figures, " " * 12),
+            ]
             for sliced_by, parts in figures["slices"].items():
                 for value, part in parts.items():
-                    lines += [f"{'':<12}{sliced_by} = {value} ({part['examples']})", *_estimates(part, " " * 14)]
+                    lines += [
+                        f"{'':<12}{sliced_by} = {value} ({part['examples']})",
+                        *_estimates(part, " " * 14),
+                    ]
         lines.append(f"records     {model['folder']}")
     for task, compared in (result["comparison"] or {}).items():
         told = "no example was scored for both"
@@ -455,7 +536,11 @@ def result_lines(result: Figures) -> list[str]:
 
 
 def _estimates(figures: Figures, indent: str) -> list[str]:
-    return [f"{indent}{name:<9}{_shown(figure, '.3f')}" for name, figure in figures.items() if "@" in name]
+    return [
+        f"{indent}{name:<9}{_shown(figure, '.3f')}"
+        for name, figure in figures.items()
+        if "@" in name
+    ]
 
 
 def _shown(figure: Figures, places: str, *, of: str = "value", gap: str = "  ") -> str:
@@ -463,4 +548,6 @@ def _shown(figure: Figures, places: str, *, of: str = "value", gap: str = "  ") 
     value, low, high = figure[of], figure["low"], figure["high"]
     if value is None:
         return "nothing was scored"
-    return f"{value:{places}}" + ("" if low is None else f"{gap}({low:{places}} to {high:{places}})")
+    return f"{value:{places}}" + (
+        "" if low is None else f"{gap}({low:{places}} to {high:{places}})"
+    )

@@ -73,9 +73,13 @@ class LocalModel:
         self._thread = ThreadPoolExecutor(1, "engine")
         self._ids = itertools.count()
 
-    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> GeneratorSession:
+    def session(
+        self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]
+    ) -> GeneratorSession:
         """See ModelClient.session."""
-        return GeneratorSession(self, rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
+        return GeneratorSession(
+            self, rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids
+        )
 
     def next_id(self) -> int:
         return next(self._ids)
@@ -90,7 +94,9 @@ class LocalModel:
         """
         stopped = threading.Event()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, request, stopped), -1
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._answer, request, stopped
+            ), -1
         except (RunError, asyncio.CancelledError):
             raise
         except BaseException as error:
@@ -126,7 +132,12 @@ class PlayedSession(ScriptedSession):
     """Implements rollouts.policy.PolicySession. A model's tokens stay as it sampled them, with its log-probabilities."""
 
     def __init__(
-        self, player: "Player", index: int, sampling: SamplingConfig, stops: list[int], ask: Callable[[], PolicySession]
+        self,
+        player: "Player",
+        index: int,
+        sampling: SamplingConfig,
+        stops: list[int],
+        ask: Callable[[], PolicySession],
     ):
         """``ask`` opens the model's session, when it is asked first."""
         super().__init__(player, index, sampling, stops[0])
@@ -134,16 +145,25 @@ class PlayedSession(ScriptedSession):
         self._model: PolicySession | None = None
 
     async def generate(
-        self, prompt_token_ids: np.ndarray, *, max_tokens: int, stop: Sequence[str] = (), seed: int | None = None
+        self,
+        prompt_token_ids: np.ndarray,
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
     ) -> Completion:
         """See PolicySession.generate. A model that fails or is interrupted leaves the turn to the person."""
         player = self._player
         async with player.one_turn:  # the terminal shows one rollout at a time
             while True:
                 try:
-                    return await super().generate(prompt_token_ids, max_tokens=max_tokens, stop=stop)
+                    return await super().generate(
+                        prompt_token_ids, max_tokens=max_tokens, stop=stop
+                    )
                 except ModelAsked:
-                    answering = asyncio.ensure_future(self._of_model(prompt_token_ids, max_tokens, stop))
+                    answering = asyncio.ensure_future(
+                        self._of_model(prompt_token_ids, max_tokens, stop)
+                    )
                 loop = asyncio.get_running_loop()
                 loop.add_signal_handler(signal.SIGINT, answering.cancel)
                 player.say("(the model answers)")
@@ -159,10 +179,14 @@ class PlayedSession(ScriptedSession):
                 shown = ids[:-1] if ids and ids[-1] in self._stops else ids
                 self._turn += 1
                 player.by_model.add((self._index, len(player.replies.get(self._index, []))))
-                player.say(f"model> {player.answered(self._index, str(player.tokenizer.decode(shown)))}")
+                player.say(
+                    f"model> {player.answered(self._index, str(player.tokenizer.decode(shown)))}"
+                )
                 return completion
 
-    async def _of_model(self, prompt_token_ids: np.ndarray, max_tokens: int, stop: Sequence[str]) -> Completion:
+    async def _of_model(
+        self, prompt_token_ids: np.ndarray, max_tokens: int, stop: Sequence[str]
+    ) -> Completion:
         self._model = self._model or self._ask()
         options: dict[str, Any] = {"stop": stop} if stop else {}
         return await self._model.generate(prompt_token_ids, max_tokens=max_tokens, **options)
@@ -175,7 +199,11 @@ class PlayedSession(ScriptedSession):
 def step_of_policy(folder: Path) -> int | None:
     """Return the step of a run's policy by its folder, ``policy/step-30``; None for any other model."""
     found = re.fullmatch(r"step-(\d+)", folder.name)
-    return None if found is None or folder.parent.name not in (POLICY_FOLDER, OLD_POLICY_FOLDER) else int(found[1])
+    return (
+        None
+        if found is None or folder.parent.name not in (POLICY_FOLDER, OLD_POLICY_FOLDER)
+        else int(found[1])
+    )
 
 
 class Player(ScriptedPolicy):
@@ -208,16 +236,22 @@ class Player(ScriptedPolicy):
         self._model: EndpointClient | LocalModel | None = None
         self._shown: dict[int, str] = {}
 
-    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> PlayedSession:
+    def session(
+        self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]
+    ) -> PlayedSession:
         """See ModelClient.session."""
 
         def ask() -> PolicySession:
             self._model = self._model or self._make()
-            return self._model.session(rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
+            return self._model.session(
+                rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids
+            )
 
         return PlayedSession(self, self.index_of(rollout_id), sampling, stop_token_ids, ask)
 
-    async def chat(self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig) -> Reply:
+    async def chat(
+        self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig
+    ) -> Reply:
         """See ChatClient.chat. The person is the judge too."""
         async with self.one_turn:
             for message in messages:
@@ -225,7 +259,11 @@ class Player(ScriptedPolicy):
             while True:
                 try:
                     text = self._answer("")
-                    return Reply(message={"role": "assistant", "content": text}, prompt_tokens=0, completion_tokens=0)
+                    return Reply(
+                        message={"role": "assistant", "content": text},
+                        prompt_tokens=0,
+                        completion_tokens=0,
+                    )
                 except ModelAsked:
                     self.say("Only a turn can be the model's: answer as the judge would.")
 
@@ -238,7 +276,11 @@ class Player(ScriptedPolicy):
         if not any(index == rollout for index, _ in self.by_model):
             return ""
         step = step_of_policy(self._policy)
-        return "a model" if step is None or isinstance(self._model, EndpointClient) else f"policy {step}"
+        return (
+            "a model"
+            if step is None or isinstance(self._model, EndpointClient)
+            else f"policy {step}"
+        )
 
     def ask(self, rollout: int, turn: int) -> str:
         """The person's completion of a rollout's turn, after the part of its prompt that is new was shown.
@@ -252,7 +294,9 @@ class Player(ScriptedPolicy):
             if not self._shown:
                 new += f"\n{HELP}"
             self._shown[rollout] = prompt
-            self.say(f"── rollout {rollout}, turn {turn}: {'what is new in ' if before else ''}the prompt ──\n{new}")
+            self.say(
+                f"── rollout {rollout}, turn {turn}: {'what is new in ' if before else ''}the prompt ──\n{new}"
+            )
         return self.answered(rollout, self._answer(prompt))
 
     def answered(self, rollout: int, text: str) -> str:
@@ -268,7 +312,9 @@ class Player(ScriptedPolicy):
             if line == "<<<":
                 return "\n".join(iter(lambda: self._line("...> "), ">>>"))
             if not line.strip():
-                self.say("Nothing was entered. An empty answer is an empty line between <<< and >>>.")
+                self.say(
+                    "Nothing was entered. An empty answer is an empty line between <<< and >>>."
+                )
                 continue
             if not line.startswith("/"):
                 return line
@@ -285,7 +331,9 @@ class Player(ScriptedPolicy):
                 name, _, arguments = rest.partition(" ")
                 return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments or "{}"}}}\n</tool_call>'
             else:
-                self.say(f"There is no {command}. An answer that begins with / goes between <<< and >>>.\n{HELP}")
+                self.say(
+                    f"There is no {command}. An answer that begins with / goes between <<< and >>>.\n{HELP}"
+                )
 
     def _line(self, before: str) -> str:
         if self._scripted and not self.left:
@@ -307,7 +355,9 @@ OUTCOME = "played"
 """Of the recorded rollouts."""
 
 
-def play(config: RunConfig, name: str, player: Player, *, example: int, rollouts: int) -> RolloutGroup:
+def play(
+    config: RunConfig, name: str, player: Player, *, example: int, rollouts: int
+) -> RolloutGroup:
     """Run a group of task ``name`` to its end, and score it.
 
     Args:
@@ -318,10 +368,18 @@ def play(config: RunConfig, name: str, player: Player, *, example: int, rollouts
     task = own.build(name=name, renderer=checked_renderer(config), seed=config.seed)
 
     async def run() -> RolloutGroup:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # in place of asyncio's, which ends no wait for a line
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # in place of asyncio's, which ends no wait for a line
         await task.setup(player)
         try:
-            group = await task.run_group(task.dataset[example], player, group_id="play", seed=config.seed, group_size=rollouts)
+            group = await task.run_group(
+                task.dataset[example],
+                player,
+                group_id="play",
+                seed=config.seed,
+                group_size=rollouts,
+            )
             group.failure = await task.score_group(group)
             return group
         finally:
@@ -343,7 +401,9 @@ def answering_model(config: RunConfig, server: FrozenModel | None) -> EndpointCl
     config.generator.engine.check_present(field="generator.engine")
     device, path = config.provision.resolve(), config.model.hf_assets_path
     engine = config.generator.engine
-    return LocalModel(lambda: engine.build(model_path=path, device=device), stops_at_texts=engine.stops_at_texts)
+    return LocalModel(
+        lambda: engine.build(model_path=path, device=device), stops_at_texts=engine.stops_at_texts
+    )
 
 
 def result_lines(group: RolloutGroup, player: Player) -> list[str]:
@@ -351,7 +411,11 @@ def result_lines(group: RolloutGroup, player: Player) -> list[str]:
     lines: list[str] = []
     for index, rollout in enumerate(group.rollouts):
         version = group.admitted_version
-        recorded = decode_rollout(encode_rollout(rollout, outcome=OUTCOME, admitted_version=version, max_bytes=sys.maxsize))
+        recorded = decode_rollout(
+            encode_rollout(
+                rollout, outcome=OUTCOME, admitted_version=version, max_bytes=sys.maxsize
+            )
+        )
         typed = [turn for turn in range(len(rollout.turns)) if (index, turn) not in player.by_model]
         recorded.rollout.error = None if was_left(rollout) else rollout.error
         told = lines_of(recorded, tokens=True, typed=typed, policy=player.sampled_by(index))
@@ -363,7 +427,9 @@ def result_lines(group: RolloutGroup, player: Player) -> list[str]:
     elif group.failure:
         lines.append(f"The group would not be trained on: {group.failure}")
     elif len(group.rollouts) == 1:
-        lines.append("A group of one has nothing to compare: --rollouts 2 shows advantages of algorithms that compare.")
+        lines.append(
+            "A group of one has nothing to compare: --rollouts 2 shows advantages of algorithms that compare."
+        )
     return lines
 
 
@@ -372,7 +438,15 @@ def was_left(rollout: Rollout) -> bool:
     return rollout.status.is_error() and str(rollout.error).endswith(LEFT)
 
 
-def save(group: RolloutGroup, player: Player, config: RunConfig, command: Command, folder: Path, *, example: int) -> None:
+def save(
+    group: RolloutGroup,
+    player: Player,
+    config: RunConfig,
+    command: Command,
+    folder: Path,
+    *,
+    example: int,
+) -> None:
     """Write the record, the config, and a test that runs the session again, into an existing folder. What the command line
     overrides is named in the test, not applied."""
     save_config(folder, config)
@@ -400,12 +474,20 @@ def _trained(rollout: Rollout, tokenizer: Any) -> list[str]:
     lines = []
     for number, sample in enumerate(rollout.samples):
         parts, mask = [], sample.loss_mask
-        for sampled, tokens in itertools.groupby(zip(mask, sample.token_ids, strict=True), key=lambda pair: bool(pair[0])):
+        for sampled, tokens in itertools.groupby(
+            zip(mask, sample.token_ids, strict=True), key=lambda pair: bool(pair[0])
+        ):
             text = tokenizer.decode([token for _, token in tokens])
             parts.append(f"[[{text}]]" if sampled else text)
         advantages = sample.advantages[mask] if sample.advantages is not None else np.zeros(0)
-        told = f", advantages {advantages.min():.3g} to {advantages.max():.3g}" if len(advantages) else ", no advantages"
-        lines.append(f"── sample {number}: {len(sample)} tokens, the {int(mask.sum())} in [[ ]] would be trained{told} ──")
+        told = (
+            f", advantages {advantages.min():.3g} to {advantages.max():.3g}"
+            if len(advantages)
+            else ", no advantages"
+        )
+        lines.append(
+            f"── sample {number}: {len(sample)} tokens, the {int(mask.sum())} in [[ ]] would be trained{told} ──"
+        )
         lines += "".join(parts).splitlines()
     return lines
 

@@ -20,13 +20,25 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.checkpoint import LR_SCHEDULER, MODEL, OPTIMIZER, CheckpointManager, ModelWrapper
+from torchtitan.components.checkpoint import (
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    CheckpointManager,
+    ModelWrapper,
+)
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.experiments.rl.checkpointing.folder import POLICY_FOLDER
 from torchtitan.experiments.rl.compat.torch import persistent_buffers
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.hub import ADAPTER_FOLDER, HubConfig, copy_beside
-from torchtitan.experiments.rl.models.lora import Adapters, LoRA, of_adapter, write_adapter, write_merged
+from torchtitan.experiments.rl.models.lora import (
+    Adapters,
+    LoRA,
+    of_adapter,
+    write_adapter,
+    write_merged,
+)
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.training.reference import Reference
 from torchtitan.experiments.rl.training.staging import HostStager, StagingError
@@ -116,7 +128,9 @@ class TrainerCheckpoints:
         self._stager = HostStager(self._group, page_locked=page_locked)
         self._writing: Future[Any] | None = None
         if start is None or adapters is not None:
-            self._manager.folder = str(run_dir / "no-checkpoint-yet")  # else one in it would be loaded
+            self._manager.folder = str(
+                run_dir / "no-checkpoint-yet"
+            )  # else one in it would be loaded
             self._manager.load()
         if adapters is not None and start is None:
             adapters.start()
@@ -137,7 +151,10 @@ class TrainerCheckpoints:
         # The checkpoint has those of the config it was written with. This run's may differ.
         groups = [group for own in trained.values() for group in own.groups()]
         rates = [
-            rate for own in trained.values() for scheduler in own.lr_schedulers.schedulers for rate in scheduler.get_last_lr()
+            rate
+            for own in trained.values()
+            for scheduler in own.lr_schedulers.schedulers
+            for rate in scheduler.get_last_lr()
         ]
         for group, own_settings, rate in zip(groups, settings, rates, strict=True):
             group.update(own_settings, lr=rate)
@@ -182,12 +199,16 @@ class TrainerCheckpoints:
         if rank == 0:  # no rank writes before all have told the manager what they have
             shutil.rmtree(being_written, ignore_errors=True)  # of a run that was killed
         self._manager.folder = str(being_written)
-        self._manager.states[MODEL] = ModelWrapper(self._model)  # hub folders have queries, keys and values apart
+        self._manager.states[MODEL] = ModelWrapper(
+            self._model
+        )  # hub folders have queries, keys and values apart
         self._manager.save(step, last_step=True)
         self._manager.states[MODEL] = ModelWeights(self._model)
         if rank == 0:
             folder = being_written / f"step-{step}"
-            shutil.rmtree(folder / "sharded", ignore_errors=True)  # the parts it was put together from
+            shutil.rmtree(
+                folder / "sharded", ignore_errors=True
+            )  # the parts it was put together from
             copy_beside(self._hub_folder, folder)
             shutil.rmtree(target, ignore_errors=True)
             folder.rename(target)
@@ -216,7 +237,10 @@ class ModelWeights(Stateful):
 
     def __init__(self, model: nn.Module):
         held = dict(model.named_parameters()) | persistent_buffers(model)
-        self._held = {name.replace("_checkpoint_wrapped_module.", ""): tensor.detach() for name, tensor in held.items()}
+        self._held = {
+            name.replace("_checkpoint_wrapped_module.", ""): tensor.detach()
+            for name, tensor in held.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return self._held
@@ -232,7 +256,11 @@ class AdapterWeights(Stateful):
         self._adapters = adapters
 
     def state_dict(self) -> dict[str, Any]:
-        return {of_adapter(name, key): held for name, own in self._adapters.held.items() for key, held in own.items()}
+        return {
+            of_adapter(name, key): held
+            for name, own in self._adapters.held.items()
+            for key, held in own.items()
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -241,7 +269,9 @@ class AdapterWeights(Stateful):
         self._adapters.take_held()
 
 
-def load_weights(weights: Stateful, trainer_folder: Path, others: Mapping[str, Stateful], **options: Any) -> None:
+def load_weights(
+    weights: Stateful, trainer_folder: Path, others: Mapping[str, Stateful], **options: Any
+) -> None:
     """Load the weights alone of a checkpoint's ``trainer_folder``, and ``others``.
 
     Raises:
@@ -254,7 +284,9 @@ def load_weights(weights: Stateful, trainer_folder: Path, others: Mapping[str, S
     except distributed_checkpoint.CheckpointException as error:
         first = " ".join(str(error).split())[:300]
         whole = "a run of adapters goes on from adapters, of its names, rank and targets, and one of a whole model from that"
-        raise RunError(f"{folder} does not have the weights that are asked of it: {whole}: {first}") from error
+        raise RunError(
+            f"{folder} does not have the weights that are asked of it: {whole}: {first}"
+        ) from error
     weights.load_state_dict(state)
 
 
@@ -271,7 +303,11 @@ class BaseDigest(Stateful):
             if parameter.requires_grad:
                 continue
             shared = isinstance(parameter, DTensor)
-            total = digest(parameter.to_local() if shared else parameter, shard_of(parameter), tuple(parameter.shape))
+            total = digest(
+                parameter.to_local() if shared else parameter,
+                shard_of(parameter),
+                tuple(parameter.shape),
+            )
             for dim, placement in enumerate(parameter.placements if shared else ()):
                 if placement.is_shard():
                     dist.all_reduce(total, group=parameter.device_mesh.get_group(dim))
@@ -287,7 +323,9 @@ class BaseDigest(Stateful):
             RunError: the checkpoint's adapters are of another base.
         """
         if not torch.equal(state_dict["digest"], self._digest):
-            raise RunError("the checkpoint's adapters are of another base: model.hf_assets_path has other weights now")
+            raise RunError(
+                "the checkpoint's adapters are of another base: model.hf_assets_path has other weights now"
+            )
 
 
 def write_policy(
@@ -323,7 +361,11 @@ def write_error(error: BaseException) -> str:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """The hyperparameters of an optimizer's group."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
+    return {
+        name: value
+        for name, value in group.items()
+        if name not in ("params", "param_names", "lr", "initial_lr")
+    }
 
 
 def export_checkpoint(
@@ -358,7 +400,9 @@ def export_checkpoint(
         made.to_empty(device="cpu")  # pages of the base are never touched
         adapters = Adapters(made, spec, lora, names)
         load_weights(AdapterWeights(adapters), trainer_folder, {}, no_dist=True)
-        write_policy(target, adapters.peft(), lora, base=Path(model.hf_assets_path), merged=not adapter)
+        write_policy(
+            target, adapters.peft(), lora, base=Path(model.hf_assets_path), merged=not adapter
+        )
         return
     made.to(getattr(torch, hub.dtype)).to_empty(device="cpu")
     if decoder_config(spec).enable_weight_tying:
@@ -369,7 +413,10 @@ def export_checkpoint(
     shutil.rmtree(being_written, ignore_errors=True)  # of a command that was killed
     being_written.mkdir(parents=True)
     # Experts are parts of one tensor, of which the writer would keep the first alone.
-    apart = {name: tensor.clone() if ".experts." in name else tensor.contiguous() for name, tensor in tensors.items()}
+    apart = {
+        name: tensor.clone() if ".experts." in name else tensor.contiguous()
+        for name, tensor in tensors.items()
+    }
     save_torch_state_dict(apart, being_written)
     copy_beside(Path(model.hf_assets_path), being_written)
     being_written.rename(target)

@@ -18,7 +18,11 @@ from torchtitan.experiments.rl.types import DataParallel, TrainingBatch
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """A tensor is pickled as an array: torch writes an archive for each, which takes five times as long."""
-        return (torch.from_numpy, (value.numpy(),)) if isinstance(value, torch.Tensor) else NotImplemented
+        return (
+            (torch.from_numpy, (value.numpy(),))
+            if isinstance(value, torch.Tensor)
+            else NotImplemented
+        )
 
 
 def pickled(microbatches: Sequence[TrainingBatch]) -> bytes:
@@ -68,7 +72,9 @@ class TrainerClient:
         """
         if len(packed.microbatches) != self.data_parallel_size:
             planned, size = len(packed.microbatches), self.data_parallel_size
-            raise ValueError(f"rows planned for {planned} data-parallel ranks, and the trainer has {size}")
+            raise ValueError(
+                f"rows planned for {planned} data-parallel ranks, and the trainer has {size}"
+            )
         unsent = [await asyncio.to_thread(pickled, own) for own in packed.microbatches]
         calls = []
         for rank, coordinate in zip(self._ranks, self._coordinates, strict=True):
@@ -87,12 +93,17 @@ class TrainerClient:
             raise
 
     async def _set_logprobs(self, packed: BatchPlan) -> None:
-        rank_of = {coordinate.rank: rank for rank, coordinate in zip(self._ranks, self._coordinates, strict=True)}
+        rank_of = {
+            coordinate.rank: rank
+            for rank, coordinate in zip(self._ranks, self._coordinates, strict=True)
+        }
         asked = (ask(rank_of[place].logprobs) for place in range(self.data_parallel_size))
         for sample, logprobs in packed.of_samples(await self._life.call(asyncio.gather(*asked))):
             # A replayed sample has its own: its record may be written at this moment.
             if sample.trainer_logprobs is None and sample.loss_mask.any():
-                sample.trainer_logprobs = logprobs.copy()  # not a view, which would keep the whole step's
+                sample.trainer_logprobs = (
+                    logprobs.copy()
+                )  # not a view, which would keep the whole step's
 
     async def begin_checkpoint(self, folder: Path, step: int) -> None:
         """Copy the state after ``step``; every rank writes its part into ``folder`` meanwhile.

@@ -7,7 +7,13 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.config import ParallelismConfig
-from torchtitan.experiments.rl.bounds import Changeable, NonNegativeFloat, PositiveFloat, PositiveInt, ProcessCount
+from torchtitan.experiments.rl.bounds import (
+    Changeable,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ProcessCount,
+)
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.losses import LossConfig
 from torchtitan.experiments.rl.models.lora import LoRA
@@ -44,7 +50,11 @@ class Parallelism:
 
     def shards(self, ranks: int) -> int:
         """Ranks that share a copy's parameters by FSDP."""
-        others = self.data_parallel_replicate_degree * self.tensor_parallel_degree * self.context_parallel_degree
+        others = (
+            self.data_parallel_replicate_degree
+            * self.tensor_parallel_degree
+            * self.context_parallel_degree
+        )
         return self.data_parallel_shard_degree or ranks // others
 
     def data_parallel_size(self, ranks: int) -> int:
@@ -66,10 +76,20 @@ class Parallelism:
                 raise ConfigError(f"{field}.{name}", degree, f"must divide trainer.ranks = {ranks}")
         if self.tensor_parallel_degree > 1 < self.context_parallel_degree:
             cure = f"set it to 1, or {field}.tensor_parallel_degree: the two are not tried together"
-            raise ConfigError(f"{field}.context_parallel_degree", self.context_parallel_degree, cure)
-        product = self.data_parallel_size(ranks) * self.tensor_parallel_degree * self.context_parallel_degree
+            raise ConfigError(
+                f"{field}.context_parallel_degree", self.context_parallel_degree, cure
+            )
+        product = (
+            self.data_parallel_size(ranks)
+            * self.tensor_parallel_degree
+            * self.context_parallel_degree
+        )
         if product != ranks:
-            name = "tensor_parallel_degree" if self.data_parallel_shard_degree is None else "data_parallel_shard_degree"
+            name = (
+                "tensor_parallel_degree"
+                if self.data_parallel_shard_degree is None
+                else "data_parallel_shard_degree"
+            )
             cure = f"the product of the degrees is {product} and trainer.ranks = {ranks}: make them equal"
             raise ConfigError(f"{field}.{name}", getattr(self, name), cure)
         sharing = ranks // self.data_parallel_replicate_degree
@@ -82,20 +102,36 @@ class Parallelism:
         Raises:
             ConfigError: the heads of the model, or its experts, can't be shared out evenly.
         """
-        which = "tensor_parallel_degree" if self.context_parallel_degree == 1 else "context_parallel_degree"
+        which = (
+            "tensor_parallel_degree"
+            if self.context_parallel_degree == 1
+            else "context_parallel_degree"
+        )
         degree, attention = getattr(self, which), decoder.first_attention
         for name in ("n_heads", "n_kv_heads"):
             heads = getattr(attention, name, None)
             if heads is not None and heads % degree:
                 what = "attention heads" if name == "n_heads" else "key and value heads"
-                raise ConfigError(f"{field}.{which}", degree, f"must divide the model's {heads} {what}")
+                raise ConfigError(
+                    f"{field}.{which}", degree, f"must divide the model's {heads} {what}"
+                )
         moe = decoder.layers[0].moe
         experts, degree = 1 if moe is None else moe.num_experts, self.expert_parallel_degree
         if experts % degree:
-            cure = "the model is no mixture of experts: set it to 1" if moe is None else f"must divide its {experts} experts"
+            cure = (
+                "the model is no mixture of experts: set it to 1"
+                if moe is None
+                else f"must divide its {experts} experts"
+            )
             raise ConfigError(f"{field}.expert_parallel_degree", degree, cure)
-        sharing = ranks // self.data_parallel_replicate_degree // (self.tensor_parallel_degree if degree == 1 else 1)
-        if moe is not None and sharing <= experts and experts % sharing:  # more ranks share out each expert's rows
+        sharing = (
+            ranks
+            // self.data_parallel_replicate_degree
+            // (self.tensor_parallel_degree if degree == 1 else 1)
+        )
+        if (
+            moe is not None and sharing <= experts and experts % sharing
+        ):  # more ranks share out each expert's rows
             cure = f"{sharing} ranks share out the model's {experts} experts: choose a number that divides these"
             raise ConfigError("trainer.ranks", ranks, cure)
 
@@ -103,7 +139,9 @@ class Parallelism:
         return ParallelismConfig(
             data_parallel_replicate_degree=self.data_parallel_replicate_degree,
             # torchtitan's own context parallelism knows no prefix trees: to it, ranks that divide a row only share a copy.
-            data_parallel_shard_degree=(self.data_parallel_shard_degree or 0) * self.context_parallel_degree or -1,
+            data_parallel_shard_degree=(self.data_parallel_shard_degree or 0)
+            * self.context_parallel_degree
+            or -1,
             tensor_parallel_degree=self.tensor_parallel_degree,
             expert_parallel_degree=self.expert_parallel_degree,
             # The default backend fails with torch 2.13 and more than one rank.

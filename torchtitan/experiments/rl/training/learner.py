@@ -21,7 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import (
+    ActivationCheckpointing,
+    FullAC,
+    SelectiveAC,
+)
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.utils import clip_grad_norm_, set_spmd_backend
 from torchtitan.experiments.rl.compat.torch import compile_each_shape
@@ -40,8 +44,20 @@ from torchtitan.experiments.rl.losses import (
 from torchtitan.experiments.rl.losses.loss import mismatch_of
 from torchtitan.experiments.rl.losses.variants import loss_name
 from torchtitan.experiments.rl.models.attention import divide_attention
-from torchtitan.experiments.rl.models.decoder import Policy, RowShapes, batch_logprobs, conditioned_logprobs, needed_places
-from torchtitan.experiments.rl.models.experts import check_routes, count_load, load_metrics, mixtures_of, recorded
+from torchtitan.experiments.rl.models.decoder import (
+    Policy,
+    RowShapes,
+    batch_logprobs,
+    conditioned_logprobs,
+    needed_places,
+)
+from torchtitan.experiments.rl.models.experts import (
+    check_routes,
+    count_load,
+    load_metrics,
+    mixtures_of,
+    recorded,
+)
 from torchtitan.experiments.rl.models.lora import Adapters, of_adapter
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.process import trace
@@ -122,11 +138,18 @@ class ModelFlops:
             peak: FLOPs a second of this rank's device in bfloat16; None where it is not known.
             ranks: that share the work on a batch (tensor parallelism).
         """
-        self._per_token, self._per_place, self._peak, self._ranks = per_token, per_place, peak, ranks
+        self._per_token, self._per_place, self._peak, self._ranks = (
+            per_token,
+            per_place,
+            peak,
+            ranks,
+        )
         self._done, self._since = 0.0, time.monotonic()
 
     @classmethod
-    def of(cls, config: Any, model: torch.nn.Module, *, peak: float | None, ranks: int) -> "ModelFlops":
+    def of(
+        cls, config: Any, model: torch.nn.Module, *, peak: float | None, ranks: int
+    ) -> "ModelFlops":
         """A frozen weight has no gradient of its own: 4 for each.
 
         Args:
@@ -134,8 +157,14 @@ class ModelFlops:
         """
         _, none = config.get_nparams_and_flops(model, 0)
         _, one = config.get_nparams_and_flops(model, 1)
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        frozen = 0 if all(parameter.requires_grad for parameter in model.parameters()) else none / 6 - trained
+        trained = sum(
+            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+        )
+        frozen = (
+            0
+            if all(parameter.requires_grad for parameter in model.parameters())
+            else none / 6 - trained
+        )
         return cls(per_token=none - 2 * frozen, per_place=one - none, peak=peak, ranks=ranks)
 
     def add(self, batch: TrainingBatch) -> None:
@@ -155,7 +184,11 @@ class ModelFlops:
         """Share of the peak since the last call, waiting included; None where the peak is not known."""
         now, done = time.monotonic(), self._done
         seconds, self._since, self._done = now - self._since, now, 0.0
-        return None if self._peak is None or seconds <= 0 else done / self._ranks / seconds / self._peak
+        return (
+            None
+            if self._peak is None or seconds <= 0
+            else done / self._ranks / seconds / self._peak
+        )
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -205,23 +238,43 @@ class Learner:
         self._shards, self._shares_experts = dims.dp_shard, dims.ep_enabled
         # Ranks that are sent different rows (torchtitan's dp_replicate x dp_shard), and those that compute the same rows. None:
         # this rank alone.
-        other_rows, same_rows, context = dims.get_optional_mesh("batch"), dims.get_optional_mesh("tp"), None
+        other_rows, same_rows, context = (
+            dims.get_optional_mesh("batch"),
+            dims.get_optional_mesh("tp"),
+            None,
+        )
         divided = config.parallelism.context_parallel_degree
         if divided > 1:  # there is no tensor parallelism then
-            ranks = init_device_mesh(device, (dist.get_world_size() // divided, divided), mesh_dim_names=("rows", "context"))
+            ranks = init_device_mesh(
+                device,
+                (dist.get_world_size() // divided, divided),
+                mesh_dim_names=("rows", "context"),
+            )
             other_rows = ranks["rows"]
             same_rows = context = ranks["context"]
         self._data_parallel_group = None if other_rows is None else other_rows.get_group()
         self._same_rows = None if same_rows is None else same_rows.get_group()
         self.data_parallel = DataParallel(rank=0, size=1)
         if other_rows is not None:
-            self.data_parallel = DataParallel(rank=other_rows.get_local_rank(), size=other_rows.size())
-        self._device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+            self.data_parallel = DataParallel(
+                rank=other_rows.get_local_rank(), size=other_rows.size()
+            )
+        self._device = (
+            torch.device("cpu")
+            if device == "cpu"
+            else torch.device("cuda", torch.cuda.current_device())
+        )
         spec = policy_spec(
-            model, device=device, max_seq_len=max_seq_len, chunk_tokens=config.logprob_chunk_tokens, lora=config.lora
+            model,
+            device=device,
+            max_seq_len=max_seq_len,
+            chunk_tokens=config.logprob_chunk_tokens,
+            lora=config.lora,
         )
         if config.float8 != "off":
-            from torchtitan.components.quantization import Float8LinearConverter  # its torchao takes seconds
+            from torchtitan.components.quantization import (
+                Float8LinearConverter,
+            )  # its torchao takes seconds
 
             Float8LinearConverter.Config(
                 recipe_name=config.float8,
@@ -229,12 +282,16 @@ class Learner:
                 emulate=device == "cpu",
                 model_compile_enabled=config.compile,
             ).build().convert(decoder_config(spec))
-        if dims.tp_enabled or dims.ep_enabled:  # torchtitan's own entry, which sets how each part of the model is sharded
+        if (
+            dims.tp_enabled or dims.ep_enabled
+        ):  # torchtitan's own entry, which sets how each part of the model is sharded
             decoder_config(spec).update_from_config(config=SimpleNamespace(parallelism=parallelism))
         dtype = dtype or getattr(torch, config.dtype)
         with torch.device("meta"):
             self.model = spec.model.build().to(dtype)
-        self.flops = ModelFlops.of(spec.model, self.model, peak=peak_flops(self._device), ranks=dims.tp * divided)
+        self.flops = ModelFlops.of(
+            spec.model, self.model, peak=peak_flops(self._device), ranks=dims.tp * divided
+        )
         if context is not None:
             self.model.context = context
             divide_attention(self.model, context)
@@ -256,21 +313,29 @@ class Learner:
             self._policy = functools.partial(self._row_shapes.compute, self.model)
         assert spec.state_dict_adapter is not None, "every family has one"
         adapter = spec.state_dict_adapter(spec.model, model.hf_assets_path)
-        self.adapters = Adapters(self.model, spec, config.lora, adapters) if config.lora is not None else None
+        self.adapters = (
+            Adapters(self.model, spec, config.lora, adapters) if config.lora is not None else None
+        )
         self.hub_tensors: Tensors = HubTensors(self.model, adapter.to_hf, self.adapters)
         """What a version is."""
         if self.adapters is not None and serve_adapters:
             self.hub_tensors = self.adapters
         options = config.optimizer
-        adamw = default_adamw(lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
+        adamw = default_adamw(
+            lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
+        )
         self.trained: dict[str, Trained] = {}
         """By adapter; of a model without, or with one that has no name, at ""."""
         for name in adapters:
             optimizers = adamw.build(model_parts=[self.model])
             self.trained[name] = Trained(
                 optimizers=optimizers,
-                lr_schedulers=config.lr_scheduler.build(optimizers=optimizers, training_steps=total_steps),
-                reference=Reference(config.reference, self.model) if config.reference is not None else None,
+                lr_schedulers=config.lr_scheduler.build(
+                    optimizers=optimizers, training_steps=total_steps
+                ),
+                reference=Reference(config.reference, self.model)
+                if config.reference is not None
+                else None,
             )
         self._moving: list[str] = []
         """Adapters that have a gradient."""
@@ -310,7 +375,9 @@ class Learner:
     def _run_passes(self, rows: int, length: int) -> None:
         """Compute rows of one shape in each of the ways that `_accumulate` does, for a gradient of 0."""
         tokens = torch.zeros((rows, length), dtype=torch.int32, device=self._device)
-        positions = torch.arange(length, dtype=torch.int32, device=self._device).expand(rows, length)
+        positions = torch.arange(length, dtype=torch.int32, device=self._device).expand(
+            rows, length
+        )
         compute = functools.partial(
             self._policy,
             tokens,
@@ -343,7 +410,9 @@ class Learner:
         """float32 [B, L] of each microbatch of the last step: log-probabilities of sampled tokens, 0 elsewhere."""
         return [values.numpy() for values in self._logprobs]
 
-    def forward_backward(self, microbatches: list[TrainingBatch], policy_version: int) -> MetricSums:
+    def forward_backward(
+        self, microbatches: list[TrainingBatch], policy_version: int
+    ) -> MetricSums:
         """Accumulate the gradient of one optimizer step. Collective.
 
         Args:
@@ -380,7 +449,11 @@ class Learner:
         for microbatch in microbatches if replay else ():
             check_routes(microbatch, self.model)
         denominators = self._denominators(microbatches)
-        advantages = self._summed(map(advantage_sums, microbatches)) if self.config.loss.normalize_advantages else None
+        advantages = (
+            self._summed(map(advantage_sums, microbatches))
+            if self.config.loss.normalize_advantages
+            else None
+        )
         # All of it before the first: a copy to a GPU, or a question to it, waits for what it computes. 62 bytes a token.
         batches = [microbatch.to(self._device) for microbatch in microbatches]
         places = [needed_places(microbatch).to(self._device) for microbatch in microbatches]
@@ -392,17 +465,23 @@ class Learner:
                 own_logprobs = batch_logprobs(self._policy, batches[0], places[0])[0]
         for index, batch in enumerate(batches):
             self._on_microbatch()
-            synchronise_gradients(self.model, shards=self._shards, last=index == len(microbatches) - 1)
+            synchronise_gradients(
+                self.model, shards=self._shards, last=index == len(microbatches) - 1
+            )
             if conditioned:
                 batch = replace(batch, ref_logprobs=conditioned[index])
             if advantages is not None:
                 batch = with_normalized_advantages(batch, advantages)
             with self._traced("forward"):
-                logprobs, entropy = batch_logprobs(self._policy, batch, places[index], replay=replay)
+                logprobs, entropy = batch_logprobs(
+                    self._policy, batch, places[index], replay=replay
+                )
                 loss, metrics = compute_loss(logprobs, batch, denominators, self.config.loss)
                 if self.config.reference is not None:
                     coefficient = self.config.reference.kl_coef
-                    distance, own = reference_kl(logprobs, references[index], batch, denominators, coefficient)
+                    distance, own = reference_kl(
+                        logprobs, references[index], batch, denominators, coefficient
+                    )
                     loss = loss + distance
                     metrics.merge(own)
             with self._traced("backward"):
@@ -416,7 +495,9 @@ class Learner:
             kept[index] = kept[index].cpu()
             sums.merge(mismatch_metrics(kept[index], microbatch, policy_version))
             if replay:
-                followed = (microbatch.task_ids >= 0) & (F.pad(microbatch.positions[:, 1:], (0, 1)) > 0)
+                followed = (microbatch.task_ids >= 0) & (
+                    F.pad(microbatch.positions[:, 1:], (0, 1)) > 0
+                )
                 sums.add_mean("experts/unrecorded", ~recorded(microbatch), followed)
             self.flops.add(microbatch)
         if own_logprobs is not None:
@@ -442,12 +523,18 @@ class Learner:
         found: list[torch.Tensor] = []
         if reference is None:
             if any(batch.conditioned is not None for batch in batches):
-                raise RunError("an algorithm leaves its reference to the trainer, which has none: set trainer.reference")
+                raise RunError(
+                    "an algorithm leaves its reference to the trainer, which has none: set trainer.reference"
+                )
             return found, conditioned
         with self._traced("reference"), reference.in_place():
             for batch, needed in zip(batches, places, strict=True):
                 self._on_microbatch()
-                found.append(batch_logprobs(self._policy, batch, needed, replay=self.config.router_replay != "off")[0])
+                found.append(
+                    batch_logprobs(
+                        self._policy, batch, needed, replay=self.config.router_replay != "off"
+                    )[0]
+                )
                 if batch.conditioned is not None:
                     conditioned.append(conditioned_logprobs(self._policy, batch))
         return found, conditioned
@@ -465,14 +552,18 @@ class Learner:
         metrics, clip = dict[str, Any](), self.config.optimizer.max_norm
         for name in self._moving:
             self._activate(name)
-            norm = clip_grad_norm_(self.model.parameters(), clip, foreach=True, ep_enabled=self._shares_experts).item()
+            norm = clip_grad_norm_(
+                self.model.parameters(), clip, foreach=True, ep_enabled=self._shares_experts
+            ).item()
             check_finite("gradient norm", norm, self.config.loss)
             metrics[of_adapter(name, "train/grad_norm")] = norm
         taken, self.steps_taken = self.steps_taken, None
         for name in self._moving:
             self._activate(name)
             trained = self.trained[name]
-            metrics[of_adapter(name, "train/lr")] = trained.lr_schedulers.schedulers[0].get_last_lr()[0]
+            metrics[of_adapter(name, "train/lr")] = trained.lr_schedulers.schedulers[
+                0
+            ].get_last_lr()[0]
             trained.optimizers.step()
             trained.lr_schedulers.step()
             trained.optimizers.zero_grad()
@@ -500,7 +591,9 @@ class Learner:
 
     def save_final(self, step: int) -> Path | None:
         """Write the policy as a hub folder, and return it; None where the config says not to. Collective."""
-        return self.checkpoints.export(step, rank=self.rank) if self.config.save_final_model else None
+        return (
+            self.checkpoints.export(step, rank=self.rank) if self.config.save_final_model else None
+        )
 
     def close(self) -> None:
         self.checkpoints.close()
@@ -515,7 +608,9 @@ class Learner:
 
     def _denominators(self, microbatches: list[TrainingBatch]) -> LossDenominators:
         wanted = self.config.loss.denominators
-        return step_denominators(self._summed(count_denominators(batch, wanted) for batch in microbatches), wanted)
+        return step_denominators(
+            self._summed(count_denominators(batch, wanted) for batch in microbatches), wanted
+        )
 
     def _summed(self, of_microbatches: Iterable[torch.Tensor]) -> torch.Tensor:
         """Sums over the whole step: all microbatches, all data-parallel ranks. Collective."""
@@ -534,7 +629,9 @@ def check_finite(what: str, value: float, loss: LossConfig) -> None:
         RunError: the value is not finite. What enters a batch is finite, so the error names the loss.
     """
     if not math.isfinite(value):
-        raise RunError(f"{what} is {value}: the step was not taken; look at {loss_name(loss.rl)} and the learning rate")
+        raise RunError(
+            f"{what} is {value}: the step was not taken; look at {loss_name(loss.rl)} and the learning rate"
+        )
 
 
 def parallelize(
@@ -562,10 +659,14 @@ def parallelize(
         "full": FullAC.Config(),
     }
     activation_checkpoint = policies[config.activation_checkpoint]
-    compile_config = CompileConfig(enable=config.compile, enable_async_tensor_parallel=config.async_tensor_parallel)
+    compile_config = CompileConfig(
+        enable=config.compile, enable_async_tensor_parallel=config.async_tensor_parallel
+    )
     if config.compile and config.activation_checkpoint == "full":
         # It compiles the blocks itself, before it wraps them.
-        activation_checkpoint = CompiledFullAC.Config(compile_config=compile_config, parallel_dims=dims)
+        activation_checkpoint = CompiledFullAC.Config(
+            compile_config=compile_config, parallel_dims=dims
+        )
         compile_config = CompileConfig(enable=False)
     model.lm_head.compile_chunks = config.compile
     if config.compile or device.type == "cuda":
@@ -581,7 +682,8 @@ def parallelize(
         model,
         parallel_dims=dims,
         training=TrainingConfig(
-            mixed_precision_param=config.mixed_precision_param, enable_cpu_offload=config.enable_cpu_offload
+            mixed_precision_param=config.mixed_precision_param,
+            enable_cpu_offload=config.enable_cpu_offload,
         ),
         parallelism=parallelism,
         compile_config=compile_config,

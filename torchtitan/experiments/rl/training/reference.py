@@ -36,7 +36,9 @@ class Reference(Stateful):
 
     def __init__(self, config: ReferenceConfig, model: nn.Module):
         self._config, self._model, self._parameters = config, model, trained_state(model)
-        self._held = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self._held = {
+            name: parameter.detach().clone() for name, parameter in self._parameters.items()
+        }
         self._version = torch.zeros((), dtype=torch.int64)
 
     @property

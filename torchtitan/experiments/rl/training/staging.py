@@ -19,7 +19,9 @@ from torchtitan.experiments.rl.errors import RunError
 
 logger = logging.getLogger(__name__)
 
-_CURE = "raise the limit of the host or container to 'host memory' of --dry-run, or add trainer hosts"
+_CURE = (
+    "raise the limit of the host or container to 'host memory' of --dry-run, or add trainer hosts"
+)
 
 
 class StagingError(RunError):

@@ -23,14 +23,23 @@ from monarch.actor import current_rank, current_size
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.process.host import LOOPBACK, host_identity, interface_towards, network_address
+from torchtitan.experiments.rl.process.host import (
+    LOOPBACK,
+    host_identity,
+    interface_towards,
+    network_address,
+)
 from torchtitan.experiments.rl.process.setup import collect_again, keep_imported, set_up_logging
 from torchtitan.experiments.rl.training.checkpoints import write_error
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, check_finite
 from torchtitan.experiments.rl.training.staging import StagingError
 from torchtitan.experiments.rl.types import DataParallel
-from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, for_a_future, reported_endpoint
+from torchtitan.experiments.rl.user_code.endpoint import (
+    WatchedActor,
+    for_a_future,
+    reported_endpoint,
+)
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.snapshot import fingerprint
 
@@ -95,7 +104,11 @@ class PolicyTrainer(WatchedActor):
     async def meeting_points(self) -> tuple[str, str, str]:
         """Its host's identity, and URLs where ranks may meet it: of a free port, and of a file on this host."""
         folder = tempfile.mkdtemp(prefix="rendezvous-")
-        return host_identity(), f"tcp://{network_address()}:{portpicker.pick_unused_port()}", f"file://{folder}/store"
+        return (
+            host_identity(),
+            f"tcp://{network_address()}:{portpicker.pick_unused_port()}",
+            f"file://{folder}/store",
+        )
 
     @reported_endpoint
     async def setup(self, rendezvous: str) -> None:
@@ -106,10 +119,15 @@ class PolicyTrainer(WatchedActor):
         """
 
         def build() -> None:
-            init_process_group(device=self._device, rank=self._rank, world_size=self._world_size, url=rendezvous)
+            init_process_group(
+                device=self._device, rank=self._rank, world_size=self._world_size, url=rendezvous
+            )
             self._learner = self._build()
             self._publisher = SnapshotPublisher(
-                rank=self._rank, host=host_identity(), dtype=self._generator_dtype, device=self._published_on
+                rank=self._rank,
+                host=host_identity(),
+                dtype=self._generator_dtype,
+                device=self._published_on,
             )
 
         logger.info("building the model")
@@ -164,8 +182,14 @@ class PolicyTrainer(WatchedActor):
 
         def begin() -> Future[Any]:
             if self._learner.steps_taken != step:
-                taken = "an unknown number of" if self._learner.steps_taken is None else self._learner.steps_taken
-                raise RunError(f"trainer rank {self._rank} has taken {taken} steps, and can't save the state after {step}")
+                taken = (
+                    "an unknown number of"
+                    if self._learner.steps_taken is None
+                    else self._learner.steps_taken
+                )
+                raise RunError(
+                    f"trainer rank {self._rank} has taken {taken} steps, and can't save the state after {step}"
+                )
             with trace.span("copy the state", step=step):
                 return self._learner.checkpoints.begin(folder, step)
 
@@ -181,12 +205,20 @@ class PolicyTrainer(WatchedActor):
         error = await asyncio.to_thread(self._saving.exception)
         if isinstance(error, StagingError):
             raise error
-        if error is not None:  # torch's is no Exception, and can't always be sent to another process
-            logger.info("trainer rank %d: a checkpoint can't be written", self._rank, exc_info=error)
-            raise RunError(f"trainer rank {self._rank} can't write its part of the checkpoint: {write_error(error)}")
+        if (
+            error is not None
+        ):  # torch's is no Exception, and can't always be sent to another process
+            logger.info(
+                "trainer rank %d: a checkpoint can't be written", self._rank, exc_info=error
+            )
+            raise RunError(
+                f"trainer rank {self._rank} can't write its part of the checkpoint: {write_error(error)}"
+            )
 
     @reported_endpoint
-    async def copy_weights(self, version: int, canary_token_ids: np.ndarray, remote_readers: bool) -> None:
+    async def copy_weights(
+        self, version: int, canary_token_ids: np.ndarray, remote_readers: bool
+    ) -> None:
         """Copy the weights into the snapshot of ``version``, put it where the generators find it, and start to score the canary
         with them. Collective.
 
@@ -271,7 +303,9 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def init_process_group(*, device: Literal["cpu", "cuda"], rank: int, world_size: int, url: str) -> None:
+def init_process_group(
+    *, device: Literal["cpu", "cuda"], rank: int, world_size: int, url: str
+) -> None:
     """Join the trainer's process group.
 
     Args:
@@ -283,10 +317,16 @@ def init_process_group(*, device: Literal["cpu", "cuda"], rank: int, world_size:
         torch.cuda.set_device(0)  # the only one this process sees: operations/provision.py
     # gloo beside NCCL: parameters that are kept in the host's memory, and objects that ranks compare.
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    interface = LOOPBACK if url.startswith("file:") else interface_towards(url.removeprefix("tcp://").rpartition(":")[0])
+    interface = (
+        LOOPBACK
+        if url.startswith("file:")
+        else interface_towards(url.removeprefix("tcp://").rpartition(":")[0])
+    )
     if interface in (name for _, name in socket.if_nameindex()):
         # gloo takes the interface that the host's own name leads to, which may be the loopback one.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if interface == LOOPBACK:  # NCCL knows itself which interfaces lead to other hosts
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
-    dist.init_process_group(backend, init_method=url, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(
+        backend, init_method=url, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )

@@ -37,7 +37,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from torchtitan.experiments.rl.errors import RunError, UserCodeError, UserCodeTimeout, cause_of, places_of
+from torchtitan.experiments.rl.errors import (
+    RunError,
+    UserCodeError,
+    UserCodeTimeout,
+    cause_of,
+    places_of,
+)
 
 T = TypeVar("T")
 
@@ -59,7 +65,9 @@ NOT_THE_USERS = ("/asyncio/", f"/{Path(__file__).parent.name}/")
 def is_finite_number(value: Any) -> bool:
     """True for Python and numpy numbers and bools that are neither NaN nor infinite; strings and arrays are not numbers."""
     try:
-        return hasattr(value, "__float__") and not getattr(value, "shape", ()) and math.isfinite(value)
+        return (
+            hasattr(value, "__float__") and not getattr(value, "shape", ()) and math.isfinite(value)
+        )
     except BaseException:  # the value is the user's, and so is its __float__
         return False
 
@@ -179,7 +187,9 @@ class Watch:
         late = UserCodeTimeout(f"no answer within {self.limit_s:g} s")
         if self.blocked_s:
             culprit = self.blocked_by if self.blocked_by not in ("", self.owner) else "it"
-            late = UserCodeTimeout(f"{late}: {culprit} blocked the event loop for {self.blocked_s:.3g} s without awaiting")
+            late = UserCodeTimeout(
+                f"{late}: {culprit} blocked the event loop for {self.blocked_s:.3g} s without awaiting"
+            )
         else:
             late.where = self.waits_in()
         late.returned = returned
@@ -210,7 +220,9 @@ class Watch:
         return now - self._began - (_HELD.seconds - self._held_before - self._own_s)
 
 
-async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | None, owner: str = "") -> T:
+async def call_bounded(
+    call: Callable[[], Awaitable[T]], *, timeout_s: float | None, owner: str = ""
+) -> T:
     """Await ``call()`` for at most ``timeout_s`` seconds (None: for as long as it takes).
 
     Args:
@@ -227,7 +239,9 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | N
         try:
             await _ended_or_late(task, watch, timeout_s)
         except asyncio.CancelledError:
-            await asyncio.sleep(0)  # a task cancelled before its first step never runs: an env's close() would be skipped
+            await asyncio.sleep(
+                0
+            )  # a task cancelled before its first step never runs: an env's close() would be skipped
             await _stop(task)
             raise
         if task.done():
@@ -236,7 +250,9 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | N
             value, error = task.result()
             if error is not None:
                 log_first(error)
-                if isinstance(error, UserCodeTimeout):  # of a call inside it, whose limit was met first
+                if isinstance(
+                    error, UserCodeTimeout
+                ):  # of a call inside it, whose limit was met first
                     raise error
                 raise UserCodeError(cause_of(error)) from error
             if not watch.blocked_s:
@@ -368,9 +384,15 @@ class Threads:
         if error is not None:
             raise error
         took_s = (job.ended_at or 0.0) - (job.begun_at or 0.0)
-        if timeout_s is not None and took_s > timeout_s:  # it held up the event loop, which saw the limit too late
+        if (
+            timeout_s is not None and took_s > timeout_s
+        ):  # it held up the event loop, which saw the limit too late
             raise UserCodeTimeout(f"no answer within {timeout_s:g} s, but after {took_s:.3g} s")
-        return await call_bounded(lambda: value, timeout_s=timeout_s) if isinstance(value, Awaitable) else value
+        return (
+            await call_bounded(lambda: value, timeout_s=timeout_s)
+            if isinstance(value, Awaitable)
+            else value
+        )
 
     def _start_thread(self) -> None:
         threading.Thread(target=self._work, name="user-code", daemon=True).start()
@@ -412,7 +434,9 @@ USER_THREADS = Threads(32)
 """Where the process's sync user code runs. Code that waits for something, such as a judge, should be async."""
 
 
-async def call_user(function: Callable[..., Any], *args: Any, timeout_s: float | None, owner: str | None = None) -> Any:
+async def call_user(
+    function: Callable[..., Any], *args: Any, timeout_s: float | None, owner: str | None = None
+) -> Any:
     """Run ``function(*args)``, async or not, for at most ``timeout_s`` seconds, without holding up the event loop.
 
     Args:
@@ -425,7 +449,9 @@ async def call_user(function: Callable[..., Any], *args: Any, timeout_s: float |
     """
     try:
         if inspect.iscoroutinefunction(function):
-            return await call_bounded(lambda: function(*args), timeout_s=timeout_s, owner=owner or "")
+            return await call_bounded(
+                lambda: function(*args), timeout_s=timeout_s, owner=owner or ""
+            )
         call = functools.partial(USER_THREADS.call, function, *args, timeout_s=timeout_s)
         return await call_bounded(call, timeout_s=None, owner=owner or "")
     except UserCodeError as error:
@@ -471,7 +497,9 @@ class Gate:
         self._threads = Threads(1)
         self._last: Job | None = None
 
-    def start(self, function: Callable[..., Any], *args: Any, owner: str, timeout_s: float | None = None) -> "Call":
+    def start(
+        self, function: Callable[..., Any], *args: Any, owner: str, timeout_s: float | None = None
+    ) -> "Call":
         """Begin ``function(*args)``; wait in place for a moment."""
         behind_another, timeout_s = self._is_busy, timeout_s or self._timeout_s
         job = self._last = self._threads.submit(function, *args)
@@ -493,7 +521,9 @@ class Gate:
     def _is_busy(self) -> bool:
         return self._last is not None and not (self._last.done() or self._last.left)
 
-    async def call(self, function: Callable[..., Any], *args: Any, owner: str, timeout_s: float | None = None) -> Any:
+    async def call(
+        self, function: Callable[..., Any], *args: Any, owner: str, timeout_s: float | None = None
+    ) -> Any:
         """The value of ``function(*args)``, or of what it returned if that can be awaited.
 
         Args:
@@ -542,7 +572,9 @@ class Call:
             return self.value_now()
         try:
             # In an asyncio task of its own, so that a CancelledError raised by the function is told from the caller's.
-            return await call_bounded(lambda: self.threads.answer(self.job, self.timeout_s), timeout_s=None)
+            return await call_bounded(
+                lambda: self.threads.answer(self.job, self.timeout_s), timeout_s=None
+            )
         except UserCodeError as error:
             raise RunError(f"{self.owner}: {sentence(error)}") from error
 
@@ -558,7 +590,9 @@ def log_first(error: BaseException) -> None:
 
     An error that the library made of another is left out: the other was logged where it was caught.
     """
-    if isinstance(error, UserCodeError) or not logger.isEnabledFor(logging.INFO):  # the preflight has no log
+    if isinstance(error, UserCodeError) or not logger.isEnabledFor(
+        logging.INFO
+    ):  # the preflight has no log
         return
     kind = (type(error), *places_of(error)[-MOST_FRAMES:])
     if kind not in _KINDS and len(_KINDS) < MOST_KINDS:
@@ -569,9 +603,15 @@ def log_first(error: BaseException) -> None:
 def sentence(error: BaseException) -> str:
     """``cause_of`` what failed in a call, and what it waited for where it was late."""
     # call_bounded and call_user wrap what was raised; an error that names its owner itself is left as it is.
-    while isinstance(error, UserCodeError) and error.__cause__ is not None and str(error) == cause_of(error.__cause__):
+    while (
+        isinstance(error, UserCodeError)
+        and error.__cause__ is not None
+        and str(error) == cause_of(error.__cause__)
+    ):
         error = error.__cause__
-    return cause_of(error) + (f"; it waits in {error.where}" if isinstance(error, UserCodeError) and error.where else "")
+    return cause_of(error) + (
+        f"; it waits in {error.where}" if isinstance(error, UserCodeError) and error.where else ""
+    )
 
 
 def name_of(part: Any, method: str | None = None) -> str:

@@ -56,13 +56,24 @@ def reported(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
         except BaseException as error:
             # A CancelledError that code in the call has raised by itself is an error.
             task = asyncio.current_task()
-            cancelled = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
-            if cancelled or isinstance(error, GeneratorExit) or process_death_behind(error) is not None:
+            cancelled = (
+                isinstance(error, asyncio.CancelledError)
+                and task is not None
+                and task.cancelling() > 0
+            )
+            if (
+                cancelled
+                or isinstance(error, GeneratorExit)
+                or process_death_behind(error) is not None
+            ):
                 raise
             if self.part:
                 # For the file: the caller has the cause, and says it where it matters to people.
                 logger.info("%s: %s failed", self.part, method.__name__, exc_info=error)
-            cause, kind = cause_in(error), PeerGone if isinstance(original(error), PeerGone) else RunError
+            cause, kind = (
+                cause_in(error),
+                PeerGone if isinstance(original(error), PeerGone) else RunError,
+            )
             traceback = users_traceback(original(error))
         # Outside of the handler: raised there, the error would hold the one that can't be pickled as its context.
         reported_error = kind(cause if cause.startswith(self.part) else f"{self.part}: {cause}")

@@ -49,10 +49,19 @@ from typing import Any, NoReturn
 import cloudpickle
 import psutil
 
-from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout, cause_of, users_traceback
+from torchtitan.experiments.rl.errors import (
+    UserCodeError,
+    UserCodeTimeout,
+    cause_of,
+    users_traceback,
+)
 from torchtitan.experiments.rl.process import foreign
 from torchtitan.experiments.rl.process.lifetime import descendants, kill
-from torchtitan.experiments.rl.process.setup import ENVIRONMENT, SPAWNED_ENVIRONMENT, set_up_isolated_process
+from torchtitan.experiments.rl.process.setup import (
+    ENVIRONMENT,
+    SPAWNED_ENVIRONMENT,
+    set_up_isolated_process,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +110,9 @@ class IsolatedCalls:
                 process.
         """
         try:
-            request = _Request(cloudpickle.dumps(function), cloudpickle.dumps(args), timeout_s, self._memory)
+            request = _Request(
+                cloudpickle.dumps(function), cloudpickle.dumps(args), timeout_s, self._memory
+            )
         except Exception as error:
             raise UserCodeError(f"can't be sent to another process: {cause_of(error)}") from error
         server = self._idle.get()
@@ -114,7 +125,9 @@ class IsolatedCalls:
             if server is None or server.alive:
                 self._idle.put(server)
             else:
-                self._idle.put(None)  # before the rest, which may fail: a place that is lost blocks a later call for good
+                self._idle.put(
+                    None
+                )  # before the rest, which may fail: a place that is lost blocks a later call for good
                 self._servers.remove(server)
                 server.kill()
 
@@ -153,7 +166,10 @@ class _Server:
         inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
         paths = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         self._process = subprocess.Popen(
-            foreign.marked([sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"], self._mark),
+            foreign.marked(
+                [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
+                self._mark,
+            ),
             stdin=subprocess.DEVNULL,
             stdout=2,  # what calls print goes to this process's standard error
             pass_fds=[theirs.fileno()],
@@ -262,7 +278,9 @@ def serve(fd: int) -> None:
             connection.send(_run(functions[request.function], request, connection, libc))
 
 
-def _run(function: Callable[..., Any], request: _Request, connection: Connection, libc: ctypes.CDLL) -> _Outcome:
+def _run(
+    function: Callable[..., Any], request: _Request, connection: Connection, libc: ctypes.CDLL
+) -> _Outcome:
     answer, answer_end = os.pipe()
     output, output_end = os.pipe()
     for stream in (sys.stdout, sys.stderr):
@@ -346,11 +364,17 @@ class _Watched:
         _end_children()  # one of them might go on writing
         for descriptor in (self.answer, self.output):
             before = -1
-            while before != (seen := len(self.answered) + len(self.printed)):  # until a round brings nothing
+            while before != (
+                seen := len(self.answered) + len(self.printed)
+            ):  # until a round brings nothing
                 before = seen
                 self._read(descriptor)
         code = os.waitstatus_to_exitcode(status)
-        return _Outcome(failure=_died(code)) if code or not self.answered else _Outcome(answer=bytes(self.answered))
+        return (
+            _Outcome(failure=_died(code))
+            if code or not self.answered
+            else _Outcome(answer=bytes(self.answered))
+        )
 
     def _excess(self) -> str:
         """Return what the processes of the call use too much of; empty where they don't."""
@@ -360,7 +384,9 @@ class _Watched:
         used = 0
         for pid in pids:
             with contextlib.suppress(psutil.Error):
-                used += psutil.Process(pid).memory_full_info().pss  # pages that several share count once
+                used += (
+                    psutil.Process(pid).memory_full_info().pss
+                )  # pages that several share count once
         if used > self.memory:
             return f"it used more than {self.memory / 2**30:.3g} GiB of memory; its processes were killed"
         return ""
@@ -381,7 +407,9 @@ def _end_children() -> None:
 # ---- in the call
 
 
-def _call(function: Callable[..., Any], request: _Request, answer_end: int, output_end: int) -> NoReturn:
+def _call(
+    function: Callable[..., Any], request: _Request, answer_end: int, output_end: int
+) -> NoReturn:
     code = 1
     try:
         os.setsid()  # it signals its own group, and not the server's
@@ -431,7 +459,11 @@ def _plain(value: Any) -> Any:
 
 def _failure(error: BaseException) -> bytes:
     whole = "".join(traceback.format_exception(error))
-    said = {"error": cause_of(error), "traceback": users_traceback(error), "whole": whole[-MOST_OUTPUT:]}
+    said = {
+        "error": cause_of(error),
+        "traceback": users_traceback(error),
+        "whole": whole[-MOST_OUTPUT:],
+    }
     return json.dumps(said).encode()
 
 

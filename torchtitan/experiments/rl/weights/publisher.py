@@ -57,7 +57,9 @@ class SnapshotPublisher:
     written when nobody reads the one before (``weights/sync.py``).
     """
 
-    def __init__(self, *, rank: int, host: str, dtype: torch.dtype, device: torch.device | None = None):
+    def __init__(
+        self, *, rank: int, host: str, dtype: torch.dtype, device: torch.device | None = None
+    ):
         """
         Args:
             host: its identity. Ranks of one host share memory.
@@ -127,7 +129,9 @@ class SnapshotPublisher:
             publication=f"{self._life}-{self._written}",
             digests={},
         )
-        if (remote_readers or len({own.host for own in self._manifest.parts}) > 1) and not self._offered:
+        if (
+            remote_readers or len({own.host for own in self._manifest.parts}) > 1
+        ) and not self._offered:
             for buffer in self._buffers:
                 await offer(self._host, buffer)
             self._offered = True
@@ -143,7 +147,9 @@ class SnapshotPublisher:
             What is published, the same on every rank.
         """
         manifest = self._manifest
-        self._manifest = replace(manifest, digests=await asyncio.to_thread(self._digests, manifest.version))
+        self._manifest = replace(
+            manifest, digests=await asyncio.to_thread(self._digests, manifest.version)
+        )
         await self._put()
         return self._manifest
 
@@ -185,7 +191,11 @@ class SnapshotPublisher:
         self._mine = written[self._rank]
         handles = _of_every_rank(self._make_buffers() if self._mine else [])
         self._parts = [
-            tuple(RankParts(host, own[index], shards) for host, own, shards in zip(hosts, handles, written, strict=True) if own)
+            tuple(
+                RankParts(host, own[index], shards)
+                for host, own, shards in zip(hosts, handles, written, strict=True)
+                if own
+            )
             for index in range(2)
         ]
 
@@ -197,8 +207,13 @@ class SnapshotPublisher:
             memory = [torch.empty(nbytes, dtype=torch.uint8, device=self._device)]
             handles: list[Handle] = [offered_memory(memory[0])]
         else:
-            self._buffers = [SharedBuffer.create(nbytes) for _ in range(2 if self._device is None else 1)]
-            memory, handles = [buffer.bytes for buffer in self._buffers], [buffer.path for buffer in self._buffers]
+            self._buffers = [
+                SharedBuffer.create(nbytes) for _ in range(2 if self._device is None else 1)
+            ]
+            memory, handles = (
+                [buffer.bytes for buffer in self._buffers],
+                [buffer.path for buffer in self._buffers],
+            )
             if self._source.type == "cuda":
                 page_lock(memory)
         each = 2 // len(memory)
@@ -206,7 +221,9 @@ class SnapshotPublisher:
         return handles * each
 
 
-def written_by_rank(held: Sequence[Mapping[str, Shard]], shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, Shard]]:
+def written_by_rank(
+    held: Sequence[Mapping[str, Shard]], shapes: Mapping[str, tuple[int, ...]]
+) -> list[dict[str, Shard]]:
     """What each rank writes of what it holds, by name: of ranks that hold the same shard, the lowest writes it.
 
     Args:
@@ -218,11 +235,19 @@ def written_by_rank(held: Sequence[Mapping[str, Shard]], shapes: Mapping[str, tu
     taken: set[tuple[str, Shard]] = set()
     written = []
     for own in held:
-        written.append({name: shard for name, shard in own.items() if volume(shard) and (name, shard) not in taken})
+        written.append(
+            {
+                name: shard
+                for name, shard in own.items()
+                if volume(shard) and (name, shard) not in taken
+            }
+        )
         taken |= own.items()
     for name, shape in shapes.items():
         size = sum(volume(own[name]) for own in written if name in own)
-        assert size == math.prod(shape), f"the ranks write {size} values of {name}, which has {math.prod(shape)}"
+        assert size == math.prod(shape), (
+            f"the ranks write {size} values of {name}, which has {math.prod(shape)}"
+        )
     return written
 
 

@@ -21,7 +21,13 @@ from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.setup import collect_again, set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, cause_in, reported_endpoint
-from torchtitan.experiments.rl.weights.snapshot import Handle, Manifest, RankParts, SharedBuffer, buffer_bytes
+from torchtitan.experiments.rl.weights.snapshot import (
+    Handle,
+    Manifest,
+    RankParts,
+    SharedBuffer,
+    buffer_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +80,9 @@ async def published(version: int) -> Manifest:
     """
     manifest: Manifest = await torchstore.get(manifest_key(version))
     if manifest.version != version:
-        raise RunError(f"the store has the manifest of version {manifest.version}, and not of version {version}")
+        raise RunError(
+            f"the store has the manifest of version {manifest.version}, and not of version {version}"
+        )
     return manifest
 
 
@@ -86,7 +94,9 @@ async def proven(manifest: Manifest) -> Mapping[str, str]:
         Exception: the store is gone.
     """
     pause = FIRST_PAUSE_S
-    while (found := await published(manifest.version)).publication != manifest.publication or not found.digests:
+    while (
+        found := await published(manifest.version)
+    ).publication != manifest.publication or not found.digests:
         await asyncio.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_S)
     return found.digests
@@ -113,7 +123,9 @@ async def on_this_host(manifest: Manifest) -> Manifest:
         return manifest
     copy: HostCopy = await torchstore.get(copy_key(host))
     if copy.publication != manifest.publication:
-        raise RunError(f"host {host} has a copy of version {copy.version}, and not of version {manifest.version}")
+        raise RunError(
+            f"host {host} has a copy of version {copy.version}, and not of version {manifest.version}"
+        )
     return replace(manifest, parts=copy.parts)
 
 
@@ -213,11 +225,17 @@ class WeightReader(WatchedActor):
                 if buffer.inode not in self._offered:
                     await offer(self._host, buffer)
                     self._offered.add(buffer.inode)
-        return Fetched(source=self._host if serves else "", nbytes=nbytes, seconds=time.perf_counter() - started)
+        return Fetched(
+            source=self._host if serves else "",
+            nbytes=nbytes,
+            seconds=time.perf_counter() - started,
+        )
 
     async def _fetch(self, manifest: Manifest, own: Sequence[RankParts], source: str) -> int:
         """Make ``_copy``. Returns the bytes that were read."""
-        if self._running is not None and not self._running.done():  # nobody waits for it any more: its caller was cancelled
+        if (
+            self._running is not None and not self._running.done()
+        ):  # nobody waits for it any more: its caller was cancelled
             self._running.cancel()
             await asyncio.wait({self._running})
         remote = [part for part in manifest.parts if part not in own]
@@ -229,17 +247,28 @@ class WeightReader(WatchedActor):
         self._running = asyncio.create_task(self._read_all(manifest, remote, buffers, source))
         await self._running
         self._buffers[manifest.version % 2] = buffers
-        copied = [RankParts(self._host, buffer.path, part.shards) for part, buffer in zip(remote, buffers, strict=True)]
-        self._copy = HostCopy(version=manifest.version, publication=manifest.publication, parts=(*own, *copied))
+        copied = [
+            RankParts(self._host, buffer.path, part.shards)
+            for part, buffer in zip(remote, buffers, strict=True)
+        ]
+        self._copy = HostCopy(
+            version=manifest.version, publication=manifest.publication, parts=(*own, *copied)
+        )
         return sum(sizes)
 
     async def _read_all(
-        self, manifest: Manifest, remote: Sequence[RankParts], buffers: Sequence[SharedBuffer], source: str
+        self,
+        manifest: Manifest,
+        remote: Sequence[RankParts],
+        buffers: Sequence[SharedBuffer],
+        source: str,
     ) -> None:
         if source:
             copy: HostCopy = await torchstore.get(copy_key(source))
             if copy.publication != manifest.publication:
-                raise PeerGone(f"version {manifest.version} can't be read from host {source}: it has version {copy.version}")
+                raise PeerGone(
+                    f"version {manifest.version} can't be read from host {source}: it has version {copy.version}"
+                )
             remote = copy.parts
         for part, buffer in zip(remote, buffers, strict=True):
             handles = await torchstore.get(memory_key(part.host, part.handle))
@@ -247,4 +276,6 @@ class WeightReader(WatchedActor):
                 await fetch(handles, buffer.bytes)
             except Exception as error:
                 cause = cause_in(error)
-                raise PeerGone(f"version {manifest.version} can't be read from host {part.host}: {cause}") from error
+                raise PeerGone(
+                    f"version {manifest.version} can't be read from host {part.host}: {cause}"
+                ) from error

@@ -134,7 +134,9 @@ class PartedTensors(UserDict[str, torch.Tensor]):
     keeps it. One that a rank holds whole is in that rank's own memory.
     """
 
-    def __init__(self, manifest: Manifest, buffers: Iterable[torch.Tensor], device: torch.device = CPU):
+    def __init__(
+        self, manifest: Manifest, buffers: Iterable[torch.Tensor], device: torch.device = CPU
+    ):
         """``buffers``: flat uint8, of each of the manifest's parts."""
         self.shapes = manifest.shapes
         self._manifest = manifest
@@ -189,7 +191,9 @@ class SnapshotReader:
                 continue
             found = SharedBuffer.attach(handle)
             buffer = known.get(found.inode, found)  # whose pages are mapped
-            if buffer is found and device.type == "cuda":  # it then reads by itself, and at the full speed of its bus
+            if (
+                buffer is found and device.type == "cuda"
+            ):  # it then reads by itself, and at the full speed of its bus
                 page_lock([buffer.bytes])
             self._last[buffer.inode] = buffer
             buffers.append(buffer.bytes)
@@ -223,7 +227,9 @@ def buffer_bytes(shards: Mapping[str, Shard], dtype: torch.dtype) -> int:
     return sum(_aligned(shard, dtype) for shard in shards.values())
 
 
-def views(buffer: torch.Tensor, shards: Mapping[str, Shard], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def views(
+    buffer: torch.Tensor, shards: Mapping[str, Shard], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """The shards in a flat uint8 buffer, one after the other, each at a multiple of 64 bytes. They share its memory."""
     found, offset = {}, 0
     for name, shard in shards.items():
@@ -238,7 +244,9 @@ def index_of(shard: Shard) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in shard)
 
 
-def digest(part: torch.Tensor, shard: Shard | None = None, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+def digest(
+    part: torch.Tensor, shard: Shard | None = None, shape: tuple[int, ...] | None = None
+) -> torch.Tensor:
     """A part's share of its tensor's digest: int64 [], on the part's device. Shares of parts that make up the tensor add up to
     its digest, modulo 2**64, however it is divided.
 
@@ -307,7 +315,9 @@ def _sum_on_cpu(words_BRC: np.ndarray, row_keys_BR: np.ndarray, keys_C: np.ndarr
 @cache
 def _threads() -> ThreadPoolExecutor:
     """One for each core of this process."""
-    return ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="digests")
+    return ThreadPoolExecutor(
+        max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="digests"
+    )
 
 
 def _words(part: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
@@ -327,7 +337,9 @@ def _words(part: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
         return part.view(torch.int64), start // 8
     begin = start % 8
     rows = part.contiguous().view(torch.uint8)
-    return torch.nn.functional.pad(rows, (begin, -(begin + width) % 8)).view(torch.int64), start // 8
+    return torch.nn.functional.pad(rows, (begin, -(begin + width) % 8)).view(
+        torch.int64
+    ), start // 8
 
 
 def _blocks(words: torch.Tensor) -> torch.Tensor:
@@ -354,7 +366,9 @@ def _keys_of(
     shape: tuple[int, ...], shard: Shard, first: int, count: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the rows of a part, by the tensor's dimensions but the last, and of their words, which begin with number ``first``."""
-    return _keys(torch.Size(shape).numel(), device).view(shape)[index_of(shard)].flatten(), _keys(first + count, device)[first:]
+    return _keys(torch.Size(shape).numel(), device).view(shape)[index_of(shard)].flatten(), _keys(
+        first + count, device
+    )[first:]
 
 
 def _keys(count: int, device: torch.device) -> torch.Tensor:
@@ -394,6 +408,9 @@ def page_lock(buffers: Iterable[torch.Tensor]) -> bool:
         code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
         if code:
             take_cuda_error()
-            logger.warning("shared memory of the weights can't be page-locked (CUDA error %d): publishing takes longer", code)
+            logger.warning(
+                "shared memory of the weights can't be page-locked (CUDA error %d): publishing takes longer",
+                code,
+            )
             return False
     return True

@@ -76,7 +76,9 @@ class CopiedOut:
 class Generators(Protocol):
     """Every replica that takes requests: generation/client.py."""
 
-    async def update_weights(self, version: int, canary_token_ids: np.ndarray) -> dict[int, WeightReceipt]: ...
+    async def update_weights(
+        self, version: int, canary_token_ids: np.ndarray
+    ) -> dict[int, WeightReceipt]: ...
 
     async def sleep(self) -> None: ...
 
@@ -140,7 +142,9 @@ class WeightSync:
         self._held = False
         """``_updating`` is, until the next update: a replica that is made again waits for it."""
 
-    async def admit(self, replica: int, actor: Any, take_requests: Callable[[], Awaitable[None]]) -> None:
+    async def admit(
+        self, replica: int, actor: Any, take_requests: Callable[[], Awaitable[None]]
+    ) -> None:
         """Have a new replica load the current version and prove it, and then call ``take_requests``. No update comes between.
 
         Args:
@@ -153,7 +157,9 @@ class WeightSync:
             if not self._published:
                 async with self._scoring:
                     if self._canary is None:
-                        self._canary = next(iter((await self._trainer.score.call(self.canary_token_ids)).values()))
+                        self._canary = next(
+                            iter((await self._trainer.score.call(self.canary_token_ids)).values())
+                        )
                 logprobs = await actor.canary.call_one(self.canary_token_ids)
             else:
 
@@ -186,7 +192,9 @@ class WeightSync:
         started = time.perf_counter()
         if self._one_buffer:
             await self._hold()
-        await ask_each(self._ranks, "copy_weights", version, self.canary_token_ids, self._copies is not None)
+        await ask_each(
+            self._ranks, "copy_weights", version, self.canary_token_ids, self._copies is not None
+        )
         return CopiedOut(version=version, seconds=time.perf_counter() - started)
 
     async def update(self, copied: CopiedOut) -> SyncReport:
@@ -204,8 +212,12 @@ class WeightSync:
                 fetched = time.perf_counter()
                 return await self._generators.update_weights(version, self.canary_token_ids)
 
-            with trace.span("generators load"):  # the trainer takes digests and scores its canary meanwhile
-                receipts, proof = await asyncio.gather(self._with_copies(version, load), self._trainers_proof())
+            with trace.span(
+                "generators load"
+            ):  # the trainer takes digests and scores its canary meanwhile
+                receipts, proof = await asyncio.gather(
+                    self._with_copies(version, load), self._trainers_proof()
+                )
             self._fingerprint, self._canary = proof
             for replica, receipt in receipts.items():
                 self._check_receipt(replica, version, receipt)
@@ -268,20 +280,26 @@ class WeightSync:
             try:
                 return await load()
             except RunError:
-                await self._copies.fetch(version)  # a reader that is dead is noticed now, at the latest
+                await self._copies.fetch(
+                    version
+                )  # a reader that is dead is noticed now, at the latest
                 if self._copies.lost == lost:
                     raise
 
     def _check_receipt(self, replica: int, version: int, receipt: WeightReceipt) -> None:
         if receipt.version != version:
-            raise RunError(f"generator {replica} answered version {version} with the weights of version {receipt.version}")
+            raise RunError(
+                f"generator {replica} answered version {version} with the weights of version {receipt.version}"
+            )
         if receipt.fingerprint not in ("", self._fingerprint):
             raise RunError(
                 f"generator {replica} holds weights of fingerprint {receipt.fingerprint} as version {version}; the trainer "
                 f"published {self._fingerprint}"
             )
 
-    def _compare(self, version: int, trainer: np.ndarray | None, generators: Mapping[int, np.ndarray]) -> float:
+    def _compare(
+        self, version: int, trainer: np.ndarray | None, generators: Mapping[int, np.ndarray]
+    ) -> float:
         worst, bound = 0.0, self._bound.nats
         for replica, canary in generators.items():
             difference = float(np.abs(trainer - canary).max())

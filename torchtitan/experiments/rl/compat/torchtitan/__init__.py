@@ -24,7 +24,10 @@ def use_cpu_without_accelerator() -> None:
     """
     if torch.accelerator.is_available():
         return
-    replaced = {"device_type": (tools.device_type, "cpu"), "device_module": (tools.device_module, torch.cpu)}
+    replaced = {
+        "device_type": (tools.device_type, "cpu"),
+        "device_module": (tools.device_module, torch.cpu),
+    }
     for name, module in list(sys.modules.items()):
         if not name.startswith("torchtitan."):
             continue

@@ -22,7 +22,10 @@ class HiddenStateDecoder(Decoder):
     _skip_lm_head = True
 
     def hidden_states(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attention_masks: AttentionMasksType | None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention_masks: AttentionMasksType | None,
     ) -> torch.Tensor:
         """[B, L, dim], after the last norm. Arguments as of torchtitan's ``Decoder.forward``."""
         return super().forward(tokens, positions, attention_masks)
@@ -43,18 +46,24 @@ class ShardedLlama3Adapter(Llama3StateDictAdapter):
         return _on_whole_heads(super()._reverse_permute, w, *args)
 
 
-def _on_whole_heads(permute: Callable[..., Any], weight: torch.Tensor, heads: int, *sizes: int) -> torch.Tensor:
+def _on_whole_heads(
+    permute: Callable[..., Any], weight: torch.Tensor, heads: int, *sizes: int
+) -> torch.Tensor:
     if not isinstance(weight, DTensor):
         return permute(weight, heads, *sizes)
     mesh, placements = weight.device_mesh, weight.placements
-    shards = math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+    shards = math.prod(
+        mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()
+    )
     if heads % shards == 0:
         return permute(weight, heads, *sizes)
     whole = weight.redistribute(placements=[Replicate()] * mesh.ndim)
     return permute(whole, heads, *sizes).redistribute(placements=placements)
 
 
-def split_of_fused(module: Any, state: dict[str, torch.Tensor], *, prefix: str) -> dict[str, torch.Tensor]:
+def split_of_fused(
+    module: Any, state: dict[str, torch.Tensor], *, prefix: str
+) -> dict[str, torch.Tensor]:
     """``state`` of a module, with a fused query, key and value taken apart as in its state dict.
 
     ``FusedQKVLinear._split_qkv_on_save`` is private: torchtitan calls it when a whole state dict is made.

@@ -59,10 +59,32 @@ OWN_ARGUMENTS = {
     "kv_cache_memory_bytes": "kv_cache_gib",
     "enforce_eager": "cuda_graphs",
     "enable_sleep_mode": "sleep",
-    **{name: name for name in ("dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "enable_prefix_caching")},
+    **{
+        name: name
+        for name in (
+            "dtype",
+            "max_model_len",
+            "max_num_seqs",
+            "gpu_memory_utilization",
+            "enable_prefix_caching",
+        )
+    },
     **dict.fromkeys(
-        ("model", "distributed_executor_backend", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls")
-        + ("kv_transfer_config", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules")
+        (
+            "model",
+            "distributed_executor_backend",
+            "skip_tokenizer_init",
+            "logprobs_mode",
+            "worker_extension_cls",
+        )
+        + (
+            "kv_transfer_config",
+            "enable_lora",
+            "max_loras",
+            "max_cpu_loras",
+            "max_lora_rank",
+            "lora_target_modules",
+        )
         + ("enable_return_routed_experts",)
     ),
 }
@@ -112,12 +134,16 @@ class VLLMEngineConfig(EngineConfig):
         adapters: Mapping[str, int] | None = None,
         routes: bool = False,
     ) -> "VLLMEngine":
-        return VLLMEngine(self, model_path=model_path, device=device, adapters=adapters or {}, routes=routes)
+        return VLLMEngine(
+            self, model_path=model_path, device=device, adapters=adapters or {}, routes=routes
+        )
 
     def check_routes(self) -> None:
         if "speculative_config" in self.args:
             cure = 'leave it out, or set trainer.router_replay = "off": tokens that were only proposed have routes too'
-            raise ConfigError("generator.engine.args.speculative_config", self.args["speculative_config"], cure)
+            raise ConfigError(
+                "generator.engine.args.speculative_config", self.args["speculative_config"], cure
+            )
         if not self.enable_prefix_caching:
             cure = 'set it to True, or trainer.router_replay to "off": vLLM keeps routes with the prefixes that it caches'
             raise ConfigError("generator.engine.enable_prefix_caching", False, cure)
@@ -126,9 +152,7 @@ class VLLMEngineConfig(EngineConfig):
     def warning(self) -> str | None:
         if (kind := self.args.get("quantization")) is None:
             return None
-        return (
-            f"args.quantization = {kind!r}: the engine's weights are not compared with the published ones, only the canary is"
-        )
+        return f"args.quantization = {kind!r}: the engine's weights are not compared with the published ones, only the canary is"
 
     def check_adapter(self, rank: int) -> None:
         if rank > LORA_RANKS[-1]:
@@ -152,7 +176,11 @@ class VLLMEngineConfig(EngineConfig):
         for name, owner in OWN_ARGUMENTS.items():
             if name in self.args:
                 set_by = f"{field}.{owner}" if owner else "the library"
-                raise ConfigError(f"{field}.args.{name}", self.args[name], f"is set by {set_by}: leave it out here")
+                raise ConfigError(
+                    f"{field}.args.{name}",
+                    self.args[name],
+                    f"is set by {set_by}: leave it out here",
+                )
         for name, undivided in OTHER_DIVISIONS.items():
             if self.args.get(name, undivided) != undivided:
                 cure = f"weights reach tensor-parallel engines alone: leave it out, and set {field}.tensor_parallel_degree"
@@ -197,7 +225,10 @@ class VLLMEngine:
             # vLLM compiles one small function of log-probabilities, also where it is told not to compile: seconds for nothing.
             torch.compiler.set_stance("force_eager")
             # With a seed per request, vLLM 0.32 can't split a prompt over two steps on CPU: its generators have no offset.
-            arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(config.max_model_len, 8192)}
+            arguments |= {
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(config.max_model_len, 8192),
+            }
             # The smallest that vLLM's kernels take, as quick as its default of 128: a conversation's next turn computes less.
             arguments["block_size"] = 32
             arguments |= {"kv_cache_memory_bytes": int(config.cpu_kv_cache_gib * 2**30)}
@@ -207,13 +238,18 @@ class VLLMEngine:
             arguments |= {"gpu_memory_utilization": config.gpu_memory_utilization}
         else:
             # vLLM then asks only whether the share is free when it starts: a trainer may have most of the rest.
-            arguments |= {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30), "gpu_memory_utilization": 0.05}
+            arguments |= {
+                "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+                "gpu_memory_utilization": 0.05,
+            }
         self._served: dict[str, Any] = {}
         """vLLM's LoRARequest of each adapter that the version has, once one is loaded."""
         if adapters:
             room = {"max_loras": len(adapters), "max_cpu_loras": len(adapters)}
             arguments |= {"enable_lora": True, "lora_target_modules": [*LORA_MODULES], **room}
-            arguments["max_lora_rank"] = next(rank for rank in LORA_RANKS if rank >= max(adapters.values()))
+            arguments["max_lora_rank"] = next(
+                rank for rank in LORA_RANKS if rank >= max(adapters.values())
+            )
         returned = routes and compat.returns_routes(device)
         self._records_routes = routes and not returned
         if returned:
@@ -237,7 +273,9 @@ class VLLMEngine:
             enable_sleep_mode=config.sleep and not on_cpu,
         )
         # As an offline engine vLLM takes 8,192 or 16,384 tokens a step, by the GPU. Without a context it takes 2,048.
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | config.args), usage_context=UsageContext.LLM_CLASS)
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(**arguments | config.args), usage_context=UsageContext.LLM_CLASS
+        )
         self._model_path, self._max_model_len = model_path, config.max_model_len
         self._has_workers = config.tensor_parallel_degree > 1
         self._open: dict[str, tuple[Request, str]] = {}
@@ -248,7 +286,9 @@ class VLLMEngine:
         self._asleep, self._on_cpu = False, on_cpu
         self._prompt_tokens = self._prompt_tokens_cached = self._routes_kept = 0
         self._engine.set_weight_version("0")
-        self._route_dtype = compat.route_dtype(self._engine.model_config.get_num_experts()) if returned else ""
+        self._route_dtype = (
+            compat.route_dtype(self._engine.model_config.get_num_experts()) if returned else ""
+        )
         """Of the routes that vLLM returns."""
         if self._records_routes:
             self._engine.collective_rpc("record_routes")
@@ -265,10 +305,15 @@ class VLLMEngine:
         try:
             if isinstance(request, GenerateRequest) and request.sampling.stop:
                 compat.give_tokenizer(self._engine, self._model_path)
-            prompt, params = _to_vllm(request, salt=str(self._version), max_model_len=self._max_model_len)
+            prompt, params = _to_vllm(
+                request, salt=str(self._version), max_model_len=self._max_model_len
+            )
             key = str(request.request_id)
             adapter = self._served[request.adapter] if self._served else None
-            self._open[key] = (request, self._engine.add_request(key, prompt, params, lora_request=adapter))
+            self._open[key] = (
+                request,
+                self._engine.add_request(key, prompt, params, lora_request=adapter),
+            )
         except Exception as error:  # whatever vLLM raises for a request it refuses: one request must not end the others
             return RequestFailed(request_id=request.request_id, cause=str(error))
         return None
@@ -290,10 +335,15 @@ class VLLMEngine:
                     sampled[internal_id] = request, result.completion
         if self._records_routes and sampled:
             wanted = {
-                own: (request.routes_from, len(request.prompt_token_ids) + len(completion.token_ids) - 1)
+                own: (
+                    request.routes_from,
+                    len(request.prompt_token_ids) + len(completion.token_ids) - 1,
+                )
                 for own, (request, completion) in sampled.items()
             }
-            for own, (routes, kept) in self._engine.collective_rpc("routes_of", args=(wanted,))[0].items():
+            for own, (routes, kept) in self._engine.collective_rpc("routes_of", args=(wanted,))[
+                0
+            ].items():
                 sampled[own][1].routes = routes
                 self._routes_kept += kept
         return results
@@ -331,19 +381,27 @@ class VLLMEngine:
             self._engine.wake_up(["scheduling"] if self._on_cpu else None)
             self._asleep = False
         self._early += self._results(compat.finish_steps(self._engine))
-        if cause := next(filter(None, self._engine.collective_rpc("map_snapshot", args=(manifest,))), ""):
+        if cause := next(
+            filter(None, self._engine.collective_rpc("map_snapshot", args=(manifest,))), ""
+        ):
             raise PeerGone(cause)
         try:
             reports = self._engine.collective_rpc("load_snapshot", args=(verify,))
         except Exception as error:  # whatever vLLM raises, and its workers may have raised
-            raise WrongWeights(f"weights of version {manifest.version} are not loaded: {cause_in(error)}") from error
+            raise WrongWeights(
+                f"weights of version {manifest.version} are not loaded: {cause_in(error)}"
+            ) from error
         self._version, self._served = manifest.version, compat.lora_requests(manifest.shapes)
         self._engine.set_weight_version(str(manifest.version))
         if recompute:
             compat.recompute_open_requests(self._engine, cache_salt=str(manifest.version))
         digests = whole_digests(report.parts for report in reports)
         if quantized := list(digests.values()).count(QUANTIZED):
-            logger.info("version %d: %d tensors are quantized, and not compared", manifest.version, quantized)
+            logger.info(
+                "version %d: %d tensors are quantized, and not compared",
+                manifest.version,
+                quantized,
+            )
         return LoadReport(
             digests=digests,
             verify_s=max(report.verify_s for report in reports),
@@ -357,7 +415,9 @@ class VLLMEngine:
             del self._open[key]
 
     def close(self) -> None:
-        if not self._has_workers:  # all of it ends with this process, and vLLM's shutdown collects garbage for a second
+        if (
+            not self._has_workers
+        ):  # all of it ends with this process, and vLLM's shutdown collects garbage for a second
             from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
             compat.leave_to_the_exit(self._engine)
@@ -393,10 +453,14 @@ def _to_vllm(request: Request, *, salt: str, max_model_len: int) -> tuple[Any, A
     }
     if isinstance(request, ScoreRequest):
         if not 2 <= len(request.token_ids) < max_model_len:
-            raise ValueError(f"{len(request.token_ids)} tokens to score: give 2 to max_model_len - 1 = {max_model_len - 1}")
+            raise ValueError(
+                f"{len(request.token_ids)} tokens to score: give 2 to max_model_len - 1 = {max_model_len - 1}"
+            )
         prompt = tokens_input(request.token_ids.tolist(), cache_salt=salt)
         common["detokenize"] = False
-        return prompt, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, **common)
+        return prompt, SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, **common
+        )
     sampling = request.sampling
     if len(request.prompt_token_ids) + sampling.max_tokens > max_model_len:
         raise ValueError(

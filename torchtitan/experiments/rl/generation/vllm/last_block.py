@@ -20,7 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+)
 
 
 @dataclass
@@ -41,7 +44,9 @@ class LastBlocks(KVConnectorBase_V1):
         self._block_size: int = vllm_config.cache_config.block_size
         share = vllm_config.kv_transfer_config.kv_connector_extra_config["kept_share"]
         self._blocks: int = kv_cache_config.num_blocks
-        self._capacity = max(1, min(vllm_config.scheduler_config.max_num_seqs, int(share * self._blocks)))
+        self._capacity = max(
+            1, min(vllm_config.scheduler_config.max_num_seqs, int(share * self._blocks))
+        )
         # Of the scheduler's half.
         self._places: OrderedDict[Hashable, int] = OrderedDict()
         """By prompt, the longest unused first."""
@@ -55,7 +60,9 @@ class LastBlocks(KVConnectorBase_V1):
 
     # In the scheduler.
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """How many tokens are copied into the request's blocks; None: not in this step."""
         prompt, tail = self._tail(request)
         if not tail or num_computed_tokens != request.num_prompt_tokens - 1 - tail:
@@ -76,9 +83,15 @@ class LastBlocks(KVConnectorBase_V1):
             self._computing[prompt] = block
 
     def build_connector_meta(self, scheduler_output: Any) -> Copies:
-        save: dict[int, int] = {}  # by place: index_copy_ leaves open which of two blocks for one place it keeps
+        save: dict[
+            int, int
+        ] = {}  # by place: index_copy_ leaves open which of two blocks for one place it keeps
         for prompt, block in self._computing.items():
-            place = self._places.popitem(last=False)[1] if len(self._places) == self._capacity else len(self._places)
+            place = (
+                self._places.popitem(last=False)[1]
+                if len(self._places) == self._capacity
+                else len(self._places)
+            )
             self._places[prompt] = place
             save[place] = block
         copies = Copies(load=self._load, save=[(block, place) for place, block in save.items()])
@@ -95,17 +108,28 @@ class LastBlocks(KVConnectorBase_V1):
         full, tail = divmod(end, self._block_size)
         if request.skip_reading_prefix_cache or request.num_output_tokens:
             return None, 0
-        before = request.block_hashes[full - 1] if full else None  # a block's hash is of all tokens up to its end
+        before = (
+            request.block_hashes[full - 1] if full else None
+        )  # a block's hash is of all tokens up to its end
         adapter = request.lora_request.lora_int_id if request.lora_request else 0
-        return (adapter, request.cache_salt, before, tuple(request.prompt_token_ids[end - tail : end])), tail
+        return (
+            adapter,
+            request.cache_salt,
+            before,
+            tuple(request.prompt_token_ids[end - tail : end]),
+        ), tail
 
     # In a worker.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        assert not self._caches, "vLLM has one connector per process: close the other engine of this process first"
+        assert not self._caches, (
+            "vLLM has one connector per process: close the other engine of this process first"
+        )
         self._caches = list(kv_caches.values())
         shapes = {tuple(cache.shape) for cache in self._caches}
-        assert all(shape[0] == self._blocks for shape in shapes), f"{shapes}: the first dimension counts {self._blocks} blocks"
+        assert all(shape[0] == self._blocks for shape in shapes), (
+            f"{shapes}: the first dimension counts {self._blocks} blocks"
+        )
         self._kept = [cache.new_empty((self._capacity, *cache.shape[1:])) for cache in self._caches]
 
     def keep_too(self, blocks: torch.Tensor) -> None:
@@ -128,11 +152,15 @@ class LastBlocks(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         pass
 
     @staticmethod
-    def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor], pairs: list[tuple[int, int]]) -> None:
+    def _copy(
+        sources: list[torch.Tensor], targets: list[torch.Tensor], pairs: list[tuple[int, int]]
+    ) -> None:
         if not pairs:
             return
         here, there = torch.tensor(pairs).unbind(1)

@@ -64,7 +64,9 @@ def whole_digests(workers: Iterable[Mapping[str, list[tuple[Shard, int | str]]]]
         elif len(shares) == len(places) == len(values):
             digests |= named([(name, sum(shares))])
         else:
-            digests[name] = of_copies(value if isinstance(value, str) else f"{value % 2**64:016x}" for value in values)
+            digests[name] = of_copies(
+                value if isinstance(value, str) else f"{value % 2**64:016x}" for value in values
+            )
     return digests
 
 
@@ -79,7 +81,11 @@ class HeldWeights:
             if held.packed:
                 self._packed.setdefault(id(held.module), []).append(held)
         first = {id(held.parameter): held.module for held in reversed(self._weights)}
-        self._tied = {id(held.module) for held in self._weights if first[id(held.parameter)] is not held.module}
+        self._tied = {
+            id(held.module)
+            for held in self._weights
+            if first[id(held.parameter)] is not held.module
+        }
         self._noted_later: dict[int, dict[str, Part]] = {}
         """By tied module: filled when its weight is read, which comes after the packing and is not done twice."""
         self.seconds = 0.0
@@ -105,7 +111,9 @@ class HeldWeights:
             copies = [read[own]] if own in read else []
             if held.packed:
                 self._noted_later.get(id(held.module), {}).update(read.get(own, {}))
-                noted = compat.packed_from(held.module, held.name) or dict.fromkeys(held.sources, ((), UNKNOWN))
+                noted = compat.packed_from(held.module, held.name) or dict.fromkeys(
+                    held.sources, ((), UNKNOWN)
+                )
                 copies.append({name: noted[name] for name in held.sources if name in noted})
             for copy in copies:
                 for name, part in copy.items():
@@ -114,7 +122,9 @@ class HeldWeights:
         taken = [value.result() if isinstance(value, Future) else value for value in values]
         numbers = iter(read_together(taken))
         return {
-            name: [(place, value if isinstance(value, str) else next(numbers)) for place, value in own]
+            name: [
+                (place, value if isinstance(value, str) else next(numbers)) for place, value in own
+            ]
             for name, own in found.items()
         }
 
@@ -178,7 +188,8 @@ class SnapshotLoader:
         of a first computation. ``tokens``: by vLLM's id, the first that is asked for and the end."""
         kept = self._routes.kept
         return {
-            own: (self._routes.of(own, end)[start:].numpy(), len(kept.get(own, ()))) for own, (start, end) in tokens.items()
+            own: (self._routes.of(own, end)[start:].numpy(), len(kept.get(own, ())))
+            for own, (start, end) in tokens.items()
         }
 
     def load_snapshot(self, verify: bool) -> LoadedParts:
@@ -194,7 +205,10 @@ class SnapshotLoader:
         held = HeldWeights(model, manifest)
         mapped = time.perf_counter()
         note = held.note if verify else lambda module: None
-        with trace.span("reload"), compat.packing_noted(note, unpacked=compat.packed_for_nothing(model)):
+        with (
+            trace.span("reload"),
+            compat.packing_noted(note, unpacked=compat.packed_for_nothing(model)),
+        ):
             reload_weights(worker, tensors)
         packed_s = held.seconds
         reloaded = time.perf_counter()
@@ -207,19 +221,25 @@ class SnapshotLoader:
             reload_s=reloaded - mapped - packed_s,
         )
 
-    def _load_adapter(self, tensors: dict[str, torch.Tensor], started: float, verify: bool) -> LoadedParts:
+    def _load_adapter(
+        self, tensors: dict[str, torch.Tensor], started: float, verify: bool
+    ) -> LoadedParts:
         """Put the adapters in the place of those before, and read them back from where the model computes with them."""
         mapped = time.perf_counter()
         with trace.span("reload"):
             compat.set_adapters(self, tensors)
         reloaded = time.perf_counter()
-        parts: dict[str, list[tuple[Shard, int | str]]] = {name: [] for name in tensors} if verify else {}
+        parts: dict[str, list[tuple[Shard, int | str]]] = (
+            {name: [] for name in tensors} if verify else {}
+        )
         with trace.span("digests of what is held"):
             taken: list[tuple[str, Shard, torch.Tensor]] = []
             for name, held, share in compat.held_adapter(self, tensors) if verify else ():
                 tensor = tensors[name]
                 # The share is a view of the whole.
-                row, column = divmod(int(share.storage_offset() - tensor.storage_offset()), tensor.shape[1])
+                row, column = divmod(
+                    int(share.storage_offset() - tensor.storage_offset()), tensor.shape[1]
+                )
                 place = ((row, row + share.shape[0]), (column, column + share.shape[1]))
                 own = digest(held.to(tensor.dtype), place, tuple(tensor.shape))
                 taken.append((name, place, own))

@@ -80,7 +80,10 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
     # Plain functions: FastAPI calls each in a thread, and one that reads a large file holds up no other.
     @app.get("/api/runs")
     def all_runs() -> Response:
-        shown = [{"number": n, "name": run.name, "state": run.state(), "tasks": run.tasks()} for n, run in enumerate(runs)]
+        shown = [
+            {"number": n, "name": run.name, "state": run.state(), "tasks": run.tasks()}
+            for n, run in enumerate(runs)
+        ]
         return answered({"runs": shown, "config": pages.config_differences(runs)})
 
     @app.get("/api/runs/{number}/page/{name}")
@@ -95,7 +98,11 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
 
     @app.get("/api/changes")
     def between(before_run: int, after_run: int, before: Text, after: Text) -> Response:
-        return answered(pages.changes((run_of(before_run), before_run, before), (run_of(after_run), after_run, after)))
+        return answered(
+            pages.changes(
+                (run_of(before_run), before_run, before), (run_of(after_run), after_run, after)
+            )
+        )
 
     @app.get("/api/runs/{number}/rollouts")
     def list_rollouts(run: Run, wanted: Annotated[rollouts.Wanted, Query()]) -> Response:
@@ -114,7 +121,9 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
         return Response(run.record(place, line), media_type="application/json")
 
     @app.get("/api/runs/{number}/rollouts/{place}-{line}/tokens")
-    def tokens(run: Run, place: int, line: int, sample: int = 0, offset: rollouts.Count = 0) -> Response:
+    def tokens(
+        run: Run, place: int, line: int, sample: int = 0, offset: rollouts.Count = 0
+    ) -> Response:
         return answered(token_streams(run, place, line, sample, offset, tokenizer(run)))
 
     @app.get("/api/runs/{number}/traces/{name}")
@@ -161,7 +170,10 @@ def exported(runs: Sequence[ReportedRun], *, sample: int) -> str:
     held = asyncio.run(answers(runs, sample))
     # In a script element only "<" could end it or begin a comment.
     data = json.dumps(held).replace("<", "\\u003c")
-    page, style, *scripts = ((STATIC / name).read_text(encoding="utf-8") for name in ("index.html", "report.css", *SCRIPTS))
+    page, style, *scripts = (
+        (STATIC / name).read_text(encoding="utf-8")
+        for name in ("index.html", "report.css", *SCRIPTS)
+    )
     script = "\n".join(scripts)
     policy = (
         f"default-src 'none'; script-src 'sha256-{_digest(script)}'; style-src 'sha256-{_digest(style)}'; img-src data:; "
@@ -199,19 +211,41 @@ async def answers(runs: Sequence[ReportedRun], sample: int) -> Json:
             ):
                 await hold(f"{base}/{page}")
             some = f"limit={min(max(1, sample // 2), rollouts.MOST_ROWS)}"
-            lists = [await hold(f"{base}/rollouts?sort={order}&{some}") for order in ("highest", "lowest")]
+            lists = [
+                await hold(f"{base}/rollouts?sort={order}&{some}")
+                for order in ("highest", "lowest")
+            ]
             rows = {row["key"]: row for one in lists for row in one["rows"]}
-            held[f"{base}/rollouts?"] = lists[0] | {"rows": list(rows.values()), "total": len(rows), "next": None}
+            held[f"{base}/rollouts?"] = lists[0] | {
+                "rows": list(rows.values()),
+                "total": len(rows),
+                "next": None,
+            }
             keys = set(rows)
-            if len(labels := [one["label"] for one in pages.recorded(run)]) > 1:  # what the page Evaluations compares at first
-                query = {"before_run": number, "before": labels[0], "after_run": number, "after": labels[-1]}
+            if (
+                len(labels := [one["label"] for one in pages.recorded(run)]) > 1
+            ):  # what the page Evaluations compares at first
+                query = {
+                    "before_run": number,
+                    "before": labels[0],
+                    "after_run": number,
+                    "after": labels[-1],
+                }
                 found = await hold(f"api/changes?{urlencode(query)}")
                 for kind in ("won", "lost"):
                     found[kind] = found[kind][:EXPORTED_CHANGES]
-                    keys |= {key for row in found[kind] for side in ("before", "after") for key in row[side]["keys"]}
+                    keys |= {
+                        key
+                        for row in found[kind]
+                        for side in ("before", "after")
+                        for key in row[side]["keys"]
+                    }
             for key in keys:
                 one = await hold(f"{base}/rollouts/{key}")
-                tokens = [f"rollouts/{key}/tokens?sample={sample}&offset=0" for sample in range(len(one["samples"]))]
+                tokens = [
+                    f"rollouts/{key}/tokens?sample={sample}&offset=0"
+                    for sample in range(len(one["samples"]))
+                ]
                 for place in (f"rollouts/{key}/raw", f"groups/{key.partition('-')[0]}", *tokens):
                     await hold(f"{base}/{place}")
     return held

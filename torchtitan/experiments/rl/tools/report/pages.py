@@ -37,8 +37,16 @@ TOO_HIGH = {
         "Trainer and generators disagree: {:.0%} of the bound at which the run ends",
         "generator.weight_update = recompute, a lower trainer.optimizer.lr or max_offpolicy_steps",
     ),
-    "rl/ratio_capped_fraction": (0.001, CAPPED, "trainer.optimizer.lr, max_offpolicy_steps (lower one)"),
-    "ref_kl/ratio_capped_fraction": (0.001, CAPPED, "trainer.optimizer.lr, max_offpolicy_steps (lower one)"),
+    "rl/ratio_capped_fraction": (
+        0.001,
+        CAPPED,
+        "trainer.optimizer.lr, max_offpolicy_steps (lower one)",
+    ),
+    "ref_kl/ratio_capped_fraction": (
+        0.001,
+        CAPPED,
+        "trainer.optimizer.lr, max_offpolicy_steps (lower one)",
+    ),
     "rollout/status/truncated_length": (
         0.2,
         "{:.0%} of the rollouts were cut off at their token limit",
@@ -51,7 +59,17 @@ TOO_HIGH = {
     ),
 }
 """By metric: the mean over recent steps that is too high, what is seen, and what to turn."""
-WATCHED = (VALIDATION, REWARD, EQUAL, *TOO_HIGH, "mismatch_kl/all", "policy/entropy", "time/*_s", "perf/*/busy", "restarts/*")
+WATCHED = (
+    VALIDATION,
+    REWARD,
+    EQUAL,
+    *TOO_HIGH,
+    "mismatch_kl/all",
+    "policy/entropy",
+    "time/*_s",
+    "perf/*/busy",
+    "restarts/*",
+)
 """Patterns of the metrics that hints read."""
 SOLVED = 0.95
 """Mean reward from which on a task has no more to teach."""
@@ -68,7 +86,9 @@ class Hint:
     """The figure's name in metrics.jsonl."""
 
 
-def hints(series: Series, state: Mapping[str, Any], ledger: Mapping[str, Mapping[str, int]]) -> list[Hint]:
+def hints(
+    series: Series, state: Mapping[str, Any], ledger: Mapping[str, Mapping[str, int]]
+) -> list[Hint]:
     """
     Args:
         state: of ``ReportedRun.state``.
@@ -80,7 +100,11 @@ def hints(series: Series, state: Mapping[str, Any], ledger: Mapping[str, Mapping
 
 def _means(series: Series, part: slice, *, least: int = 1) -> Mapping[str, float]:
     """Of each metric the mean over a part of its steps; nan where it has fewer than ``least``."""
-    found = {name: [value for _, value in points[part]] for name, points in series.items() if len(points) >= least}
+    found = {
+        name: [value for _, value in points[part]]
+        for name, points in series.items()
+        if len(points) >= least
+    }
     return defaultdict(lambda: math.nan, {name: fmean(values) for name, values in found.items()})
 
 
@@ -112,7 +136,12 @@ class Curve:
         """The best mean of neighbours, where the last one has lost more than half of what was gained, or a tenth of what was
         there at first; four standard errors at least."""
         best = float(self.means.max())
-        least = max(0.5 * (best - self.start), 0.1 * abs(self.start), 4 * self.noise * math.sqrt(2 / self.window), TINY)
+        least = max(
+            0.5 * (best - self.start),
+            0.1 * abs(self.start),
+            4 * self.noise * math.sqrt(2 / self.window),
+            TINY,
+        )
         return best if best - self.end > least else None
 
     def stays_flat(self, last_step: int | None) -> bool:
@@ -138,7 +167,9 @@ def _ended(state: Mapping[str, Any]) -> Iterable[Hint]:
         yield Hint("error", text, "logs/controller.jsonl says what it waits for", "step")
     if state.get("state") == "stopped" and state.get("steps") is not None:
         text = f"Stopped after step {state['step'] or 0} of {state['steps']}"
-        yield Hint("warning", text, "--resume with this folder goes on, if it has a checkpoint", "step")
+        yield Hint(
+            "warning", text, "--resume with this folder goes on, if it has a checkpoint", "step"
+        )
 
 
 def _ledger(ledger: Mapping[str, Mapping[str, int]]) -> Iterable[Hint]:
@@ -150,15 +181,23 @@ def _ledger(ledger: Mapping[str, Mapping[str, int]]) -> Iterable[Hint]:
         ):
             count = sum(number for name, number in columns.items() if name.startswith(column))
             if count > 0.05 * ended:
-                text = f"{count / ended:.0%} of the rollouts of {task} {what} ({count:,} of {ended:,})"
-                yield Hint("error" if count > 0.5 * ended else "warning", text, field, f"ledger/{task}/{column}")
+                text = (
+                    f"{count / ended:.0%} of the rollouts of {task} {what} ({count:,} of {ended:,})"
+                )
+                yield Hint(
+                    "error" if count > 0.5 * ended else "warning",
+                    text,
+                    field,
+                    f"ledger/{task}/{column}",
+                )
 
 
 def _reward(series: Series, state: Mapping[str, Any]) -> Iterable[Hint]:
     curves = {
         name: Curve(points)
         for name in (VALIDATION, REWARD)
-        if len(points := series.get(name, ())) >= LEAST_POINTS and points[-1][0] - points[0][0] >= LEAST_STEPS
+        if len(points := series.get(name, ())) >= LEAST_POINTS
+        and points[-1][0] - points[0][0] >= LEAST_STEPS
     }
     for name, curve in curves.items():
         if (best := curve.falls_from()) is not None:
@@ -172,12 +211,20 @@ def _reward(series: Series, state: Mapping[str, Any]) -> Iterable[Hint]:
     for name, curve in curves.items():
         if curve.stays_flat(state.get("steps")):
             text = f"The reward is flat: {curve.start:.3g} at first, {curve.end:.3g} now"
-            yield Hint("warning", text, "the rollouts: what does the model answer? then trainer.optimizer.lr", name)
+            yield Hint(
+                "warning",
+                text,
+                "the rollouts: what does the model answer? then trainer.optimizer.lr",
+                name,
+            )
             return
 
 
 def _figures(series: Series) -> Iterable[Hint]:
-    now, early = _means(series, slice(-RECENT, None)), _means(series, slice(RECENT), least=LEAST_STEPS)
+    now, early = (
+        _means(series, slice(-RECENT, None)),
+        _means(series, slice(RECENT), least=LEAST_STEPS),
+    )
     for name, points in series.items():
         if name.startswith("restarts/") and points and (count := points[-1][1]) > 0:
             part = name.partition("/")[2]
@@ -193,10 +240,15 @@ def _figures(series: Series) -> Iterable[Hint]:
     # Equal rewards and no entropy are what is left of a task that the run has solved.
     if not (now[REWARD] >= SOLVED > series[REWARD][0][1]):
         yield from _teaches_nothing(now, early)
-    generators = [name for name in series if name.startswith("perf/generator_") and name.endswith("/busy")]
+    generators = [
+        name for name in series if name.startswith("perf/generator_") and name.endswith("/busy")
+    ]
     if not generators or not now["time/step_s"] > 0:
         return
-    idle, waiting = 1 - fmean(now[name] for name in generators), now["time/wait_s"] / now["time/step_s"]
+    idle, waiting = (
+        1 - fmean(now[name] for name in generators),
+        now["time/wait_s"] / now["time/step_s"],
+    )
     if idle > 1 - IDLE and waiting > WAITING:
         text = f"Generators idle {idle:.0%} of the time, and the trainer waits {waiting:.0%} of a step: slow envs"
         field = f"rollout_workers, if perf/event_loop_lag_max_s is above {LAG_S:g}; else the envs wait for something"
@@ -206,18 +258,31 @@ def _figures(series: Series) -> Iterable[Hint]:
         field = "trainer.ranks (more), generator.replicas (fewer), max_offpolicy_steps (1 or 2)"
         yield Hint("note", text, field, generators[0])
     elif waiting > 0.7 and not now[EQUAL] >= 0.5:  # else there is little to train on
-        text = f"The trainer waits {waiting:.0%} of a step for rollouts, and the generators are busy"
-        yield Hint("note", text, "generator.replicas (more), sampling.max_tokens (fewer)", "time/wait_s")
+        text = (
+            f"The trainer waits {waiting:.0%} of a step for rollouts, and the generators are busy"
+        )
+        yield Hint(
+            "note", text, "generator.replicas (more), sampling.max_tokens (fewer)", "time/wait_s"
+        )
 
 
 def _teaches_nothing(now: Mapping[str, float], early: Mapping[str, float]) -> Iterable[Hint]:
     if now[EQUAL] > 0.8:
-        field = "tasks.NAME.dataset: " + ("harder examples" if now[REWARD] > 0.5 else "easier examples, or a reward with steps")
-        yield Hint("warning", f"{now[EQUAL]:.0%} of the groups have equal rewards: they teach nothing", field, EQUAL)
+        field = "tasks.NAME.dataset: " + (
+            "harder examples" if now[REWARD] > 0.5 else "easier examples, or a reward with steps"
+        )
+        yield Hint(
+            "warning",
+            f"{now[EQUAL]:.0%} of the groups have equal rewards: they teach nothing",
+            field,
+            EQUAL,
+        )
     name = "policy/entropy"
     if now[name] < 0.02 and now[name] < early[name] / 10:
         text = f"The entropy has collapsed: {early[name]:.2g} nats at first, {now[name]:.2g} now"
-        yield Hint("warning", text, "trainer.optimizer.lr (lower it), or more rollouts a step", name)
+        yield Hint(
+            "warning", text, "trainer.optimizer.lr (lower it), or more rollouts a step", name
+        )
 
 
 MOST_POINTS = 1000
@@ -228,10 +293,19 @@ CHARTS = (
     ("Loss", "loss", "loss/total"),
     ("Learning rate", "a step", "train/lr"),
     ("Throughput", "tokens/s", "perf/trained_tokens_per_s", "perf/generated_tokens_per_s"),
-    ("Time of a step", "s", *(f"time/{part}_s" for part in ("wait", "train", "sync", "validate", "checkpoint", "step"))),
+    (
+        "Time of a step",
+        "s",
+        *(f"time/{part}_s" for part in ("wait", "train", "sync", "validate", "checkpoint", "step")),
+    ),
     ("Use of processes", "share of the time", "perf/*/busy"),
     ("Policy age", "versions", "policy/age_mean", "policy/age_max"),
-    ("Mismatch of trainer and generators", "nats a token", "mismatch_kl/all", "experts/mismatch_kl_*"),
+    (
+        "Mismatch of trainer and generators",
+        "nats a token",
+        "mismatch_kl/all",
+        "experts/mismatch_kl_*",
+    ),
     ("Experts that trainer and generators agree on", "share", "experts/*agree*"),
     ("Busiest expert of a layer", "even shares", "experts/*/load_max"),
     ("Entropy", "nats", "policy/entropy"),
@@ -251,7 +325,12 @@ def overview(run: ReportedRun) -> Json:
     """State, hints, the charts with their lines, the names of all metrics, and the seconds after which each step ended."""
     known, several = metric_names(run), len(run.tasks()) > 1
     drawn = {
-        title: [name for pattern in own if several or pattern not in OF_A_TASK for name in named(known, pattern)]
+        title: [
+            name
+            for pattern in own
+            if several or pattern not in OF_A_TASK
+            for name in named(known, pattern)
+        ]
         for title, _, *own in CHARTS
     }
     watched = [name for pattern in WATCHED for name in named(known, pattern)]
@@ -281,7 +360,12 @@ def overview(run: ReportedRun) -> Json:
 
 
 def metric_names(run: ReportedRun, *, like: str = "%") -> list[str]:
-    return [row[0] for row in run.rows("SELECT DISTINCT name FROM metrics WHERE name LIKE ? ORDER BY name", (like,))]
+    return [
+        row[0]
+        for row in run.rows(
+            "SELECT DISTINCT name FROM metrics WHERE name LIKE ? ORDER BY name", (like,)
+        )
+    ]
 
 
 def series(run: ReportedRun, names: Sequence[str]) -> dict[str, Points]:
@@ -332,7 +416,10 @@ def ledger(run: ReportedRun) -> Json:
                 "open": int(counts.get("open") or 0),
                 "columns": columns,
                 "recorded": recorded.get(task, {}),
-                "lines": {name: thinned(list(own.items())) for name, own in table(run, over_time, [task]).items()},
+                "lines": {
+                    name: thinned(list(own.items()))
+                    for name, own in table(run, over_time, [task]).items()
+                },
             }
         )
     return {"tasks": tasks}
@@ -343,7 +430,11 @@ def config_differences(runs: Sequence[ReportedRun]) -> dict[str, list[Any]]:
     configs = [run.config() for run in runs]
     names = sorted({name for config in configs for name in config})
     values = {name: [config.get(name) for config in configs] for name in names}
-    return {name: row for name, row in values.items() if len(runs) == 1 or any(value != row[0] for value in row)}
+    return {
+        name: row
+        for name, row in values.items()
+        if len(runs) == 1 or any(value != row[0] for value in row)
+    }
 
 
 LOG_BYTES = 256 * 1024
@@ -361,7 +452,10 @@ def timeline(run: ReportedRun) -> Json:
     """Restarts by part; use, last sign of life, deaths, hangs and errors of the processes; the traces of profiled steps."""
     busy = series(run, metric_names(run, like="perf/%/busy"))
     lines = {path.stem: list(_lines(path)) for path in logs(run.folder)}
-    events = sorted((line for own in lines.values() for line in own if _is_event(line)), key=lambda line: line["time"])
+    events = sorted(
+        (line for own in lines.values() for line in own if _is_event(line)),
+        key=lambda line: line["time"],
+    )
     return {
         "restarts": series(run, metric_names(run, like="restarts/%")),
         "busy": {name: thinned(points) for name, points in busy.items()},
@@ -404,12 +498,17 @@ def _lines(path: Path) -> Iterator[dict[str, str]]:
         except ValueError:  # a process that was killed in mid-write
             continue
         if isinstance(record, dict):
-            yield {name: str(record.get(name, "")) for name in ("time", "level", "logger", "process", "message")}
+            yield {
+                name: str(record.get(name, ""))
+                for name in ("time", "level", "logger", "process", "message")
+            }
 
 
 def _is_event(line: dict[str, str]) -> bool:
     ours = line["logger"].startswith(OURS)
-    return line["level"] in _GRAVE or (ours and line["level"] == "WARNING") or line["logger"] == DEATHS
+    return (
+        line["level"] in _GRAVE or (ours and line["level"] == "WARNING") or line["logger"] == DEATHS
+    )
 
 
 def _process(name: str, lines: list[dict[str, str]], busy: dict[str, Points]) -> Json:
@@ -441,8 +540,16 @@ def evaluations(run: ReportedRun) -> Json:
     ):
         row = rows.setdefault(reported, {"version": version, "reported": reported, "metrics": {}})
         row["metrics"][name] = value
-    shares = [name for name in metric_names(run, like="validation/%") if re.search(r"/(avg@|pass@)\d+$", name)]
-    return {"evaluations": list(rows.values()), "lines": series(run, shares), "recorded": recorded(run)}
+    shares = [
+        name
+        for name in metric_names(run, like="validation/%")
+        if re.search(r"/(avg@|pass@)\d+$", name)
+    ]
+    return {
+        "evaluations": list(rows.values()),
+        "lines": series(run, shares),
+        "recorded": recorded(run),
+    }
 
 
 def recorded(run: ReportedRun) -> list[Json]:
@@ -463,7 +570,13 @@ def changes(before: Evaluated, after: Evaluated) -> Json:
     first, second = _attempts(before), _attempts(after)
     pairs = [(old, second[example]) for example, old in first.items() if example in second]
     rows = [
-        {"task": old["task"], "example": old["sample_id"], "change": new["reward"] - old["reward"], "before": old, "after": new}
+        {
+            "task": old["task"],
+            "example": old["sample_id"],
+            "change": new["reward"] - old["reward"],
+            "before": old,
+            "after": new,
+        }
         for old, new in pairs
         if old["sample_id"] == new["sample_id"] and None not in (old["reward"], new["reward"])
     ]
@@ -494,4 +607,7 @@ def _attempts(evaluated: Evaluated) -> dict[str, Json]:
         "FROM rollouts WHERE evaluation = ? GROUP BY group_id, task ORDER BY task, place",
         (label,),
     )
-    return {row["group_id"].removesuffix(label): {**row, "run": number, "keys": row["keys"].split(",")} for row in rows}
+    return {
+        row["group_id"].removesuffix(label): {**row, "run": number, "keys": row["keys"].split(",")}
+        for row in rows
+    }

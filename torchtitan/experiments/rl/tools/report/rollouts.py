@@ -13,7 +13,12 @@ from tokenizers import Tokenizer
 
 from torchtitan.experiments.rl.checkpointing.folder import policies
 from torchtitan.experiments.rl.config.run_folder import read_config
-from torchtitan.experiments.rl.observability.rollouts import calls_of, cut, last_messages, shown_turns
+from torchtitan.experiments.rl.observability.rollouts import (
+    calls_of,
+    cut,
+    last_messages,
+    shown_turns,
+)
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout, decode_rollout
 from torchtitan.experiments.rl.rollouts.types import RolloutTurn
 from torchtitan.experiments.rl.tools.report.run import Json, ReportedRun
@@ -76,11 +81,17 @@ def listed(run: ReportedRun, wanted: Wanted) -> Json:
         ``rows``; ``total``: rows that match without ``text``; ``next``: the offset to go on from, None at the end.
     """
     asked, text, offset = wanted.model_dump(), (wanted.text or "").casefold(), wanted.offset
-    where = " AND ".join([sql for name, sql in CONDITIONS.items() if asked[name] is not None] or "1")
+    where = " AND ".join(
+        [sql for name, sql in CONDITIONS.items() if asked[name] is not None] or "1"
+    )
     total = run.rows(f"SELECT COUNT(*) FROM rollouts WHERE {where}", asked)[0][0]
     query = f"SELECT * FROM rollouts WHERE {where} ORDER BY {SORTS[wanted.sort]} LIMIT :limit OFFSET :offset"
     # A text that JSON writes as it is must be in the line: most lines need not be decoded.
-    in_line = text.encode() if text.isascii() and text.isprintable() and not set(text) & {'"', "\\"} else b""
+    in_line = (
+        text.encode()
+        if text.isascii() and text.isprintable() and not set(text) & {'"', "\\"}
+        else b""
+    )
     records = functools.lru_cache(1)(run.records)  # rollouts of a group come one after the other
     rows: list[Json] = []
     ends = time.monotonic() + SEARCH_S
@@ -88,10 +99,16 @@ def listed(run: ReportedRun, wanted: Wanted) -> Json:
         for row in page:
             offset += 1
             turns: list[RolloutTurn] = []
-            with contextlib.suppress(LookupError, ValueError):  # the file was cut back, or the record is no rollout's
+            with contextlib.suppress(
+                LookupError, ValueError
+            ):  # the file was cut back, or the record is no rollout's
                 line = records(row["place"])[row["line"]]
                 turns = decode_rollout(line).rollout.turns if in_line in line.lower() else []
-            if not text or any(text in _text_of(message).casefold() for turn in turns for message in _messages(turn)):
+            if not text or any(
+                text in _text_of(message).casefold()
+                for turn in turns
+                for message in _messages(turn)
+            ):
                 rows.append({**row, "key": f"{row['place']}-{row['line']}"} | _beginnings(turns))
             late = text and time.monotonic() > ends
             if late or len(rows) == wanted.limit:
@@ -103,7 +120,9 @@ def choices(run: ReportedRun) -> dict[str, list[str]]:
     """Values that the filters can take."""
     taken = "SELECT DISTINCT {0} FROM rollouts WHERE {0} IS NOT NULL ORDER BY 1"
     columns = ("task", "status", "outcome")
-    return {name: [row[0] for row in run.rows(taken.format(name))] for name in columns} | {"sort": list(SORTS)}
+    return {name: [row[0] for row in run.rows(taken.format(name))] for name in columns} | {
+        "sort": list(SORTS)
+    }
 
 
 def group(run: ReportedRun, place: int) -> Json:
@@ -115,9 +134,20 @@ def group(run: ReportedRun, place: int) -> Json:
     found = [decode_rollout(record) for record in run.records(place)]
     if not found:
         raise LookupError(f"no group at {place}")
-    members = [_head(one, place, line) | {"last": _last_text(one)} for line, one in enumerate(found)]
-    examples = [str(one.rollout.data_sample.sample_id) for one in found if one.rollout.data_sample is not None]
-    first = [message for one in found for turn in one.rollout.turns[:1] for message in turn.prompt_messages[-1:]]
+    members = [
+        _head(one, place, line) | {"last": _last_text(one)} for line, one in enumerate(found)
+    ]
+    examples = [
+        str(one.rollout.data_sample.sample_id)
+        for one in found
+        if one.rollout.data_sample is not None
+    ]
+    first = [
+        message
+        for one in found
+        for turn in one.rollout.turns[:1]
+        for message in turn.prompt_messages[-1:]
+    ]
     rewards = [member["reward"] for member in members if member["reward"] is not None]
     usual = statistics.median(rewards or [0.0])
     odd_first = sorted(members, key=lambda member: -abs((member["reward"] or 0.0) - usual))
@@ -150,8 +180,12 @@ def rollout(run: ReportedRun, place: int, line: int, *, whole: bool = False) -> 
         "last_messages": last_messages(recorded.rollout, most),
         "calls": calls_of(recorded.rollout),
         "left_out": recorded.left_out,
-        "samples": [{"tokens": len(s), "trained": int(_members(s).sum())} for s in recorded.rollout.samples],
-        "example": None if sample is None else {"sample_id": sample.sample_id, "env_input": cut(sample.env_input, most)},
+        "samples": [
+            {"tokens": len(s), "trained": int(_members(s).sum())} for s in recorded.rollout.samples
+        ],
+        "example": None
+        if sample is None
+        else {"sample_id": sample.sample_id, "env_input": cut(sample.env_input, most)},
         "advantage_is": _advantage_note(recorded),
     }
 
@@ -160,7 +194,10 @@ def _beginnings(turns: list[RolloutTurn]) -> dict[str, str]:
     """Of the last message that the model was first shown, and of its last answer."""
     asked = [message for turn in turns[:1] for message in turn.prompt_messages[-1:]]
     shown = {"asked": asked, "answered": [turn.assistant_message for turn in turns[-1:]]}
-    return {name: "".join(map(_text_of, messages)).strip()[:BEGINNING] for name, messages in shown.items()}
+    return {
+        name: "".join(map(_text_of, messages)).strip()[:BEGINNING]
+        for name, messages in shown.items()
+    }
 
 
 def _messages(turn: RolloutTurn) -> list[Any]:
@@ -169,9 +206,17 @@ def _messages(turn: RolloutTurn) -> list[Any]:
 
 def _head(recorded: RecordedRollout, place: int, line: int) -> Json:
     own = recorded.rollout
-    members = [sample.advantages[_members(sample)] for sample in own.samples if sample.advantages is not None]
+    members = [
+        sample.advantages[_members(sample)]
+        for sample in own.samples
+        if sample.advantages is not None
+    ]
     values = np.concatenate([*members, np.zeros(0)])
-    advantage = {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())} if len(values) else None
+    advantage = (
+        {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
+        if len(values)
+        else None
+    )
     plainly = ("rollout_id", "group_id", "status", "reward", "reward_components", "error")
     return {name: getattr(own, name) for name in plainly} | {
         "key": f"{place}-{line}",
@@ -189,7 +234,11 @@ def _members(sample: TrainingSample) -> np.ndarray:
     """bool [T]: tokens with a weight in any component of the loss."""
     found = np.zeros(len(sample), bool)
     rl = sample.loss_mask if sample.rl_weights is None else sample.rl_weights != 0
-    for weights in (rl if sample.advantages is not None else None, sample.ce_weights, sample.ref_kl_weights):
+    for weights in (
+        rl if sample.advantages is not None else None,
+        sample.ce_weights,
+        sample.ref_kl_weights,
+    ):
         if weights is not None:
             found |= np.asarray(weights) != 0
     return found
@@ -209,7 +258,10 @@ def _advantage_note(recorded: RecordedRollout) -> str | None:
 
 def _text_of(message: Any) -> str:
     parts = [cut(message.get("content"), 0), cut(message.get("reasoning_content"), 0)]
-    parts += [cut(call.get("function", call).get("arguments"), 0) for call in message.get("tool_calls") or []]
+    parts += [
+        cut(call.get("function", call).get("arguments"), 0)
+        for call in message.get("tool_calls") or []
+    ]
     return "\n".join(parts)
 
 
@@ -234,7 +286,9 @@ def tokenizer_of(run: ReportedRun) -> Tokenizer | None:
     return None
 
 
-def token_streams(run: ReportedRun, place: int, line: int, sample: int, offset: int, tokenizer: Tokenizer | None) -> Json:
+def token_streams(
+    run: ReportedRun, place: int, line: int, sample: int, offset: int, tokenizer: Tokenizer | None
+) -> Json:
     """A part of the token streams of one training sample of a rollout, NaN where a ratio has no meaning. ``texts`` of its ids,
     special tokens too, are None where there is no tokenizer.
 
@@ -247,13 +301,20 @@ def token_streams(run: ReportedRun, place: int, line: int, sample: int, offset: 
     chosen = samples[sample]
     part = slice(offset, offset + MOST_TOKENS)
     ids = chosen.token_ids[part].tolist()
-    streams = {name: getattr(chosen, name) for name, declared in STREAMS.items() if name != "token_ids" and not declared.dims}
+    streams = {
+        name: getattr(chosen, name)
+        for name, declared in STREAMS.items()
+        if name != "token_ids" and not declared.dims
+    }
     if streams["rl_weights"] is None and chosen.advantages is not None:
         streams["rl_weights"] = chosen.loss_mask.astype(np.float64)
     if chosen.trainer_logprobs is not None:
         with np.errstate(over="ignore"):
             ratios = np.exp(chosen.trainer_logprobs.astype(np.float64) - chosen.generator_logprobs)
-        streams |= {"trainer_logprobs": chosen.trainer_logprobs, "ratio": np.where(chosen.loss_mask, ratios, np.nan)}
+        streams |= {
+            "trainer_logprobs": chosen.trainer_logprobs,
+            "ratio": np.where(chosen.loss_mask, ratios, np.nan),
+        }
     shown = {name: values[part].tolist() for name, values in streams.items() if values is not None}
     if "role_ids" in shown:
         shown["role_ids"] = [ROLES[role] if role >= 0 else None for role in shown["role_ids"]]
@@ -262,7 +323,9 @@ def token_streams(run: ReportedRun, place: int, line: int, sample: int, offset: 
         "length": len(chosen),
         "offset": offset,
         "ids": ids,
-        "texts": None if tokenizer is None else [tokenizer.decode([token], skip_special_tokens=False) for token in ids],
+        "texts": None
+        if tokenizer is None
+        else [tokenizer.decode([token], skip_special_tokens=False) for token in ids],
         "special": [token in added and added[token].special for token in ids],
         "streams": shown,
     }

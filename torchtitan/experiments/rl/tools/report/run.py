@@ -20,9 +20,20 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 
 from torchtitan.experiments.rl.checkpointing.folder import MANIFEST_FILE
-from torchtitan.experiments.rl.config.run_folder import CONFIG_FILE, LOCK_FILE, read_command, read_config
+from torchtitan.experiments.rl.config.run_folder import (
+    CONFIG_FILE,
+    LOCK_FILE,
+    read_command,
+    read_config,
+)
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE, ROLLOUTS_FILE, next_group, read_group
+from torchtitan.experiments.rl.rollouts.record_file import (
+    LEDGER_FILE,
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+    next_group,
+    read_group,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +81,12 @@ class ReportedRun:
             RunError: there is no run in the folder.
         """
         self.folder = folder.resolve()
-        if not any((self.folder / name).is_file() for name in (METRICS_FILE, ROLLOUTS_FILE, "config.json")):
-            raise RunError(f"{folder}: no run: it has no {METRICS_FILE}, {ROLLOUTS_FILE} or config.json")
+        if not any(
+            (self.folder / name).is_file() for name in (METRICS_FILE, ROLLOUTS_FILE, "config.json")
+        ):
+            raise RunError(
+                f"{folder}: no run: it has no {METRICS_FILE}, {ROLLOUTS_FILE} or config.json"
+            )
         if (self.folder / MANIFEST_FILE).is_file() or any(self.folder.glob("*.safetensors")):
             raise RunError(
                 f"{folder}: no run, but a checkpoint or a model: name the folder of its run, which has {METRICS_FILE}"
@@ -112,7 +127,10 @@ class ReportedRun:
     def config(self) -> Json:
         """The resolved config, by dotted path of each field; what may be a secret is hidden."""
         whole = _flat(self._read_config(), "")
-        return {name: HIDDEN if _is_secret(name, value) else value for name, value in sorted(whole.items())}
+        return {
+            name: HIDDEN if _is_secret(name, value) else value
+            for name, value in sorted(whole.items())
+        }
 
     def _read_config(self) -> Json:
         return {} if (self.folder / CONFIG_FILE).is_symlink() else read_config(self.folder) or {}
@@ -127,7 +145,11 @@ class ReportedRun:
         """By name."""
         rows = self.rows("SELECT task FROM ledger UNION SELECT task FROM rollouts ORDER BY task")
         config = self._read_config().get("tasks")
-        return list(dict.fromkeys([*(config if isinstance(config, dict) else ()), *(row[0] for row in rows)]))
+        return list(
+            dict.fromkeys(
+                [*(config if isinstance(config, dict) else ()), *(row[0] for row in rows)]
+            )
+        )
 
     def state(self) -> Json:
         """What the run is doing, as far as its files say.
@@ -155,7 +177,9 @@ class ReportedRun:
             "steps": steps,
             "silent_s": silent,
             "config_name": command.config_name if command else None,
-            "started": command.started if command and isinstance(command.started, int | float) else None,
+            "started": command.started
+            if command and isinstance(command.started, int | float)
+            else None,
             "unread_bytes": self.unread_bytes(),
             "problem": self._problem,
         }
@@ -215,7 +239,9 @@ class ReportedRun:
             raise OSError(f"{name} is a link")
         return path.open("rb")
 
-    def _read_on(self, name: str, records: Callable[[BinaryIO, int], Iterator[tuple[int, Rows]]]) -> bool:
+    def _read_on(
+        self, name: str, records: Callable[[BinaryIO, int], Iterator[tuple[int, Rows]]]
+    ) -> bool:
         try:
             file = self._opened(name)
         except OSError:
@@ -234,13 +260,17 @@ class ReportedRun:
                     break
             if added:
                 marks = ", ".join("?" * len(added[0]))
-                self._connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", map(_stored, added))
+                self._connection.executemany(
+                    f"INSERT OR REPLACE INTO {table} VALUES ({marks})", map(_stored, added)
+                )
             file.seek(max(0, place - TAIL))
             self._read[name] = place, file.read(min(TAIL, place))
         return place - begun < BATCH_BYTES
 
 
-def _lines(rows_of: Callable[[bytes], Rows], file: BinaryIO, place: int) -> Iterator[tuple[int, Rows]]:
+def _lines(
+    rows_of: Callable[[bytes], Rows], file: BinaryIO, place: int
+) -> Iterator[tuple[int, Rows]]:
     """Of each whole line from ``place`` on: where it ends, and its rows. One that is being written is read the next time."""
     file.seek(place)
     for line in file:
@@ -254,7 +284,14 @@ def _groups(file: BinaryIO, place: int) -> Iterator[tuple[int, Rows]]:
     size = file.seek(0, 2)
     while place < size and (group := next_group(file, place)) is not None:
         offset, lines, place = group
-        yield place, [row for n, line in enumerate(lines.splitlines()) for row in rollout_rows(offset, n, line)]
+        yield (
+            place,
+            [
+                row
+                for n, line in enumerate(lines.splitlines())
+                for row in rollout_rows(offset, n, line)
+            ],
+        )
 
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -309,7 +346,9 @@ def metrics_rows(line: bytes) -> Rows:
     return [
         (name, step, None if value is None else float(value))
         for name, value in record.items()
-        if value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1000)
+        if value is None
+        or isinstance(value, float)
+        or (isinstance(value, int) and abs(value) < 2**1000)
     ]
 
 
@@ -333,10 +372,29 @@ def rollout_rows(place: int, number: int, line: bytes) -> Rows:
         logger.info("%s at %d, line %d: %s", ROLLOUTS_FILE, place, number, error)
         return []
     own, example = record.rollout, record.data_sample
-    ids = (place, number, record.rollout_id, own.group_id, own.task_name, own.status, record.outcome, record.admitted_version)
+    ids = (
+        place,
+        number,
+        record.rollout_id,
+        own.group_id,
+        own.task_name,
+        own.status,
+        record.outcome,
+        record.admitted_version,
+    )
     evaluation = own.group_id.rpartition("@")[2] if record.kind == "validation" else None
     sample_id = str(example.sample_id) if example else None
-    return [(*ids, own.reward, record.turn_count, record.completion_tokens, own.error, sample_id, evaluation)]
+    return [
+        (
+            *ids,
+            own.reward,
+            record.turn_count,
+            record.completion_tokens,
+            own.error,
+            sample_id,
+            evaluation,
+        )
+    ]
 
 
 def _parsed(line: bytes) -> Any:
@@ -349,7 +407,10 @@ def _parsed(line: bytes) -> Any:
 
 def _stored(row: Sequence[Any]) -> list[Any]:
     """SQLite takes no halves of characters."""
-    return [value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value for value in row]
+    return [
+        value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+        for value in row
+    ]
 
 
 def is_locked(path: Path) -> bool:
@@ -374,7 +435,9 @@ def _flat(value: Any, path: str) -> Json:
     if not isinstance(value, dict):
         return {path: json.dumps(value) if isinstance(value, list) else value}
     below = [_flat(entry, f"{path}.{name}" if path else name) for name, entry in value.items()]
-    return {name: found for entries in below for name, found in entries.items()} or ({path: "{}"} if path else {})
+    return {name: found for entries in below for name, found in entries.items()} or (
+        {path: "{}"} if path else {}
+    )
 
 
 def _is_secret(name: str, value: Any) -> bool:
