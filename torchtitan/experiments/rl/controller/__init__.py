@@ -1,1 +1,4 @@
-"""The heart of a run: rollout loop, training loop, groups, pacing, ledger, validation. Begin with ``rollout_loop``."""
+"""The heart of a run: rollout loop, training loop, groups, pacing, ledger, validation.
+
+Begin with ``rollout_loop``.
+"""
