@@ -10,7 +10,7 @@ from tests.unit.test_rollout_loop import Loop, StubTask, ids, settle
 from tests.unit.test_saved_state import through_json
 from tests.unit.waiting import LIMIT_S, iterations
 from torchtitan.experiments.rl.controller.groups import read_finished_groups, write_groups
-from torchtitan.experiments.rl.controller.rollout_loop import Stillness
+from torchtitan.experiments.rl.controller.rollout_loop import SnapshotLock
 from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.errors import RunError
@@ -227,20 +227,20 @@ async def test_a_group_that_a_filter_failed_on_is_no_state_to_resume(tmp_path):
     await loop.close()
 
 
-# ---- stillness
+# ---- snapshots
 
 
-async def test_a_reader_waits_for_changes_and_later_changes_wait_for_it():
-    stillness, events, release = Stillness(), [], asyncio.Event()
+async def test_a_snapshot_waits_for_changes_and_later_changes_wait_for_it():
+    lock, events, release = SnapshotLock(), [], asyncio.Event()
 
     async def change(name: str) -> None:
-        async with stillness.change():
+        async with lock.change():
             events.append(f"{name} begins")
             await release.wait()
             events.append(f"{name} ends")
 
     async def read() -> None:
-        async with stillness.still():
+        async with lock.snapshot():
             events.append("reads")
             await asyncio.sleep(0)
             events.append("has read")
@@ -263,9 +263,9 @@ async def test_a_reader_waits_for_changes_and_later_changes_wait_for_it():
     )
 
 
-async def test_a_change_begins_at_once_where_nobody_reads():
-    stillness = Stillness()
-    change = stillness.change()
+async def test_a_change_begins_at_once_if_no_snapshot_is_pending():
+    lock = SnapshotLock()
+    change = lock.change()
     with pytest.raises(StopIteration):
         change.__aenter__().send(None)  # it does not give way once
     await change.__aexit__(None, None, None)

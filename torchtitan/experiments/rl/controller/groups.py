@@ -1,7 +1,12 @@
-"""The groups that were dispatched and have not left, where their rollouts end, and what a checkpoint has of them.
+"""Open groups: those that were dispatched, and are neither trained on nor dropped yet.
 
-``groups.jsonl.gz`` of a checkpoint holds the finished ones, in the format of the recorded rollouts: a member for each group and
-in it a line for each rollout. Those that still ran are kept by their example and their id; a resumed run runs them again.
+A group is dispatched, runs, is scored and filtered (it is settled then), and leaves with the step
+that trains on it, or dropped. Each of its rollouts ends in one column of the ledger.
+
+A checkpoint keeps the open groups in two places. ``controller.json`` has one ``OpenGroupState`` for
+each. ``groups.jsonl.gz`` has the rollouts of the finished ones, in the format of the recorded
+rollouts: a gzip member for each group, and in it a line for each rollout. Groups that still ran are
+kept by their example and their id: a resumed run runs them again.
 """
 
 import dataclasses
@@ -17,73 +22,84 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import ZERO_ADVANTAGE
 from torchtitan.experiments.rl.rollouts.record_file import compress, read_groups
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
-from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout, plain_example
+from torchtitan.experiments.rl.rollouts.records import (
+    decode_rollout,
+    encode_rollout,
+    plain_example,
+)
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
 
 GROUPS_FILE = "groups.jsonl.gz"
-WHOLE = 2**62
-"""No rollout's line is longer: each is kept with its samples."""
+"""Name of the file of finished groups in a checkpoint's folder."""
+UNLIMITED = 2**62
+"""Number of bytes that no rollout's line exceeds: a checkpoint keeps every rollout whole."""
 
 
 def groups_in_slot(task: Task) -> int:
-    """Groups that share a slot of the pacer. Those of a task without a barrier are single rollouts."""
+    """Return how many groups of the task share one slot of the pacer.
+
+    The rollouts of a task without a barrier are not compared, so each of them is a group.
+    """
     return 1 if task.needs_group else task.config.group_size
 
 
 @dataclass(kw_only=True, slots=True)
 class Slot:
-    """What became of the groups of a slot."""
+    """Record of a slot of the pacer, shared by the groups that fill it together."""
 
     kept: bool = False
-    """Whether one of them was kept."""
+    """True if one of its groups was kept."""
     dropped: int = 0
-    """How many were dropped and are not replaced."""
+    """Number of dropped groups that no other group replaces yet."""
 
 
 @dataclass(kw_only=True, slots=True)
 class OpenGroup:
+    """A group from its dispatch until it leaves."""
+
     task: Task
     slot: Slot = field(default_factory=Slot)
     rollout_ids: set[str]
-    """Rollouts of the group that are in no ledger column yet."""
+    """Ids of the rollouts that have not ended in a column of the ledger."""
     example: DataSample | None = None
-    """None until the sampler gave it."""
+    """The example that the rollouts are made from; None until the sampler has given it."""
     group: RolloutGroup | None = None
-    """All its rollouts; None until they were scored."""
+    """The group with all its rollouts; None until they were scored."""
     settling: bool = False
-    """Scored, and not through the filters yet. It stays so if a filter fails."""
+    """True while filters look at the scored group, and for good if one of them fails."""
     signal: bool = False
-    """Whether the scored group has a learning signal."""
+    """True if the scored group has a learning signal."""
     outcomes: dict[str, str] = field(default_factory=dict)
-    """Ledger column of each rollout that has ended."""
+    """Ledger column of each rollout that has ended, by its id."""
 
     def kept(self) -> RolloutGroup:
-        """The scored group with only the rollouts that are still open."""
-        assert self.group is not None
-        return replace(
-            self.group,
-            rollouts=[r for r in self.group.rollouts if r.rollout_id in self.rollout_ids],
-        )
+        """Return the scored group with only those rollouts that have not ended."""
+        assert self.group is not None, "the group was not scored yet"
+        kept = [
+            rollout for rollout in self.group.rollouts if rollout.rollout_id in self.rollout_ids
+        ]
+        return replace(self.group, rollouts=kept)
 
     def state(self, group_id: str) -> OpenGroupState:
-        """
+        """Return what a checkpoint keeps of the group.
+
         Raises:
-            RunError: it is neither running nor finished, because a filter failed.
+            RunError: a filter failed, so the group is neither running nor finished.
         """
         if self.settling:
             raise RunError(
                 f"group {group_id} is half filtered: the state of the run can't be saved"
             )
         example = None if self.example is None else plain_example(self.example)
+        example_is_json = self.example is not None and example == dataclasses.asdict(self.example)
         return OpenGroupState(
             group_id=group_id,
             task=self.task.name,
             example=example,
-            example_is_json=self.example is not None
-            and example == dataclasses.asdict(self.example),
+            example_is_json=example_is_json,
             rollout_ids=sorted(self.rollout_ids),
             outcomes=dict(self.outcomes),
             finished=self.group is not None,
@@ -93,31 +109,40 @@ class OpenGroup:
 
 @dataclass(kw_only=True, slots=True)
 class StepGroups:
-    """What one optimizer step trains on."""
+    """The groups of one optimizer step, and what happened to others since the step before."""
 
     groups: list[RolloutGroup] = field(default_factory=list)
-    """With only those rollouts that are trained on."""
+    """Groups to train on, with only the rollouts that passed all filters."""
     sampled: list[RolloutGroup] = field(default_factory=list)
-    """The groups that the step took, with the rollouts that post-batch filters have dropped."""
-    dropped_groups: int = 0
-    """Groups dropped since the step before."""
-    filter_matches: Counter[str] = field(default_factory=Counter)
-    """Rollouts matched since the step before, by ``<slot>/<filter>``, monitors included."""
+    """Groups that the step took, before the post-batch filters dropped rollouts of them."""
     replayed: list[RolloutGroup] = field(default_factory=list)
-    """Groups that were trained on before, and are again."""
+    """Groups that an earlier step trained on, and that this step trains on again."""
+    dropped_groups: int = 0
+    """Number of groups dropped since the step before."""
+    filter_matches: Counter[str] = field(default_factory=Counter)
+    """Number of rollouts that matched a filter since the step before, by ``<slot>/<filter>``.
+    Filters that only monitor are counted too."""
     filter_tokens: Counter[str] = field(default_factory=Counter)
-    """Tokens that the policy sampled in these."""
+    """Number of tokens that the policy sampled in these rollouts."""
 
 
 class OpenGroups:
-    """Open groups by id, in the order of their dispatch. A rollout's end goes to the ledger, a group's to the recorder."""
+    """Open groups by id, in the order of their dispatch.
+
+    Tells the ledger of each rollout that ends, and the recorder of each scored group that leaves.
+    """
 
     def __init__(
         self, ledger: Ledger, recorder: RolloutRecorder | None, version: Callable[[], int]
     ):
-        """``version`` returns what the generators hold."""
+        """Start with no group open.
+
+        Args:
+            version: returns the policy version that the generators hold.
+        """
         self.ledger = ledger
-        self._recorder, self._version = recorder, version
+        self._recorder = recorder
+        self._version = version
         self._groups: dict[str, OpenGroup] = {}
 
     def __getitem__(self, group_id: str) -> OpenGroup:
@@ -127,50 +152,63 @@ class OpenGroups:
         return iter(self._groups)
 
     def dispatch(self, task: Task, group_id: str, slot: Slot) -> None:
-        """Open a group, and a ledger record for each of its rollouts."""
-        rollout_ids = {
-            f"{group_id}/{index}"
-            for index in range(task.config.group_size if task.needs_group else 1)
-        }
+        """Open a group, and a record of the ledger for each of its rollouts."""
+        group_size = task.config.group_size if task.needs_group else 1
+        rollout_ids = {f"{group_id}/{index}" for index in range(group_size)}
         self._groups[group_id] = OpenGroup(task=task, slot=slot, rollout_ids=rollout_ids)
         self.ledger.dispatch(task.name, rollout_ids, version=self._version())
 
-    def end(self, entry: OpenGroup, rollout_id: str, column: str, why: str | None = None) -> None:
-        """A rollout ends in ``column``; ``why`` is logged."""
-        entry.rollout_ids.remove(rollout_id)
-        entry.outcomes[rollout_id] = column
+    def end_rollout(
+        self, open_group: OpenGroup, rollout_id: str, column: str, why: str | None = None
+    ) -> None:
+        """End a rollout in a column of the ledger, and log why if a reason is given."""
+        open_group.rollout_ids.remove(rollout_id)
+        open_group.outcomes[rollout_id] = column
         self.ledger.end(rollout_id, column, version=self._version())
         if why is not None:
             logger.info("%s: rollout %s: %s", column, rollout_id, why)
 
     def leave(self, group_id: str, column: str | None = None) -> OpenGroup:
-        """Close a group; what is open of it ends in ``column``. A scored group is recorded."""
-        entry = self._groups.pop(group_id)
+        """Close a group, and record it if it was scored.
+
+        Args:
+            column: column of the ledger in which its remaining rollouts end.
+        """
+        open_group = self._groups.pop(group_id)
         if column is not None:
-            for rollout_id in sorted(entry.rollout_ids):
-                self.end(entry, rollout_id, column)
-        if self._recorder is not None and entry.group is not None:
-            self._recorder.record(entry.group, entry.outcomes)
-        return entry
+            for rollout_id in sorted(open_group.rollout_ids):
+                self.end_rollout(open_group, rollout_id, column)
+        if self._recorder is not None and open_group.group is not None:
+            self._recorder.record(open_group.group, open_group.outcomes)
+        return open_group
 
     def check(self) -> None:
-        """
+        """Compare the ledger's open rollouts with those of the open groups.
+
         Raises:
-            RunError: the ledger's open rollouts are others than those of the open groups.
+            RunError: they differ, so a rollout was lost or counted twice.
         """
         self.ledger.check(
-            {rollout_id for entry in self._groups.values() for rollout_id in entry.rollout_ids}
+            {
+                rollout_id
+                for open_group in self._groups.values()
+                for rollout_id in open_group.rollout_ids
+            }
         )
 
     def finished(self) -> list[RolloutGroup]:
-        return [entry.group for entry in self._groups.values() if entry.group is not None]
+        """Return the scored groups."""
+        return [
+            open_group.group for open_group in self._groups.values() if open_group.group is not None
+        ]
 
     def states(self) -> list[OpenGroupState]:
-        """
+        """Return what a checkpoint keeps of each group.
+
         Raises:
             RunError: a filter failed in the middle of a group.
         """
-        return [entry.state(group_id) for group_id, entry in self._groups.items()]
+        return [open_group.state(group_id) for group_id, open_group in self._groups.items()]
 
     def restore(
         self,
@@ -179,14 +217,14 @@ class OpenGroups:
         tasks: Mapping[str, Task],
         examples: Mapping[str, Mapping[str, DataSample]],
     ) -> list[str]:
-        """Open the groups of a checkpoint again; the ledger has their rollouts already.
+        """Open the groups of a checkpoint again. The ledger has their rollouts already.
 
         Args:
             finished: the scored groups by id.
-            examples: what the dataset of each task has, by id.
+            examples: examples of each task's dataset, by task and sample id.
 
         Returns:
-            Groups that can't be run again, because nothing gives their example again or their task is gone.
+            Ids of groups that can't be run again, because nothing gives their example again.
 
         Raises:
             RunError: a finished group is not among ``finished``.
@@ -195,7 +233,8 @@ class OpenGroups:
         for state in states:
             if state.finished and state.group_id not in finished:
                 raise RunError(
-                    f"the checkpoint lacks the rollouts of group {state.group_id}: resume from another checkpoint"
+                    f"the checkpoint lacks the rollouts of group {state.group_id}: "
+                    "resume from another checkpoint"
                 )
             example = example_of(state, examples.get(state.task, {}))
             group = finished[state.group_id] if state.finished else None
@@ -222,17 +261,20 @@ def write_groups(folder: Path, groups: Iterable[RolloutGroup]) -> None:
     """Write finished groups into a checkpoint's folder. Nothing may change them meanwhile."""
     with (folder / GROUPS_FILE).open("wb") as file:
         for group in groups:
-            lines = (
+            lines = [
                 encode_rollout(
-                    rollout, outcome=None, admitted_version=group.admitted_version, max_bytes=WHOLE
+                    rollout,
+                    outcome=None,
+                    admitted_version=group.admitted_version,
+                    max_bytes=UNLIMITED,
                 )
                 for rollout in group.rollouts
-            )
+            ]
             file.write(compress(b"".join(lines)))
 
 
 def read_finished_groups(folder: Path) -> dict[str, RolloutGroup]:
-    """The finished groups of a checkpoint, by id.
+    """Read the finished groups of a checkpoint, by id.
 
     Raises:
         RunError: the file is damaged.
@@ -258,21 +300,30 @@ def read_finished_groups(folder: Path) -> dict[str, RolloutGroup]:
 
 
 def example_of(state: OpenGroupState, of_dataset: Mapping[str, DataSample]) -> DataSample | None:
-    """The example of an open group; None where the sampler had given none, or it can't be had again.
+    """Return the example of a checkpoint's open group.
+
+    The dataset's own example is preferred to the checkpoint's, in which JSON has made lists of
+    tuples, unless the sampler had changed it.
 
     Args:
-        of_dataset: examples of the task's dataset by id. They are preferred: JSON makes lists of tuples.
+        of_dataset: examples of the task's dataset, by sample id.
+
+    Returns:
+        The example; None if the sampler had given none, or if nothing can give it again.
     """
     if state.example is None:
         return None
     own = of_dataset.get(state.example["sample_id"])
     if own is None:
-        return DataSample(**state.example) if state.example_is_json or state.finished else None
-    # A sampler may hand out examples that it has changed.
-    changed = state.example_is_json and plain_example(own) != state.example
-    return DataSample(**state.example) if changed else own
+        can_be_read = state.example_is_json or state.finished
+        return DataSample(**state.example) if can_be_read else None
+    was_changed = state.example_is_json and plain_example(own) != state.example
+    return DataSample(**state.example) if was_changed else own
 
 
 def has_signal(group: RolloutGroup) -> bool:
-    """Whether training on the group changes anything: some advantage is not 0, or some token feeds ce or ref_kl."""
+    """Return True if training on the group changes anything.
+
+    That is so if some advantage is not 0, or if some token feeds the ce or the ref_kl component.
+    """
     return not all(ZERO_ADVANTAGE.matches(group))

@@ -1,26 +1,34 @@
-"""The heart of a run: starts a group in every free slot, and gives finished groups to the trainer by deadline.
+"""Runs rollout groups, and hands finished groups to the trainer by their deadlines.
 
-    mix.next ─▶ task ─▶ sampler.next ─▶ example ─▶ GroupRunner.run ─▶ scored group
-       ▲                     ▲                                            │
-       │                     └──────────────── observe ◀──────────────────┤
-    a free slot (Pacer)                                                   ▼
-       ▲                                    nothing left ◀── pre-batch filters, row length
-       ├─────────────── drop ◀───────────────────┘                        │
-       │                                                                  ▼
+Consumes:  the task mix's choice of a task, and examples of the task's sampler.
+Produces:  scored groups, those of one step at a time (`next_groups`).
+Waits for: a free slot of the pacer. Slots free as versions go live, and as groups are dropped.
+Unblocks:  the training loop, which waits in `next_groups`.
+
+    mix.next ──▶ task ──▶ sampler.next ──▶ example ──▶ GroupRunner.run ──▶ scored group
+       ▲                      ▲                                               │
+       │                      └─────────────── observe ◀──────────────────────┤
+    a free slot (Pacer)                                                       ▼
+       ▲                                     nothing left ◀── pre-batch filters, row length
+       ├──────────────── drop ◀──────────────────┘                            │
+       │                                                                      ▼
        │                                              waits for its step, earliest deadline first
-       │                                                                  │
-       │                                    nothing left ◀── post-batch filters
-       ├─────────────── drop ◀───────────────────┘                        │ next_groups
-       │                                                                  ▼
-       └── live ◀── generators hold the weights ◀── WeightSync ◀── the trainer's step (TrainingLoop)
+       │                                                                      │
+       │                                     nothing left ◀── post-batch filters
+       ├──────────────── drop ◀──────────────────┘                            │ next_groups
+       │                                                                      ▼
+       └── live ◀── generators hold the weights ◀── WeightSync ◀── the trainer's step
 
-A group goes this way in one coroutine, from its dispatch to its end (``_run_group``), and then waits for its step. The pacer
-(`pacing.py`) decides which groups may start and which a step takes. Wherever a group leaves, its slot frees exactly once, and
-each of its rollouts ends in one column of the ledger (`ledger.py`). Who watches all this extends ``RunEvents`` (`events.py`).
+One coroutine, `_run_group`, takes a group from its dispatch until it has settled: until what is
+left of it waits for a step, or nothing is left. The pacer (`pacing.py`) decides which groups may
+start and which groups a step takes. Wherever a group leaves, its slot frees exactly once, and each
+of its rollouts ends in one column of the ledger (`ledger.py`). Observers extend ``RunEvents``
+(`events.py`).
 
-A group whose rollouts are compared has a slot of its own. Rollouts that are not compared are groups of their own; those of one
-example share a slot. One that is dropped is replaced by one of its task as soon as another of the slot is kept, so that slots
-stay whole. A slot of which all are dropped is free for any task, as a dropped group's is.
+A group whose rollouts are compared fills a slot of its own. Rollouts that are not compared are
+groups of one, and those of one example share a slot. If one of these is dropped, another rollout of
+its task replaces it as soon as some group of the slot is kept, so that kept slots stay whole. If
+all groups of a slot are dropped, the slot is free for any task.
 """
 
 import asyncio
@@ -62,63 +70,68 @@ from torchtitan.experiments.rl.user_code.calls import Call, cause_of
 logger = logging.getLogger(__name__)
 
 CANCEL_S = 60.0
-"""How long cancelled groups may take to close their envs before they are abandoned."""
+"""Seconds that cancelled groups get to close their envs before they are abandoned."""
 Captured = TypeVar("Captured")
 
 
 class RunStopped(Exception):
-    """``stop`` was called while the trainer waited for groups."""
+    """Raised to the training loop if the run was stopped while the loop waited for groups."""
 
 
-class Stillness:
-    """Any number of changes at a time, or one reader. It waits for changes that have begun; later ones wait for it."""
+class SnapshotLock:
+    """Lets many coroutines change state at once, and a snapshot wait until none does.
+
+    A waiting snapshot blocks new changes, so it is not starved.
+    """
 
     def __init__(self) -> None:
-        self.wanted = False
-        """A reader waits or reads."""
+        self.snapshot_pending = False
+        """True while a snapshot waits for changes to end, and while it is taken."""
         self._changes = 0
-        self._moved = asyncio.Event()
+        self._released = asyncio.Event()
 
-    def begin(self) -> None:
-        """A change begins now; ``end`` it."""
+    def begin_change(self) -> None:
+        """Begin a change without waiting. The caller has seen that no snapshot is pending."""
         self._changes += 1
 
-    def end(self) -> None:
+    def end_change(self) -> None:
         self._changes -= 1
-        self._moved.set()
+        self._released.set()
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[None]:
-        """A change. It begins without giving way to other coroutines where nobody reads."""
-        while self.wanted:
-            await self._next()
-        self.begin()
+        """Hold off snapshots. Enters without yielding to the event loop if none is pending."""
+        while self.snapshot_pending:
+            await self._wait_for_release()
+        self.begin_change()
         try:
             yield
         finally:
-            self.end()
+            self.end_change()
 
     @asynccontextmanager
-    async def still(self) -> AsyncIterator[None]:
-        """No change is under way."""
-        while self.wanted:
-            await self._next()
-        self.wanted = True
+    async def snapshot(self) -> AsyncIterator[None]:
+        """Wait until all changes have ended, and hold off new ones."""
+        while self.snapshot_pending:
+            await self._wait_for_release()
+        self.snapshot_pending = True
         try:
             while self._changes:
-                await self._next()
+                await self._wait_for_release()
             yield
         finally:
-            self.wanted = False
-            self._moved.set()
+            self.snapshot_pending = False
+            self._released.set()
 
-    async def _next(self) -> None:
-        self._moved.clear()
-        await self._moved.wait()
+    async def _wait_for_release(self) -> None:
+        self._released.clear()
+        await self._released.wait()
 
 
 class RolloutLoop:
-    def __init__(
+    """The open groups of a run, the coroutines that run them, and the groups of the next step."""
+
+    def __init__(  # noqa: PLR0913 - the parts of a run, each built elsewhere
         self,
         *,
         selection: Selection,
@@ -132,130 +145,135 @@ class RolloutLoop:
         replay: GroupReplay | None = None,
         watchers: Sequence[RunEvents] = (),
     ):
-        """
+        """Start with no group open.
+
         Args:
-            selection: tasks, task mix and filters.
-            total_groups: slots of groups the run will train on; the loop starts no more than may still be needed.
-            replay: the groups that steps train on again.
+            selection: the run's tasks, task mix and filters.
+            batcher: says which samples are too long for a row.
+            total_groups: number of slots that the run will train on. The loop starts no more groups
+                than may still be needed.
+            replay: store of groups that steps train on again.
         """
-        self._tasks, self._selection, self._runner, self._policy = (
-            selection.tasks,
-            selection,
-            runner,
-            policy,
-        )
-        self._pacer, self._batcher, self._replay, self._watchers = pacer, batcher, replay, watchers
+        self._tasks = selection.tasks
+        self._selection = selection
+        self._runner = runner
+        self._policy = policy
+        self._pacer = pacer
+        self._batcher = batcher
         self._groups_left = total_groups
+        self._replay = replay
+        self._watchers = watchers
         self._open = OpenGroups(ledger or Ledger(), recorder, lambda: policy.version)
         self._started = 0
-        """Groups since the run began: the number of the next."""
+        """Number of groups started since the run began. The next group is named by it."""
         self._running: set[asyncio.Task[None]] = set()
         self._picking = False
-        """The task mix has not answered yet; ``fill`` goes on when it has."""
+        """True while the task mix is asked in a thread. `fill` goes on when it has answered."""
         self._to_replace: list[OpenGroup] = []
-        """Groups that were dropped from a slot of which others were kept."""
+        """Groups that were dropped from a slot of which another group was kept."""
         self._next_step = StepGroups()
-        """What there is to tell of the next step: groups dropped, rollouts matched."""
+        """Counts of dropped groups and filtered rollouts, for the step that is taken next."""
         self._changed = asyncio.Event()
+        """Wakes `next_groups`: a group has settled, or the run ends."""
         self._failure: Exception | None = None
         self._rollouts_failing = False
+        """True if rollouts fail because something that they depend on has failed."""
         self._stopping = False
-        self._stillness = Stillness()
+        self._snapshots = SnapshotLock()
 
     @property
     def ledger(self) -> Ledger:
         return self._open.ledger
 
-    # What the training loop calls.
+    # Called by the training loop.
 
     def fill(self) -> None:
-        """Start groups in the place of dropped ones, and in free slots."""
-        while self._wants_groups and not (self._picking or self._stillness.wanted):
+        """Start groups in free slots, and in the place of dropped groups."""
+        while self._wants_groups and not self._picking and not self._snapshots.snapshot_pending:
             if self._to_replace:
                 dropped = self._to_replace.pop(0)
-                self._start(dropped.task, dropped.slot, 1)
+                self._start_groups(dropped.task, dropped.slot, count=1)
                 continue
             if not self._pacer.has_slot:
                 return
             pick = self._selection.pick_task()
             if not pick.answered:
                 self._picking = True
-                self._stillness.begin()
-                self._run_beside(self._fill_later(pick), "task mix")
+                self._snapshots.begin_change()
+                self._start_coroutine(self._fill_when_picked(pick), "task mix")
                 return
             try:
                 self._start_slot(self._selection.picked(pick.value_now()))
             except RunError as error:
-                self._end(error)
+                self._end_run(error)
 
     async def next_groups(self, version: int) -> StepGroups:
-        """The groups for the step that trains ``version``. Waits while the pacer finds none that may be taken.
+        """Return the groups of the step that trains ``version``. Waits until the pacer gives them.
 
         Raises:
             RunStopped: ``stop`` was called.
             NothingLeftToLearn: every task is mastered.
-            RunError: code that is no rollout's failed, or a watcher ends the run.
+            RunError: code that belongs to no rollout failed, or a watcher ends the run.
         """
         while True:
-            if self._failure is not None:
-                raise self._failure
-            if self._stopping:
-                raise RunStopped
-            self._changed.clear()
-            taken = self._pacer.take_groups(version)
-            if taken is None:
-                await self._changed.wait()
-                continue
-            sampled = [self._open[group_id].kept() for group_id in taken]
-            groups = []
-            for group_id in taken:
-                entry = self._open[group_id]
-                self._end_filtered(await self._selection.filter("post", entry.kept()), entry)
-                groups.append(entry.kept())
+            group_ids = await self._take_groups(version)
+            sampled = [self._open[group_id].kept() for group_id in group_ids]
+            for group_id in group_ids:
+                filtered = await self._selection.filter("post", self._open[group_id].kept())
+                self._end_filtered(filtered, self._open[group_id])
+            groups = [self._open[group_id].kept() for group_id in group_ids]
             if any(group.rollouts for group in groups):
                 break
-            for group_id in taken:
+            # The post-batch filters left nothing to train on, so the step takes other groups.
+            for group_id in group_ids:
                 self._pacer.drop(group_id)
                 self._drop(group_id, taken=True)
             self.fill()
+
         for watcher in self._watchers:
             watcher.groups_taken()
         for group in groups:
             if not group.rollouts:  # its slot frees with the others of the step
-                self._drop(group.group_id, counted=False)
+                self._drop(group.group_id, tell_watchers=False)
         self._groups_left -= self._pacer.groups_per_step
-        step, self._next_step = self._next_step, StepGroups()
-        step.groups, step.sampled = [group for group in groups if group.rollouts], sampled
+        step = self._next_step
+        self._next_step = StepGroups()
+        step.groups = [group for group in groups if group.rollouts]
+        step.sampled = sampled
         if self._replay is not None:
             step.replayed = self._replay.draw(version)
         return step
 
-    def trained(self, taken: StepGroups) -> None:
-        """The optimizer step on these groups was taken: their rollouts end as trained."""
-        for group in taken.groups:
+    def trained(self, step: StepGroups) -> None:
+        """End the rollouts of these groups as trained: their optimizer step was taken."""
+        for group in step.groups:
             self._open.leave(group.group_id, "trained")
-        for group in taken.replayed:
+        for group in step.replayed:
             self.ledger.replay(group.task_name, len(group.rollouts))
         if self._replay is not None:
-            self._replay.add(taken.groups)
+            self._replay.add(step.groups)
         self._open.check()
 
     def live(self, version: int, *, fill: bool = True) -> None:
-        """The generators hold ``version``: free the slots of the groups trained for it, and start groups in them.
+        """Free the slots of groups trained for ``version``, which the generators hold now.
 
-        ``fill`` False leaves them free until ``fill`` is called.
+        Args:
+            fill: True to start groups in these slots at once; else they stay free until `fill`.
         """
         self._pacer.live(version)
         if fill:
             self.fill()
 
     def fail(self, error: Exception) -> None:
-        """Have ``next_groups`` raise ``error``: rollouts depend on something that has failed. None ends any more."""
+        """Have `next_groups` raise ``error``, because something that rollouts depend on has failed.
+
+        Rollouts that fail from now on are not counted: their envs and rewards did not cause it.
+        """
         self._rollouts_failing = True
-        self._end(error)
+        self._end_run(error)
 
     def stop(self) -> None:
-        """Start no more groups, and have ``next_groups`` raise RunStopped."""
+        """Start no more groups, and have `next_groups` raise RunStopped."""
         self._stopping = True
         self._changed.set()
 
@@ -263,7 +281,7 @@ class RolloutLoop:
         """Cancel running groups. Rollouts that are still open end as untrained.
 
         Raises:
-            RunError: the ledger does not balance. Everything is closed then too.
+            RunError: the ledger does not balance. Everything is closed all the same.
         """
         self.stop()
         try:
@@ -282,18 +300,56 @@ class RolloutLoop:
         finally:
             self.ledger.close()
 
-    # The way of a group.
+    async def _take_groups(self, version: int) -> list[str]:
+        """Return the ids of the step's groups. Waits until the pacer gives them."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if self._stopping:
+                raise RunStopped
+            self._changed.clear()
+            group_ids = self._pacer.take_groups(version)
+            if group_ids is not None:
+                return group_ids
+            await self._changed.wait()
 
-    def _start_slot(self, name: str) -> None:
-        task, slot = self._tasks[name], Slot()
-        groups = groups_in_slot(task)
-        for of_one_example in [groups] if task.repeats_example else [1] * groups:
-            self._start(task, slot, of_one_example)
+    # Starting groups.
 
-    def _start(self, task: Task, slot: Slot, groups: int) -> None:
-        """Start this many groups of one example in a slot."""
-        group_ids = [f"{task.name}-{self._started + number}" for number in range(groups)]
-        self._started += groups
+    @property
+    def _wants_groups(self) -> bool:
+        """True if the run may need more groups than are open."""
+        is_running = not self._stopping and self._failure is None
+        return is_running and self._pacer.untrained < self._groups_left
+
+    async def _fill_when_picked(self, pick: Call) -> None:
+        """Wait for the task mix's answer, start the slot, and go on with `fill`."""
+        try:
+            name = self._selection.picked(await pick.value())
+            if self._wants_groups and self._pacer.has_slot:
+                self._start_slot(name)
+        except RunError as error:
+            self._end_run(error)
+            return
+        finally:
+            self._picking = False
+            self._snapshots.end_change()
+        self.fill()
+
+    def _start_slot(self, task_name: str) -> None:
+        """Start the groups that fill one slot."""
+        task = self._tasks[task_name]
+        slot = Slot()
+        count = groups_in_slot(task)
+        if task.repeats_example:
+            self._start_groups(task, slot, count)
+        else:
+            for _ in range(count):
+                self._start_groups(task, slot, count=1)
+
+    def _start_groups(self, task: Task, slot: Slot, count: int) -> None:
+        """Start groups of one example in a slot."""
+        group_ids = [f"{task.name}-{self._started + number}" for number in range(count)]
+        self._started += count
         for group_id in group_ids:
             self._pacer.admit(
                 group_id,
@@ -302,95 +358,138 @@ class RolloutLoop:
                 parts=groups_in_slot(task),
             )
             self._open.dispatch(task, group_id, slot)
-        self._run_beside(self._run_group(*group_ids), group_ids[0])
+        self._start_coroutine(self._run_group(*group_ids), group_ids[0])
 
-    async def _run_group(self, group_id: str, *others: str) -> None:
-        """``others`` have the same example, and start when it is known."""
-        entry = self._open[group_id]
+    def _start_coroutine(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(coroutine, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    # Running a group.
+
+    async def _run_group(self, group_id: str, *same_example: str) -> None:
+        """Run a group until it has settled. A failure that is no rollout's ends the run.
+
+        Args:
+            same_example: ids of groups that start with the same example, once it is known.
+        """
         try:
-            task = entry.task
-            if entry.example is None:
-                async with self._stillness.change():
-                    entry.example = await self._selection.next_example(task)
-                    for other in others:
-                        self._open[other].example = entry.example
-            for other in others:
-                self._run_beside(self._run_group(other), other)
-            late = self._selection.credit_is_late(task)
-            size = None if task.needs_group else 1
-            request = GroupRequest(
-                data_sample=entry.example, group_id=group_id, group_size=size, credit=not late
-            )
-            group = await self._runner.run(task, request)
-            check_whole(group, entry.rollout_ids, task)
-            refuse_future_versions(group, self._policy.version)
-            filtered = await self._selection.filter("pre", group) if late and group.scored else None
-            if late and (
-                filtered is None
-                or (filtered.kept and not any(map(self._is_oversized, filtered.kept)))
-            ):
-                # Which also says why a group fails that has no reward.
-                group = await self._runner.run(
-                    task, replace(request, credit=True, uncredited=group)
-                )
-            if (
-                self._rollouts_failing
-            ):  # what their envs and rewards did not cause says nothing about them
-                return
-            async with self._stillness.change():
-                entry.settling = True
-                await self._selection.observe(group, task)
-                await self._settle(group, entry, filtered)
-                entry.settling = False
+            await self._run_until_settled(group_id, *same_example)
         except asyncio.CancelledError:
             raise
         except NothingLeftToLearn as end:
             logger.info("%s", end)
-            self._end(end)
-        except (
-            BaseException
-        ) as error:  # failures of envs, rewards and algorithms end in statuses, and don't come here
+            self._end_run(end)
+        # Failures of envs, rewards and algorithms are statuses of rollouts and don't come here. A
+        # SystemExit does, and would stop the event loop.
+        except BaseException as error:  # noqa: BLE001
             if self._failure is None:
                 logger.exception("group %s", group_id)
-            # A SystemExit would stop the event loop.
-            self._end(
-                error
-                if isinstance(error, Exception)
-                else RunError(f"group {group_id}: {cause_of(error)}")
-            )
+            if not isinstance(error, Exception):
+                error = RunError(f"group {group_id}: {cause_of(error)}")
+            self._end_run(error)
         self._changed.set()
 
+    async def _run_until_settled(self, group_id: str, *same_example: str) -> None:
+        open_group = self._open[group_id]
+        if open_group.example is None:
+            async with self._snapshots.change():
+                open_group.example = await self._selection.next_example(open_group.task)
+                for other in same_example:
+                    self._open[other].example = open_group.example
+        for other in same_example:
+            self._start_coroutine(self._run_group(other), other)
+
+        group, filtered = await self._run_rollouts(group_id, open_group)
+        if self._rollouts_failing:
+            return
+        async with self._snapshots.change():
+            open_group.settling = True
+            await self._selection.observe(group, open_group.task)
+            await self._settle(group, open_group, filtered)
+            open_group.settling = False
+
+    async def _run_rollouts(
+        self, group_id: str, open_group: OpenGroup
+    ) -> tuple[RolloutGroup, FilterResult | None]:
+        """Run the rollouts of a group, score them, and give their tokens credit.
+
+        Credit is expensive where an algorithm asks models for it. Such a group is filtered first,
+        and gets its credit only if it is trained on.
+
+        Returns:
+            The group, and the result of the pre-batch filters if they have looked at it already.
+        """
+        task = open_group.task
+        credit_is_late = self._selection.credit_is_late(task)
+        assert open_group.example is not None
+        request = GroupRequest(
+            data_sample=open_group.example,
+            group_id=group_id,
+            group_size=None if task.needs_group else 1,
+            credit=not credit_is_late,
+        )
+        group = await self._runner.run(task, request)
+        check_whole(group, open_group.rollout_ids, task)
+        refuse_future_versions(group, self._policy.version)
+        if not credit_is_late:
+            return group, None
+
+        filtered = await self._selection.filter("pre", group) if group.scored else None
+        is_trainable = filtered is None or (
+            filtered.kept and not any(self._is_oversized(rollout) for rollout in filtered.kept)
+        )
+        if is_trainable:
+            # A group without a reward comes here too: crediting it says why it fails.
+            request = replace(request, credit=True, uncredited=group)
+            group = await self._runner.run(task, request)
+        return group, filtered
+
+    # Settling a group.
+
     async def _settle(
-        self, group: RolloutGroup, entry: OpenGroup, filtered: FilterResult | None
+        self, group: RolloutGroup, open_group: OpenGroup, filtered: FilterResult | None
     ) -> None:
-        """Keep the rollouts of a scored group that may be trained on; end the others in their columns.
+        """Keep the rollouts of a scored group that may be trained on, and end the others.
 
         Args:
-            filtered: what the filters before the batch said of it already.
+            filtered: result of the pre-batch filters, if they have looked at the group already.
         """
-        entry.group = group
+        open_group.group = group
         for watcher in self._watchers:
             watcher.group_arrived(group)
         for rollout in group.rollouts:
             if rollout.reward is None:
-                self._open.end(
-                    entry, rollout.rollout_id, f"failed/{rollout.status.value}", rollout.error
-                )
-        if group.failure is not None:
-            for rollout in group.scored:
-                self._open.end(entry, rollout.rollout_id, "failed/group_too_small", group.failure)
+                column = f"failed/{rollout.status.value}"
+                self._open.end_rollout(open_group, rollout.rollout_id, column, rollout.error)
+        if group.failure is None:
+            await self._select_rollouts(group, open_group, filtered)
         else:
-            entry.signal = has_signal(group)
-            for watcher in self._watchers:
-                watcher.group_scored(group, signal=entry.signal)
-            self._end_filtered(filtered or await self._selection.filter("pre", group), entry)
-            for rollout in entry.kept().rollouts:
-                if self._is_oversized(rollout):
-                    self._open.end(
-                        entry, rollout.rollout_id, "oversized", "longer than batcher.row_length"
-                    )
-        slot = entry.slot
-        if entry.rollout_ids:
+            for rollout in group.scored:
+                column = "failed/group_too_small"
+                self._open.end_rollout(open_group, rollout.rollout_id, column, group.failure)
+        self._settle_slot(group, open_group)
+        self.fill()
+
+    async def _select_rollouts(
+        self, group: RolloutGroup, open_group: OpenGroup, filtered: FilterResult | None
+    ) -> None:
+        """End the rollouts that the pre-batch filters drop, and those too long for a row."""
+        open_group.signal = has_signal(group)
+        for watcher in self._watchers:
+            watcher.group_scored(group, signal=open_group.signal)
+        if filtered is None:
+            filtered = await self._selection.filter("pre", group)
+        self._end_filtered(filtered, open_group)
+        for rollout in open_group.kept().rollouts:
+            if self._is_oversized(rollout):
+                why = "longer than batcher.row_length"
+                self._open.end_rollout(open_group, rollout.rollout_id, "oversized", why)
+
+    def _settle_slot(self, group: RolloutGroup, open_group: OpenGroup) -> None:
+        """Let a step take the group, or drop it if nothing is left, and replace it if need be."""
+        slot = open_group.slot
+        if open_group.rollout_ids:
             self._pacer.finish(group.group_id)
             for watcher in self._watchers:
                 watcher.group_kept()
@@ -400,72 +499,59 @@ class RolloutLoop:
             slot.dropped += 1
             self._drop(group.group_id)
         if slot.kept:
-            self._to_replace += [entry] * slot.dropped
+            self._to_replace += [open_group] * slot.dropped
             slot.dropped = 0
-        self.fill()
 
     def _is_oversized(self, rollout: Rollout) -> bool:
         return self._batcher.oversized(rollout.samples)
 
-    def _end_filtered(self, filtered: FilterResult, entry: OpenGroup) -> None:
+    def _end_filtered(self, filtered: FilterResult, open_group: OpenGroup) -> None:
+        """End the rollouts that filters dropped, and count matches for the next step."""
         self._next_step.filter_matches.update(filtered.matched)
         self._next_step.filter_tokens.update(filtered.tokens)
         for rollout, name in filtered.dropped:
-            self._open.end(entry, rollout.rollout_id, f"filtered/{name}")
+            self._open.end_rollout(open_group, rollout.rollout_id, f"filtered/{name}")
 
-    def _drop(self, group_id: str, *, taken: bool = False, counted: bool = True) -> None:
-        """Close a group of which nothing is left to train on. ``counted``: watchers hear of it."""
-        entry = self._open.leave(group_id)
+    def _drop(self, group_id: str, *, taken: bool = False, tell_watchers: bool = True) -> None:
+        """Close a group of which nothing is left to train on.
+
+        Args:
+            taken: True if a step had taken the group.
+        """
+        open_group = self._open.leave(group_id)
         self._next_step.dropped_groups += 1
-        if counted and entry.group is not None:
-            for watcher in self._watchers:
-                watcher.group_dropped(
-                    list(entry.outcomes.values()), entry.group, signal=entry.signal, taken=taken
-                )
+        if not tell_watchers or open_group.group is None:
+            return
+        columns = list(open_group.outcomes.values())
+        for watcher in self._watchers:
+            watcher.group_dropped(columns, open_group.group, signal=open_group.signal, taken=taken)
 
-    @property
-    def _wants_groups(self) -> bool:
-        return (
-            self._pacer.untrained < self._groups_left
-            and not self._stopping
-            and self._failure is None
-        )
-
-    async def _fill_later(self, pick: Call) -> None:
-        try:
-            name = self._selection.picked(await pick.value())
-            if self._wants_groups and self._pacer.has_slot:
-                self._start_slot(name)
-        except RunError as error:
-            return self._end(error)
-        finally:
-            self._picking = False
-            self._stillness.end()
-        self.fill()
-
-    def _end(self, error: Exception) -> None:
+    def _end_run(self, error: Exception) -> None:
+        """Have `next_groups` raise the first error that ends the run."""
         self._failure = self._failure or error
         self._changed.set()
 
-    def _run_beside(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-
-    # What a checkpoint has of it.
+    # Checkpointing: capture and restore the loop's state.
 
     async def capture(
         self, at_once: Callable[[], Captured]
     ) -> tuple[RolloutLoopState, list[RolloutGroup], Captured]:
-        """What a resumed run continues from, the groups that have finished or are stored, and what ``at_once`` returns then.
+        """Capture what a resumed run continues from. Call `fill` after it.
 
-        Groups go on running meanwhile; none starts, ends or is filtered. Call it between steps, when no group is taken and not
-        trained; call ``fill`` after it.
+        Call it between two steps: no group may be taken and untrained then. Groups go on running
+        meanwhile, but none starts, ends or is filtered.
+
+        Args:
+            at_once: called at the same moment; captures what else belongs to it.
+
+        Returns:
+            The loop's state, the groups that have finished or are stored for replay, and what
+            ``at_once`` returned.
 
         Raises:
-            RunError: a sampler, the mix or a filter failed, now or before.
+            RunError: a sampler, the task mix or a filter failed, now or before.
         """
-        async with self._stillness.still():
+        async with self._snapshots.snapshot():
             samplers, mix = await self._selection.states()
             self.ledger.flush()
             state = RolloutLoopState(
@@ -487,17 +573,22 @@ class RolloutLoop:
     async def restore(
         self, state: RolloutLoopState, finished: Mapping[str, RolloutGroup], version: int
     ) -> None:
-        """Continue from a checkpoint of ``version``, which the generators hold: run again what had not finished.
+        """Continue from a checkpoint, and run again the groups that had not finished.
+
+        Args:
+            finished: the checkpoint's finished groups by id.
+            version: the checkpoint's version, which the generators hold.
 
         Raises:
-            RunError: a sampler, the mix or a dataset failed, or the checkpoint is of other ones.
+            RunError: a sampler, the task mix or a dataset failed, or is not the checkpoint's.
         """
         await self._selection.restore(state.samplers, state.mix)
         examples = await self._selection.examples_of(state.groups)
         self._started = state.started
-        matches, tokens = Counter(state.filter_matches), Counter(state.filter_tokens)
         self._next_step = StepGroups(
-            dropped_groups=state.dropped_groups, filter_matches=matches, filter_tokens=tokens
+            dropped_groups=state.dropped_groups,
+            filter_matches=Counter(state.filter_matches),
+            filter_tokens=Counter(state.filter_tokens),
         )
         if self._replay is not None:
             self._replay.restore(state.replay, finished)
@@ -514,4 +605,4 @@ class RolloutLoop:
         self._open.check()
         for group_id in self._open:
             if self._open[group_id].group is None:
-                self._run_beside(self._run_group(group_id), group_id)
+                self._start_coroutine(self._run_group(group_id), group_id)
