@@ -1,17 +1,22 @@
 """Takes the optimizer steps of a run.
 
-A step consumes a `StepGroups`, produces metrics and the next policy version, and waits for three things: finished groups whose
-deadline is due (`rollout_loop.py`), the trainer, and, before it publishes again, the generators' receipts for the version
-before. Rollouts, scoring, weight updates and evaluations run at the same time.
+Consumes:  the finished groups of a step, from the rollout loop (`StepGroups`).
+Produces:  the next policy version, published to the generators, and a record of the step.
+Waits for: groups that may be trained on, the trainer, and, before a version is published, the
+           generators' receipts for the version before it.
+Unblocks:  the rollout loop, which starts groups as each version goes live.
+
+Rollouts, their scoring, weight updates and evaluations run at the same time as the steps.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
 from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner
+from torchtitan.experiments.rl.controller.groups import StepGroups
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop, RunStopped
 from torchtitan.experiments.rl.controller.saved_state import ValidationReport
 from torchtitan.experiments.rl.controller.step_metrics import step_record
@@ -24,7 +29,9 @@ from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport, Weight
 
 
 class TrainingLoop:
-    def __init__(
+    """Takes one step after another, and publishes the version that each makes."""
+
+    def __init__(  # noqa: PLR0913 - the parts of a run, each built elsewhere
         self,
         *,
         steps: int,
@@ -40,66 +47,54 @@ class TrainingLoop:
         first_step: int = 1,
         sleep: bool = False,
     ):
-        """
+        """Start before the first step.
+
         Args:
-            steps: optimizer steps to take.
-            synchronous: rollouts of a version start only when the generators hold it and its evaluation has ended.
+            steps: number of the last optimizer step.
+            synchronous: True if rollouts of a version start only when the generators hold it and
+                its evaluation has ended.
+            runner: asked for the event-loop lag of the processes that run groups.
             generated_tokens: returns the number of tokens sampled since the run began.
-            first_step: above 1 in a run that goes on from a checkpoint of the step before.
-            sleep: the generators free their memory while the trainer steps. Of a synchronous run: no request is open then.
+            first_step: above 1 if the run goes on from a checkpoint of the step before.
+            sleep: True if the generators free their memory while the trainer steps. Only in a
+                synchronous run, in which no request is open then.
         """
         self.steps_done = first_step - 1
-        self._steps, self._synchronous, self._sleep, self._watchers = (
-            steps,
-            synchronous,
-            sleep,
-            watchers,
-        )
-        self._rollouts, self._batcher, self._trainer, self._weights = (
-            rollouts,
-            batcher,
-            trainer,
-            weights,
-        )
-        self._validator, self._runner, self._generated_tokens = validator, runner, generated_tokens
-        self._watch, self._lag = Stopwatch(), LoopLag()
+        self._steps = steps
+        self._synchronous = synchronous
+        self._rollouts = rollouts
+        self._batcher = batcher
+        self._trainer = trainer
+        self._weights = weights
+        self._validator = validator
+        self._runner = runner
+        self._watchers = watchers
+        self._generated_tokens = generated_tokens
+        self._sleep = sleep
+        self._watch = Stopwatch()
+        self._lag = LoopLag()
         self._sync: asyncio.Task[SyncReport] | None = None
+        """The weight update that is under way."""
         self._last_sync: SyncReport | None = None
         self._stopping = False
 
     async def run(self) -> None:
-        """Take the steps, unless stopped."""
+        """Take the steps, until the last one or `stop`."""
         freeze_objects()
         self._lag.start()
         try:
-            if not self.steps_done:
-                self._validator.start(0)
-                if not self._synchronous:
-                    self._rollouts.fill()
-            if (
-                self._synchronous or not self.steps_done
-            ):  # a step may have failed before its evaluation
+            if self.steps_done == 0:
+                await self._evaluate_first_version()
+            elif self._synchronous:
+                # The run that this one goes on from may have failed before the step's evaluation.
                 await self._validator.wait()
-            if not self.steps_done:
-                report = next(
-                    iter(self._validator.take()), ValidationReport(step=0, reward=None, metrics={})
-                )
-                for watcher in self._watchers:
-                    watcher.started(report)
             self._rollouts.fill()
-            while self.steps_done < self._steps and not self._stopping:
-                step = self.steps_done + 1
-                for watcher in self._watchers:
-                    await watcher.step_begins(step)
-                with trace.lane("step", step=step):
-                    await self._step(step)
-                for watcher in self._watchers:
-                    await watcher.step_over(step)
+            await self._take_steps()
         except RunStopped:
             pass
         except NothingLeftToLearn as end:
-            if self.steps_done:
-                await self._evaluate_final(self.steps_done)
+            if self.steps_done > 0:
+                await self._evaluate_last_version(self.steps_done)
             reports = self._validator.take()
             for watcher in self._watchers:
                 watcher.ended_early(str(end), reports)
@@ -113,77 +108,111 @@ class TrainingLoop:
         self._rollouts.stop()
 
     async def close(self) -> None:
-        """Cancel what runs beside the steps."""
+        """Cancel the evaluation and the weight update that are under way."""
         await self._validator.close()
         if self._sync is not None:
             self._sync.cancel()
 
+    async def _take_steps(self) -> None:
+        while self.steps_done < self._steps and not self._stopping:
+            step = self.steps_done + 1
+            for watcher in self._watchers:
+                await watcher.step_begins(step)
+            with trace.lane("step", step=step):
+                await self._step(step)
+            for watcher in self._watchers:
+                await watcher.step_over(step)
+
     async def _step(self, step: int) -> None:
-        """Take groups, train on them, start publishing the new version, and report the step."""
-        began, generated_before = time.perf_counter(), self._generated_tokens()
+        """Take a step's groups, train on them, and start publishing the version that this makes."""
+        started_at = time.perf_counter()
+        tokens_before = self._generated_tokens()
         with self._watch.span("wait"):
             taken = await self._rollouts.next_groups(version=step - 1)
         with self._watch.span("train"):
-            samples = [
-                sample
-                for group in [*taken.groups, *taken.replayed]
-                for rollout in group.rollouts
-                for sample in rollout.samples
-            ]
-            # In a thread, because it copies every stream of the step: the event loop keeps running rollouts.
-            with trace.span("pack", samples=len(samples)):
-                packed = await asyncio.to_thread(
-                    self._batcher.plan, samples, self._trainer.data_parallel_size
-                )
+            packed = await self._pack(taken)
             if self._sleep:
                 await self._weights.sleep()
-            trained = await self._trainer.step(packed, step)
+            metrics = await self._trainer.step(packed, step)
         self._rollouts.trained(taken)
+
         try:
             for watcher in self._watchers:
-                watcher.step_trained(step, trained)
+                watcher.step_trained(step, metrics)
             with self._watch.span("sync"):
                 await self._publish(step)
             if step == self._steps:
-                await self._evaluate_final(step)
+                await self._evaluate_last_version(step)
             elif self._synchronous:
                 with self._watch.span("validate"):
                     await self._validator.wait()
             for watcher in self._watchers:
-                await watcher.step_published(step, trained)
-        finally:  # the step was taken, also where its weights can't be published
+                await watcher.step_published(step, metrics)
+        finally:
+            # The optimizer step was taken, even if its weights can't be published.
             self.steps_done = step
-            lag_s, blocking_calls = self._runner.lap()
-            record = step_record(
-                step=step,
-                taken=taken,
-                packed=packed,
-                trained=trained,
-                validations=self._validator.take(),
-                seconds=time.perf_counter() - began,
-                spans=self._watch.lap(),
-                last_sync=self._last_sync,
-                generated_tokens=self._generated_tokens() - generated_before,
-                event_loop_lag_s=max(self._lag.lap(), lag_s),
-                blocking_calls=blocking_calls,
-                ledger=self._rollouts.ledger.counts(),
-            )
-            for watcher in self._watchers:
-                watcher.step_taken(record)
+            generated_tokens = self._generated_tokens() - tokens_before
+            self._record_step(step, taken, packed, metrics, started_at, generated_tokens)
+
         with self._watch.span("checkpoint"):
             for watcher in self._watchers:
                 await watcher.step_ended(step)
         self._rollouts.fill()
 
+    async def _pack(self, taken: StepGroups) -> BatchPlan:
+        """Pack the samples of a step into rows, shared out over the trainer's ranks."""
+        samples = [
+            sample
+            for group in [*taken.groups, *taken.replayed]
+            for rollout in group.rollouts
+            for sample in rollout.samples
+        ]
+        # In a thread, because it copies every stream of the step: rollouts keep the event loop.
+        with trace.span("pack", samples=len(samples)):
+            return await asyncio.to_thread(
+                self._batcher.plan, samples, self._trainer.data_parallel_size
+            )
+
+    def _record_step(
+        self,
+        step: int,
+        taken: StepGroups,
+        packed: BatchPlan,
+        metrics: dict[str, float],
+        started_at: float,
+        generated_tokens: int,
+    ) -> None:
+        """Tell the watchers what the step did, and where its seconds went."""
+        runner_lag_s, blocking_calls = self._runner.lap()
+        record = step_record(
+            step=step,
+            taken=taken,
+            packed=packed,
+            trained=metrics,
+            validations=self._validator.take(),
+            seconds=time.perf_counter() - started_at,
+            spans=self._watch.lap(),
+            last_sync=self._last_sync,
+            generated_tokens=generated_tokens,
+            event_loop_lag_s=max(self._lag.lap(), runner_lag_s),
+            blocking_calls=blocking_calls,
+            ledger=self._rollouts.ledger.counts(),
+        )
+        for watcher in self._watchers:
+            watcher.step_taken(record)
+
+    # Publishing a version.
+
     async def _publish(self, version: int) -> None:
-        """Start publishing ``version``. In a synchronous run, wait until the generators hold it."""
-        await self._synced()
+        """Start publishing a version; in a synchronous run, wait until the generators hold it."""
+        await self._wait_for_update()
         copied = await self._weights.copy_out(version)
         self._sync = asyncio.create_task(self._update(copied))
         if self._synchronous:
-            await self._synced()
+            await self._wait_for_update()
 
     async def _update(self, copied: CopiedOut) -> SyncReport:
+        """Have the generators load a version; then evaluate it, and free its groups' slots."""
         try:
             with trace.lane("weights", version=copied.version):
                 report = await self._weights.update(copied)
@@ -192,20 +221,34 @@ class TrainingLoop:
             raise
         if copied.version < self._steps:
             self._validator.start(copied.version)
-        # The state of a synchronous run is captured with no rollout open.
+        # A synchronous run is captured with no rollout open, so its slots are filled after that.
         self._rollouts.live(copied.version, fill=not self._synchronous)
         return report
 
-    async def _synced(self) -> None:
+    async def _wait_for_update(self) -> None:
+        """Wait until the generators hold the version that was published last."""
         if self._sync is not None:
             self._last_sync = await self._sync
             self._sync = None
 
-    async def _evaluate_final(self, step: int) -> None:
-        """Evaluate the final policy. The generators hold it, and no update follows."""
+    # Evaluating the first and the last version. Those between are evaluated beside the steps.
+
+    async def _evaluate_first_version(self) -> None:
+        """Evaluate version 0 before the first step. Rollouts run beside it, unless synchronous."""
+        self._validator.start(0)
+        if not self._synchronous:
+            self._rollouts.fill()
+        await self._validator.wait()
+        reports = self._validator.take()
+        report = reports[0] if reports else ValidationReport(step=0, reward=None, metrics={})
+        for watcher in self._watchers:
+            watcher.started(report)
+
+    async def _evaluate_last_version(self, version: int) -> None:
+        """Evaluate the final policy, which the generators hold: no update follows."""
         with self._watch.span("sync"):
-            await self._synced()
+            await self._wait_for_update()
         with self._watch.span("validate"):
             await self._validator.wait()
-            self._validator.start(step, final=True)
+            self._validator.start(version, final=True)
             await self._validator.wait()
