@@ -1,8 +1,8 @@
-"""What flows from rollouts to the trainer: training samples, packed batches, loss denominators.
+"""Records that flow from rollouts to the trainer: training samples, batches, loss denominators.
 
-Every per-token stream is aligned with ``token_ids``: entry ``t`` describes token ``t``, never its neighbour. The
-log-probability of token ``t`` is that of the token given all before it in its sample; a sample's first token has none and is
-never a member of a loss.
+Every per-token stream is aligned with ``token_ids``: entry ``t`` describes token ``t``, never its
+neighbour. The log-probability of token ``t`` is that of the token given all tokens before it in its
+sample. A sample's first token has none, and is never a member of a loss.
 
 Shape suffixes: B rows of a batch, L tokens of a row or sample, T tokens of a row of prefix trees.
 """
@@ -28,36 +28,41 @@ if TYPE_CHECKING:  # the report and the viewers read records, and start at once 
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES = get_args(Role)
-"""Whose message a token belongs to; role_ids index into it."""
+"""Authors of messages. ``role_ids`` index into them."""
 
 ROLE_IDS = {role: index for index, role in enumerate(ROLES)}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Stream:
-    """How a per-token stream is stored, and who reads it."""
+    """Declaration of a per-token stream: how it is stored, and who reads it."""
 
     dtype: type[np.generic]
-    """With ``dims`` the narrowest: samples may have a wider one."""
+    """Element type. A stream with ``dims`` may have a wider one in a sample."""
     fill: float
-    """Its value on padding, and on every token of a sample that has None. -1 is the largest value of an unsigned ``dtype``."""
+    """Value on padding, and on every token of a sample that does not have the stream. -1 stands for
+    the largest value of an unsigned ``dtype``."""
     in_loss: bool
-    """Whether a loss reads it, for its value or to tell which tokens are members. The model and the metrics may read any."""
+    """True if a loss reads the stream, for its values or to tell which tokens are members. The
+    model and the metrics may read any stream."""
     credit: bool = False
-    """Whether algorithms write it."""
+    """True if algorithms write the stream."""
     like: str | None = None
-    """The stream whose values it takes, instead of ``fill``, in a sample that has None."""
+    """Name of the stream whose values a sample without this one takes, instead of ``fill``."""
     dims: int = 0
-    """Dimensions of a token's entry. Samples say their sizes; a batch none of whose samples has the stream has sizes of 0."""
+    """Number of dimensions of a token's entry. Samples decide on their sizes, which are 0 in a
+    batch of samples without the stream."""
 
     def padding(self, length: int, given: np.ndarray | None) -> np.ndarray:
-        """``fill`` for ``length`` tokens, in the dtype and the sizes of ``given`` where samples decide on them."""
-        like = (
-            np.empty((0,) * (1 + self.dims), self.dtype)
-            if given is None or not self.dims
-            else given
-        )
-        return np.full((length, *like.shape[1:]), self.fill).astype(like.dtype)
+        """Return ``fill`` for ``length`` tokens.
+
+        Args:
+            given: the stream of a sample, whose dtype and sizes the padding takes if ``dims`` is
+                above 0.
+        """
+        if given is None or self.dims == 0:
+            given = np.empty((0,) * (1 + self.dims), self.dtype)
+        return np.full((length, *given.shape[1:]), self.fill).astype(given.dtype)
 
 
 Array = TypeVar("Array")
@@ -65,14 +70,14 @@ Array = TypeVar("Array")
 OptionalArray = TypeVar("OptionalArray")
 """np.ndarray or None in a sample, torch.Tensor in a batch."""
 NONE: Any = None
-"""The default of an optional stream; Any, because the type of a batch's streams has no None."""
+"""Default of an optional stream. Any, because a batch's streams are never None."""
 
 
 @dataclass(kw_only=True)
 class TokenStreams(Generic[Array, OptionalArray]):
-    """The per-token streams, each declared here alone: [L] in a sample, [B, L] in a batch, and a token's own dimensions after.
+    """The per-token streams: [L] in a sample, [B, L] in a batch, then a token's own dimensions.
 
-    Batches, packing and records follow from the declaration: a new stream is one line here.
+    Batches, packing and records follow from the declarations here: a new stream is one line.
     """
 
     __slots__ = ()  # the subclasses store the fields
@@ -80,56 +85,63 @@ class TokenStreams(Generic[Array, OptionalArray]):
     token_ids: Annotated[Array, Stream(dtype=np.int32, fill=0, in_loss=False)]
     """Prompt, sampled and env-provided tokens, exactly as the generator saw or sampled them."""
     loss_mask: Annotated[Array, Stream(dtype=np.bool_, fill=False, in_loss=True)]
-    """True where the token was sampled by the policy."""
+    """True where the policy sampled the token."""
     generator_logprobs: Annotated[Array, Stream(dtype=np.float32, fill=0, in_loss=True)]
-    """Log-probability under the generator's weights and temperature; 0 where nothing was sampled."""
+    """Log-probability under the generator's weights and temperature; 0 where nothing was
+    sampled."""
     policy_versions: Annotated[Array, Stream(dtype=np.int32, fill=-1, in_loss=False)]
-    """Policy version the token was sampled with; -1 where nothing was sampled."""
+    """Policy version that sampled the token; -1 where nothing was sampled."""
     replicas: Annotated[OptionalArray, Stream(dtype=np.int16, fill=-1, in_loss=False)] = NONE
-    """Generator replica that sampled the token; -1 where nothing was sampled. None: not known."""
+    """Generator replica that sampled the token; -1 where nothing was sampled. A sample has None if
+    the replicas are not known."""
     role_ids: Annotated[OptionalArray, Stream(dtype=np.int8, fill=-1, in_loss=False)] = NONE
-    """Whose message the token belongs to, an index into ROLES; -1 on template outside any message. Sampled tokens are the
-    assistant's. None: not known."""
+    """Author of the token's message, an index into ROLES; -1 on template outside any message.
+    Sampled tokens are the assistant's. A sample has None if the roles are not known."""
     advantages: Annotated[
         OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)
     ] = NONE
-    """None is legal only where no token has an rl weight."""
+    """Advantage of the token. A sample may have None only if no token has an rl weight."""
     rl_weights: Annotated[
-        OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True, like="loss_mask")
+        OptionalArray,
+        Stream(dtype=np.float32, fill=0, in_loss=True, credit=True, like="loss_mask"),
     ] = NONE
-    """None means 1.0 on every loss-mask token."""
+    """Weight of the token in the rl component. None means 1.0 on every sampled token."""
     ce_weights: Annotated[
         OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)
     ] = NONE
-    """None means 0.0 everywhere."""
+    """Weight of the token in the ce component. None means 0.0 everywhere."""
     ref_kl_weights: Annotated[
         OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)
     ] = NONE
-    """None means 0.0 everywhere."""
+    """Weight of the token in the ref_kl component. None means 0.0 everywhere."""
     ref_logprobs: Annotated[
         OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)
     ] = NONE
-    """Log-probability of the same token under the reference model; needed where ref_kl_weights is not 0."""
+    """Log-probability of the token under the reference model. Needed where ref_kl_weights is not
+    0."""
     routes: Annotated[OptionalArray, Stream(dtype=np.uint8, fill=-1, in_loss=False, dims=2)] = NONE
-    """[..., layers, k]: the experts that computed the token in the generator, where it was an input. The largest value of the
-    dtype, uint8 or uint16, where that is not known, as of the last token sampled. None: of no token."""
+    """[..., layers, k]: experts that computed the token in the generator, where it was an input.
+    The dtype is uint8 or uint16, and its largest value stands where the experts are not known, as
+    for the last sampled token. A sample has None if they are known for no token."""
 
 
 STREAMS: dict[str, Stream] = {
     name: hint.__metadata__[0]
     for name, hint in get_type_hints(TokenStreams, include_extras=True).items()
 }
-"""The declaration of each stream by its name, in the order of the fields."""
+"""Declaration of each stream by its name, in the order of the fields."""
 
 CREDIT_STREAMS = tuple(name for name, declared in STREAMS.items() if declared.credit)
-"""What algorithms write: advantages, weights of the loss components, reference log-probabilities."""
+"""Names of the streams that algorithms write: advantages, weights of the loss components, and
+log-probabilities of the reference."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainingSample(TokenStreams[np.ndarray, np.ndarray | None]):
-    """One token sequence and its per-token streams. A rollout gives one or more of them.
+    """One token sequence and its per-token streams. A rollout makes one or more of them.
 
-    Two turns, whose second prompt is the first prompt, the first completion and two tokens of the env, are one sample::
+    Two turns, whose second prompt is the first prompt, the first completion and two tokens of the
+    env, are one sample::
 
                             prompt   completion   env     completion
         token_ids           P  P  P  C   C        E  E    C
@@ -139,18 +151,20 @@ class TrainingSample(TokenStreams[np.ndarray, np.ndarray | None]):
     """
 
     temperature: float = 1.0
-    """Sampling temperature: the trainer divides its logits by it, as the generator did."""
+    """Sampling temperature. The trainer divides its logits by it, as the generator did."""
     task_name: str
     rollout_id: str
     adapter: str = ""
-    """Which of the run's adapters it trains, and was sampled with; "" in a run that has no several."""
+    """Name of the adapter that sampled the sample, and that it trains. "" in a run without several
+    adapters."""
     reference_ids: np.ndarray | None = None
-    """int32 [R]. What the trainer's reference scores for ``ref_logprobs``: other tokens first, such as a prompt with a
-    demonstration, then this sample's from its first sampled one on. None: the algorithm sets ``ref_logprobs``."""
+    """int32 [R]. Tokens that the trainer's reference scores for ``ref_logprobs``: other tokens
+    first, such as a prompt with a demonstration, then this sample's tokens from its first sampled
+    one on. None if the algorithm sets ``ref_logprobs``."""
     trainer_logprobs: np.ndarray | None = None
-    """float32 [L]. Log-probabilities of the sampled tokens under the weights with which the trainer's step began, at
-    ``temperature``; 0 elsewhere. For the record: set by the first step that trains on the sample, where
-    ``recorder.trainer_logprobs`` is True. None: not known."""
+    """float32 [L]. Log-probabilities of the sampled tokens at ``temperature``, under the weights
+    with which the trainer's step began; 0 elsewhere. For the record only: the first step that
+    trains on the sample sets it if ``recorder.trainer_logprobs`` is True. None if not known."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -158,10 +172,10 @@ class TrainingSample(TokenStreams[np.ndarray, np.ndarray | None]):
 
 @dataclass(kw_only=True, slots=True)
 class PrefixTrees:
-    """The rows of a TrainingBatch as the model computes them: what samples of a row begin with alike is there once.
+    """Rows of a TrainingBatch as the model computes them, with each shared prefix there once.
 
-    Each tree is in depth-first order, so the positions tell it whole (`models/attention.py`). Two samples P A and P B, a
-    token of padding in the batch and two in the trees::
+    Each tree is in depth-first order, so the positions alone describe it (`models/attention.py`).
+    Two samples P A and P B, with one token of padding in the batch and two in the trees::
 
         batch   token_ids   p0 p1 a2 a3   p0 p1 b2    0
                 positions    0  1  2  3    0  1  2    0
@@ -169,26 +183,42 @@ class PrefixTrees:
         trees   token_ids   p0 p1 a2 a3   b2    0  0
                 positions    0  1  2  3    2    0  1
 
-    b2 is predicted from the hidden state of p1. The streams of p0 and p1 stay those of each sample, in the batch.
+    b2 is predicted from the hidden state of p1. The streams of p0 and p1 stay those of each sample,
+    in the batch.
     """
 
     token_ids: torch.Tensor
     """int32 [B, T]."""
     positions: torch.Tensor
-    """int32 [B, T]. From the root of the tree. 0 at a root, and at the padding that ends a row."""
+    """int32 [B, T]. Distance from the root of the tree. 0 at a root, and where a row's padding
+    begins."""
     temperatures: torch.Tensor
-    """float32 [B, T]. Samples of unequal temperature are in separate trees."""
+    """float32 [B, T]. Samples of different temperatures are in separate trees."""
     slots: torch.Tensor
-    """int64 [B, L]. Where each token of the batch is among the B * T of the trees; 0 on padding."""
+    """int64 [B, L]. Index of each token of the batch among the B * T tokens of the trees; 0 on
+    padding."""
 
     def any_of(self, mask: torch.Tensor) -> torch.Tensor:
-        """bool [B, T]: tokens that stand for one where ``mask``, bool [B, L], is True."""
+        """Return which tokens of the trees stand for a masked token of the batch, bool [B, T].
+
+        Args:
+            mask: bool [B, L].
+        """
         marked = mask.new_zeros(self.token_ids.numel())
         marked[self.slots[mask]] = True
         return marked.view_as(self.token_ids)
 
     def of_any(self, values: torch.Tensor, mask: torch.Tensor, otherwise: int) -> torch.Tensor:
-        """[B, T, ...]: of each token the value, [B, L, ...], of one that it stands for where ``mask``, bool [B, L], is True."""
+        """Return for each token of the trees the value of a masked token that it stands for.
+
+        Args:
+            values: [B, L, ...].
+            mask: bool [B, L]: tokens of the batch whose values may be taken.
+            otherwise: value of a token that stands for no masked one.
+
+        Returns:
+            [B, T, ...].
+        """
         taken = self.slots.new_full((self.token_ids.numel(),), -1)
         taken[self.slots[mask]] = mask.flatten().nonzero().squeeze(-1)
         found = values.flatten(0, 1)[taken.clamp(min=0)]
@@ -196,7 +226,11 @@ class PrefixTrees:
         return found.where(known, otherwise).view(*self.token_ids.shape, *values.shape[2:])
 
     def of_each(self, values: torch.Tensor) -> torch.Tensor:
-        """[B, L]: of each token of the batch the value, [B, T], of the token that stands for it."""
+        """Return for each token of the batch, [B, L], the value of the token that stands for it.
+
+        Args:
+            values: [B, T].
+        """
         return (
             values.flatten().index_select(0, self.slots.flatten().clamp(min=0)).view_as(self.slots)
         )
@@ -209,7 +243,8 @@ class PrefixTrees:
 class TrainingBatch(TokenStreams["torch.Tensor", "torch.Tensor"]):
     """Rows of packed training samples. Padding has loss_mask False and every weight 0.
 
-    A row of L = 8 holds sample a (3 tokens, of task 0), sample b (4 tokens, of task 1) and 1 token of padding::
+    A row of L = 8 holds sample a (3 tokens, of task 0), sample b (4 tokens, of task 1) and one
+    token of padding::
 
         token_ids   a0 a1 a2   b0 b1 b2 b3    0
         positions    0  1  2    0  1  2  3    0
@@ -218,19 +253,21 @@ class TrainingBatch(TokenStreams["torch.Tensor", "torch.Tensor"]):
     """
 
     positions: torch.Tensor
-    """int32 [B, L]. Restarts at 0 at each sample, and at the padding that ends a row."""
+    """int32 [B, L]. Restarts at 0 at each sample, and where a row's padding begins."""
     temperatures: torch.Tensor
     """float32 [B, L]. 1 on padding."""
     task_ids: torch.Tensor
-    """int32 [B, L]. Index into task_names; -1 on padding. Only metrics read it."""
+    """int32 [B, L]. Index into ``task_names``; -1 on padding. Only metrics read it."""
     task_names: tuple[str, ...]
     trees: PrefixTrees | None = None
-    """The same rows as the model computes them; None where no sample shares a prefix, and the model computes these."""
+    """The same rows with shared prefixes, which the model computes in their place. None if no
+    sample shares a prefix."""
     adapter: str = ""
-    """Of all its samples."""
+    """Name of the adapter that every sample in this batch trains."""
     conditioned: PrefixTrees | None = None
-    """The samples' ``reference_ids``, in rows of their own. ``slots`` is -1 where a token has no place in them. None where no
-    sample of the step has any; else a batch without them has a row of padding, because all ranks compute together."""
+    """The samples' ``reference_ids`` in rows of their own. ``slots`` is -1 where a token has no
+    place in them. None if no sample of the step has any. If some has, a batch without them gets a
+    row of padding, because all ranks compute together."""
 
     def __post_init__(self) -> None:
         if missing := [name for name in STREAMS if getattr(self, name) is None]:
@@ -239,27 +276,32 @@ class TrainingBatch(TokenStreams["torch.Tensor", "torch.Tensor"]):
     def to(self, device: torch.device | str) -> TrainingBatch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {
-            k: v.to(device) if hasattr(v, "to") else v for k, v in values.items()
+            name: value.to(device) if hasattr(value, "to") else value
+            for name, value in values.items()
         }
         return TrainingBatch(**moved)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DataParallel:
-    """Which rows a trainer rank is sent. Ranks with the same coordinate are sent the same rows, and share the work on them."""
+    """A trainer rank's coordinate in the division of a step's rows.
+
+    Ranks with the same coordinate are sent the same rows, and share the work on them.
+    """
 
     rank: int
-    """Index into the shares of a step's rows."""
+    """Index of the share that the rank is sent."""
     size: int
-    """Shares of a step's rows. At most the number of trainer ranks."""
+    """Number of shares of a step's rows. At most the number of trainer ranks."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LossDenominators:
-    """What each loss component is divided by: by default its member tokens over the whole optimizer step, which is all
-    microbatches and all data-parallel ranks.
+    """Divisors of the loss components.
 
-    Each is above 0; an empty component divides 0 by 1.
+    By default a component's divisor is the number of its member tokens in the whole optimizer step,
+    over all microbatches and data-parallel ranks. Each is above 0: a component without members
+    divides 0 by 1.
     """
 
     rl: float

@@ -1,4 +1,8 @@
-"""What a rollout is made of: turns, statuses, groups. Plain records, filled by the turn loop and read by all after it."""
+"""Records of rollouts: turns, statuses, groups.
+
+The turn loop of an env or an agent fills them; rewards, algorithms, filters, the recorder and the
+batcher read them.
+"""
 
 from __future__ import annotations
 
@@ -20,64 +24,74 @@ if TYPE_CHECKING:  # what reads records needs no renderer
 
 
 class RolloutStatus(StrEnum):
+    """State of a rollout: still open, or how it ended."""
+
     ONGOING = "ongoing"
     """Another turn may follow."""
     COMPLETED = "completed"
-    """The env returned done=True."""
+    """The env returned ``done=True``."""
     TRUNCATED_LENGTH = "truncated_length"
-    """A completion hit its token limit."""
+    """A completion reached its token limit."""
     TRUNCATED_PROMPT_OVERFLOW = "truncated_prompt_overflow"
-    """The next prompt leaves no room to sample within max_rollout_tokens."""
+    """The next prompt leaves no room to sample within ``max_rollout_tokens``."""
     TRUNCATED_MAX_TURNS = "truncated_max_turns"
-    """max_turns turns were taken and the env was not done."""
+    """The env was not done after ``max_turns`` turns."""
     ABORTED = "aborted"
     """The run was stopped while the rollout was open."""
     TIMEOUT = "timeout"
-    """An env step, or the rollout, took longer than its limit."""
+    """An env step, or the whole rollout, took longer than its limit."""
     ERROR = "error"
-    """Env, reward or algorithm code raised or returned something unusable; Rollout.error has the cause."""
+    """An env, a reward or an algorithm raised, or returned something unusable. ``Rollout.error``
+    has the cause."""
 
     def is_terminal(self) -> bool:
         return self is not RolloutStatus.ONGOING
 
     def is_truncated(self) -> bool:
-        """Ended by a limit of ours: its tokens are real and may be scored."""
+        """Return True if a limit of the library ended the rollout.
+
+        Its tokens are the policy's, and may be scored and trained on.
+        """
         return self.value.startswith("truncated")
 
     def is_error(self) -> bool:
-        """Ended by a failure: excluded from its group's statistics unless the rubric names an error_reward."""
+        """Return True if a failure ended the rollout.
+
+        Its group's statistics leave it out, unless the rubric names an ``error_reward``.
+        """
         return self in (RolloutStatus.ABORTED, RolloutStatus.TIMEOUT, RolloutStatus.ERROR)
 
 
 @dataclass(kw_only=True, slots=True)
 class DataSample:
-    """One example of a task's dataset: what an env is made from."""
+    """One example of a task's dataset, from which envs are made."""
 
     sample_id: str
-    """Unique within its dataset."""
+    """Identifier, unique within the dataset."""
     env_input: Any
-    """Handed to Task.make_envs and to every reward function."""
+    """Data of the example. ``Task.make_envs`` and every reward function are given it."""
     info: dict[str, Any] = field(default_factory=dict)
-    """Anything else worth logging: source, difficulty."""
+    """Further data worth recording, such as the example's source or difficulty."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Completion:
-    """What the generator sampled for one prompt."""
+    """Tokens that the generator sampled for one prompt."""
 
     token_ids: np.ndarray
-    """int32 [T]. Includes the token that ended it, when one did."""
+    """int32 [T]. Includes the token that ended the completion, if one did."""
     logprobs: np.ndarray
-    """float32 [T]. Of the logits divided by the sampling temperature."""
+    """float32 [T]. Log-probabilities under the logits divided by the sampling temperature."""
     policy_versions: np.ndarray
-    """int32 [T]. Version of the weights each token was sampled with; -1 where a frozen model sampled it."""
+    """int32 [T]. Version of the weights that sampled each token; -1 for a frozen model."""
     finish_reason: str
     """"stop", "length" or "abort"."""
     replica: int = -1
-    """Generator replica that sampled it; -1 where that is not known, and where a frozen model sampled it."""
+    """Generator replica that sampled the tokens; -1 if not known, and for a frozen model."""
     routes: np.ndarray | None = None
-    """uint8 or uint16 [R, layers, k]. The experts that computed the last R tokens of prompt and completion but one: what was
-    sampled last was no input yet. The largest value of the dtype where a token's are not known. None: not recorded."""
+    """uint8 or uint16 [R, layers, k]. Experts that computed the last R tokens of prompt and
+    completion, without the last sampled token, which was no input. The largest value of the dtype
+    stands where a token's experts are not known. None if they were not recorded."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,66 +101,76 @@ class RolloutTurn:
     prompt_messages: list[Message]
     """The whole conversation before this turn's completion."""
     prompt_token_ids: np.ndarray
-    """int32 [P]. What the generator was given."""
+    """int32 [P]. Token ids that the generator was given."""
     prompt_role_ids: np.ndarray
-    """int8 [P]. Whose message each prompt token belongs to, an index into ROLES; -1 on template outside any message, and where
-    the renderer does not attribute roles. Where a prompt repeats the turn before, what that sampled is the assistant's."""
+    """int8 [P]. Author of each prompt token's message, an index into ROLES; -1 on template outside
+    any message, and if the renderer does not attribute roles. Tokens that earlier turns sampled are
+    the assistant's."""
     prompt_is_content: np.ndarray
-    """bool [P]. True where the token comes from a message's body, or was sampled; not from the template around it."""
+    """bool [P]. True where the token comes from a message's body, or was sampled. False on the
+    template around messages."""
     completion: Completion
     assistant_message: Message
-    """The completion, parsed."""
+    """The completion, parsed into a message."""
     prompt_message_indices: np.ndarray | None = None
-    """int16 [P]. Which of ``prompt_messages`` each prompt token belongs to; -1 as in ``prompt_role_ids``. None: not known."""
+    """int16 [P]. Index into ``prompt_messages`` for each prompt token; -1 as in
+    ``prompt_role_ids``. None if not known."""
     tools: list[ToolSpec] | None = None
-    """What the model could call; the prompt was rendered with them."""
+    """Tools that the model could call, with which the prompt was rendered."""
     env_messages: list[Message] = field(default_factory=list)
-    """The env's answer."""
+    """The env's answer to the completion."""
     reward_components: dict[str, float] = field(default_factory=dict)
-    """What the env itself rewarded in this turn."""
+    """Rewards that the env itself gave in this turn, by name."""
     generate_s: float = 0.0
-    """Seconds from the prompt to its completion, waiting for a place in the engine included."""
+    """Seconds from the prompt to its completion, including the wait for a place in the engine."""
     env_s: float = 0.0
-    """Seconds the env took to answer; in the first turn its reset too."""
+    """Seconds that the env took to answer, and in the first turn also to reset."""
     untrained: str | None = None
-    """Why what it sampled is in no training sample, such as "undelivered"; None where it is in one."""
+    """Reason why no training sample has this turn's completion, such as "undelivered"; None if one
+    has it."""
     call: dict[str, Any] | None = None
-    """Of an agent's turn: its ``chain`` (0, 1, ... in the order they began), ``depth`` (turns before it in the tree), ``at_s``
-    (seconds since the agent began), and the ``dialect`` and ``model`` that it asked in."""
+    """The call of an agent's turn: its ``chain`` (0, 1, ... in the order in which chains began),
+    ``depth`` (number of turns before it in the tree), ``at_s`` (seconds since the agent began), and
+    the ``dialect`` and ``model`` that it asked for. None for an env's turn."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Rollout:
-    """One env from reset to a terminal status.
+    """One env from its reset to a terminal status.
 
-    Its text (``str``) leaves out the example, with its answer, and what was said: ``"42" in str(rollout)`` measures nothing.
+    Its text (``str``) leaves out the example, which holds the answer, and the conversation:
+    ``"42" in str(rollout)`` measures nothing.
     """
 
     group_id: str
     index_in_group: int
     task_name: str
     data_sample: DataSample | None = field(default=None, repr=False)
-    """What its env was made from; the group's."""
+    """Example that the env was made from, shared by the group."""
     turns: list[RolloutTurn] = field(default_factory=list, repr=False)
     status: RolloutStatus = RolloutStatus.ONGOING
     reward: float | None = None
-    """None until scored, and for good on a rollout excluded from its group."""
+    """Reward of the rollout. None until it is scored, and for good if its group leaves it out."""
     reward_components: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
     traceback: str = field(default="", repr=False)
-    """Traceback of the error, with the frames of the user's code alone; empty where no such code raised it."""
+    """Traceback of the error, with only the frames of the user's code; empty if no such code raised
+    it."""
     metadata: dict[str, Any] = field(default_factory=dict, repr=False)
-    """What its env said of it at its end (``MessageEnv.metadata``), for rewards and credit."""
+    """Data that the env attached at its end (``MessageEnv.metadata``), for rewards and credit."""
     static: bool = False
-    """A conversation of a dataset: nothing was sampled, and its reward says nothing."""
+    """True if the rollout is a conversation of a dataset: nothing was sampled, and its reward has
+    no meaning."""
     samples: list[TrainingSample] = field(default_factory=list, repr=False)
     answer: Any = field(default=None, repr=False)
-    """What an agent returned."""
+    """Value that an agent returned."""
     calls: dict[str, int] = field(default_factory=dict)
-    """Number of an agent's calls by what became of them: "answered", "undelivered", "auxiliary", "frozen model", "aborted",
-    "lost", "refused"; "retried" counts repeats, which are no calls of their own. Then "wish/FIELD" and "unmet/FIELD"
-    (gateway/request.py, WISHES), "noise/NAME", and "control_tokens": calls whose messages hold the text of a control token."""
+    """Number of an agent's calls by outcome: "answered", "undelivered", "auxiliary", "frozen
+    model", "aborted", "lost", "refused". Beside these, "retried" counts repeats of a call,
+    "wish/FIELD" and "unmet/FIELD" fields that are only wishes (WISHES in gateway/request.py),
+    "noise/NAME" texts left out of prompts, and "control_tokens" calls whose messages hold the text
+    of a control token."""
 
     @property
     def rollout_id(self) -> str:
@@ -159,72 +183,74 @@ class Rollout:
     def assign_advantages(self, value: float | Sequence[float]) -> None:
         """Give every sampled token its advantage.
 
-        A scalar broadcasts over the sampled tokens; a sequence holds one value per sampled token, in the order sampled.
+        Args:
+            value: one number for all sampled tokens, or a sequence with a number for each, in the
+                order in which they were sampled.
 
         Raises:
-            ValueError: not a number or a sequence of one for each sampled token, or not finite in float32.
+            ValueError: ``value`` is neither, or a number is not finite in float32.
         """
         counts = [int(np.count_nonzero(sample.loss_mask)) for sample in self.samples]
         sampled = sum(counts)
-        broadcast = isinstance(value, numbers.Real | np.bool_) or (
-            isinstance(value, np.ndarray) and value.ndim == 0
-        )
+        is_array_scalar = isinstance(value, np.ndarray) and value.ndim == 0
+        is_one_number = is_array_scalar or isinstance(value, numbers.Real | np.bool_)
+        values = np.full(sampled, value) if is_one_number else value
         try:
-            per_token = checked_stream(
-                "advantages", np.full(sampled, value) if broadcast else value, sampled
-            )
+            advantages = checked_stream("advantages", values, sampled)
         except ValueError as error:
             raise ValueError(
                 f"rollout {self.rollout_id}: {error} sampled, or one number for all of them"
             ) from None
-        wrong = first_non_finite(per_token)
+        wrong = first_non_finite(advantages)
         if wrong is not None:
             given = np.broadcast_to(np.asarray(value), sampled)[wrong]
             raise ValueError(
-                f"rollout {self.rollout_id}: the advantage {given} is not a finite number that float32 holds"
+                f"rollout {self.rollout_id}: the advantage {given} is not a finite number that "
+                "float32 holds"
             )
         start = 0
         for sample, count in zip(self.samples, counts, strict=True):
             sample.advantages = np.zeros(len(sample), np.float32)
-            sample.advantages[sample.loss_mask] = per_token[start : start + count]
+            sample.advantages[sample.loss_mask] = advantages[start : start + count]
             start += count
 
 
 @dataclass(kw_only=True, slots=True)
 class RolloutGroup:
-    """The rollouts of one example, scored against each other."""
+    """Rollouts of one example, scored against each other."""
 
     group_id: str
     task_name: str
     data_sample: DataSample = field(repr=False)
     rollouts: list[Rollout]
     admitted_version: int = 0
-    """Policy version the generators held when the group was admitted."""
+    """Policy version that the generators held when the group was admitted."""
     failure: str | None = None
-    """Why the group can't be trained on, in one line; None on one that can."""
+    """Reason why the group can't be trained on, in one line; None if it can."""
     credit_s: float = 0.0
-    """Seconds that the algorithm took for credit, calls to reference models included; of rollouts that it scored side by side,
-    the sum."""
+    """Seconds that the algorithm took to give credit, including calls to reference models. For
+    rollouts that were credited side by side, the sum."""
     costs: dict[str, float] = field(default_factory=dict)
-    """What else the group cost, by name: calls and tokens of judges (`costs.py`)."""
+    """Further costs of the group by name, such as calls and tokens of judges (`add_cost`)."""
 
     @property
     def scored(self) -> list[Rollout]:
-        """Rollouts with a reward: the group's statistics are of these alone."""
+        """Rollouts with a reward. The group's statistics are taken over these alone."""
         return [rollout for rollout in self.rollouts if rollout.reward is not None]
 
     @property
     def rewards(self) -> list[float]:
-        """Of the scored rollouts, in their order."""
+        """Rewards of the scored rollouts, in their order."""
         return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
 
 
 _COSTS: ContextVar[dict[str, float] | None] = ContextVar("costs", default=None)
+"""Costs of the group that the running asyncio task or thread works for; None outside a group."""
 
 
 @contextmanager
 def counted_in(costs: dict[str, float]) -> Iterator[None]:
-    """Inside, also in asyncio tasks and threads that are started inside, ``add_cost`` adds to ``costs``."""
+    """Have `add_cost` add to ``costs`` in this context, and in tasks and threads started in it."""
     token = _COSTS.set(costs)
     try:
         yield
@@ -233,7 +259,7 @@ def counted_in(costs: dict[str, float]) -> Iterator[None]:
 
 
 def add_cost(name: str, amount: float) -> None:
-    """Count for the group that is run or scored; nothing outside one."""
+    """Add a cost to the group that is being run or scored; do nothing outside a group."""
     costs = _COSTS.get()
     if costs is not None:
         costs[name] = costs.get(name, 0.0) + amount
