@@ -1,6 +1,7 @@
-"""What a run tells those who watch it: one event each, in order.
+"""Events of a run, for its observers: one method each, called in order.
 
-A watcher extends ``RunEvents`` and says what it wants to hear. One that raises ends the run with that error.
+An observer extends ``RunEvents`` and overrides the methods that it needs. If one raises, the run
+ends with that error.
 """
 
 from collections.abc import Sequence
@@ -11,58 +12,74 @@ from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 
 class NothingLeftToLearn(Exception):
-    """Every task of the run is mastered. The run is complete before its last step."""
+    """Raised by an observer if every task is mastered: the run is complete before its last step."""
 
 
 class RunEvents:
-    """Hears nothing. A subclass overrides what it wants to hear."""
+    """Observer of a run that ignores every event. Override the methods you need."""
 
     # From the rollout loop.
 
     def group_arrived(self, group: RolloutGroup) -> None:
-        """A group has run; it is scored, or failed."""
+        """Handle a group that has run, and was scored or failed."""
 
     def group_scored(self, group: RolloutGroup, *, signal: bool) -> None:
-        """It is scored. ``signal``: training on it changes something."""
+        """Handle a group that did not fail, before filters look at it.
+
+        Args:
+            signal: True if training on the group changes anything.
+        """
 
     def group_kept(self) -> None:
-        """Something of a group is left after the pre-batch filters."""
+        """Handle a group of which something is left after the pre-batch filters."""
 
     def group_dropped(
         self, columns: Sequence[str], group: RolloutGroup, *, signal: bool, taken: bool
     ) -> None:
-        """Nothing of a group is left.
+        """Handle a group of which nothing is left to train on.
 
         Args:
-            columns: of the ledger, in which its rollouts ended.
-            taken: a step had taken it.
+            columns: columns of the ledger in which the group's rollouts ended.
+            taken: True if a step had taken the group.
         """
 
     def groups_taken(self) -> None:
-        """A step has groups of which something is left after the post-batch filters."""
+        """Handle the choice of a step's groups, after the post-batch filters left some of them."""
 
     # From the training loop.
 
     def started(self, report: ValidationReport) -> None:
-        """The evaluation of version 0 has ended; its reward is None where no task is evaluated."""
+        """Handle the evaluation of version 0, whose reward is None if no task is evaluated."""
 
     async def step_begins(self, step: int) -> None:
-        """Before anything of the step is waited for."""
+        """Act before the step waits for anything."""
 
     def step_trained(self, step: int, metrics: dict[str, float]) -> None:
-        """The trainer has taken the step. ``metrics`` are what it reported; more may be added."""
+        """Handle the trainer's step.
+
+        Args:
+            metrics: metrics that the trainer reported. The observer may add to them.
+        """
 
     async def step_published(self, step: int, metrics: dict[str, float]) -> None:
-        """Its weights are on their way to the generators, or there. More ``metrics`` may be added."""
+        """Act once the step's weights are on their way to the generators, or there.
+
+        Args:
+            metrics: metrics that the trainer reported. The observer may add to them.
+        """
 
     def step_taken(self, record: StepRecord) -> None:
-        """The record of the step is complete."""
+        """Handle the complete record of a step."""
 
     async def step_ended(self, step: int) -> None:
-        """Nothing of the step is left to do, and in a synchronous run no rollout is open."""
+        """Act once the step is complete. No rollout of a synchronous run is open then."""
 
     async def step_over(self, step: int) -> None:
-        """The next step begins, or the run ends."""
+        """Act before the next step begins, or the run ends."""
 
     def ended_early(self, why: str, reports: Sequence[ValidationReport]) -> None:
-        """There is nothing left to learn before the last step. ``reports`` are evaluations that no step's record has."""
+        """Handle a run that ends before its last step because nothing is left to learn.
+
+        Args:
+            reports: evaluations that are in no step's record.
+        """

@@ -1,4 +1,8 @@
-"""Where every dispatched rollout ended: one record a rollout, and columns that always sum to what was dispatched."""
+"""Counts where every dispatched rollout ended.
+
+Each rollout has one record, which ends in one column. The columns of a task, and its open rollouts,
+always sum to the number that was dispatched.
+"""
 
 import json
 from collections import Counter
@@ -13,14 +17,20 @@ from torchtitan.experiments.rl.rollouts.record_file import RecordFile
 
 
 class Ledger:
-    """Columns: ``trained``, ``filtered/<slot>/<filter>`` (slot "pre" or "post"), ``failed/<why>``, ``oversized``, ``untrained``
-    (open when the run stopped), ``lost`` (open in the checkpoint that a run was resumed from, and can't be run again).
+    """Records of a run's rollouts, across its restarts.
 
-    With a path, each record is appended to that file as a JSON line, by the first ``flush`` or ``check``
-    after its rollout ended.
+    The columns are ``trained``, ``filtered/<slot>/<filter>`` (slot "pre" or "post"),
+    ``failed/<why>``, ``oversized`` (too long for a row), ``untrained`` (open when the run stopped)
+    and ``lost`` (open in the checkpoint that a run was resumed from, and can't be run again).
     """
 
     def __init__(self, path: Path | None = None):
+        """Start empty.
+
+        Args:
+            path: file to which each record is appended as a JSON line, by the first `flush` or
+                `check` after its rollout has ended. None keeps only the counts.
+        """
         self._dispatched: Counter[str] = Counter()
         self._ended: dict[str, Counter[str]] = {}
         self._replayed: Counter[str] = Counter()
@@ -29,6 +39,14 @@ class Ledger:
         self._unwritten: list[str] = []
 
     def dispatch(self, task: str, rollout_ids: Collection[str], *, version: int) -> None:
+        """Open a record for each rollout.
+
+        Args:
+            version: policy version that the generators hold.
+
+        Raises:
+            RunError: a rollout was dispatched before.
+        """
         for rollout_id in rollout_ids:
             if rollout_id in self._open:
                 raise RunError(f"rollout {rollout_id} was dispatched twice")
@@ -38,9 +56,10 @@ class Ledger:
         self._dispatched[task] += len(rollout_ids)
 
     def end(self, rollout_id: str, column: str, *, version: int) -> None:
-        """
+        """End a rollout's record in a column.
+
         Raises:
-            RunError: it is not open: it ended before, or was never dispatched.
+            RunError: the rollout is not open: it has ended before, or was never dispatched.
         """
         record = self._open.pop(rollout_id, None)
         if record is None:
@@ -53,31 +72,33 @@ class Ledger:
             self._unwritten.append(json.dumps(line) + "\n")
 
     def replay(self, task: str, rollouts: int) -> None:
-        """Rollouts that were trained on are trained on again: they stay in their column, and are counted beside it."""
+        """Count rollouts that a step trains on again. They stay in their column."""
         self._replayed[task] += rollouts
 
     def open(self, task: str) -> int:
-        """Rollouts of a task that are in no column: dispatched less ended."""
+        """Return the number of the task's rollouts that were dispatched and have not ended."""
         return self._dispatched[task] - sum(self._ended.get(task, Counter()).values())
 
     def check(self, seen: Collection[str]) -> None:
-        """Compare the open records with the rollouts that the caller has open, and both with the counts.
+        """Compare the open records with the caller's open rollouts, and both with the counts.
 
         Raises:
             RunError: a rollout was lost or counted twice.
         """
         seen = set(seen)
         if seen != self._open.keys():
-            lost, unknown = sorted(self._open.keys() - seen), sorted(seen - self._open.keys())
+            lost = sorted(self._open.keys() - seen)[:3] or "none"
+            unknown = sorted(seen - self._open.keys())[:3] or "none"
             raise RunError(
-                f"the ledger does not balance: lost {lost[:3] or 'none'}, ended but still seen {unknown[:3] or 'none'}"
+                f"the ledger does not balance: lost {lost}, ended but still seen {unknown}"
             )
         by_task = Counter(record.task for record in self._open.values())
         for task, dispatched in self._dispatched.items():
             if self.open(task) != by_task[task]:
+                ended = dict(self._ended.get(task, {}))
                 raise RunError(
-                    f"the ledger of {task} does not balance: {dispatched} dispatched, {dict(self._ended.get(task, {}))} ended, "
-                    f"{by_task[task]} open"
+                    f"the ledger of {task} does not balance: {dispatched} dispatched, {ended} "
+                    f"ended, {by_task[task]} open"
                 )
         self.flush()
 
@@ -85,16 +106,18 @@ class Ledger:
         """Write the records of rollouts that have ended.
 
         Raises:
-            OSError: the disk is full, or failed. The file ends with a whole line, and the next call tries again.
+            OSError: the disk is full, or failed. The file still ends with a whole line, and the
+                next call tries again.
         """
         if self._file is not None and self._unwritten:
             self._file.append("".join(self._unwritten).encode())
             self._unwritten.clear()
 
     def counts(self) -> dict[str, int]:
-        """``<task>/<column>`` to rollouts, dispatched and open included.
+        """Return the number of rollouts by ``<task>/<column>``.
 
-        ``<task>/replayed``, where something was, is no column: it counts trainings of rollouts that ended before.
+        ``<task>/dispatched`` and ``<task>/open`` are among them. ``<task>/replayed`` is there if
+        rollouts were trained on again, and counts how often.
         """
         counts = {}
         for task, dispatched in self._dispatched.items():
@@ -107,7 +130,7 @@ class Ledger:
         return counts | {f"{task}/replayed": count for task, count in self._replayed.items()}
 
     def state(self) -> LedgerState:
-        """What a resumed run continues from."""
+        """Return the state that a checkpoint keeps."""
         return LedgerState(
             dispatched=dict(self._dispatched),
             ended={task: dict(columns) for task, columns in self._ended.items()},

@@ -1,7 +1,7 @@
-"""What ``controller.json`` of a checkpoint holds: everything a resumed run needs that is not the trainer's.
+"""Records of ``controller.json``: the state of a checkpoint that is not the trainer's.
 
-Plain records. Each part of the run makes its own (``state``) and continues from it (``restore``). The samples of finished
-groups lie beside it (`groups.py`).
+Each component of a run makes a record of its own (``state``) and continues from it (``restore``).
+The samples of finished groups are in a file beside it (`groups.py`).
 """
 
 import json
@@ -15,148 +15,179 @@ from torchtitan.experiments.rl.errors import RunError
 
 CONTROLLER_FILE = "controller.json"
 FORMAT = 3
-"""Of the records below. A change that an older file does not meet takes the next number."""
+"""Version of the records below. Raise it with a change that older files do not meet."""
 
 
 class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A field that is missing or unknown is an error: nothing is resumed by guessing."""
+    """Record in which a missing or an unknown field is an error: nothing is resumed by guessing."""
 
 
 class SlotState(Record):
-    """A group that the pacer has admitted, and that no step has taken."""
+    """A group that the pacer has admitted and that no step has taken (`pacing.py`)."""
 
     group_id: str
     admitted_version: int
+    """Policy version that the generators held when the group was admitted."""
     frozen: bool
+    """True if the group never goes stale, because no version of the policy samples it."""
     finished: bool
+    """True if a step may take the group."""
     parts: int = 1
-    """Groups that share the slot."""
+    """Number of groups that share the slot."""
 
 
 class LedgerEntry(Record):
-    """A rollout without a column: in flight or buffered."""
+    """A rollout that has not ended in a column of the ledger."""
 
     rollout_id: str
     task: str
     dispatched_version: int
-    """Policy version the generators held when it was dispatched."""
+    """Policy version that the generators held when the rollout was dispatched."""
 
 
 class LedgerState(Record):
+    """State of the ledger (`ledger.py`)."""
+
     dispatched: dict[str, int]
+    """Number of rollouts by task."""
     ended: dict[str, dict[str, int]]
-    """Rollouts by task and column."""
+    """Number of rollouts by task and column."""
     open: list[LedgerEntry]
     replayed: dict[str, int] = {}
-    """Rollouts trained on again, by task."""
+    """Number of rollouts that were trained on again, by task."""
 
 
 class DropsState(Record):
-    """Groups that were dropped since one was kept."""
+    """Counts of the groups that were dropped since a group was kept (operations/alarms.py)."""
 
     groups: Fraction
-    """A group may hold a share of a slot."""
+    """Number of slots that the groups held."""
     ties: Fraction
-    """Those that were dropped because their rewards tie, in tasks that had a signal before."""
+    """Number of slots of groups whose rewards tie, in tasks that had a learning signal before."""
     columns: list[tuple[str, int]]
-    """Their rollouts by column of the ledger."""
+    """Number of rollouts by column of the ledger."""
     rewards: list[tuple[float, int]]
+    """Number of rollouts by reward."""
 
 
 class NoSignalState(Record):
-    """Groups without a learning signal since the start of the run."""
+    """Counts of the groups without a learning signal since the start of the run."""
 
     signal_seen: bool
+    """True if a group had a learning signal."""
     groups: Fraction
+    """Number of slots that the groups held."""
     mean_rewards: list[tuple[float, int]]
+    """Number of groups by mean reward."""
 
 
 class MasteryState(Record):
+    """Evidence that tasks are mastered: all their groups tie, at a high reward."""
+
     ties: dict[str, list[float]]
-    """Mean rewards of the ties of each task since its last group with a signal."""
+    """By task: mean rewards of the groups that tied since its last group with a learning signal."""
     signals: dict[str, tuple[int, float]]
-    """Groups with a signal, and the sum of their mean rewards."""
+    """By task: number of groups with a learning signal, and the sum of their mean rewards."""
 
 
 class StallState(Record):
+    """State of the detectors of a run that learns nothing (operations/alarms.py)."""
+
     drops: DropsState
     emptied: DropsState
-    """The same after a step had taken them."""
+    """Counts of the groups that were dropped after a step had taken them."""
     no_signal: NoSignalState
     mastery: MasteryState
 
 
 class OpenGroupState(Record):
-    """A group that was dispatched and has not left. Its rollouts are run again, unless it has finished."""
+    """A group that was dispatched and has not left. It is run again unless it has finished."""
 
     group_id: str
     task: str
     example: Any
-    """Its DataSample as JSON; None: the sampler had not given it yet."""
+    """The group's DataSample as JSON; None if the sampler had not given it yet."""
     example_is_json: bool
-    """Whether that is the whole example; else only its dataset can give it again."""
+    """True if JSON holds the whole example; else only its dataset can give it again."""
     rollout_ids: list[str]
-    """Rollouts that are in no column of the ledger."""
+    """Ids of the rollouts that have not ended in a column of the ledger."""
     outcomes: dict[str, str]
-    """Column of each rollout that has ended."""
+    """Column of each rollout that has ended, by its id."""
     finished: bool
-    """Scored: its rollouts are in the file of finished groups."""
+    """True if the group was scored: its rollouts are in the file of finished groups."""
     signal: bool
+    """True if the scored group has a learning signal."""
 
 
 class RolloutLoopState(Record):
+    """State of the rollout loop between two steps (`rollout_loop.py`)."""
+
     started: int
-    """Groups started since the run began: the number of the next."""
+    """Number of groups started since the run began. The next group is named by it."""
     groups: list[OpenGroupState]
-    """In the order they were dispatched."""
+    """Open groups, in the order of their dispatch."""
     slots: list[SlotState]
-    """In the order they were admitted."""
+    """Groups that no step has taken, in the order of their admission."""
     ledger: LedgerState
     stall: StallState | None
-    """The alarms' part: who takes the checkpoint fills it in."""
+    """State of the alarms. The loop leaves None, and what takes the checkpoint fills it in."""
     dropped_groups: int
+    """Number of groups dropped since the last step."""
     filter_matches: dict[str, int]
+    """Number of rollouts that matched since the last step, by ``<slot>/<filter>``."""
     filter_tokens: dict[str, int]
+    """Number of sampled tokens of these rollouts."""
     samplers: dict[str, Any]
-    """What each task's sampler says of itself."""
+    """State of each task's sampler, as its ``state_dict`` gave it."""
     mix: Any
+    """State of the task mix, as its ``state_dict`` gave it."""
     replay: list[tuple[str, int, int]] = []
-    """Stored groups, oldest first: id, oldest version, replays. They are in the file of finished groups."""
+    """Groups stored for replay, oldest first: id, oldest version, number of replays. Their rollouts
+    are in the file of finished groups."""
 
 
 class ValidationReport(Record):
     """An evaluation that has ended."""
 
     step: int
-    """Version of the policy it began with."""
+    """Policy version that the evaluation began with."""
     reward: float | None
-    """Mean over tasks of their avg@k; None when nothing was scored."""
+    """Mean over tasks of their avg@k; None if nothing was scored."""
     metrics: dict[str, int | float]
 
 
 class ValidatorState(Record):
+    """State of the evaluations (`validation.py`)."""
+
     begun: int
     """Latest step whose evaluations were begun."""
     running: list[str]
-    """Tasks whose evaluation had not ended."""
+    """Names of the tasks whose evaluation had not ended."""
     left_out: dict[str, int]
+    """Number of evaluations by task that were due and left out, because the last still ran."""
     reports: list[ValidationReport]
-    """That are in no step's metrics."""
+    """Evaluations that have ended and are in no step's metrics."""
 
 
 class MismatchState(Record):
-    """What the first versions have shown at one age, from which its bound is derived."""
+    """Distances between trainer and generators that the first steps have shown at one age.
+
+    The bound of later steps is derived from them (operations/alarms.py).
+    """
 
     age: int
+    """Number of versions between the one that sampled the tokens and the one that trained them."""
     distances: list[float]
-    """Nats: the largest over the replicas, of each version."""
+    """Largest mean distance of each step over the replicas, in nats."""
 
 
 class RunState(Record):
+    """State of the whole run, beside the trainer's."""
+
     format: int
-    """FORMAT of the library that wrote it."""
+    """FORMAT of the library that wrote the file."""
     step: int
-    """Optimizer steps taken: the policy version of the trainer's weights."""
+    """Number of optimizer steps taken, which is the policy version of the trainer's weights."""
     seed: int
     rollouts: RolloutLoopState
     validator: ValidatorState
@@ -168,6 +199,7 @@ class RunState(Record):
 
 
 def write_state(folder: Path, state: RunState) -> None:
+    """Write ``controller.json`` into a checkpoint's folder."""
     # json's encoder: msgspec's refuses half a character, which a user's text may hold.
     (folder / CONTROLLER_FILE).write_text(
         json.dumps(msgspec.to_builtins(state, enc_hook=str), indent=1) + "\n", encoding="ascii"
@@ -175,9 +207,10 @@ def write_state(folder: Path, state: RunState) -> None:
 
 
 def read_state(folder: Path) -> RunState:
-    """
+    """Read ``controller.json`` of a checkpoint's folder.
+
     Raises:
-        RunError: another version of the library wrote it, or it can't be read.
+        RunError: another version of the library wrote the file, or it can't be read.
     """
     path = folder / CONTROLLER_FILE
     try:
@@ -185,7 +218,8 @@ def read_state(folder: Path) -> RunState:
         found = data.get("format") if isinstance(data, dict) else None
         if found != FORMAT:
             raise RunError(
-                f"{path} has format {found!r}, want {FORMAT}: resume with the version of the library that wrote it"
+                f"{path} has format {found!r}, want {FORMAT}: "
+                "resume with the version of the library that wrote it"
             )
         return msgspec.convert(data, RunState, dec_hook=lambda kind, value: kind(value))
     except (OSError, ValueError) as error:

@@ -1,8 +1,9 @@
-"""Evaluates the policy on the same held-out examples of each task, on the task's own schedule, beside training.
+"""Evaluates the policy on held-out examples of each task, beside training.
 
-An evaluation of step s starts when the generators hold version s. Training goes on, so a long evaluation also samples from
-later versions: ``validation/<task>/version_max`` is the latest. Only the first evaluation (of version 0) and the last (of the
-final policy) sample from one version alone.
+Each task has a schedule of its own, and the same examples in every evaluation. The evaluation of
+step s starts when the generators hold version s. Training goes on meanwhile, so a long evaluation
+also samples from later versions: ``validation/<task>/version_max`` is the latest of them. Only the
+first evaluation (of version 0) and the last (of the final policy) sample from one version alone.
 """
 
 import asyncio
@@ -24,9 +25,12 @@ from torchtitan.experiments.rl.user_code.calls import Gate, contained
 
 
 class Validator:
-    """Runs evaluations as asyncio tasks. One that is due while the task's last is still running is left out, and counted."""
+    """Runs evaluations as asyncio tasks.
 
-    def __init__(
+    An evaluation that is due while the last one of its task still runs is left out, and counted.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts of a run, each built elsewhere
         self,
         tasks: dict[str, Task],
         runner: GroupRunner,
@@ -37,30 +41,39 @@ class Validator:
         recorder: RolloutRecorder | None = None,
         on_group: Callable[[RolloutGroup], None] = lambda group: None,
     ):
-        """
+        """Start with no evaluation under way.
+
         Args:
-            default: schedule of tasks that have none of their own.
-            on_failure: called with what a dataset or the library's own code raised.
-            gate: reads the validation sets.
-            recorder: gets the groups of each evaluation that has ended.
-            on_group: called with each group as soon as it was measured.
+            default: schedule of the tasks that have none of their own.
+            on_failure: called with an error that a dataset or the library's own code raised.
+            gate: calls the datasets.
+            recorder: records the groups of each evaluation that has ended.
+            on_group: called with each group as soon as it was scored.
         """
-        self._gate, self._recorder, self._on_group = gate or Gate(), recorder, on_group
-        self._tasks, self._runner, self._on_failure = tasks, runner, on_failure
+        self._tasks = tasks
+        self._runner = runner
+        self._on_failure = on_failure
+        self._gate = gate or Gate()
+        self._recorder = recorder
+        self._on_group = on_group
         self._configs = {
             name: task.config.validation_schedule or default
             for name, task in tasks.items()
             if task.validation is not None
         }
         self._running: list[str] = []
-        """Tasks that are being evaluated."""
-        self._rounds: set[asyncio.Task[None]] = set()
+        """Names of the tasks that are being evaluated."""
+        self._evaluations: set[asyncio.Task[None]] = set()
+        """Evaluations under way, each of the tasks that were due at one step."""
         self._reports: list[ValidationReport] = []
+        """Evaluations that have ended since the last `take`."""
         self._left_out: Counter[str] = Counter()
+        """Number of evaluations left out, by task."""
         self._begun = 0
+        """Latest step whose evaluations were begun."""
 
     def due(self, step: int) -> list[str]:
-        """Tasks whose schedule names this step."""
+        """Return the names of the tasks whose schedule names this step."""
         return [
             name
             for name, config in self._configs.items()
@@ -68,45 +81,37 @@ class Validator:
         ]
 
     def start(self, step: int, *, final: bool = False) -> None:
-        """Begin what is due at ``step``: at the first and the final step every task that is ever evaluated."""
-        self._begun = step
-        names = (
-            [name for name, config in self._configs.items() if config.every > 0]
-            if final
-            else self.due(step)
-        )
-        self._start(
-            names, step, alone=final or step == 0, label=f"{step}.final" if final else str(step)
-        )
+        """Begin the evaluations that are due at a step.
 
-    def _start(self, names: Sequence[str], step: int, *, alone: bool, label: str) -> None:
-        self._left_out.update(name for name in names if name in self._running)
-        if begun := [name for name in names if name not in self._running]:
-            self._running += begun
-            of_all = asyncio.create_task(
-                self._evaluate(begun, step, alone=alone, label=label), name=f"validation-{step}"
-            )
-            self._rounds.add(of_all)
-            of_all.add_done_callback(self._rounds.discard)
+        At step 0, and at the final step, these are all tasks that are ever evaluated.
+        """
+        self._begun = step
+        if final:
+            names = [name for name, config in self._configs.items() if config.every > 0]
+            self._start(names, step, alone=True, label=f"{step}.final")
+        else:
+            self._start(self.due(step), step, alone=step == 0, label=str(step))
 
     async def wait(self) -> None:
-        """Until nothing is running."""
-        while self._rounds:
-            await asyncio.wait(set(self._rounds))
+        """Wait until no evaluation is under way."""
+        while self._evaluations:
+            await asyncio.wait(set(self._evaluations))
 
     def take(self) -> list[ValidationReport]:
-        """Reports that were finished since the last call, oldest first."""
-        reports, self._reports = self._reports, []
+        """Return the evaluations that have ended since the last call, oldest first."""
+        reports = self._reports
+        self._reports = []
         return reports
 
     async def close(self) -> None:
-        rounds = list(self._rounds)
-        for of_all in rounds:
-            of_all.cancel()
-        await asyncio.gather(*rounds, return_exceptions=True)
+        """Cancel the evaluations under way."""
+        evaluations = list(self._evaluations)
+        for evaluation in evaluations:
+            evaluation.cancel()
+        await asyncio.gather(*evaluations, return_exceptions=True)
 
     def state(self) -> ValidatorState:
-        """What a resumed run continues from."""
+        """Return the state that a checkpoint keeps."""
         return ValidatorState(
             begun=self._begun,
             running=list(self._running),
@@ -115,18 +120,38 @@ class Validator:
         )
 
     def restore(self, state: ValidatorState, step: int) -> None:
-        """Continue from a checkpoint of ``step``: begin what is due at it and was not begun, and what had not ended.
+        """Continue from a checkpoint of ``step``.
 
-        The latter measures version ``step`` now, and says so.
+        Begins the evaluations that are due at the step and were not begun, and again those that had
+        not ended. The latter now measure version ``step``, as their metrics say.
         """
-        self._begun, self._left_out = step, Counter(state.left_out)
+        self._begun = step
+        self._left_out = Counter(state.left_out)
         self._reports = list(state.reports)
         due = self.due(step) if state.begun < step else []
         names = [name for name in self._configs if name in due or name in state.running]
         self._start(names, step, alone=False, label=str(step))
 
+    def _start(self, names: Sequence[str], step: int, *, alone: bool, label: str) -> None:
+        """Begin an evaluation of the tasks that are not being evaluated already.
+
+        Args:
+            alone: True if nothing else uses the generators, so that all examples may run at once.
+            label: name of the evaluation in the records.
+        """
+        self._left_out.update(name for name in names if name in self._running)
+        begun = [name for name in names if name not in self._running]
+        if not begun:
+            return
+        self._running += begun
+        evaluation = asyncio.create_task(
+            self._evaluate(begun, step, alone=alone, label=label), name=f"validation-{step}"
+        )
+        self._evaluations.add(evaluation)
+        evaluation.add_done_callback(self._evaluations.discard)
+
     async def _evaluate(self, names: Sequence[str], step: int, *, alone: bool, label: str) -> None:
-        """Evaluate these tasks side by side, and make one report of it."""
+        """Evaluate tasks side by side, and make one report of them all."""
         metrics: dict[str, float] = {}
 
         async def measure(name: str) -> None:
@@ -140,30 +165,34 @@ class Validator:
                 for name in names:
                     evaluations.create_task(measure(name), name=f"validation-{name}-{step}")
         except ExceptionGroup as failed:
-            return self._on_failure(failed.exceptions[0])
+            self._on_failure(failed.exceptions[0])
+            return
+
         rewards = [value for name, value in metrics.items() if name.endswith("/reward")]
         metrics["validation/step"] = step
-        metrics |= {f"validation/{name}/left_out": count for name, count in self._left_out.items()}
+        for name, count in self._left_out.items():
+            metrics[f"validation/{name}/left_out"] = count
         reward = mean(rewards) if rewards else None
-        metrics |= {} if reward is None else {"validation/reward": reward}
+        if reward is not None:
+            metrics["validation/reward"] = reward
         self._reports.append(ValidationReport(step=step, reward=reward, metrics=metrics))
 
     async def _measure(self, name: str, *, alone: bool, label: str) -> dict[str, float]:
-        task, config = self._tasks[name], self._configs[name]
+        """Run a task's examples and record their groups. Returns the task's metrics."""
+        task = self._tasks[name]
+        config = self._configs[name]
         sampling = replace(task.config.sampling, temperature=config.temperature)
-        assert task.validation is not None
         dataset = task.validation
+        assert dataset is not None
         owner = f"validation of task {name!r}"
         examples = min(config.examples, await self._gate.call(count_examples, dataset, owner=owner))
-        places = asyncio.Semaphore(
-            examples if alone else max(1, config.max_concurrency // config.attempts)
-        )
+        at_once = examples if alone else max(1, config.max_concurrency // config.attempts)
+        places = asyncio.Semaphore(at_once)
 
-        async def one(index: int) -> RolloutGroup:
+        async def run(index: int) -> RolloutGroup:
             async with places:
-                example = await self._gate.call(read_example, dataset, index, owner=owner)
                 request = GroupRequest(
-                    data_sample=example,
+                    data_sample=await self._gate.call(read_example, dataset, index, owner=owner),
                     group_id=f"validation-{name}-{index}",
                     group_size=config.attempts,
                     sampling=sampling,
@@ -173,10 +202,11 @@ class Validator:
                 self._on_group(group)
                 return group
 
-        groups = await asyncio.gather(*(one(index) for index in range(examples)))
+        groups = await asyncio.gather(*(run(index) for index in range(examples)))
         metrics = evaluation_metrics(name, groups, config)
         if self._recorder is not None:
-            # At once, when all have ended: a checkpoint has the records of an evaluation, or begins it again.
+            # Only now that all have ended: a checkpoint has all the records of an evaluation, or
+            # begins it again.
             for group in groups:
                 group = labelled(group, label)
                 outcomes = {rollout.rollout_id: "validation" for rollout in group.rollouts}
@@ -185,9 +215,10 @@ class Validator:
 
 
 def labelled(group: RolloutGroup, label: str) -> RolloutGroup:
-    """The group under an id that no other of the run has: an evaluation's own has the same in each, for its seeds.
+    """Give an evaluation's group an id that no other group of the run has, and return it.
 
-    A training group's id ends with a hyphen and a number.
+    The group had the same id in each evaluation, because its seeds follow from it. Ids of training
+    groups end with a hyphen and a number.
     """
     group.group_id = f"{group.group_id}@{label}"
     for rollout in group.rollouts:
@@ -198,10 +229,11 @@ def labelled(group: RolloutGroup, label: str) -> RolloutGroup:
 def evaluation_metrics(
     task: str, groups: Sequence[RolloutGroup], config: ValidationConfig
 ) -> dict[str, float]:
-    """Metrics of one task's evaluation, k attempts at each example.
+    """Return the metrics of one task's evaluation, with k attempts at each example.
 
-    ``avg@k`` (``reward`` is the same) is the mean over examples of the mean reward of their attempts, ``pass@k`` the chance
-    that one of k attempts passes. An attempt that failed has no reward: it is in neither, and counted.
+    ``avg@k``, which is ``reward`` too, is the mean over examples of the mean reward of their
+    attempts. ``pass@k`` is the chance that one of k attempts passes. An attempt that failed has no
+    reward: neither metric has it, and ``failed`` counts it.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     by_turn = [turn.completion.policy_versions for rollout in rollouts for turn in rollout.turns]
@@ -219,25 +251,24 @@ def evaluation_metrics(
             f"{prefix}/version_max": int(versions.max()),
         }
     scored = [group.rewards for group in groups if group.rewards]
-    if scored:
-        average = mean([mean(rewards) for rewards in scored])
-        metrics |= {f"{prefix}/reward": average, f"{prefix}/avg@{config.attempts}": average}
-        for k in sorted(
-            {config.attempts, *(2**power for power in range(config.attempts.bit_length()))}
-        ):
-            passing = [
-                pass_at_k(
-                    len(rewards),
-                    sum(reward >= config.pass_reward for reward in rewards),
-                    min(k, len(rewards)),
-                )
-                for rewards in scored
-            ]
-            metrics[f"{prefix}/pass@{k}"] = mean(passing)
+    if not scored:
+        return metrics
+    average = mean([mean(rewards) for rewards in scored])
+    metrics |= {f"{prefix}/reward": average, f"{prefix}/avg@{config.attempts}": average}
+    powers_of_two = {2**power for power in range(config.attempts.bit_length())}
+    for k in sorted({config.attempts, *powers_of_two}):
+        chances = []
+        for rewards in scored:
+            passed = sum(reward >= config.pass_reward for reward in rewards)
+            chances.append(pass_at_k(len(rewards), passed, min(k, len(rewards))))
+        metrics[f"{prefix}/pass@{k}"] = mean(chances)
     return metrics
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Unbiased chance that one of k attempts passes, from n of which ``passed`` did: 1 − C(n − c, k) / C(n, k), equation 1 of
-    Chen et al., arXiv:2107.03374."""
+    """Return the unbiased estimate of the chance that one of k attempts passes.
+
+    1 - C(n - c, k) / C(n, k), where c of n attempts passed: equation 1 of Chen et al.,
+    arXiv:2107.03374.
+    """
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
