@@ -222,7 +222,7 @@ async def test_a_group_that_a_filter_failed_on_is_no_state_to_resume(tmp_path):
     loop = Loop(DatasetTask(100), filters=[Broken.Config()])
     loop.fill()
     await settle()
-    with pytest.raises(RunError, match="half filtered"):
+    with pytest.raises(RunError, match="failed while it settled"):
         await saved(loop, tmp_path)
     await loop.close()
 

@@ -173,10 +173,10 @@ def test_each_token_of_a_tree_has_the_route_of_every_token_that_it_stands_for(sa
     for batch in rows_of(samples):
         if batch.trees is not None:
             real = batch.task_ids >= 0
-            of_trees = batch.trees.of_any(batch.routes, real, ABSENT)
+            of_trees = batch.trees.values_to_trees(batch.routes, real, ABSENT)
             again = of_trees.flatten(0, 1)[batch.trees.slots]
             assert torch.equal(again[real], batch.routes[real])
-            assert (of_trees[~batch.trees.any_of(real)] == ABSENT).all()
+            assert (of_trees[~batch.trees.mask_to_trees(real)] == ABSENT).all()
 
 
 def test_routes_that_part_early_make_the_model_compute_more():

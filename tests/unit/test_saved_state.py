@@ -307,7 +307,7 @@ def test_an_example_that_neither_json_nor_the_dataset_gives_again_is_none():
 
 def test_a_group_that_a_filter_failed_on_can_not_be_saved():
     entry = OpenGroup(task=SimpleNamespace(name="a"), rollout_ids={"a-0/0"}, settling=True)
-    with pytest.raises(RunError, match="half filtered"):
+    with pytest.raises(RunError, match="failed while it settled"):
         entry.state("a-0")
 
 

@@ -194,12 +194,14 @@ def test_a_tree_is_laid_out_as_the_contract_draws_it():
     assert trees.slots.tolist() == [[0, 1, 2, 3, 0, 1, 4]]
     assert trees.token_ids.tolist() == [[1, 2, 3, 4, 9, 0, 0]]
     assert trees.positions.tolist() == [[0, 1, 2, 3, 2, 0, 1]]
-    assert trees.of_each(trees.token_ids).tolist() == batch.token_ids.tolist()
+    assert trees.values_to_batch(trees.token_ids).tolist() == batch.token_ids.tolist()
     # Needed in one sample only, and in both.
-    assert trees.any_of(batch.token_ids == 9).tolist() == [[False] * 4 + [True, False, False]]
+    assert trees.mask_to_trees(batch.token_ids == 9).tolist() == [
+        [False] * 4 + [True, False, False]
+    ]
     second = batch.positions == 1
     second[0, 1] = False
-    assert trees.any_of(second).tolist() == [[False, True] + [False] * 5]
+    assert trees.mask_to_trees(second).tolist() == [[False, True] + [False] * 5]
 
 
 def test_a_tree_longer_than_a_row_is_cut_and_nothing_is_dropped():

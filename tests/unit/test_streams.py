@@ -24,7 +24,7 @@ from torchtitan.experiments.rl.types import STREAMS, TrainingBatch, TrainingSamp
 
 ROOT = Path(__file__).resolve().parents[2]
 
-NEW_LINE = "    surprises: Annotated[OptionalArray, Stream(dtype=np.float32, fill=-7, in_loss=False)] = NONE\n"
+NEW_LINE = "    surprises: Annotated[OptionalArray, Stream(dtype=np.float32, fill=-7, in_loss=False)] = UNSET\n"
 
 USE_OF_THE_NEW_STREAM = """
 import sys

@@ -1,7 +1,8 @@
 """Events of a run, for its observers: one method each, called in order.
 
-An observer extends ``RunEvents`` and overrides the methods that it needs. If one raises, the run
-ends with that error.
+An observer extends ``RunEvents`` and overrides the methods that it needs. If a method raises, the
+run ends with that error. A method of the rollout loop's events may raise NothingLeftToLearn: the
+run then ends as complete.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,12 @@
-"""Open groups: those that were dispatched, and are neither trained on nor dropped yet.
+"""Open groups: dispatched, and not yet trained on or dropped.
 
-A group is dispatched, runs, is scored and filtered (it is settled then), and leaves with the step
-that trains on it, or dropped. Each of its rollouts ends in one column of the ledger.
+A group is dispatched, runs, is scored, and settles: filters keep some of its rollouts. Then a step
+trains on it, or it is dropped. The ledger records for each rollout in which column it ended.
 
-A checkpoint keeps the open groups in two places. ``controller.json`` has one ``OpenGroupState`` for
+A checkpoint keeps the open groups in two files. ``controller.json`` has an ``OpenGroupState`` for
 each. ``groups.jsonl.gz`` has the rollouts of the finished ones, in the format of the recorded
-rollouts: a gzip member for each group, and in it a line for each rollout. Groups that still ran are
-kept by their example and their id: a resumed run runs them again.
+rollouts: a gzip member for each group, and in it a line for each rollout. Of an unfinished group
+only its id and its example are saved, and a resumed run runs it again.
 """
 
 import dataclasses
@@ -35,25 +35,25 @@ logger = logging.getLogger(__name__)
 GROUPS_FILE = "groups.jsonl.gz"
 """Name of the file of finished groups in a checkpoint's folder."""
 UNLIMITED = 2**62
-"""Number of bytes that no rollout's line exceeds: a checkpoint keeps every rollout whole."""
+"""Size limit in bytes that no rollout reaches: a checkpoint never shortens a rollout."""
 
 
 def groups_in_slot(task: Task) -> int:
     """Return how many groups of the task share one slot of the pacer.
 
-    The rollouts of a task without a barrier are not compared, so each of them is a group.
+    If the task does not compare its rollouts, each rollout is a group.
     """
     return 1 if task.needs_group else task.config.group_size
 
 
 @dataclass(kw_only=True, slots=True)
 class Slot:
-    """Record of a slot of the pacer, shared by the groups that fill it together."""
+    """Counts of the groups that use one slot of the pacer together."""
 
     kept: bool = False
     """True if one of its groups was kept."""
     dropped: int = 0
-    """Number of dropped groups that no other group replaces yet."""
+    """Number of dropped groups that no other group has replaced yet."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,33 +65,33 @@ class OpenGroup:
     rollout_ids: set[str]
     """Ids of the rollouts that have not ended in a column of the ledger."""
     example: DataSample | None = None
-    """The example that the rollouts are made from; None until the sampler has given it."""
+    """The example that the rollouts are made from; None before the sampler returns it."""
     group: RolloutGroup | None = None
     """The group with all its rollouts; None until they were scored."""
     settling: bool = False
-    """True while filters look at the scored group, and for good if one of them fails."""
+    """True while the scored group settles; it stays True if a filter, sampler or observer fails."""
     signal: bool = False
     """True if the scored group has a learning signal."""
     outcomes: dict[str, str] = field(default_factory=dict)
     """Ledger column of each rollout that has ended, by its id."""
 
-    def kept(self) -> RolloutGroup:
-        """Return the scored group with only those rollouts that have not ended."""
+    def remaining(self) -> RolloutGroup:
+        """Return the scored group with only the rollouts that have not ended."""
         assert self.group is not None, "the group was not scored yet"
-        kept = [
+        remaining = [
             rollout for rollout in self.group.rollouts if rollout.rollout_id in self.rollout_ids
         ]
-        return replace(self.group, rollouts=kept)
+        return replace(self.group, rollouts=remaining)
 
     def state(self, group_id: str) -> OpenGroupState:
         """Return what a checkpoint keeps of the group.
 
         Raises:
-            RunError: a filter failed, so the group is neither running nor finished.
+            RunError: the group failed while it settled, so it is neither running nor finished.
         """
         if self.settling:
             raise RunError(
-                f"group {group_id} is half filtered: the state of the run can't be saved"
+                f"group {group_id} failed while it settled: the state of the run can't be saved"
             )
         example = None if self.example is None else plain_example(self.example)
         example_is_json = self.example is not None and example == dataclasses.asdict(self.example)
@@ -114,14 +114,14 @@ class StepGroups:
     groups: list[RolloutGroup] = field(default_factory=list)
     """Groups to train on, with only the rollouts that passed all filters."""
     sampled: list[RolloutGroup] = field(default_factory=list)
-    """Groups that the step took, before the post-batch filters dropped rollouts of them."""
+    """The same groups before the post-batch filters, with the groups that these emptied."""
     replayed: list[RolloutGroup] = field(default_factory=list)
     """Groups that an earlier step trained on, and that this step trains on again."""
     dropped_groups: int = 0
     """Number of groups dropped since the step before."""
     filter_matches: Counter[str] = field(default_factory=Counter)
-    """Number of rollouts that matched a filter since the step before, by ``<slot>/<filter>``.
-    Filters that only monitor are counted too."""
+    """Number of rollouts that matched a filter since the step before, by ``pre/<filter>``
+    and ``post/<filter>``. Filters that only monitor are counted too."""
     filter_tokens: Counter[str] = field(default_factory=Counter)
     """Number of tokens that the policy sampled in these rollouts."""
 
@@ -129,13 +129,13 @@ class StepGroups:
 class OpenGroups:
     """Open groups by id, in the order of their dispatch.
 
-    Tells the ledger of each rollout that ends, and the recorder of each scored group that leaves.
+    Reports each rollout that ends to the ledger, and each scored group that leaves to the recorder.
     """
 
     def __init__(
         self, ledger: Ledger, recorder: RolloutRecorder | None, version: Callable[[], int]
     ):
-        """Start with no group open.
+        """Make an empty table.
 
         Args:
             version: returns the policy version that the generators hold.
@@ -152,7 +152,7 @@ class OpenGroups:
         return iter(self._groups)
 
     def dispatch(self, task: Task, group_id: str, slot: Slot) -> None:
-        """Open a group, and a record of the ledger for each of its rollouts."""
+        """Open a group, and a ledger record for each of its rollouts."""
         group_size = task.config.group_size if task.needs_group else 1
         rollout_ids = {f"{group_id}/{index}" for index in range(group_size)}
         self._groups[group_id] = OpenGroup(task=task, slot=slot, rollout_ids=rollout_ids)
@@ -172,7 +172,8 @@ class OpenGroups:
         """Close a group, and record it if it was scored.
 
         Args:
-            column: column of the ledger in which its remaining rollouts end.
+            column: column of the ledger in which its remaining rollouts end; None if all have
+            ended.
         """
         open_group = self._groups.pop(group_id)
         if column is not None:
@@ -206,7 +207,7 @@ class OpenGroups:
         """Return what a checkpoint keeps of each group.
 
         Raises:
-            RunError: a filter failed in the middle of a group.
+            RunError: a group failed while it settled.
         """
         return [open_group.state(group_id) for group_id, open_group in self._groups.items()]
 
@@ -224,7 +225,7 @@ class OpenGroups:
             examples: examples of each task's dataset, by task and sample id.
 
         Returns:
-            Ids of groups that can't be run again, because nothing gives their example again.
+            Ids of groups that can't be run again, because their example can't be recovered.
 
         Raises:
             RunError: a finished group is not among ``finished``.
@@ -299,24 +300,27 @@ def read_finished_groups(folder: Path) -> dict[str, RolloutGroup]:
     return groups
 
 
-def example_of(state: OpenGroupState, of_dataset: Mapping[str, DataSample]) -> DataSample | None:
+def example_of(
+    state: OpenGroupState, dataset_examples: Mapping[str, DataSample]
+) -> DataSample | None:
     """Return the example of a checkpoint's open group.
 
-    The dataset's own example is preferred to the checkpoint's, in which JSON has made lists of
-    tuples, unless the sampler had changed it.
+    The dataset's own example is preferred, because JSON turns tuples into lists. The checkpoint's
+    is taken if the sampler had changed the example.
 
     Args:
-        of_dataset: examples of the task's dataset, by sample id.
+        dataset_examples: examples of the task's dataset, by sample id.
 
     Returns:
-        The example; None if the sampler had given none, or if nothing can give it again.
+        The example; None if the sampler had given none, or if it can't be recovered.
     """
     if state.example is None:
         return None
-    own = of_dataset.get(state.example["sample_id"])
+    own = dataset_examples.get(state.example["sample_id"])
     if own is None:
-        can_be_read = state.example_is_json or state.finished
-        return DataSample(**state.example) if can_be_read else None
+        # A finished group is not run again, so a copy that lost its types is enough.
+        is_enough = state.example_is_json or state.finished
+        return DataSample(**state.example) if is_enough else None
     was_changed = state.example_is_json and plain_example(own) != state.example
     return DataSample(**state.example) if was_changed else own
 
@@ -324,6 +328,6 @@ def example_of(state: OpenGroupState, of_dataset: Mapping[str, DataSample]) -> D
 def has_signal(group: RolloutGroup) -> bool:
     """Return True if training on the group changes anything.
 
-    That is so if some advantage is not 0, or if some token feeds the ce or the ref_kl component.
+    That is so if some advantage is not 0, or some token has a ce or a ref_kl weight.
     """
     return not all(ZERO_ADVANTAGE.matches(group))

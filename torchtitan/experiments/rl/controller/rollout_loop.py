@@ -5,30 +5,28 @@ Produces:  scored groups, those of one step at a time (`next_groups`).
 Waits for: a free slot of the pacer. Slots free as versions go live, and as groups are dropped.
 Unblocks:  the training loop, which waits in `next_groups`.
 
-    mix.next ──▶ task ──▶ sampler.next ──▶ example ──▶ GroupRunner.run ──▶ scored group
-       ▲                      ▲                                               │
-       │                      └─────────────── observe ◀──────────────────────┤
-    a free slot (Pacer)                                                       ▼
-       ▲                                     nothing left ◀── pre-batch filters, row length
-       ├──────────────── drop ◀──────────────────┘                            │
-       │                                                                      ▼
-       │                                              waits for its step, earliest deadline first
-       │                                                                      │
-       │                                     nothing left ◀── post-batch filters
-       ├──────────────── drop ◀──────────────────┘                            │ next_groups
-       │                                                                      ▼
-       └── live ◀── generators hold the weights ◀── WeightSync ◀── the trainer's step
+The life of a group:
 
-One coroutine, `_run_group`, takes a group from its dispatch until it has settled: until what is
-left of it waits for a step, or nothing is left. The pacer (`pacing.py`) decides which groups may
-start and which groups a step takes. Wherever a group leaves, its slot frees exactly once, and each
-of its rollouts ends in one column of the ledger (`ledger.py`). Observers extend ``RunEvents``
-(`events.py`).
+1. `fill` starts it: the pacer has a free slot, the task mix picks a task.
+2. `_run_group` takes it from here to 5. The task's sampler gives an example, unless groups that
+   share it have it already.
+3. The runner runs its rollouts, scores them, and gives their tokens credit.
+4. The sampler and the task mix observe it.
+5. It settles: the pre-batch filters and the row length end some of its rollouts. If none is left,
+   it is dropped.
+6. It waits for its step. `next_groups` takes it, earliest deadline first, and the post-batch
+filters
+   end some of its rollouts. If none is left, it is dropped.
+7. `trained` closes it after the optimizer step, and `live` frees its slot when the generators hold
+   the version that the step made.
 
-A group whose rollouts are compared fills a slot of its own. Rollouts that are not compared are
+The pacer (`pacing.py`) decides which groups may start and which groups a step takes. Wherever a
+group leaves, its slot frees exactly once, and each of its rollouts ends in one column of the ledger
+(`ledger.py`). Observers of all this extend ``RunEvents`` (`events.py`).
+
+A group whose rollouts are compared uses a slot of its own. Rollouts that are not compared are
 groups of one, and those of one example share a slot. If one of these is dropped, another rollout of
-its task replaces it as soon as some group of the slot is kept, so that kept slots stay whole. If
-all groups of a slot are dropped, the slot is free for any task.
+its task replaces it once any group of the slot is kept, so that a slot is kept full or not at all.
 """
 
 import asyncio
@@ -145,13 +143,13 @@ class RolloutLoop:
         replay: GroupReplay | None = None,
         watchers: Sequence[RunEvents] = (),
     ):
-        """Start with no group open.
+        """Make a loop without groups. `fill` starts them.
 
         Args:
             selection: the run's tasks, task mix and filters.
             batcher: says which samples are too long for a row.
-            total_groups: number of slots that the run will train on. The loop starts no more groups
-                than may still be needed.
+            total_groups: number of slots that the run will train on. The loop opens no more than
+                may still be needed.
             replay: store of groups that steps train on again.
         """
         self._tasks = selection.tasks
@@ -165,14 +163,14 @@ class RolloutLoop:
         self._watchers = watchers
         self._open = OpenGroups(ledger or Ledger(), recorder, lambda: policy.version)
         self._started = 0
-        """Number of groups started since the run began. The next group is named by it."""
+        """Number of groups started since the run began, which numbers their ids."""
         self._running: set[asyncio.Task[None]] = set()
         self._picking = False
-        """True while the task mix is asked in a thread. `fill` goes on when it has answered."""
-        self._to_replace: list[OpenGroup] = []
-        """Groups that were dropped from a slot of which another group was kept."""
+        """True while the task mix picks a task in a thread. `fill` goes on when it has."""
+        self._replacements: list[tuple[Task, Slot]] = []
+        """Groups to start in place of dropped ones, each in a slot of which a group was kept."""
         self._next_step = StepGroups()
-        """Counts of dropped groups and filtered rollouts, for the step that is taken next."""
+        """Counts since the last step, for the step that is taken next."""
         self._changed = asyncio.Event()
         """Wakes `next_groups`: a group has settled, or the run ends."""
         self._failure: Exception | None = None
@@ -188,61 +186,52 @@ class RolloutLoop:
     # Called by the training loop.
 
     def fill(self) -> None:
-        """Start groups in free slots, and in the place of dropped groups."""
+        """Start groups, until no slot is free or enough groups are open.
+
+        Starts none while a snapshot is pending; what takes the snapshot calls this again.
+        """
         while self._wants_groups and not self._picking and not self._snapshots.snapshot_pending:
-            if self._to_replace:
-                dropped = self._to_replace.pop(0)
-                self._start_groups(dropped.task, dropped.slot, count=1)
+            if self._replacements:
+                task, slot = self._replacements.pop(0)
+                self._start_groups(task, slot, count=1)
                 continue
             if not self._pacer.has_slot:
                 return
-            pick = self._selection.pick_task()
-            if not pick.answered:
-                self._picking = True
-                self._snapshots.begin_change()
-                self._start_coroutine(self._fill_when_picked(pick), "task mix")
-                return
             try:
-                self._start_slot(self._selection.picked(pick.value_now()))
+                pick = self._selection.pick_task()
+                if pick.answered:
+                    self._start_slot(self._selection.picked(pick.value_now()))
+                    continue
             except RunError as error:
                 self._end_run(error)
+                return
+            self._picking = True
+            self._snapshots.begin_change()
+            self._start_coroutine(self._fill_when_picked(pick), "task mix")
 
-    async def next_groups(self, version: int) -> StepGroups:
-        """Return the groups of the step that trains ``version``. Waits until the pacer gives them.
+    async def next_groups(self, base_version: int) -> StepGroups:
+        """Return the groups of the step that starts from ``base_version``, once they have finished.
 
         Raises:
-            RunStopped: ``stop`` was called.
+            RunStopped: `stop` was called.
             NothingLeftToLearn: every task is mastered.
-            RunError: code that belongs to no rollout failed, or a watcher ends the run.
+            RunError: a sampler, the task mix, a filter or an observer failed, or a part of the run
+                that rollouts depend on.
         """
         while True:
-            group_ids = await self._take_groups(version)
-            sampled = [self._open[group_id].kept() for group_id in group_ids]
+            group_ids = await self._take_groups(base_version)
+            sampled = [self._open[group_id].remaining() for group_id in group_ids]
             for group_id in group_ids:
-                filtered = await self._selection.filter("post", self._open[group_id].kept())
+                filtered = await self._selection.filter("post", self._open[group_id].remaining())
                 self._end_filtered(filtered, self._open[group_id])
-            groups = [self._open[group_id].kept() for group_id in group_ids]
+            groups = [self._open[group_id].remaining() for group_id in group_ids]
             if any(group.rollouts for group in groups):
-                break
+                return self._make_step(groups, sampled, base_version)
             # The post-batch filters left nothing to train on, so the step takes other groups.
             for group_id in group_ids:
                 self._pacer.drop(group_id)
                 self._drop(group_id, taken=True)
             self.fill()
-
-        for watcher in self._watchers:
-            watcher.groups_taken()
-        for group in groups:
-            if not group.rollouts:  # its slot frees with the others of the step
-                self._drop(group.group_id, tell_watchers=False)
-        self._groups_left -= self._pacer.groups_per_step
-        step = self._next_step
-        self._next_step = StepGroups()
-        step.groups = [group for group in groups if group.rollouts]
-        step.sampled = sampled
-        if self._replay is not None:
-            step.replayed = self._replay.draw(version)
-        return step
 
     def trained(self, step: StepGroups) -> None:
         """End the rollouts of these groups as trained: their optimizer step was taken."""
@@ -255,7 +244,7 @@ class RolloutLoop:
         self._open.check()
 
     def live(self, version: int, *, fill: bool = True) -> None:
-        """Free the slots of groups trained for ``version``, which the generators hold now.
+        """Free the slots of the groups that ``version`` was made from: the generators hold it.
 
         Args:
             fill: True to start groups in these slots at once; else they stay free until `fill`.
@@ -265,7 +254,7 @@ class RolloutLoop:
             self.fill()
 
     def fail(self, error: Exception) -> None:
-        """Have `next_groups` raise ``error``, because something that rollouts depend on has failed.
+        """Have `next_groups` raise ``error``: the generators, or what else rollouts need, failed.
 
         Rollouts that fail from now on are not counted: their envs and rewards did not cause it.
         """
@@ -278,7 +267,7 @@ class RolloutLoop:
         self._changed.set()
 
     async def close(self) -> None:
-        """Cancel running groups. Rollouts that are still open end as untrained.
+        """Cancel running groups, and end the rollouts that are still open as untrained.
 
         Raises:
             RunError: the ledger does not balance. Everything is closed all the same.
@@ -300,24 +289,48 @@ class RolloutLoop:
         finally:
             self.ledger.close()
 
-    async def _take_groups(self, version: int) -> list[str]:
-        """Return the ids of the step's groups. Waits until the pacer gives them."""
+    async def _take_groups(self, base_version: int) -> list[str]:
+        """Wait until the pacer gives the step its groups, and return their ids."""
         while True:
             if self._failure is not None:
                 raise self._failure
             if self._stopping:
                 raise RunStopped
             self._changed.clear()
-            group_ids = self._pacer.take_groups(version)
+            group_ids = self._pacer.take_groups(base_version)
             if group_ids is not None:
                 return group_ids
             await self._changed.wait()
+
+    def _make_step(
+        self, groups: list[RolloutGroup], sampled: list[RolloutGroup], base_version: int
+    ) -> StepGroups:
+        """Drop the groups of which nothing is left, and return what the step trains on.
+
+        Args:
+            groups: groups after the post-batch filters.
+            sampled: the same groups before them.
+        """
+        for watcher in self._watchers:
+            watcher.groups_taken()
+        for group in groups:
+            if not group.rollouts:  # its slot frees with the others of the step
+                self._drop(group.group_id, tell_watchers=False)
+        # A step that exceeds its slots leaves fewer for the later ones, which `_wants_groups` sees.
+        self._groups_left -= self._pacer.groups_per_step
+        step = self._next_step
+        self._next_step = StepGroups()
+        step.groups = [group for group in groups if group.rollouts]
+        step.sampled = sampled
+        if self._replay is not None:
+            step.replayed = self._replay.draw(base_version)
+        return step
 
     # Starting groups.
 
     @property
     def _wants_groups(self) -> bool:
-        """True if the run may need more groups than are open."""
+        """True if the run goes on, and may need more groups than are open."""
         is_running = not self._stopping and self._failure is None
         return is_running and self._pacer.untrained < self._groups_left
 
@@ -363,12 +376,20 @@ class RolloutLoop:
     def _start_coroutine(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coroutine, name=name)
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._coroutine_ended)
+
+    def _coroutine_ended(self, task: "asyncio.Task[None]") -> None:
+        self._running.discard(task)
+        # Each coroutine handles the failures that it expects. Without this, an unexpected one would
+        # leave `next_groups` waiting for ever.
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self._end_run(error)
 
     # Running a group.
 
     async def _run_group(self, group_id: str, *same_example: str) -> None:
-        """Run a group until it has settled. A failure that is no rollout's ends the run.
+        """Run a group until it has settled. A failure that is not a rollout's ends the run.
 
         Args:
             same_example: ids of groups that start with the same example, once it is known.
@@ -380,8 +401,8 @@ class RolloutLoop:
         except NothingLeftToLearn as end:
             logger.info("%s", end)
             self._end_run(end)
-        # Failures of envs, rewards and algorithms are statuses of rollouts and don't come here. A
-        # SystemExit does, and would stop the event loop.
+        # Failures of envs, rewards and algorithms are statuses of rollouts, and not raised. What is
+        # raised all the same, such as a SystemExit, would stop the event loop.
         except BaseException as error:  # noqa: BLE001
             if self._failure is None:
                 logger.exception("group %s", group_id)
@@ -391,6 +412,7 @@ class RolloutLoop:
         self._changed.set()
 
     async def _run_until_settled(self, group_id: str, *same_example: str) -> None:
+        """Get the group's example, run and score its rollouts, and settle it."""
         open_group = self._open[group_id]
         if open_group.example is None:
             async with self._snapshots.change():
@@ -402,6 +424,7 @@ class RolloutLoop:
 
         group, filtered = await self._run_rollouts(group_id, open_group)
         if self._rollouts_failing:
+            # The run ends, and these rollouts say nothing about their envs and rewards.
             return
         async with self._snapshots.change():
             open_group.settling = True
@@ -440,7 +463,7 @@ class RolloutLoop:
             filtered.kept and not any(self._is_oversized(rollout) for rollout in filtered.kept)
         )
         if is_trainable:
-            # A group without a reward comes here too: crediting it says why it fails.
+            # A group without a reward comes here too: the runner then sets its `failure`.
             request = replace(request, credit=True, uncredited=group)
             group = await self._runner.run(task, request)
         return group, filtered
@@ -481,13 +504,13 @@ class RolloutLoop:
         if filtered is None:
             filtered = await self._selection.filter("pre", group)
         self._end_filtered(filtered, open_group)
-        for rollout in open_group.kept().rollouts:
+        for rollout in open_group.remaining().rollouts:
             if self._is_oversized(rollout):
                 why = "longer than batcher.row_length"
                 self._open.end_rollout(open_group, rollout.rollout_id, "oversized", why)
 
     def _settle_slot(self, group: RolloutGroup, open_group: OpenGroup) -> None:
-        """Let a step take the group, or drop it if nothing is left, and replace it if need be."""
+        """Let a step take the group, or drop it, and replace dropped groups of a kept slot."""
         slot = open_group.slot
         if open_group.rollout_ids:
             self._pacer.finish(group.group_id)
@@ -499,7 +522,7 @@ class RolloutLoop:
             slot.dropped += 1
             self._drop(group.group_id)
         if slot.kept:
-            self._to_replace += [open_group] * slot.dropped
+            self._replacements += [(open_group.task, slot)] * slot.dropped
             slot.dropped = 0
 
     def _is_oversized(self, rollout: Rollout) -> bool:
@@ -517,6 +540,7 @@ class RolloutLoop:
 
         Args:
             taken: True if a step had taken the group.
+            tell_watchers: False for a group of a step that trains on others.
         """
         open_group = self._open.leave(group_id)
         self._next_step.dropped_groups += 1
@@ -527,8 +551,9 @@ class RolloutLoop:
             watcher.group_dropped(columns, open_group.group, signal=open_group.signal, taken=taken)
 
     def _end_run(self, error: Exception) -> None:
-        """Have `next_groups` raise the first error that ends the run."""
-        self._failure = self._failure or error
+        """Have `next_groups` raise the error, unless an earlier one ends the run already."""
+        if self._failure is None:
+            self._failure = error
         self._changed.set()
 
     # Checkpointing: capture and restore the loop's state.
@@ -538,11 +563,11 @@ class RolloutLoop:
     ) -> tuple[RolloutLoopState, list[RolloutGroup], Captured]:
         """Capture what a resumed run continues from. Call `fill` after it.
 
-        Call it between two steps: no group may be taken and untrained then. Groups go on running
-        meanwhile, but none starts, ends or is filtered.
+        Call it between two steps, when no step holds groups. Groups go on running meanwhile, but
+        none starts, ends or is filtered.
 
         Args:
-            at_once: called at the same moment; captures what else belongs to it.
+            at_once: called within the snapshot, to capture what else belongs to this moment.
 
         Returns:
             The loop's state, the groups that have finished or are stored for replay, and what
@@ -559,7 +584,7 @@ class RolloutLoop:
                 groups=self._open.states(),
                 slots=self._pacer.state(),
                 ledger=self.ledger.state(),
-                stall=None,
+                stall=None,  # the alarms' state: the caller adds it
                 dropped_groups=self._next_step.dropped_groups,
                 filter_matches=dict(self._next_step.filter_matches),
                 filter_tokens=dict(self._next_step.filter_tokens),
@@ -580,7 +605,7 @@ class RolloutLoop:
             version: the checkpoint's version, which the generators hold.
 
         Raises:
-            RunError: a sampler, the task mix or a dataset failed, or is not the checkpoint's.
+            RunError: a sampler, the task mix or a dataset failed, or differs from the checkpoint's.
         """
         await self._selection.restore(state.samplers, state.mix)
         examples = await self._selection.examples_of(state.groups)

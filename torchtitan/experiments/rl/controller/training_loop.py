@@ -2,8 +2,8 @@
 
 Consumes:  the finished groups of a step, from the rollout loop (`StepGroups`).
 Produces:  the next policy version, published to the generators, and a record of the step.
-Waits for: groups that may be trained on, the trainer, and, before a version is published, the
-           generators' receipts for the version before it.
+Waits for: finished groups, the trainer, and, before a version is published, the generators'
+           receipts that they hold the version before it.
 Unblocks:  the rollout loop, which starts groups as each version goes live.
 
 Rollouts, their scoring, weight updates and evaluations run at the same time as the steps.
@@ -47,17 +47,17 @@ class TrainingLoop:
         first_step: int = 1,
         sleep: bool = False,
     ):
-        """Start before the first step.
+        """Make a loop that stands before its first step.
 
         Args:
             steps: number of the last optimizer step.
             synchronous: True if rollouts of a version start only when the generators hold it and
                 its evaluation has ended.
-            runner: asked for the event-loop lag of the processes that run groups.
+            runner: reports the event-loop lag of the processes that run groups.
             generated_tokens: returns the number of tokens sampled since the run began.
             first_step: above 1 if the run goes on from a checkpoint of the step before.
-            sleep: True if the generators free their memory while the trainer steps. Only in a
-                synchronous run, in which no request is open then.
+            sleep: True if the generators free their memory while the trainer steps, until they load
+                the version that it makes. Only in a synchronous run, where no request is open then.
         """
         self.steps_done = first_step - 1
         self._steps = steps
@@ -71,7 +71,7 @@ class TrainingLoop:
         self._watchers = watchers
         self._generated_tokens = generated_tokens
         self._sleep = sleep
-        self._watch = Stopwatch()
+        self._stopwatch = Stopwatch()
         self._lag = LoopLag()
         self._sync: asyncio.Task[SyncReport] | None = None
         """The weight update that is under way."""
@@ -79,14 +79,14 @@ class TrainingLoop:
         self._stopping = False
 
     async def run(self) -> None:
-        """Take the steps, until the last one or `stop`."""
+        """Take the steps, until the last one, `stop`, or nothing is left to learn."""
         freeze_objects()
         self._lag.start()
         try:
             if self.steps_done == 0:
                 await self._evaluate_first_version()
             elif self._synchronous:
-                # The run that this one goes on from may have failed before the step's evaluation.
+                # The previous run may have ended before this version was evaluated.
                 await self._validator.wait()
             self._rollouts.fill()
             await self._take_steps()
@@ -103,7 +103,7 @@ class TrainingLoop:
             unfreeze_objects()
 
     def stop(self) -> None:
-        """End after the step that is being taken."""
+        """End after the step in progress, or give it up if it still waits for groups."""
         self._stopping = True
         self._rollouts.stop()
 
@@ -127,9 +127,9 @@ class TrainingLoop:
         """Take a step's groups, train on them, and start publishing the version that this makes."""
         started_at = time.perf_counter()
         tokens_before = self._generated_tokens()
-        with self._watch.span("wait"):
-            taken = await self._rollouts.next_groups(version=step - 1)
-        with self._watch.span("train"):
+        with self._stopwatch.span("wait"):
+            taken = await self._rollouts.next_groups(base_version=step - 1)
+        with self._stopwatch.span("train"):
             packed = await self._pack(taken)
             if self._sleep:
                 await self._weights.sleep()
@@ -139,12 +139,12 @@ class TrainingLoop:
         try:
             for watcher in self._watchers:
                 watcher.step_trained(step, metrics)
-            with self._watch.span("sync"):
+            with self._stopwatch.span("sync"):
                 await self._publish(step)
             if step == self._steps:
                 await self._evaluate_last_version(step)
             elif self._synchronous:
-                with self._watch.span("validate"):
+                with self._stopwatch.span("validate"):
                     await self._validator.wait()
             for watcher in self._watchers:
                 await watcher.step_published(step, metrics)
@@ -154,20 +154,21 @@ class TrainingLoop:
             generated_tokens = self._generated_tokens() - tokens_before
             self._record_step(step, taken, packed, metrics, started_at, generated_tokens)
 
-        with self._watch.span("checkpoint"):
+        # The step is recorded already, so this time counts for the next one.
+        with self._stopwatch.span("checkpoint"):
             for watcher in self._watchers:
                 await watcher.step_ended(step)
         self._rollouts.fill()
 
     async def _pack(self, taken: StepGroups) -> BatchPlan:
-        """Pack the samples of a step into rows, shared out over the trainer's ranks."""
+        """Pack the samples of a step into rows, split across the trainer's data-parallel ranks."""
         samples = [
             sample
             for group in [*taken.groups, *taken.replayed]
             for rollout in group.rollouts
             for sample in rollout.samples
         ]
-        # In a thread, because it copies every stream of the step: rollouts keep the event loop.
+        # In a thread: it copies every stream of the step, and would block the event loop.
         with trace.span("pack", samples=len(samples)):
             return await asyncio.to_thread(
                 self._batcher.plan, samples, self._trainer.data_parallel_size
@@ -191,7 +192,7 @@ class TrainingLoop:
             trained=metrics,
             validations=self._validator.take(),
             seconds=time.perf_counter() - started_at,
-            spans=self._watch.lap(),
+            spans=self._stopwatch.lap(),
             last_sync=self._last_sync,
             generated_tokens=generated_tokens,
             event_loop_lag_s=max(self._lag.lap(), runner_lag_s),
@@ -216,13 +217,13 @@ class TrainingLoop:
         try:
             with trace.lane("weights", version=copied.version):
                 report = await self._weights.update(copied)
+            if copied.version < self._steps:
+                self._validator.start(copied.version)
+            # A synchronous run leaves the slots empty until its checkpoint is taken (`_step`).
+            self._rollouts.live(copied.version, fill=not self._synchronous)
         except Exception as error:
             self._rollouts.fail(error)
             raise
-        if copied.version < self._steps:
-            self._validator.start(copied.version)
-        # A synchronous run is captured with no rollout open, so its slots are filled after that.
-        self._rollouts.live(copied.version, fill=not self._synchronous)
         return report
 
     async def _wait_for_update(self) -> None:
@@ -234,7 +235,7 @@ class TrainingLoop:
     # Evaluating the first and the last version. Those between are evaluated beside the steps.
 
     async def _evaluate_first_version(self) -> None:
-        """Evaluate version 0 before the first step. Rollouts run beside it, unless synchronous."""
+        """Evaluate version 0. Rollouts run concurrently, unless the run is synchronous."""
         self._validator.start(0)
         if not self._synchronous:
             self._rollouts.fill()
@@ -245,10 +246,10 @@ class TrainingLoop:
             watcher.started(report)
 
     async def _evaluate_last_version(self, version: int) -> None:
-        """Evaluate the final policy, which the generators hold: no update follows."""
-        with self._watch.span("sync"):
+        """Wait for the last update, and run the final evaluation."""
+        with self._stopwatch.span("sync"):
             await self._wait_for_update()
-        with self._watch.span("validate"):
+        with self._stopwatch.span("validate"):
             await self._validator.wait()
             self._validator.start(version, final=True)
             await self._validator.wait()

@@ -131,7 +131,7 @@ def needed_places(batch: TrainingBatch) -> torch.Tensor:
     needed = (batch.loss_mask | (batch.ce_weights != 0) | (batch.ref_kl_weights != 0)) & (
         batch.positions != 0
     )
-    return places_of(needed if batch.trees is None else batch.trees.any_of(needed))
+    return places_of(needed if batch.trees is None else batch.trees.mask_to_trees(needed))
 
 
 def batch_logprobs(
@@ -154,9 +154,9 @@ def batch_logprobs(
     places = needed_places(batch) if places is None else places
     trees, real, routes = batch.trees, batch.task_ids >= 0, routes_of(batch) if replay else None
     rows = trees or batch
-    real = real if trees is None else trees.any_of(real)
+    real = real if trees is None else trees.mask_to_trees(real)
     values = policy(rows.token_ids, rows.positions, rows.temperatures, places, routes, real)
-    return values if trees is None else tuple(map(trees.of_each, values))
+    return values if trees is None else tuple(map(trees.values_to_batch, values))
 
 
 def conditioned_logprobs(policy: Policy, batch: TrainingBatch) -> torch.Tensor:
@@ -168,10 +168,10 @@ def conditioned_logprobs(policy: Policy, batch: TrainingBatch) -> torch.Tensor:
         rows.token_ids,
         rows.positions,
         rows.temperatures,
-        rows.any_of(wanted & (batch.ref_kl_weights != 0)),
+        rows.mask_to_trees(wanted & (batch.ref_kl_weights != 0)),
     )
     return torch.where(
-        wanted, rows.of_each(values).to(batch.ref_logprobs.dtype), batch.ref_logprobs
+        wanted, rows.values_to_batch(values).to(batch.ref_logprobs.dtype), batch.ref_logprobs
     )
 
 

@@ -188,7 +188,7 @@ def routes_of(batch: TrainingBatch) -> torch.Tensor | None:
         return None
     routes, absent = batch.routes, torch.iinfo(batch.routes.dtype).max
     if batch.trees is not None:
-        routes = batch.trees.of_any(routes, batch.task_ids >= 0, absent)
+        routes = batch.trees.values_to_trees(routes, batch.task_ids >= 0, absent)
     return torch.where(routes == absent, -1, routes.short())
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from torchtitan.experiments.rl.batching.sample_checks import checked_stream, first_non_finite
 from torchtitan.experiments.rl.types import TrainingSample
 
-if TYPE_CHECKING:  # what reads records needs no renderer
+if TYPE_CHECKING:  # readers of records need no renderer
     from renderers import Message, ToolSpec
 
 
@@ -39,7 +39,7 @@ class RolloutStatus(StrEnum):
     ABORTED = "aborted"
     """The run was stopped while the rollout was open."""
     TIMEOUT = "timeout"
-    """An env step, or the whole rollout, took longer than its limit."""
+    """An env step, or the whole rollout, took longer than its configured timeout."""
     ERROR = "error"
     """An env, a reward or an algorithm raised, or returned something unusable. ``Rollout.error``
     has the cause."""
@@ -48,16 +48,16 @@ class RolloutStatus(StrEnum):
         return self is not RolloutStatus.ONGOING
 
     def is_truncated(self) -> bool:
-        """Return True if a limit of the library ended the rollout.
+        """Return True if a token or turn limit ended the rollout.
 
-        Its tokens are the policy's, and may be scored and trained on.
+        Its completions are valid: they may be scored and trained on.
         """
         return self.value.startswith("truncated")
 
     def is_error(self) -> bool:
-        """Return True if a failure ended the rollout.
+        """Return True if the rollout was aborted, timed out or failed.
 
-        Its group's statistics leave it out, unless the rubric names an ``error_reward``.
+        It is left out of its group's statistics, unless the task's rubric sets an ``error_reward``.
         """
         return self in (RolloutStatus.ABORTED, RolloutStatus.TIMEOUT, RolloutStatus.ERROR)
 
@@ -69,7 +69,7 @@ class DataSample:
     sample_id: str
     """Identifier, unique within the dataset."""
     env_input: Any
-    """Data of the example. ``Task.make_envs`` and every reward function are given it."""
+    """Payload that ``Task.make_envs`` and every reward function are given."""
     info: dict[str, Any] = field(default_factory=dict)
     """Further data worth recording, such as the example's source or difficulty."""
 
@@ -89,9 +89,9 @@ class Completion:
     replica: int = -1
     """Generator replica that sampled the tokens; -1 if not known, and for a frozen model."""
     routes: np.ndarray | None = None
-    """uint8 or uint16 [R, layers, k]. Experts that computed the last R tokens of prompt and
-    completion, without the last sampled token, which was no input. The largest value of the dtype
-    stands where a token's experts are not known. None if they were not recorded."""
+    """uint8 or uint16 [N, layers, k]. Ids of the experts that the router chose for the last N
+    tokens of the prompt and the completion without its last token, which was no input. The largest
+    value of the dtype marks an unknown choice. None if the choices were not recorded."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,8 +107,8 @@ class RolloutTurn:
     any message, and if the renderer does not attribute roles. Tokens that earlier turns sampled are
     the assistant's."""
     prompt_is_content: np.ndarray
-    """bool [P]. True where the token comes from a message's body, or was sampled. False on the
-    template around messages."""
+    """bool [P]. True on tokens of a message's content, and on sampled ones. False on the template
+    around messages."""
     completion: Completion
     assistant_message: Message
     """The completion, parsed into a message."""
@@ -122,24 +122,24 @@ class RolloutTurn:
     reward_components: dict[str, float] = field(default_factory=dict)
     """Rewards that the env itself gave in this turn, by name."""
     generate_s: float = 0.0
-    """Seconds from the prompt to its completion, including the wait for a place in the engine."""
+    """Seconds that the generate request took, including its time in queues."""
     env_s: float = 0.0
     """Seconds that the env took to answer, and in the first turn also to reset."""
     untrained: str | None = None
-    """Reason why no training sample has this turn's completion, such as "undelivered"; None if one
-    has it."""
+    """Reason why no training sample has this turn's completion; None if one has it. "undelivered",
+    for example, says that the completion never reached the agent."""
     call: dict[str, Any] | None = None
-    """The call of an agent's turn: its ``chain`` (0, 1, ... in the order in which chains began),
-    ``depth`` (number of turns before it in the tree), ``at_s`` (seconds since the agent began), and
-    the ``dialect`` and ``model`` that it asked for. None for an env's turn."""
+    """Facts of an agent's call; None for an env's turn. ``chain`` is the index of the
+    conversation's branch, in the order in which branches began, and ``depth`` the number of turns
+    before this one on it. ``at_s`` is in seconds since the agent began. ``dialect`` and ``model``
+    are what the agent asked for."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Rollout:
     """One env from its reset to a terminal status.
 
-    Its text (``str``) leaves out the example, which holds the answer, and the conversation:
-    ``"42" in str(rollout)`` measures nothing.
+    ``str(rollout)`` leaves out the example and the turns, so don't look for an answer in it.
     """
 
     group_id: str
@@ -150,21 +150,22 @@ class Rollout:
     turns: list[RolloutTurn] = field(default_factory=list, repr=False)
     status: RolloutStatus = RolloutStatus.ONGOING
     reward: float | None = None
-    """Reward of the rollout. None until it is scored, and for good if its group leaves it out."""
+    """Total reward. None until the rollout is scored; it stays None if its group excludes it."""
     reward_components: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
     traceback: str = field(default="", repr=False)
-    """Traceback of the error, with only the frames of the user's code; empty if no such code raised
-    it."""
+    """Traceback of the error, with only the frames of the user's code; empty if the error was not
+    raised in user code."""
     metadata: dict[str, Any] = field(default_factory=dict, repr=False)
     """Data that the env attached at its end (``MessageEnv.metadata``), for rewards and credit."""
     static: bool = False
     """True if the rollout is a conversation of a dataset: nothing was sampled, and its reward has
     no meaning."""
     samples: list[TrainingSample] = field(default_factory=list, repr=False)
+    """Training samples made of the turns."""
     answer: Any = field(default=None, repr=False)
-    """Value that an agent returned."""
+    """Return value of the agent function; None for an env."""
     calls: dict[str, int] = field(default_factory=dict)
     """Number of an agent's calls by outcome: "answered", "undelivered", "auxiliary", "frozen
     model", "aborted", "lost", "refused". Beside these, "retried" counts repeats of a call,
@@ -217,7 +218,10 @@ class Rollout:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutGroup:
-    """Rollouts of one example, scored against each other."""
+    """Rollouts of one example that are credited together.
+
+    It is a single rollout if the task's algorithm does not compare rollouts.
+    """
 
     group_id: str
     task_name: str
@@ -228,8 +232,8 @@ class RolloutGroup:
     failure: str | None = None
     """Reason why the group can't be trained on, in one line; None if it can."""
     credit_s: float = 0.0
-    """Seconds that the algorithm took to give credit, including calls to reference models. For
-    rollouts that were credited side by side, the sum."""
+    """Seconds that the algorithm took to give credit, including calls to reference models. Times of
+    rollouts that were credited concurrently are added up."""
     costs: dict[str, float] = field(default_factory=dict)
     """Further costs of the group by name, such as calls and tokens of judges (`add_cost`)."""
 
@@ -250,7 +254,7 @@ _COSTS: ContextVar[dict[str, float] | None] = ContextVar("costs", default=None)
 
 @contextmanager
 def counted_in(costs: dict[str, float]) -> Iterator[None]:
-    """Have `add_cost` add to ``costs`` in this context, and in tasks and threads started in it."""
+    """Have `add_cost` add to ``costs`` in this context, and in asyncio tasks started in it."""
     token = _COSTS.set(costs)
     try:
         yield

@@ -176,7 +176,7 @@ class ModelFlops:
         real = batch.task_ids >= 0
         places = batch.positions
         if batch.trees is not None:
-            real, places = batch.trees.any_of(real), batch.trees.positions
+            real, places = batch.trees.mask_to_trees(real), batch.trees.positions
         tokens, seen = int(real.sum()), int((2 * places[real].long() + 1).sum())
         return self._per_token * tokens + self._per_place * seen
 
