@@ -183,6 +183,17 @@ async def test_run_trains_on_every_group_once_and_starts_no_more_than_it_needs()
     assert loop.pacer.free_slots == 4
 
 
+async def test_an_unexpected_error_of_a_coroutine_ends_the_run():
+    async def failing() -> None:
+        raise AssertionError("of the library")
+
+    loop = Loop(StubTask(lambda number: [0.0, 1.0], held=True))
+    loop._start_coroutine(failing(), "task mix")
+    with pytest.raises(AssertionError, match="of the library"):
+        await loop.batch()
+    await loop.close()
+
+
 async def test_every_free_slot_is_filled_at_once_and_again_when_weights_are_live():
     task = StubTask(lambda number: [0.0, 1.0], held=True)
     loop = Loop(task, steps=9)

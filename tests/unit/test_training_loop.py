@@ -250,6 +250,21 @@ async def test_weights_that_do_not_arrive_end_the_run():
     await run.loop.close()
 
 
+async def test_an_evaluation_that_can_not_be_started_ends_the_run():
+    run = build(steps=3)
+    start = run.parts.start
+
+    def failing(step, **options):
+        if step == 1:
+            raise ZeroDivisionError("of an evaluation")
+        start(step, **options)
+
+    run.parts.start = failing
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(run.loop.run(), LIMIT_S)
+    await run.rollouts.close()
+
+
 async def test_step_that_fails_ends_the_run_and_the_ledger_still_balances():
     run = build(steps=3)
 
