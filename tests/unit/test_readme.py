@@ -34,13 +34,15 @@ def my_tasks(tmp_path, monkeypatch):
 
 
 async def test_the_task_in_twenty_lines_runs_and_scores(my_tasks, renderer, tokenizer):
-    config = load_config(parse_command(["--module", "my_tasks", "--config", "rl_backwards"]))
+    config = load_config(parse_command(["--module", "my_tasks", "--config", "rl_larger"]))
     checked_plan(config)
-    task = config.tasks["backwards"].build(name="backwards", renderer=renderer)
-    policy = ScriptedPolicy(tokenizer, "elppa")
-    group = await task.run_group(task.dataset[0], policy, group_id="g", seed=0, group_size=2)
+    task = config.tasks["larger"].build(name="larger", renderer=renderer)
+    larger = max(task.dataset[49].env_input)
+    replies = [str(larger), str(larger + 1), "no digit"]
+    policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: replies[int(rollout_id[-1])])
+    group = await task.run_group(task.dataset[49], policy, group_id="g", seed=0, group_size=3)
     assert await task.score_group(group) is None
-    assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0]
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.5, 0.0]
 
 
 def test_what_the_demo_prints_is_shown_as_the_console_prints_it(monkeypatch):
