@@ -494,6 +494,8 @@ def _trained(rollout: Rollout, tokenizer: Any) -> list[str]:
 
 TEMPLATE = '''"""A session of play: task {task!r} of {config}, example {example} of its dataset."""
 
+import asyncio
+
 from {module} import {config}
 from torchtitan.experiments.rl.envs.renderer import build_renderer
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
@@ -502,13 +504,18 @@ REPLIES = {replies}
 """By rollout, turn by turn."""
 
 
-async def test_{name}_rewards_this_session():
+async def replay():
     config = {config}(){overrides}
     renderer = build_renderer(config.renderer, config.model.hf_assets_path)
     task = config.tasks[{task!r}].build(name={task!r}, renderer=renderer, seed=config.seed)
     policy = ScriptedPolicy(config.model.hf_assets_path, lambda rollout, turn: REPLIES[rollout][turn])
     group = await task.run_group(task.dataset[{example}], policy, group_id="play", seed=config.seed, group_size={size})
     await task.score_rewards(group)
+    return group
+
+
+def test_{name}_rewards_this_session():
+    group = asyncio.run(replay())
     assert [rollout.status.value for rollout in group.rollouts] == {statuses}
     assert [rollout.reward for rollout in group.rollouts] == {rewards}
 '''
