@@ -21,6 +21,13 @@ from torchtitan.experiments.rl.generation.references import FrozenModel, HostedM
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.losses import Correction, compute_loss
 from torchtitan.experiments.rl.models.policy import ModelConfig, parameter_count, policy_spec
+from torchtitan.experiments.rl.rollouts.filters import (
+    Gibberish,
+    Repetition,
+    ZeroAdvantage,
+    combine,
+    matches_of,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 
@@ -80,6 +87,43 @@ def test_the_loss_shown_caps_its_ratio_and_reports_it(tmp_path, monkeypatch):
     assert logprobs.grad.tolist() == [[0.0, pytest.approx(-6.0)]]
     found = metrics.compute()
     assert found["rl/own/ratio_capped"] == 0.5 and "rl/ratio_capped_fraction" not in found
+
+
+async def test_the_filter_shown_drops_what_it_matches(tmp_path, monkeypatch, renderer, tokenizer):
+    (code,) = re.findall(r"```python\n# my_filters.py\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "my_filters.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = load_config(
+        parse_command(
+            ["--module", "my_filters", "--config", "rl_short_answers"]
+            + ["--post-batch-filters.3.most-tokens", "5"]
+        )
+    )
+    sys.modules.pop("my_filters")
+    checked_plan(config)
+    long_answer = config.post_batch_filters[3].build()
+    assert long_answer.name == "long_answer" and long_answer.config.most_tokens == 5
+    task = config.tasks["sum_digits"].build(name="sum_digits", renderer=renderer)
+    policy = ScriptedPolicy(
+        tokenizer, lambda rollout_id, turn: "1 2 3 4" if rollout_id.endswith("0") else "12"
+    )
+    group = await task.run_group(task.dataset[0], policy, group_id="g", seed=0, group_size=2)
+    assert await task.score_group(group) is None
+    result = combine([(long_answer, "post/long_answer")], group, [matches_of(long_answer, group)])
+    assert [rollout.index_in_group for rollout, _ in result.dropped] == [0]
+    assert [rollout.index_in_group for rollout in result.kept] == [1]
+
+
+@pytest.mark.parametrize("slot", ["pre_batch_filters", "post_batch_filters"])
+def test_the_index_of_each_shipped_filter_is_the_one_named(slot):
+    named = "0 for `Gibberish`, 1 for `Repetition` and 2 for `ZeroAdvantage`"
+    assert named in " ".join(PAGE.split())
+    for name in config_registry.__all__:
+        if name.startswith("rl_"):
+            filters = getattr(getattr(config_registry, name)(), slot)
+            kinds = [Gibberish.Config, Repetition.Config, ZeroAdvantage.Config]
+            expected = kinds[:2] if name.endswith("_smollm2") else kinds
+            assert [type(entry) for entry in filters] == expected, name
 
 
 def test_every_algorithm_and_loss_is_in_its_table():

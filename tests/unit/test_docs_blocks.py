@@ -43,6 +43,7 @@ PYTHON = {
     "# in a function that makes a config": "test_docs_blocks.py::test_the_demonstrations_shown_are_a_task_that_is_checked",
     "# my_loss.py": "test_docs_algorithms.py::test_the_loss_shown_caps_its_ratio_and_reports_it",
     "# my_algorithms.py": "test_docs_algorithms.py::test_the_algorithm_in_twenty_lines_gives_its_credit",
+    "# my_filters.py": "test_docs_algorithms.py::test_the_filter_shown_drops_what_it_matches",
     "# phonebook.py": "test_docs_tasks.py::test_the_tests_of_the_task_pass",
     "# test_phonebook.py": "test_docs_tasks.py::test_the_tests_of_the_task_pass",
     "# short_phonebook.py": "test_docs_tasks.py::test_the_shorter_task_has_less_than_thirty_lines_and_is_the_same",
