@@ -21,6 +21,7 @@ from torchtitan.experiments.rl.config.command_line import load_config, option_pa
 from torchtitan.experiments.rl.config_registry import rl_math_qwen3, rl_questions_qwen3_debug
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.observability import rollouts
+from torchtitan.experiments.rl.tasks import question_task
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,6 +45,7 @@ PYTHON = {
     "# my_loss.py": "test_docs_algorithms.py::test_the_loss_shown_caps_its_ratio_and_reports_it",
     "# my_algorithms.py": "test_docs_algorithms.py::test_the_algorithm_in_twenty_lines_gives_its_credit",
     "# my_filters.py": "test_docs_algorithms.py::test_the_filter_shown_drops_what_it_matches",
+    "# trl_rewards.py": "test_docs_blocks.py::test_a_reward_function_of_trl_is_wrapped_as_shown",
     "# phonebook.py": "test_docs_tasks.py::test_the_tests_of_the_task_pass",
     "# test_phonebook.py": "test_docs_tasks.py::test_the_tests_of_the_task_pass",
     "# short_phonebook.py": "test_docs_tasks.py::test_the_shorter_task_has_less_than_thirty_lines_and_is_the_same",
@@ -260,6 +262,16 @@ def test_every_metric_that_other_libraries_names_lead_to_is_one_that_running_md_
     for name in ours:
         said = name.replace("TASK", "<task>").replace("NAME", "<name>").removesuffix("...")
         assert said in known or said.replace("truncated_length", "<status>") in known, name
+
+
+def test_a_reward_function_of_trl_is_wrapped_as_shown(shown_files):
+    contains = importlib.import_module("trl_rewards").contains
+    row = {"question": "6 * 7?", "answer": "42"}
+    assert [contains(text, row) for text in ("It is 42.", "It is 41.")] == [1.0, 0.0]
+    config = rl_questions_qwen3_debug()
+    config.tasks = {"mine": question_task("mine.jsonl", contains)}
+    check(config)
+    trial.build_tasks(config)
 
 
 def test_every_link_within_the_docs_leads_to_a_page_and_its_heading():
