@@ -349,6 +349,34 @@ def test_a_folder_of_peft_is_merged_into_the_base_that_it_names(tmp_path, peft, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "peft"]
 
 
+def test_an_export_names_the_command_that_evaluates_it_as_the_run_did(tmp_path, monkeypatch):
+    checkpoint = tmp_path / "run/checkpoints/step-000002"
+    checkpoint.mkdir(parents=True)
+    command = SavedCommand(
+        config_name="rl_mine", module="my_tasks", overrides=["--trainer.lora.init-from", "a b"]
+    )
+    save_command(tmp_path / "run", command)
+    config = {
+        "tasks": {"mine": {"validation": {"count": 8}}},
+        "trainer": {"lora": {"init_from": "a b"}},
+    }
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    target = tmp_path / "out"
+    target.mkdir()
+    assert export.evaluation(checkpoint, target) is None  # adapters alone
+    (target / "config.json").write_text("{}")
+    shown = export.evaluation(checkpoint, target).partition("evaluate ")[2]
+    assert shown == (
+        "--model out --config rl_mine --module my_tasks --trainer.lora.init-from 'a b' "
+        "--trainer.lora.init-from None"
+    )
+    assert export.evaluation(tmp_path / "peft", target).endswith("--model out --config NAME")
+    config["tasks"]["mine"]["validation"] = None
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    assert export.evaluation(checkpoint, target) is None
+
+
 def test_what_can_not_be_merged_is_refused_and_nothing_is_written(tmp_path, peft, tensors, capsys):
     file, config = peft / "adapter_model.safetensors", peft / "adapter_config.json"
 

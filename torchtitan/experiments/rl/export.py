@@ -7,6 +7,7 @@ Exit codes: 0 done; 1 the folder is whole and was not pushed; 2 nothing was writ
 """
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
 from torchtitan.experiments.rl.config.hub import model_folder, push
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.models.hub import HubConfig, is_adapter
-from torchtitan.experiments.rl.observability.console import write_line
+from torchtitan.experiments.rl.observability.console import near, typed_command, write_line
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.setup import (
     of_command,
@@ -36,9 +37,12 @@ def main(arguments: list[str] | None) -> int:
         raise ConfigError("--push-to-hub", options.push_to_hub, fault)
     set_up_process()
     with quiet_libraries():
-        checkpoint = _export(options, target)
-    write_line(sys.stdout, printable_line(f"exported    {checkpoint}"))
-    write_line(sys.stdout, printable_line(f"policy      {target}"))
+        source = _export(options, target)
+    lines = [f"exported    {source}", f"policy      {target}"]
+    if (command := evaluation(source, target)) is not None:
+        lines.append(f"measure it  {command}")
+    for line in lines:
+        write_line(sys.stdout, printable_line(line))
     return 0 if options.push_to_hub is None or push(target, options.push_to_hub) else 1
 
 
@@ -125,6 +129,32 @@ def _export(options: argparse.Namespace, target: Path) -> Path:
         checkpoint / TRAINER_FOLDER, model, target, lora=lora, names=names, adapter=options.adapter
     )
     return checkpoint
+
+
+def evaluation(source: Path, target: Path) -> str | None:
+    """Return the command that evaluates the folder ``target`` as the run of the exported checkpoint did.
+
+    Args:
+        source: what was exported: the checkpoint's folder, or the PEFT folder.
+
+    Returns:
+        None if ``target`` is no whole model, or the run has no validation set.
+    """
+    from torchtitan.experiments.rl.config.resume import read_saved
+
+    command = f"{typed_command('evaluate')} --model {shlex.quote(near(target))} --config"
+    if not (target / "config.json").is_file():  # adapters, or one folder for each
+        return None
+    saved, config = read_saved(source.parent.parent, source)
+    if saved is None or config is None:
+        return f"{command} NAME"
+    if not any(task.get("validation") for task in config["tasks"].values()):
+        return None
+    words = [saved.config_name, "--module", saved.module, *saved.overrides]
+    adapters = config["trainer"].get("lora") or {}
+    if adapters.get("init_from") is not None:
+        words += ["--trainer.lora.init-from", "None"]  # they are merged into the folder's weights
+    return f"{command} {shlex.join(words)}"
 
 
 def _merge(given: str, base: str | None, target: Path) -> None:
