@@ -74,6 +74,20 @@ exec(compile("try: 1 / 0\\nexcept ZeroDivisionError: ours.exception('reward func
     )
 
 
+def test_the_terminal_gets_the_users_frames_alone_of_an_error_that_ends_the_run(run):
+    records, terminal = run("""
+exec(compile("def fail(): return {}['x']", "/home/me/mine.py", "exec"))
+try: fail()
+except KeyError:
+    ours.exception("group %s", "sum_digits-3")
+    ours.exception("the run failed")
+""")
+    assert [record["message"] for record in records] == ["group sum_digits-3", "the run failed"]
+    header, *frames, last = terminal.splitlines()
+    assert header == "Traceback (most recent call last):" and last == "KeyError: 'x'"
+    assert sum("/home/me/mine.py" in frame for frame in frames) == 1
+
+
 def test_the_terminal_shows_the_frames_of_the_users_code_once(run):
     records, terminal = run("""
 exec(compile("def fail(): return {}['x']", "/home/me/mine.py", "exec"))
@@ -82,7 +96,7 @@ for _ in range(2):
     try:
         try: fail()
         except KeyError as error: raise RunError("Sampler.next: KeyError: 'x'") from error
-    except RunError: ours.exception("the run failed")
+    except RunError: ours.exception("the part failed")
 """)
     assert all(
         "mine.py" in record["exception"] and record["exception"].startswith("Traceback")
@@ -90,10 +104,10 @@ for _ in range(2):
     )
     line, header, *frames, last = terminal.splitlines()
     assert line.startswith(
-        "ERROR trainer-0: the run failed (RunError: Sampler.next: KeyError: 'x'; traceback in "
+        "ERROR trainer-0: the part failed (RunError: Sampler.next: KeyError: 'x'; traceback in "
     )
     assert header == "Traceback (most recent call last):" and last.startswith(
-        "ERROR trainer-0: the run failed (RunError"
+        "ERROR trainer-0: the part failed (RunError"
     )
     assert '  File "/home/me/mine.py", line 1, in fail' in frames and frames[-1] == "KeyError: 'x'"
 
