@@ -13,11 +13,13 @@ from tests.unit.test_saved_state import group_of
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, MaxRL
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.operations import session
 from torchtitan.experiments.rl.operations.alarms import StallDetectors
 from torchtitan.experiments.rl.rollouts.filters import Filter, Truncated, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
+from torchtitan.experiments.rl.user_code.endpoint import cause_in
 
 
 def free(outcome=lambda number: [1.0], *, kind=StubTask, size=4, **options):
@@ -188,6 +190,19 @@ def test_a_run_without_a_signal_ends_with_one_reply_its_row_its_reward_and_the_s
     assert (
         "says 'it is 42' to example 17 ({'question': '6 * 7?', 'answer': 42}) and earns 0.5;"
         in text
+    )
+
+
+def test_an_error_of_the_librarys_own_keeps_its_cure_whatever_the_model_said():
+    detectors = StallDetectors(1, {"free": 1})
+    group = group_of(0.5, 0.5, task="free")
+    group.data_sample = DataSample(sample_id="17", env_input={"question": "q" * 1000})
+    group.rollouts[0].answer = "a" * 1000
+    with pytest.raises(RunError) as error:
+        detectors.group_scored(group, signal=False)
+    reported = RunError(cause_in(error.value))  # as the controller's endpoint raises it
+    assert session.cause(reported).endswith(
+        "too hard or too easy for this model (max_drops_in_a_row sets how many groups are waited for)"
     )
 
 

@@ -12,6 +12,8 @@ _PLAIN = (str, int, float, bool, type(None))
 
 _SHOWN, CAUSE_LENGTH = 500, 400
 """Characters of a value that an error shows, and of a cause that are kept: it goes into logs and rollout records."""
+OWN_LENGTH = 1000
+"""Characters of an error of the library's own that are kept: room for all of it, as its cure stands last."""
 TRACEBACK_LINES = 40
 """Maximum number of lines of a traceback that a person is shown; the innermost are kept."""
 
@@ -137,11 +139,12 @@ def cause_of(error: BaseException, *, folder: bool = False) -> str:
         folder: name the file with its folder.
     """
     try:
-        text = " ".join(str(error).split())[:CAUSE_LENGTH]
+        text = " ".join(str(error).split())
     except BaseException as broken:  # the exception is the user's too
         text = f"its message can't be read ({type(broken).__name__} in __str__)"
     if isinstance(error, UserCodeError | RunError | ConfigError):
-        return text
+        return text[:OWN_LENGTH]
+    text = text[:CAUSE_LENGTH]
     where = "".join(
         f" ({file if folder else Path(file).name}:{line})" for file, line in places_of(error)[-1:]
     )

@@ -27,13 +27,13 @@ _SENTENCE = 300
 """Characters."""
 
 
-def one_sentence(text: str) -> str:
+def one_sentence(text: str, length: int = _SENTENCE) -> str:
     """``text`` in one line. Of a longer one the first line that says something, of a traceback the last, cut there."""
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
     traceback = any("Traceback (most recent call last)" in line for line in lines)
     whole = " ".join(lines)
-    line = whole if len(whole) <= _SENTENCE and not traceback else lines[-1 if traceback else 0]
-    return line if len(line) <= _SENTENCE else f"{line[:_SENTENCE]}..."
+    line = whole if len(whole) <= length and not traceback else lines[-1 if traceback else 0]
+    return line if len(line) <= length else f"{line[:length]}..."
 
 
 def printable_json(text: str) -> str:

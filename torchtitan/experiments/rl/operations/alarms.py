@@ -40,8 +40,8 @@ FEW_GROUPS = 8
 """The first groups of a run. If all of them fail in one way, more would too."""
 MOST_KINDS = 20
 """That are printed."""
-SHOWN_CHARACTERS = 200
-"""Maximum length of a reply, and of a row, in an error."""
+SHOWN_CHARACTERS = 80
+"""Maximum length of a reply, and of a row, in an error: its cure follows, and must be read."""
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
 
 _METRIC = re.compile(r"mismatch/replica/(\d+)/age/(\d+)")

@@ -20,7 +20,7 @@ from torchtitan.experiments.rl.compat.monarch import (
     printed_to,
 )
 from torchtitan.experiments.rl.config.resume import Start
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.errors import OWN_LENGTH, RunError
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.observability.console import near, typed_command, write_line
 from torchtitan.experiments.rl.operations.actor import Controller
@@ -131,7 +131,7 @@ def cause(error: Exception) -> str:
     if isinstance(
         raised, RunError
     ):  # a sentence for the person who runs it; other errors need their type
-        return one_sentence(str(raised))
+        return one_sentence(str(raised), OWN_LENGTH)
     if isinstance(raised, OSError) and raised.filename is not None:
         return f"{raised.filename}: {raised.strerror}; see to its disk, then resume"
     return one_sentence("".join(traceback.format_exception_only(raised)))
