@@ -105,6 +105,40 @@ def test_overrides_come_after_the_runs_own_and_are_kept_for_the_next_resume(resu
     assert resumed("--resume", str(run))[0].steps == 90
 
 
+MODULE_OF_A_RUN = """
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.data.rows import RowDataset
+
+def mine():
+    config = rl_grpo_qwen3_debug()
+    config.tasks["sum_digits"].validation = RowDataset.Config(path="mine.csv")
+    return config
+"""
+
+
+def test_a_runs_module_is_found_from_any_folder_and_a_file_of_it_is_said_to_be_elsewhere(
+    command, tmp_path, monkeypatch
+):
+    home = tmp_path / "task"
+    home.mkdir()
+    (home / "module_of_a_run.py").write_text(MODULE_OF_A_RUN)
+    run = make_run(home / "run")
+    saved = SavedCommand(
+        config_name="mine", module="module_of_a_run", overrides=[], folder=str(home)
+    )
+    save_command(run, saved)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    hint = (
+        "tasks.sum_digits.validation.path = 'mine.csv': no such file "
+        f"(the run was started in {home}: run the command there)\n"
+    )
+    assert command("--resume", str(run))[2] == f"error: {hint}"
+    _, tool = parse_options(["--model", str(run)])
+    assert (tool.module, tool.started_in) == ("module_of_a_run", str(home))
+
+
 SCHEDULE = LRSchedulersContainer.Config(warmup_steps=10)
 
 

@@ -127,7 +127,8 @@ def inside(field: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         own = error.field.removeprefix(f"{field}.").removeprefix(f"{field.rpartition('.')[2]}.")
-        raise ConfigError(f"{field}.{own}", error.value, error.cure, lines=error.lines) from error
+        kind = MissingError if isinstance(error, MissingError) else ConfigError
+        raise kind(f"{field}.{own}", error.value, error.cure, lines=error.lines) from error
 
 
 def cause_of(error: BaseException, *, folder: bool = False) -> str:

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None) -> int:
         hold_collection()
     options, command = parse_options(arguments)
     set_up_process()
-    with quiet_libraries():
+    with quiet_libraries(), command.naming_the_runs_folder():
         models = _prepare(options, command)
     from torchtitan.experiments.rl.tools.evaluate import measure_all, result_lines
 

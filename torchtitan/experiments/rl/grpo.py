@@ -57,7 +57,8 @@ def main(arguments: list[str] | None) -> int:
     if command.resume not in (None, "auto"):
         resumed = _resumed(command)
         command = resumed.command(command)
-    config = load_config(command)
+    with command.naming_the_runs_folder():
+        config = load_config(command)
     if command.gpus is not None:
         config = _divided(command, config)
     keep_imported()
@@ -68,7 +69,8 @@ def main(arguments: list[str] | None) -> int:
             resumed = _resumed(
                 command, config_name=str(command.config_name), output_dir=config.output_dir
             )
-        start = pass_gate(config, command, resumed)
+        with command.naming_the_runs_folder():
+            start = pass_gate(config, command, resumed)
     if command.dry_run:
         return 0
     if start is None:  # a run that has taken its steps, and may have been killed after them

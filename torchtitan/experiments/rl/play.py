@@ -67,7 +67,8 @@ def main(arguments: list[str] | None) -> int:
     if known.rollouts < 1:
         raise ConfigError("--rollouts", known.rollouts, "must be at least 1")
     set_up_process(engine=True)
-    return _play(known, command)
+    with command.naming_the_runs_folder():
+        return _play(known, command)
 
 
 def _play(known: argparse.Namespace, command: Command) -> int:

@@ -8,17 +8,19 @@ import inspect
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import tyro
 
 from torchtitan.experiments.rl.bounds import walk
-from torchtitan.experiments.rl.config.hub import adapter_folder, model_folder, words_of_run
-from torchtitan.experiments.rl.errors import ConfigError, cause_of, user_code
+from torchtitan.experiments.rl.config.hub import adapter_folder, command_of_run, model_folder
+from torchtitan.experiments.rl.errors import ConfigError, MissingError, cause_of, user_code
 from torchtitan.experiments.rl.observability.console import typed_command
+from torchtitan.experiments.rl.process.setup import add_import_folder
 
 DEFAULT_MODULE = "torchtitan.experiments.rl.config_registry"
 
@@ -49,6 +51,25 @@ class Command:
     overrides: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     """All of them, as they were given."""
+    started_in: str = ""
+    """The folder that the run was started in whose command this takes; "" where it takes none's."""
+
+    def find_modules_of(self, folder: str) -> None:
+        """Import modules from the folder that a run was started in, as the run did; "" is unknown."""
+        self.started_in = folder
+        if folder:
+            add_import_folder(Path(folder))
+
+    @contextlib.contextmanager
+    def naming_the_runs_folder(self) -> Iterator[None]:
+        """Say where the run was started, in an error of the block about a file that is not here."""
+        try:
+            yield
+        except MissingError as error:
+            if self.started_in in ("", os.getcwd()):
+                raise
+            cure = f"{error.cure} (the run was started in {self.started_in}: run the command there)"
+            raise MissingError(error.field, error.value, cure, lines=error.lines) from error
 
     def words_in(self, run_dir: str) -> list[str]:
         """Words of the command that does in ``run_dir`` what this one would do."""
@@ -213,8 +234,12 @@ def parse_with_own(
         help="environment variable that holds the server's key",
     )
     known, rest = own_options(parser, arguments, refused=OF_TRAINING)
-    named = ["--config", known.config] if known.config is not None else words_of_run(known.model)
-    if named is None:
+    saved = None if known.config is not None else command_of_run(known.model)
+    if saved is not None:
+        named = ["--config", saved.config_name, "--module", saved.module, *saved.overrides]
+    elif known.config is not None:
+        named = ["--config", known.config]
+    else:
         raise ConfigError(
             "--config",
             None,
@@ -222,6 +247,8 @@ def parse_with_own(
         )
     command = parse_command([*named, *rest])
     command.model = known.model
+    if saved is not None:
+        command.find_modules_of(saved.folder)
     return known, command
 
 

@@ -4,6 +4,7 @@ A dry run passes the same checks, keeps no folder, and notes what this machine l
 and, where the config names the architecture, the model.
 """
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -184,6 +185,7 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
             config_name=str(command.config_name),
             module=command.module,
             overrides=command.overrides,
+            folder=command.started_in or os.getcwd(),
             model_files=files,
         )
         save_command(Path(start.run_dir), saved)

@@ -15,7 +15,7 @@ from torchtitan.experiments.rl.checkpointing.folder import (
     policies,
 )
 from torchtitan.experiments.rl.compat.huggingface_hub import hub_fault, push_folder, without_hub
-from torchtitan.experiments.rl.config.run_folder import read_command
+from torchtitan.experiments.rl.config.run_folder import SavedCommand, read_command
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.models.hub import (
     ADAPTER_CONFIG,
@@ -95,15 +95,10 @@ def adapter_folder(given: str) -> Path:
     raise ConfigError(option, given, cure)
 
 
-def words_of_run(model: str | None) -> list[str] | None:
-    """The words of the command that made the run in which ``model`` lies; None where it lies in none."""
+def command_of_run(model: str | None) -> SavedCommand | None:
+    """Return the command that made the run in which ``model`` lies; None where it lies in none."""
     run = None if model is None else _run_with(Path(os.path.abspath(model)))
-    saved = None if run is None else read_command(run)
-    return (
-        None
-        if saved is None
-        else ["--config", saved.config_name, "--module", saved.module, *saved.overrides]
-    )
+    return None if run is None else read_command(run)
 
 
 def _policy_in(path: Path, option: str) -> Path:

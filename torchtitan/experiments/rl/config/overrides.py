@@ -47,7 +47,7 @@ from torchtitan.experiments.rl.bounds import (
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.data.task_mix import TaskMix
-from torchtitan.experiments.rl.errors import ConfigError, user_code
+from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
 from torchtitan.experiments.rl.hosts.jobs import JobConfig
 from torchtitan.experiments.rl.losses import Correction, CrossEntropy, RefKL, RLLoss
 from torchtitan.experiments.rl.process.setup import add_import_folder
@@ -254,7 +254,7 @@ def _module(place: _Place, path: str) -> ModuleType:
         file = Path(path).expanduser().resolve()
         name = file.stem
         if not file.is_file():
-            raise place.refusal(f"no such file: {path}")
+            raise MissingError(place.field, place.given, f"no such file: {path}")
         if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(file):
             raise place.refusal(f"a module is named {name!r} already: rename the file")
         add_import_folder(file.parent)

@@ -182,9 +182,11 @@ class ResumedRun:
         if given.config_name is not None:
             return given
         overrides = [*self.saved.overrides, *given.overrides]
-        return dataclasses.replace(
+        command = dataclasses.replace(
             given, config_name=self.saved.config_name, module=self.saved.module, overrides=overrides
         )
+        command.find_modules_of(self.saved.folder)
+        return command
 
     def has_ended(self, config: RunConfig) -> bool:
         """Whether every step is taken, and the policy saved where the config asks for it."""

@@ -129,6 +129,8 @@ class SavedCommand:
     overrides: list[str]
     started: float = field(default_factory=time.time)
     """Seconds since 1970 of the last start or resume."""
+    folder: str = ""
+    """The folder that the run was started in: its modules may lie there, and relative paths begin there."""
     model_files: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """SHA-256 by file name, of each model's folder. A folder that was moved is the same model."""
 
