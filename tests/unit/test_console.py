@@ -153,6 +153,14 @@ def test_the_run_folder_is_named_from_the_current_one_where_it_is_in_there(monke
     )
 
 
+@pytest.mark.parametrize(
+    ("examples", "said"), [(6, " (6 examples)"), (1, " (1 example)"), (30, ""), (None, "")]
+)
+def test_the_summary_says_of_how_few_examples_a_validation_was(examples, said):
+    lines = summary_lines(summary(val_examples=examples))
+    assert f"validation  reward 0.310 -> 0.725 (+0.415){said}" in lines
+
+
 def test_the_summary_of_a_stopped_run_says_why_and_claims_no_validation():
     lines = summary_lines(
         summary(steps=40, wall_time_s=8_000, final_val_reward=None, stopped_by="interrupt")

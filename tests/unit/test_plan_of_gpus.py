@@ -13,7 +13,12 @@ from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms import OPD
 from torchtitan.experiments.rl.config import machine, trial
 from torchtitan.experiments.rl.config.checks import check, plan_run, split_of
-from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions
+from torchtitan.experiments.rl.config.command_line import (
+    DEFAULT_MODULE,
+    config_functions,
+    load_config,
+    parse_command,
+)
 from torchtitan.experiments.rl.config.costs import KINDS_BY_GB
 from torchtitan.experiments.rl.config.placement import Place, hosts_of, needed_gpus
 from torchtitan.experiments.rl.config.plan import GIB, RunPlan, shared_weights
@@ -488,7 +493,7 @@ def test_the_plan_estimates_the_seconds_of_a_step():
         (1e-6, False, None),
     ],
 )
-def test_adapters_with_a_rate_of_full_training_are_warned_of(rate, lora, said):
+def test_adapters_with_a_rate_below_that_of_adapters_are_warned_of(rate, lora, said):
     config = config_registry.rl_grpo_qwen3_8b()
     config.trainer.lora = LoRA.Config(rank=16) if lora else None
     config.trainer.optimizer.lr = rate
@@ -498,3 +503,22 @@ def test_adapters_with_a_rate_of_full_training_are_warned_of(rate, lora, said):
         if said is None
         else said in warning and "--trainer.optimizer.lr 1e-05" in warning
     )
+
+
+@pytest.mark.parametrize(
+    "words, warned",
+    [
+        (["--trainer.lora.rank", "8"], True),
+        (["--trainer.lora.rank", "8", "--trainer.optimizer.lr", "0.03"], False),
+        ([], False),
+    ],
+)
+def test_adapters_at_the_rate_of_the_configs_full_training_are_warned_of_whatever_the_rate(
+    words, warned
+):
+    command = parse_command(["--config", "rl_grpo_qwen3_debug", *words])
+    config = load_config(command)
+    warning = trial.learning_rate_warning(
+        config, 2_000_000, whole_model_rate=command.whole_model_rate
+    )
+    assert ("about 10 times as much" in (warning or "")) == warned

@@ -1,8 +1,13 @@
 """Warnings of a run that goes on and learns nothing."""
 
+import io
+from types import SimpleNamespace
+
 import pytest
 
-from torchtitan.experiments.rl.operations.reports import StepWarnings
+from torchtitan.experiments.rl.controller.saved_state import ValidationReport
+from torchtitan.experiments.rl.observability.console import Console
+from torchtitan.experiments.rl.operations.reports import RunReports, StepWarnings
 
 HEALTHY = {
     "perf/event_loop_lag_max_s": 0.1,
@@ -68,3 +73,15 @@ def test_a_healthy_run_and_one_that_learns_from_no_reward_are_not_warned_of():
     assert warned({}, {}, {}, {}) == []
     one = {"rollout/reward_std": 0.0}
     assert warned(one, one, one, compares_rewards=False) == []
+
+
+def test_the_examples_of_the_last_evaluation_are_counted_over_its_tasks():
+    console = Console(io.StringIO())
+    context = SimpleNamespace(console=console, restarts=None)
+    reports = RunReports(
+        context, metrics=SimpleNamespace(log=lambda step, metrics: None), compares_rewards=True
+    )
+    assert reports.validation_examples is None
+    metrics = {"validation/a/examples": 4, "validation/b/examples": 2, "validation/reward": 0.5}
+    reports.started(ValidationReport(step=0, reward=0.5, metrics=metrics))
+    assert reports.validation_examples == 6

@@ -442,6 +442,13 @@ def test_a_mistake_in_the_words_of_the_command_is_refused_in_one_line(refused, w
 # ---- what is no mistake
 
 
+def test_an_evaluation_of_few_examples_is_warned_of_unless_there_is_none(command):
+    words = [*DEBUG, "--dry-run", "--tasks.sum-digits.validation.count", "6"]
+    warning = "tasks.sum_digits.validation: the reward of 6 examples says little"
+    assert warning in command(*words)[2]
+    assert command(*words, "--validation.every", "0")[2] == ""
+
+
 SLOW = {
     "awaits": "await asyncio.sleep(3600)",
     "blocks": "time.sleep(3)",

@@ -51,6 +51,8 @@ class Command:
     overrides: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     """All of them, as they were given."""
+    whole_model_rate: float | None = None
+    """Learning rate of the named config before the overrides, if it trains the whole model; ``load_config`` sets it."""
     started_in: str = ""
     """The folder that the run was started in whose command this takes; "" where it takes none's."""
 
@@ -367,6 +369,7 @@ def load_config(command: Command) -> Any:
         raise ConfigError("--config", name, f"{cure}; return a RunConfig")
     from torchtitan.experiments.rl.config.overrides import take_named_parts
 
+    command.whole_model_rate = None if config.trainer.lora else config.trainer.optimizer.lr
     words = take_named_parts(config, overrides)
     config = _override(config, words) if words else config
     for task in config.tasks.values() if isinstance(config.tasks, dict) else ():

@@ -191,7 +191,9 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
         save_command(Path(start.run_dir), saved)
     warnings = [
         _checkpoint_warning(config, checkpoint_s),
-        trial.learning_rate_warning(config, plan.sizes.parameters),
+        trial.learning_rate_warning(
+            config, plan.sizes.parameters, whole_model_rate=command.whole_model_rate
+        ),
     ]
     if config.generator.engine.warning is not None:
         warnings.append(f"generator.engine.{config.generator.engine.warning}")
@@ -199,6 +201,7 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
         warnings.append(trial.turn_end_warning(config))
     warnings += [
         *(task.examples_warning for task in tasks.values()),
+        *trial.validation_warnings(config, tasks),
         *(line for seen in tried.values() for line in seen.warnings()),
     ]
     if here and plan.device == "cuda":

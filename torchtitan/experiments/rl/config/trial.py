@@ -33,6 +33,7 @@ from torchtitan.experiments.rl.envs.renderer import (
 from torchtitan.experiments.rl.envs.tool_calls import call_ids, example_call
 from torchtitan.experiments.rl.errors import ConfigError, cause_of, inside, user_code
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
+from torchtitan.experiments.rl.observability.console import FEW_EXAMPLES, counted_examples
 from torchtitan.experiments.rl.printable import printable_line, text_of
 from torchtitan.experiments.rl.rollouts.filters import matches_of
 from torchtitan.experiments.rl.rollouts.types import (
@@ -603,22 +604,46 @@ LOWEST_ADAPTERS_RATE = 5e-6
 """Rate below which adapters of a pretrained model hardly learn; 1e-6 is usual for the whole model."""
 
 
-def learning_rate_warning(config: RunConfig, parameters: int) -> str | None:
-    """What a person should know of the learning rate, in one line."""
+def learning_rate_warning(
+    config: RunConfig, parameters: int, *, whole_model_rate: float | None = None
+) -> str | None:
+    """Return what a person should know of the learning rate, in one line.
+
+    Args:
+        whole_model_rate: at which the named config trains the whole model; None where it does not.
+    """
     rate, adapters = config.trainer.optimizer.lr, config.trainer.lora is not None
-    if parameters < PRETRAINED:
-        return None
-    if adapters and rate < LOWEST_ADAPTERS_RATE:
+    pretrained = parameters >= PRETRAINED
+    too_low = rate == whole_model_rate or (pretrained and rate < LOWEST_ADAPTERS_RATE)
+    if adapters and too_low:
         return (
             f"trainer.optimizer.lr = {rate:g}: that is a rate of full training, and adapters (trainer.lora) want about "
             f"{ADAPTERS_RATE} times as much: --trainer.optimizer.lr {ADAPTERS_RATE * rate:g}"
         )
+    if not pretrained:
+        return None
     if rate <= HIGHEST_RATE * (ADAPTERS_RATE if adapters else 1):
         return None
     return (
         f"trainer.optimizer.lr = {rate:g}: at such a rate a pretrained model of {parameters / 1e6:,.0f}M parameters forgets "
         "what it knows; 1e-6 is usual, and up to 5e-5 for models of 0.1B"
     )
+
+
+def validation_warnings(config: RunConfig, tasks: Mapping[str, Task]) -> list[str]:
+    """Return a line for each task whose evaluations have so few examples that their reward says little."""
+    lines = []
+    for name, task in tasks.items():
+        schedule = task.config.validation_schedule or config.validation
+        if task.validation is None or schedule.every == 0:
+            continue
+        count = min(schedule.examples, len(task.validation))
+        if count < FEW_EXAMPLES:
+            lines.append(
+                f"tasks.{name}.validation: the reward of {counted_examples(count)} says little, for chance alone moves it; "
+                f"{FEW_EXAMPLES} or more say more"
+            )
+    return lines
 
 
 def turn_end_warning(config: RunConfig) -> str | None:

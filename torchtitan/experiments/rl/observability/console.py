@@ -25,6 +25,8 @@ from torchtitan.experiments.rl.process.terminal import LiveLine, can_redraw, col
 BOLD, GREEN, RESET = "\033[1m", "\033[32m", "\033[0m"
 logger = logging.getLogger(__name__)
 
+FEW_EXAMPLES = 30
+"""Number of examples below which an evaluation's reward says little: of 30 right or wrong answers it is off by up to 0.18."""
 WIDTH = 80
 LABEL_WIDTH = 12
 TITLE_EVERY = 40
@@ -165,6 +167,8 @@ class RunSummary:
     not_saved: str | None = None
     """Why the last state is in no checkpoint; None where it is in one."""
     run_dir: Path | None = None
+    val_examples: int | None = None
+    """Number of examples in the last evaluation; None where there was none."""
     steps_before: int = 0
     """Of ``steps``, those that the run had when this command resumed it."""
 
@@ -222,6 +226,8 @@ def summary_lines(summary: RunSummary) -> list[str]:
     first, last = summary.start_val_reward, summary.final_val_reward
     if first is not None and last is not None:
         facts["validation"] = f"reward {_reward(first)} -> {_reward(last)} ({last - first:+.3f})"
+        if summary.val_examples is not None and summary.val_examples < FEW_EXAMPLES:
+            facts["validation"] += f" ({counted_examples(summary.val_examples)})"
     lines = ["", *(_labelled(*fact) for fact in facts.items())]
     lines += _wrapped(
         "rollouts",
@@ -232,6 +238,10 @@ def summary_lines(summary: RunSummary) -> list[str]:
     if summary.not_saved is not None:
         facts["not saved"] = one_sentence(summary.not_saved)
     return [*lines, *(_labelled(*fact) for fact in (facts | _next_commands(summary)).items())]
+
+
+def counted_examples(count: int) -> str:
+    return f"{count} example{'s' * (count != 1)}"
 
 
 def _in_words(column: str) -> str:

@@ -752,4 +752,5 @@ class Run:
             stopped_by=stopped_by,
             not_saved=None if built is None else built.checkpoints.failure,
             run_dir=self._context.run_dir,
+            val_examples=None if built is None else built.reports.validation_examples,
         )

@@ -48,6 +48,8 @@ class RunReports(RunEvents):
         self._console, self._restarts, self._metrics = context.console, context.restarts, metrics
         self._warnings = StepWarnings(context.console.note, compares_rewards=compares_rewards)
         self._validations = [reward for reward in validations if reward is not None]
+        self.validation_examples: int | None = None
+        """Number of examples in the last evaluation."""
         self.why_ended_early: str | None = None
         """Why there is nothing left to learn."""
 
@@ -73,7 +75,7 @@ class RunReports(RunEvents):
         val = None
         if record.validation is not None and record.validation.reward is not None:
             val = record.validation.reward, record.validation.step
-            self._validations.append(val[0])
+            self._count_validation(record.validation)
         self._console.waits.end(FIRST_STEP)
         self._console.step(record.step, record.metrics, val)
         self._warnings.step(record.metrics)
@@ -87,8 +89,14 @@ class RunReports(RunEvents):
     def _report(self, report: ValidationReport, when: str) -> None:
         self._metrics.log(report.step, report.metrics)
         if report.reward is not None:
-            self._validations.append(report.reward)
+            self._count_validation(report)
             self._console.note(f"validation {when}: reward {report.reward:.3f}")
+
+    def _count_validation(self, report: ValidationReport) -> None:
+        assert report.reward is not None
+        self._validations.append(report.reward)
+        counts = [n for name, n in report.metrics.items() if name.endswith("/examples")]
+        self.validation_examples = int(sum(counts))
 
     def first_and_last_validation(self) -> tuple[float | None, float | None]:
         """Rewards."""
