@@ -59,6 +59,8 @@ from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
 from torchtitan.models.common import Decoder
 
 SLEEP = "generator.engine.sleep"
+MOST_RANKS_TRIED = 64
+"""Maximum number of trainer ranks that are tried to say how many GPUs a run needs."""
 USUAL_GPU_GIB = 80e9 / GIB
 """Where no GPU can be asked."""
 
@@ -322,29 +324,64 @@ def split_of(config: RunConfig, gpus: int, *, gpu_gib: float) -> list[str]:
         )
     engine = config.generator.engine.tensor_parallel_degree
     own = gpus - hosted_processes(config)
-    here = list(range(gpus)) if config.provision.job.has_gpus is None else None
+    sizes = model_sizes(config, "cuda")
     costs: dict[tuple[int, int], float] = {}
     for ranks in range(1, own - engine + 1):
         replicas = (own - ranks) // engine
-        trainer = dataclasses.replace(config.trainer, ranks=ranks)
-        generator = dataclasses.replace(config.generator, replicas=replicas)
-        try:
-            trainer.parallelism.validate(field="trainer.parallelism", ranks=ranks)
-            plan = plan_run(
-                dataclasses.replace(config, trainer=trainer, generator=generator),
-                device="cuda",
-                available=here,
-            )
-        except ConfigError:  # ranks that the mesh or the hosts can't hold
-            continue
-        if plan.trainer_gib <= gpu_gib:
+        plan = _plan_of_split(config, sizes, ranks, replicas, gpus=gpus, gpu_gib=gpu_gib)
+        if plan is not None:
             assert plan.balance is not None
             costs[ranks, replicas] = max(plan.balance.train_s, plan.balance.generate_s)
     if not costs:
-        cure = f"no trainer ranks and engines of {engine} GPU(s) fit them ({gpu_gib:.0f} GiB each): more, or provision.share_gpus"
-        raise ConfigError("--gpus", gpus, cure)
+        raise ConfigError("--gpus", gpus, _too_few_gpus(config, gpu_gib=gpu_gib))
     ranks, replicas = min(costs, key=lambda split: costs[split])
     return ["--trainer.ranks", str(ranks), "--generator.replicas", str(replicas)]
+
+
+def _plan_of_split(
+    config: RunConfig,
+    sizes: ModelSizes,
+    ranks: int,
+    replicas: int,
+    *,
+    gpus: int,
+    gpu_gib: float,
+) -> RunPlan | None:
+    """Return the plan of this many trainer ranks and generators on ``gpus`` GPUs; None where they do not fit."""
+    trainer = dataclasses.replace(config.trainer, ranks=ranks)
+    generator = dataclasses.replace(config.generator, replicas=replicas)
+    split = dataclasses.replace(config, trainer=trainer, generator=generator)
+    try:
+        trainer.parallelism.validate(field="trainer.parallelism", ranks=ranks)
+        if trainer_memory(sizes, split, device="cuda").total > gpu_gib * GIB:
+            return None  # before the whole plan, which takes long to make
+        plan = plan_run(
+            split,
+            device="cuda",
+            available=list(range(gpus)) if config.provision.job.has_gpus is None else None,
+        )
+    except ConfigError:  # ranks that the mesh or the hosts can't hold
+        return None
+    return plan if plan.trainer_gib <= gpu_gib else None
+
+
+def _too_few_gpus(config: RunConfig, *, gpu_gib: float) -> str:
+    """Return how many GPUs a run needs at least, in the words of an error about too few."""
+    engine, hosted = config.generator.engine.tensor_parallel_degree, hosted_processes(config)
+    sizes = model_sizes(config, "cuda")
+    for ranks in range(1, MOST_RANKS_TRIED + 1):
+        gpus = ranks + engine + hosted
+        if _plan_of_split(config, sizes, ranks, 1, gpus=gpus, gpu_gib=gpu_gib) is None:
+            continue
+        others = f", hosted models {hosted}" if hosted else ""
+        return (
+            f"too few: the trainer takes {ranks} of {gpu_gib:.0f} GiB, a generator {engine}{others}: "
+            f"at least --gpus {gpus}, or --provision.share-gpus"
+        )
+    return (
+        f"too few: the trainer takes more than {MOST_RANKS_TRIED} of {gpu_gib:.0f} GiB: "
+        "lower batcher.row_length, or take a smaller model"
+    )
 
 
 def model_sizes(config: RunConfig, device: Device) -> ModelSizes:

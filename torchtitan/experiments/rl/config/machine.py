@@ -206,7 +206,9 @@ def _gpus_lack(plan: RunPlan) -> Iterator[str]:
     if (there := len(visible_gpus())) < (needed := needed_gpus(plan.config)):
         where = "run it where they are, or on other hosts (provision.job)"
         if plan.hosts > 1:
-            where = f"{plan.hosts} hosts of {GPUS_PER_HOST} are asked for with --provision.job slurm or kubernetes"
+            there_are = plan.hosts * GPUS_PER_HOST
+            unused = f", of whose {there_are} GPUs it uses {needed}" if needed < there_are else ""
+            where = f"--provision.job slurm or kubernetes asks for {plan.hosts} whole hosts of {GPUS_PER_HOST}{unused}"
         yield f"the run needs {needed} GPUs and this host has {there}: {where}"
     memory_gib = gpu_memory_gib()
     if memory_gib is not None and plan.gpu_gib > memory_gib:

@@ -62,6 +62,10 @@ class HubConfig:
         """
         if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
             cure = "no such folder; download the model there, or name the folder that has it"
+            if field == "model.hf_assets_path":
+                name = Path(path).name
+                example = f"Qwen/{name}" if name.startswith("Qwen") else "Qwen/Qwen3-0.6B"
+                cure = f"no such folder: --model {example} downloads a model of the hub, and --model FOLDER takes one that is here"
             raise (ConfigError if os.path.exists(path) else MissingError)(field, path, cure)
         try:
             values = json.loads((Path(path) / "config.json").read_bytes())

@@ -253,6 +253,7 @@ def _in_words(column: str) -> str:
         "trained": "trained on",
         "filtered": f"left out ({detail})",
         "failed": f"failed ({detail})",
+        "untrained": "not finished at the end",
     }
     return f"{task} {said.get(kind, name)}"
 
