@@ -351,6 +351,24 @@ def test_each_rows_own_answer_is_tried_as_the_reply_before_a_run(
         assert lines[0].startswith("warning: tasks.questions.rubric: ") and warning in lines[0]
 
 
+@pytest.mark.parametrize(("column", "said"), [("label", True), ("answer", False)])
+def test_a_dry_run_says_where_no_known_answer_was_tried(
+    tmp_path, monkeypatch, capsys, column, said
+):
+    rows = "".join(json.dumps({"question": f"{n}?", column: "1"}) + "\n" for n in range(3))
+    (tmp_path / "labelled.jsonl").write_text(rows)
+    (tmp_path / "labels.py").write_text("def one(completion, example): return completion == '1'")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "labels", raising=False)
+    words = (
+        "--tasks.questions.dataset labelled.jsonl --tasks.questions.rubric labels.py:one --dry-run"
+    )
+    assert main(["--config", "rl_questions_qwen3_debug", *words.split()]) == 0
+    line = "answers        of questions: no column 'answer': no known answer was tried"
+    assert (line in capsys.readouterr().out.splitlines()) == said
+
+
 def test_a_column_of_numbers_and_texts_is_warned_of_by_the_row_of_the_rarer_kind(renderer):
     answers = ["1", "2", 3, "4", None]
     rows = [{"question": f"{index}?", "answer": answer} for index, answer in enumerate(answers)]

@@ -9,8 +9,7 @@ import pytest
 
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.config.checks import checked_plan
-from torchtitan.experiments.rl.config.command_line import load_config, parse_command
-from torchtitan.experiments.rl.grpo import starting_line
+from torchtitan.experiments.rl.config.command_line import load_config, parse_command, starting_line
 from torchtitan.experiments.rl.observability.console import (
     Progress,
     RunSummary,

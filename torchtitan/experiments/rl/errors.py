@@ -36,6 +36,13 @@ class MissingError(ConfigError):
     """This machine lacks what the config names: a file, a package, a key. A plan of the run can be made without it."""
 
 
+class UnknownOption(ConfigError):
+    """Words of a command line that no field of its config takes, and the options that were probably meant."""
+
+    def __str__(self) -> str:
+        return f"no option {self.field}" + (f"; {self.cure}" if self.cure else "")
+
+
 class RunError(RuntimeError):
     """A run that can't go on, in one line."""
 

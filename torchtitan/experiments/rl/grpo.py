@@ -19,6 +19,7 @@ from torchtitan.experiments.rl.config.command_line import (
     find_model,
     load_config,
     parse_command,
+    starting_line,
 )
 from torchtitan.experiments.rl.config.hub import push
 from torchtitan.experiments.rl.errors import RunError
@@ -82,12 +83,6 @@ def main(arguments: list[str] | None) -> int:
     if code == 0 and command.push_to_hub is not None:
         return 0 if push(policies(Path(start.run_dir))[-1], command.push_to_hub) else 1
     return code
-
-
-def starting_line(command: Command) -> str:
-    """What the command prints within a second: the imports that follow take some more."""
-    what = command.config_name if command.resume in (None, "auto") else command.resume
-    return f"starting    {what} (imports, then checks)"
 
 
 def _list(module: str) -> int:

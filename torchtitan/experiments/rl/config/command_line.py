@@ -7,6 +7,7 @@ import importlib
 import inspect
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,13 @@ import tyro
 
 from torchtitan.experiments.rl.bounds import walk
 from torchtitan.experiments.rl.config.hub import adapter_folder, command_of_run, model_folder
-from torchtitan.experiments.rl.errors import ConfigError, MissingError, cause_of, user_code
+from torchtitan.experiments.rl.errors import (
+    ConfigError,
+    MissingError,
+    UnknownOption,
+    cause_of,
+    user_code,
+)
 from torchtitan.experiments.rl.observability.console import typed_command
 from torchtitan.experiments.rl.process.setup import add_import_folder
 
@@ -186,6 +193,12 @@ def parse_command(arguments: list[str]) -> Command:
     overrides = [*([] if known.size is None else ["--size", known.size]), *overrides]
     del known.size, known.init_adapter
     return Command(**vars(known), overrides=overrides, words=arguments)
+
+
+def starting_line(command: Command) -> str:
+    """Return what a command prints within a second: the imports that follow take some more."""
+    what = command.resume if command.resume not in (None, "auto") else command.config_name
+    return f"starting    {what} (imports, then checks)"
 
 
 def own_options(
@@ -429,33 +442,42 @@ def _override(config: Any, overrides: list[str]) -> Any:
     except SystemExit as end:
         if end.code in (0, None):  # --help
             raise
-        message = error_message(errors.getvalue())
-        if (
-            message.startswith("Unrecognized")
-            and (near := _nearest_option(config, overrides)) is not None
-        ):
-            message = f"{message.partition('; perhaps')[0]}; perhaps you meant --{near}"
-        raise ConfigError("overrides", " ".join(overrides), message) from None
+        raise _refused_overrides(config, overrides, error_message(errors.getvalue())) from None
     except Exception as error:  # tyro's own, of a config whose fields it can't make options of
         raise ConfigError(
             "overrides", " ".join(overrides), f"can't be applied to this config: {cause_of(error)}"
         ) from error
 
 
-def _nearest_option(config: Any, overrides: list[str]) -> str | None:
-    """The field that the first unknown option of ``overrides`` probably means: one of a like path, else one of a like name.
+def _refused_overrides(config: Any, overrides: list[str], message: str) -> ConfigError:
+    """Return the error about overrides that tyro refuses with ``message``."""
+    from torchtitan.experiments.rl.config.overrides import options_inside
+
+    refused, _, guess = message.partition("; perhaps you meant ")
+    words = refused.removeprefix("Unrecognized options: ").split(", ")
+    unknown = [word.partition("=")[0] for word in words if word.startswith("--")]
+    if words != [refused] and unknown:
+        near = [f"--{path}" for option in unknown if (path := _nearest_option(config, option))]
+        meant = ", ".join(near or filter(None, [guess]))
+        cure = f"perhaps you meant {meant}" if meant else ""
+        return UnknownOption(", ".join(unknown), " ".join(overrides), cure)
+    fixed = re.match(r"Argument (--\S+) is fixed to .* accept the value '(.*)'\.", message)
+    if fixed is not None and (inside := options_inside(config, fixed[1].removeprefix("--"))):
+        return ConfigError(fixed[1], fixed[2], f"it is set by its fields: {', '.join(inside)}")
+    return ConfigError("overrides", " ".join(overrides), message)
+
+
+def _nearest_option(config: Any, option: str) -> str | None:
+    """Return the field that an unknown option probably means: one of a like path, else one of a like name.
 
     tyro's own guess for --step is --groups-per-step.
     """
+    option = option.removeprefix("--").replace("_", "-")
     paths = {path: path for path in option_paths(config)}
     ends = {path.rpartition(".")[2]: path for path in reversed(paths)}
-    options = [
-        word[2:].partition("=")[0].replace("_", "-") for word in overrides if word.startswith("--")
-    ]
-    for option in [option for option in options if option not in paths][:1]:
-        for word, known in ((option, paths), (option.rpartition(".")[2], ends)):
-            for near in difflib.get_close_matches(word, known, n=1, cutoff=0.8):
-                return known[near]
+    for word, known in ((option, paths), (option.rpartition(".")[2], ends)):
+        for near in difflib.get_close_matches(word, known, n=1, cutoff=0.8):
+            return known[near]
     return None
 
 

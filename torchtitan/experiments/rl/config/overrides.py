@@ -44,6 +44,7 @@ from torchtitan.experiments.rl.bounds import (
     is_union,
     walk,
 )
+from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.data.task_mix import TaskMix
@@ -139,6 +140,23 @@ def _find(config: Any, field: str, given: str) -> _Place | None:
     return (
         place if place is not None and (has_part or place.takes_function or place.is_data) else None
     )
+
+
+def options_inside(config: Any, option: str) -> list[str]:
+    """Return the options of the fields of a part that the config leaves out; empty where ``option`` names none."""
+    holder, place = config, None
+    for word in option.split("."):
+        if (key := _like(word, _names(holder))) is None:
+            return []
+        place = _Place(holder, key, option, "")
+        holder = place.value
+    kinds: list[Any] = [] if place is None else [*get_args(place.type)]
+    return [
+        f"--{option}.{name.replace('_', '-')}"
+        for kind in kinds
+        if dataclasses.is_dataclass(kind)
+        for name in _names(kind)
+    ]
 
 
 def _names(holder: Any) -> Collection[str]:
@@ -390,7 +408,11 @@ def registry_with_bounds() -> ConstructorRegistry:
         fields = []
         for entry in spec.fields:
             annotation = annotations.get(entry.name, entry.type)
-            said = _in_our_words(entry.helptext, bounds_said(annotation))
+            text = entry.helptext
+            if not annotations and dataclasses.is_dataclass(entry.default):
+                # The box of an entry of a list has its place alone for a title.
+                text = f"{built_class(entry.default).__name__}."
+            said = _in_our_words(text, bounds_said(annotation))
             fields.append(
                 dataclasses.replace(entry, type=_option_type(annotation, entry), helptext=said)
             )

@@ -31,7 +31,13 @@ from torchtitan.experiments.rl.envs.renderer import (
     template_turn_end,
 )
 from torchtitan.experiments.rl.envs.tool_calls import call_ids, example_call
-from torchtitan.experiments.rl.errors import ConfigError, cause_of, inside, user_code
+from torchtitan.experiments.rl.errors import (
+    ConfigError,
+    cause_of,
+    inside,
+    user_code,
+    users_traceback,
+)
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
 from torchtitan.experiments.rl.observability.console import FEW_EXAMPLES, counted_examples
 from torchtitan.experiments.rl.printable import printable_line, text_of
@@ -253,6 +259,8 @@ class Trial:
     warning: str | None = None
     """What could not be tried, in one line, and what to do about it."""
 
+    answers_tried: int | None = None
+    """Number of rows whose own answer was tried as the reply; None where the task is none of which answers are tried."""
     answers_warning: str | None = None
     """Rows whose own answer earns no more than an empty reply, in one line."""
     tool_warning: str | None = None
@@ -296,7 +304,8 @@ class Trial:
             if isinstance(failure.__cause__, ConfigError):
                 raise failure.__cause__
             if not isinstance(failure, UserCodeTimeout):
-                raise self._refusal(sentence(failure)) from failure
+                traceback = users_traceback(failure)
+                raise self._refusal(sentence(failure), traceback=traceback) from None
             self.warning = (
                 f"{self.field} was not tried to its end ({self.doing}: {sentence(failure)}): the run begins all the same; "
                 "user_code.preflight_timeout_s sets this limit"
@@ -455,6 +464,7 @@ class Trial:
         end = asyncio.get_running_loop().time() + ANSWERS_S
         faults: dict[str, str] = {}
         tried = 0
+        self.answers_tried = 0 if type(task).known_answer is not Task.known_answer else None
         for index in range(min(len(task.dataset), ANSWERS)):
             sample = task.dataset[index]
             answer = task.known_answer(sample)
@@ -468,7 +478,7 @@ class Trial:
             self._try(f"the reward of the answer of {place}")
             if (fault := await self._answer_fault(policy, sample, answer)) is not None:
                 faults[place] = fault
-            tried += 1
+            self.answers_tried = tried = tried + 1
             if asyncio.get_running_loop().time() > end:
                 break
         if not faults:
@@ -529,10 +539,22 @@ class Trial:
         """``part`` of the task is at fault; "": the task itself."""
         kind = type(getattr(self.task, part) if part else self.task).__name__
         cause = cause.removeprefix(f"task {self.task.name}: ")
-        cure = f"{self.doing}: {cause}; {self.cure}"
-        return ConfigError(
-            f"{self.field}.{part}".rstrip("."), kind, cure, lines=traceback.splitlines()
-        )
+        fault = f"{self.doing}: {cause}"
+        if part == "rubric" and "KeyError: " in cause and (columns := self._columns()):
+            fault += f"; the row has {columns}"
+        field, lines = f"{self.field}.{part}".rstrip("."), traceback.splitlines()
+        if not lines:
+            return ConfigError(field, kind, f"{fault}; {self.cure}")
+        # Beside the fault, and before its traceback, the hint would read as if the check were at fault.
+        return ConfigError(field, kind, fault, lines=[*lines, f"({self.cure})"])
+
+    def _columns(self) -> str:
+        """Return the columns of the first row, as an error names them; empty where it is no row of columns."""
+        with contextlib.suppress(Exception):  # of a user's dataset
+            row = self.task.dataset[0].env_input
+            if isinstance(row, dict):
+                return ", ".join(repr(text_of(name)) for name in row)
+        return ""
 
 
 def _first_traceback(group: RolloutGroup) -> str:
@@ -707,11 +729,14 @@ def shown_tasks(
         lines.append(f"task           {name}: {parts}, {limits}")
         if more := [*map(repr, task.sampling.stop), *map(str, task.sampling.stop_token_ids)]:
             lines.append(f"turn ends      of {name} at {', '.join(more)} too")
-        if (trial := tried.get(name)) is not None and trial.prompt:
+        trial = tried.get(name)
+        if trial is not None and trial.prompt:
             ids = trial.prompt_token_ids
             lines.append(
                 f"prompt         the first of {name}, {len(ids)} tokens, as the model sees it:"
             )
             lines += [f"  | {line}" for line in trial.prompt.split("\n")]
             lines.append(f"tokens         {' '.join(map(str, ids))}")
+        if trial is not None and trial.answers_tried == 0:
+            lines.append(f"answers        of {name}: no column 'answer': no known answer was tried")
     return [printable_line(line) for line in lines]
