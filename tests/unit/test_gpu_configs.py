@@ -131,7 +131,7 @@ def test_a_config_reaches_the_spawn_or_names_the_gpus_that_it_needs_and_that_are
         elif name in LARGER_THAN_80_GB:
             takes = re.fullmatch(
                 r"error: provision.device = 'cuda': a trainer rank takes about ([\d.]+) GiB and a GPU here has 80.0: lower "
-                r"batcher.row_length, or name more GPUs \(--gpus\)",
+                r"batcher.row_length, or name more GPUs \(--gpus\) \(--dry-run lists all that is missing\)",
                 found,
             )
             assert takes and 80 < float(takes[1]) < 141, found

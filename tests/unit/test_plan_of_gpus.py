@@ -151,7 +151,10 @@ def test_the_plan_prints_degrees_shapes_and_the_bottleneck():
     assert (
         "4 trainer rank(s) (2 data-parallel x 2 tensor-parallel), 2 generator(s) of 2" in lines[4]
     )
-    assert lines[-3] == "shapes         3 of rows x tokens: 1 x 2048, 1 x 4096, 1 x 8192"
+    assert (
+        lines[-3]
+        == "shapes         of a microbatch, in rows x tokens: 1 x 2048, 1 x 4096, 1 x 8192"
+    )
     assert lines[-1].startswith("bottleneck ")
     debug = plan_run(config_registry.rl_grpo_qwen3_debug()).lines()
     assert [line.split()[0] for line in debug[-3:]] == ["memory", "shared", "disk"], (
@@ -183,8 +186,9 @@ def test_the_page_on_clusters_lists_each_config_as_it_is_planned():
         gpus = needed_gpus(config)
         ranks = f"{config.trainer.ranks}{f' in {tensor}s' if tensor > 1 else ''}"
         generators = f"{config.generator.replicas}{f' of {engine}' if engine > 1 else ''}"
-        line = "generators = shared" if plan.shared_gpu is not None else plan.balance.line()
-        costs = line.partition("generators = ")[2].removesuffix(" (config/costs.py)")
+        ratio = plan.balance.train_s / plan.balance.generate_s
+        costs = f"{ratio:.1f} : 1" if ratio > 1 else f"1 : {1 / ratio:.1f}"
+        costs = "shared" if plan.shared_gpu is not None else costs
         assert row == f"{gpus}{size} | {ranks} | {generators} | {costs}"
 
 
@@ -199,8 +203,8 @@ def test_a_dry_run_says_how_many_gpus_this_host_lacks(monkeypatch):
     monkeypatch.setattr(machine, "gpu_host_lacks", lambda several_hosts: [])
     assert lacking("rl_grpo_qwen3_8b", "provision.device") == []
     assert lacking("rl_grpo_qwen3_32b_64", "provision.device") == [
-        "provision.device = 'cuda': the run needs 64 GPUs and this host has 8: 8 hosts of 8 are asked for with "
-        "--provision.job slurm or kubernetes"
+        "provision.device = 'cuda': the run needs 64 GPUs and this host has 8: --provision.job slurm or "
+        "kubernetes asks for 8 whole hosts of 8"
     ]
 
 
@@ -422,10 +426,17 @@ def test_gpus_are_divided_so_that_neither_side_waits_more_than_it_must(name, gpu
 
 
 @pytest.mark.parametrize(
-    "name, gpus, gib", [("8b", 1, 80), ("32b", 8, 74.5), ("14b", 3, 80), ("0_6b_1gpu", 4, 80)]
+    "name, gpus, gib, said",
+    [
+        ("8b", 1, 80, "the trainer takes 2 of 80 GiB, a generator 1: at least --gpus 3, or"),
+        ("32b", 8, 74.5, "at least --gpus"),
+        ("14b", 3, 80, "at least --gpus"),
+        ("32b", 8, 1, "the trainer takes more than 64 of 1 GiB: lower batcher.row_length"),
+        ("0_6b_1gpu", 4, 80, "leave one out"),
+    ],
 )
-def test_gpus_that_no_division_fits_are_refused(name, gpus, gib):
-    with pytest.raises(ConfigError, match=f"--gpus = {gpus}"):
+def test_gpus_that_no_division_fits_are_refused(name, gpus, gib, said):
+    with pytest.raises(ConfigError, match=f"--gpus = {gpus}: .*{said}"):
         split_of(getattr(config_registry, f"rl_grpo_qwen3_{name}")(), gpus, gpu_gib=gib)
 
 
@@ -445,10 +456,13 @@ def test_more_gpus_than_a_host_has_are_planned_on_whole_hosts():
         for lack in machine.lacks(plan, "outputs", field="output_dir")
         if lack.field == "provision.device"
     )
-    assert (
-        "the run needs 16 GPUs" in asked
-        and "2 hosts of 8 are asked for with --provision.job slurm or kubernetes" in asked
+    assert "the run needs 16 GPUs" in asked and asked.endswith(
+        "--provision.job slurm or kubernetes asks for 2 whole hosts of 8"
     )
+    config.generator.replicas = 6
+    plan = plan_run(config, device="cuda", available=list(range(12)))
+    asked = "".join(str(lack) for lack in machine.lacks(plan, "outputs", field="output_dir"))
+    assert "2 whole hosts of 8, of whose 16 GPUs it uses 12" in asked
     assert plan_of("rl_grpo_qwen3_8b").hosts == 1
 
 

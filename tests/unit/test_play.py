@@ -213,6 +213,17 @@ def test_an_empty_line_and_an_unknown_command_are_asked_again(capsys):
     assert "There is no /what. An answer that begins with / goes between <<< and >>>." in shown
 
 
+@pytest.mark.parametrize(
+    ("prompt", "calls"),
+    [("Say it.", False), ("Call tools within <tool_call></tool_call>.", True)],
+)
+def test_a_tool_call_is_offered_where_the_prompt_has_tools(capsys, prompt, calls):
+    player = player_of(["7"])
+    player.prompts.append(prompt)
+    player.reply(0, 0)
+    assert ("/call NAME" in capsys.readouterr().out) == calls
+
+
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt, "/quit"])
 @pytest.mark.parametrize("answers", [0, 1])
 def test_a_session_that_is_left_ends_well_and_says_so(tmp_path, capsys, monkeypatch, end, answers):

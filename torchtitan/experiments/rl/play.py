@@ -4,6 +4,7 @@ Exit codes: 0 the rollouts ended, or the person ended the session; 1 a rollout f
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from torchtitan.experiments.rl.config.command_line import (
@@ -13,8 +14,10 @@ from torchtitan.experiments.rl.config.command_line import (
     load_config,
     parse_with_own,
     served_by,
+    starting_line,
 )
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.setup import (
     of_command,
@@ -66,6 +69,8 @@ def main(arguments: list[str] | None) -> int:
     known, command = parse_with_own(parser, arguments)
     if known.rollouts < 1:
         raise ConfigError("--rollouts", known.rollouts, "must be at least 1")
+    if arguments is None:
+        write_line(sys.stdout, printable_line(starting_line(command)))
     set_up_process(engine=True)
     with command.naming_the_runs_folder():
         return _play(known, command)

@@ -311,9 +311,12 @@ class Balance:
 
     def line(self) -> str:
         ratio = self.train_s / self.generate_s
-        side = "even" if 0.8 < ratio < 1.25 else "the trainer" if ratio > 1 else "the generators"
-        shares = f"{ratio:.1f} : 1" if ratio > 1 else f"1 : {1 / ratio:.1f}"
-        return f"bottleneck     {side}: modelled costs of a step, trainer : generators = {shares} (config/costs.py)"
+        slower, faster = ("trainer", "generators") if ratio > 1 else ("generators", "trainer")
+        side = "neither" if 0.8 < ratio < 1.25 else f"the {slower}"
+        return (
+            f"bottleneck     {side}: in a step the {slower} would take {max(ratio, 1 / ratio):.1f} times as long as "
+            f"the {faster} (modelled, not measured)"
+        )
 
 
 def balance(config: RunConfig, sizes: ModelSizes, rollouts: int) -> Balance:

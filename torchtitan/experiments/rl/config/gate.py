@@ -51,9 +51,10 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
     notes: list[MissingError] = []
 
     def note(lack: MissingError) -> None:
-        """A run that lacks something is refused; a dry run says what it is."""
+        """Refuse a run that lacks something; of a dry run note it."""
         if not dry_run:
-            raise lack
+            cure = f"{lack.cure} (--dry-run lists all that is missing)"
+            raise MissingError(lack.field, lack.value, cure, lines=lack.lines)
         notes.append(lack)
 
     # The config by itself: only a checked one surely has a model to look for.
@@ -221,6 +222,7 @@ def _plan_lines(
         lines.append(
             f"checkpoint     about {checkpoint_s:,.0f} s, at the speed of this folder's disk"
         )
+    lines.append(f"metrics        {', '.join(config.metrics.destinations()) or 'nowhere'}")
     scheduled = start.script or job.plan(start.run_dir, plan.hosts)
     return lines + ([scheduled] if scheduled else [])
 

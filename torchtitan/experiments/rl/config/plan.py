@@ -329,19 +329,18 @@ class RunPlan:
     def gpu_line(self) -> str:
         """Return which GPUs are large enough, for people."""
         needed = max(self.gpu_gib, self.engine_gpu_gib)
-        taken_by = (
-            "a trainer rank takes"
-            if self.gpu_gib >= self.engine_gpu_gib
-            else "a generator takes at least"
+        taken = (
+            f"a trainer rank takes about {self.gpu_gib:.1f} GiB, a generator process at least "
+            f"{self.engine_gpu_gib:.1f}"
         )
         if self.shared_gpu is not None:
-            taken_by = "a trainer rank and an engine take"
+            taken = f"a trainer rank and an engine take about {needed:.1f} GiB"
         fits = next(
             (f"of {gb} GB ({kinds}) or more" for gb, kinds in KINDS_BY_GB.items() if gb >= needed),
             None,
         )
         fits = fits or f"none of {max(KINDS_BY_GB)} GB fits: name more (--gpus)"
-        return f"GPUs           {fits}: {taken_by} about {needed:.1f} GiB"
+        return f"GPUs           {fits}: {taken}"
 
     @property
     def processes(self) -> int:
@@ -398,7 +397,9 @@ class RunPlan:
         held = ", ".join(
             f"{name} {size / GIB:.2f}" for name, size in parts_of_memory.items() if size
         )
-        share = f"{self.generator_gib:.0%} of a GPU" if on_gpus else f"{self.generator_gib:.2f} GiB"
+        generator = f"{self.generator_gib:.2f} GiB a generator process"
+        if on_gpus:
+            generator = f"each generator process takes {self.generator_gib:.0%} of its GPU's memory"
         lines = [
             f"model          {parameters}",
             f"steps          {config.steps}, each on {self.groups_per_step} groups = {self.rollouts_per_step} rollouts",
@@ -406,7 +407,7 @@ class RunPlan:
             f"{(config.max_offpolicy_steps + 1) * self.groups_per_step} groups open at most",
             f"batch          at most {self.tokens_per_step:,} tokens a step, {self.microbatches_per_rank} microbatches a rank",
             f"processes      {self.processes} on {'GPUs' if on_gpus else 'CPU cores'}: {degrees}, {generators}",
-            f"memory         about {self.trainer_gib:.2f} GiB a trainer rank ({held}), {share} a generator process",
+            f"memory         about {self.trainer_gib:.2f} GiB a trainer rank ({held}), {generator}",
             f"versions       one of the weights, on the trainer's own devices: {memory.published / GIB:.2f} GiB a rank"
             if self.weights_on_devices
             else f"shared memory  two versions of the weights: {self._shared_weights()}",
@@ -422,7 +423,7 @@ class RunPlan:
                 config.batcher.rows_per_microbatch, config.batcher.row_length
             ).shapes
             shown = ", ".join(f"{rows} x {length}" for rows, length in shapes)
-            lines.append(f"shapes         {len(shapes)} of rows x tokens: {shown}")
+            lines.append(f"shapes         of a microbatch, in rows x tokens: {shown}")
         if self.balance is not None:
             lines.append(self.balance.step_line())
             lines += [self.balance.line()] if self.shared_gpu is None else []

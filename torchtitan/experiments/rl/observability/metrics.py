@@ -20,6 +20,7 @@ from typing import Any
 
 from torchtitan.config.configurable import Configurable
 from torchtitan.experiments.rl.bounds import NonEmptyStr, NonNegativeInt, PositiveInt
+from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.rollouts import shown_message, spoken
 from torchtitan.experiments.rl.observability.trackers import (
@@ -95,6 +96,14 @@ class MetricsLogger(Configurable):
                     raise type(error)(
                         error.field.replace(f"{own}.", f"{own}_"), error.value, error.cure
                     ) from None
+
+        def destinations(self) -> list[str]:
+            """Return where the metrics go, in the words of a plan."""
+            mode = f"wandb ({self.wandb_mode})"
+            files = {METRICS_FILE: self.jsonl, TENSORBOARD_FOLDER: self.tensorboard}
+            hosted = {mode: self.wandb, "trackio": self.trackio}
+            own = [built_class(tracker).__name__ for tracker in self.trackers]
+            return [*(name for name, on in (files | hosted).items() if on), *own]
 
         def all_trackers(self) -> dict[str, Tracker.Config]:
             """By the field that names each."""

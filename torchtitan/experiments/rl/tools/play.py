@@ -38,11 +38,17 @@ from torchtitan.experiments.rl.user_code.endpoint import cause_in
 
 HELP = """\
   your answer in one line, or several lines between a line <<< and a line >>>
-  /call NAME {"key": "value"}   a tool call, in the format of Qwen
   /model                        the model answers this turn; Ctrl-C stops it
   /scripted                     the reply that a config is checked with before a run
   /prompt                       the whole prompt again, as the model gets it
   /quit, Ctrl-C, Ctrl-D         end without an answer"""
+CALL_HELP = """\
+  /call NAME {"key": "value"}   a tool call, in the format of Qwen"""
+
+
+def help_beside(prompt: str) -> str:
+    """Return what may be entered; a tool call only where the prompt describes the format that /call writes."""
+    return f"{HELP}\n{CALL_HELP}" if "<tool_call>" in prompt else HELP
 
 
 class ModelAsked(Exception):
@@ -292,7 +298,7 @@ class Player(ScriptedPolicy):
         new = prompt[len(before) :] if before and prompt.startswith(before) else prompt
         if new and not self.left:  # else it is the same turn: the model did not answer it
             if not self._shown:
-                new += f"\n{HELP}"
+                new += f"\n{help_beside(prompt)}"
             self._shown[rollout] = prompt
             self.say(
                 f"── rollout {rollout}, turn {turn}: {'what is new in ' if before else ''}the prompt ──\n{new}"
@@ -332,7 +338,8 @@ class Player(ScriptedPolicy):
                 return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments or "{}"}}}\n</tool_call>'
             else:
                 self.say(
-                    f"There is no {command}. An answer that begins with / goes between <<< and >>>.\n{HELP}"
+                    f"There is no {command}. An answer that begins with / goes between <<< and >>>.\n"
+                    + help_beside(prompt)
                 )
 
     def _line(self, before: str) -> str:
