@@ -131,8 +131,8 @@ def test_a_runs_module_is_found_from_any_folder_and_a_file_of_it_is_said_to_be_e
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", "")
     hint = (
-        "tasks.sum_digits.validation.path = 'mine.csv': no such file "
-        f"(the run was started in {home}: run the command there)\n"
+        "tasks.sum_digits.validation.path = 'mine.csv': no such file (--dry-run lists all that is "
+        f"missing) (the run was started in {home}: run the command there)\n"
     )
     assert command("--resume", str(run))[2] == f"error: {hint}"
     _, tool = parse_options(["--model", str(run)])
