@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SETUP = """
 import logging, sys, threading, warnings
 from pathlib import Path
-from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.setup import ENDS_THE_RUN, set_up_logging
 path = set_up_logging(Path(sys.argv[1]), "trainer-0")
 ours, other = logging.getLogger("torchtitan.experiments.rl.operations.actor"), logging.getLogger("vllm.engine")
 """
@@ -79,8 +79,8 @@ def test_the_terminal_gets_the_users_frames_alone_of_an_error_that_ends_the_run(
 exec(compile("def fail(): return {}['x']", "/home/me/mine.py", "exec"))
 try: fail()
 except KeyError:
-    ours.exception("group %s", "sum_digits-3")
-    ours.exception("the run failed")
+    ours.exception("group %s", "sum_digits-3", extra=ENDS_THE_RUN)
+    ours.exception("the run failed", extra=ENDS_THE_RUN)
 """)
     assert [record["message"] for record in records] == ["group sum_digits-3", "the run failed"]
     header, *frames, last = terminal.splitlines()
@@ -96,7 +96,7 @@ for _ in range(2):
     try:
         try: fail()
         except KeyError as error: raise RunError("Sampler.next: KeyError: 'x'") from error
-    except RunError: ours.exception("the part failed")
+    except RunError: ours.exception("the run failed")
 """)
     assert all(
         "mine.py" in record["exception"] and record["exception"].startswith("Traceback")
@@ -104,10 +104,10 @@ for _ in range(2):
     )
     line, header, *frames, last = terminal.splitlines()
     assert line.startswith(
-        "ERROR trainer-0: the part failed (RunError: Sampler.next: KeyError: 'x'; traceback in "
+        "ERROR trainer-0: the run failed (RunError: Sampler.next: KeyError: 'x'; traceback in "
     )
     assert header == "Traceback (most recent call last):" and last.startswith(
-        "ERROR trainer-0: the part failed (RunError"
+        "ERROR trainer-0: the run failed (RunError"
     )
     assert '  File "/home/me/mine.py", line 1, in fail' in frames and frames[-1] == "KeyError: 'x'"
 

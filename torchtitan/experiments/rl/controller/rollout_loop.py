@@ -57,6 +57,7 @@ from torchtitan.experiments.rl.controller.selection import (
     refuse_future_versions,
 )
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.process.setup import ENDS_THE_RUN
 from torchtitan.experiments.rl.rollouts.filters import FilterResult
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
@@ -405,7 +406,7 @@ class RolloutLoop:
         # raised all the same, such as a SystemExit, would stop the event loop.
         except BaseException as error:  # noqa: BLE001
             if self._failure is None:
-                logger.exception("group %s", group_id)
+                logger.exception("group %s", group_id, extra=ENDS_THE_RUN)
             if not isinstance(error, Exception):
                 error = RunError(f"group {group_id}: {cause_of(error)}")
             self._end_run(error)

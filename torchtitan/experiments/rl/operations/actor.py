@@ -19,7 +19,7 @@ from torchtitan.experiments.rl.operations.assembly import Run
 from torchtitan.experiments.rl.operations.checkpoints import Resumed, cut_back, resume
 from torchtitan.experiments.rl.operations.context import RunContext
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
-from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.setup import ENDS_THE_RUN, set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Controller(Actor):
                 self._built = self._new_run(await self._state_after(failure))
                 failure = await self._run_to_its_end() if self._stopped_by is None else None
         except Exception as error:
-            logger.exception("the run failed")
+            logger.exception("the run failed", extra=ENDS_THE_RUN)
             failure = error
         if isinstance(failure, ProcessLost):  # while the run was being stopped
             self._console.note(f"{failure}; what follows the last checkpoint is lost")

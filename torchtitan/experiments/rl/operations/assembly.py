@@ -66,6 +66,7 @@ from torchtitan.experiments.rl.operations.supervision import (
 )
 from torchtitan.experiments.rl.process.host import Device
 from torchtitan.experiments.rl.process.lifetime import Lifetime
+from torchtitan.experiments.rl.process.setup import ENDS_THE_RUN
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE, ROLLOUTS_FILE
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
@@ -521,7 +522,7 @@ class Run:
                 if checkpoints is not None:
                     checkpoints.trainer_lost(explained)
                 raise explained from None
-            logger.exception("the run failed")
+            logger.exception("the run failed", extra=ENDS_THE_RUN)
             if checkpoints is not None and not self._actors.trainer_lost:
                 # What was trained since the last checkpoint, as far as the trainer still answers.
                 try:

@@ -82,9 +82,9 @@ _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 _said_full = False
 
 
-ENDS_THE_RUN = ("the run failed", "group %s")
-"""Messages of records of an error that ends the run. The command prints that error as its last line (operations/session.py),
-so the terminal gets only its traceback from the record."""
+ENDS_THE_RUN = {"ends_the_run": True}
+"""``extra`` of the log record of an error that ends the run. The terminal shows only the traceback
+of such a record, because the command prints the error as its last line (operations/session.py)."""
 MOST_TRACEBACKS = 20
 """Maximum number of tracebacks of the user's code that a process writes to the terminal."""
 
@@ -148,7 +148,7 @@ class TerminalHandler(logging.StreamHandler):
         line = self.format(record)
         if not worth_a_line(line):
             return
-        line = "" if record.exc_info and record.msg in ENDS_THE_RUN else f"{line}\n"
+        line = "" if hasattr(record, "ends_the_run") else f"{line}\n"
         self.stream = terminal()
         try:
             self.stream.write(f"{line}{self._traceback(record)}")
