@@ -1,4 +1,7 @@
-"""What the trainer minimises: three per-token components, rl, ce and ref_kl, summed. Start with ``loss.py``."""
+"""The trainer's loss: a sum of three per-token components, rl, ce and ref_kl.
+
+Begin with ``loss.py``.
+"""
 
 from torchtitan.experiments.rl.losses.loss import (
     CrossEntropy,

@@ -1,22 +1,25 @@
-"""The rl component's variants. Each is a class with one formula; a user's own is a subclass of RLLoss, or CustomRLLoss.
+"""Variants of the rl loss, and corrections of it.
 
-In every formula: lr = logp - generator_logp, ρ = exp(lr), A the advantage, sg(·) a constant in the backward pass.
-The sum over tokens is divided by the step's member tokens, whatever normalisation the paper uses.
+Each variant is a class with one formula. One of your own is a subclass of RLLoss, or a function in
+CustomRLLoss. In every formula lr = logp - generator_logp, ρ = exp(lr), A is the advantage, and
+sg(·) a constant in the backward pass. The sum over tokens is divided by the step's member tokens,
+whichever normalisation the paper uses.
 
 DPPO, PPOClip and GSPO replace ρ by min(ρ, ratio_max), because none of them bounds it from above by
 itself: DPPO tests the difference of probabilities, and the clip of the other two lets a ratio of
 negative advantage grow. A capped ratio is constant, so its token has no policy gradient. CISPO has
 no such field: its ratio is at most 1 + clip_high.
 
-Behind them are corrections of the rl loss, where the policy that sampled is not quite the policy that learns: older weights,
-other kernels. Each is a factor of a token's rl loss, constant in the backward pass, and works with every rl variant. In every
-formula ρ = exp(logp - generator_logp) of a member token; a sequence is one packed training sample.
+A correction makes up for the differences between the policy that sampled and the one that learns:
+older weights, other kernels. It is a factor of a token's rl loss, constant in the backward pass,
+and works with every variant. A sequence is one packed training sample.
 
     ℓ = w·ℓ_rl        w: the product over ``LossConfig.corrections``; a token with w = 0 is left out
 
-A token that is left out is no member for the variant (GSPO's mean goes over the others), and its loss and gradient are 0. It
-still counts in the denominator, as in IcePop's own objective: which tokens are left out is known after the forward pass
-only, and the denominator has to be known before the first backward pass of the step.
+A token that is left out is no member for the variant (GSPO's mean goes over the others), and its
+loss and gradient are 0. It still counts in the denominator, as in IcePop's own objective: which
+tokens are left out is known only after the forward pass, and the denominator must be known before
+the step's first backward pass.
 """
 
 import abc
@@ -38,26 +41,28 @@ from torchtitan.experiments.rl.user_code.calls import cause_of
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RLTokens:
-    """What an rl loss sees of a batch. All [B, L]; a token that is no member reads 0 in the three float streams.
+    """Tokens of a batch as an rl loss is given them. Every field is [B, L].
 
-    Shapes never depend on the data, so no loss makes the host wait for the device.
+    The float streams are 0 on tokens that are no members. Shapes never depend on the data, so no
+    loss makes the host wait for the device.
     """
 
     logprobs: torch.Tensor
-    """The policy's, attached to the graph."""
+    """The policy's log-probabilities, attached to the graph."""
     generator_logprobs: torch.Tensor
     advantages: torch.Tensor
     member: torch.Tensor
-    """bool. What a loss returns elsewhere is discarded, and no gradient flows there."""
+    """bool. Losses of other tokens are discarded, and no gradient flows there."""
     sequence_ids: torch.Tensor
-    """int64, in [0, B * L). The same for all tokens of one packed training sample."""
+    """int64, in [0, B * L). Equal for all tokens of one packed training sample."""
 
 
 OwnMetrics = dict[str, torch.Tensor]
-"""A value [B, L] for each token, by the metric's name. What it is on tokens that are no member does not matter."""
+"""Metrics of a loss by name: one value for each token, [B, L]. Values of tokens that are no members
+are ignored."""
 
 PerToken = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, OwnMetrics]
-"""What a loss with a mask returns: losses, masked tokens, and metrics of its own if it has any."""
+"""Result of a loss with a mask: losses, masked tokens, and metrics of its own if it has any."""
 
 RatioMax = (
     Annotated[float, Gt(1), Cure("a ratio of 1 is an on-policy token; None sets no cap")] | None
@@ -65,17 +70,18 @@ RatioMax = (
 """Type of the fields ``ratio_max``."""
 
 RATIO_MAX = 100.0
-"""Default of the fields ``ratio_max``. Healthy runs stay below it: the largest ratio of the demo is 3,
-that of a pretrained model's first steps 8 (docs/measured.md)."""
+"""Default of the fields ``ratio_max``. Healthy runs stay below it: the largest ratio of the demo is
+3, that of a pretrained model's first steps 8 (docs/measured.md)."""
 
 
 def cap_log_ratio(lr: torch.Tensor, ratio_max: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log(min(ρ, ratio_max)) for log ratios of any shape, and bool: where the cap acts.
+    """Return log(min(ρ, ratio_max)), and where the cap acts.
 
     The log is capped and not ρ, because ρ may overflow, and the backward pass of a cap on ρ would
     multiply that infinity by 0. A loss of your own calls this for a cap like that of the variants.
 
     Args:
+        lr: log ratios, of any shape.
         ratio_max: the cap; None returns ``lr`` as it is.
     """
     if ratio_max is None:
@@ -89,26 +95,28 @@ def capped_ratio(
     gain: torch.Tensor,
     ratio_max: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return min(ρ, ratio_max), or 1 where ``gain`` is 0, and bool: where the cap takes a gradient.
+    """Return min(ρ, ratio_max), or 1 where ``gain`` is 0, and where the cap takes a gradient.
 
     Args:
         lr: log ratios, of any shape.
         gain: the factor of the ratio in the loss, of the same shape. 0 means that the token has no
             policy gradient, so the cap takes none.
     """
-    used = torch.where(
-        gain == 0, 0, lr
-    )  # masked before exp: the ratio may overflow, and 0 * inf is nan
+    # Masked before exp: the ratio may overflow, and 0 * inf is nan.
+    used = torch.where(gain == 0, 0, lr)
     log_ratio, capped = cap_log_ratio(used, ratio_max)
     return log_ratio.exp(), capped
 
 
 def sequence_log_ratios(tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each token the sum of lr over its sequence, and the sequence's number of member tokens: float64 [B, L], constants."""
+    """Return for each token the sum of lr over its sequence, and the sequence's number of members.
+
+    Returns:
+        float64 [B, L] each, without a gradient.
+    """
     ids = tokens.sequence_ids.flatten()
-    lr = (
-        (tokens.logprobs - tokens.generator_logprobs).detach().double()
-    )  # 0 on tokens that are no member
+    # Both log-probabilities are 0 on tokens that are no members.
+    lr = (tokens.logprobs - tokens.generator_logprobs).detach().double()
     lr_sum = lr.new_zeros(ids.numel()).index_add(0, ids, lr.flatten())
     count = lr.new_zeros(ids.numel()).index_add(0, ids, tokens.member.flatten().double())
     return lr_sum[ids].view_as(lr), count[ids].view_as(lr)
@@ -119,45 +127,50 @@ class RLLoss(UserConfigurable, abc.ABC):
 
     @abc.abstractmethod
     def per_token(self, tokens: RLTokens) -> PerToken:
-        """Losses [B, L], before the token's weight, and bool [B, L]: where a mask or clip took or capped the gradient.
+        """Return the losses, before they are weighted, and which tokens a mask or a clip took.
 
-        A third entry, a dict of values [B, L] by name, gives the metrics ``rl/own/<name>``.
+        Returns:
+            Losses [B, L]; bool [B, L]: where a mask, a clip or a cap took the gradient or bounded
+            it; and optionally a dict of values [B, L], for the metrics ``rl/own/<name>``.
         """
 
     def ratio_capped(self, tokens: RLTokens) -> torch.Tensor | None:
-        """Return bool [B, L]: where a cap on the ratio takes the gradient. None: the loss has no cap.
+        """Return where a cap on the ratio takes the gradient, bool [B, L]; None if there is no cap.
 
-        The metric ``rl/ratio_capped_fraction`` is the share of these tokens. Override it where your
+        The metric ``rl/ratio_capped_fraction`` is the share of these tokens. Override this if your
         loss has a cap.
         """
         return None
 
 
 class DPPO(RLLoss):
-    """Divergence PPO, binary total variation (Qi et al., arXiv:2602.04879), with a squared log-ratio penalty (Kimi k1.5,
-    arXiv:2501.12599). The trust region bounds how far a token's probability moved, not by what factor.
+    """Divergence PPO, binary total variation (Qi et al., arXiv:2602.04879).
+
+    The trust region bounds how far a token's probability moved, not by which factor. A squared
+    log ratio is added (Kimi k1.5, arXiv:2501.12599).
 
         d = exp(logp) - exp(generator_logp)
         drop = d > mask_high where A > 0, else d < -mask_low
         ℓ = -keep·adv_tau·A·min(ρ, ratio_max) + kl_tau·lr²
 
-    A small d does not bound ρ: a token that was sampled with probability 1e-6 and now has 0.1 passes
-    the test with a ratio of 1e5.
+    A small d does not bound ρ: a token that was sampled with probability 1e-6 and now has 0.1
+    passes the test with a ratio of 1e5.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(RLLoss.Config):
         mask_high: NonNegativeFloat = 0.2
-        """A token of positive advantage already this much more probable than when sampled has no policy gradient."""
+        """Largest rise of a token's probability since it was sampled, beyond which a token of
+        positive advantage has no policy gradient."""
         mask_low: NonNegativeFloat = 0.2
-        """The same for one of negative advantage already this much less probable."""
+        """Largest fall, beyond which a token of negative advantage has no policy gradient."""
         adv_tau: NonNegativeFloat = 1.0
         """Weight of the policy gradient."""
         kl_tau: NonNegativeFloat = 1e-3
         """Weight of the squared log ratio."""
         ratio_max: RatioMax = RATIO_MAX
-        """Largest importance ratio that the loss computes with; None: no cap. A token above it has no
-        policy gradient."""
+        """Largest importance ratio that the loss computes with; None sets no cap. A token above it
+        has no policy gradient."""
 
     config: Config
 
@@ -173,7 +186,7 @@ class DPPO(RLLoss):
         return capped_ratio(lr, self._gain(tokens)[0], self.config.ratio_max)[1]
 
     def _gain(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the advantages, 0 for dropped tokens, and bool: the dropped tokens."""
+        """Return the advantages, 0 for dropped tokens, and which tokens are dropped."""
         A = tokens.advantages
         d = tokens.logprobs.detach().exp() - tokens.generator_logprobs.exp()
         drop = torch.where(A > 0, d > self.config.mask_high, d < -self.config.mask_low)
@@ -202,15 +215,15 @@ def clipped_surrogate(
     clipped = (positive & (lr > high)) | (negative & (lr < low))
     capped_lr, above = cap_log_ratio(lr, ratio_max)
     bounded = torch.where(positive, capped_lr.clamp(max=high), capped_lr.clamp(min=low))
-    ratio = torch.where(
-        A == 0, 0, bounded
-    ).exp()  # masked before exp: without a bound it may overflow, and 0 * inf is nan
+    # Masked before exp: without a bound it may overflow, and 0 * inf is nan.
+    ratio = torch.where(A == 0, 0, bounded).exp()
     return -A * ratio, clipped, above & (A != 0) & ~clipped
 
 
 class PPOClip(RLLoss):
-    """Clipped surrogate of PPO (Schulman et al., arXiv:1707.06347, eq. 7), per token; unequal bounds are DAPO's clip-higher
-    (Yu et al., arXiv:2503.14476).
+    """Clipped surrogate of PPO (Schulman et al., arXiv:1707.06347, eq. 7), per token.
+
+    Unequal bounds are DAPO's clip-higher (Yu et al., arXiv:2503.14476).
 
         ℓ = -min(ρ·A, clip(ρ, 1 - clip_low, 1 + clip_high)·A)        with min(ρ, ratio_max) for ρ
 
@@ -222,10 +235,10 @@ class PPOClip(RLLoss):
     class Config(RLLoss.Config):
         clip_low: NonNegativeFloat = 0.2
         clip_high: NonNegativeFloat = 0.2
-        """DAPO: 0.28."""
+        """Upper bound of the clip, above 1. DAPO uses 0.28."""
         ratio_max: RatioMax = RATIO_MAX
-        """Largest importance ratio that the loss computes with; None: no cap. A token above it has no
-        gradient."""
+        """Largest importance ratio that the loss computes with; None sets no cap. A token above it
+        has no gradient."""
 
     config: Config
 
@@ -253,40 +266,42 @@ class CISPO(RLLoss):
     @dataclass(kw_only=True, slots=True)
     class Config(RLLoss.Config):
         clip_low: NonNegativeFloat = 1.0
-        """1 is no lower bound, as in the paper."""
+        """Lower bound of the clip, below 1. The default of 1 sets no bound, as in the paper."""
         clip_high: NonNegativeFloat = 4.0
-        """The paper tunes this bound and gives no number. 4 caps the weight at 5."""
+        """Upper bound of the clip, above 1. The paper tunes it and gives no number."""
 
     config: Config
 
     def per_token(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
         low, high = 1 - self.config.clip_low, 1 + self.config.clip_high
         ratio = (tokens.logprobs.detach() - tokens.generator_logprobs).exp()
-        return -ratio.clamp(low, high) * tokens.advantages * tokens.logprobs, (ratio < low) | (
-            ratio > high
-        )
+        losses = -ratio.clamp(low, high) * tokens.advantages * tokens.logprobs
+        return losses, (ratio < low) | (ratio > high)
 
 
 class GSPO(RLLoss):
-    """Sequence-level ratios (Zheng et al., arXiv:2507.18071), in the paper's GSPO-token form (eq. 13 and 14), which lets
-    advantages differ within a sequence; where they don't, its gradient is GSPO's.
+    """Sequence-level ratios (Zheng et al., arXiv:2507.18071), in the form of GSPO-token.
 
-        s = exp(mean of lr over the sequence's member tokens)        (geometric mean of their ratios)
-        s_t = sg(s)·exp(logp - sg(logp))
-        ℓ = -min(s_t·A, clip(s_t, 1 - clip_low, 1 + clip_high)·A)        with min(s_t, ratio_max) for s_t
+    That form (eq. 13 and 14) lets advantages differ within a sequence. If they don't, its gradient
+    is that of GSPO.
 
-    A sequence is one packed training sample. The paper averages tokens within a sequence, then sequences; here every token
-    counts the same, so long sequences weigh more.
+        s = exp(mean of lr over the sequence's member tokens)        (geometric mean of their
+        ratios) s_t = sg(s)·exp(logp - sg(logp)) ℓ = -min(s_t·A, clip(s_t, 1 - clip_low, 1 +
+        clip_high)·A)        with min(s_t, ratio_max) for s_t
+
+    The paper averages over the tokens of a sequence, then over sequences. Here every token counts
+    the same, so long sequences weigh more.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(RLLoss.Config):
         clip_low: NonNegativeFloat = 3e-4
         clip_high: NonNegativeFloat = 4e-4
-        """Both bounds are the paper's; sequence ratios vary far less than token ratios."""
+        """Upper bound of the clip, above 1. Both bounds are the paper's: ratios of sequences vary
+        far less than those of tokens."""
         ratio_max: RatioMax = RATIO_MAX
-        """Largest sequence ratio that the loss computes with; None: no cap. The tokens of a sequence
-        above it have no gradient."""
+        """Largest sequence ratio that the loss computes with; None sets no cap. The tokens of a
+        sequence above it have no gradient."""
 
     config: Config
 
@@ -307,18 +322,20 @@ class GSPO(RLLoss):
 
 
 class CustomRLLoss(RLLoss):
-    """A function of yours: RLTokens in, losses [B, L] out, one per token and before its weight; or these and a dict of values
-    [B, L], for the metrics ``rl/own/<name>``. It is given copies.
+    """Loss computed by a function of yours.
+
+    The function is given copies. It returns losses [B, L], one for each token and before they are
+    weighted, or a tuple of these and a dict of values [B, L], for the metrics ``rl/own/<name>``.
 
     Raises:
         ValueError: the function returned something else. Names the function.
-        RunError: the function raised anything. Names the function.
+        RunError: the function raised an error. Names the function.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(RLLoss.Config):
         function: Callable[[RLTokens], torch.Tensor | tuple[torch.Tensor, OwnMetrics]]
-        """Importable by the trainer's processes: defined at the top level of a module."""
+        """Function at the top level of a module, so that the trainer's processes can import it."""
 
     config: Config
 
@@ -327,7 +344,7 @@ class CustomRLLoss(RLLoss):
         copies = {entry.name: getattr(tokens, entry.name).clone() for entry in fields(tokens)}
         try:
             returned = self.config.function(RLTokens(**copies))
-        except BaseException as error:  # an exit would end the trainer's thread without a cause
+        except BaseException as error:  # noqa: BLE001 - an exit would end the trainer silently
             raise RunError(f"{owner}: {cause_of(error)}") from error
         with_metrics = (
             isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)
@@ -338,8 +355,8 @@ class CustomRLLoss(RLLoss):
             raise ValueError(f"{owner} returned {kind}, want a floating-point tensor of losses")
         if losses.shape != tokens.logprobs.shape:
             raise ValueError(
-                f"{owner} returned shape {tuple(losses.shape)} for tokens of shape {tuple(tokens.logprobs.shape)}: return one "
-                "loss per token, not their sum or mean"
+                f"{owner} returned shape {tuple(losses.shape)} for tokens of shape "
+                f"{tuple(tokens.logprobs.shape)}: return one loss per token, not their sum or mean"
             )
         if tokens.logprobs.requires_grad and not losses.requires_grad:
             raise ValueError(
@@ -349,7 +366,7 @@ class CustomRLLoss(RLLoss):
 
 
 def loss_name(config: RLLoss.Config) -> str:
-    """The rl variant as errors name it: its class, or the function."""
+    """Return how errors name the rl variant: by its class, or by the user's function."""
     if isinstance(config, CustomRLLoss.Config):
         function = config.function
         return f"rl loss {getattr(function, '__name__', type(function).__name__)!r}"
@@ -360,23 +377,31 @@ class Correction(UserConfigurable, abc.ABC):
     """Base of the corrections."""
 
     has_ratio: ClassVar[bool] = False
-    """Whether the weights have ρ in them. The variant then sees sg(logp) for generator_logp, so its own ratio is 1 with the
-    gradient of logp: a batch is trained on in one update, so the policy before the update is the trainer's as it is. What a
-    variant does about large ratios (a clip, DPPO's mask, kl_tau) then has no effect."""
+    """True if the weights contain ρ.
+
+    The variant is then given sg(logp) as generator_logp, so its own ratio is 1 with the gradient of
+    logp. A batch is trained on in one update, so the policy before the update is the trainer's as
+    it is. What a variant does about large ratios (a clip, DPPO's mask, kl_tau) then has no effect.
+    """
 
     @property
     def name(self) -> str:
-        """The class's name in snake case, as metrics have it."""
+        """Name of the class in snake case, for metrics."""
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
 
     @abc.abstractmethod
     def weights(self, tokens: RLTokens) -> torch.Tensor:
-        """w [B, L], at least 0 and without a gradient. What it is on tokens that are no member does not matter."""
+        """Return the factors w [B, L], at least 0 and without a gradient.
+
+        Factors of tokens that are no members are ignored.
+        """
 
 
 class TruncatedImportance(Correction):
-    """Truncated importance sampling (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
-    2025; Ionides, "Truncated Importance Sampling", 2008).
+    """Truncated importance sampling.
+
+    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025;
+    Ionides, "Truncated Importance Sampling", 2008.
 
         w = min(ρ, cap)
     """
@@ -395,13 +420,13 @@ class TruncatedImportance(Correction):
 
 @dataclass(kw_only=True, slots=True)
 class BoundedConfig(Correction.Config):
-    """Of a correction that keeps what lies between two bounds."""
+    """Settings of a correction that keeps values between two bounds."""
 
     low: Annotated[NonNegativeFloat, AtMost("high")] = 0.5
     high: PositiveFloat = 2.0
 
     def holds(self, values: torch.Tensor) -> torch.Tensor:
-        """bool: which values lie between the bounds."""
+        """Return which values lie between the bounds, bool."""
         return (values >= self.low) & (values <= self.high)
 
 
@@ -425,8 +450,10 @@ class IcePop(Correction):
 
 
 class SequenceMask(Correction):
-    """Leaves out whole sequences by the ratio of their probabilities (Liu et al., "When Speed Kills Stability: Demystifying RL
-    Collapse from the Training-Inference Mismatch", 2025). The ratio's spread grows with length: for short answers.
+    """Mask of whole sequences by the ratio of their probabilities, for short answers.
+
+    The ratio's spread grows with length. Liu et al., "When Speed Kills Stability: Demystifying RL
+    Collapse from the Training-Inference Mismatch", 2025.
 
         w = 1 where low ≤ product of ρ over the sequence ≤ high, else 0
     """
@@ -442,10 +469,13 @@ class SequenceMask(Correction):
 
 
 class GeometricMask(Correction):
-    """As SequenceMask, by the geometric mean of ρ, which does not depend on length (same source, part 3; DeepSeek-V3.2,
-    arXiv:2512.02556, masks off-policy sequences by their mean log ratio too).
+    """Mask of whole sequences by the geometric mean of ρ, which does not depend on length.
 
-        w = 1 where low ≤ (product of ρ over the sequence)^(1/n) ≤ high, else 0        n: the sequence's member tokens
+    Part 3 of SequenceMask's source. DeepSeek-V3.2, arXiv:2512.02556, masks off-policy sequences by
+    their mean log ratio too.
+
+        w = 1 where low ≤ (product of ρ over the sequence)^(1/n) ≤ high, else 0
+        n: number of the sequence's member tokens
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -461,8 +491,10 @@ class GeometricMask(Correction):
 
 
 class ProbabilityMask(Correction):
-    """Leaves out tokens that the policy itself finds improbable now: their gradients are the largest (Yang et al.,
-    arXiv:2505.12929; STAPO, arXiv:2602.15620, masks such tokens where entropy is low too, and divides by the tokens left).
+    """Mask of tokens that the policy finds improbable by now, whose gradients are the largest.
+
+    Yang et al., arXiv:2505.12929. STAPO, arXiv:2602.15620, masks such tokens only if the entropy is
+    low too, and divides by the tokens that are left.
 
         w = 1 where exp(logp) ≥ least, else 0        at the sampling temperature
     """
@@ -481,7 +513,7 @@ def check_corrections(corrections: Sequence[Correction.Config], *, field: str) -
     """Refuse corrections that don't fit together.
 
     Raises:
-        ConfigError: by field, value and cure.
+        ConfigError: several of them contain the importance ratio.
     """
     classes: list[type[Correction]] = [built_class(entry) for entry in corrections]
     with_ratio = [correction.__name__ for correction in classes if correction.has_ratio]
@@ -496,7 +528,12 @@ def check_corrections(corrections: Sequence[Correction.Config], *, field: str) -
 def correct(
     tokens: RLTokens, corrections: Sequence[Correction]
 ) -> tuple[RLTokens, torch.Tensor, dict[str, torch.Tensor]]:
-    """What the variant is given, each token's factor [B, L], and bool [B, L] by name: what a correction leaves out."""
+    """Apply the corrections to the tokens that an rl loss is given.
+
+    Returns:
+        The tokens for the variant; each token's factor [B, L]; and by the name of a correction,
+        which tokens it leaves out, bool [B, L].
+    """
     if not corrections:
         return tokens, torch.ones_like(tokens.logprobs), {}
     factors = torch.ones_like(tokens.logprobs.detach())
@@ -506,12 +543,10 @@ def correct(
         left_out[entry.name] = tokens.member & (weights == 0)
         factors = factors * weights
     member = tokens.member & (factors != 0)
-    generator = (
-        tokens.logprobs.detach()
-        if any(entry.has_ratio for entry in corrections)
-        else tokens.generator_logprobs
-    )
-    # Selected, never multiplied by 0: an extreme ratio of a token that is left out must not reach the backward pass.
+    has_ratio = any(entry.has_ratio for entry in corrections)
+    generator = tokens.logprobs.detach() if has_ratio else tokens.generator_logprobs
+    # Selected and not multiplied by 0: an extreme ratio of a token that is left out must not reach
+    # the backward pass.
     given = replace(
         tokens,
         logprobs=torch.where(member, tokens.logprobs, 0),
@@ -523,4 +558,5 @@ def correct(
 
 
 def _ratio(tokens: RLTokens) -> torch.Tensor:
+    """Return ρ without a gradient."""
     return (tokens.logprobs.detach() - tokens.generator_logprobs).exp()
