@@ -1,4 +1,4 @@
-"""Algorithms, a module each."""
+"""Algorithms: one module for each. ``base.py`` has the class that yours extends."""
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.dapo import DAPO

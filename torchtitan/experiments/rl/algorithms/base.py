@@ -1,7 +1,8 @@
-"""What an algorithm is: who gets credit for what, and which loss component the sampled tokens feed.
+"""Base classes of algorithms, which decide what each sampled token is credited with.
 
-``GroupRewards`` is the base of those that compare a group's rewards, with a length penalty for short answers among right ones.
-At the end is what algorithms share that compare with a reference model.
+``Algorithm`` is the base of all. ``GroupRewards`` is the base of those that compare the rewards of
+a group, with a length penalty that prefers short answers among right ones. At the end are functions
+for algorithms that compare with a reference model.
 """
 
 from dataclasses import dataclass
@@ -25,42 +26,42 @@ from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample
 
 
 class Algorithm(UserConfigurable):
-    """Gives credit to the tokens of a task's rollouts, by writing to the streams of their training samples.
+    """Gives credit to the tokens of a task's rollouts, in the streams of their training samples.
 
-    One instance per task. Rollouts arrive one by one, then as a whole group; the base does nothing with either. The trainer
-    depends on no algorithm: it reads advantages, component weights and reference log-probabilities.
+    A task has one instance. It is given each rollout as it arrives (`score_rollout`), then the
+    whole group (`score_group`); the base class does nothing with either. The trainer knows no
+    algorithm: it reads advantages, weights of the loss components, and log-probabilities of a
+    reference.
     """
 
     action_component: ClassVar[str] = "rl"
-    """Which loss component the sampled tokens feed: "rl", "ce" or "ref_kl"."""
+    """Loss component that sampled tokens feed: "rl", "ce" or "ref_kl"."""
     group_relative: ClassVar[bool] = False
-    """Whether credit compares the rollouts of a group, so that a group of one teaches nothing."""
-
+    """True if credit compares the rollouts of a group, so that a group of one teaches nothing."""
     needs_group: ClassVar[bool] = True
-    """Whether a rollout's credit waits for its group. One that does not, and defines no ``score_group``, has its rollouts
-    trained as they finish (``Task.needs_group``)."""
-
+    """True if a rollout's credit waits for its group. If False, and the class defines no
+    ``score_group``, rollouts are trained on as they finish (``Task.needs_group``)."""
     asks_models: ClassVar[bool] = False
-    """Whether ``score_rollout`` asks models, and sets no advantages. Of an algorithm that does not need its group it then comes
-    after the filters before the batch, where these read no credit: what they drop costs no model's time."""
-
+    """True if ``score_rollout`` asks models, and sets no advantages. If the algorithm does not need
+    its group, and no pre-batch filter reads credit, it then runs after these filters, so that
+    rollouts they drop cost no model's time."""
     batch_normalized: ClassVar[bool] = False
-    """Whether its advantages are meant to be normalised over the step: ``trainer.loss.normalize_advantages``."""
-
+    """True if advantages are meant to be normalised over the step, by
+    ``trainer.loss.normalize_advantages``."""
     replaces: ClassVar[tuple[str, ...]] = ()
-    """Fields of a training sample, beside its credit, that ``score_rollout`` replaces. A change of any other is an error."""
-
+    """Fields of a training sample that ``score_rollout`` replaces, beside its credit. To change any
+    other field is an error."""
     renderer: Renderer
-    """The task's, set by the task when it is built: for algorithms that write a prompt of their own."""
+    """Renderer of the task, which sets it. For algorithms that write a prompt of their own."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         def frozen_source(self) -> FrozenModel | HostedModel | None:
-            """The model that training rollouts are sampled from in the policy's place; None: from the policy."""
+            """Return the model to sample rollouts from in the policy's place; None by default."""
             return None
 
         def needs_roles(self) -> str | None:
-            """The field that has no effect with a renderer that attributes no roles; None: there is none."""
+            """Return the name of a field that needs a renderer with roles, or None."""
             return None
 
         def validate(
@@ -72,71 +73,80 @@ class Algorithm(UserConfigurable):
             max_rollout_tokens: int | None = None,
             policy_path: str | None = None,
         ) -> None:
-            """Refuse what can't work, before any process starts.
+            """Raise if the settings can't work, before any process starts.
 
-            A subclass adds its checks after ``super(MyAlgorithm.Config, self).validate(...)``: a slotted dataclass is made
-            anew by its decorator, which a bare ``super()`` doesn't know.
+            A subclass adds its checks after ``super(MyAlgorithm.Config, self).validate(...)``. A
+            bare ``super()`` does not work: the decorator of a slotted dataclass makes a new class.
 
             Args:
                 field: path of this config, such as "tasks.sum_digits.algorithm".
-                group_size: rollouts per data sample.
+                group_size: number of rollouts of an example.
                 temperature: sampling temperature of training rollouts.
-                max_rollout_tokens: longest sample there will be; None: not known.
-                policy_path: folder the policy starts from; None: not known.
+                max_rollout_tokens: length of the longest sample; None if not known.
+                policy_path: folder that the policy starts from; None if not known.
 
             Raises:
-                ConfigError: naming the field at fault, its value and the cure.
+                ConfigError: names the field at fault, its value and the cure.
             """
             algorithm: type[Algorithm] = built_class(self)
             if algorithm.group_relative and group_size < 2:
                 raise ConfigError(
                     f"{field}: group_size",
                     group_size,
-                    f"{algorithm.__name__} compares the rollouts of a group, and one alone has advantage 0: use 2 or more",
+                    f"{algorithm.__name__} compares the rollouts of a group, and one alone has "
+                    "advantage 0: use 2 or more",
                 )
             if algorithm.action_component == "ref_kl" and temperature != 1:
                 raise ConfigError(
                     f"{field}: temperature",
                     temperature,
-                    f"{algorithm.__name__} compares with reference log-probabilities at temperature 1: sample at 1",
+                    f"{algorithm.__name__} compares with reference log-probabilities at "
+                    "temperature 1: sample at 1",
                 )
             source = self.frozen_source()
             if source is not None and algorithm.action_component != "ce":
                 raise ConfigError(
                     f"{field}: frozen source",
                     source,
-                    f"{algorithm.__name__} needs an importance ratio, so the policy's own samples: sample from the policy, or "
-                    "use an algorithm that feeds ce, such as SFT",
+                    f"{algorithm.__name__} needs an importance ratio, so the policy's own samples: "
+                    "sample from the policy, or use an algorithm that feeds ce, such as SFT",
                 )
 
     def check_example(
         self, example: DataSample, *, field: str, max_rollout_tokens: int, max_model_len: int
     ) -> None:
-        """Refuse an example that nothing can be learned from. Called with the task's first, before any process starts.
+        """Raise if nothing can be learned from an example.
+
+        The task's first example is checked before any process starts.
 
         Args:
             field: path of the task's config, such as "tasks.sum_digits".
-            max_rollout_tokens: longest sample there will be.
-            max_model_len: tokens that the generators can score at once, and one more.
+            max_rollout_tokens: length of the longest sample.
+            max_model_len: number of tokens that the generators can score at once, plus one.
 
         Raises:
-            ConfigError: naming the field at fault, its value and the cure.
+            ConfigError: names the field at fault, its value and the cure.
         """
 
     async def setup(self, policy: PolicyClient) -> None:
-        """Before the first rollout: reach the models the algorithm needs, ``policy.frozen(...)``."""
+        """Connect to the models that the algorithm needs, by ``policy.frozen(...)``.
+
+        Called once, before the first rollout.
+        """
 
     async def score_rollout(self, rollout: Rollout) -> None:
-        """When one rollout has arrived, with its samples and before it has a reward: rollout-local credit, calls to models.
+        """Give a rollout the credit that depends on it alone.
 
-        Rollouts are scored side by side. What is raised here ends this rollout as an error with its cause. Weights that are set
-        here are checked here: a ref_kl weight needs its ref_logprobs at once.
+        Called when the rollout has its samples, and before it has a reward. Rollouts are scored
+        concurrently. An error raised here ends this rollout as an error with its cause. Weights
+        that are set here are checked at once: a ref_kl weight needs its ref_logprobs.
         """
 
     def score_group(self, group: RolloutGroup) -> None:
-        """When all of a group has arrived and been rewarded, before filters: credit relative to the group.
+        """Give the rollouts of a group credit relative to each other.
 
-        Statistics are of ``group.scored`` alone. Rollouts without a reward are not trained on.
+        Called when all rollouts of the group have arrived and been rewarded, before filters.
+        Statistics are over ``group.scored`` alone: rollouts without a reward are not trained on.
         """
 
 
@@ -144,12 +154,15 @@ TokenWeight = Annotated[float, Ge(0), Cure("a negative cost rewards length")]
 
 
 class GroupRewards(Algorithm):
-    """Compares the rewards of a group, after a length penalty in groups where the best reward R is above 0:
+    """Base of algorithms that compare the rewards of a group, after a length penalty.
 
-        r' = r·(1 + clamp(1 - cost / c̄, 0, 1))    for rollouts with r = R, of which c̄ is the mean cost;  r' = r for others
+    The penalty applies to groups whose best reward R is above 0::
 
-    It never lowers a reward, so it can't make a wrong answer the better one. A subclass computes advantages of
-    ``shaped_rewards``.
+        r' = r·(1 + clamp(1 - cost / c̄, 0, 1))    for rollouts with r = R, whose mean cost is c̄
+        r' = r                                    for the others
+
+    It never lowers a reward, so it can't make a wrong answer the better one. A subclass defines
+    `advantages`.
     """
 
     group_relative: ClassVar[bool] = True
@@ -157,18 +170,15 @@ class GroupRewards(Algorithm):
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
         length_penalty: Literal["none", "tokens", "turns"] = "none"
-        """What a rollout costs: weighted tokens, or its turns."""
+        """Cost of a rollout: its tokens, weighted, or its turns."""
         completion_token_weight: TokenWeight = 1.0
-        """Cost of a sampled token, for "tokens"."""
+        """Cost of a sampled token, if the cost is "tokens"."""
         tool_token_weight: TokenWeight = 1.0
-        """Cost of a token in a tool's response, for "tokens"."""
+        """Cost of a token in a tool's response, if the cost is "tokens"."""
 
         def needs_roles(self) -> str | None:
-            return (
-                "tool_token_weight"
-                if self.length_penalty == "tokens" and self.tool_token_weight > 0
-                else None
-            )
+            counts_tools = self.length_penalty == "tokens" and self.tool_token_weight > 0
+            return "tool_token_weight" if counts_tools else None
 
         def validate(self, *, field: str, **context) -> None:
             super(GroupRewards.Config, self).validate(field=field, **context)
@@ -184,25 +194,35 @@ class GroupRewards(Algorithm):
     config: Config
 
     def score_group(self, group: RolloutGroup) -> None:
-        if group.scored:
-            for rollout, advantage in zip(
-                group.scored, self.advantages(self.shaped_rewards(group)), strict=True
-            ):
-                rollout.assign_advantages(float(advantage))
+        if not group.scored:
+            return
+        advantages = self.advantages(self.shaped_rewards(group))
+        for rollout, advantage in zip(group.scored, advantages, strict=True):
+            rollout.assign_advantages(float(advantage))
 
     def advantages(self, rewards: np.ndarray) -> np.ndarray:
-        """float64 [G], one for each scored rollout, of which there is at least one: of their rewards, float64 [G]."""
+        """Return the advantages of a group's scored rollouts.
+
+        Args:
+            rewards: float64 [G], after the length penalty. G is at least 1.
+
+        Returns:
+            float64 [G].
+        """
         raise NotImplementedError(f"{type(self).__name__}.advantages")
 
     def shaped_rewards(self, group: RolloutGroup) -> np.ndarray:
-        """r': float64 [G], one for each scored rollout, of which there is at least one."""
+        """Return the rewards of the group's scored rollouts after the length penalty, float64 [G].
+
+        The group has at least one scored rollout.
+        """
         rewards = np.array(group.rewards)
         if self.config.length_penalty == "none":
             return rewards
         return shorten(rewards, np.array([self.cost(rollout) for rollout in group.scored]))
 
     def cost(self, rollout: Rollout) -> float:
-        """What the length penalty counts: turns, or weighted tokens."""
+        """Return the rollout's cost for the length penalty."""
         if self.config.length_penalty == "turns":
             return len(rollout.turns)
         completion = self.config.completion_token_weight * rollout.completion_tokens
@@ -210,16 +230,20 @@ class GroupRewards(Algorithm):
 
 
 def centered(rewards: np.ndarray) -> np.ndarray:
-    """r - mean(r), float64 [G]; exactly 0 where all are equal.
+    """Return r - mean(r), float64 [G], which is exactly 0 if all rewards are equal.
 
-    Shifted first: the mean of equal floats may differ from them in the last bit, and a zero-advantage filter would miss it.
+    They are shifted by the first one: the mean of equal floats may differ from them in the last
+    bit, and a filter of zero advantages would miss the group.
     """
     shifted = rewards - rewards[0]
     return shifted - shifted.mean()
 
 
 def shorten(rewards: np.ndarray, costs: np.ndarray) -> np.ndarray:
-    """Rewards [G] with the length bonus of the GRPO docstring; the same rewards where none is above 0 or nothing has a cost."""
+    """Return the rewards [G] with the length bonus of `GroupRewards`.
+
+    They stay as they are if none is above 0, or if the best ones cost nothing.
+    """
     best = rewards == rewards.max()
     mean_cost = costs[best].mean()
     if rewards.max() <= 0 or mean_cost <= 0:
@@ -229,15 +253,15 @@ def shorten(rewards: np.ndarray, costs: np.ndarray) -> np.ndarray:
 
 
 def tool_response_tokens(rollout: Rollout) -> int:
-    """Body tokens of tool messages the rollout was given. A prompt that starts a sample of its own counts its tools again."""
+    """Return the number of content tokens of the tool messages that the rollout was given.
+
+    If a prompt starts a sample of its own, the tool messages in it count again.
+    """
     count = 0
     for turn, span in turn_spans(rollout.turns):
         added = slice(span.new, span.completion)
-        count += int(
-            np.sum(
-                (turn.prompt_role_ids[added] == ROLE_IDS["tool"]) & turn.prompt_is_content[added]
-            )
-        )
+        is_tool = turn.prompt_role_ids[added] == ROLE_IDS["tool"]
+        count += int(np.sum(is_tool & turn.prompt_is_content[added]))
     return count
 
 
@@ -249,13 +273,13 @@ Teacher = Annotated[
 def check_frozen(
     model: ModelReference, *, field: str, why: str, max_rollout_tokens: int | None
 ) -> None:
-    """Refuse a reference that names no frozen model, or one that can't score the longest sample.
+    """Raise if a reference names no frozen model, or one that can't score the longest sample.
 
     Args:
-        why: what goes wrong with the policy in the frozen model's place.
+        why: what would go wrong with the policy in the frozen model's place.
 
     Raises:
-        ConfigError: by field, value and cure.
+        ConfigError: names the field, its value and the cure.
     """
     if not isinstance(model, FrozenModel | HostedModel):
         raise ConfigError(
@@ -267,15 +291,20 @@ def check_frozen(
         and max_rollout_tokens is not None
         and model.engine.max_model_len <= max_rollout_tokens
     ):
-        cure = f"must be above the task's env.max_rollout_tokens = {max_rollout_tokens}, to score a sample of that length"
+        cure = (
+            f"must be above the task's env.max_rollout_tokens = {max_rollout_tokens}, to score a "
+            "sample of that length"
+        )
         raise ConfigError(f"{field}.engine.max_model_len", model.engine.max_model_len, cure)
 
 
 async def connect(policy: PolicyClient, model: ModelReference) -> ModelClient:
-    """The frozen model's client, after one answered request: a model that can't be reached ends the run before the first group.
+    """Return the client of a frozen model that has answered a request.
+
+    A model that can't be reached ends the run before its first group.
 
     Raises:
-        RunError: it did not answer; names the model.
+        RunError: the model did not answer. Names the model.
     """
     client = policy.frozen(model)
     await client.score(np.array([0, 1], np.int32))
@@ -286,10 +315,11 @@ def set_ref_kl_streams(sample: TrainingSample, ref_logprobs: np.ndarray) -> None
     """Give every sampled token a ref_kl weight of 1 and an rl weight of 0.
 
     Args:
-        ref_logprobs: float32 [L], of the sample's tokens under the reference; what lies on other tokens is not used.
+        ref_logprobs: float32 [L]: log-probabilities of the sample's tokens under the reference.
+            Values of tokens that were not sampled are not used.
 
     Raises:
-        ValueError: not one number for each token.
+        ValueError: ``ref_logprobs`` is not one number for each token.
     """
     ref_logprobs = checked_stream("ref_logprobs", ref_logprobs, len(sample))
     sample.ref_logprobs = np.where(sample.loss_mask, ref_logprobs, 0).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Echo: reinforcement learning, and cross-entropy on what the environment answers."""
+"""Echo: reinforcement learning, and cross-entropy on the environment's answers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,27 +19,31 @@ RoleWeight = Annotated[float, Gt(0), Cure("to leave a role out, don't name it")]
 
 
 class Echo(GRPO):
-    """Environment cross-entropy hybrid objective (Shrivastava et al., arXiv:2605.24517): GRPO's credit for what the policy
-    sampled, and cross-entropy, with a small weight by role, on what the environment answered.
+    """Environment cross-entropy hybrid objective (Shrivastava et al., arXiv:2605.24517).
 
-        ℓ = ℓ_rl(sampled tokens) + alpha[role]·(-logp)    on body tokens of env messages after the first sampled token
+        ℓ = ℓ_rl(sampled tokens) + alpha[role]·(-logp)
 
-    What a tool that ``tool_names`` has answered, weighs by the tool's name instead.
+    GRPO's credit for sampled tokens, and cross-entropy, with a small weight by role, on tokens that
+    the env answered after the first sampled token. An answer of a tool in ``tool_names`` is
+    weighted by the tool's name instead.
 
-    Only bodies count, not the template around them. Where a prompt was rendered anew and starts a sample of its own, what
-    stands in it comes before that sample's first sampled token, and has no weight.
+    Only the content of messages counts, and not the template around it. If a prompt was rendered
+    anew and starts a sample of its own, its messages come before that sample's first sampled token,
+    and have no weight.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GRPO.Config):
         alpha: dict[Role, RoleWeight] = field(default_factory=lambda: {"tool": 0.1})
-        """Weight by message role. Setting any role replaces the whole table. An assistant's is one that the env gave."""
+        """Weight by message role. Setting any role replaces the whole table. Messages of the
+        assistant are those that the env gave."""
         tool_names: dict[str, RoleWeight] = field(default_factory=dict)
-        """Weight of what a tool answers by the tool's name, in the place of ``alpha["tool"]``. Other tools have that one, and
-        none if ``alpha`` doesn't name the role."""
+        """Weight of a tool's answers by the tool's name, in place of ``alpha["tool"]``, which other
+        tools have."""
         keep: Callable[[Rollout, RolloutTurn], bool | np.ndarray] | None = None
-        """A user's filter: whether the env's messages before this turn are trained on; or bool [P], for each token of the
-        turn's prompt. Importable: defined at the top level of a module."""
+        """Function that says whether the env's messages before a turn are trained on, or which
+        tokens of the turn's prompt are, bool [P]. It stands at the top level of a module, so that
+        processes can import it. None keeps all."""
 
         def needs_roles(self) -> str | None:
             return "alpha" if self.alpha else "tool_names"
@@ -57,22 +61,15 @@ class Echo(GRPO):
 
     async def score_rollout(self, rollout: Rollout) -> None:
         ce_weights = [np.zeros(len(sample), np.float32) for sample in rollout.samples]
-        alpha = np.array(
-            [*(self.config.alpha.get(role, 0.0) for role in ROLES), 0.0], np.float32
-        )  # -1, no role, is the last
+        # -1, of no role, is the last entry.
+        alpha = np.array([*(self.config.alpha.get(role, 0.0) for role in ROLES), 0.0], np.float32)
         for turn, span in turn_spans(rollout.turns):
             if span.new == 0:  # a sample's first prompt: nothing was sampled before it
                 continue
             weights = alpha[turn.prompt_role_ids]
             if self.config.tool_names and turn.prompt_message_indices is not None:
-                names = [*tool_names(turn.prompt_messages), None]  # -1, of no message, is the last
-                by_tool = self.config.tool_names
-                of_message = np.array(
-                    [-1.0 if name is None else by_tool.get(name, -1.0) for name in names],
-                    np.float32,
-                )
-                by_name = of_message[turn.prompt_message_indices]
-                weights = np.where(by_name < 0, weights, by_name)
+                by_tool = self._weights_by_tool(turn)[turn.prompt_message_indices]
+                weights = np.where(by_tool < 0, weights, by_tool)
             weights = weights * turn.prompt_is_content
             if self.config.keep is not None:
                 weights = weights * checked_mask(self.config.keep(rollout, turn), len(weights))
@@ -81,30 +78,43 @@ class Echo(GRPO):
         for sample, weights in zip(rollout.samples, ce_weights, strict=True):
             sample.ce_weights = weights
 
+    def _weights_by_tool(self, turn: RolloutTurn) -> np.ndarray:
+        """Return the weight of each prompt message, and -1 where ``tool_names`` does not have it.
+
+        The last entry is -1 too: the index of tokens of no message.
+        """
+        names = tool_names(turn.prompt_messages)
+        weights = [self.config.tool_names.get(name, -1.0) if name else -1.0 for name in names]
+        return np.array([*weights, -1.0], np.float32)
+
 
 def checked_mask(mask: object, tokens: int) -> np.ndarray:
-    """What ``keep`` returned, as bool [] or bool [tokens].
+    """Return the result of ``keep``, as bool [] or bool [tokens].
 
     Raises:
-        TypeError, ValueError: it is neither.
+        TypeError: ``mask`` does not hold bools.
+        ValueError: ``mask`` has another shape.
     """
     array = np.asarray(mask)
     if array.dtype != np.bool_:
         raise TypeError(
-            f"keep returned {array.dtype} values, want one bool, or one for each token of the turn's prompt"
+            f"keep returned {array.dtype} values, want one bool, or one for each token of the "
+            "turn's prompt"
         )
     if array.shape not in ((), (tokens,)):
         raise ValueError(
-            f"keep returned the shape {array.shape}, want one bool, or {tokens}: the tokens of the turn's prompt"
+            f"keep returned the shape {array.shape}, want one bool, or {tokens}: the tokens of the "
+            "turn's prompt"
         )
     return array
 
 
 def tool_names(messages: Sequence[Message]) -> list[str | None]:
-    """For each message the name of the tool that it is the answer of; None where it is no tool's, or that is not known.
+    """Return for each message the name of the tool that it is an answer of, or None.
 
-    A tool's message says it itself (``name``), or names the call that it answers (``tool_call_id``). One that does neither is
-    taken for the answer to the first call of the last assistant message that nothing has answered.
+    A tool's message gives the name itself (``name``), or the id of the call that it answers
+    (``tool_call_id``). A message with neither is taken for the answer to the first unanswered call
+    of the last assistant message.
     """
     names: list[str | None] = []
     open_calls: dict[str, str] = {}
@@ -119,8 +129,9 @@ def tool_names(messages: Sequence[Message]) -> list[str | None]:
 
 
 def _answering(message: Mapping, open_calls: dict[str, str]) -> str | None:
-    """The tool's name; the call that the message answers is taken from ``open_calls``."""
-    own, call = message.get("name"), message.get("tool_call_id")
+    """Return the name of the tool, and remove the call that the message answers."""
+    own = message.get("name")
+    call = message.get("tool_call_id")
     if call is None:  # the first of that name, where the message has one
         call = next((key for key, name in open_calls.items() if own is None or name == own), None)
     called = open_calls.pop(str(call), None)

@@ -12,17 +12,19 @@ class GRPO(GroupRewards):
 
         A = r - mean(r)
 
-    over the group's scored rollouts, the same for every sampled token; r may have a length penalty (``GroupRewards``). The
-    paper also divides by std(r), which favours groups that are nearly all right or all wrong (Liu et al., arXiv:2503.20783),
-    so that is off by default.
+    over the group's scored rollouts. Every sampled token of a rollout has the same advantage. The
+    reward may have a length penalty (`GroupRewards`). The paper also divides by std(r), which
+    favours groups that are nearly all right or all wrong (Liu et al., arXiv:2503.20783), so that is
+    off by default.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupRewards.Config):
         normalize_std: bool = False
-        """Divide by the group's standard deviation (of the population)."""
+        """True to divide by the group's standard deviation (of the population)."""
 
     config: Config
 
     def advantages(self, rewards: np.ndarray) -> np.ndarray:
-        return centered(rewards) / (np.std(rewards) + 1e-6 if self.config.normalize_std else 1.0)
+        scale = np.std(rewards) + 1e-6 if self.config.normalize_std else 1.0
+        return centered(rewards) / scale

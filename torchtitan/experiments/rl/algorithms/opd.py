@@ -20,14 +20,15 @@ from torchtitan.experiments.rl.user_code.calls import contained
 
 
 class OPD(Algorithm):
-    """On-policy distillation (Agarwal et al., arXiv:2306.13649; per token as in Thinking Machines, "On-Policy Distillation",
-    2025).
+    """On-policy distillation (Agarwal et al., arXiv:2306.13649).
+
+    Token by token, as in Thinking Machines, "On-Policy Distillation", 2025.
 
     The policy samples, the teacher scores the sampled tokens, and the ref_kl component descends
 
         KL(policy ‖ teacher) = E[logp - ref_logp]
 
-    one token at a time. Needs no reward; a rubric, where there is one, only measures.
+    It needs no reward: the rubric of a task, if it has one, only measures.
     """
 
     action_component: ClassVar[str] = "ref_kl"
@@ -37,7 +38,7 @@ class OPD(Algorithm):
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
         teacher: Teacher = field(default_factory=LivePolicy)
-        """FrozenModel or HostedModel, with the policy's tokenizer."""
+        """Model to learn from, a FrozenModel or HostedModel with the policy's tokenizer."""
 
         def validate(self, *, field: str, policy_path: str | None = None, **context) -> None:
             super(OPD.Config, self).validate(field=field, policy_path=policy_path, **context)
@@ -50,7 +51,7 @@ class OPD(Algorithm):
             if not isinstance(self.teacher, HostedModel) or policy_path is None:
                 return
             if Path(self.teacher.path).resolve() == Path(policy_path).resolve():
-                cure = "this is where the policy starts, so the KL is zero: name another model, or use OPSD"
+                cure = "the policy starts here, so the KL is zero: name another model, or use OPSD"
                 raise ConfigError(f"{field}.teacher.path", self.teacher.path, cure)
 
     config: Config

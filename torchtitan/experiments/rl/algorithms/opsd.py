@@ -1,4 +1,7 @@
-"""OPSD: on-policy self-distillation. The policy itself, shown a demonstration, scores the tokens it sampled without one."""
+"""OPSD: on-policy self-distillation.
+
+The policy, shown a demonstration, scores the tokens that it sampled without one.
+"""
 
 import asyncio
 from dataclasses import dataclass, fields
@@ -18,20 +21,21 @@ from torchtitan.experiments.rl.types import TrainingSample
 from torchtitan.experiments.rl.user_code.calls import contained
 
 TEMPLATE = "\n\nA right answer: {demonstration}"
-"""What is added to the question by default; assets/tiny_qwen3_reader was taught to read it."""
+"""Default text that is added to the question. assets/tiny_qwen3_reader was taught to read it."""
 
 
 class OPSD(Algorithm):
     """On-policy self-distillation (Zhao et al., arXiv:2601.18734).
 
-    The policy samples from the plain prompt x. The same weights then score the sampled tokens y behind a prompt that also holds
-    a demonstration d, and the ref_kl component descends
+    The policy samples from the plain prompt x. The same weights then score the sampled tokens y
+    behind a prompt that also holds a demonstration d, and the ref_kl component descends
 
         KL(π(· | x) ‖ sg π(· | x, d)) = E[log π(y | x) - log π(y | x, d)]
 
-    Needs no reward and no second model. The demonstration is ``DataSample.info[demonstration_key]``, or else the field of that
-    name of the data sample or the rollout; a subclass may make it from the rollout instead (``demonstration``), or word the
-    prompt in its own way (``demonstrated``).
+    It needs no reward and no second model. The demonstration is
+    ``DataSample.info[demonstration_key]``, or else the field of that name of the data sample or the
+    rollout. A subclass may make it from the rollout (`demonstration`), or word the prompt in its
+    own way (`demonstrated`).
     """
 
     action_component: ClassVar[str] = "ref_kl"
@@ -42,19 +46,21 @@ class OPSD(Algorithm):
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
         demonstration_key: NonEmptyStr = "demonstration"
-        """Where the demonstration is, a text: a key of DataSample.info, else a field of the DataSample, such as "env_input", or
-        of the Rollout."""
+        """Name of the text that is the demonstration: a key of ``DataSample.info``, else a field of
+        the DataSample, such as "env_input", or of the Rollout."""
         place: Literal["question", "system"] = "question"
-        """question: the demonstration is added to the last user message of each sample's first prompt, which is rendered anew.
-        system: it is a system message of its own, and the sample follows it as it is, token by token. That works with any
-        prompt, tools and number of turns."""
+        """Place of the demonstration. "question" adds it to the last user message of each sample's
+        first prompt, which is rendered anew. "system" puts it into a system message of its own, and
+        the sample follows it token by token, which works with any prompt, tools and number of
+        turns."""
         template: str = TEMPLATE
-        """What is added, or the text of the system message."""
+        """Text that is added to the question, or text of the system message."""
         reference: Literal["policy", "trainer"] = "policy"
-        """Who scores behind the demonstration. policy: the generators, with the weights that they hold. trainer:
-        ``trainer.reference``, a copy that follows the policy, when the sample is trained on."""
+        """Model that scores behind the demonstration. "policy" asks the generators, with the
+        weights that they hold. "trainer" uses ``trainer.reference``, a copy that follows the
+        policy, when the sample is trained on."""
         max_concurrency: Changeable[PositiveInt] = 256
-        """Scores in flight at once; more wait."""
+        """Maximum number of score requests in flight."""
 
         def validate(self, *, field: str, **context) -> None:
             super(OPSD.Config, self).validate(field=field, **context)
@@ -72,7 +78,7 @@ class OPSD(Algorithm):
         self._places = asyncio.Semaphore(self.config.max_concurrency)
 
     async def score_rollout(self, rollout: Rollout) -> None:
-        # The turn each sample begins with: its prompt is what the demonstration goes into.
+        # The first turn of each sample: the demonstration goes into its prompt.
         first: dict[int, RolloutTurn] = {}
         for turn, span in turn_spans(rollout.turns):
             first.setdefault(span.sample, turn)
@@ -95,7 +101,10 @@ class OPSD(Algorithm):
     async def _score(
         self, sample: TrainingSample, turn: RolloutTurn, demonstration: str
     ) -> np.ndarray:
-        """float32 [L]: log-probabilities of the sample's tokens after its first prompt, behind the demonstration; 0 before."""
+        """Return the log-probabilities of a sample's tokens behind the demonstration, float32 [L].
+
+        They are 0 on the sample's first prompt.
+        """
         token_ids, prompt = self._conditioned(sample, turn, demonstration)
         try:
             async with self._places:
@@ -110,7 +119,11 @@ class OPSD(Algorithm):
     def _conditioned(
         self, sample: TrainingSample, turn: RolloutTurn, demonstration: str
     ) -> tuple[np.ndarray, int]:
-        """int32: the sample behind the demonstration, and how many tokens stand before what was sampled first."""
+        """Return the tokens of the sample behind the demonstration, and the length of its prompt.
+
+        Returns:
+            int32 [R], and the number of tokens before the first sampled one.
+        """
         if self.config.place == "system":
             prompt = [*self.block(demonstration), *turn.prompt_token_ids.tolist()]
         else:
@@ -122,7 +135,7 @@ class OPSD(Algorithm):
         return np.concatenate([np.asarray(prompt, np.int32), rest]), len(prompt)
 
     def demonstration(self, rollout: Rollout) -> str:
-        """What the policy is shown.
+        """Return the demonstration that the policy is shown.
 
         Raises:
             ValueError: the data sample has none.
@@ -136,7 +149,8 @@ class OPSD(Algorithm):
         text = next((place for place in places if isinstance(place, str)), None)
         if text is None:
             raise ValueError(
-                f"data sample {sample_id!r} has no text in info[{key!r}]: the dataset must put its demonstration there"
+                f"data sample {sample_id!r} has no text in info[{key!r}]: the dataset must put its "
+                "demonstration there"
             )
         check_unicode(text, f"the demonstration of data sample {example and example.sample_id!r}")
         return text
@@ -144,9 +158,9 @@ class OPSD(Algorithm):
     def check_example(
         self, example: DataSample, *, field: str, max_rollout_tokens: int, max_model_len: int
     ) -> None:
-        """Refuse an example without a demonstration, and one whose demonstration leaves too little of the generators' context.
+        """Raise if an example has no demonstration, or one that leaves too little context.
 
-        Demonstrations that are made from rollouts, or are a field of them, are not there yet.
+        A demonstration that is made from a rollout, or is a field of it, is not there yet.
         """
         text, of_rollouts = "", {entry.name for entry in fields(Rollout)}
         if (
@@ -172,20 +186,21 @@ class OPSD(Algorithm):
             added = shown - plain
         if max_rollout_tokens + added >= max_model_len:
             cure = (
-                f"a rollout of that length and the demonstration of data sample {example.sample_id!r} ({added} tokens) "
-                f"must be shorter than generator.engine.max_model_len = {max_model_len}: lower this or raise that"
+                f"a rollout of that length and the demonstration of data sample "
+                f"{example.sample_id!r} ({added} tokens) must be shorter than "
+                f"generator.engine.max_model_len = {max_model_len}: lower this or raise that"
             )
             raise ConfigError(f"{field}.env.max_rollout_tokens", max_rollout_tokens, cure)
 
     def block(self, demonstration: str) -> list[int]:
-        """The demonstration as a system message, in tokens: what goes before a sample that stays as it is."""
+        """Return the tokens of the demonstration as a system message, to stand before a sample."""
         text = self.config.template.replace("{demonstration}", demonstration).strip()
         return self.renderer.render(
             [{"role": "system", "content": text}], add_generation_prompt=False
         ).token_ids
 
     def demonstrated(self, messages: list[Message], demonstration: str) -> list[Message]:
-        """The conversation with the demonstration in it: at the end of its last user message."""
+        """Return the conversation with the demonstration at the end of its last user message."""
         addition = self.config.template.replace("{demonstration}", demonstration)
         last = max(
             (index for index, message in enumerate(messages) if message["role"] == "user"),
@@ -193,7 +208,8 @@ class OPSD(Algorithm):
         )
         if last is None:
             raise ValueError(
-                "the prompt has no user message to add the demonstration to: override OPSD.demonstrated"
+                "the prompt has no user message to add the demonstration to: override "
+                "OPSD.demonstrated"
             )
         content = messages[last]["content"]
         content = (

@@ -13,9 +13,10 @@ class ReinforcePP(Algorithm):
 
         A = r,   A' = (A - mean(A)) / std(A)    over all tokens of the optimizer step that feed rl
 
-    An algorithm sees one group at a time, so it gives A alone. The trainer makes A' of it, because it has the whole step:
-    ``trainer.loss.normalize_advantages``, which ``config.recipes.reinforce_pp`` sets, and without which a config is refused.
-    The paper's KL penalty in the reward is not there: ``kl_tau`` of the loss ``DPPO`` holds the policy near the generator's.
+    An algorithm sees one group at a time, so it sets A. The trainer has the whole step and makes A'
+    of it: ``trainer.loss.normalize_advantages``, which ``config.recipes.reinforce_pp`` sets, and
+    without which a config is refused. The paper's KL penalty in the reward is not there: ``kl_tau``
+    of the loss ``DPPO`` holds the policy near the generator's.
     """
 
     batch_normalized: ClassVar[bool] = True
@@ -26,7 +27,7 @@ class ReinforcePP(Algorithm):
 
 
 class ReinforcePPBaseline(ReinforcePP):
-    """The paper's variant for several rollouts of an example: the group's mean as baseline, the batch's scale.
+    """The paper's variant for several rollouts of an example, with the group's mean as baseline.
 
     A = r - mean(r) of the group,   A' as above
     """

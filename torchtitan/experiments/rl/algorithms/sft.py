@@ -1,4 +1,4 @@
-"""SFT: cross-entropy on what a teacher sampled."""
+"""SFT: cross-entropy on tokens that a teacher sampled, or on conversations of a dataset."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
@@ -14,12 +14,15 @@ from torchtitan.experiments.rl.types import Role
 
 
 class SFT(Algorithm):
-    """Supervised learning on a frozen teacher's rollouts (sequence-level distillation, Kim and Rush, arXiv:1606.07947).
+    """Supervised learning on the rollouts of a frozen teacher.
+
+    Sequence-level distillation, Kim and Rush, arXiv:1606.07947.
 
         ℓ = -logp    of every token the teacher sampled
 
-    The teacher goes through the task's envs in the policy's place, so tools and several turns work as in any rollout. Its
-    tokens have no policy version and never go stale. Needs no reward; filter by one to keep only what succeeded.
+    The teacher takes the policy's place in the task's envs, so tools and several turns work as in
+    any rollout. Its tokens have no policy version and never go stale. It needs no reward: filter by
+    one to keep only what succeeded.
     """
 
     action_component: ClassVar[str] = "ce"
@@ -29,7 +32,7 @@ class SFT(Algorithm):
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
         teacher: Teacher = field(default_factory=LivePolicy)
-        """FrozenModel or HostedModel, with the policy's tokenizer."""
+        """Model to sample from, a FrozenModel or HostedModel with the policy's tokenizer."""
 
         def frozen_source(self) -> FrozenModel | HostedModel | None:
             return self.teacher if isinstance(self.teacher, FrozenModel | HostedModel) else None
@@ -51,20 +54,21 @@ class SFT(Algorithm):
     async def score_rollout(self, rollout: Rollout) -> None:
         for sample in rollout.samples:
             sample.ce_weights = sample.loss_mask.astype(np.float32)
-            # The policy sampled none of it.
+            # The policy sampled none of these tokens.
             sample.loss_mask = np.zeros(len(sample), bool)
             sample.generator_logprobs = np.zeros(len(sample), np.float32)
-            # The teacher was sampled at its own temperature. The policy's logits are not divided by it.
+            # The teacher's logits were divided by its own temperature, the policy's are not.
             sample.temperature = 1.0
 
 
 class StaticSFT(Algorithm):
-    """Supervised learning on conversations that are given, by no teacher.
+    """Supervised learning on conversations of a dataset, without a teacher.
 
         ℓ = -logp    of every token of the chosen roles' messages
 
-    Of an assistant's message that is what the policy would sample, the end of its turn included; of others it is the body. A
-    `DemonstrationTask` renders the conversations and sets the weights.
+    These are the tokens that the policy would sample of an assistant's message, with the end of its
+    turn, and the content of other roles' messages. A `DemonstrationTask` renders the conversations
+    and sets the weights.
     """
 
     action_component: ClassVar[str] = "ce"
@@ -73,7 +77,7 @@ class StaticSFT(Algorithm):
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
         roles: Annotated[tuple[Role, ...], MinLen(1)] = ("assistant",)
-        """Whose messages are trained on."""
+        """Roles whose messages are trained on."""
 
         def needs_roles(self) -> str | None:
             return "roles"
@@ -82,5 +86,6 @@ class StaticSFT(Algorithm):
 
     async def score_rollout(self, rollout: Rollout) -> None:
         raise ValueError(
-            "StaticSFT learns from conversations of a dataset: use a DemonstrationTask, or SFT and a teacher"
+            "StaticSFT learns from conversations of a dataset: use a DemonstrationTask, or SFT and "
+            "a teacher"
         )

@@ -1,4 +1,4 @@
-"""Turn-level credit: each turn's tokens are credited with what the env rewarded from that turn on."""
+"""Turn-level credit: a turn's tokens are credited with the env's rewards from that turn on."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -11,14 +11,15 @@ from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 
 
 class TurnCredit(Algorithm):
-    """Discounted returns of a conversation's turns (Ding et al., GTPO, arXiv:2511.14846; turn-level rewards: Zeng et al.,
-    arXiv:2505.11821).
+    """Discounted returns of a conversation's turns (Ding et al., GTPO, arXiv:2511.14846).
 
-        R_k = r_k + γ·R_(k+1)              r_k: what the env rewarded in turn k, the last turn also outcome_weight·reward
+        R_k = r_k + γ·R_(k+1)
         A_k = R_k - mean of R_k            over the group's scored rollouts that have a turn k
 
-    for every token sampled in turn k; ``normalize_std`` also divides by their standard deviation, as the paper does. The
-    mean is by turn, because later turns have less left to earn. A turn that one rollout alone has reached gets 0.
+    for every token sampled in turn k. r_k is the sum of the env's rewards in turn k; the last turn
+    also has outcome_weight·reward. ``normalize_std`` also divides by the standard deviation, as the
+    paper does. The mean is by turn, because later turns have less left to earn. If only one rollout
+    has reached a turn, it gets 0 there. See also Zeng et al., arXiv:2505.11821.
     """
 
     group_relative: ClassVar[bool] = True
@@ -26,13 +27,14 @@ class TurnCredit(Algorithm):
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
         gamma: Share = 1.0
-        """γ: what a turn is credited with of the next turn's return."""
+        """γ: share of the next turn's return that a turn is credited with."""
         components: list[NonEmptyStr] = field(default_factory=list)
-        """Names among ``StepOutput.reward_components`` that count; empty: all of them."""
+        """Names of the ``StepOutput.reward_components`` that count; empty for all of them."""
         outcome_weight: NonNegativeFloat = 0.0
-        """Weight of the rubric's reward in the last turn. 0 where the rubric only sums up what the env rewarded."""
+        """Weight of the rubric's reward in the last turn. Leave it at 0 if the rubric only sums up
+        the env's rewards."""
         normalize_std: bool = False
-        """Divide by the standard deviation (of the population) of the returns that a turn is compared with."""
+        """True to divide by the standard deviation (of the population) of the returns of a turn."""
 
     config: Config
 
@@ -42,8 +44,8 @@ class TurnCredit(Algorithm):
         ):
             named = f"among {self.config.components}" if self.config.components else "at all"
             raise ValueError(
-                f"the env rewarded no turn of the group ({named}): return reward_components from step_message, or set "
-                "outcome_weight"
+                f"the env rewarded no turn of the group ({named}): return reward_components from "
+                "step_message, or set outcome_weight"
             )
         returns = [self._returns(rollout) for rollout in group.scored]
         advantages = [np.zeros(len(own)) for own in returns]
@@ -66,7 +68,7 @@ class TurnCredit(Algorithm):
         return not self.config.components or name in self.config.components
 
     def _returns(self, rollout: Rollout) -> np.ndarray:
-        """R_k of each turn: float64 [turns]."""
+        """Return R_k of each turn, float64 [turns]."""
         returns = np.array(
             [
                 sum(value for name, value in turn.reward_components.items() if self._counts(name))
