@@ -1,1 +1,4 @@
-"""Training samples to packed ``[B, L]`` batches. ``packing.py`` lays rows out; ``batcher.py`` chooses among layouts."""
+"""Packs training samples into ``[B, L]`` batches.
+
+``packing.py`` lays rows out; ``batcher.py`` chooses among layouts.
+"""

@@ -1,4 +1,4 @@
-"""A step's training samples to every data-parallel rank's microbatches."""
+"""Packs a step's training samples into the microbatches of each data-parallel rank."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,37 +25,47 @@ from torchtitan.experiments.rl.bounds import Changeable, PositiveInt
 from torchtitan.experiments.rl.types import TrainingBatch, TrainingSample
 
 _LEAST_SHARED = 0.01
-"""Share of a step's tokens below which trees are not worth planning: samples then keep the order in which they came."""
+"""Smallest share of a step's tokens for which trees are planned. Below it, samples keep the order
+in which they came."""
 _TREE_SIZES = 5
-"""Sizes of trees that are tried: rows of full length, and halves of it."""
+"""Number of tree sizes that are tried: a whole row, then half of the last."""
 
 
 @dataclass(kw_only=True, slots=True)
 class BatchPlan:
-    """One optimizer step's batches."""
+    """Batches of one optimizer step."""
 
     microbatches: list[list[TrainingBatch]]
-    """[data-parallel rank][microbatch]. Each has the same number, at least 1: sharded ranks must run forward together."""
+    """[data-parallel rank][microbatch]. All ranks have the same number, at least 1, because sharded
+    ranks compute together."""
     efficiency: float
-    """Share of the slots of the model's rows that hold a token, over all ranks."""
+    """Share of the places in the rows that the model computes that hold a token, over all ranks."""
     rows: int
-    """Rows that hold a sample."""
+    """Number of rows that hold a sample."""
     tokens: int
-    """Tokens of all samples."""
+    """Number of tokens of all samples."""
     shared_fraction: float = 0.0
-    """Share of them that the model does not compute, because they are those of another sample in the row."""
+    """Share of these tokens that the model does not compute, because another sample of the row has
+    them."""
     samples: list[list[list[Sequence[TrainingSample]]]] = field(default_factory=list)
-    """[data-parallel rank][microbatch][row]: the samples in the order in which they lie in the row, from its first token on."""
+    """[data-parallel rank][microbatch][row]: samples in their order in the row, from its first
+    token."""
 
     def of_samples(
         self, values: Sequence[Sequence[np.ndarray]]
     ) -> Iterator[tuple[TrainingSample, np.ndarray]]:
-        """Each sample with its part, [L] of its own length, of ``values``: [data-parallel rank][microbatch], each [B, L]."""
+        """Generate each sample with its part of some values.
+
+        Args:
+            values: [data-parallel rank][microbatch], each [B, L].
+
+        Yields:
+            A sample and its values, [L] of its own length.
+        """
         for of_rank, parts in zip(self.samples, values, strict=True):
             for rows, batch in zip(of_rank, parts, strict=True):
-                for samples, row in zip(
-                    rows, batch, strict=False
-                ):  # a batch without rows has one of padding
+                # A batch without rows has one of padding.
+                for samples, row in zip(rows, batch, strict=False):
                     at = 0
                     for sample in samples:
                         yield sample, row[at : at + len(sample)]
@@ -63,11 +73,12 @@ class BatchPlan:
 
 
 class Batcher(Configurable):
-    """Packs whole samples into rows, rows into microbatches. Never truncates and never drops: ask ``fits`` first.
+    """Packs whole samples into rows, and rows into microbatches.
 
-    Samples that begin with the same tokens, by the same experts where these are replayed, share them: they lie in one row as a
-    prefix tree, as far as the row holds them, and the model computes the tree. A tree that is longer than a row is cut into
-    several, each with the prefix.
+    It never truncates or drops a sample: ask `fits` first. Samples that begin with the same tokens
+    share them (computed by the same experts, if these are replayed): they stand in one row as a
+    prefix tree, as far as the row holds them, and the model computes the tree. A tree that is
+    longer than a row is cut into several, each with the prefix.
 
     The same samples in the same order give the same plan.
     """
@@ -75,41 +86,48 @@ class Batcher(Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         row_length: Changeable[Annotated[int, Ge(2)]] = 2048
-        """L, in tokens. The longest sample that can be trained on, where the model has positions for so many."""
+        """Length L of a row in tokens. It is the length of the longest sample that can be trained
+        on, if the model has so many positions."""
         rows_per_microbatch: Changeable[PositiveInt] = 8
-        """B at most. What fits in memory: B * L tokens are in flight at once."""
+        """Maximum number B of rows in a microbatch. Its B * L tokens are in memory at once."""
         share_prefixes: Changeable[bool] = True
-        """Compute what samples of a row begin with alike once. Changes nothing but time, memory, and rounding."""
+        """True to compute once what samples of a row begin with alike. It changes nothing but time,
+        memory and rounding."""
 
     def __init__(self, config: Config, *, positions: int | None = None):
-        """``positions``: of the model, where a row is longer."""
+        """Make a batcher.
+
+        Args:
+            positions: number of positions of the model; None if it has at least ``row_length``.
+        """
         self.config = config
         self._longest = (
             config.row_length if positions is None else min(positions, config.row_length)
         )
 
     def fits(self, sample: TrainingSample) -> bool:
-        return (
-            max(len(sample), 0 if sample.reference_ids is None else len(sample.reference_ids))
-            <= self._longest
-        )
+        """Return True if a row holds the sample, and its ``reference_ids`` if it has any."""
+        reference_length = 0 if sample.reference_ids is None else len(sample.reference_ids)
+        return max(len(sample), reference_length) <= self._longest
 
     def oversized(self, samples: Sequence[TrainingSample]) -> bool:
-        """Whether any of a rollout's samples doesn't fit, so that the rollout can't be trained on whole."""
+        """Return True if any of a rollout's samples does not fit: it can't be trained on whole."""
         return not all(self.fits(sample) for sample in samples)
 
     def plan(self, samples: Sequence[TrainingSample], ranks: int) -> BatchPlan:
-        """Pack one step's samples for ``ranks`` data-parallel ranks. Rank means data-parallel rank here.
+        """Pack the samples of one step for a number of data-parallel ranks, called ranks here.
 
-        Samples of several adapters are planned apart, and a rank's microbatches of each lie side by side.
-
-        Rows are shared out so that ranks have nearly equal work, and where a rank would otherwise wait, samples are spread
-        over more and shorter rows. A rank with no row left gets one short row of padding.
+        Rows are divided so that ranks have nearly equal work. If a rank would otherwise wait,
+        samples are spread over more and shorter rows. A rank without rows gets a short row of
+        padding. Samples of different adapters are planned apart, and a rank's microbatches of each
+        adapter stand side by side.
 
         Raises:
-            ValueError: a sample that doesn't fit or is empty, streams of unequal length, a token with an rl weight in a sample
-                without advantages, one with a ref_kl weight in a sample without ref_logprobs or outside the loss mask, or a
-                first token with a weight (it has no log-probability). The message names the rollout.
+            ValueError: a sample does not fit, is empty, or has streams of different lengths; a
+            token
+                has an rl weight and no advantage, or a ref_kl weight and no reference; a token that
+                was not sampled has a ref_kl weight; or a first token has a weight, which has no
+                log-probability. The message names the rollout.
         """
         for sample in samples:
             self._check(sample)
@@ -118,30 +136,27 @@ class Batcher(Configurable):
         microbatches: list[list[TrainingBatch]] = [[] for _ in range(ranks)]
         laid_out: list[list[list[Row]]] = [[] for _ in range(ranks)]
         for adapter in sorted({sample.adapter for sample in samples}) or [""]:
-            own = [sample for sample in samples if sample.adapter == adapter]
-            split = self._split(min(self._candidates(own, ranks), key=self._cost))
-            for rank, parts in enumerate(split):
+            of_adapter = [sample for sample in samples if sample.adapter == adapter]
+            cheapest = min(self._candidates(of_adapter, ranks), key=self._cost)
+            for rank, parts in enumerate(self._split(cheapest)):
                 laid_out[rank] += parts
-                microbatches[rank] += [
-                    fill(
+                for rows in parts:
+                    batch = fill(
                         rows,
                         task_names,
                         self.config.row_length,
                         conditioned=conditioned,
                         adapter=adapter,
                     )
-                    for rows in parts
-                ]
+                    microbatches[rank].append(batch)
         every_row = [row for parts in laid_out for rows in parts for row in rows]
-        tokens, computed = sum(map(len, samples)), sum(row.tokens for row in every_row)
-        slots = sum(
-            (batch.trees or batch).token_ids.numel()
-            for of_rank in microbatches
-            for batch in of_rank
-        )
+        tokens = sum(map(len, samples))
+        computed = sum(row.tokens for row in every_row)
+        batches = [batch for of_rank in microbatches for batch in of_rank]
+        places = sum((batch.trees or batch).token_ids.numel() for batch in batches)
         return BatchPlan(
             microbatches=microbatches,
-            efficiency=computed / slots,
+            efficiency=computed / places,
             rows=len(every_row),
             tokens=tokens,
             shared_fraction=1 - computed / max(tokens, 1),
@@ -151,51 +166,55 @@ class Batcher(Configurable):
     def _candidates(
         self, samples: Sequence[TrainingSample], ranks: int
     ) -> Iterator[list[list[Row]]]:
-        """Ways to pack and share out the rows. They differ in how large trees may be: large ones share most, small ones fill
-        rows and ranks evenly."""
-        order, shared = list(range(len(samples))), np.zeros(len(samples), np.int64)
+        """Generate ways to pack rows and to divide them among ranks.
+
+        They differ in how large trees may be: large trees share most, small ones fill rows and
+        ranks evenly.
+
+        Yields:
+            Rows of each rank.
+        """
+        order = list(range(len(samples)))
+        shared = np.zeros(len(samples), np.int64)
         if self.config.share_prefixes:
-            tree_order, tree_shared = prefix_order(
-                [(sample.temperature, prefix_tokens(sample)) for sample in samples]
-            )
+            prefixes = [(sample.temperature, prefix_tokens(sample)) for sample in samples]
+            tree_order, tree_shared = prefix_order(prefixes)
             if tree_shared.sum() >= _LEAST_SHARED * sum(map(len, samples)) > 0:
                 order, shared = tree_order, tree_shared
-        lengths, sharing = (
-            np.array([len(samples[index]) for index in order], np.int64),
-            bool(shared.any()),
-        )
+        lengths = np.array([len(samples[index]) for index in order], np.int64)
+        shares_prefixes = bool(shared.any())
         for halvings in range(_TREE_SIZES):
             units = tree_units(lengths, shared, self.config.row_length >> halvings)
-            starts = np.array([unit.start for unit in units], np.int64)
-            sizes = (
-                (np.add.reduceat(lengths - shared, starts) + shared[starts]).tolist()
-                if units
-                else []
-            )
             rows = []
-            for packed in self._rows(sizes, ranks):
+            for packed in self._rows(_unit_sizes(units, lengths, shared), ranks):
                 places = [place for unit in packed for place in units[unit]]
-                own = (
-                    shared_in_row(places, lengths, shared).tolist()
-                    if sharing
-                    else [0] * len(places)
-                )
-                rows.append(Row(samples=[samples[order[place]] for place in places], shared=own))
-            yield [
-                [rows[row] for row in share]
-                for share in balance_rows([row.cost for row in rows], ranks)
-            ]
+                in_row = [0] * len(places)
+                if shares_prefixes:
+                    in_row = shared_in_row(places, lengths, shared).tolist()
+                rows.append(Row(samples=[samples[order[place]] for place in places], shared=in_row))
+            shares = balance_rows([row.cost for row in rows], ranks)
+            yield [[rows[row] for row in share] for share in shares]
             if len(units) == len(samples):
                 return
 
     def _rows(self, sizes: list[int], ranks: int) -> list[list[int]]:
-        """Unit indices of each row: as few rows as fit, evened out to a whole number for each rank where there is room."""
+        """Return the units of each row: as few rows as fit, or a whole number a rank if these fit.
+
+        Args:
+            sizes: number of tokens of each unit.
+        """
         packed = pack_rows(sizes, self.config.row_length)
         even = -(-len(packed) // ranks) * ranks
         return spread_rows(sizes, even, self.config.row_length) or packed
 
     def _split(self, shares: list[list[Row]]) -> list[list[list[Row]]]:
-        """[rank][microbatch]: rows. A rank's microbatches differ by at most 1 row, longer ones first; some may be empty."""
+        """Split each rank's rows into microbatches.
+
+        A rank's microbatches differ by at most one row, longer ones first. Some may be empty.
+
+        Returns:
+            [rank][microbatch]: rows.
+        """
         count = max(1, -(-max(map(len, shares)) // self.config.rows_per_microbatch))
         return [
             [[share[row] for row in part] for part in np.array_split(range(len(share)), count)]
@@ -203,19 +222,28 @@ class Batcher(Configurable):
         ]
 
     def _cost(self, shares: list[list[Row]]) -> float:
-        """Of the rank that has most to compute, padding included."""
+        """Return the cost of the rank that has most to compute, with padding."""
 
         def cost(part: list[Row]) -> float:
-            return sum(row.cost - row.tokens for row in part) + len(part) * padded_length(
-                part, self.config.row_length
-            )
+            attention = sum(row.cost - row.tokens for row in part)
+            return attention + len(part) * padded_length(part, self.config.row_length)
 
         return max(sum(map(cost, parts)) for parts in self._split(shares))
 
     def _check(self, sample: TrainingSample) -> None:
         if not self.fits(sample):
             raise ValueError(
-                f"a sample of rollout {sample.rollout_id!r} has {len(sample)} tokens and a row takes {self._longest}: "
-                "drop the rollout (Batcher.fits), lower max_rollout_tokens or raise row_length"
+                f"a sample of rollout {sample.rollout_id!r} has {len(sample)} tokens and a row "
+                f"takes {self._longest}: drop the rollout (Batcher.fits), lower "
+                "max_rollout_tokens or raise row_length"
             )
         check_sample(sample)
+
+
+def _unit_sizes(units: list[range], lengths: np.ndarray, shared: np.ndarray) -> list[int]:
+    """Return the number of tokens of each unit, with what its samples share counted once."""
+    if not units:
+        return []
+    starts = np.array([unit.start for unit in units], np.int64)
+    # What the first sample of a unit shares with the one before it is not in this unit.
+    return (np.add.reduceat(lengths - shared, starts) + shared[starts]).tolist()

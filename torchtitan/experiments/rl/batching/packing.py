@@ -1,4 +1,9 @@
-"""Which samples share a row and a prefix, which rank gets which row, and what lies in a row's tensors. Deterministic."""
+"""Lays training samples out in rows, and rows in batches. All of it is deterministic.
+
+In the order of use: `prefix_order` and `tree_units` find samples that begin alike, `pack_rows` and
+`spread_rows` choose the samples of each row, `balance_rows` divides rows among ranks, and `fill`
+makes the tensors of a microbatch.
+"""
 
 import heapq
 from bisect import bisect_left, insort
@@ -18,29 +23,31 @@ from torchtitan.experiments.rl.types import (
 )
 
 ATTENTION_COST = 1 / 32768
-"""Cost of a sample of n tokens is n + ATTENTION_COST * n²: one unit is a token's share of the linear layers.
+"""Coefficient of attention: a sample of n tokens costs n + ATTENTION_COST * n².
 
-Per token and layer, a causal dense transformer of width d spends about 24·d² operations in linear layers and 2·n·d in
-attention: the coefficient is 1 / (12·d), here for a width of 2,700. It only orders rows, so a factor of two hardly matters."""
+The unit is the cost of one token in the linear layers. Per token and layer, a causal dense
+transformer of width d spends about 24·d² operations in linear layers and 2·n·d in attention, so the
+coefficient is 1 / (12·d), here for a width of 2,700. It only orders rows: a factor of two hardly
+matters."""
 
 
 def pack_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     """Pack samples into few rows of at most ``row_length`` tokens, by best-fit decreasing.
 
-    Longest first, each sample goes to the fullest row that still holds it: at most 11/9 of the fewest possible rows, plus one
-    (Johnson et al., 1974); O(n log n) comparisons.
+    Longest first, each sample goes to the fullest row that still holds it. That gives at most 11/9
+    of the fewest possible rows, plus one (Johnson et al., 1974), by O(n log n) comparisons.
 
     Args:
-        lengths: tokens of each sample, from 1 to ``row_length``.
+        lengths: number of tokens of each sample, from 1 to ``row_length``.
 
     Returns:
-        For each row, the indices of its samples, ascending.
+        Ascending indices of the samples of each row.
 
     Raises:
-        ValueError: a length out of range.
+        ValueError: a length is out of range.
     """
     rows: list[list[int]] = []
-    space: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    space: list[tuple[int, int]] = []  # (tokens left, row) of rows that are not full, sorted
     for index in _longest_first(lengths):
         length = lengths[index]
         if not 1 <= length <= row_length:
@@ -58,10 +65,13 @@ def pack_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:
 
 
 def spread_rows(lengths: Sequence[int], row_count: int, row_length: int) -> list[list[int]] | None:
-    """Spread samples evenly over ``row_count`` rows, or None where that overfills one.
+    """Spread samples evenly over ``row_count`` rows. Returns None if that overfills a row.
 
-    Longest first, each sample goes to the emptiest row (LPT, Graham, 1969). Rows of even length pad each other least, once
-    ``row_count`` is given by something else than their capacity. Empty rows are left out.
+    Longest first, each sample goes to the emptiest row (LPT, Graham, 1969). Rows of even length pad
+    each other least, if something else than their capacity has decided on their number.
+
+    Returns:
+        Ascending indices of the samples of each row, without empty rows.
     """
     rows: list[list[int]] = [[] for _ in range(row_count)]
     filled = [(0, row) for row in range(row_count)]
@@ -75,26 +85,32 @@ def spread_rows(lengths: Sequence[int], row_count: int, row_length: int) -> list
 
 
 def row_cost(lengths: Sequence[int], shared: Sequence[int] | None = None) -> float:
-    """Cost of a row of samples of these lengths, in tokens' worth of linear layers. Attention doesn't cross samples.
+    """Return the cost of a row of samples, in units of one token in the linear layers.
+
+    Attention does not cross samples.
 
     Args:
-        shared: first tokens of each sample that are computed for another one. None: none are.
+        lengths: number of tokens of each sample.
+        shared: number of first tokens of each sample that are computed for another one. None if
+            nothing is shared.
     """
     shared = [0] * len(lengths) if shared is None else shared
     return sum(
-        length - own + ATTENTION_COST * (length * length - own * own)
-        for length, own in zip(lengths, shared, strict=True)
+        length - prefix + ATTENTION_COST * (length * length - prefix * prefix)
+        for length, prefix in zip(lengths, shared, strict=True)
     )
 
 
 def balance_rows(row_costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Share rows among data-parallel ranks: row counts differ by at most 1, and the costliest rank is kept cheap.
+    """Divide rows among data-parallel ranks, so that the costliest rank is cheap.
 
-    In rounds of one row a rank, costliest rows first; within a round the rank with the least so far gets the costliest. So
-    ranks end close to each other, and so do the rows of a round, which sharded ranks compute in step.
+    Numbers of rows differ by at most 1. Rows are dealt in rounds of one row for each rank,
+    costliest rows first. Within a round the rank with the least so far gets the costliest row. So
+    ranks end close to each other, and so do the rows of a round, which sharded ranks compute in
+    step.
 
     Returns:
-        For each rank, the indices of its rows in the order of rounds.
+        Indices of the rows of each rank, in the order of rounds.
     """
     order = sorted(range(len(row_costs)), key=lambda row: (-row_costs[row], row))
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -108,11 +124,15 @@ def balance_rows(row_costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 LEAST_SHARE = 1 / 32
-"""A prefix is shared where it is at least this part of a sample. Attention to a branch has a cost of its own, on CPU."""
+"""Smallest share of a sample that a prefix must be to be shared. On a CPU attention to a branch has
+a cost of its own."""
 
 
 def prefix_tokens(sample: TrainingSample) -> np.ndarray:
-    """[L]: what two samples must have alike to share a token: its id, and the experts that are to compute it."""
+    """Return an array [L] whose entries two samples must have alike to share a token.
+
+    An entry is the token's id, and the experts that are to compute it if they are replayed.
+    """
     ids = sample.token_ids.astype(np.int32, copy=False)
     if sample.routes is None:
         return ids
@@ -125,16 +145,18 @@ def prefix_tokens(sample: TrainingSample) -> np.ndarray:
 
 
 def prefix_order(samples: Sequence[tuple[float, np.ndarray]]) -> tuple[list[int], np.ndarray]:
-    """Order samples so that those that begin alike are side by side.
+    """Order samples so that those that begin alike stand side by side.
 
-    A walk through the samples in this order visits their prefix tree depth first: each sample leaves the path to the one
-    before it where their tokens part.
+    A walk through the samples in this order visits their prefix tree depth first: each sample
+    leaves the path to the one before it where their tokens differ.
 
     Args:
-        samples: temperature and ``prefix_tokens`` of each. Samples of unequal temperature share nothing.
+        samples: temperature and `prefix_tokens` of each. Samples of different temperature share
+            nothing.
 
     Returns:
-        Indices of the samples in order, and int64 [samples]: how many tokens of each are also the first of the one before it.
+        Indices of the samples in order; and int64 [samples]: for each sample in that order, the
+        number of first tokens that it shares with the one before it.
     """
     begins: dict[tuple[float, bytes], list[int]] = {}
     for index, (temperature, tokens) in enumerate(samples):
@@ -154,38 +176,48 @@ def prefix_order(samples: Sequence[tuple[float, np.ndarray]]) -> tuple[list[int]
 
 
 def shared_in_row(ranks: Sequence[int], lengths: np.ndarray, shared: np.ndarray) -> np.ndarray:
-    """What each sample of a row shares with the one before it in the row, where that is worth it.
+    """Return how many first tokens each sample of a row shares with the one before it in the row.
 
     Args:
-        ranks: the row's samples by their place in the order, ascending.
-        lengths, shared: of all samples in the order.
+        ranks: places of the row's samples in the order of `prefix_order`, ascending.
+        lengths: number of tokens of all samples, in that order.
+        shared: shared first tokens of all samples, in that order.
 
     Returns:
-        int64 [ranks]. 0 begins a tree.
+        int64 [ranks]. 0 begins a tree; so does a sample for which sharing is not worth it.
     """
-    own = np.zeros(len(ranks), np.int64)
+    in_row = np.zeros(len(ranks), np.int64)
     if len(ranks) > 1:
-        # Two samples share what all neighbours between them share.
-        own[1:] = np.minimum.reduceat(shared[1 : ranks[-1] + 1], ranks[:-1])
-    own[own < LEAST_SHARE * lengths[ranks]] = 0
-    return own
+        # Two samples share as many tokens as all neighbours between them do.
+        in_row[1:] = np.minimum.reduceat(shared[1 : ranks[-1] + 1], ranks[:-1])
+    in_row[in_row < LEAST_SHARE * lengths[ranks]] = 0
+    return in_row
 
 
 def tree_units(lengths: np.ndarray, shared: np.ndarray, most: int) -> list[range]:
-    """Cut the order into trees of at most ``most`` tokens, where the least is shared.
+    """Cut the order of samples into trees of at most ``most`` tokens, where least is shared.
 
-    The strongest links are made first. A sample that is longer by itself is a tree of its own.
+    The links between neighbours that share most are made first. A sample that is longer than
+    ``most`` is a tree of its own.
+
+    Returns:
+        Ranges of places in the order of `prefix_order`.
     """
     count = len(lengths)
-    tokens, end, start = lengths.tolist(), list(range(1, count + 1)), list(range(-1, count))
+    # A unit's tokens and its end are indexed by its start, and its start is indexed by its end.
+    tokens = lengths.tolist()
+    end = list(range(1, count + 1))
+    start = list(range(-1, count))
     links = np.flatnonzero((shared > 0) & (shared >= LEAST_SHARE * lengths))
     for link in sorted(links.tolist(), key=lambda at: (-shared[at], at)):
-        left = start[link]  # of the unit that ends here; another one starts here
+        left = start[link]  # joins the unit that ends here with the one that starts here
         joined = tokens[left] + tokens[link] - int(shared[link])
         if joined <= most:
-            tokens[left], end[left] = joined, end[link]
+            tokens[left] = joined
+            end[left] = end[link]
             start[end[link]] = left
-    units, at = [], 0
+    units = []
+    at = 0
     while at < count:
         units.append(range(at, end[at]))
         at = end[at]
@@ -193,20 +225,22 @@ def tree_units(lengths: np.ndarray, shared: np.ndarray, most: int) -> list[range
 
 
 LENGTH_MULTIPLE = 8
-"""Rows are cut after the longest of their microbatch, rounded up to this: what tensor cores and sequence shards like."""
+"""Number that the length of a microbatch's rows is rounded up to a multiple of, for tensor cores
+and sequence shards."""
 
 
 @dataclass(kw_only=True, frozen=True)
 class Row:
-    """Samples in the order in which they lie in a row."""
+    """A row: its samples in order, and what they share."""
 
     samples: Sequence[TrainingSample]
     shared: Sequence[int]
-    """First tokens of each that are those of the sample before it, and that the model computes once; 0 begins a tree."""
+    """Number of first tokens that each sample shares with the one before it, and that the model
+    computes once. 0 begins a tree."""
 
     @cached_property
     def tokens(self) -> int:
-        """That the model computes."""
+        """Number of tokens that the model computes."""
         return sum(map(len, self.samples)) - sum(self.shared)
 
     @cached_property
@@ -215,7 +249,7 @@ class Row:
 
 
 def padded_length(rows: Sequence[Row], row_length: int) -> int:
-    """T: tokens of each row of a microbatch, padding included."""
+    """Return T, the length of the rows that the model computes in a microbatch, with padding."""
     return _rounded(max((row.tokens for row in rows), default=0), row_length)
 
 
@@ -227,18 +261,19 @@ def fill(
     conditioned: bool = False,
     adapter: str = "",
 ) -> TrainingBatch:
-    """The microbatch of these rows, one row of padding where there is none.
+    """Make the microbatch of some rows; of one row of padding if there is none.
 
     Args:
-        task_names: of all samples of the step.
-        row_length: most tokens of a row that the model computes.
-        conditioned: some sample of the step has reference_ids.
-        adapter: of all samples.
+        task_names: names of the tasks of all samples of the step.
+        row_length: maximum number of tokens of a row that the model computes.
+        conditioned: True if some sample of the step has ``reference_ids``.
+        adapter: name of the adapter that all samples train.
     """
     rows = rows or [Row(samples=[], shared=[])]
-    # What samples share is in the batch as often as in the samples: such a row may be longer than one that the model computes.
+    # The batch repeats what samples share, so its rows may be longer than those that the model
+    # computes.
     length = _rounded(max(sum(map(len, row.samples)) for row in rows), row_length)
-    # The row by row sequence of samples and paddings (None): one concatenation of it gives a whole [B, L] stream.
+    # Samples and paddings (None), row by row: their concatenation is a whole [B, L] stream.
     pieces: list[TrainingSample | None] = []
     sizes: list[int] = []
     for row in rows:
@@ -274,9 +309,8 @@ def fill(
     def constant(values: list[float] | list[int], dtype: type) -> torch.Tensor:
         return shaped(np.repeat(np.array(values, dtype), sizes))
 
-    ramp = (
-        np.arange(length, dtype=np.int32) % row_length
-    )  # padding may be longer than the model has positions for
+    # Modulo, because padding may be longer than the model has positions for.
+    ramp = np.arange(length, dtype=np.int32) % row_length
     task_ids = {name: index for index, name in enumerate(task_names)}
     return TrainingBatch(
         positions=shaped(np.concatenate([ramp[:size] for size in sizes])),
@@ -295,24 +329,32 @@ def fill(
 
 
 def _trees(rows: Sequence[Row], length: int, row_length: int) -> PrefixTrees:
-    """The same rows with what is shared in them once, for a batch of ``length`` tokens a row."""
+    """Lay out the same rows with each shared prefix once.
+
+    Args:
+        length: number of tokens of a row of the batch.
+    """
     width = padded_length(rows, row_length)
     slots = np.zeros((len(rows), length), np.int64)
     laid: list[list[Piece]] = [[] for _ in rows]
     for number, row in enumerate(rows):
-        at, filled = 0, number * width  # in the row of the batch, and in the rows of trees
+        at = 0  # in the row of the batch
+        filled = number * width  # in the rows of trees
         path = slots[number, :0]
         for sample, shared in zip(row.samples, row.shared, strict=True):
-            own, end = slots[number, at : at + len(sample)], filled + len(sample) - shared
-            own[:shared] = path[:shared]
-            own[shared:] = np.arange(filled, end)
-            path, at, filled = own, at + len(sample), end
+            of_sample = slots[number, at : at + len(sample)]
+            end = filled + len(sample) - shared
+            of_sample[:shared] = path[:shared]
+            of_sample[shared:] = np.arange(filled, end)
             laid[number].append((sample.token_ids, shared, sample.temperature))
+            path = of_sample
+            at += len(sample)
+            filled = end
     return _laid_out(laid, width, slots)
 
 
 def _conditioned(rows: Sequence[Row], length: int, row_length: int) -> PrefixTrees:
-    """The samples' reference_ids in as few rows as hold them, for a batch of ``length`` tokens a row."""
+    """Lay out the samples' ``reference_ids``, for a batch of ``length`` tokens a row."""
     places: list[tuple[TrainingSample, np.ndarray, np.ndarray]] = []
     slots = np.full((len(rows), length), -1, np.int64)
     for number, row in enumerate(rows):
@@ -337,22 +379,21 @@ def _conditioned(rows: Sequence[Row], length: int, row_length: int) -> PrefixTre
 
 
 Piece = tuple[np.ndarray, int, float]
-"""Token ids, how many of them are left out at the beginning, and their temperature."""
+"""Token ids, number of them that are left out at the beginning, and their temperature."""
 
 
 def _laid_out(rows: Sequence[Sequence[Piece]], width: int, slots: np.ndarray) -> PrefixTrees:
-    """The pieces of each row side by side, in rows of ``width`` tokens."""
-    shape = len(rows), width
-    token_ids, temperatures = np.zeros(shape, np.int32), np.ones(shape, np.float32)
+    """Lay the pieces of each row side by side, in rows of ``width`` tokens."""
+    shape = (len(rows), width)
+    token_ids = np.zeros(shape, np.int32)
+    temperatures = np.ones(shape, np.float32)
     positions = np.empty(shape, np.int32)
     for number, row in enumerate(rows):
         filled = 0
         for ids, first, temperature in row:
             end = filled + len(ids) - first
-            token_ids[number, filled:end], positions[number, filled:end] = (
-                ids[first:],
-                np.arange(first, len(ids)),
-            )
+            token_ids[number, filled:end] = ids[first:]
+            positions[number, filled:end] = np.arange(first, len(ids))
             temperatures[number, filled:end] = temperature
             filled = end
         positions[number, filled:] = np.arange(width - filled)
@@ -361,16 +402,17 @@ def _laid_out(rows: Sequence[Sequence[Piece]], width: int, slots: np.ndarray) ->
 
 
 def _rounded(longest: int, row_length: int) -> int:
+    """Round a length up to a multiple of LENGTH_MULTIPLE, but not above ``row_length``."""
     multiple = max(1, -(-longest // LENGTH_MULTIPLE)) * LENGTH_MULTIPLE
     return max(longest, min(multiple, row_length))
 
 
 def _common(left: np.ndarray, right: np.ndarray) -> int:
-    """Tokens that two samples begin with alike."""
+    """Return the number of tokens that two samples begin with alike."""
     length = min(len(left), len(right))
-    parted = left[:length] != right[:length]
-    first = int(parted.argmax())
-    return first if parted[first] else length
+    differs = left[:length] != right[:length]
+    first = int(differs.argmax())
+    return first if differs[first] else length
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:

@@ -1,6 +1,7 @@
-"""What makes a training sample one that can be trained on. Errors name the stream, the value and what is wanted.
+"""Checks of training samples. Errors name the stream, the value and what is wanted.
 
-``check_trainable`` looks at what an algorithm has left. The batcher repeats ``check_sample`` when it packs a step's samples.
+`check_trainable` checks a sample after its algorithm has given it credit. The batcher repeats
+`check_sample` when it packs a step's samples.
 """
 
 import math
@@ -14,30 +15,29 @@ from torchtitan.experiments.rl.user_code.calls import is_finite_number
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
-def finite_float(value: Any) -> float | None:
-    """The value as a float; None where it is no finite number that float32, the type of advantages, holds."""
+def finite_float(value: Any) -> float | None:  # noqa: ANN401 - a user's value
+    """Return the value as a float; None if it is not a finite number that float32 holds."""
     try:
         number = float(value) if is_finite_number(value) else None
-    except BaseException:  # the value is the user's, and so is its __float__
+    except BaseException:  # noqa: BLE001 - the value is the user's, and so is its __float__
         return None
     return number if number is not None and abs(number) <= FLOAT32_MAX else None
 
 
 def first_non_finite(values: np.ndarray) -> int | None:
-    """Index of the first NaN or infinity of a float [T]; None where all are finite."""
-    if math.isfinite(
-        np.add.reduce(values)
-    ):  # one pass instead of two; a NaN or infinity is never summed away
+    """Return the index of the first NaN or infinity of a float [T]; None if all are finite."""
+    # One pass instead of two: a NaN or an infinity is never summed away.
+    if math.isfinite(np.add.reduce(values)):
         return None
     wrong = np.flatnonzero(~np.isfinite(values))
     return int(wrong[0]) if len(wrong) else None  # None: finite values whose sum overflows
 
 
-def checked_stream(name: str, values: Any, length: int) -> np.ndarray:
-    """The values as an array of the stream's declared dtype: [length].
+def checked_stream(name: str, values: Any, length: int) -> np.ndarray:  # noqa: ANN401 - the user's
+    """Return the values as an array [length] of the stream's declared dtype.
 
     Raises:
-        ValueError: not one number for each token; says what was wanted and what was given.
+        ValueError: the values are not one number for each token.
     """
     dtype = STREAMS[name].dtype
     if type(values) is np.ndarray and values.dtype == dtype and values.shape == (length,):
@@ -45,7 +45,7 @@ def checked_stream(name: str, values: Any, length: int) -> np.ndarray:
     wanted = f"want {length} numbers, one for each token"
     try:
         array = np.asarray(values)
-    except BaseException:  # lists of unequal lengths; a user's class may raise anything
+    except BaseException:  # noqa: BLE001 - unequal lengths; a user's class may raise anything
         raise ValueError(
             f"{name} is a {type(values).__name__} that is no array: {wanted}"
         ) from None
@@ -53,17 +53,17 @@ def checked_stream(name: str, values: Any, length: int) -> np.ndarray:
         raise ValueError(f"{name} has a {type(values).__name__} of dtype {array.dtype}: {wanted}")
     if array.shape != (length,):
         raise ValueError(f"{name} has shape {array.shape}: {wanted}")
-    with np.errstate(
-        over="ignore", invalid="ignore"
-    ):  # too large for float32 becomes infinite, which is refused after this
+    # A number too large for float32 becomes infinite, which is refused after this.
+    with np.errstate(over="ignore", invalid="ignore"):
         return array.astype(dtype)
 
 
 def check_streams(sample: TrainingSample) -> None:
-    """Refuse what an algorithm has set that no loss can compute with, and give each stream its declared dtype.
+    """Give each stream that an algorithm has set its declared dtype.
 
     Raises:
-        ValueError: a stream that is not one number for each token, or not finite on a token that trains on it.
+        ValueError: a stream is not one number for each token, or is not finite on a token that
+            trains on it.
     """
     for name in CREDIT_STREAMS:
         values = getattr(sample, name)
@@ -76,7 +76,7 @@ def check_streams(sample: TrainingSample) -> None:
 
 
 def check_trainable(sample: TrainingSample) -> None:
-    """Refuse a sample that its algorithm has left unfit to train on.
+    """Raise if an algorithm has left a sample unfit to train on.
 
     Raises:
         ValueError: names the rollout or the stream.
@@ -88,10 +88,11 @@ def check_trainable(sample: TrainingSample) -> None:
 def _check_finite(
     sample: TrainingSample, name: str, weights: np.ndarray | None, mask: np.ndarray | None = None
 ) -> None:
-    """
+    """Raise if a stream is not finite on a token that reads it.
+
     Args:
-        weights: the stream is read where they are not 0; None: everywhere.
-        mask: bool [L]. The stream is read there alone.
+        weights: the stream is read where these are not 0; None for everywhere.
+        mask: bool [L]; the stream is read only where it is True.
     """
     values = getattr(sample, name)
     if values is None or first_non_finite(values) is None:
@@ -102,7 +103,8 @@ def _check_finite(
     wrong = np.flatnonzero(read & ~np.isfinite(values))
     if len(wrong):
         raise ValueError(
-            f"{name} is {values[wrong[0]]} at token {wrong[0]}, want a finite number that {values.dtype} holds"
+            f"{name} is {values[wrong[0]]} at token {wrong[0]}, want a finite number that "
+            f"{values.dtype} holds"
         )
 
 
@@ -110,10 +112,12 @@ NO_REFERENCE = "has tokens with a ref_kl weight and no ref_logprobs: its algorit
 
 
 def check_sample(sample: TrainingSample) -> None:
-    """Refuse a sample whose streams do not fit each other.
+    """Raise if the streams of a sample do not fit each other.
 
     Raises:
-        ValueError: no tokens, streams that are not aligned, credit that is missing or on the wrong tokens; names the rollout.
+        ValueError: the sample has no tokens, its streams are not aligned, or credit is missing or
+        on
+            the wrong tokens. Names the rollout.
     """
     length = len(sample.token_ids)
     if not length:
@@ -122,19 +126,21 @@ def check_sample(sample: TrainingSample) -> None:
         values = getattr(sample, stream)
         if values is not None and len(values) != length:
             raise ValueError(
-                f"{_named(sample)} has {length} token_ids and {len(values)} {stream}: they must be aligned"
+                f"{_named(sample)} has {length} token_ids and {len(values)} {stream}: "
+                "they must be aligned"
             )
     if missing := missing_credit(sample):
         raise ValueError(f"{_named(sample)} {missing}")
     if sample.reference_ids is not None and not _ends_alike(sample.reference_ids, sample):
         raise ValueError(
-            f"{_named(sample)} has reference_ids that do not end as it does, from its first sampled token on"
+            f"{_named(sample)} has reference_ids that do not end as it does, from its first "
+            "sampled token on"
         )
     check_weights(sample)
 
 
 def check_weights(sample: TrainingSample) -> None:
-    """Refuse weights on tokens that no loss is computed of, and a ref_kl weight without a reference.
+    """Raise if a token without a loss has a weight, or a ref_kl weight has no reference.
 
     Raises:
         ValueError: names the rollout.
@@ -145,14 +151,14 @@ def check_weights(sample: TrainingSample) -> None:
     others = (sample.ce_weights, sample.ref_kl_weights)
     if first_rl or any(weights is not None and weights[0] != 0 for weights in others):
         raise ValueError(
-            f"{_named(sample)} trains its first token, which has no log-probability: nothing comes before it"
+            f"{_named(sample)} trains its first token, which has no log-probability: "
+            "nothing comes before it"
         )
-    if sample.ref_kl_weights is not None and np.any(
-        (sample.ref_kl_weights != 0) & ~sample.loss_mask
-    ):
+    weights = sample.ref_kl_weights
+    if weights is not None and np.any((weights != 0) & ~sample.loss_mask):
         raise ValueError(
-            f"{_named(sample)} has a ref_kl weight on a token the policy did not sample, which has no importance ratio: "
-            "weigh only sampled tokens (loss_mask)"
+            f"{_named(sample)} has a ref_kl weight on a token the policy did not sample, which has "
+            "no importance ratio: weigh only sampled tokens (loss_mask)"
         )
 
 
@@ -161,7 +167,7 @@ def _named(sample: TrainingSample) -> str:
 
 
 def missing_credit(sample: TrainingSample) -> str | None:
-    """What the sample's weights need and its algorithm has not set; None where nothing is missing."""
+    """Return what the sample's weights need and its algorithm has not set; None if all is there."""
     if sample.advantages is None:
         weights = 1 if sample.rl_weights is None else sample.rl_weights
         if np.any(sample.loss_mask & (np.asarray(weights) != 0)):
@@ -175,7 +181,7 @@ def _lacks_reference(sample: TrainingSample) -> bool:
 
 
 def _ends_alike(reference_ids: np.ndarray, sample: TrainingSample) -> bool:
-    """And has a token before the first that it scores."""
+    """Return True if the reference's tokens end as the sample does, with a token before these."""
     count = len(sample) - int(np.argmax(sample.loss_mask)) if sample.loss_mask.any() else 0
     tail = sample.token_ids[len(sample) - count :]
     return len(reference_ids) > count and np.array_equal(
