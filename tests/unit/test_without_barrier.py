@@ -122,6 +122,31 @@ async def test_a_step_takes_the_rollouts_that_have_ended_of_whatever_example():
     }
 
 
+async def test_places_of_dropped_rollouts_go_to_no_other_example_before_their_slot_is_decided():
+    """Else a place is given twice: to a new slot at once, and to a replacement once the slot is kept."""
+    task = free(
+        lambda number: [RolloutStatus.ERROR] if number in (0, 2) else [1.0], size=2, held=True
+    )
+    loop = Loop(task, groups_per_step=2, max_offpolicy_steps=1, steps=6)
+    loop.fill()
+    task.released = {0, 2}
+    await settle()
+    assert sorted(task.started) == list(range(8)), "a new slot was opened in two halves of others"
+    task.released |= set(range(99))
+    for _ in range(6):
+        loop.step_taken(await loop.batch())
+    await loop.close()
+    assert loop.ledger.counts()["stub/trained"] == 24
+
+
+async def test_places_of_a_slot_of_which_all_are_dropped_are_free():
+    task = free(lambda number: [RolloutStatus.ERROR] if number < 2 else [1.0], size=2)
+    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=0, steps=1)
+    loop.fill()
+    assert ids(await loop.batch()) == [2, 3]
+    await loop.close()
+
+
 async def test_a_dropped_rollout_is_replaced_by_one_of_its_task():
     task = free(lambda number: [RolloutStatus.ERROR] if number in (1, 2) else [1.0])
     loop = Loop(task, groups_per_step=1, max_offpolicy_steps=0, steps=1)
@@ -348,11 +373,11 @@ async def trained_with(renderer, tokenizer, filters):
 @pytest.mark.parametrize(
     ("filters", "prefills"),
     [
-        # Of 8 rollouts the odd ones are cut off, and dropped: 0, 2, 4, 6 are trained on.
+        # Of 7 rollouts the odd ones are cut off, and dropped: 0, 2, 4, 6 are trained on.
         ([Truncated.Config()], 4),
         ([Truncated.Config(), ZeroAdvantage.Config(mode="monitor")], 4),
         # A filter that may read what the teacher said has to wait for it.
-        ([Truncated.Config(), AnyFilter.Config(mode="monitor")], 8),
+        ([Truncated.Config(), AnyFilter.Config(mode="monitor")], 7),
     ],
 )
 async def test_what_filters_drop_before_the_batch_costs_no_prefill(

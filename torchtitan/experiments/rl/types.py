@@ -73,7 +73,7 @@ Array = TypeVar("Array")
 OptionalArray = TypeVar("OptionalArray")
 """np.ndarray or None in a sample, torch.Tensor in a batch."""
 UNSET: Any = None
-"""Default of an optional stream. Typed Any because a batch has every stream."""
+"""Default of an optional stream: None, typed Any because no stream of a batch is None."""
 
 
 @dataclass(kw_only=True)
@@ -274,9 +274,9 @@ class TrainingBatch(TokenStreams["torch.Tensor", "torch.Tensor"]):
     adapter: str = ""
     """Name of the adapter that every sample in this batch trains."""
     conditioned: PrefixTrees | None = None
-    """Layout of the samples' ``reference_ids``, in rows of their own. None if no sample of the step
-    has any. Else every batch of the step has it, with a row of padding if need be, because the
-    ranks compute together."""
+    """Layout of the samples' ``reference_ids``, with rows of their own: only ``slots`` is [B, L].
+    None if no sample of the step has any. Else every batch of the step has it, with a row of
+    padding if need be, because the ranks compute together."""
 
     def __post_init__(self) -> None:
         if missing := [name for name in STREAMS if getattr(self, name) is None]:

@@ -25,7 +25,7 @@ class RunEvents:
         """Handle a group that has run, and was scored or failed."""
 
     def group_scored(self, group: RolloutGroup, *, signal: bool) -> None:
-        """Handle a group that did not fail, before filters look at it.
+        """Handle a group that did not fail, before any of its rollouts is dropped.
 
         Args:
             signal: True if training on the group changes anything.
@@ -45,7 +45,7 @@ class RunEvents:
         """
 
     def groups_taken(self) -> None:
-        """Handle the choice of a step's groups, after the post-batch filters left some of them."""
+        """Handle the final choice of the groups that a step trains on."""
 
     # From the training loop.
 
@@ -63,7 +63,7 @@ class RunEvents:
         """
 
     async def step_published(self, step: int, metrics: dict[str, float]) -> None:
-        """Act once the step's weights are on their way to the generators, or there.
+        """Act once the step's weights are being sent; in a synchronous run, once they are loaded.
 
         Args:
             metrics: metrics that the trainer reported. The observer may add to them.

@@ -1,4 +1,4 @@
-"""Open groups: dispatched, and not yet trained on or dropped.
+"""Tracks open groups: those dispatched, and not yet trained on or dropped.
 
 A group is dispatched, runs, is scored, and settles: filters keep some of its rollouts. Then a step
 trains on it, or it is dropped. The ledger records for each rollout in which column it ended.
@@ -52,8 +52,9 @@ class Slot:
 
     kept: bool = False
     """True if one of its groups was kept."""
-    dropped: int = 0
-    """Number of dropped groups that no other group has replaced yet."""
+    dropped: list[str] = field(default_factory=list)
+    """Ids of dropped groups, while it is open whether they are replaced. The pacer keeps their
+    places until then."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -114,7 +115,8 @@ class StepGroups:
     groups: list[RolloutGroup] = field(default_factory=list)
     """Groups to train on, with only the rollouts that passed all filters."""
     sampled: list[RolloutGroup] = field(default_factory=list)
-    """The same groups before the post-batch filters, with the groups that these emptied."""
+    """Groups that the step took, as they were before the post-batch filters, which may have emptied
+    some of them."""
     replayed: list[RolloutGroup] = field(default_factory=list)
     """Groups that an earlier step trained on, and that this step trains on again."""
     dropped_groups: int = 0
@@ -246,7 +248,7 @@ class OpenGroups:
             task = tasks[state.task]
             self._groups[state.group_id] = OpenGroup(
                 task=task,
-                slot=Slot(kept=not task.needs_group),  # the others of its slot are not known
+                slot=Slot(kept=not task.needs_group),  # which groups shared its slot is not saved
                 rollout_ids=set(state.rollout_ids),
                 example=example,
                 group=group,
@@ -306,7 +308,7 @@ def example_of(
     """Return the example of a checkpoint's open group.
 
     The dataset's own example is preferred, because JSON turns tuples into lists. The checkpoint's
-    is taken if the sampler had changed the example.
+    copy is used if it differs and JSON held it whole.
 
     Args:
         dataset_examples: examples of the task's dataset, by sample id.

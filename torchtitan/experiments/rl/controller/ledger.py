@@ -45,7 +45,7 @@ class Ledger:
             version: policy version that the generators hold.
 
         Raises:
-            RunError: a rollout was dispatched before.
+            RunError: a rollout is open already.
         """
         for rollout_id in rollout_ids:
             if rollout_id in self._open:
@@ -64,7 +64,8 @@ class Ledger:
         record = self._open.pop(rollout_id, None)
         if record is None:
             raise RunError(
-                f"rollout {rollout_id} ends as {column}, but it is not open: it was counted before"
+                f"rollout {rollout_id} ends as {column}, but it is not open: it has ended already, "
+                "or was never dispatched"
             )
         self._ended.setdefault(record.task, Counter())[column] += 1
         if self._file is not None:

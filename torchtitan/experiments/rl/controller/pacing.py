@@ -15,7 +15,7 @@ for being stale, because three rules keep every deadline possible:
    slot for the rest of the run. It is passed over if taking it would make another group late.
 
 The invariant is: for every deadline d, the slots that are due by d are at most ``groups_per_step``
-times the number of steps that are left until d.
+times the number of steps not yet started whose base version is at most d.
 
 A group that compares its rollouts uses a slot of its own. Rollouts that are not compared are groups
 of one, and those of one example share a slot: each of 8 uses 1/8 of it. A step takes groups until
@@ -54,7 +54,7 @@ class Pacer:
         self._unfinished_slots = defaultdict[float, Fraction](Fraction)
         """Slots of groups that still run, by deadline."""
         self.untrained = Fraction(0)
-        """Number of slots of groups that were neither dropped nor taken by a step."""
+        """Number of slots of the groups that no step has taken."""
 
     @property
     def free_slots(self) -> Fraction:
@@ -109,7 +109,7 @@ class Pacer:
             self._remove_untaken(group_id)
 
     def live(self, version: int) -> None:
-        """Free the slots of groups whose version, or a later one, the generators hold now."""
+        """Free the slots of groups whose step made ``version``, or an earlier version."""
         released = [group_id for group_id, (made, _) in self._taken.items() if made <= version]
         for group_id in released:
             self._release_taken(group_id)
@@ -193,7 +193,7 @@ class Pacer:
         return [slot.group_id for slot in batch]
 
     def _deadline(self, slot: SlotState) -> float:
-        """Return the last base version of a step that may take the group; infinite if none is."""
+        """Return the last base version for the group; infinity if it never goes stale."""
         return math.inf if slot.frozen else slot.admitted_version + self._max_offpolicy_steps
 
     def _fit(self, group_ids: Iterable[str], base_version: int) -> bool:

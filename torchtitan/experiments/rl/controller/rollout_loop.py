@@ -10,13 +10,13 @@ The life of a group:
 1. `fill` starts it: the pacer has a free slot, the task mix picks a task.
 2. `_run_group` takes it from here to 5. The task's sampler gives an example, unless groups that
    share it have it already.
-3. The runner runs its rollouts, scores them, and gives their tokens credit.
+3. The runner runs its rollouts, scores them, and gives their tokens credit. If credit is expensive,
+   the pre-batch filters look at the group before it is given.
 4. The sampler and the task mix observe it.
 5. It settles: the pre-batch filters and the row length end some of its rollouts. If none is left,
    it is dropped.
-6. It waits for its step. `next_groups` takes it, earliest deadline first, and the post-batch
-filters
-   end some of its rollouts. If none is left, it is dropped.
+6. It waits for its step. `next_groups` takes it, and the post-batch filters end some of its
+   rollouts. If none is left, it is dropped.
 7. `trained` closes it after the optimizer step, and `live` frees its slot when the generators hold
    the version that the step made.
 
@@ -25,8 +25,9 @@ group leaves, its slot frees exactly once, and each of its rollouts ends in one 
 (`ledger.py`). Observers of all this extend ``RunEvents`` (`events.py`).
 
 A group whose rollouts are compared uses a slot of its own. Rollouts that are not compared are
-groups of one, and those of one example share a slot. If one of these is dropped, another rollout of
-its task replaces it once any group of the slot is kept, so that a slot is kept full or not at all.
+groups of one, and those of one example share a slot. If one of them is dropped, another rollout of
+its task replaces it once any group of the slot is kept. If all of them are dropped, the slot is
+free. Until it is known which, the dropped group keeps its place. So a slot ends up full or free.
 """
 
 import asyncio
@@ -168,8 +169,8 @@ class RolloutLoop:
         self._running: set[asyncio.Task[None]] = set()
         self._picking = False
         """True while the task mix picks a task in a thread. `fill` goes on when it has."""
-        self._replacements: list[tuple[Task, Slot]] = []
-        """Groups to start in place of dropped ones, each in a slot of which a group was kept."""
+        self._to_replace: list[tuple[str, Task, Slot]] = []
+        """Dropped groups of kept slots. They keep their places until `fill` replaces them."""
         self._next_step = StepGroups()
         """Counts since the last step, for the step that is taken next."""
         self._changed = asyncio.Event()
@@ -187,28 +188,17 @@ class RolloutLoop:
     # Called by the training loop.
 
     def fill(self) -> None:
-        """Start groups, until no slot is free or enough groups are open.
+        """Replace dropped groups and start new ones, until no slot is free or enough are open.
 
-        Starts none while a snapshot is pending; what takes the snapshot calls this again.
+        Starts none while a snapshot is pending; the caller of `capture` calls this again.
         """
-        while self._wants_groups and not self._picking and not self._snapshots.snapshot_pending:
-            if self._replacements:
-                task, slot = self._replacements.pop(0)
-                self._start_groups(task, slot, count=1)
-                continue
-            if not self._pacer.has_slot:
+        while self._may_start:
+            if self._to_replace:
+                self._replace(*self._to_replace.pop(0))
+            elif not self._wants_groups or not self._pacer.has_slot:
                 return
-            try:
-                pick = self._selection.pick_task()
-                if pick.answered:
-                    self._start_slot(self._selection.picked(pick.value_now()))
-                    continue
-            except RunError as error:
-                self._end_run(error)
-                return
-            self._picking = True
-            self._snapshots.begin_change()
-            self._start_coroutine(self._fill_when_picked(pick), "task mix")
+            else:
+                self._start_picked_slot()
 
     async def next_groups(self, base_version: int) -> StepGroups:
         """Return the groups of the step that starts from ``base_version``, once they have finished.
@@ -317,7 +307,7 @@ class RolloutLoop:
         for group in groups:
             if not group.rollouts:  # its slot frees with the others of the step
                 self._drop(group.group_id, tell_watchers=False)
-        # A step that exceeds its slots leaves fewer for the later ones, which `_wants_groups` sees.
+        # Each step counts as its configured slots, also one that took more.
         self._groups_left -= self._pacer.groups_per_step
         step = self._next_step
         self._next_step = StepGroups()
@@ -330,16 +320,36 @@ class RolloutLoop:
     # Starting groups.
 
     @property
-    def _wants_groups(self) -> bool:
-        """True if the run goes on, and may need more groups than are open."""
+    def _may_start(self) -> bool:
+        """True if the run goes on, and neither a pick nor a snapshot is pending."""
         is_running = not self._stopping and self._failure is None
-        return is_running and self._pacer.untrained < self._groups_left
+        return is_running and not self._picking and not self._snapshots.snapshot_pending
 
-    async def _fill_when_picked(self, pick: Call) -> None:
+    @property
+    def _wants_groups(self) -> bool:
+        """True if the run may need more groups than are open."""
+        return self._pacer.untrained < self._groups_left
+
+    def _start_picked_slot(self) -> None:
+        """Start the slot of the task that the mix picks, now or when the mix has answered."""
+        try:
+            pick = self._selection.pick_task()
+            if pick.answered:
+                self._start_slot(self._selection.picked(pick.value_now()))
+                return
+        except RunError as error:
+            self._end_run(error)
+            return
+        self._picking = True
+        self._snapshots.begin_change()
+        self._start_coroutine(self._start_slot_later(pick), "task mix")
+
+    async def _start_slot_later(self, pick: Call) -> None:
         """Wait for the task mix's answer, start the slot, and go on with `fill`."""
         try:
             name = self._selection.picked(await pick.value())
-            if self._wants_groups and self._pacer.has_slot:
+            is_running = not self._stopping and self._failure is None
+            if is_running and self._wants_groups and self._pacer.has_slot:
                 self._start_slot(name)
         except RunError as error:
             self._end_run(error)
@@ -348,6 +358,13 @@ class RolloutLoop:
             self._picking = False
             self._snapshots.end_change()
         self.fill()
+
+    def _replace(self, dropped_id: str, task: Task, slot: Slot) -> None:
+        """Free the place of a dropped group, and start another group of its task in it."""
+        self._pacer.drop(dropped_id)
+        if self._wants_groups:
+            self._start_groups(task, slot, count=1)
+        self._changed.set()  # the step may have waited for the dropped group
 
     def _start_slot(self, task_name: str) -> None:
         """Start the groups that fill one slot."""
@@ -511,7 +528,7 @@ class RolloutLoop:
                 self._open.end_rollout(open_group, rollout.rollout_id, "oversized", why)
 
     def _settle_slot(self, group: RolloutGroup, open_group: OpenGroup) -> None:
-        """Let a step take the group, or drop it, and replace dropped groups of a kept slot."""
+        """Let a step take the group, or drop it, and decide on the dropped groups of its slot."""
         slot = open_group.slot
         if open_group.rollout_ids:
             self._pacer.finish(group.group_id)
@@ -519,12 +536,16 @@ class RolloutLoop:
                 watcher.group_kept()
             slot.kept = True
         else:
-            self._pacer.drop(group.group_id)
-            slot.dropped += 1
+            slot.dropped.append(group.group_id)
             self._drop(group.group_id)
         if slot.kept:
-            self._replacements += [(open_group.task, slot)] * slot.dropped
-            slot.dropped = 0
+            for dropped_id in slot.dropped:
+                self._to_replace.append((dropped_id, open_group.task, slot))
+            slot.dropped.clear()
+        elif len(slot.dropped) == groups_in_slot(open_group.task):
+            for dropped_id in slot.dropped:
+                self._pacer.drop(dropped_id)
+            slot.dropped.clear()
 
     def _is_oversized(self, rollout: Rollout) -> bool:
         return self._batcher.oversized(rollout.samples)
@@ -580,10 +601,12 @@ class RolloutLoop:
         async with self._snapshots.snapshot():
             samplers, mix = await self._selection.states()
             self.ledger.flush()
+            # Dropped groups that keep their places are not saved: `has_slot` fills these up again.
+            open_ids = set(self._open)
             state = RolloutLoopState(
                 started=self._started,
                 groups=self._open.states(),
-                slots=self._pacer.state(),
+                slots=[slot for slot in self._pacer.state() if slot.group_id in open_ids],
                 ledger=self.ledger.state(),
                 stall=None,  # the alarms' state: the caller adds it
                 dropped_groups=self._next_step.dropped_groups,

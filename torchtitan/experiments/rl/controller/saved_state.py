@@ -1,7 +1,7 @@
 """Records of ``controller.json``: the state of a checkpoint that is not the trainer's.
 
 Each component of a run makes a record of its own (``state``) and continues from it (``restore``).
-The samples of finished groups are in a file beside it (`groups.py`).
+The rollouts of finished groups are in a file beside it (`groups.py`).
 """
 
 import json
@@ -15,11 +15,14 @@ from torchtitan.experiments.rl.errors import RunError
 
 CONTROLLER_FILE = "controller.json"
 FORMAT = 3
-"""Version of the records below. Raise it with a change that older files do not meet."""
+"""Version of the records below. Raise it when a change makes older files unreadable."""
 
 
 class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Record in which a missing or an unknown field is an error: nothing is resumed by guessing."""
+    """Record that refuses unknown fields, and missing ones without a default.
+
+    Nothing is resumed by guessing.
+    """
 
 
 class SlotState(Record):
@@ -178,7 +181,7 @@ class MismatchState(Record):
     age: int
     """Number of versions between the one that sampled the tokens and the one that trained them."""
     distances: list[float]
-    """Largest mean distance of each step over the replicas, in nats."""
+    """For each step, the largest over the replicas of the mean distance, in nats."""
 
 
 class RunState(Record):

@@ -47,9 +47,9 @@ def step_record(  # noqa: PLR0913 - one argument for each source of metrics
     Args:
         trained: metrics that the trainer reported.
         validations: evaluations that ended since the last step, oldest first.
-        seconds: duration of the whole step.
+        seconds: time from the wait for groups until now, without the checkpoint.
         spans: seconds that the controller waited, by what it waited for.
-        last_sync: update to the newest version that every generator holds.
+        last_sync: newest update of weights that the controller has awaited.
         generated_tokens: number of tokens sampled during the step, for training and validation.
         event_loop_lag_s: longest time since the last step for which an event loop with rollouts
             was held up.
@@ -133,7 +133,7 @@ def _mixed_version_share(taken: StepGroups) -> float:
 def _sync_metrics(sync: SyncReport) -> dict[str, float]:
     """Return the metrics of an update of weights.
 
-    Which version's update has ended by the end of a step depends on the clock, so its version is
+    In an asynchronous run this is the update to the version before the step's, so the version is
     among them.
     """
     metrics: dict[str, float] = {
@@ -153,13 +153,14 @@ def _replay_metrics(taken: StepGroups, version: int) -> dict[str, float]:
     """Return the metrics of the groups that the step trains on again."""
     if not taken.replayed:
         return {}
-    ages = _ages(taken.replayed, version)
-    return {
+    metrics: dict[str, float] = {
         "replay/groups": len(taken.replayed),
         "replay/rollouts": sum(len(group.rollouts) for group in taken.replayed),
-        "replay/age_mean": mean(ages),
-        "replay/age_max": int(ages.max()),
     }
+    ages = _ages(taken.replayed, version)
+    if len(ages):
+        metrics |= {"replay/age_mean": mean(ages), "replay/age_max": int(ages.max())}
+    return metrics
 
 
 def _demonstration_metrics(taken: StepGroups) -> dict[str, float]:
@@ -257,7 +258,7 @@ def _advantages(sample: TrainingSample) -> np.ndarray:
 
 
 def credit_seconds(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Return ``time/credit_s/<task>``: mean seconds a rollout that the task's algorithm took."""
+    """Return ``time/credit_s/<task>``: mean seconds per rollout that the algorithm took."""
     seconds: defaultdict[str, float] = defaultdict(float)
     rollouts: Counter[str] = Counter()
     for group in groups:

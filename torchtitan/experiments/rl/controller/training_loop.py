@@ -47,15 +47,15 @@ class TrainingLoop:
         first_step: int = 1,
         sleep: bool = False,
     ):
-        """Make a loop that stands before its first step.
+        """Make a loop that has taken no step yet.
 
         Args:
             steps: number of the last optimizer step.
-            synchronous: True if rollouts of a version start only when the generators hold it and
+            synchronous: True if rollouts start only once the generators hold the newest version and
                 its evaluation has ended.
             runner: reports the event-loop lag of the processes that run groups.
             generated_tokens: returns the number of tokens sampled since the run began.
-            first_step: above 1 if the run goes on from a checkpoint of the step before.
+            first_step: number of the first step to take; above 1 in a resumed run.
             sleep: True if the generators free their memory while the trainer steps, until they load
                 the version that it makes. Only in a synchronous run, where no request is open then.
         """
@@ -154,7 +154,7 @@ class TrainingLoop:
             generated_tokens = self._generated_tokens() - tokens_before
             self._record_step(step, taken, packed, metrics, started_at, generated_tokens)
 
-        # The step is recorded already, so this time counts for the next one.
+        # The step is recorded already, so this span is in the record of the next one.
         with self._stopwatch.span("checkpoint"):
             for watcher in self._watchers:
                 await watcher.step_ended(step)

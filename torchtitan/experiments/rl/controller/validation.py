@@ -27,7 +27,7 @@ from torchtitan.experiments.rl.user_code.calls import Gate, contained
 class Validator:
     """Runs evaluations as asyncio tasks.
 
-    An evaluation that is due while the last one of its task still runs is left out, and counted.
+    An evaluation that is due while its task's previous one still runs is left out, and counted.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a run, each built elsewhere
@@ -136,7 +136,7 @@ class Validator:
         """Begin an evaluation of the tasks that are not being evaluated already.
 
         Args:
-            alone: True if nothing else uses the generators, so that all examples may run at once.
+            alone: True to run all examples at once, as at the start and the end of a run.
             label: name of the evaluation in the records.
         """
         self._left_out.update(name for name in names if name in self._running)
@@ -217,8 +217,8 @@ class Validator:
 def labelled(group: RolloutGroup, label: str) -> RolloutGroup:
     """Give an evaluation's group an id that no other group of the run has, and return it.
 
-    The group had the same id in each evaluation, because its seeds follow from it. Ids of training
-    groups end with a hyphen and a number.
+    Its id is the same in every evaluation, because seeds follow from the id. Ids of training groups
+    end with a hyphen and a number.
     """
     group.group_id = f"{group.group_id}@{label}"
     for rollout in group.rollouts:

@@ -3,7 +3,7 @@
 The loss is a sum over three components, rl, ce and ref_kl: each is the sum over its member tokens
 of weight times loss, divided by a denominator that belongs to the whole optimizer step.
 
-This file has, in order: `MetricSums`, which makes metrics right over microbatches and ranks; which
+This file has, in order: `MetricSums`, which merges metrics over microbatches and ranks; which
 tokens are members and what a component is divided by; the losses ce, ref_kl and the KL term to a
 reference; `compute_loss`; and the mismatch between trainer and generator. The rl losses are in
 `variants.py`.

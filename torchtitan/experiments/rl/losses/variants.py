@@ -204,7 +204,7 @@ def clipped_surrogate(
 
     The minimum of the formula bounds ρ from above where A > 0 and from below where A < 0, so ρ is
     bounded before it is exponentiated and an extreme log ratio can't overflow. Where A < 0, only
-    ``ratio_max`` bounds it from above. A token that the clip takes counts as none of the cap's.
+    ``ratio_max`` bounds it from above. A token that the clip takes is not counted as capped.
 
     Args:
         lr: log ratios, of any shape.
@@ -235,7 +235,7 @@ class PPOClip(RLLoss):
     class Config(RLLoss.Config):
         clip_low: NonNegativeFloat = 0.2
         clip_high: NonNegativeFloat = 0.2
-        """Upper bound of the clip, above 1. DAPO uses 0.28."""
+        """Distance of the clip's upper bound above 1. DAPO uses 0.28."""
         ratio_max: RatioMax = RATIO_MAX
         """Largest importance ratio that the loss computes with; None sets no cap. A token above it
         has no gradient."""
@@ -266,9 +266,10 @@ class CISPO(RLLoss):
     @dataclass(kw_only=True, slots=True)
     class Config(RLLoss.Config):
         clip_low: NonNegativeFloat = 1.0
-        """Lower bound of the clip, below 1. The default of 1 sets no bound, as in the paper."""
+        """Distance of the clip's lower bound below 1. The default of 1 sets no bound, as in the
+        paper."""
         clip_high: NonNegativeFloat = 4.0
-        """Upper bound of the clip, above 1. The paper tunes it and gives no number."""
+        """Distance of the clip's upper bound above 1. The paper tunes it and gives no number."""
 
     config: Config
 
@@ -285,9 +286,11 @@ class GSPO(RLLoss):
     That form (eq. 13 and 14) lets advantages differ within a sequence. If they don't, its gradient
     is that of GSPO.
 
-        s = exp(mean of lr over the sequence's member tokens)        (geometric mean of their
-        ratios) s_t = sg(s)·exp(logp - sg(logp)) ℓ = -min(s_t·A, clip(s_t, 1 - clip_low, 1 +
-        clip_high)·A)        with min(s_t, ratio_max) for s_t
+        s = exp(mean of lr over the sequence's member tokens)
+        s_t = sg(s)·exp(logp - sg(logp))
+        ℓ = -min(s_t·A, clip(s_t, 1 - clip_low, 1 + clip_high)·A)
+
+    with min(s_t, ratio_max) for s_t. s is the geometric mean of the tokens' ratios.
 
     The paper averages over the tokens of a sequence, then over sequences. Here every token counts
     the same, so long sequences weigh more.
@@ -297,8 +300,8 @@ class GSPO(RLLoss):
     class Config(RLLoss.Config):
         clip_low: NonNegativeFloat = 3e-4
         clip_high: NonNegativeFloat = 4e-4
-        """Upper bound of the clip, above 1. Both bounds are the paper's: ratios of sequences vary
-        far less than those of tokens."""
+        """Distance of the clip's upper bound above 1. Both bounds are the paper's: ratios of
+        sequences vary far less than those of tokens."""
         ratio_max: RatioMax = RATIO_MAX
         """Largest sequence ratio that the loss computes with; None sets no cap. The tokens of a
         sequence above it have no gradient."""
@@ -433,7 +436,9 @@ class BoundedConfig(Correction.Config):
 class IcePop(Correction):
     """IcePop's masked importance weights (Ling team, "Every Step Evolves", arXiv:2510.18855).
 
-    w = ρ where low ≤ ρ ≤ high, else 0
+        w = ρ where low ≤ ρ ≤ high, else 0
+
+    A token outside the bounds is left out.
     """
 
     has_ratio = True
