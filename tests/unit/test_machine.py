@@ -130,7 +130,7 @@ def test_an_engine_that_is_not_installed_is_one_line_and_a_dry_run_only_notes_it
     assert (
         (output.out.endswith(f"before a run   {line}") and output.err == "")
         if words
-        else output.err == f"error: {line}"
+        else output.err == f"error: {line.strip()} (--dry-run lists all that is missing)\n"
     )
 
 

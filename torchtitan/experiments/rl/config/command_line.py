@@ -458,6 +458,8 @@ def _refused_overrides(config: Any, overrides: list[str], message: str) -> Confi
     unknown = [word.partition("=")[0] for word in words if word.startswith("--")]
     if words != [refused] and unknown:
         near = [f"--{path}" for option in unknown if (path := _nearest_option(config, option))]
+        if near == unknown:
+            return ConfigError(", ".join(unknown), "", "it wants a value")
         meant = ", ".join(near or filter(None, [guess]))
         cure = f"perhaps you meant {meant}" if meant else ""
         return UnknownOption(", ".join(unknown), " ".join(overrides), cure)
