@@ -183,6 +183,18 @@ async def test_run_trains_on_every_group_once_and_starts_no_more_than_it_needs()
     assert loop.pacer.free_slots == 4
 
 
+async def test_a_group_that_something_else_cancelled_ends_the_run():
+    class Cancelled(StubTask):
+        async def run_group(self, *args, **options):
+            raise asyncio.CancelledError
+
+    loop = Loop(Cancelled(lambda number: [0.0, 1.0]))
+    loop.fill()
+    with pytest.raises(RunError, match="stub-0 was cancelled, and not by the run"):
+        await loop.batch()
+    await loop.close()
+
+
 async def test_an_unexpected_error_of_a_coroutine_ends_the_run():
     async def failing() -> None:
         raise AssertionError("of the library")

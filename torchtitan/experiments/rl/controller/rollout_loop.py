@@ -11,7 +11,7 @@ The life of a group:
 2. `_run_group` takes it from here to 5. The task's sampler gives an example, unless groups that
    share it have it already.
 3. The runner runs its rollouts, scores them, and gives their tokens credit. If credit is expensive,
-   the pre-batch filters look at the group before it is given.
+   the pre-batch filters look at the group first, and only a group that they keep gets credit.
 4. The sampler and the task mix observe it.
 5. It settles: the pre-batch filters and the row length end some of its rollouts. If none is left,
    it is dropped.
@@ -25,9 +25,9 @@ group leaves, its slot frees exactly once, and each of its rollouts ends in one 
 (`ledger.py`). Observers of all this extend ``RunEvents`` (`events.py`).
 
 A group whose rollouts are compared uses a slot of its own. Rollouts that are not compared are
-groups of one, and those of one example share a slot. If one of them is dropped, another rollout of
-its task replaces it once any group of the slot is kept. If all of them are dropped, the slot is
-free. Until it is known which, the dropped group keeps its place. So a slot ends up full or free.
+groups of one, and those that are started together share a slot. Once any of them is kept, another
+rollout of the task replaces each dropped one. If all are dropped, the slot is free. Until then a
+dropped group keeps its place in the slot, so that no other group is given it too.
 """
 
 import asyncio
@@ -168,7 +168,7 @@ class RolloutLoop:
         """Number of groups started since the run began, which numbers their ids."""
         self._running: set[asyncio.Task[None]] = set()
         self._picking = False
-        """True while the task mix picks a task in a thread. `fill` goes on when it has."""
+        """True while the task mix picks a task in a thread. `fill` starts nothing until it has."""
         self._to_replace: list[tuple[str, Task, Slot]] = []
         """Dropped groups of kept slots. They keep their places until `fill` replaces them."""
         self._next_step = StepGroups()
@@ -188,7 +188,7 @@ class RolloutLoop:
     # Called by the training loop.
 
     def fill(self) -> None:
-        """Replace dropped groups and start new ones, until no slot is free or enough are open.
+        """Replace dropped groups and start new ones, as long as slots are free and steps need them.
 
         Starts none while a snapshot is pending; the caller of `capture` calls this again.
         """
@@ -207,7 +207,7 @@ class RolloutLoop:
             RunStopped: `stop` was called.
             NothingLeftToLearn: every task is mastered.
             RunError: a sampler, the task mix, a filter or an observer failed, or a part of the run
-                that rollouts depend on.
+                that rollouts depend on did.
         """
         while True:
             group_ids = await self._take_groups(base_version)
@@ -245,7 +245,7 @@ class RolloutLoop:
             self.fill()
 
     def fail(self, error: Exception) -> None:
-        """Have `next_groups` raise ``error``: the generators, or what else rollouts need, failed.
+        """Have `next_groups` raise ``error``: the generators failed, or something else they need.
 
         Rollouts that fail from now on are not counted: their envs and rewards did not cause it.
         """
@@ -307,7 +307,7 @@ class RolloutLoop:
         for group in groups:
             if not group.rollouts:  # its slot frees with the others of the step
                 self._drop(group.group_id, tell_watchers=False)
-        # Each step counts as its configured slots, also one that took more.
+        # Each step counts as its configured slots, even if it took more.
         self._groups_left -= self._pacer.groups_per_step
         step = self._next_step
         self._next_step = StepGroups()
@@ -320,10 +320,13 @@ class RolloutLoop:
     # Starting groups.
 
     @property
+    def _is_running(self) -> bool:
+        return not self._stopping and self._failure is None
+
+    @property
     def _may_start(self) -> bool:
         """True if the run goes on, and neither a pick nor a snapshot is pending."""
-        is_running = not self._stopping and self._failure is None
-        return is_running and not self._picking and not self._snapshots.snapshot_pending
+        return self._is_running and not self._picking and not self._snapshots.snapshot_pending
 
     @property
     def _wants_groups(self) -> bool:
@@ -348,8 +351,7 @@ class RolloutLoop:
         """Wait for the task mix's answer, start the slot, and go on with `fill`."""
         try:
             name = self._selection.picked(await pick.value())
-            is_running = not self._stopping and self._failure is None
-            if is_running and self._wants_groups and self._pacer.has_slot:
+            if self._is_running and self._wants_groups and self._pacer.has_slot:
                 self._start_slot(name)
         except RunError as error:
             self._end_run(error)
@@ -398,11 +400,14 @@ class RolloutLoop:
 
     def _coroutine_ended(self, task: "asyncio.Task[None]") -> None:
         self._running.discard(task)
-        # Each coroutine handles the failures that it expects. Without this, an unexpected one would
+        if self._stopping:
+            return
+        # A coroutine handles the failures that it expects. Any other end but a normal one would
         # leave `next_groups` waiting for ever.
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception):
-            self._end_run(error)
+        if task.cancelled():
+            self._end_run(RunError(f"{task.get_name()} was cancelled, and not by the run"))
+        elif (error := task.exception()) is not None:
+            self._end_run(error if isinstance(error, Exception) else RunError(cause_of(error)))
 
     # Running a group.
 
@@ -419,8 +424,8 @@ class RolloutLoop:
         except NothingLeftToLearn as end:
             logger.info("%s", end)
             self._end_run(end)
-        # Failures of envs, rewards and algorithms are statuses of rollouts, and not raised. What is
-        # raised all the same, such as a SystemExit, would stop the event loop.
+        # Failures of envs, rewards and algorithms are statuses of rollouts, and not raised. All
+        # others end the run. A SystemExit is caught too: it would stop the event loop.
         except BaseException as error:  # noqa: BLE001
             if self._failure is None:
                 logger.exception("group %s", group_id, extra=ENDS_THE_RUN)
@@ -455,8 +460,8 @@ class RolloutLoop:
     ) -> tuple[RolloutGroup, FilterResult | None]:
         """Run the rollouts of a group, score them, and give their tokens credit.
 
-        Credit is expensive where an algorithm asks models for it. Such a group is filtered first,
-        and gets its credit only if it is trained on.
+        Credit is expensive where an algorithm asks models for it. Such a group has one rollout, is
+        filtered first, and gets its credit only if it is trained on.
 
         Returns:
             The group, and the result of the pre-batch filters if they have looked at it already.
@@ -601,7 +606,8 @@ class RolloutLoop:
         async with self._snapshots.snapshot():
             samplers, mix = await self._selection.states()
             self.ledger.flush()
-            # Dropped groups that keep their places are not saved: `has_slot` fills these up again.
+            # Dropped groups that keep their places are not saved. The resumed run has these places
+            # free, and fills them up by new slots (`Pacer.has_slot`).
             open_ids = set(self._open)
             state = RolloutLoopState(
                 started=self._started,
@@ -622,7 +628,7 @@ class RolloutLoop:
     async def restore(
         self, state: RolloutLoopState, finished: Mapping[str, RolloutGroup], version: int
     ) -> None:
-        """Continue from a checkpoint, and run again the groups that had not finished.
+        """Continue from a checkpoint, and run unfinished groups again. Call `fill` after it.
 
         Args:
             finished: the checkpoint's finished groups by id.

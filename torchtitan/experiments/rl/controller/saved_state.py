@@ -88,9 +88,10 @@ class MasteryState(Record):
     """Evidence that tasks are mastered: all their groups tie, at a high reward."""
 
     ties: dict[str, list[float]]
-    """By task: mean rewards of the groups that tied since its last group with a learning signal."""
+    """Mean rewards of the groups that tied since a task's last group with a learning signal, by
+    task."""
     signals: dict[str, tuple[int, float]]
-    """By task: number of groups with a learning signal, and the sum of their mean rewards."""
+    """Number of groups with a learning signal, and the sum of their mean rewards, by task."""
 
 
 class StallState(Record):
