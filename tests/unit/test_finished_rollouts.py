@@ -1,8 +1,9 @@
-"""A rollout that has ended is changed by nobody: who tries fails by name, or changes a copy."""
+"""A rollout that has ended is changed by nobody: who tries fails by name, in the line that tries."""
 
 import copy
+import json
 import pickle
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from tests.unit.test_reference_algorithms import TEACHER, Scorer
 from tests.unit.test_samples import turn_of
 from tests.unit.test_task import ListTask, build, run  # noqa: F401 - build is a fixture
 from torchtitan.experiments.rl.algorithms import GRPO, SFT
+from torchtitan.experiments.rl.frozen import read_only
 from torchtitan.experiments.rl.rollouts.records import encode_rollout
-from torchtitan.experiments.rl.rollouts.sealed import sealed_group, sealed_rollout
 from torchtitan.experiments.rl.rollouts.types import (
     DataSample,
     Rollout,
@@ -21,6 +22,7 @@ from torchtitan.experiments.rl.rollouts.types import (
     RolloutStatus,
 )
 from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric
+from torchtitan.experiments.rl.tasks.task import Task
 
 REFUSED = {
     "a status": (
@@ -29,12 +31,12 @@ REFUSED = {
     ),
     "an error": (lambda rollout: setattr(rollout, "error", "because"), "can't change error"),
     "a reward": (lambda rollout: setattr(rollout, "reward", 9.0), "can't change reward"),
-    "no turns": (lambda rollout: rollout.turns.clear(), "'clear'"),
+    "no turns": (lambda rollout: rollout.turns.clear(), "read-only"),
     "another list of turns": (
         lambda rollout: setattr(rollout, "turns", rollout.turns[:1]),
         "can't change turns",
     ),
-    "turns in another order": (lambda rollout: rollout.turns.reverse(), "'reverse'"),
+    "turns in another order": (lambda rollout: rollout.turns.reverse(), "read-only"),
     "a completion": (
         lambda rollout: setattr(rollout.turns[1], "completion", rollout.turns[0].completion),
         "can't change completion",
@@ -43,11 +45,7 @@ REFUSED = {
         lambda rollout: setattr(rollout.turns[0].completion, "token_ids", np.zeros(3, np.int32)),
         "can't change token_ids",
     ),
-    "token ids made writable": (
-        lambda rollout: rollout.turns[0].completion.token_ids.setflags(write=True),
-        "WRITEABLE",
-    ),
-    "no samples": (lambda rollout: rollout.samples.clear(), "'clear'"),
+    "no samples": (lambda rollout: rollout.samples.clear(), "read-only"),
     "nothing left": (lambda rollout: delattr(rollout, "turns"), "can't change turns"),
     "token ids": (lambda rollout: rollout.turns[0].completion.token_ids.fill(0), "read-only"),
     "log-probabilities": (
@@ -75,12 +73,13 @@ OF_SAMPLES = {
         "temperature",
     ),
 }
-OF_COPIES = {
+OF_MESSAGES = {
     "a message": lambda rollout: rollout.turns[0].assistant_message.update(content="better"),
     "an opening message": lambda rollout: rollout.turns[0].prompt_messages[0].clear(),
     "one message less": lambda rollout: rollout.turns[1].prompt_messages.pop(),
     "what the env rewarded": lambda rollout: rollout.turns[0].reward_components.update(steps=9.0),
     "the example": lambda rollout: rollout.data_sample.info.update(seen=True),
+    "another example": lambda rollout: setattr(rollout.data_sample, "env_input", "easy"),
 }
 
 
@@ -126,10 +125,13 @@ async def test_reward_function_that_changes_a_rollout_fails_it_by_name_and_in_pl
     assert [line(rollout) for rollout in group.rollouts] == before
 
 
-@pytest.mark.parametrize("kind", OF_COPIES)
-async def test_what_is_done_to_messages_and_the_example_reaches_nobody_else(build, tokenizer, kind):  # noqa: F811
+@pytest.mark.parametrize("kind", OF_MESSAGES)
+async def test_reward_function_that_edits_a_message_or_the_example_fails_by_name(
+    build, tokenizer, kind
+):
     async def vandal(rollout, env_input):
-        OF_COPIES[kind](rollout)
+        if rollout.index_in_group == 1:
+            OF_MESSAGES[kind](rollout)
         return 1.0
 
     async def untouched(rollout, env_input):
@@ -140,10 +142,10 @@ async def test_what_is_done_to_messages_and_the_example_reaches_nobody_else(buil
     )
     task, group = await finished_group(build, tokenizer, rubric=rubric)
     before = [line(rollout) for rollout in group.rollouts]
-    assert (
-        await task.score_group(group) is None
-        and [rollout.reward for rollout in group.rollouts] == [1.0] * 3
-    )
+    assert await task.score_group(group) is None
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, None, 1.0]
+    assert "reward function 'vandal'" in group.rollouts[1].error
+    assert "read-only" in group.rollouts[1].error
     assert [line(rollout) for rollout in group.rollouts] == before
 
 
@@ -168,15 +170,18 @@ async def test_group_level_function_that_changes_one_rollout_fails_all_that_it_s
     assert group.rollouts[2].status is not RolloutStatus.ABORTED
 
 
-async def test_an_example_is_every_functions_own(build, tokenizer):  # noqa: F811
+async def test_function_that_edits_the_row_fails_by_name_and_others_see_it_whole(build, tokenizer):  # noqa: F811
+    row = {"names": ["a", "b"], "file": object()}
+
     def clears(rollout, row):
         row["names"].clear()
         return 1.0
 
     def counts(rollout, row):
+        seen.append((row["names"], row["file"]))
         return float(len(row["names"]))
 
-    example, open_file = {"names": ["a", "b"], "file": object()}, None
+    seen = []
     task, group = await finished_group(
         build,
         tokenizer,
@@ -184,49 +189,68 @@ async def test_an_example_is_every_functions_own(build, tokenizer):  # noqa: F81
             reward_fns=[RewardFn(clears, takes="rollout"), RewardFn(counts, takes="rollout")]
         ),
     )
-    open_file = example["file"]
-    group.data_sample.env_input = example
-    assert (
-        await task.score_group(group) is None
-        and [rollout.reward for rollout in group.rollouts] == [1.5] * 3
+    group.data_sample = DataSample(sample_id="0", env_input=row)
+    assert "reward function 'clears': TypeError: this dict or list is read-only" in (
+        await task.score_group(group)
     )
-    assert example == {"names": ["a", "b"], "file": open_file}
+    # Objects that JSON does not have are shared, and the dataset's own row is left as it is.
+    assert seen == [(["a", "b"], row["file"])] * 3
+    row["names"].append("c")
+
+
+async def test_env_is_given_a_read_only_example_and_the_datasets_stays_its_own(build, tokenizer):  # noqa: F811
+    class Careless(TalkingEnv):
+        async def reset(self):
+            self.row["board"][0] = "x"
+            return await super().reset()
+
+    class BoardTask(ListTask):
+        make_envs = Task.make_envs
+
+        def make_env(self, sample):
+            env = Careless(turns=1)
+            env.row = sample.env_input
+            return env
+
+    task = build(kind=BoardTask)
+    sample = DataSample(sample_id="0", env_input={"board": ["", ""]})
+    group = await task.run_group(sample, ScriptedPolicy(tokenizer), group_id="g", seed=0)
+    assert all(
+        rollout.error.startswith("Careless.reset: TypeError: this dict or list is read-only")
+        for rollout in group.rollouts
+    )
+    sample.env_input["board"][0] = "o"
 
 
 # ------------------------------------------------------------------ rubrics that score in their own way
 
 
-@pytest.mark.parametrize(
-    "status", [RolloutStatus.TRUNCATED_LENGTH, RolloutStatus.ONGOING, "done", None]
-)
-async def test_status_that_a_rubric_sets_is_refused_by_name(build, tokenizer, status):  # noqa: F811
+@pytest.mark.parametrize("status", [RolloutStatus.TRUNCATED_LENGTH, "done", None])
+async def test_rubric_that_sets_a_status_fails_the_group_by_name(build, tokenizer, status):  # noqa: F811
     class Own(Rubric):
         async def score_group(self, rollouts, env_input):
             rollouts[1].status = status
             return [Reward(1.0) for _ in rollouts]
 
     task, group = await finished_group(build, tokenizer, rubric=Own.Config())
-    assert await task.score_group(group) is None
-    assert [rollout.status for rollout in group.rollouts] == ["completed", "error", "completed"]
-    assert [rollout.reward for rollout in group.rollouts] == [1.0, None, 1.0]
-    assert (
-        "Own.score_group set the status of a rollout that has ended to" in group.rollouts[1].error
-    )
+    failure = await task.score_group(group)
+    assert "Own.score_group: AttributeError: can't change status of this Rollout" in failure
+    assert [rollout.status for rollout in group.rollouts] == ["error"] * 3
+    assert group.scored == []
 
 
 async def test_rollout_that_a_rubric_fails_is_not_trained_on_whatever_its_reward(build, tokenizer):  # noqa: F811
     class Own(Rubric):
         async def score_group(self, rollouts, env_input):
             rollouts.reverse()
-            rollouts[0].status, rollouts[0].error = RolloutStatus.ERROR, "no judge"
+            rollouts[0].fail("no judge")
             return [Reward(float(index)) for index in range(len(rollouts))]
 
     task, group = await finished_group(build, tokenizer, rubric=Own.Config())
     assert await task.score_group(group) is None
     assert [rollout.rollout_id for rollout in group.rollouts] == ["g/0", "g/1", "g/2"]
-    assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0, None] and group.rollouts[
-        2
-    ].error == "no judge"
+    assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0, None]
+    assert (group.rollouts[2].status, group.rollouts[2].error) == ("error", "no judge")
 
 
 async def test_rubric_of_ones_own_that_changes_turns_fails_the_group_by_name(build, tokenizer):  # noqa: F811
@@ -236,7 +260,9 @@ async def test_rubric_of_ones_own_that_changes_turns_fails_the_group_by_name(bui
             return [Reward(1.0) for _ in rollouts]
 
     task, group = await finished_group(build, tokenizer, rubric=Own.Config())
-    assert "Own.score_group: AttributeError" in await task.score_group(group)
+    assert "Own.score_group: TypeError: this dict or list is read-only" in (
+        await task.score_group(group)
+    )
     assert [len(rollout.turns) for rollout in group.rollouts] == [2, 2, 2] and group.scored == []
 
 
@@ -279,26 +305,26 @@ async def test_algorithm_that_changes_a_rollout_fails_by_name_and_changes_nothin
     assert line(group.rollouts[1]) == before[0]
 
 
-@pytest.mark.parametrize("kind", OF_COPIES)
-async def test_what_an_algorithm_does_to_a_message_has_no_effect(build, tokenizer, kind):  # noqa: F811
+@pytest.mark.parametrize("kind", OF_MESSAGES)
+async def test_algorithm_that_edits_a_message_fails_by_name(build, tokenizer, kind):  # noqa: F811
     class Vandal(GRPO):
         def score_group(self, group):
             super().score_group(group)
-            OF_COPIES[kind](group.rollouts[1])
+            OF_MESSAGES[kind](group.rollouts[1])
 
     task, group = await finished_group(build, tokenizer, algorithm=Vandal.Config())
     before = [line(rollout) for rollout in group.rollouts]
-    assert (
-        await task.score_group(group) is None
-        and [line(rollout) for rollout in group.rollouts] == before
-    )
-    assert all(rollout.samples[0].advantages is not None for rollout in group.rollouts)
+    failure = await task.score_group(group)
+    assert failure.startswith("task talk: Vandal.score_group: ") and "read-only" in failure
+    assert [line(rollout) for rollout in group.rollouts] == before
+    # It had given credit before it failed: nothing of that is kept.
+    assert all(rollout.samples[0].advantages is None for rollout in group.rollouts)
 
 
 @pytest.mark.parametrize(
     "spoil", [lambda group: group.rollouts.pop(), lambda group: setattr(group, "rollouts", [])]
 )
-async def test_algorithm_that_takes_rollouts_out_of_their_group_has_no_effect_or_fails(
+async def test_algorithm_that_takes_rollouts_out_of_their_group_fails_by_name(
     build, tokenizer, spoil
 ):
     class Vandal(GRPO):
@@ -308,10 +334,27 @@ async def test_algorithm_that_takes_rollouts_out_of_their_group_has_no_effect_or
 
     task, group = await finished_group(build, tokenizer, algorithm=Vandal.Config())
     failure = await task.score_group(group)
-    assert failure is None or "Vandal.score_group: AttributeError: can't change rollouts" in failure
-    assert [rollout.rollout_id for rollout in group.rollouts] == ["g/0", "g/1", "g/2"] and len(
-        group.scored
-    ) == 3 * (not failure)
+    assert "Vandal.score_group: " in failure and "read-only" in failure
+    assert [rollout.rollout_id for rollout in group.rollouts] == ["g/0", "g/1", "g/2"]
+
+
+async def test_score_group_may_change_in_place_what_score_rollout_gave(build, tokenizer):  # noqa: F811
+    class InPlace(GRPO):
+        async def score_rollout(self, rollout):
+            for sample in rollout.samples:
+                sample.ce_weights = 0.25 * sample.loss_mask.astype(np.float32)
+
+        def score_group(self, group):
+            super().score_group(group)
+            for rollout in group.rollouts:
+                for sample in rollout.samples:
+                    sample.ce_weights *= 2
+
+    task, group = await finished_group(build, tokenizer, algorithm=InPlace.Config())
+    first = [rollout.samples[0].ce_weights for rollout in group.rollouts]
+    assert await task.score_group(group) is None
+    assert {rollout.samples[0].ce_weights.max() for rollout in group.rollouts} == {0.5}
+    assert {weights.max() for weights in first} == {0.25}
 
 
 async def test_algorithm_may_replace_the_fields_it_declares_and_no_others(build, tokenizer):  # noqa: F811
@@ -340,31 +383,125 @@ async def test_credit_is_read_only_once_it_was_given(build, tokenizer):  # noqa:
     assert await task.score_group(group) is None
     with pytest.raises(ValueError, match="read-only"):
         group.rollouts[0].samples[0].advantages[0] = 1.0
+    with pytest.raises(AttributeError, match="can't change advantages of this TrainingSample"):
+        group.rollouts[0].samples[0].advantages = None
 
 
-# ------------------------------------------------------------------ sealed records
+async def test_task_that_scores_its_own_rollouts_amends_them(build, tokenizer):  # noqa: F811
+    class Bonus(ListTask):
+        async def score_rewards(self, group):
+            await super().score_rewards(group)
+            for rollout in group.rollouts:
+                rollout.amend(reward=rollout.reward + rollout.index_in_group)
+
+    task, group = await finished_group(build, tokenizer, kind=Bonus)
+    assert await task.score_group(group) is None
+    assert [rollout.reward for rollout in group.rollouts] == [2.0, 3.0, 4.0]
 
 
-def test_a_copy_of_a_sealed_record_is_a_plain_record_with_the_same_fields():
+# ------------------------------------------------------------------ read-only records
+
+
+def frozen_group() -> RolloutGroup:
     turn, example = turn_of([1], [2]), DataSample(sample_id="0", env_input={"a": [1]})
     rollout = Rollout(
         group_id="g", index_in_group=0, task_name="t", turns=[turn], data_sample=example
     )
-    group = RolloutGroup(group_id="g", task_name="t", data_sample=example, rollouts=[rollout])
-    sealed = sealed_group(group)
-    assert isinstance(sealed.rollouts[0].turns[0], type(turn)) and sealed.scored == []
-    for made in (
-        copy.copy(sealed),
-        copy.deepcopy(sealed),
-        pickle.loads(pickle.dumps(sealed)),
-        replace(sealed),
-    ):
-        assert type(made) is RolloutGroup
+    return RolloutGroup(
+        group_id="g", task_name="t", data_sample=example, rollouts=[rollout]
+    ).freeze()
+
+
+def test_a_copy_of_a_read_only_record_can_be_changed():
+    group = frozen_group()
+    assert replace(group) == group and not replace(group).frozen
+    for made in (copy.deepcopy(group), pickle.loads(pickle.dumps(group))):
+        assert type(made) is RolloutGroup and repr(made) == repr(group)
         made.group_id = "other"
-    assert sealed.group_id == "g" and type(copy.deepcopy(sealed).rollouts[0].turns[0]) is type(turn)
-    seen = sealed_rollout(rollout)
-    assert all(
-        repr(getattr(seen.turns[0], f.name)) == repr(getattr(turn, f.name))
-        for f in fields(turn)
-        if f.name != "completion"
-    )
+        made.rollouts[0].turns.append(None)
+        made.rollouts[0].turns[0].assistant_message["content"] = "other"
+        made.data_sample.env_input["a"].append(2)
+    assert group.group_id == "g" and len(group.rollouts[0].turns) == 1
+    assert group.data_sample.env_input == {"a": [1]}
+
+
+def test_what_an_owner_amends_is_read_only_too():
+    group = frozen_group()
+    group.amend(failure="no", costs={"judge": 1.0})
+    assert (group.failure, group.costs) == ("no", {"judge": 1.0})
+    with pytest.raises(TypeError, match="read-only"):
+        group.costs["judge"] = 2.0
+    with pytest.raises(AttributeError, match="can't change failure of this RolloutGroup"):
+        group.failure = None
+    with pytest.raises(AttributeError, match="can't change failure"):
+        del group.failure
+
+
+EDITS_OF_DICTS = {
+    "set": lambda value: value.__setitem__("a", 0),
+    "delete": lambda value: value.__delitem__("a"),
+    "update": lambda value: value.update(a=0),
+    "or": lambda value: value.__ior__({"a": 0}),
+    "pop": lambda value: value.pop("a"),
+    "popitem": lambda value: value.popitem(),
+    "setdefault": lambda value: value.setdefault("b", 0),
+    "clear": lambda value: value.clear(),
+}
+EDITS_OF_LISTS = {
+    "set": lambda value: value.__setitem__(0, 0),
+    "slice": lambda value: value.__setitem__(slice(0, 1), []),
+    "delete": lambda value: value.__delitem__(0),
+    "append": lambda value: value.append(0),
+    "extend": lambda value: value.extend([0]),
+    "add": lambda value: value.__iadd__([0]),
+    "multiply": lambda value: value.__imul__(2),
+    "insert": lambda value: value.insert(0, 0),
+    "pop": lambda value: value.pop(),
+    "remove": lambda value: value.remove(1),
+    "reverse": lambda value: value.reverse(),
+    "sort": lambda value: value.sort(),
+    "clear": lambda value: value.clear(),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS_OF_DICTS)
+def test_read_only_dict_refuses(edit):
+    value = read_only({"a": 1})
+    with pytest.raises(TypeError, match="read-only"):
+        EDITS_OF_DICTS[edit](value)
+    assert value == {"a": 1} and json.dumps(value) == '{"a": 1}'
+
+
+@pytest.mark.parametrize("edit", EDITS_OF_LISTS)
+def test_read_only_list_refuses(edit):
+    value = read_only([1, 2])
+    with pytest.raises(TypeError, match="read-only"):
+        EDITS_OF_LISTS[edit](value)
+    assert value == [1, 2] and json.dumps(value) == "[1, 2]"
+
+
+def test_copies_and_sums_of_read_only_values_are_plain():
+    value = read_only({"a": [1, ({"b": 2},)]})
+    for made in (
+        value.copy(),
+        value | {},
+        {**value},
+        copy.copy(value),
+        copy.deepcopy(value),
+        pickle.loads(pickle.dumps(value)),
+    ):
+        assert type(made) is dict and made == value
+    for made in (value["a"][:1], value["a"] + [3], list(value["a"]), copy.copy(value["a"])):
+        assert type(made) is list
+    plain = copy.deepcopy(value)
+    plain["a"][1][0]["b"] = 3
+    assert value["a"][1][0]["b"] == 2
+
+
+def test_class_of_ones_own_is_left_as_it_is():
+    class Own(dict):
+        pass
+
+    value = {"own": Own(a=1)}
+    read_only(value)["own"]["a"] = 2
+    assert value["own"]["a"] == 2

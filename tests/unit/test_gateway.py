@@ -18,6 +18,7 @@ from tests.unit.rollout_stubs import ScriptedPolicy, ScriptedSession
 from torchtitan.experiments.rl.gateway import anthropic as messages
 from torchtitan.experiments.rl.gateway import chat, responses, server, session
 from torchtitan.experiments.rl.gateway.request import ModelReply, ModelRequest
+from torchtitan.experiments.rl.rollouts.credit import draft_rollout
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks import EnvTask, MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.types import STREAMS
@@ -144,6 +145,7 @@ async def test_forks_are_samples_of_one_rollout_and_lose_no_token(renderer, toke
     shared = rollout.turns[0]
     prefix = np.concatenate([shared.prompt_token_ids, shared.completion.token_ids])
     assert sum(np.array_equal(s.token_ids[: len(prefix)], prefix) for s in rollout.samples) == 3
+    rollout = draft_rollout(rollout)
     rollout.assign_advantages(0.5)
     assert all((s.advantages[s.loss_mask] == 0.5).all() for s in rollout.samples)
 

@@ -8,7 +8,8 @@ import pytest
 from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv, completion_of
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.envs.conversation import SHORT_COMPLETION, GroupPrompts
+from torchtitan.experiments.rl.envs.conversation import SHORT_COMPLETION
+from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component

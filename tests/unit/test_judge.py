@@ -77,7 +77,8 @@ async def test_equal_conversations_share_one_call_and_its_answer():
         asking[0].cancel()  # one who stops waiting takes the answer from no other
         release.set()
         answers = await asyncio.gather(*asking[1:], judge.chat([*ASKED]))
-        answers[0]["content"] = "changed"
+        with pytest.raises(TypeError, match="read-only"):  # the others have the same answer
+            answers[0]["content"] = "changed"
         again = await judge.chat(ASKED)
     assert len(server.asked) == 1 and again == {"role": "assistant", "content": "yes"} == answers[1]
     assert spent.pop("judge/grader/seconds") > 0

@@ -30,7 +30,6 @@ from torchtitan.experiments.rl.envs.renderer import (
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
-from torchtitan.experiments.rl.rollouts.sealed import copied
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus
 from torchtitan.experiments.rl.types import ROLES
 
@@ -357,23 +356,18 @@ async def test_tool_calls_arrive_in_openai_format(wrap, tokenizer):
     assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1}
 
 
-def test_copied_message_shares_nothing_that_can_be_changed():
-    class Odd:
-        def __init__(self):
-            self.values = [1]
+async def test_env_that_edits_the_message_it_is_given_fails_by_name(wrap, tokenizer):
+    class Careless(TalkingEnv):
+        async def step_message(self, message):
+            message.pop("tool_calls")
+            return await super().step_message(message)
 
-    message = {
-        "role": "assistant",
-        "content": "x",
-        "tool_calls": [{"id": "a", "function": {"name": "f"}}],
-        "odd": (Odd(),),
-    }
-    copy = copied(message)
-    copy["tool_calls"][0]["function"]["name"] = copy["content"] = "changed"
-    copy["tool_calls"].append({})
-    copy["odd"][0].values.append(2)
-    assert message["content"] == "x" and message["odd"][0].values == [1]
-    assert message["tool_calls"] == [{"id": "a", "function": {"name": "f"}}]
+    env = wrap(Careless(turns=2, role="tool"))
+    await env.initial_prompt()
+    await env.step_completion(completion_of(tokenizer, CALL))
+    assert env.status is RolloutStatus.ERROR
+    assert env.error.startswith("Careless.step_message: TypeError: this dict or list is read-only")
+    assert len(env.turns[0].assistant_message["tool_calls"]) == 1
 
 
 async def test_malformed_tool_call_is_kept_in_the_content_and_marked(wrap, tokenizer):
@@ -397,8 +391,8 @@ async def test_env_that_edits_its_messages_does_not_change_the_record(wrap, toke
             return ResetOutput(messages=self.opening_messages)
 
         async def step_message(self, message):
-            message["content"] = self.opening_messages[0]["content"] = "edited"
-            self.opening_messages.append(message)
+            self.opening_messages[0]["content"] = "edited"
+            self.opening_messages.append(message | {"content": "edited"})
             return await super().step_message(message)
 
     env = wrap(Editing())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.scripted_engine import ScriptedEngine, ScriptedEngineConfig, counting_table
-from torchtitan.experiments.rl.envs.conversation import Line, yield_queue
+from torchtitan.experiments.rl.envs.yield_queue import Line, yield_queue
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation import client as generator_client
 from torchtitan.experiments.rl.generation.client import AHEAD, FULL_MESSAGE, GeneratorClient, Router

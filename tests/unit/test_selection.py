@@ -222,14 +222,12 @@ class Pops(Filter):
         return answer
 
 
-async def test_filter_that_empties_the_list_it_is_given_changes_nothing():
-    loop = Loop(
-        StubTask(lambda number: [0.0, 1.0]), filters=[Pops.Config()], post_filters=[Pops.Config()]
-    )
+@pytest.mark.parametrize("place", ["filters", "post_filters"])
+async def test_filter_that_empties_the_list_it_is_given_is_named(place):
+    loop = Loop(StubTask(lambda number: [0.0, 1.0]), **{place: [Pops.Config()]})
     loop.fill()
-    batch = await loop.batch()
-    assert [len(group.rollouts) for group in batch.groups] == [2, 2]
-    loop.step_taken(batch)
+    with pytest.raises(RunError, match="filter pops failed on group stub-0: TypeError: this dict"):
+        await loop.batch()
     await loop.close()
 
 

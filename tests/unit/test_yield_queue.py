@@ -3,7 +3,7 @@
 import asyncio
 
 from tests.unit.waiting import LIMIT_S
-from torchtitan.experiments.rl.envs.conversation import Line, YieldQueue, yield_queue
+from torchtitan.experiments.rl.envs.yield_queue import Line, YieldQueue, yield_queue
 
 
 async def iterations(counter: list[int]) -> None:

@@ -24,6 +24,8 @@ from typing import (
 
 import numpy as np
 
+from torchtitan.experiments.rl.frozen import Freezable
+
 if TYPE_CHECKING:  # the report and the viewers import this module, and start fast without torch
     import torch
 
@@ -141,8 +143,10 @@ log-probabilities of the reference."""
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainingSample(TokenStreams[np.ndarray, np.ndarray | None]):
+class TrainingSample(Freezable, TokenStreams[np.ndarray, np.ndarray | None]):
     """One token sequence and its per-token streams. A rollout makes one or more of them.
+
+    A sample is read-only once its rollout has been scored. An algorithm gets a copy to write to.
 
     A rollout of two turns, whose second prompt appends two tokens of the env to the first prompt
     and completion, is one sample::

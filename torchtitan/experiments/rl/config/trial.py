@@ -391,7 +391,7 @@ class Trial:
             if rollout.status is RolloutStatus.ERROR:
                 raise self._refusal(str(rollout.error), "rubric", traceback=rollout.traceback)
         for rollout in group.scored[1::2]:
-            rollout.reward = 0.0 if rollout.reward else 1.0
+            rollout.amend(reward=0.0 if rollout.reward else 1.0)
         self._try("the credit of a group of scripted replies")
         if (failure := await task.give_credit(group)) is not None:
             raise self._refusal(failure, "algorithm", traceback=_first_traceback(group))

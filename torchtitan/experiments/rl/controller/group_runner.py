@@ -6,7 +6,6 @@ travel between worker and controller, which keeps the samplers, the pacing and t
 
 import asyncio
 import functools
-import itertools
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from torchtitan.experiments.rl.process.setup import freeze_objects, set_up_loggi
 from torchtitan.experiments.rl.process.trace import LoopLag
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
-from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.tasks.task import Task, frozen_sample
 from torchtitan.experiments.rl.user_code.calls import (
     BLOCKING,
     Gate,
@@ -171,15 +170,18 @@ class LocalRunner(GroupRunner):
                 return request.uncredited
             policy = with_own_adapter(self._policy, task)
             group = await task.run_group(
-                request.data_sample, policy, group_id=request.group_id, seed=self._seed, **own
+                frozen_sample(request.data_sample),
+                policy,
+                group_id=request.group_id,
+                seed=self._seed,
+                **own,
             )
-            for sample in itertools.chain.from_iterable(
-                rollout.samples for rollout in group.rollouts
-            ):
-                sample.adapter = task.config.adapter
+            for rollout in group.rollouts:
+                for sample in rollout.samples:
+                    sample.amend(adapter=task.config.adapter)
             with trace.span("score"):
                 await (task.score_group(group) if request.credit else task.score_rewards(group))
-        return group
+        return group.freeze()
 
     def lap(self) -> tuple[float, int]:
         return 0.0, BLOCKING.lap()
@@ -240,7 +242,7 @@ class WorkerRunner(GroupRunner):
             self._policy.generated_tokens += sum(
                 rollout.completion_tokens for rollout in result.group.rollouts
             )
-        return result.group
+        return result.group.freeze()  # what another process sends can be changed
 
     def lap(self) -> tuple[float, int]:
         lap = self._lag_s, self._blocking_calls

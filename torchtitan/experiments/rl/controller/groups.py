@@ -82,7 +82,7 @@ class OpenGroup:
         remaining = [
             rollout for rollout in self.group.rollouts if rollout.rollout_id in self.rollout_ids
         ]
-        return replace(self.group, rollouts=remaining)
+        return replace(self.group, rollouts=remaining).freeze()
 
     def state(self, group_id: str) -> OpenGroupState:
         """Return what a checkpoint keeps of the group.

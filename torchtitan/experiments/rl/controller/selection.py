@@ -16,8 +16,8 @@ from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.data.task_mix import TaskMix
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import Filter, FilterResult, combine, matches_of
-from torchtitan.experiments.rl.rollouts.sealed import is_own, sealed_group
-from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.rollouts.sealed import is_own
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.user_code.calls import Call, Gate, name_of
 
@@ -153,9 +153,7 @@ class Selection:
             if getattr(type(part), "observe", None) in (SampleStrategy.observe, TaskMix.observe):
                 continue
             owner = f"{_owner(what, part, 'observe')} of group {group.group_id}"
-            await self._gate.call(
-                part.observe, group if is_own(part) else sealed_group(group), owner=owner
-            )
+            await self._gate.call(part.observe, group, owner=owner)
 
     async def filter(self, slot: str, group: RolloutGroup) -> FilterResult:
         """Run every filter of a slot on every scored rollout, so that no filter hides another's matches.
@@ -256,8 +254,7 @@ def refuse_future_versions(group: RolloutGroup, newest: int) -> None:
             default=-1,
         )
         if last > newest + 1:
-            rollout.status, rollout.reward = RolloutStatus.ERROR, None
-            rollout.error = (
+            rollout.fail(
                 f"generator: gave tokens of version {last}, and the newest is {newest + 1}"
             )
 

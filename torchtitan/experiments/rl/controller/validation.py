@@ -220,9 +220,9 @@ def labelled(group: RolloutGroup, label: str) -> RolloutGroup:
     Its id is the same in every evaluation, because seeds follow from the id. Ids of training groups
     end with a hyphen and a number.
     """
-    group.group_id = f"{group.group_id}@{label}"
+    group.amend(group_id=f"{group.group_id}@{label}")
     for rollout in group.rollouts:
-        rollout.group_id = group.group_id
+        rollout.amend(group_id=group.group_id)
     return group
 
 

@@ -1,4 +1,9 @@
-"""Messages at the boundary between env and renderer: parsed completions become assistant messages, env answers are checked."""
+"""Messages at the boundary between an env or an agent and the renderer.
+
+A parsed completion becomes an assistant message, and what an env answers is checked. Both are
+read-only from then on, because turns and rollouts share them. What the gateway is sent passes
+through the same checks.
+"""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,170 +19,174 @@ from renderers import (
 )
 
 from torchtitan.experiments.rl.batching.sample_checks import finite_float
+from torchtitan.experiments.rl.frozen import read_only
 from torchtitan.experiments.rl.printable import printable_line, shown
 from torchtitan.experiments.rl.types import ROLES
 
 
 def assistant_message(parsed: ParsedResponse, *, turn: int) -> Message:
-    """The completion as an OpenAI-format assistant message: content, reasoning_content and tool_calls where there are any.
+    """Return a completion as an assistant message in OpenAI's format, read-only.
 
-    Arguments are a JSON string, as OpenAI's are. A call whose format gives it no id gets ``call_<turn>_<index>``, so ids stay
-    unique over the conversation. A call to a tool that doesn't exist is a call: answering it is the env's business.
+    It has content, and reasoning_content and tool_calls if there are any. Arguments of a call are a
+    JSON string, as OpenAI's are. A call whose format gives it no id gets ``call_<turn>_<index>``,
+    so ids stay unique over the conversation. A call to a tool that doesn't exist is a call:
+    answering it is the env's business.
 
-    A malformed call is never dropped: its text is added to the content, so the env and a later render have it,
-    and ``malformed_tool_calls`` lists its status and text, so the env can tell it from an answer.
+    A malformed call is never dropped. Its text is added to the content, so that the env and a later
+    render have it, and ``malformed_tool_calls`` lists its status and text, so that the env can tell
+    it from an answer.
     """
-
-    def is_call(call: ParsedToolCall) -> bool:
-        known = call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
-        return known and isinstance(call.name, str) and call.name != ""
-
+    attempts = [call for call in parsed.tool_calls if not _is_call(call)]
     calls = [
         {
             "id": call.id or f"call_{turn}_{index}",
             "type": "function",
-            "function": {"name": call.name, "arguments": _json(call)},
+            "function": {"name": call.name, "arguments": _arguments(call)},
         }
-        for index, call in enumerate(filter(is_call, parsed.tool_calls))
+        for index, call in enumerate(filter(_is_call, parsed.tool_calls))
     ]
-    malformed = [
-        {"status": str(call.status), "raw": call.raw}
-        for call in parsed.tool_calls
-        if not is_call(call)
-    ]
-    texts = [parsed.content, *(attempt["raw"] for attempt in malformed)]
-    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(filter(None, texts))}
     thought = parsed.reasoning_content
     require(isinstance(thought, str | None), "reasoning_content is", thought, "a text")
-    others = {"reasoning_content": thought, "tool_calls": calls, "malformed_tool_calls": malformed}
-    return cast(Message, message | {name: value for name, value in others.items() if value})
+    texts = [parsed.content, *(call.raw for call in attempts)]
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(filter(None, texts))}
+    if thought:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = calls
+    if attempts:
+        message["malformed_tool_calls"] = [
+            {"status": str(call.status), "raw": call.raw} for call in attempts
+        ]
+    return cast(Message, read_only(message))
 
 
-def _json(call: ParsedToolCall) -> str:
-    given = {} if call.arguments is None else call.arguments
-    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+def _is_call(call: ParsedToolCall) -> bool:
+    known = call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
+    return known and isinstance(call.name, str) and call.name != ""
 
 
-def checked_messages(messages: Any, field: str) -> list[Message]:
-    """Copies of the messages, so that an env that keeps and changes its own does not change the record.
+def _arguments(call: ParsedToolCall) -> str:
+    if isinstance(call.arguments, str):
+        return call.arguments
+    return json.dumps({} if call.arguments is None else call.arguments, ensure_ascii=False)
+
+
+def checked_messages(messages: object, field: str) -> list[Message]:
+    """Return read-only copies of the messages.
+
+    An env may keep its own messages and change them: the record does not follow.
+
+    Args:
+        field: path of the messages, for errors.
 
     Raises:
-        TypeError: not messages of text; names the field, the entry, and the part of its content.
-        ValueError: a text that is not valid Unicode.
+        TypeError: the value is no list of messages of text. Names the field, the entry, and the
+            part of its content.
+        ValueError: a text is not valid Unicode.
     """
     require(isinstance(messages, list | tuple), f"{field} is", messages, "a list of messages")
     return [
-        _checked_message(message, f"{field}[{index}]") for index, message in enumerate(messages)
+        _checked_message(message, f"{field}[{index}]")
+        for index, message in enumerate(cast(list, messages))
     ]
 
 
-def require(fits: object, what: str, value: Any, wanted: str) -> None:
-    """Raise the TypeError ``"{what} {the value}, want {wanted}"`` unless it fits."""
+def require(fits: object, what: str, value: object, wanted: str) -> None:
+    """Raise the TypeError ``"{what} {value}, want {wanted}"`` unless ``fits`` is true."""
     if not fits:
         raise TypeError(f"{what} {shown(value)}, want {wanted}")
 
 
-def _checked_message(message: Any, field: str) -> Message:
+def _checked_message(message: Any, field: str) -> Message:  # noqa: ANN401 - an env's value
     require(isinstance(message, Mapping), f"{field} is", message, "a dict with role and content")
     role, content, thought = map(message.get, ("role", "content", "reasoning_content"))
-    require(
-        isinstance(role, str) and role in ROLES,
-        f"{field} has role",
-        role,
-        f"one of {', '.join(ROLES)}",
-    )
-    require(
-        isinstance(content, str | list),
-        f"{field} has content",
-        content,
-        "a string or a list of parts",
-    )
+    is_role = isinstance(role, str) and role in ROLES
+    require(is_role, f"{field} has role", role, f"one of {', '.join(ROLES)}")
+    is_content = isinstance(content, str | list)
+    require(is_content, f"{field} has content", content, "a string or a list of parts")
     require(isinstance(thought, str | None), f"{field} has reasoning_content", thought, "a string")
-    copied = dict(message)
+    checked = dict(message)
     if isinstance(content, list):
-        copied["content"] = [
+        checked["content"] = [
             _checked_part(part, f"{field}.content[{index}]") for index, part in enumerate(content)
         ]
-    _check_tool_calls(copied.get("tool_calls"), f"{field}.tool_calls")
-    if not all(type(value) is str and value.isascii() for value in copied.values()):
+    _check_tool_calls(checked.get("tool_calls"), f"{field}.tool_calls")
+    if not all(type(value) is str and value.isascii() for value in checked.values()):
         try:
-            check_unicode(copied, field)
+            check_unicode(checked, field)
+            checked = read_only(checked)
         except RecursionError:
             raise TypeError(f"{field} contains itself, or is nested too deep") from None
-    return copied
+    return cast(Message, read_only(checked))
 
 
-def _check_tool_calls(calls: Any, field: str) -> None:
-    """Renderers read them as they are."""
+def _check_tool_calls(calls: Any, field: str) -> None:  # noqa: ANN401 - an env's value
+    """Raise a TypeError unless a renderer can read the calls, which it takes as they are."""
     require(isinstance(calls, list | tuple | None), f"{field} is", calls, "a list of tool calls")
+    wanted = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
     for index, call in enumerate(calls or ()):
-        of, function = (
-            f"{field}[{index}]",
-            call.get("function", call) if isinstance(call, Mapping) else cast(Any, None),
-        )
-        wanted = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+        of = f"{field}[{index}]"
+        require(isinstance(call, Mapping), f"{of} is", call, wanted)
+        function = call.get("function", call)
         require(isinstance(function, Mapping), f"{of} is", call, wanted)
-        name, arguments = function.get("name"), function.get("arguments")
-        require(
-            isinstance(name, str) and name, f"{of} has the name", name, "a string that is not empty"
-        )
-        require(
-            isinstance(arguments, str | Mapping | None),
-            f"{of} has arguments",
-            arguments,
-            "JSON or a dict",
-        )
+        name = function.get("name")
+        is_name = isinstance(name, str) and name
+        require(is_name, f"{of} has the name", name, "a string that is not empty")
+        arguments = function.get("arguments")
+        is_arguments = isinstance(arguments, str | Mapping | None)
+        require(is_arguments, f"{of} has arguments", arguments, "JSON or a dict")
 
 
-def _checked_part(part: Any, field: str) -> dict[str, Any]:
-    """Templates skip parts that they do not know, so the model would never see them."""
+def _checked_part(part: Any, field: str) -> dict[str, Any]:  # noqa: ANN401 - an env's value
+    """Return a copy of a part of text, and raise a TypeError for any other.
+
+    Templates skip parts that they do not know, so the model would never see them.
+    """
     require(isinstance(part, Mapping), f"{field} is", part, '{"type": "text", "text": ...}')
-    if (kind := part.get("type")) != "text":
-        cure = (
-            "put it into the message's reasoning_content"
-            if kind == "thinking"
-            else "only text reaches the model"
-        )
+    kind = part.get("type")
+    if kind != "text":
+        cure = "only text reaches the model"
+        if kind == "thinking":
+            cure = "put it into the message's reasoning_content"
         raise TypeError(f"{field} is a part of type '{printable_line(str(kind))}': {cure}")
     require(isinstance(part.get("text"), str), f"{field}.text is", part.get("text"), "a string")
     return dict(part)
 
 
-def checked_tools(tools: Any, field: str) -> list[ToolSpec] | None:
-    """Copies of the tools; None where there are none.
+def checked_tools(tools: object, field: str) -> list[ToolSpec] | None:
+    """Return read-only copies of the tools; None if there are none.
 
     Raises:
-        TypeError: not a list of tools, each ``{"type": "function", "function": {"name": ...}}`` or the inner dict alone; names
-            the field and the entry.
-        ValueError: a text that is not valid Unicode.
+        TypeError: the value is no list of tools, each
+            ``{"type": "function", "function": {"name": ...}}`` or the inner dict alone. Names the
+            field and the entry.
+        ValueError: a text is not valid Unicode.
     """
     require(isinstance(tools, list | tuple), f"{field} is", tools, "a list of tools")
-    return [_checked_tool(tool, f"{field}[{index}]") for index, tool in enumerate(tools)] or None
+    checked = [
+        _checked_tool(tool, f"{field}[{index}]") for index, tool in enumerate(cast(list, tools))
+    ]
+    return checked or None
 
 
-def _checked_tool(tool: Any, field: str) -> ToolSpec:
-    require(
-        isinstance(tool, Mapping),
-        f"{field} is",
-        tool,
-        '{"type": "function", "function": {"name": ...}}',
-    )
+def _checked_tool(tool: Any, field: str) -> ToolSpec:  # noqa: ANN401 - an env's value
+    wanted = '{"type": "function", "function": {"name": ...}}'
+    require(isinstance(tool, Mapping), f"{field} is", tool, wanted)
     function = tool.get("function", tool)
     wanted = "a dict with name, description and parameters"
     require(isinstance(function, Mapping), f"{field}.function is", function, wanted)
     name = function.get("name")
-    require(
-        isinstance(name, str) and name, f"{field} has the name", name, "a string that is not empty"
-    )
+    is_name = isinstance(name, str) and name
+    require(is_name, f"{field} has the name", name, "a string that is not empty")
     try:
         text = json.dumps(dict(tool), ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"{field} ({name}) can't be written as JSON: {error}") from error
     check_unicode(text, field)
-    return json.loads(text)
+    return cast(ToolSpec, read_only(json.loads(text)))
 
 
-def check_unicode(value: Any, field: str) -> None:
+def check_unicode(value: object, field: str) -> None:
     """Refuse a text with half of a character (a lone surrogate): no tokenizer takes it.
 
     Args:
@@ -193,8 +202,8 @@ def check_unicode(value: Any, field: str) -> None:
             value.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{field} has {value[error.start]!a} at character {error.start}: half of a character (a lone surrogate), which "
-                "no tokenizer takes"
+                f"{field} has {value[error.start]!a} at character {error.start}: half of a "
+                "character (a lone surrogate), which no tokenizer takes"
             ) from None
     elif isinstance(value, Mapping):
         for key, entry in value.items():
@@ -204,40 +213,43 @@ def check_unicode(value: Any, field: str) -> None:
             check_unicode(entry, f"{field}[{index}]")
 
 
-def checked_rewards(components: Any, field: str) -> dict[str, float]:
-    """The components as floats.
+def checked_rewards(components: object, field: str) -> dict[str, float]:
+    """Return the components as floats, read-only.
 
     Raises:
-        TypeError: not a dict of finite numbers, within float32, by name.
+        TypeError: the value is no dict of numbers by name, or one is not finite within float32.
     """
     require(isinstance(components, Mapping), f"{field} is", components, "a dict of numbers by name")
-    floats: dict[str, Any] = {name: finite_float(value) for name, value in components.items()}
-    for name, number in floats.items():
-        fits = isinstance(name, str) and number is not None
+    rewards: dict[str, float] = {}
+    for name, value in cast(Mapping, components).items():
+        number = finite_float(value)
+        wanted = "a finite number that float32 holds"
         require(
-            fits, f"{field}[{name!r}] is", components[name], "a finite number that float32 holds"
+            isinstance(name, str) and number is not None, f"{field}[{name!r}] is", value, wanted
         )
-    return floats
+        rewards[name] = cast(float, number)
+    return read_only(rewards)
 
 
 def check_all_rendered(
     rendered: RenderedTokens, messages: Iterable[Message], *, start: int = 0
 ) -> None:
-    """Some templates leave out messages of roles that they do not have.
+    """Raise if the renderer left out a message, as templates do with roles that they lack.
 
     Args:
-        start: of these messages' tokens in the prompt.
+        start: position of these messages' tokens in the prompt.
 
     Raises:
         ValueError: a message of the env's with content has no token in the prompt.
     """
     if not rendered.is_content:
-        # The tokenizer's own chat template: whose a token is was guessed there from how long the beginnings of the conversation
-        # are, which is wrong wherever the template rewrites history.
+        # The tokenizer's own chat template: whose a token is was guessed there from how long the
+        # beginnings of the conversation are, which is wrong wherever the template rewrites history.
         return
     present = set(rendered.message_indices[start:])
     for index, message in enumerate(messages):
         if message["content"] and message["role"] != "assistant" and index not in present:
             raise ValueError(
-                f"the renderer dropped message {index}: this model's template has no role {message['role']!r}"
+                f"the renderer dropped message {index}: this model's template has no role "
+                f"{message['role']!r}"
             )

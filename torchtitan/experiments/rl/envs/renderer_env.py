@@ -13,18 +13,18 @@ from annotated_types import Ge
 from renderers import Message, Renderer
 
 from torchtitan.experiments.rl.bounds import Changeable, PositiveFloat, PositiveInt
-from torchtitan.experiments.rl.envs.conversation import Conversation, GroupPrompts
+from torchtitan.experiments.rl.envs.conversation import Conversation
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.messages import (
     checked_messages,
     checked_rewards,
     checked_tools,
 )
+from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.envs.renderer import control_token_in
 from torchtitan.experiments.rl.errors import users_traceback
 from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.rollouts.sealed import copied
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.user_code.calls import (
     UserCodeError,
@@ -210,11 +210,9 @@ class RendererEnv:
         if completion.finish_reason == "length":
             return self.finish(RolloutStatus.TRUNCATED_LENGTH)
 
-        # A copy: an env may edit the message it is given, and the record must not follow.
-        message = copied(turn.assistant_message)
         started = time.perf_counter()
         try:
-            step = await self._call_env("step_message", StepOutput, message)
+            step = await self._call_env("step_message", StepOutput, turn.assistant_message)
         finally:
             turn.env_s = (
                 time.perf_counter() - started + (self._reset_s if len(self.turns) == 1 else 0.0)

@@ -3,11 +3,12 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from renderers import Message, ToolSpec
 
 from torchtitan.experiments.rl.envs.messages import check_unicode, checked_messages, checked_tools
+from torchtitan.experiments.rl.frozen import read_only
 from torchtitan.experiments.rl.printable import shown
 
 
@@ -249,14 +250,6 @@ def checked_request(
             field="messages",
         )
     _check_wishes(wishes, known_tools or [])
-    names: dict[str, str] = {}
-    for (
-        message
-    ) in checked:  # some templates show which tool a result is of, and clients send its id alone
-        for call in message.get("tool_calls") or ():
-            names[str(call.get("id"))] = call.get("function", call)["name"]
-        if message["role"] == "tool" and (called := names.get(str(message.get("tool_call_id")))):
-            message.setdefault("name", called)
     if not isinstance(model, str):
         raise Refusal(f'model is {shown(model)}, want a name such as "policy"', field="model")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
@@ -266,7 +259,7 @@ def checked_request(
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise Refusal(f"seed is {shown(seed)}, want an integer", field="seed")
     return ModelRequest(
-        messages=checked,
+        messages=_with_tool_names(checked),
         tools=known_tools,
         model=model,
         seed=seed,
@@ -275,6 +268,23 @@ def checked_request(
         stream=bool(body.get("stream")),
         **fields,
     )
+
+
+def _with_tool_names(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages, with the tool's name in each result of a tool.
+
+    Some templates show which tool a result is of, and clients send the call's id alone.
+    """
+    names: dict[str, str] = {}
+    named: list[Message] = []
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            names[str(call.get("id"))] = call.get("function", call)["name"]
+        called = names.get(str(message.get("tool_call_id")))
+        if message["role"] == "tool" and called and "name" not in message:
+            message = cast(Message, read_only({**message, "name": called}))
+        named.append(message)
+    return named
 
 
 def _asked_for(

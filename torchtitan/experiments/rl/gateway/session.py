@@ -19,7 +19,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 from renderers import Message, Renderer
 
-from torchtitan.experiments.rl.envs.conversation import Conversation, GroupPrompts
+from torchtitan.experiments.rl.envs.conversation import Conversation
+from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.envs.renderer import control_token_in
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import RunError, users_traceback

@@ -1,7 +1,7 @@
 """The client of the Generator mesh: sends requests to replicas, and hands results to the coroutines that wait for them.
 
 The client sends requests made in one event-loop tick as one message per replica, because one message costs as much as hundreds
-of requests. Rollouts that render one after another (`envs/conversation.py`) count as one tick, up to a full message:
+of requests. Rollouts that render one after another (`envs/yield_queue.py`) count as one tick, up to a full message:
 rendering the prompts of a whole step takes as long as an engine step.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from monarch.actor import Channel
 
 from torchtitan.experiments.rl.compat.monarch import ask
-from torchtitan.experiments.rl.envs.conversation import yield_queue
+from torchtitan.experiments.rl.envs.yield_queue import yield_queue
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.engine import (
     CLIENT_BITS,

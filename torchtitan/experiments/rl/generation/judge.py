@@ -29,9 +29,9 @@ from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.envs.messages import assistant_message
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.frozen import read_only
 from torchtitan.experiments.rl.generation.references import HostedModel, ModelReference
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient, SamplingConfig
-from torchtitan.experiments.rl.rollouts.sealed import copied
 from torchtitan.experiments.rl.rollouts.types import add_cost
 
 
@@ -123,9 +123,9 @@ class Judge(UserConfigurable):
         else:
             self._count("cached", 1)
         self._calls.move_to_end(key)
-        return copied(
-            (await asyncio.shield(call)).message
-        )  # one who stops waiting takes the answer from no other
+        # Shielded: one who stops waiting does not take the answer from others. Read-only: others
+        # are given the same answer.
+        return read_only((await asyncio.shield(call)).message)
 
     def _ended(self, key: str, call: asyncio.Task[Reply]) -> None:
         failed = call.cancelled() or call.exception() is not None

@@ -14,30 +14,32 @@ from annotated_types import Ge, Gt, Lt
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveInt, Share, check_config
 from torchtitan.experiments.rl.configurable import UserConfigurable
-from torchtitan.experiments.rl.rollouts.sealed import is_own, sealed_group
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 from torchtitan.experiments.rl.types import TrainingSample
 
 
 class Filter(UserConfigurable, abc.ABC):
-    """Decides which rollouts of a group match; the config's mode decides whether a match drops them."""
+    """Decides which rollouts of a group match.
+
+    The config's mode decides whether a match drops them.
+    """
 
     reads_credit: ClassVar[bool] = True
-    """Whether it reads what an algorithm sets. Where no filter before the batch does, algorithms that ask models
-    (``Algorithm.asks_models``) see only what the filters keep."""
+    """True if the filter reads what an algorithm sets. If no filter before the batch does,
+    algorithms that ask models (``Algorithm.asks_models``) see only what the filters keep."""
     vocab_size: int | None = None
-    """Token ids that the policy's model has; the run sets it."""
+    """Number of token ids that the policy's model has; the run sets it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         mode: Literal["enforce", "monitor"] = "enforce"
-        """enforce: matching rollouts are dropped. monitor: they are only counted."""
+        """Effect of a match: "enforce" drops the rollout, "monitor" only counts it."""
 
         def validate(self, *, field: str) -> None:
             """Refuse fields that can't work together, before any process starts.
 
-            A subclass adds its checks after ``super(MyFilter.Config, self).validate(...)``: a slotted dataclass is made anew by
-            its decorator, which a bare ``super()`` doesn't know.
+            A subclass adds its checks after ``super(MyFilter.Config, self).validate(...)``: a
+            slotted dataclass is made anew by its decorator, which a bare ``super()`` doesn't know.
 
             Args:
                 field: path of this config, such as "pre_batch_filters[0]".
@@ -52,16 +54,19 @@ class Filter(UserConfigurable, abc.ABC):
 
     @property
     def name(self) -> str:
-        """The class's name in snake case, as metrics and ledger columns have it."""
+        """Class name in snake case, as metrics and ledger columns have it."""
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
 
     @abc.abstractmethod
     def matches(self, group: RolloutGroup) -> list[bool]:
-        """One entry per rollout of ``group.scored``."""
+        """Return for each rollout of ``group.scored`` whether it matches."""
 
 
 class ZeroAdvantage(Filter):
-    """Matches what has no learning signal: every advantage is 0 and no token feeds ce or ref_kl."""
+    """Matches rollouts without a learning signal.
+
+    Every advantage is 0, and no token has a weight in the ce or ref_kl loss.
+    """
 
     # Without advantages nothing matches, and an algorithm that asks models sets none.
     reads_credit: ClassVar[bool] = False
@@ -69,8 +74,9 @@ class ZeroAdvantage(Filter):
     @dataclass(kw_only=True, slots=True)
     class Config(Filter.Config):
         per: Literal["group", "rollout"] = "group"
-        """Match a group in which no rollout has a signal, or each rollout without one. Tokens of the latter count in the loss's
-        denominator and in ``kl_tau``, so that without them the others weigh more."""
+        """Match a group in which no rollout has a signal, or each rollout without one. Tokens of
+        the latter count in the loss's denominator and in ``kl_tau``, so that without them the
+        others weigh more."""
 
     config: Config
 
@@ -94,7 +100,10 @@ def _teaches_nothing(sample: TrainingSample) -> bool:
 
 
 class Truncated(Filter):
-    """Matches rollouts that a limit ended: a completion's length, a prompt's length, or the number of turns."""
+    """Matches rollouts that a limit ended.
+
+    The limit is a completion's length, a prompt's length, or the number of turns.
+    """
 
     reads_credit: ClassVar[bool] = False
 
@@ -104,26 +113,31 @@ class Truncated(Filter):
 
 @dataclass(kw_only=True, slots=True)
 class FilterResult:
+    """Scored rollouts of a group, sorted by what each filter matched."""
+
     kept: list[Rollout] = field(default_factory=list)
-    """Scored rollouts no enforcing filter matched."""
+    """Scored rollouts that no enforcing filter matched."""
     dropped: list[tuple[Rollout, str]] = field(default_factory=list)
-    """The others, each with the first enforcing filter that matched: a rollout is in one column of the ledger."""
+    """The others, each with the first enforcing filter that matched: a rollout is in one column of
+    the ledger."""
     matched: Counter[str] = field(default_factory=Counter)
-    """Matching rollouts by filter, monitors included; one rollout counts for every filter it matches."""
+    """Number of matching rollouts by filter, monitors included. A rollout counts for every filter
+    it matches."""
     tokens: Counter[str] = field(default_factory=Counter)
-    """Tokens that were sampled in these: what a filter that enforces saves, and what a monitor would."""
+    """Number of tokens that were sampled in these rollouts: what an enforcing filter saves, and
+    what a monitor would."""
 
 
 def matches_of(entry: Filter, group: RolloutGroup) -> list[bool]:
-    """What a filter returns for a group, one bool per rollout of ``group.scored``.
+    """Return what a filter says of a group, one bool per rollout of ``group.scored``.
 
     Raises:
-        TypeError: it returned no sequence of bools.
-        ValueError: it returned another number of them.
-        Exception: whatever it raised.
+        TypeError: the filter returned no sequence of bools.
+        ValueError: the filter returned another number of bools.
+        Exception: whatever the filter raised.
     """
     rewards = group.rewards
-    matches = entry.matches(group if is_own(entry) else sealed_group(group))
+    matches = entry.matches(group)
     if not isinstance(matches, list | tuple | np.ndarray):
         raise TypeError(
             f"it returned {type(matches).__name__}, want a list of {len(rewards)} bools"
@@ -143,11 +157,11 @@ def matches_of(entry: Filter, group: RolloutGroup) -> list[bool]:
 def combine(
     filters: Sequence[tuple[Filter, str]], group: RolloutGroup, matches: Sequence[list[bool]]
 ) -> FilterResult:
-    """Sort a group by what each filter matched.
+    """Sort the scored rollouts of a group by what each filter matched.
 
     Args:
-        filters: each with the name that it is counted under.
-        matches: what each returned, in the same order.
+        filters: filters, each with the name that it is counted under.
+        matches: result of `matches_of` for each filter, in the same order.
     """
     result = FilterResult()
     for (_, name), entries in zip(filters, matches, strict=True):
@@ -155,14 +169,13 @@ def combine(
         matching = (rollout for rollout, match in zip(group.scored, entries, strict=True) if match)
         result.tokens[name] += sum(rollout.completion_tokens for rollout in matching)
     for index, rollout in enumerate(group.scored):
-        named = zip(filters, matches, strict=True)
-        by = [
+        enforced = [
             name
-            for (entry, name), entries in named
+            for (entry, name), entries in zip(filters, matches, strict=True)
             if entry.config.mode == "enforce" and entries[index]
         ]
-        if by:
-            result.dropped.append((rollout, by[0]))
+        if enforced:
+            result.dropped.append((rollout, enforced[0]))
         else:
             result.kept.append(rollout)
     return result
@@ -171,10 +184,12 @@ def combine(
 class Gibberish(Filter):
     """Matches rollouts with tokens that are rare in any text and were very unlikely here.
 
-    The rule is that of the Code World Model report (arXiv 2510.02387, section 5.2): a token is gibberish if its id is high, for
-    byte-pair vocabularies list tokens in the order they were merged, commonest first, and if its log-probability is lower than
-    that of a uniform draw from the vocabulary by a margin, log p < -log(vocab_size) - margin. Names and foreign words are rare
-    but likely in their context, and sampling errors are unlikely but common tokens: the rule takes both conditions.
+    The rule is that of the Code World Model report (arXiv 2510.02387, section 5.2): a token is
+    gibberish if its id is high, for byte-pair vocabularies list tokens in the order they were
+    merged, commonest first, and if its log-probability is lower than that of a uniform draw from
+    the vocabulary by a margin, log p < -log(vocab_size) - margin. Names and foreign words are rare
+    but likely in their context, and sampling errors are unlikely but common tokens: the rule takes
+    both conditions.
     """
 
     reads_credit: ClassVar[bool] = False
@@ -182,19 +197,21 @@ class Gibberish(Filter):
     @dataclass(kw_only=True, slots=True)
     class Config(Filter.Config):
         rare_from: Annotated[float, Ge(0), Lt(1)] = 0.66
-        """Share of the vocabulary's ids that are not rare: of Qwen3's 151,936 ids, those from 100,278 on are. Special tokens
-        often have the highest ids, but are likely in their places."""
+        """Share of the vocabulary's ids that are not rare: of Qwen3's 151,936 ids, those from
+        100,278 on are. Special tokens often have the highest ids, but are likely in their
+        places."""
         margin: NonNegativeFloat = 2.0
-        """How far below the log-probability of a uniform draw, in nats."""
+        """Distance below the log-probability of a uniform draw, in nats."""
         tokens: PositiveInt = 1
-        """Such tokens from which a rollout matches."""
+        """Number of such tokens from which a rollout matches."""
 
     config: Config
 
     def matches(self, group: RolloutGroup) -> list[bool]:
         if self.vocab_size is None:
             raise ValueError(
-                "vocab_size is not set: how rare and how unlikely a token is depends on the policy's vocabulary"
+                "vocab_size is not set: how rare and how unlikely a token is depends on the "
+                "policy's vocabulary"
             )
         return [
             self._gibberish(rollout, self.vocab_size) >= self.config.tokens
@@ -202,7 +219,8 @@ class Gibberish(Filter):
         ]
 
     def _gibberish(self, rollout: Rollout, vocab_size: int) -> int:
-        unlikely, found = -math.log(vocab_size) - self.config.margin, 0
+        unlikely = -math.log(vocab_size) - self.config.margin
+        found = 0
         for turn in rollout.turns:
             rare = turn.completion.token_ids >= self.config.rare_from * vocab_size
             if np.count_nonzero(rare):
@@ -213,11 +231,15 @@ class Gibberish(Filter):
 class Repetition(Filter):
     """Matches rollouts that repeat themselves.
 
-    1. A run of ``window`` tokens, each sampled with a probability above ``probability``: the rule by which MiniMax-M1
-       (arXiv 2506.13585, section 3.2) stopped generation. In a loop the probability of the next token grows with
-       each repetition, and other text does not have such probabilities for as long.
-    2. Where ``distinct_ngrams`` is set: fewer than that share of the rollout's n-grams are distinct. It finds loops with an
-       unlikely token in them and identical calls over several turns, but also repetition that the prompt demands.
+    A rollout matches if one of these holds:
+
+    1. A run of ``window`` tokens was sampled, each with a probability above ``probability``: the
+       rule by which MiniMax-M1 (arXiv 2506.13585, section 3.2) stopped generation. In a loop the
+       probability of the next token grows with each repetition, and other text does not have such
+       probabilities for as long.
+    2. Fewer than the share ``distinct_ngrams`` of the rollout's n-grams are distinct, if that is
+       set. It finds loops with an unlikely token in them and identical calls over several turns,
+       but also repetition that the prompt demands.
     """
 
     reads_credit: ClassVar[bool] = False
@@ -225,14 +247,15 @@ class Repetition(Filter):
     @dataclass(kw_only=True, slots=True)
     class Config(Filter.Config):
         window: Annotated[int, Ge(2)] = 3000
-        """Tokens in a row."""
+        """Number of tokens in a row."""
         probability: Annotated[float, Gt(0), Lt(1)] = 0.99
         distinct_ngrams: Share = 0.0
-        """Least share of distinct n-grams among all; a text repeated ten times has 0.1. 0: no check."""
+        """Least share of distinct n-grams among all; a text repeated ten times has 0.1. With 0
+        nothing is checked."""
         ngram: PositiveInt = 16
-        """Tokens of an n-gram. Long enough that phrases and table rows don't count."""
+        """Number of tokens of an n-gram: enough that phrases and table rows don't count."""
         min_ngrams: Annotated[int, Ge(2)] = 512
-        """Rollouts with fewer n-grams are too short to be judged."""
+        """Number of n-grams below which a rollout is too short to be judged."""
 
     config: Config
 
@@ -243,7 +266,8 @@ class Repetition(Filter):
         ]
 
     def _long_likely_run(self, rollout: Rollout) -> bool:
-        likely, window = math.log(self.config.probability), self.config.window
+        likely = math.log(self.config.probability)
+        window = self.config.window
         long = [
             turn.completion.logprobs
             for turn in rollout.turns
@@ -267,13 +291,17 @@ class Repetition(Filter):
 
 
 def longest_run(flags: np.ndarray) -> int:
-    """Most consecutive True of a bool [T]."""
+    """Return the largest number of consecutive True of a bool [T]."""
     breaks = np.flatnonzero(~flags)
     return int(np.diff(breaks, prepend=-1, append=len(flags)).max()) - 1
 
 
 def ngram_hashes(token_ids: np.ndarray, n: int) -> np.ndarray:
-    """uint64 [T - n + 1]: a polynomial hash, modulo 2^64, of the n tokens from each token on; empty where T < n."""
+    """Return a polynomial hash, modulo 2^64, of the n tokens from each token on.
+
+    Returns:
+        uint64 [T - n + 1]; empty if T < n.
+    """
     ids = token_ids.astype(np.uint64)
     count = max(len(ids) - n + 1, 0)
     hashes = np.zeros(count, np.uint64)

@@ -215,4 +215,4 @@ def _replayed(group: RolloutGroup) -> RolloutGroup:
         replace(rollout, samples=[replace(sample, replicas=None) for sample in rollout.samples])
         for rollout in group.rollouts
     ]
-    return replace(group, rollouts=rollouts)
+    return replace(group, rollouts=rollouts).freeze()

@@ -1,8 +1,11 @@
-"""From turns to training samples: the ids that were sampled are the ids that are trained; nothing is rendered again."""
+"""Turns of a rollout become training samples.
 
-import math
+The ids that were sampled are the ids that are trained: nothing is rendered again. A completion from
+outside the library passes `checked_completion` first.
+"""
+
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,13 +15,17 @@ from torchtitan.experiments.rl.types import ROLE_IDS, STREAMS, TrainingSample
 
 FINISH_REASONS = ("stop", "length", "abort")
 
+LOGPROB_ROUNDING = 1e-2
+"""How far above 0 the rounding of half precision may lift a log-probability."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TurnSpan:
-    """Where one turn lies in its rollout's samples.
+    """Position of one turn in its rollout's samples.
 
-    Tokens ``[new, completion)`` of the sample are what the turn's prompt added to the turn before, tokens ``[completion, end)``
-    its completion. A position in the turn's prompt is the same position in the sample.
+    Tokens ``[new, completion)`` of the sample are what the turn's prompt added to the turn before,
+    tokens ``[completion, end)`` its completion. A position in the turn's prompt is the same
+    position in the sample.
     """
 
     sample: int
@@ -28,152 +35,204 @@ class TurnSpan:
     end: int
 
 
-LOGPROB_ROUNDING = 1e-2
-"""How far above 0 the rounding of half precision may lift a log-probability."""
+def checked_completion(completion: Completion) -> Completion:
+    """Return the completion, checked and read-only, with arrays of the declared dtypes.
+
+    A completion that is read-only has been checked, and is returned as it is.
+
+    Raises:
+        ValueError: the completion can't be trained on; see `check_completion`.
+    """
+    if isinstance(completion, Completion) and completion.frozen:
+        return completion
+    check_completion(completion)
+    # The engine may be the user's own, and give lists.
+    return replace(
+        completion,
+        token_ids=np.asarray(completion.token_ids, np.int32),
+        logprobs=np.asarray(completion.logprobs, np.float32),
+        policy_versions=np.asarray(completion.policy_versions, np.int32),
+    ).freeze()
 
 
 def check_completion(completion: Completion) -> None:
-    """Refuse a completion that can't be trained on.
+    """Raise if a completion can't be trained on.
 
     Raises:
-        ValueError: no Completion, streams that are not aligned or not of numbers, a finish reason there is not, a
-            log-probability that is not finite or above 0.
+        ValueError: the value is no Completion; its streams are not aligned or not numbers; there is
+            no such finish reason; a log-probability is not finite or above 0; a token id is below
+            0 or more than int32 holds.
     """
     if not isinstance(completion, Completion):
         raise ValueError(f"bad completion: a {type(completion).__name__}, want a Completion")
-    if (routes := completion.routes) is not None and (
-        routes.dtype not in (np.uint8, np.uint16) or routes.ndim != 3
-    ):
-        raise ValueError(
-            f"bad completion: its routes are {routes.dtype} {routes.shape}, want uint8 or uint16 [R, layers, k]"
-        )
-    ids, logprobs, versions = map(
-        np.asarray, (completion.token_ids, completion.logprobs, completion.policy_versions)
-    )
+    _check_routes(completion.routes)
+    streams = {
+        "token_ids": np.asarray(completion.token_ids),
+        "logprobs": np.asarray(completion.logprobs),
+        "policy_versions": np.asarray(completion.policy_versions),
+    }
+    ids, logprobs, versions = streams.values()
     aligned = ids.ndim == 1 and ids.shape == logprobs.shape == versions.shape
     if not aligned or completion.finish_reason not in FINISH_REASONS:
         shapes = [
-            stream.shape[0] if stream.ndim == 1 else stream.shape
-            for stream in (ids, logprobs, versions)
+            stream.shape[0] if stream.ndim == 1 else stream.shape for stream in streams.values()
         ]
         raise ValueError(
             f"bad completion: stream lengths {shapes}, finish_reason {completion.finish_reason!r}"
         )
-    if not len(ids):  # an empty list has no dtype of its own
+    if len(ids) == 0:  # an empty list has no dtype of its own
         return
-    for name, stream, kinds in (
-        ("token_ids", ids, "iu"),
-        ("logprobs", logprobs, "fiu"),
-        ("policy_versions", versions, "iu"),
-    ):
+    for name, stream in streams.items():
+        kinds = "fiu" if name == "logprobs" else "iu"
         if stream.dtype.kind not in kinds:
             raise ValueError(f"bad completion: its {name} are {stream.dtype}")
-    # argmin and item take a tenth of the time of min; NaN is the least and the greatest.
-    if ids.item(ids.argmin()) < 0:
+    if ids.min() < 0:
         raise ValueError("bad completion: a token id below 0")
-    if (
-        not math.isfinite(logprobs.item(logprobs.argmin()))
-        or not logprobs.item(logprobs.argmax()) <= LOGPROB_ROUNDING
-    ):
-        if (wrong := first_non_finite(logprobs)) is not None:
-            seen = f"the generator's log-probability of its token {wrong} is {logprobs[wrong]}, want a finite number"
-            raise ValueError(f"bad completion: {seen}")
+    if ids.max() > _MAX_TOKEN_ID:
+        raise ValueError(f"bad completion: a token id above {_MAX_TOKEN_ID}")
+    wrong = first_non_finite(logprobs)
+    if wrong is not None:
+        raise ValueError(
+            f"bad completion: the generator's log-probability of its token {wrong} is "
+            f"{logprobs[wrong]}, want a finite number"
+        )
+    if logprobs.max() > LOGPROB_ROUNDING:
         raise ValueError("bad completion: a log-probability above 0")
 
 
-def turn_spans(turns: Sequence[RolloutTurn]) -> Iterator[tuple[RolloutTurn, TurnSpan]]:
-    """Lay turns out in samples by the extension property: a turn joins the sample before it while its prompt starts with that
-    sample's tokens exactly; where it doesn't (the prompt was rendered anew, history was cut), a new sample starts.
+_MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 
-    Left out: a turn that sampled nothing (aborted before its first token), or that is not to be trained. It is in no sample.
+
+def _check_routes(routes: np.ndarray | None) -> None:
+    if routes is None:
+        return
+    if routes.dtype not in (np.uint8, np.uint16) or routes.ndim != 3:
+        raise ValueError(
+            f"bad completion: its routes are {routes.dtype} {routes.shape}, want uint8 or uint16 "
+            "[R, layers, k]"
+        )
+
+
+def turn_spans(turns: Sequence[RolloutTurn]) -> Iterator[tuple[RolloutTurn, TurnSpan]]:
+    """Lay turns out in samples, by the extension property.
+
+    A turn joins the sample before it if its prompt starts with exactly that sample's tokens. If it
+    doesn't, because the prompt was rendered anew or history was cut, a new sample starts.
+
+    A turn that sampled nothing (aborted before its first token), or that is not to be trained, is
+    in no sample and is left out.
     """
-    sample, before = -1, None
+    sample = -1
+    before: RolloutTurn | None = None
     for turn in turns:
         sampled = len(turn.completion.token_ids)
-        if not sampled or turn.untrained is not None:
+        if sampled == 0 or turn.untrained is not None:
             continue
-        prompt, new = turn.prompt_token_ids, 0
+        prompt = turn.prompt_token_ids
+        new = 0
         if before is not None:
             tokens = np.concatenate([before.prompt_token_ids, before.completion.token_ids])
-            new = len(tokens) if np.array_equal(prompt[: len(tokens)], tokens) else 0
-        sample, before = sample if new else sample + 1, turn
-        yield (
-            turn,
-            TurnSpan(sample=sample, new=new, completion=len(prompt), end=len(prompt) + sampled),
-        )
+            if np.array_equal(prompt[: len(tokens)], tokens):
+                new = len(tokens)
+        if new == 0:
+            sample += 1
+        before = turn
+        end = len(prompt) + sampled
+        yield turn, TurnSpan(sample=sample, new=new, completion=len(prompt), end=end)
 
 
 def samples_from_turns(
     turns: Sequence[RolloutTurn], *, task_name: str, rollout_id: str, temperature: float
 ) -> list[TrainingSample]:
-    """One sample per run of turns that extend each other.
+    """Make one sample of each run of turns that extend each other.
 
-    Every sampled token is in exactly one sample's loss mask: where a later prompt repeats it in a new sample, it is context.
+    Every sampled token is in exactly one sample's loss mask: where a later prompt repeats it in a
+    new sample, it is context.
 
-    A token's route is that of the first turn that had it as an input: with it the log-probabilities after it were computed. A
-    later turn that computed it again, because the cache had lost it or the weights had changed, gives those of new tokens only.
+    The route of a token is that of the first turn that had the token as an input: the
+    log-probabilities after it were computed with that route. A later turn that computed the token
+    again, because the cache had lost it or the weights had changed, gives only routes of new
+    tokens.
 
     Raises:
-        ValueError: a completion whose streams differ in length, or with routes of more tokens than there are.
+        ValueError: the streams of a completion differ in length, or it has routes of more tokens
+            than there are.
     """
-    for index, turn in enumerate(turns):
-        streams = (
-            turn.completion.token_ids,
-            turn.completion.logprobs,
-            turn.completion.policy_versions,
-        )
-        if len({len(stream) for stream in streams}) > 1:
+    for index, turn in enumerate(turns):  # numpy would spread a stream of one entry over many
+        completion = turn.completion
+        streams = (completion.token_ids, completion.logprobs, completion.policy_versions)
+        lengths = [len(stream) for stream in streams]
+        if len(set(lengths)) > 1:
             raise ValueError(
-                f"rollout {rollout_id}, turn {index}: completion streams of lengths {[len(s) for s in streams]}"
+                f"rollout {rollout_id}, turn {index}: completion streams of lengths {lengths}"
             )
 
     runs: dict[int, list[tuple[RolloutTurn, TurnSpan]]] = {}
     for turn, span in turn_spans(turns):
         runs.setdefault(span.sample, []).append((turn, span))
-
-    samples = []
-    for run in runs.values():
-        last, last_span = run[-1]
-        replicas, versions = np.empty(last_span.end, np.int16), np.empty(last_span.end, np.int32)
-        replicas[:] = versions[:] = -1
-        role_ids = np.empty(last_span.end, np.int8)
-        role_ids[: last_span.completion] = last.prompt_role_ids
-        sample = TrainingSample(
-            token_ids=np.concatenate([last.prompt_token_ids, last.completion.token_ids]).astype(
-                np.int32, copy=False
-            ),
-            loss_mask=np.zeros(last_span.end, bool),
-            generator_logprobs=np.zeros(last_span.end, np.float32),
-            policy_versions=versions,
-            replicas=replicas,
-            role_ids=role_ids,
-            routes=_routes(
-                [(turn.completion.routes, span.end - 1) for turn, span in run], last_span.end
-            ),
-            temperature=temperature,
+    return [
+        _sample_of_run(
+            run,
             task_name=task_name,
             rollout_id=rollout_id,
+            temperature=temperature,
         )
-        for turn, span in run:
-            sampled = slice(span.completion, span.end)
-            sample.loss_mask[sampled] = True
-            sample.generator_logprobs[sampled] = turn.completion.logprobs
-            versions[sampled] = turn.completion.policy_versions
-            replicas[sampled] = turn.completion.replica
-            role_ids[sampled] = ROLE_IDS["assistant"]
-        samples.append(sample)
-    return samples
+        for run in runs.values()
+    ]
 
 
-def _routes(turns: Sequence[tuple[np.ndarray | None, int]], length: int) -> np.ndarray | None:
-    """[L, layers, k] of a sample of ``length`` tokens, of its turns' routes and the place where each ends."""
-    given = [(routes, end) for routes, end in turns if routes is not None]
+def _sample_of_run(
+    run: Sequence[tuple[RolloutTurn, TurnSpan]], **fields: str | float
+) -> TrainingSample:
+    """Return the sample of turns that extend each other.
+
+    Args:
+        fields: its other fields.
+    """
+    last, last_span = run[-1]
+    length = last_span.end
+    role_ids = np.empty(length, np.int8)
+    role_ids[: last_span.completion] = last.prompt_role_ids
+    token_ids = np.concatenate([last.prompt_token_ids, last.completion.token_ids])
+    turn_routes = [(turn.completion.routes, span.end - 1) for turn, span in run]
+    sample = TrainingSample(
+        token_ids=token_ids.astype(np.int32, copy=False),
+        loss_mask=np.zeros(length, bool),
+        generator_logprobs=np.zeros(length, np.float32),
+        policy_versions=np.full(length, -1, np.int32),
+        replicas=np.full(length, -1, np.int16),
+        role_ids=role_ids,
+        routes=_sample_routes(turn_routes, length),
+        **fields,  # type: ignore[arg-type]
+    )
+    assert sample.replicas is not None
+    for turn, span in run:
+        sampled = slice(span.completion, span.end)
+        sample.loss_mask[sampled] = True
+        sample.generator_logprobs[sampled] = turn.completion.logprobs
+        sample.policy_versions[sampled] = turn.completion.policy_versions
+        sample.replicas[sampled] = turn.completion.replica
+        role_ids[sampled] = ROLE_IDS["assistant"]
+    return sample
+
+
+def _sample_routes(
+    turn_routes: Sequence[tuple[np.ndarray | None, int]], length: int
+) -> np.ndarray | None:
+    """Return the routes [length, layers, k] of a sample; None if no turn has any.
+
+    Args:
+        turn_routes: each turn's routes, and the position in the sample at which they end.
+    """
+    given = [(routes, end) for routes, end in turn_routes if routes is not None]
     if not given:
         return None
-    found, filled = STREAMS["routes"].padding(length, given[0][0]), 0
+    sample_routes = STREAMS["routes"].padding(length, given[0][0])
+    filled = 0
     for routes, end in given:
         if len(routes) > end:
             raise ValueError(f"routes of {len(routes)} tokens, and only {end} were inputs")
         start = max(filled, end - len(routes))
-        found[start:end], filled = routes[len(routes) - (end - start) :], end
-    return found
+        sample_routes[start:end] = routes[len(routes) - (end - start) :]
+        filled = end
+    return sample_routes

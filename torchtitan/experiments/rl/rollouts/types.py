@@ -1,7 +1,9 @@
 """Records of rollouts: turns, statuses, groups.
 
-The turn loop of an env or an agent fills them; rewards, algorithms, filters, the recorder and the
-batcher read them.
+The turn loop of an env or an agent fills them. When a rollout has ended it becomes read-only
+(`frozen.py`): rewards, algorithms, filters, the recorder and the batcher read it. What is decided
+later, such as its reward or that its scoring failed, is set by the task that owns it
+(`Freezable.amend`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchtitan.experiments.rl.batching.sample_checks import checked_stream, first_non_finite
+from torchtitan.experiments.rl.frozen import Freezable
 from torchtitan.experiments.rl.types import TrainingSample
 
 if TYPE_CHECKING:  # readers of records need no renderer
@@ -63,7 +66,7 @@ class RolloutStatus(StrEnum):
 
 
 @dataclass(kw_only=True, slots=True)
-class DataSample:
+class DataSample(Freezable):
     """One example of a task's dataset, from which envs are made."""
 
     sample_id: str
@@ -75,7 +78,7 @@ class DataSample:
 
 
 @dataclass(kw_only=True, slots=True)
-class Completion:
+class Completion(Freezable):
     """Tokens that the generator sampled for one prompt."""
 
     token_ids: np.ndarray
@@ -95,7 +98,7 @@ class Completion:
 
 
 @dataclass(kw_only=True, slots=True)
-class RolloutTurn:
+class RolloutTurn(Freezable):
     """One prompt to the generator, its completion, and the env's answer."""
 
     prompt_messages: list[Message]
@@ -136,8 +139,11 @@ class RolloutTurn:
 
 
 @dataclass(kw_only=True, slots=True)
-class Rollout:
+class Rollout(Freezable):
     """One env from its reset to a terminal status.
+
+    A rollout that has ended is read-only. Algorithms are given a copy of it whose samples can be
+    written (`rollouts/credit.py`).
 
     ``str(rollout)`` leaves out the example and the turns, so don't look for an answer in it.
     """
@@ -181,6 +187,20 @@ class Rollout:
     def completion_tokens(self) -> int:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
+    def fail(
+        self, cause: str, *, status: RolloutStatus = RolloutStatus.ERROR, traceback: str = ""
+    ) -> None:
+        """Mark the rollout as failed, with no reward, also after it has ended.
+
+        A rubric calls it for a rollout that can't be scored.
+
+        Args:
+            cause: in one line; begins with the name of what failed.
+            status: ERROR, TIMEOUT or ABORTED.
+            traceback: frames of the user's code, if it raised.
+        """
+        self.amend(status=status, error=cause, traceback=traceback, reward=None)
+
     def assign_advantages(self, value: float | Sequence[float]) -> None:
         """Give every sampled token its advantage.
 
@@ -217,7 +237,7 @@ class Rollout:
 
 
 @dataclass(kw_only=True, slots=True)
-class RolloutGroup:
+class RolloutGroup(Freezable):
     """Rollouts of one example that are credited together.
 
     It is a single rollout if the task's algorithm does not compare rollouts.

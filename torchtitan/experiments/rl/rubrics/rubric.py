@@ -1,13 +1,14 @@
 """Rubrics: how rollouts become rewards.
 
-A rubric weighs reward functions. Each gets ``(completion, example)``: the text of the last assistant message and the
-``env_input`` of the data sample. A ``RewardFn`` adds a weight or a name to a function, and changes its arguments only where it
-says so: with ``takes="rollout"`` the function gets ``(rollout, example)``. A group-level function gets a list in place of the
-completion or the rollout. Each returns a number, group-level one number per rollout, and may be async. What an env itself
-rewarded counts only where a rubric names it, with ``env_component(name)``.
+A rubric weighs reward functions. Each gets ``(completion, example)``: the text of the last
+assistant message and the ``env_input`` of the data sample. A ``RewardFn`` adds a weight or a name
+to a function, and changes its arguments only if it says so: with ``takes="rollout"`` the function
+gets ``(rollout, example)``. A group-level function gets a list in place of the completion or the
+rollout. Each returns a number, group-level one number per rollout, and may be async. What an env
+itself rewarded counts only if a rubric names it, with ``env_component(name)``.
 
-A function that raises, hangs or returns anything but finite numbers makes its rollout an ERROR that names the function.
-It never counts as a 0: a bug in the scoring must not look like a bad answer.
+A function that raises, hangs or returns anything but finite numbers makes its rollout an ERROR that
+names the function. It never counts as a 0: a bug in the scoring must not look like a bad answer.
 """
 
 import asyncio
@@ -37,7 +38,6 @@ from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError, RunError, users_traceback
 from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
-from torchtitan.experiments.rl.rollouts.sealed import copied_example, is_own, sealed_rollout
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
 from torchtitan.experiments.rl.user_code.calls import (
     Threads,
@@ -61,7 +61,8 @@ class Reward:
     reward: float | None
     """Weighted mean of the functions; None on a rollout excluded from its group."""
     components: dict[str, float] = field(default_factory=dict)
-    """Each function's own value by name, unweighted, and env components that no function weighs as ``env/<name>``."""
+    """Value of each function by name, unweighted; and as ``env/<name>`` each component that the env
+    rewarded and no function weighs."""
 
 
 @dataclass(slots=True)
@@ -70,23 +71,25 @@ class RewardFn:
 
     fn: Callable[..., Any]
     weight: Annotated[float, Ge(0), Cure("a penalty returns less than 0")] = 1.0
-    """0 or more; a rubric's weights are normalised to sum to 1. With weight 0 a function is only logged."""
+    """Weight of the function, 0 or more; a rubric's weights are normalised to sum to 1. With weight
+    0 a function is only logged."""
     name: str | None = None
-    """None: the function's own name."""
+    """Name in metrics and errors; None for the function's own name."""
     takes: Literal["completion", "rollout"] = "completion"
-    """First argument of the function: the text that the model said last (what an agent returned, if it returned something), or
-    the whole Rollout. A group-level function gets a list of them."""
+    """First argument of the function: the text that the model said last (what an agent returned, if
+    it returned something), or the whole Rollout. A group-level function gets a list of them."""
     group_level: bool = False
-    """True if the function is called once per group, with a list of the completions or rollouts that are to be scored. It
-    returns a list, a tuple or an array [G] of numbers, in their order."""
+    """True if the function is called once per group, with a list of the completions or rollouts
+    that are to be scored. It returns a list, a tuple or an array [G] of numbers, in their order."""
     timeout_s: Changeable[PositiveFloat | None] = None
-    """Per call; None: the rubric's."""
+    """Time limit of a call in seconds; None for the rubric's."""
     isolate: bool = False
-    """True if each call has a process of its own, of which nothing stays: for code that may hang or crash, and for functions
-    that run what the model wrote. A late sync function that is not isolated keeps its thread for as long as it runs."""
+    """True if each call has a process of its own, of which nothing stays: for code that may hang or
+    crash, and for functions that run what the model wrote. A late sync function that is not
+    isolated keeps its thread for as long as it runs."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For the config that is saved with a run: the function by its path."""
+        """Return the fields for the config that is saved with a run, with the function's path."""
         target = getattr(self.fn, "func", self.fn)
         path = f"{target.__module__}.{getattr(target, '__qualname__', type(target).__qualname__)}"
         return {"fn": path} | {
@@ -95,22 +98,27 @@ class RewardFn:
 
 
 class Rubric(UserConfigurable):
-    """Scores the rollouts of a group with weighted reward functions: the config's, or a subclass's ``register_funcs``."""
+    """Scores the rollouts of a group with weighted reward functions.
+
+    The functions are the config's, or those of a subclass's ``register_funcs``.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         reward_fns: list[RewardFn | Callable[..., Any]] = field(default_factory=list)
-        """With none, every reward is 0: for algorithms that take no credit from rewards."""
+        """Reward functions. Without any, every reward is 0: for algorithms that take no credit from
+        rewards."""
         truncation_reward: float | None = None
-        """Reward of truncated rollouts; None has the functions score them as far as they got. No number is a safe default:
-        among rewards of -1 and 1, a 0 would make rambling on better than a wrong answer. A rollout whose opening prompt
-        overflows is excluded."""
+        """Reward of truncated rollouts; None has the functions score them as far as they got. No
+        number is a safe default: among rewards of -1 and 1, a 0 would make rambling on better than
+        a wrong answer. A rollout whose opening prompt overflows is excluded."""
         error_reward: float | None = None
-        """Reward of rollouts that failed; None excludes them. Never given for a failed reward function."""
+        """Reward of rollouts that failed; None excludes them. It is never given for a failed reward
+        function."""
         timeout_s: Changeable[PositiveFloat] = 30.0
-        """For each call of a reward function without a limit."""
+        """Time limit in seconds of each call of a reward function that has none of its own."""
         isolated_workers: Changeable[ProcessCount] = 2
-        """Calls of functions with isolate=True that run at once."""
+        """Number of calls of functions with isolate=True that run at once."""
         isolated_memory_gib: Changeable[PositiveFloat] = 4.0
         """Memory that such a call may take, with all processes that it starts."""
 
@@ -143,12 +151,15 @@ class Rubric(UserConfigurable):
         return [_as_reward_fn(entry) for entry in entries]
 
     def register_funcs(self) -> list[RewardFn]:
-        """The reward functions; a subclass returns its own, and may add ``super().register_funcs()`` for the config's."""
+        """Return the reward functions.
+
+        A subclass returns its own, and may add ``super().register_funcs()`` for the config's.
+        """
         return [_as_reward_fn(entry) for entry in self.config.reward_fns]
 
     @property
     def names(self) -> list[str]:
-        """Of its reward functions."""
+        """Names of the reward functions."""
         return list(self._fns)
 
     @property
@@ -158,47 +169,56 @@ class Rubric(UserConfigurable):
 
     @property
     def compares_group(self) -> bool:
-        """Whether a reward may depend on the other rollouts of the group."""
-        own = type(self).score_group is not Rubric.score_group
-        return own or any(entry.group_level for entry in self._fns.values())
+        """True if a reward may depend on the other rollouts of the group."""
+        scores_by_itself = type(self).score_group is not Rubric.score_group
+        return scores_by_itself or any(entry.group_level for entry in self._fns.values())
 
     async def setup(self, policy: PolicyClient) -> None:
-        """Before the first group: reach the models the rubric's functions need, such as a judge: ``policy.frozen(...)``."""
+        """Reach the models that the functions need, before the first group.
 
-    async def score_group(self, rollouts: Sequence[Rollout], env_input: Any) -> list[Reward]:
-        """One Reward per rollout, in order. Sets status and error of a rollout whose reward function failed."""
+        A judge, for example, is ``policy.frozen(...)``.
+        """
+
+    async def score_group(
+        self,
+        rollouts: Sequence[Rollout],
+        env_input: Any,  # noqa: ANN401 - the dataset's
+    ) -> list[Reward]:
+        """Return one Reward per rollout, in their order.
+
+        Rollouts and example are read-only. A rollout that can't be scored is failed by
+        ``rollout.fail(cause)``, as this does if a reward function fails.
+        """
         rewards = [Reward(self._fixed_reward(rollout)) for rollout in rollouts]
-        pending = [
-            pair for pair in zip(rollouts, rewards, strict=True) if self._needs_scoring(pair[0])
-        ]
-        scored = [rollout for rollout, _ in pending]
-        columns = await asyncio.gather(
-            *(self._column(entry, scored, env_input) for entry in self._fns.values() if scored)
-        )
-        for position, (rollout, reward) in enumerate(pending):
-            values = {
-                name: column[position] for name, column in zip(self._fns, columns, strict=True)
-            }
-            failed = {
-                name: value for name, value in values.items() if isinstance(value, UserCodeError)
-            }
-            reward.components = {
-                name: value
-                for name, value in values.items()
-                if not isinstance(value, UserCodeError)
-            }
-            if failed:
-                causes = [f"reward function {name!r}: {error}" for name, error in failed.items()]
-                rollout.status, rollout.error = RolloutStatus.ERROR, "; ".join(causes)
-                rollout.traceback = "\n".join(
-                    dict.fromkeys(filter(None, map(users_traceback, failed.values())))
-                )
-            else:
-                reward.reward = math.fsum(
-                    entry.weight * reward.components[name] for name, entry in self._fns.items()
-                )
+        pending = [index for index, rollout in enumerate(rollouts) if self._needs_scoring(rollout)]
+        scored = [rollouts[index] for index in pending]
+        columns: list[list[float | UserCodeError]] = []
+        if scored:
+            columns = await asyncio.gather(
+                *(self._column(entry, scored, env_input) for entry in self._fns.values())
+            )
+        for position, index in enumerate(pending):
+            values = [column[position] for column in columns]
+            rewards[index] = self._reward(rollouts[index], values)
         self._log_env_components(rollouts, rewards)
         return rewards
+
+    def _reward(self, rollout: Rollout, values: Sequence[float | UserCodeError]) -> Reward:
+        """Return the reward of the functions' values, and fail the rollout if a function failed."""
+        components: dict[str, float] = {}
+        causes: list[str] = []
+        tracebacks: dict[str, None] = {}  # each once, in their order
+        for name, value in zip(self._fns, values, strict=True):
+            if isinstance(value, UserCodeError):
+                causes.append(f"reward function {name!r}: {value}")
+                tracebacks[users_traceback(value)] = None
+            else:
+                components[name] = value
+        if causes:
+            rollout.fail("; ".join(causes), traceback="\n".join(filter(None, tracebacks)))
+            return Reward(None, components)
+        weighted = (entry.weight * components[name] for name, entry in self._fns.items())
+        return Reward(math.fsum(weighted), components)
 
     def _needs_scoring(self, rollout: Rollout) -> bool:
         if rollout.status.is_truncated():
@@ -216,7 +236,7 @@ class Rubric(UserConfigurable):
         )
 
     async def _column(
-        self, entry: RewardFn, rollouts: list[Rollout], env_input: Any
+        self, entry: RewardFn, rollouts: list[Rollout], env_input: object
     ) -> list[float | UserCodeError]:
         """Return one function's value for each rollout, or why there is none."""
         if not entry.group_level:
@@ -227,27 +247,18 @@ class Rubric(UserConfigurable):
             values = await self._call(entry, rollouts, env_input)
         except UserCodeError as error:
             return [error] * len(rollouts)
-        sequence = isinstance(values, list | tuple) or (
-            isinstance(values, np.ndarray) and values.ndim == 1
-        )
-        try:
-            answers = list(values) if sequence else None
-        except BaseException as error:  # a list of the user's own class
-            unread = UserCodeError(
-                f"returned a {type(values).__name__} that can't be read: {cause_of(error)}"
-            )
-            unread.traceback = users_traceback(error)
-            return [unread] * len(rollouts)
+        is_array = isinstance(values, np.ndarray) and values.ndim == 1
+        answers = list(values) if is_array or isinstance(values, list | tuple) else None
         if answers is None or len(answers) != len(rollouts):
             size = f" of {len(answers)}" if answers is not None else ""
-            wanted = (
+            cause = (
                 f"returned a {type(values).__name__}{size}, want a list of {len(rollouts)} numbers"
             )
-            return [UserCodeError(wanted)] * len(rollouts)
+            return [UserCodeError(cause)] * len(rollouts)
         return [_number(value) for value in answers]
 
     async def _value(
-        self, entry: RewardFn, rollout: Rollout, env_input: Any
+        self, entry: RewardFn, rollout: Rollout, env_input: object
     ) -> float | UserCodeError:
         try:
             return _number(await self._call(entry, rollout, env_input))
@@ -255,35 +266,24 @@ class Rubric(UserConfigurable):
             return error
 
     async def _call(
-        self, entry: RewardFn, rollouts: Rollout | list[Rollout], env_input: Any
-    ) -> Any:
+        self, entry: RewardFn, rollouts: Rollout | list[Rollout], env_input: object
+    ) -> Any:  # noqa: ANN401 - a user's function returns anything
         """Call a function with what it takes of one rollout, or of a list of them."""
-        subject: Any = rollouts
-        if entry.takes == "completion":
-            subject = (
-                [*map(completion_of, rollouts)]
-                if isinstance(rollouts, list)
-                else completion_of(rollouts)
-            )
+        view = completion_of if entry.takes == "completion" else _itself
+        if isinstance(rollouts, list):  # a list of its own, which the function may sort
+            subject: Any = [view(rollout) for rollout in rollouts]
+        else:
+            subject = view(rollouts)
         timeout_s = self.config.timeout_s if entry.timeout_s is None else entry.timeout_s
-        if entry.isolate:  # the child has the time limit; waiting for a free one doesn't count
-            call = functools.partial(
-                self._isolated.call, entry.fn, (subject, env_input), timeout_s=timeout_s
-            )
-            return await call_bounded(
-                lambda: self._isolated_threads.call(call, timeout_s=None), timeout_s=None
-            )
-        if not is_own(entry.fn):
-            if entry.takes == "completion":
-                subject = copied_example(subject)
-            else:
-                subject = (
-                    [*map(sealed_rollout, rollouts)]
-                    if isinstance(rollouts, list)
-                    else sealed_rollout(rollouts)
-                )
-            env_input = copied_example(env_input)
-        return await call_user(entry.fn, subject, env_input, timeout_s=timeout_s)
+        if not entry.isolate:
+            return await call_user(entry.fn, subject, env_input, timeout_s=timeout_s)
+        # The child process has the time limit; waiting for a free one doesn't count.
+        call = functools.partial(
+            self._isolated.call, entry.fn, (subject, env_input), timeout_s=timeout_s
+        )
+        return await call_bounded(
+            lambda: self._isolated_threads.call(call, timeout_s=None), timeout_s=None
+        )
 
     def _log_env_components(self, rollouts: Sequence[Rollout], rewards: list[Reward]) -> None:
         for rollout, reward in zip(rollouts, rewards, strict=True):
@@ -296,13 +296,16 @@ class Rubric(UserConfigurable):
             if unweighed and not self._fns and not self._warned_unweighed:
                 self._warned_unweighed = True
                 logger.warning(
-                    "task %s: the env rewards %s but the rubric has no function, so every reward is 0; add env_component(%r)",
-                    rollout.task_name, sorted(unweighed), min(unweighed),
-                )  # fmt: skip
+                    "task %s: the env rewards %s but the rubric has no function, so every reward "
+                    "is 0; add env_component(%r)",
+                    rollout.task_name,
+                    sorted(unweighed),
+                    min(unweighed),
+                )
 
 
 def env_components(rollout: Rollout) -> dict[str, float]:
-    """What the env rewarded, by name, summed over the turns."""
+    """Return what the env rewarded, by name, summed over the turns."""
     sums: dict[str, float] = {}
     for turn in rollout.turns:
         for name, value in turn.reward_components.items():
@@ -311,25 +314,29 @@ def env_components(rollout: Rollout) -> dict[str, float]:
 
 
 def env_component(name: str, *, weight: float = 1.0, default: float | None = None) -> RewardFn:
-    """A reward function that takes what the env itself rewarded under ``name``, summed over the turns.
+    """Return a reward function of what the env itself rewarded under a name.
 
-    ``default`` stands for a component the env never gave. Without one, a rollout that ended early has earned 0 and a completed
-    rollout is an error, which is how a misspelt name shows.
+    Its value is the sum over the turns.
+
+    Args:
+        default: value of a component that the env never gave. Without it, a rollout that ended
+            early has earned 0, and a completed rollout is an error, which is how a misspelt name
+            shows.
     """
     component = functools.partial(_env_component, component=name, default=default)
     return RewardFn(component, weight=weight, name=name, takes="rollout")
 
 
 async def _env_component(
-    rollout: Rollout, env_input: Any, *, component: str, default: float | None
+    rollout: Rollout, env_input: object, *, component: str, default: float | None
 ) -> float:
     earned = env_components(rollout)
     if component in earned:
         return earned[component]
     if default is None and rollout.status is RolloutStatus.COMPLETED:
         raise RunError(
-            f"the env gave no reward component {component!r}; it gave {sorted(earned) or 'none'}; where it gives it only "
-            f"sometimes, write env_component({component!r}, default=0)"
+            f"the env gave no reward component {component!r}; it gave {sorted(earned) or 'none'}; "
+            f"where it gives it only sometimes, write env_component({component!r}, default=0)"
         )
     return default or 0.0
 
@@ -342,12 +349,14 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", None) or type(fn).__name__
 
 
-def _number(value: Any) -> float | UserCodeError:
-    """The value as a float, or what is wrong with it."""
-    if (number := finite_float(value)) is not None:
+def _number(value: object) -> float | UserCodeError:
+    """Return the value as a float, or what is wrong with it."""
+    number = finite_float(value)
+    if number is not None:
         return number
     return UserCodeError(
-        f"returned {text_of(value)} ({type(value).__name__}), want a finite number that float32 holds"
+        f"returned {text_of(value)} ({type(value).__name__}), want a finite number that float32 "
+        "holds"
     )
 
 
@@ -368,16 +377,25 @@ def _check(named: list[tuple[str, RewardFn]]) -> None:
         )
 
 
-def completion_of(rollout: Rollout) -> Any:
-    """Return what a reward function of the completion is given: the content of the last assistant message, without its
-    reasoning, or what the agent returned where it returned something."""
+def _itself(rollout: Rollout) -> Rollout:
+    return rollout
+
+
+def completion_of(rollout: Rollout) -> Any:  # noqa: ANN401 - an agent returns anything
+    """Return what a reward function of the completion is given.
+
+    It is the content of the last assistant message, without its reasoning, or what the agent
+    returned if it returned something.
+    """
     return last_assistant_text(rollout) if rollout.answer is None else rollout.answer
 
 
 def _check_arguments(entry: RewardFn, name: str) -> None:
-    """
+    """Raise if a function does not take what it is given.
+
     Raises:
-        ConfigError: the function can't be called with two arguments, or names the first a rollout and is given a completion.
+        ConfigError: the function can't be called with two arguments, or names the first a rollout
+            and is given a completion.
     """
     try:
         signature = inspect.signature(entry.fn)
@@ -386,8 +404,9 @@ def _check_arguments(entry: RewardFn, name: str) -> None:
     names = [*signature.parameters]
     if "completions" in names and not (entry.group_level and names[0] == "completions"):
         cure = (
-            "TRL's form? Here a function gets one completion and its row and returns one number: want fn(completion, example); "
-            "RewardFn(fn, group_level=True) takes fn(completions, example) of a group and a list of numbers"
+            "TRL's form? Here a function gets one completion and its row and returns one number: "
+            "want fn(completion, example); RewardFn(fn, group_level=True) takes "
+            "fn(completions, example) of a group and a list of numbers"
         )
         raise ConfigError("rubric.reward_fns", f"{name}{signature}", cure)
     try:
@@ -399,12 +418,18 @@ def _check_arguments(entry: RewardFn, name: str) -> None:
         raise ConfigError("rubric.reward_fns", f"{name}{signature}", f"{error}; {wanted}") from None
     first = next(iter(signature.parameters), "")
     if first in ("rollout", "rollouts") and entry.takes == "completion":
-        cure = f'its argument {first!r} would be given the text of the completion: write RewardFn(fn, takes="rollout")'
+        cure = (
+            f"its argument {first!r} would be given the text of the completion: "
+            'write RewardFn(fn, takes="rollout")'
+        )
         raise ConfigError("rubric.reward_fns", f"{name}{signature}", cure)
 
 
 def looks_for_thoughts(entry: RewardFn) -> bool:
-    """Return whether a function that is given the completion names ``<think>``, in a text or a pattern that it uses."""
+    """Return True if a function that is given the completion names ``<think>``.
+
+    Texts and patterns that the function uses are looked at.
+    """
     function = inspect.unwrap(getattr(entry.fn, "func", entry.fn))
     code = getattr(function, "__code__", None)
     if entry.takes != "completion" or code is None:
@@ -418,17 +443,19 @@ def looks_for_thoughts(entry: RewardFn) -> bool:
 
 
 def last_assistant_text(rollout: Rollout) -> str:
-    """Content of the rollout's last assistant message, without its reasoning; "" if there is none."""
+    """Return the last assistant message's content, without its reasoning; "" if there is none."""
     return rollout.turns[-1].assistant_message["content"] if rollout.turns else ""
 
 
 async def win_shares(count: int, prefers: Callable[[int, int], Awaitable[float]]) -> list[float]:
-    """For each of ``count`` answers, the mean of its comparisons with the others: 1 where it won all, 0.5 where all tie.
+    """Return for each of ``count`` answers the mean of its comparisons with the others.
 
-    Each pair is compared in both orders, so that a judge's liking for a place cancels. One answer alone has 0.5.
+    It is 1 if the answer won all, and 0.5 if all tie. Each pair is compared in both orders, so that
+    a judge's liking for a place cancels. One answer alone has 0.5.
 
     Args:
-        prefers: of the answers at two indices, 1.0 where the first is better, 0.0 where the second is, 0.5 where neither is.
+        prefers: takes the indices of two answers, and returns 1.0 if the first is better, 0.0 if
+            the second is, 0.5 if neither is.
     """
     if count == 1:
         return [0.5]

@@ -237,7 +237,7 @@ class SimulatedTask(Task):
 
     async def score_rewards(self, group: RolloutGroup) -> None:
         for rollout in group.rollouts:
-            rollout.reward = rollout.metadata["reward"]
+            rollout.amend(reward=rollout.metadata["reward"])
 
     async def _run(
         self,

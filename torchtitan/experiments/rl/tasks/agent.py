@@ -38,7 +38,7 @@ from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import Changeable, Cure, NonEmptyStr, PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.rows import RowDataset
-from torchtitan.experiments.rl.envs.conversation import GroupPrompts
+from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.gateway.request import WISHES
 from torchtitan.experiments.rl.gateway.server import Endpoint, Gateway, gateway_at
@@ -198,9 +198,9 @@ class AgentTask(Task):
         await super().score_rewards(group)
         for rollout in group.rollouts:
             answer = rollout.answer
-            rollout.answer = json_value(
-                asdict(answer) if isinstance(answer, CommandResult) else answer
-            )
+            if isinstance(answer, CommandResult):
+                answer = asdict(answer)
+            rollout.amend(answer=json_value(answer))
 
     def _frozen_session(self, sample: DataSample, name: str, seed: int) -> PolicySession:
         return self._frozen[name].session(

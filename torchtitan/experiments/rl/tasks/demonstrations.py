@@ -12,14 +12,16 @@ from torchtitan.experiments.rl.algorithms.sft import StaticSFT
 from torchtitan.experiments.rl.bounds import NonEmptyStr
 from torchtitan.experiments.rl.data.dataset import Dataset, read_example
 from torchtitan.experiments.rl.data.rows import RowDataset
-from torchtitan.experiments.rl.envs.conversation import LARGE_TEXT, described, off_the_loop_if
+from torchtitan.experiments.rl.envs.conversation import LARGE_TEXT
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.messages import (
     check_all_rendered,
     checked_messages,
     checked_tools,
 )
+from torchtitan.experiments.rl.envs.prompt import first_prompt
 from torchtitan.experiments.rl.envs.renderer import control_token_in
+from torchtitan.experiments.rl.envs.yield_queue import compute
 from torchtitan.experiments.rl.errors import ConfigError, users_traceback
 from torchtitan.experiments.rl.generation.judge import ChatClient
 from torchtitan.experiments.rl.generation.references import FrozenModel
@@ -97,7 +99,7 @@ def sample_of(
     messages, tools = conversation
     rendered = renderer.render(messages, tools=tools)
     check_all_rendered(rendered, messages)
-    whole = described(rendered)
+    whole = first_prompt(rendered)
     trained = whole.is_content & np.isin(whole.role_ids, [ROLE_IDS[role] for role in roles])
     trained[:1] = False  # nothing comes before it
     for index, message in enumerate(messages):
@@ -243,8 +245,8 @@ class DemonstrationTask(Task):
                     sample, policy, seed=derive_seed(seed, group_id, 0, 0)
                 )
             rollout.samples = [
-                await off_the_loop_if(
-                    large, lambda: self._sample(sample, rollout_id=rollout.rollout_id)
+                await compute(
+                    lambda: self._sample(sample, rollout_id=rollout.rollout_id), large=large
                 )
             ]
             rollout.status, rollout.reward = RolloutStatus.COMPLETED, 0.0
@@ -264,7 +266,7 @@ class DemonstrationTask(Task):
 
     async def score_group(self, group: RolloutGroup) -> str | None:
         """Its weights are set. Sets and returns ``group.failure`` as Task does."""
-        group.failure = None if group.scored else str(group.rollouts[0].error)
+        group.amend(failure=None if group.scored else str(group.rollouts[0].error))
         return group.failure
 
     def _conversation(self, example: DataSample) -> Conversation:

@@ -101,9 +101,8 @@ class TrainerClient:
         for sample, logprobs in packed.of_samples(await self._life.call(asyncio.gather(*asked))):
             # A replayed sample has its own: its record may be written at this moment.
             if sample.trainer_logprobs is None and sample.loss_mask.any():
-                sample.trainer_logprobs = (
-                    logprobs.copy()
-                )  # not a view, which would keep the whole step's
+                # A copy: a view would keep the log-probabilities of the whole step.
+                sample.amend(trainer_logprobs=logprobs.copy())
 
     async def begin_checkpoint(self, folder: Path, step: int) -> None:
         """Copy the state after ``step``; every rank writes its part into ``folder`` meanwhile.

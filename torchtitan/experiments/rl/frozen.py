@@ -1,0 +1,126 @@
+"""Records that become read-only, once, when what they describe has ended.
+
+A rollout is filled while it runs. When it ends, `Freezable.freeze` makes the record and all that it
+holds read-only, and from then on everyone is given the same object: reward functions, rubrics,
+algorithms, filters, samplers, the recorder. Code that tries to change it fails in the line that
+tries::
+
+    rollout.reward = 1.0                 AttributeError
+    rollout.turns.pop()                  TypeError
+    turn.completion.token_ids[0] = 5     ValueError (numpy)
+    turn.assistant_message["content"]=x  TypeError
+
+Copies can be changed: ``dataclasses.replace``, ``copy.copy``, ``copy.deepcopy`` and pickle return
+plain records, dicts and lists.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, NoReturn, Self
+
+import numpy as np
+
+
+class Freezable:
+    """Base of a dataclass with slots whose instances can be made read-only."""
+
+    __slots__ = ("_frozen",)
+
+    @property
+    def frozen(self) -> bool:
+        return getattr(self, "_frozen", False)
+
+    def freeze(self) -> Self:
+        """Make the record, and the records, arrays, dicts and lists that it holds, read-only.
+
+        Return the record itself. A record that is frozen already stays as it is.
+        """
+        if not self.frozen:
+            for field in fields(self):  # type: ignore[arg-type] # its subclasses are dataclasses
+                object.__setattr__(self, field.name, read_only(getattr(self, field.name)))
+            object.__setattr__(self, "_frozen", True)
+        return self
+
+    def amend(self, **values: Any) -> None:  # noqa: ANN401 - of the record's own fields
+        """Set fields of a record that may be frozen.
+
+        For the code that owns the record, such as the task that scores its own rollouts. A frozen
+        record's new values become read-only too.
+        """
+        for name, value in values.items():
+            object.__setattr__(self, name, read_only(value) if self.frozen else value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if getattr(self, "_frozen", False):
+            self._refuse(name)
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> NoReturn:
+        self._refuse(name)
+
+    def __getstate__(self) -> tuple[Any, dict[str, Any]]:
+        state: Any = object.__getstate__(self)
+        instance, slots = state
+        return instance, {name: value for name, value in slots.items() if name != "_frozen"}
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"can't change {name} of this {type(self).__name__}: it is read-only, because the "
+            "rollout has ended"
+        )
+
+
+def read_only(value: Any) -> Any:  # noqa: ANN401 - anything that a record may hold
+    """Return a value that can't be changed in place.
+
+    A dict or list becomes a read-only copy. An array and a `Freezable` record are made read-only in
+    place. Any other object, such as one of a user's class, is returned as it is.
+    """
+    freeze = _FREEZE.get(type(value))
+    if freeze is not None:
+        return freeze(value)
+    return value.freeze() if isinstance(value, Freezable) else value
+
+
+def _freeze_array(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+def _refuse_change(self: object, *_: object, **__: object) -> NoReturn:
+    raise TypeError(
+        "this dict or list is read-only, because it is part of a record: change a copy, such as "
+        "copy.deepcopy(it)"
+    )
+
+
+class ReadOnlyDict(dict):
+    """Dict that refuses changes. ``copy`` and ``|`` return plain dicts."""
+
+    __slots__ = ()
+    __setitem__ = __delitem__ = __ior__ = _refuse_change
+    clear = pop = popitem = setdefault = update = _refuse_change
+
+    def __reduce__(self) -> tuple[type, tuple[dict]]:
+        return dict, (dict(self),)
+
+
+class ReadOnlyList(list):
+    """List that refuses changes. ``copy``, slices and ``+`` return plain lists."""
+
+    __slots__ = ()
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse_change
+    append = clear = extend = insert = pop = remove = _refuse_change
+    reverse = sort = _refuse_change
+
+    def __reduce__(self) -> tuple[type, tuple[list]]:
+        return list, (list(self),)
+
+
+_FREEZE: dict[type, Callable[[Any], Any]] = {
+    dict: lambda value: ReadOnlyDict({key: read_only(entry) for key, entry in value.items()}),
+    list: lambda value: ReadOnlyList(map(read_only, value)),
+    tuple: lambda value: tuple(map(read_only, value)),
+    np.ndarray: _freeze_array,
+}
+"""How to freeze a value, by its exact type: a user's subclass of dict is left alone."""

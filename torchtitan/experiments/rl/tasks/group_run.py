@@ -1,0 +1,294 @@
+"""Runs the rollouts of one group, each to a terminal status.
+
+_open_session   a session with the policy for each rollout, all of them first
+_make_envs      the task's envs, in one call
+_attempt        task.run_rollout, within its time limit; again if it failed (`max_retries`)
+samples_from_turns, then Algorithm.score_rollout
+"""
+
+import asyncio
+import functools
+import hashlib
+import logging
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from renderers import Renderer
+
+from torchtitan.experiments.rl.envs.message_env import MessageEnv
+from torchtitan.experiments.rl.envs.prompt import GroupPrompts
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
+from torchtitan.experiments.rl.envs.yield_queue import Line, yield_queue
+from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout, users_traceback
+from torchtitan.experiments.rl.gateway.session import AgentRollout
+from torchtitan.experiments.rl.process import trace
+from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicySession, SamplingConfig
+from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
+from torchtitan.experiments.rl.rollouts.types import (
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    add_cost,
+)
+from torchtitan.experiments.rl.tasks.session import CheckedSession
+from torchtitan.experiments.rl.user_code.calls import call_bounded
+
+logger = logging.getLogger(__name__)
+
+OpenRollout = RendererEnv | AgentRollout
+"""What a rollout is run with: it has turns, a status and its cause, and is closed."""
+
+RETRIED = (RolloutStatus.ERROR, RolloutStatus.TIMEOUT)
+
+
+def derive_seed(
+    seed: int, group_id: str, index_in_group: int, attempt: int, branch: str = ""
+) -> int:
+    """Return the seed of one attempt at one rollout, or of a branch of it.
+
+    It has 63 bits, and is equal in every process, which the ``hash`` of a string is not.
+    """
+    key = f"{seed}/{group_id}/{index_in_group}/{attempt}"
+    if branch:
+        key = f"{key}/{branch}"
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class SharedEnv(UserCodeError):
+    """A task gave one env to several rollouts.
+
+    The rollouts are not run again: that would hide a fault of the task.
+    """
+
+
+_OWNER = "_used_by_rollout"
+"""Attribute that an env carries once a rollout has it."""
+
+
+def first_use(env: MessageEnv) -> bool:
+    """Note that a rollout has the env, and return False if another had it before.
+
+    The other rollout may be of any group of this process.
+    """
+    owner = vars(env).get(_OWNER)
+    vars(env)[_OWNER] = id(env)  # the id, because a copy of a used env is another env
+    return owner != id(env)
+
+
+class TaskOfRollouts(Protocol):
+    """What a group's run asks of its task (`tasks.task.Task`)."""
+
+    config: Any
+    """A `Task.Config`."""
+    renderer: Renderer
+    vocab_size: int | None
+
+    async def make_envs(self, sample: DataSample, n: int) -> list[MessageEnv]: ...
+
+    async def run_rollout(self, env: RendererEnv, policy: PolicySession) -> None: ...
+
+    async def credit_rollout(self, rollout: Rollout, group: RolloutGroup) -> None: ...
+
+
+@dataclass(kw_only=True)
+class GroupRun:
+    """One run of the rollouts of a group.
+
+    A session is opened for each rollout before ``run`` first awaits: the deterministic mode depends
+    on the order in which sessions are opened.
+    """
+
+    task: TaskOfRollouts
+    group: RolloutGroup
+    source: ModelClient
+    """Model that the rollouts are sampled from."""
+    seed: int
+    sampling: SamplingConfig
+    credit: bool
+    """True if the algorithm sees each rollout that ends."""
+
+    def __post_init__(self) -> None:
+        self._sessions: list[CheckedSession] = []
+        self._envs: list[OpenRollout] = []
+        self._prompts = GroupPrompts()
+        self._stop_token_ids = self.task.renderer.get_stop_token_ids()
+
+    async def run(self) -> None:
+        """Give every rollout of the group a terminal status, its turns and its samples.
+
+        Every env and every session is closed exactly once. Nothing but CancelledError is raised.
+        """
+        rollouts = self.group.rollouts
+        try:
+            sessions = [self._open_session(rollout, attempt=0) for rollout in rollouts]
+            await yield_queue().wait(Line.NEW_GROUP)
+            envs = await self._make_envs(len(rollouts))
+            await asyncio.gather(*map(self._run_to_status, rollouts, envs, sessions))
+        finally:
+            # Rollouts close their own. The others belong to rollouts that never began, or are
+            # branches of an agent's conversation.
+            for session in self._sessions:
+                session.close()
+            for env in self._envs:
+                await env.close()
+
+    async def _run_to_status(
+        self, rollout: Rollout, env: OpenRollout | UserCodeError, session: CheckedSession
+    ) -> None:
+        with trace.lane("rollout", rollout=rollout.rollout_id):
+            await self._attempt(rollout, env, session)
+            for attempt in range(1, self.task.config.max_retries + 1):
+                if rollout.status not in RETRIED or isinstance(env, SharedEnv):
+                    break
+                logger.info("rollout %s: %s; running it again", rollout.rollout_id, rollout.error)
+                session = self._open_session(rollout, attempt)
+                (env,) = await self._make_envs(1)
+                await self._attempt(rollout, env, session)
+            rollout.samples = samples_from_turns(
+                rollout.turns,
+                task_name=rollout.task_name,
+                rollout_id=rollout.rollout_id,
+                temperature=self.sampling.temperature,
+            )
+            self._count_calls(rollout)
+            if self.credit:
+                await self.task.credit_rollout(rollout, self.group)
+
+    def _count_calls(self, rollout: Rollout) -> None:
+        """Add an agent's calls by their outcome to the costs of the group."""
+        if not rollout.calls:
+            return
+        counts = rollout.calls | {"samples": len(rollout.samples)}
+        for name, count in counts.items():
+            add_cost(f"agent/{rollout.task_name}/{name}", count)
+
+    async def _attempt(
+        self, rollout: Rollout, env: OpenRollout | UserCodeError, session: CheckedSession
+    ) -> None:
+        """Run the turn loop in the env, and give the rollout its turns and its status."""
+        if isinstance(env, UserCodeError):  # there is no env
+            session.close()
+            rollout.turns = []
+            timed_out = isinstance(env, UserCodeTimeout)
+            rollout.status = RolloutStatus.TIMEOUT if timed_out else RolloutStatus.ERROR
+            rollout.error = str(env)
+            rollout.traceback = users_traceback(env)
+            return
+        failure: UserCodeError | None = None
+        had_failed = False
+        try:
+            await call_bounded(
+                lambda: self.task.run_rollout(cast(Any, env), session),
+                timeout_s=self.task.config.env.rollout_timeout_s,
+            )
+        except UserCodeError as error:
+            failure = error
+            had_failed = env.status in RETRIED  # before its turn loop raised, or was late
+        finally:
+            await env.close()  # its metadata may fail, and set its status
+            session.close()
+        rollout.turns = env.turns
+        rollout.status = env.status
+        rollout.error = env.error
+        rollout.traceback = env.traceback
+        if isinstance(env, AgentRollout):
+            rollout.answer = env.answer
+            rollout.calls = dict(+env.counts)
+        else:
+            rollout.metadata = env.metadata
+        if failure is not None and not had_failed:
+            self._set_failure(rollout, failure, session)
+        elif failure is None and not env.status.is_terminal():
+            rollout.status = RolloutStatus.ERROR
+            rollout.error = (
+                f"{self._loop_name} returned while the rollout was ongoing; to stop early call "
+                "env.finish(status)"
+            )
+
+    @property
+    def _loop_name(self) -> str:
+        return f"{type(self.task).__name__}.run_rollout"
+
+    def _set_failure(
+        self, rollout: Rollout, failure: UserCodeError, session: CheckedSession
+    ) -> None:
+        if not isinstance(failure, UserCodeTimeout):
+            rollout.status = RolloutStatus.ERROR
+            rollout.error = f"{self._loop_name}: {failure}"
+            rollout.traceback = users_traceback(failure)
+            return
+        limit_s = self.task.config.env.rollout_timeout_s
+        waits_for = ""
+        if session.unanswered:
+            waits_for = ", waiting for the generator"
+        elif failure.where:
+            waits_for = f"; it waits in {failure.where}"
+        rollout.status = RolloutStatus.TIMEOUT
+        rollout.error = f"{self._loop_name}: the rollout took longer than {limit_s:g} s{waits_for}"
+        rollout.traceback = ""
+
+    async def _make_envs(self, n: int) -> list[OpenRollout | UserCodeError]:
+        """Return ``n`` envs, or ``n`` times the reason why there are none."""
+        task = self.task
+        name = f"{type(task).__name__}.make_envs"
+        made: list[Any] = []
+        envs: list[OpenRollout | UserCodeError] = []
+
+        async def make() -> None:
+            answer = await task.make_envs(self.group.data_sample, n)
+            made.extend(answer if isinstance(answer, list | tuple) else [answer])
+            for env in made:
+                # An env that several rollouts are given is closed by the first of them.
+                if isinstance(env, MessageEnv) and first_use(env):
+                    env = self._renderer_env(env)
+                if isinstance(env, OpenRollout):
+                    # Here, so that envs that come too late, or after a cancellation, are closed.
+                    self._envs.append(env)
+                    envs.append(env)
+
+        try:
+            await call_bounded(make, timeout_s=task.config.env.rollout_timeout_s)
+        except UserCodeError as error:
+            return [error.of(name)] * n
+        if len(envs) == len(made) == n:
+            return envs
+        kinds = ", ".join(sorted({type(env).__name__ for env in made})) or "nothing"
+        if len(made) == n and all(isinstance(env, MessageEnv) for env in made):
+            cause = (
+                f"{name} returned the same {kinds} for several rollouts: make a new env for each, "
+                "because each rollout closes its own"
+            )
+            return [SharedEnv(cause)] * n
+        cause = f"{name} returned {len(made)} of {kinds}, want a list of {n} MessageEnv"
+        return [UserCodeError(cause)] * n
+
+    def _renderer_env(self, env: MessageEnv) -> RendererEnv:
+        return RendererEnv(
+            message_env=env,
+            renderer=self.task.renderer,
+            config=self.task.config.env,
+            group=self._prompts,
+        )
+
+    def _open_session(self, rollout: Rollout, attempt: int, branch: str = "") -> CheckedSession:
+        """Open a session for an attempt at a rollout, or for a branch of its conversation."""
+        seed = functools.partial(
+            derive_seed, self.seed, rollout.group_id, rollout.index_in_group, attempt
+        )
+        session = self.source.session(
+            rollout_id=f"{rollout.rollout_id}~{attempt}" if attempt else rollout.rollout_id,
+            seed=seed(branch),
+            sampling=self.sampling,
+            stop_token_ids=self._stop_token_ids,  # one list for all: a message then holds it once
+        )
+        checked = CheckedSession(
+            session,
+            sampling=self.sampling,
+            vocab_size=self.task.vocab_size,
+            branch=functools.partial(self._open_session, rollout, attempt),
+            branch_seed=seed,
+        )
+        self._sessions.append(checked)
+        return checked

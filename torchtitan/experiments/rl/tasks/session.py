@@ -1,0 +1,110 @@
+"""The session of one rollout: the door through which completions enter the library."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from torchtitan.experiments.rl.errors import UserCodeError, cause_of
+from torchtitan.experiments.rl.process import trace
+from torchtitan.experiments.rl.rollouts.policy import PolicySession, SamplingConfig
+from torchtitan.experiments.rl.rollouts.samples import checked_completion
+from torchtitan.experiments.rl.rollouts.types import Completion
+
+
+class CheckedSession:
+    """Session of a rollout with its model, whose completions are checked and read-only.
+
+    It implements `rollouts.policy.PolicySession`. The engine behind it may be the user's own, so
+    whatever is wrong with an answer is an error that names the generator.
+    """
+
+    def __init__(
+        self,
+        session: PolicySession,
+        *,
+        sampling: SamplingConfig,
+        vocab_size: int | None,
+        branch: Callable[[str], "CheckedSession"],
+        branch_seed: Callable[[str], int],
+    ):
+        """Wrap the session of a model.
+
+        Args:
+            sampling: settings that the session was opened with.
+            vocab_size: number of token ids that the model has; None if not known.
+            branch: opens another session of the same rollout, for another branch of its
+                conversation. The seed follows from the rollout's seed and the key.
+            branch_seed: returns the seed that a branch with this key has.
+        """
+        self.sampling = sampling
+        self.branch = branch
+        self.branch_seed = branch_seed
+        self.unanswered = 0
+        """Number of requests that the generator has not answered."""
+        self._session = session
+        self._vocab_size = vocab_size
+        self._closed = False
+
+    @property
+    def stops_at_texts(self) -> bool:
+        return self._session.stops_at_texts
+
+    async def generate(
+        self,
+        prompt_token_ids: np.ndarray,
+        *,
+        max_tokens: int,
+        **options: Any,  # noqa: ANN401 - the other arguments of PolicySession.generate
+    ) -> Completion:
+        """Sample one completion, as `PolicySession.generate` does.
+
+        Raises:
+            UserCodeError: the generator failed, or its completion can't be trained on. Names the
+                generator.
+        """
+        prompt = prompt_token_ids
+        self._check_ids(prompt, "renderer: the prompt has")
+        if prompt.flags.writeable:
+            # A prompt that a group shares is read-only already. It stays one object, so that a
+            # message to the generators holds it once.
+            prompt = prompt.view()
+            prompt.flags.writeable = False
+        self.unanswered += 1
+        try:
+            with trace.span("generate", prompt_tokens=len(prompt)):
+                answer = await self._session.generate(prompt, max_tokens=max_tokens, **options)
+            completion = checked_completion(answer)
+            self._check_ids(completion.token_ids, "a completion has")
+        except BaseException as error:  # noqa: BLE001 - an engine may be the user's own
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
+            self.unanswered -= 1
+            raise UserCodeError(f"generator: {cause_of(error)}") from error
+        self.unanswered -= 1
+        return completion
+
+    def _check_ids(self, token_ids: np.ndarray, what: str) -> None:
+        if self._vocab_size is None or not len(token_ids):
+            return
+        highest = token_ids.item(token_ids.argmax())
+        if highest >= self._vocab_size:
+            raise UserCodeError(
+                f"{what} the token id {highest}, and the model has {self._vocab_size:,} ids"
+            )
+
+    def close(self) -> None:
+        """Close the session of the model. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._session.close()
+
+
+def _is_cancelled() -> bool:
+    """Return True if someone has cancelled the running asyncio task.
+
+    A CancelledError that an engine raises by itself is a failure of the engine.
+    """
+    running = asyncio.current_task()
+    return running is not None and running.cancelling() > 0
