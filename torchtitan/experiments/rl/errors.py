@@ -58,9 +58,9 @@ class UserCodeError(Exception):
     """User code failed; the message is its cause in one line, exception type first."""
 
     where = ""
-    """What late code waited for: ``Watch.waits_in`` of user_code/calls.py."""
+    """Function of the user's in which late code waited at its deadline, with file and line."""
     returned = False
-    """Late code returned, too late, and raised nothing."""
+    """True if late code has returned, too late, and raised nothing."""
     traceback = ""
     """Result of ``users_traceback`` in the process that raised the error: a ``__cause__`` stays behind there."""
 
@@ -167,7 +167,7 @@ def places_of(error: BaseException) -> list[tuple[str, int | None]]:
     places: list[tuple[str, int | None]] = [
         (frame.f_code.co_filename, line) for frame, line in frames
     ]
-    return [place for place in places if _is_users(place[0])] or places
+    return [place for place in places if is_users_file(place[0])] or places
 
 
 def users_traceback(error: BaseException) -> str:
@@ -198,7 +198,7 @@ def _keep_users_frames(whole: traceback.TracebackException) -> bool:
     parts = [whole]
     while parts:
         part = parts.pop()
-        part.stack[:] = [frame for frame in part.stack if _is_users(frame.filename)]
+        part.stack[:] = [frame for frame in part.stack if is_users_file(frame.filename)]
         in_file = issubclass(part.exc_type, SyntaxError) and bool(
             part.filename
         )  # such a file has no frame
@@ -211,5 +211,11 @@ def _keep_users_frames(whole: traceback.TracebackException) -> bool:
     return users
 
 
-def _is_users(file: str) -> bool:
+def is_users_file(file: str) -> bool:
+    """True if the code of this file is neither the library's, Python's nor an installed package's."""
     return not file.startswith((_LIBRARY, *_OTHERS))
+
+
+def is_library_file(file: str) -> bool:
+    """True if the code of this file is the library's."""
+    return file.startswith(_LIBRARY)

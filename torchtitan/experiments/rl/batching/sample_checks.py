@@ -10,9 +10,20 @@ from typing import Any
 import numpy as np
 
 from torchtitan.experiments.rl.types import CREDIT_STREAMS, STREAMS, TrainingSample
-from torchtitan.experiments.rl.user_code.calls import is_finite_number
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def is_finite_number(value: Any) -> bool:  # noqa: ANN401 - a user's value
+    """Return True for a number or bool of Python or numpy that is neither NaN nor infinite.
+
+    Strings and arrays are not numbers.
+    """
+    try:
+        is_scalar = hasattr(value, "__float__") and not getattr(value, "shape", ())
+        return is_scalar and math.isfinite(value)
+    except BaseException:  # noqa: BLE001 - the value is the user's, and so is its __float__
+        return False
 
 
 def finite_float(value: Any) -> float | None:  # noqa: ANN401 - a user's value

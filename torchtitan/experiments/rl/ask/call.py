@@ -1,0 +1,342 @@
+"""Asks the code that users wrote: envs, reward functions, algorithms, tasks.
+
+    value = await ask(env.step_message, message, timeout_s=60, owner="Maze.step_message")
+
+The call ends in the function's value, in a `UserCodeError`, or in a `UserCodeTimeout`.
+
+1. A call has one limit. An async function that is late is cancelled and, if it ignores that for
+   `CANCEL_GRACE_S`, abandoned. A sync function runs in a daemon thread, which can only be
+   abandoned; `ask/child.py` runs functions in a process that can be killed.
+2. An async function runs in an asyncio task of its own. A ``sys.exit()`` inside it would otherwise
+   stop the event loop, and a CancelledError that it raised would be taken for the caller's.
+3. A cancellation of the caller passes through, after the user's code was cancelled too.
+4. A late call says where it waits: in the innermost of the user's functions, with file and line.
+5. The deadline moves by the time that other code held up the event loop (`ask/lag.py`). Calls that
+   a call makes belong to it; asyncio tasks that its code starts itself are other code.
+
+An async function that blocks without awaiting, by ``time.sleep`` or a sync HTTP request, holds up
+every rollout on the event loop, and no limit can interrupt it. If it blocks beyond its limit, the
+call is late all the same, names the function that blocked, and is counted in `BLOCKING`. Such code
+belongs in a sync function or in ``asyncio.to_thread``.
+"""
+
+import asyncio
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import ContextVar
+from typing import Any, Protocol, TypeVar, overload
+
+from torchtitan.experiments.rl.ask.lag import watch_of_running_loop
+from torchtitan.experiments.rl.ask.stacks import frames_of_coroutine, place_in, with_owner
+from torchtitan.experiments.rl.ask.threads import TIMER_S, Outcome, ThreadCall, WorkerThreads
+from torchtitan.experiments.rl.errors import (
+    UserCodeError,
+    UserCodeTimeout,
+    cause_of,
+    places_of,
+)
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 1.0
+"""Seconds that cancelled code may take to unwind before it is abandoned."""
+CANCELLED_ITSELF = "CancelledError: raised by the code itself"
+MAX_FRAMES = 20
+"""Number of innermost frames in which two failures of one kind agree: recursion depths differ."""
+MAX_KINDS = 1000
+"""Maximum number of kinds of failures that are logged: generated code has no end of them."""
+
+
+class BlockingCalls:
+    """Counter of the calls that held up the event loop beyond their limit."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        self.count += 1
+
+    def lap(self) -> int:
+        """Return the count since the last lap."""
+        count = self.count
+        self.count = 0
+        return count
+
+
+BLOCKING = BlockingCalls()
+"""Counter of this process."""
+USER_THREADS = WorkerThreads(32)
+"""Threads that run this process's sync user code. Code that waits for a server should be async."""
+
+
+@overload
+async def ask(
+    function: Callable[..., Coroutine[Any, Any, T]],
+    *args: object,
+    timeout_s: float | None,
+    owner: str = "",
+) -> T: ...
+@overload
+async def ask(
+    function: Callable[..., T], *args: object, timeout_s: float | None, owner: str = ""
+) -> T: ...
+async def ask(
+    function: Callable[..., object], *args: object, timeout_s: float | None, owner: str = ""
+) -> object:
+    """Return ``function(*args)``, awaited if that can be awaited.
+
+    Args:
+        timeout_s: limit of the call; None for no limit. Time in a queue for a thread is free. What
+            a sync function returned is awaited for as long again.
+        owner: name of the code for errors, such as "Maze.step_message": begins their message.
+
+    Raises:
+        UserCodeTimeout: it took longer, or blocked the event loop beyond its limit.
+        UserCodeError: it raised anything, SystemExit and CancelledError included.
+        asyncio.CancelledError: the caller was cancelled.
+    """
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await _ask_on_loop(functools.partial(function, *args), timeout_s, owner)
+        return await ask_in_thread(
+            USER_THREADS, USER_THREADS.submit(function, *args), timeout_s, owner
+        )
+    except UserCodeError as error:
+        if not owner:
+            raise
+        raise error.of(owner) from error
+
+
+async def ask_in_thread(
+    threads: WorkerThreads, call: ThreadCall, timeout_s: float | None, owner: str = ""
+) -> object:
+    """Return the value of a call in a thread; see `ask`."""
+    caller = _CALLER.get()
+    if caller is not None:
+        call.owner = owner
+        caller.inner[call] = None
+    try:
+        outcome = await threads.outcome(call, timeout_s)
+    finally:
+        if caller is not None:
+            caller.inner.pop(call, None)
+    if outcome.error is not None:
+        raise _failure(outcome.error)
+    value = outcome.value
+    if isinstance(value, Awaitable):
+        return await _ask_on_loop(lambda: value, timeout_s, owner)
+    return value
+
+
+async def _ask_on_loop(
+    function: Callable[[], Awaitable[object]], timeout_s: float | None, owner: str
+) -> object:
+    """Await ``function()`` in an asyncio task of its own; see `ask`."""
+    call = _LoopCall(function, timeout_s, owner)
+    try:
+        try:
+            await call.ended_or_late()
+        except asyncio.CancelledError:
+            # A task that is cancelled before its first step never runs: an env would not be closed.
+            await asyncio.sleep(0)
+            await call.stop()
+            raise
+        if call.task.done():
+            outcome = call.outcome()
+            if outcome.error is not None:
+                raise _failure(outcome.error)
+            if not call.has_blocked:
+                return outcome.value
+        late = call.late()
+        await call.stop()
+        raise late
+    finally:
+        call.close()
+
+
+class _Place(Protocol):
+    """A call that can say where it is."""
+
+    def place(self) -> str: ...
+
+
+class _LoopCall:
+    """A call of an async function."""
+
+    def __init__(self, function: Callable[[], Awaitable[Any]], timeout_s: float | None, owner: str):
+        self.inner: dict[_Place, None] = {}
+        """Calls that the call's code has made and that have not ended, oldest first."""
+        self._timeout_s = math.inf if timeout_s is None else timeout_s
+        self._owner = owner
+        self._caller = _CALLER.get()
+        if self._caller is not None:
+            self._caller.inner[self] = None
+        self._own_lag_s = 0.0
+        """Seconds for which the call's own steps held up the event loop."""
+        self._blocked_s = 0.0
+        """Length of the own step in which the limit was exceeded; 0 if there was none."""
+        self._blocked_in = ""
+        """Function that this step was in, with file and line."""
+        self._watch = watch_of_running_loop()
+        if timeout_s is not None:
+            self._watch.begin()
+        self._lag_before_s = self._watch.lag_s()
+        self._began_at = self._watch.time()
+        self._coroutine = self._run(function)
+        self.task = asyncio.create_task(self._coroutine)
+        self._watch.calls[self.task] = self
+
+    async def _run(self, function: Callable[[], Awaitable[Any]]) -> Outcome:
+        _CALLER.set(self)
+        try:
+            return Outcome(value=await function())
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - user code may raise or exit with anything
+            return Outcome(error=error)
+
+    async def ended_or_late(self) -> None:
+        """Wait until the code has ended or is late.
+
+        Not by `asyncio.timeout`: its deadline can't be moved any more once it has come.
+        """
+        left_s = self._timeout_s
+        while left_s > 0 and not self.task.done():
+            await asyncio.wait({self.task}, timeout=None if left_s == math.inf else left_s)
+            left_s = self._left_s()
+
+    def outcome(self) -> Outcome:
+        """Return the end of code that has ended."""
+        if self.task.cancelled():
+            return Outcome(error=asyncio.CancelledError())
+        return self.task.result()
+
+    @property
+    def has_blocked(self) -> bool:
+        """True if the limit was exceeded while the call's own step held up the event loop."""
+        return self._blocked_s > 0
+
+    def late(self) -> UserCodeTimeout:
+        """Return the error of a late call, with where it waits. Call this before `stop`."""
+        text = f"no answer within {self._timeout_s:g} s"
+        if self.has_blocked:
+            culprit = self._blocked_in or "it"
+            text += f": {culprit} blocked the event loop for {self._blocked_s:.3g} s"
+            late = UserCodeTimeout(f"{text} without awaiting")
+        else:
+            late = UserCodeTimeout(text)
+            late.where = self._place_inside() or self._own_place()
+        late.returned = self.task.done()
+        return late
+
+    async def stop(self) -> None:
+        """Cancel the code, and abandon it if it ignores that."""
+        if self.task.done():
+            return
+        self.task.cancel()
+        _, running = await asyncio.wait({self.task}, timeout=CANCEL_GRACE_S)
+        if running:
+            logger.warning("user code ignored its cancellation and was abandoned: %s", self.task)
+
+    def close(self) -> None:
+        """Forget the call, which has ended or is abandoned."""
+        self._watch.calls.pop(self.task, None)
+        if self._timeout_s != math.inf:
+            self._watch.end()
+        # Not before it was stopped: its caller may be late meanwhile, and say where it waits.
+        if self._caller is not None:
+            self._caller.inner.pop(self, None)
+
+    def place(self) -> str:
+        """Return where the code waits, for the error of a call around it."""
+        return self._place_inside() or with_owner(self._owner, self._own_place())
+
+    def _place_inside(self) -> str:
+        """Return where the latest call waits that the code has made; empty if there is none."""
+        for inner in reversed(self.inner):
+            if place := inner.place():
+                return place
+        return ""
+
+    def _own_place(self) -> str:
+        return place_in(frames_of_coroutine(self._coroutine))
+
+    def blame(self, seconds: float, place: str) -> None:
+        """Take the blame for lag that a step of this call caused; see `ask/lag.py`."""
+        has_blocked = False
+        call: _LoopCall | None = self
+        while call is not None:
+            call._own_lag_s += seconds
+            left_s = call._left_s()
+            if left_s <= 0 < left_s + seconds:
+                call._blocked_s = seconds
+                call._blocked_in = place if call is self else with_owner(self._owner, place)
+                has_blocked = True
+            call = call._caller
+        if has_blocked:
+            BLOCKING.add()
+
+    def _left_s(self) -> float:
+        """Return the seconds that are left of the limit: less than 0 if it is exceeded."""
+        lag_s = self._watch.lag_s() - self._lag_before_s
+        ran_s = self._watch.time() - self._began_at - (lag_s - self._own_lag_s)
+        return self._timeout_s - ran_s - TIMER_S
+
+
+_CALLER: ContextVar[_LoopCall | None] = ContextVar("call of user code that runs", default=None)
+
+
+def _failure(error: BaseException) -> UserCodeError:
+    """Return the error of a call whose code raised ``error``, which is its cause; log it."""
+    if isinstance(error, UserCodeTimeout):  # of a call inside it, whose deadline came first
+        return error
+    log_first(error)
+    cause = CANCELLED_ITSELF if isinstance(error, asyncio.CancelledError) else cause_of(error)
+    failure = UserCodeError(cause)
+    failure.__cause__ = error
+    return failure
+
+
+async def contained(work: Awaitable[T]) -> T:
+    """Await ``work`` inside an asyncio task of the library.
+
+    Raises:
+        UserCodeError: it raised what would stop the event loop: SystemExit or KeyboardInterrupt.
+        Exception: whatever else it raised, CancelledError included.
+    """
+    try:
+        return await work
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        raise UserCodeError(cause_of(error)) from error
+
+
+_LOGGED_KINDS: set[tuple[Any, ...]] = set()
+"""Kinds of failures whose traceback this process has logged."""
+
+
+def log_first(error: BaseException) -> None:
+    """Log the traceback of an error of user code, unless one of its kind was logged before.
+
+    Errors are of one kind if they have the same type and come from the same lines. An error that
+    the library made of another is left out: the other was logged where it was caught.
+    """
+    is_made = isinstance(error, UserCodeError)
+    if is_made or not logger.isEnabledFor(logging.INFO):  # the preflight has no log
+        return
+    kind = (type(error), *places_of(error)[-MAX_FRAMES:])
+    if kind not in _LOGGED_KINDS and len(_LOGGED_KINDS) < MAX_KINDS:
+        _LOGGED_KINDS.add(kind)
+        logger.info("user code failed, the first time in this way", exc_info=error)
+
+
+def sentence(error: BaseException) -> str:
+    """Return the cause of a failed call, and where it waited if it was late."""
+    where = error.where if isinstance(error, UserCodeError) else ""
+    return cause_of(error) + (f"; it waits in {where}" if where else "")

@@ -1,0 +1,180 @@
+"""Measures how long an event loop is held up, and by which call of user code.
+
+    event loop   tick ─ tick ─ tick ── a step that blocks ───────────── tick (late: lag)
+    watch thread  ·      ·      ·      ·      note the task and its place  ·
+
+A timer of the loop ticks every `TICK_S`, and the time by which a tick is late is lag. A step that
+blocks can't be interrupted and can't measure itself, so a thread looks at the loop as often: while
+a tick is overdue, it notes which asyncio task runs, and in which function. Lag for which it saw no
+task was caused by many short steps; every call takes it for the lag of others.
+
+Both run only while a call with a limit is open. They take about 0.1 % of a core.
+"""
+
+import asyncio
+import math
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torchtitan.experiments.rl.ask.stacks import frames_of_thread, place_in
+
+TICK_S = 0.02
+"""Seconds between two ticks, and between two looks of the thread: a shorter block may go unseen."""
+HOLD_S = 0.005
+"""Lateness of a tick up to which the event loop counts as free."""
+
+
+class Blamed(Protocol):
+    """A call whose task held up the event loop."""
+
+    def blame(self, seconds: float, place: str) -> None:
+        """Add lag that the call's own step caused, and the function that it was in."""
+
+
+@dataclass(slots=True)
+class _Look:
+    """An observation that a step holds up the event loop."""
+
+    at: float
+    """`time.monotonic` of the latest look at this step."""
+    task: "asyncio.Task[Any] | None"
+    place: str
+
+
+class LoopWatch:
+    """Watch of one event loop. Made in the loop's thread, and used there."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self.calls: dict[asyncio.Task[Any], Blamed] = {}
+        """Open calls by the task that runs their code."""
+        self._lag_s = 0.0
+        self._due = math.inf
+        """`time.monotonic` at which the next tick is due."""
+        self._looks: list[_Look] = []
+        """Observations since the last tick."""
+        self._loop_thread = threading.get_ident()
+        self._lock = threading.Lock()
+        """Guards the two fields below."""
+        self._users = 0
+        self._watcher: threading.Thread | None = None
+
+    def time(self) -> float:
+        """Return the time of the clock that limits are measured with."""
+        return time.monotonic()
+
+    def lag_s(self) -> float:
+        """Return the seconds that the loop was held up so far, and blame the calls that did it."""
+        now = time.monotonic()
+        late_s = now - self._due
+        if late_s > HOLD_S:
+            self._lag_s += late_s
+            since = self._due
+            looks = [look for look in self._looks if look.at > since]
+            self._looks = []
+            self._due = now  # the tick is overdue and runs next
+            self._blame(looks, since, now)
+        return self._lag_s
+
+    def begin(self) -> None:
+        """Watch the loop until `end` was called as often as this."""
+        with self._lock:
+            self._users += 1
+            watched = self._watcher is not None
+            if not watched:
+                self._watcher = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
+        if self._due == math.inf:
+            self._schedule_tick()
+        if not watched:
+            assert self._watcher is not None
+            self._watcher.start()
+
+    def end(self) -> None:
+        with self._lock:
+            self._users -= 1
+
+    def _schedule_tick(self) -> None:
+        self._due = time.monotonic() + TICK_S
+        self.loop.call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self.lag_s()
+        if self._users:
+            self._schedule_tick()
+        else:
+            self._due = math.inf
+
+    def _blame(self, looks: list[_Look], since: float, now: float) -> None:
+        """Share out lag, from ``since`` to ``now``, among the calls that were seen to cause it.
+
+        The time up to a look is that of the call which it saw, and the rest that of the last one.
+        """
+        for look in looks:
+            until = now if look is looks[-1] else look.at
+            call = self.calls.get(look.task) if look.task is not None else None
+            if call is not None:
+                call.blame(until - since, look.place)
+            since = until
+
+    def _watch(self) -> None:
+        """Look at the loop until it is no longer used. Runs in the thread."""
+        while True:
+            time.sleep(TICK_S)
+            with self._lock:
+                if not self._users or self.loop.is_closed():
+                    self._watcher = None
+                    return
+            now = time.monotonic()
+            if now - self._due > HOLD_S and self.loop.is_running():
+                self._look(now)
+
+    def _look(self, now: float) -> None:
+        task = asyncio.current_task(self.loop)
+        looks = self._looks
+        place = place_in(frames_of_thread(self._loop_thread))
+        if looks and looks[-1].task is task:
+            looks[-1].at = now
+            looks[-1].place = place
+        else:
+            looks.append(_Look(now, task, place))
+
+
+class NoLag(LoopWatch):
+    """Watch of an event loop in virtual time, where no step takes any: nothing is ever late."""
+
+    def time(self) -> float:
+        return self.loop.time()
+
+    def lag_s(self) -> float:
+        return 0.0
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class _Watches(threading.local):
+    current: LoopWatch | None = None
+    """Watch of the event loop that this thread runs, or ran last."""
+
+
+_WATCHES = _Watches()
+
+
+def watch_of_running_loop() -> LoopWatch:
+    """Return the watch of the event loop that calls this."""
+    loop = asyncio.get_running_loop()
+    watch = _WATCHES.current
+    if watch is None or watch.loop is not loop:
+        watch = LoopWatch(loop)
+        _WATCHES.current = watch
+    return watch
+
+
+def use_watch(watch: LoopWatch) -> None:
+    """Have the calls on the watch's loop, which this thread is about to run, use this watch."""
+    _WATCHES.current = watch

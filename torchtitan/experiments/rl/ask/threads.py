@@ -1,0 +1,153 @@
+"""Daemon threads that run sync user code.
+
+A `concurrent.futures.ThreadPoolExecutor` does not fit: a function that never returns would keep its
+thread, and the interpreter joins the executor's threads when the process ends. A thread for each
+call does not fit either: under a busy event loop it took 6 ms a call, against 0.1 ms here.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.experiments.rl.ask.stacks import frames_of_thread, place_in, with_owner
+from torchtitan.experiments.rl.errors import UserCodeTimeout
+
+TIMER_S = 0.001
+"""Seconds by which a timer of an event loop may be early: uvloop counts milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """End of a call: its value, or what it raised.
+
+    A future can't hold every exception: asyncio refuses StopIteration, and takes CancelledError for
+    the caller's.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+class ThreadCall(Future[Outcome]):
+    """A call that a thread runs, or will run."""
+
+    def __init__(self, function: Callable[..., object], args: tuple[object, ...]):
+        super().__init__()
+        self.function = function
+        self.args = args
+        self.began_at: float | None = None
+        """`time.monotonic` at which a thread took the call; None while it is queued."""
+        self.ended_at: float | None = None
+        self.thread_id: int | None = None
+        self.owner = ""
+        """Name of the code, for the error of a call around this one."""
+        self.is_abandoned = False
+        """True if nobody waits for the call any more."""
+
+    def run(self) -> Outcome:
+        try:
+            return Outcome(value=self.function(*self.args))
+        except BaseException as error:  # noqa: BLE001 - user code may raise or exit with anything
+            return Outcome(error=error)
+
+    def left_s(self, timeout_s: float) -> float:
+        """Return the seconds left of the limit, which begins when a thread takes the call."""
+        if self.began_at is None:
+            return timeout_s
+        # The event loop may see the end late: that time is not the call's.
+        ended_at = time.monotonic() if self.ended_at is None else self.ended_at
+        left_s = self.began_at + timeout_s - ended_at
+        return left_s if left_s > TIMER_S else 0.0
+
+    def place(self) -> str:
+        """Return where the call is, for the error of a call around it."""
+        return with_owner(self.owner, self.own_place())
+
+    def own_place(self) -> str:
+        """Return the function that the call is in, with file and line; empty if not known."""
+        if self.began_at is None or self.ended_at is not None:
+            return ""
+        return place_in(frames_of_thread(self.thread_id))
+
+
+class WorkerThreads:
+    """At most ``size`` threads that take calls in the order in which they were submitted."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._running = 0
+        self._lock = threading.Lock()
+        self._calls: queue.SimpleQueue[ThreadCall] = queue.SimpleQueue()
+
+    def submit(self, function: Callable[..., object], *args: object) -> ThreadCall:
+        """Queue a call. A thread runs it when one is free."""
+        call = ThreadCall(function, args)
+        self._calls.put(call)
+        with self._lock:
+            needs_thread = self._running < self._size
+            self._running += needs_thread
+        if needs_thread:
+            self._start_thread()
+        return call
+
+    async def outcome(self, call: ThreadCall, timeout_s: float | None) -> Outcome:
+        """Wait for the end of a call, and abandon the call if that takes too long.
+
+        Args:
+            timeout_s: limit, from the moment when a thread took the call.
+
+        Raises:
+            UserCodeTimeout: it took longer. A thread can't be stopped: it is left to the call.
+        """
+        future = asyncio.wrap_future(call)
+        try:
+            left_s = timeout_s
+            while not future.done():
+                await asyncio.wait({future}, timeout=left_s)
+                if timeout_s is not None and not future.done():
+                    left_s = call.left_s(timeout_s)
+                    if left_s <= 0:
+                        late = UserCodeTimeout(f"no answer within {timeout_s:g} s")
+                        late.where = call.own_place()
+                        raise late
+        finally:
+            future.cancel()
+            self._abandon(call)
+        outcome = future.result()
+        if timeout_s is not None and outcome.error is None:
+            took_s = (call.ended_at or 0.0) - (call.began_at or 0.0)
+            if took_s > timeout_s:  # the event loop was held up, and saw the deadline too late
+                raise UserCodeTimeout(f"no answer within {timeout_s:g} s, but after {took_s:.3g} s")
+        return outcome
+
+    def _abandon(self, call: ThreadCall) -> None:
+        """Take back a queued call; have another thread take the place of one that runs on."""
+        call.cancel()
+        with self._lock:
+            call.is_abandoned = True
+            runs_on = call.running() and call.ended_at is None
+        if runs_on:
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._work, name="user-code", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            call = self._calls.get()
+            if not call.set_running_or_notify_cancel():
+                continue
+            call.thread_id = threading.get_ident()
+            call.began_at = time.monotonic()
+            outcome = call.run()
+            with self._lock:
+                call.ended_at = time.monotonic()
+                is_abandoned = call.is_abandoned
+            call.set_result(outcome)
+            if is_abandoned:  # another thread was started in its place
+                return
