@@ -28,6 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from torchtitan.experiments.rl.algorithms import GRPO  # noqa: E402
+from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.batching.batcher import Batcher  # noqa: E402
 from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
@@ -41,7 +42,6 @@ from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_render
 from torchtitan.experiments.rl.rollouts.types import Completion  # noqa: E402
 from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, SumDigitsTask  # noqa: E402
 from torchtitan.experiments.rl.tasks.task import ValidationConfig  # noqa: E402
-from torchtitan.experiments.rl.user_code.calls import Gate
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport  # noqa: E402
 
 GROUPS_PER_STEP, GROUP_SIZE = 8, 4
@@ -213,7 +213,9 @@ async def run_ours(
     runner = LocalRunner(engine, seed=0)
     rollouts = RolloutLoop(
         selection=Selection(
-            Gate(), tasks={"sum": task}, mix=WeightedRoundRobin.Config().build(weights={"sum": 1.0})
+            OrderedCalls(),
+            tasks={"sum": task},
+            mix=WeightedRoundRobin.Config().build(weights={"sum": 1.0}),
         ),
         runner=runner,
         policy=engine,

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from monarch.actor import shutdown_context  # noqa: E402
 
+from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.config.placement import place  # noqa: E402
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
@@ -53,7 +54,6 @@ from torchtitan.experiments.rl.tasks.task import (
     Task,  # noqa: E402
     derive_seed,  # noqa: E402
 )
-from torchtitan.experiments.rl.user_code.calls import Gate
 
 
 class RolloutPath:
@@ -71,7 +71,7 @@ class RolloutPath:
         self._client.version = 0
         loop = RolloutLoop(
             selection=Selection(
-                Gate(),
+                OrderedCalls(),
                 tasks={self._task.name: self._task},
                 mix=config.task_mix.build(weights={self._task.name: 1.0}),
             ),

@@ -1,4 +1,8 @@
-"""Reads how long user code blocked the event loop, from its error: a busy machine adds to a sleep, and takes nothing off."""
+"""Reads how long user code blocked the event loop, from its error.
+
+A busy machine adds to a sleep and takes nothing off. The measurement begins at the next tick of the
+loop (`ask/lag.py`), so it may be shorter than the sleep by a tick.
+"""
 
 import re
 

@@ -11,6 +11,7 @@ import pytest
 from tests.unit.rollout_stubs import FAILURES, BrokenEnv, ScriptedPolicy, TalkingEnv, answer_with
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.ledger import Ledger
@@ -26,7 +27,6 @@ from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_ro
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.calls import Gate
 
 STEP_LIMIT_S = 0.2
 
@@ -154,7 +154,7 @@ def loop(renderer, tokenizer, tmp_path):
     recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
     loop = RolloutLoop(
         selection=Selection(
-            Gate(),
+            OrderedCalls(),
             tasks={"bad": task},
             mix=WeightedRoundRobin.Config().build(weights={"bad": 1.0}),
             pre_batch_filters=[Truncated.Config().build()],

@@ -11,6 +11,7 @@ from tests.unit.rollout_stubs import TalkingEnv
 from tests.unit.test_rollout_loop import Loop, StubTask, settle
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.config.run_config import UserCodeLimits
 from torchtitan.experiments.rl.controller.group_runner import TaskSet
 from torchtitan.experiments.rl.data.dataset import Dataset
@@ -19,7 +20,6 @@ from torchtitan.experiments.rl.operations.assembly import Closing
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.calls import Gate
 
 CALLS: list[tuple[str, str]] = []
 """Task and method, in the order called."""
@@ -89,7 +89,7 @@ def task_set(*, hangs=False, **configs) -> TaskSet:
     limits = UserCodeLimits(
         call_timeout_s=limit_s, setup_timeout_s=limit_s, close_timeout_s=limit_s
     )
-    return TaskSet(configs, gate=Gate(timeout_s=limit_s), limits=limits, seed=0)
+    return TaskSet(configs, ordered=OrderedCalls(timeout_s=limit_s), limits=limits, seed=0)
 
 
 CAUSES = {

@@ -19,12 +19,12 @@ from torchtitan.experiments.rl.errors import (
     MissingError,
     RunError,
     UserCodeError,
+    UserCodeTimeout,
     cause_of,
     user_code,
     users_traceback,
 )
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
-from torchtitan.experiments.rl.user_code.calls import UserCodeTimeout
 
 ROOT = Path(package.__path__[0])
 THREE = ("tasks.a.env", 7, "lower it")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tests.unit.rollout_stubs import BrokenEnv, ScriptedPolicy, TalkingEnv, hang, raise_value_error
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.pacing import Pacer
@@ -21,7 +22,6 @@ from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.calls import Gate
 
 GROUPS, ROW_LENGTH = 1000, 60
 FATES = {
@@ -115,7 +115,7 @@ def build(renderer, tokenizer, *, total_groups):
     pacer = Pacer(groups_per_step=1, max_offpolicy_steps=1)
     loop = RolloutLoop(
         selection=Selection(
-            Gate(),
+            OrderedCalls(),
             tasks={"fated": task},
             mix=WeightedRoundRobin.Config().build(weights={"fated": 1.0}),
             pre_batch_filters=[ZeroAdvantage.Config().build()],

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout
 from torchtitan.experiments.rl.user_code import isolated
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout
 from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -115,16 +115,18 @@ for _ in range(2):
 def test_user_code_that_fails_is_logged_with_its_traceback_the_first_time_in_each_way(run):
     records, terminal = run("""
 import asyncio
-from torchtitan.experiments.rl.user_code.calls import Gate, UserCodeError, call_user
+from torchtitan.experiments.rl.ask.call import ask
+from torchtitan.experiments.rl.ask.ordered import OrderedCalls
+from torchtitan.experiments.rl.errors import UserCodeError
 exec(compile(
     "def fail(i): return {}[i]\\nasync def late(i):\\n    return {}[i]", "/home/me/mine.py", "exec"
 ))
 async def main():
     for i in range(10):
         for function in (fail, late):
-            try: await call_user(function, i, timeout_s=10, owner="Env.reset")
+            try: await ask(function, i, timeout_s=10, owner="Env.reset")
             except UserCodeError: pass
-    try: await Gate().call(fail, 0, owner="sampler")
+    try: await OrderedCalls().call(fail, 0, owner="sampler")
     except RuntimeError: pass
 for level in (logging.CRITICAL, logging.NOTSET):  # the first as in the preflight, which has no log
     logging.disable(level)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.test_samples import samples_of, turn_of
 from tests.unit.waiting import LIMIT_S
+from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.events import NothingLeftToLearn
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner
@@ -26,7 +27,6 @@ from torchtitan.experiments.rl.rollouts.types import (
     RolloutGroup,
     RolloutStatus,
 )
-from torchtitan.experiments.rl.user_code.calls import Gate
 
 ROW_LENGTH = 8
 
@@ -128,7 +128,7 @@ class Loop(RolloutLoop):
         self.policy = policy or SimpleNamespace(version=0)
         super().__init__(
             selection=Selection(
-                Gate(),
+                OrderedCalls(),
                 tasks={task.name: task for task in tasks},
                 mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0 for task in tasks}),
                 pre_batch_filters=[entry.build() for entry in filters],

@@ -10,18 +10,17 @@ import pytest
 
 from tests.unit.test_rollout_loop import Loop, StubTask, ids
 from tests.unit.waiting import LIMIT_S
+from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.data import sampler as sampler_module
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
-from torchtitan.experiments.rl.data.replay import ExampleReplay
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset
-from torchtitan.experiments.rl.user_code.calls import Gate
 
 
 def exits():
@@ -98,8 +97,8 @@ def loop_with(place, what):
     """A loop whose user code does ``what`` in ``place``."""
     task = StubTask(lambda number: [0.0, 1.0])
     loop = Loop(task, max_offpolicy_steps=0)
-    gate = loop._selection._gate = Gate(timeout_s=0.2)
-    assert gate is loop._selection._gate
+    ordered = loop._selection._ordered = OrderedCalls(timeout_s=0.2)
+    assert ordered is loop._selection._ordered
     data = Rows.Config().build()
     if place is BadRows:
         data = BadRows.Config().build()
@@ -240,7 +239,7 @@ def test_a_sampler_or_mix_that_a_resumed_run_can_not_go_on_with_is_named_with_wh
         return SimpleNamespace(sampler=object.__new__(sampler))
 
     tasks = {"kept": task(ShuffledCursor), "new": task(BadSampler), "half": task(Forgetful)}
-    assert Selection(Gate(), mix=object.__new__(BadMix), tasks=tasks).without_state() == [
+    assert Selection(OrderedCalls(), mix=object.__new__(BadMix), tasks=tasks).without_state() == [
         f"{part} has no {methods}: a resumed run has it begin again; write {methods} if it should not"
         for part, methods in (
             ("task 'new': sampler BadSampler", "state_dict and load_state_dict"),
@@ -250,45 +249,27 @@ def test_a_sampler_or_mix_that_a_resumed_run_can_not_go_on_with_is_named_with_wh
     ]
     assert (
         Selection(
-            Gate(), mix=object.__new__(WeightedRoundRobin), tasks={"kept": task(DifficultyPool)}
+            OrderedCalls(),
+            mix=object.__new__(WeightedRoundRobin),
+            tasks={"kept": task(DifficultyPool)},
         ).without_state()
         == []
     )
 
 
-class OthersDigits(SumDigitsDataset):
-    """In memory too, and not of the library."""
-
-
-class OthersCursor(ShuffledCursor):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("made", "strategy", "in_place"),
-    [
-        (SumDigitsDataset, ShuffledCursor.Config(), True),
-        (SumDigitsDataset, ExampleReplay.Config(), True),
-        (SumDigitsDataset, OthersCursor.Config(), False),
-        (SumDigitsDataset, ExampleReplay.Config(fresh=OthersCursor.Config()), False),
-        (OthersDigits, ShuffledCursor.Config(), False),
-        (Rows, ShuffledCursor.Config(), False),
-    ],
-)
-async def test_examples_in_memory_of_the_librarys_own_are_read_without_the_gates_thread(
-    monkeypatch, made, strategy, in_place
-):
-    threads, read = [], sampler_module.read_example
+@pytest.mark.parametrize("made", [SumDigitsDataset, Rows])
+async def test_examples_are_read_in_one_thread_that_is_not_the_event_loops(monkeypatch, made):
+    threads, read = set(), sampler_module.read_example
 
     def noted(dataset, index):
-        threads.append(threading.get_ident())
+        threads.add(threading.get_ident())
         return read(dataset, index)
 
     monkeypatch.setattr(sampler_module, "read_example", noted)
     task = StubTask(lambda number: [0.0, 1.0])
-    task.sampler = strategy.build(dataset=made.Config().build(), seed=0)
+    task.sampler = ShuffledCursor.Config().build(dataset=made.Config().build(), seed=0)
     loop = Loop(task, max_offpolicy_steps=0)
     loop.fill()
     await loop.batch()
-    assert threads and {thread == threading.get_ident() for thread in threads} == {in_place}
+    assert len(threads) == 1 and threads != {threading.get_ident()}
     await loop.close()

@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit.test_rollout_loop import ROW_LENGTH, StubTask, settle
 from tests.unit.waiting import LIMIT_S
+from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner
@@ -18,7 +19,6 @@ from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.operations.alarms import StallDetectors
-from torchtitan.experiments.rl.user_code.calls import Gate
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
 
 
@@ -96,7 +96,7 @@ def build(*, steps=3, bound=1, task=None, sleep=False):
     parts, batcher = Parts(policy), Batcher.Config(row_length=ROW_LENGTH).build()
     rollouts = RolloutLoop(
         selection=Selection(
-            Gate(),
+            OrderedCalls(),
             tasks={task.name: task},
             mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0}),
         ),

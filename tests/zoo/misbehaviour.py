@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.zoo.world import WORLD
-from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.user_code.calls import UserCodeError
+from torchtitan.experiments.rl.errors import ConfigError, RunError, UserCodeError
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -137,7 +136,7 @@ FEW_RAISES = {
 
 def blocks(seconds: float) -> dict[str, Kind]:
     """A plain function that is late, or an async one that does not await."""
-    return {"blocks": Kind(do=lambda: time.sleep(seconds))}
+    return {"blocks": Kind(do=functools.partial(time.sleep, seconds))}
 
 
 HANGS = {
@@ -211,14 +210,10 @@ def misbehaving(
     Args:
         plain: an async method becomes a plain function.
     """
-    return type(
-        name,
-        (base,),
-        {
-            method: meddled(getattr(base, method), kind, when=when, plain=plain),
-            "__module__": __name__,
-        },
-    )
+    function = meddled(getattr(base, method), kind, when=when, plain=plain)
+    # As if it had been written in the class: a stack says so.
+    function.__code__ = function.__code__.replace(co_qualname=f"{name}.{method}")
+    return type(name, (base,), {method: function, "__module__": __name__})
 
 
 def meddled(

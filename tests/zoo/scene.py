@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from transformers import AutoTokenizer
 from tests.zoo import world
 from tests.zoo.misbehaviour import Kind, meddled
 from tests.zoo.stand_ins import StandInActors
+from torchtitan.experiments.rl.ask import call, ordered
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
@@ -36,7 +36,6 @@ from torchtitan.experiments.rl.operations import actor, assembly
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.types import STREAMS, TrainingSample
-from torchtitan.experiments.rl.user_code import calls
 
 MODEL = str(Path(__file__).resolve().parents[2] / "assets" / "tiny_qwen3")
 STEPS, GROUPS_PER_STEP = 2, 2
@@ -85,7 +84,7 @@ class Stage:
         self.config.tasks["bad"] = _task(task_class, "bad")
 
     def limit_bad(self) -> None:
-        """Short limits for the culprit's task and for the gate: the case is late. A case that blocks is not run again."""
+        """Short limits for the culprit's task and for ordered calls: the case is late. A case that blocks is not run again."""
         env, rubric = self.bad.env, self.bad.rubric
         env.step_timeout_s, env.rollout_timeout_s = world.STEP_LIMIT_S, self.bad_rollout_limit_s
         rubric.timeout_s = world.STEP_LIMIT_S
@@ -144,12 +143,8 @@ class Sight:
 
 def _shorten_limits() -> None:
     """Limits that no config sets, made short: a case that meets them should not take a minute."""
-    for module in (calls, sys.modules.get(f"{calls.__package__}.bounded")):
-        if hasattr(module, "CANCEL_GRACE_S"):
-            cast(Any, module).CANCEL_GRACE_S = 0.1
-    gate = sys.modules.get(f"{calls.__package__}.gate")
-    if gate is not None:
-        cast(Any, gate).Gate.__init__.__kwdefaults__["timeout_s"] = world.ROLLOUT_LIMIT_S
+    cast(Any, call).CANCEL_GRACE_S = 0.1
+    cast(Any, ordered).OrderedCalls.__init__.__kwdefaults__["timeout_s"] = world.ROLLOUT_LIMIT_S
 
 
 def warm_up() -> None:

@@ -12,11 +12,11 @@ from torchtitan.experiments.rl.algorithms.base import (
     connect,
     set_ref_kl_streams,
 )
+from torchtitan.experiments.rl.ask.call import contained
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel, LivePolicy
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout
-from torchtitan.experiments.rl.user_code.calls import contained
 
 
 class OPD(Algorithm):

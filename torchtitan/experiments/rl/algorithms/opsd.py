@@ -11,6 +11,7 @@ import numpy as np
 from renderers import Message
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm, set_ref_kl_streams
+from torchtitan.experiments.rl.ask.call import contained
 from torchtitan.experiments.rl.bounds import Changeable, NonEmptyStr, PositiveInt
 from torchtitan.experiments.rl.envs.messages import check_unicode
 from torchtitan.experiments.rl.errors import ConfigError, RunError
@@ -18,7 +19,6 @@ from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.samples import turn_spans
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutTurn
 from torchtitan.experiments.rl.types import TrainingSample
-from torchtitan.experiments.rl.user_code.calls import contained
 
 TEMPLATE = "\n\nA right answer: {demonstration}"
 """Default text that is added to the question. assets/tiny_qwen3_reader was taught to read it."""

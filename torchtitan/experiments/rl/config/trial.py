@@ -18,6 +18,7 @@ import numpy as np
 from renderers import Renderer
 from transformers import AutoTokenizer
 
+from torchtitan.experiments.rl.ask.call import ask, sentence
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.checks import call_part
 from torchtitan.experiments.rl.config.run_config import RunConfig
@@ -33,6 +34,8 @@ from torchtitan.experiments.rl.envs.renderer import (
 from torchtitan.experiments.rl.envs.tool_calls import call_ids, example_call
 from torchtitan.experiments.rl.errors import (
     ConfigError,
+    UserCodeError,
+    UserCodeTimeout,
     cause_of,
     inside,
     user_code,
@@ -52,13 +55,6 @@ from torchtitan.experiments.rl.rollouts.types import (
 from torchtitan.experiments.rl.rubrics.rubric import Rubric, looks_for_thoughts
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
 from torchtitan.experiments.rl.tasks.task import Task, build_part, part_at_fault
-from torchtitan.experiments.rl.user_code.calls import (
-    UserCodeError,
-    UserCodeTimeout,
-    call_bounded,
-    call_user,
-    sentence,
-)
 
 
 def build_parts(config: RunConfig) -> None:
@@ -288,7 +284,7 @@ class Trial:
 
         async def run() -> None:
             try:
-                await call_bounded(self.run, timeout_s=limit_s)
+                await ask(self.run, timeout_s=limit_s)
             except BaseException as error:
                 failures.append(error)
             ended.set()  # here: closing the loop waits for threads that the code may have left
@@ -321,7 +317,7 @@ class Trial:
         task = self.task
         self._try("its setup")
         policy = ScriptedPolicy(self.config.model.hf_assets_path, lambda rollout, turn: REPLY)
-        await call_user(task.setup, policy, timeout_s=None)
+        await ask(task.setup, policy, timeout_s=None)
         try:
             group = await self._rollout(policy)
             if group is not None:
@@ -337,10 +333,10 @@ class Trial:
                     self.tool_warning = f"{self.field}: no tool was tried: {cause_of(error)}"
         except BaseException:
             with contextlib.suppress(UserCodeError):  # the first failure is the cause
-                await call_user(task.close, timeout_s=None)
+                await ask(task.close, timeout_s=None)
             raise
         self._try("its close")
-        await call_user(task.close, timeout_s=None)
+        await ask(task.close, timeout_s=None)
 
     async def _rollout(self, policy: ScriptedPolicy) -> RolloutGroup | None:
         """A group of copies of one rollout; None where nothing was sampled."""

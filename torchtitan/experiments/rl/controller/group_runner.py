@@ -13,10 +13,12 @@ from typing import Any
 
 from renderers import Renderer
 
-from torchtitan.experiments.rl.compat.monarch import ask
+from torchtitan.experiments.rl.ask.call import BLOCKING, ask, sentence
+from torchtitan.experiments.rl.ask.ordered import OrderedCalls
+from torchtitan.experiments.rl.compat.monarch import ask as ask_actor
 from torchtitan.experiments.rl.config.run_config import UserCodeLimits
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.errors import RunError, UserCodeError, cause_of
 from torchtitan.experiments.rl.generation.client import AdaptedPolicy, GeneratorClient
 from torchtitan.experiments.rl.generation.endpoint import FrozenClients
 from torchtitan.experiments.rl.generation.references import hosted_models
@@ -28,14 +30,6 @@ from torchtitan.experiments.rl.process.trace import LoopLag
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task, frozen_sample
-from torchtitan.experiments.rl.user_code.calls import (
-    BLOCKING,
-    Gate,
-    UserCodeError,
-    call_user,
-    cause_of,
-    sentence,
-)
 from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, reported_endpoint
 
 logger = logging.getLogger(__name__)
@@ -48,10 +42,18 @@ class TaskSet:
     """``build``, then ``setup`` in the process that runs the rollouts; ``close`` closes the tasks that were set up."""
 
     def __init__(
-        self, configs: dict[str, Task.Config], *, gate: Gate, limits: UserCodeLimits, seed: int
+        self,
+        configs: dict[str, Task.Config],
+        *,
+        ordered: OrderedCalls,
+        limits: UserCodeLimits,
+        seed: int,
     ):
         self.tasks: dict[str, Task] = {}
-        self._configs, self._gate, self._limits, self._seed = configs, gate, limits, seed
+        self._configs = configs
+        self._ordered = ordered
+        self._limits = limits
+        self._seed = seed
         self._to_close: list[Task] = []
 
     async def build(self, renderer: Renderer, *, vocab_size: int | None = None) -> None:
@@ -66,7 +68,7 @@ class TaskSet:
         for name, config in self._configs.items():
             build = functools.partial(config.build, name=name, renderer=renderer, seed=self._seed)
             owner = f"task {name!r} can't be built"
-            task = self.tasks[name] = await self._gate.call(
+            task = self.tasks[name] = await self._ordered.call(
                 build, owner=owner, timeout_s=self._limits.setup_timeout_s
             )
             task.vocab_size = vocab_size
@@ -80,7 +82,7 @@ class TaskSet:
         """
         for name, task in self.tasks.items():
             try:
-                await call_user(
+                await ask(
                     task.setup,
                     with_own_adapter(policy, task),
                     timeout_s=self._limits.setup_timeout_s,
@@ -101,7 +103,7 @@ class TaskSet:
 
     async def _close(self, task: Task) -> str | None:
         try:
-            await call_user(task.close, timeout_s=self._limits.close_timeout_s)
+            await ask(task.close, timeout_s=self._limits.close_timeout_s)
         except UserCodeError as error:
             return f"task {task.name!r}: {type(task).__name__}.close: {sentence(error)}"
         return None
@@ -230,7 +232,7 @@ class WorkerRunner(GroupRunner):
             request.policy_version = self._policy.version
             worker.open_rollouts += rollouts
             try:
-                result = await worker.life.call(ask(worker.actor.run, task.name, request))
+                result = await worker.life.call(ask_actor(worker.actor.run, task.name, request))
                 break
             except ProcessLost as lost:
                 logger.info("group %s is run again: %s", request.group_id, lost)
@@ -299,8 +301,8 @@ class RolloutWorker(WatchedActor):
         self._runner = LocalRunner(self._policy, seed=seed)
         self._renderer = build_renderer(renderer, tokenizer_path)
         self._vocab_size = HubConfig.read(tokenizer_path).size("vocab_size")
-        gate = Gate(timeout_s=limits.call_timeout_s)
-        self._task_set = TaskSet(tasks, gate=gate, limits=limits, seed=seed)
+        ordered = OrderedCalls(timeout_s=limits.call_timeout_s)
+        self._task_set = TaskSet(tasks, ordered=ordered, limits=limits, seed=seed)
         self._running: set[asyncio.Task] = set()
         self._lag = LoopLag()
 

@@ -38,6 +38,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from torchtitan.experiments.rl.ask.ordered import OrderedCall
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
 from torchtitan.experiments.rl.controller.group_runner import GroupRequest, GroupRunner
@@ -57,7 +58,7 @@ from torchtitan.experiments.rl.controller.selection import (
     check_whole,
     refuse_future_versions,
 )
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.errors import RunError, cause_of
 from torchtitan.experiments.rl.process.setup import ENDS_THE_RUN
 from torchtitan.experiments.rl.rollouts.filters import FilterResult
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
@@ -65,7 +66,6 @@ from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.calls import Call, cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -347,7 +347,7 @@ class RolloutLoop:
         self._snapshots.begin_change()
         self._start_coroutine(self._start_slot_later(pick), "task mix")
 
-    async def _start_slot_later(self, pick: Call) -> None:
+    async def _start_slot_later(self, pick: OrderedCall[str]) -> None:
         """Wait for the task mix's answer, start the slot, and go on with `fill`."""
         try:
             name = self._selection.picked(await pick.value())

@@ -1,32 +1,30 @@
-"""Which task and which example is next, and which rollouts stay: the task mix, samplers and filters, behind the gate.
+"""Chooses what runs and what stays: the task mix, each task's sampler, and the filters.
 
-Users may have written any of them. Each call goes through the gate (`user_code/calls.py`), and each answer is checked here, so
-that a fault is named where it arises.
+    task mix ─▶ task ─▶ sampler ─▶ example ─▶ (rollouts) ─▶ pre-batch filters ─▶ post-batch filters
+
+Users may have written any of them. They are called in one thread, in order (`ask/ordered.py`). Each
+answer is checked here, so that a fault is named where it arises: a RunError, which ends the run.
 """
 
+import inspect
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from torchtitan.experiments.rl.ask.ordered import OrderedCall, OrderedCalls
 from torchtitan.experiments.rl.controller.saved_state import OpenGroupState
 from torchtitan.experiments.rl.data.dataset import fault_of_example, find_examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.data.task_mix import TaskMix
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import Filter, FilterResult, combine, matches_of
-from torchtitan.experiments.rl.rollouts.sealed import is_own
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.calls import Call, Gate, name_of
-
-SMALL_GROUP = 16_384
-"""Sampled tokens up to which the library's own filters run on the event loop: a millisecond at most, and most often less than
-the gate's thread takes to be asked and to answer."""
-
 
 STATE_METHODS = ("state_dict", "load_state_dict")
+"""Methods of samplers and task mixes that a checkpoint needs."""
 
 
 class Selection:
@@ -34,7 +32,7 @@ class Selection:
 
     def __init__(
         self,
-        gate: Gate,
+        ordered: OrderedCalls,
         *,
         mix: TaskMix,
         tasks: dict[str, Task],
@@ -42,67 +40,114 @@ class Selection:
         post_batch_filters: Sequence[Filter] = (),
     ):
         self.tasks = tasks
-        self._gate, self._mix = gate, mix
         self.filters = {
             "pre": named("pre", pre_batch_filters),
             "post": named("post", post_batch_filters),
         }
-        """By slot: before a step takes a group, and after. Each with the name that it is counted under."""
+        """Filters with the names that they are counted under, by slot: "pre" filters see a group
+        before a step takes it, "post" filters after."""
+        self._ordered = ordered
+        self._mix = mix
 
-    def pick_task(self) -> Call:
-        start = self._gate.start_own if is_own(self._mix) else self._gate.start
-        return start(self._mix.next, owner=_owner("task mix", self._mix, "next"))
+    # Choosing a task and an example.
 
-    def picked(self, name: Any) -> str:
-        """What the mix returned, checked.
+    def pick_task(self) -> OrderedCall[Any]:
+        """Ask the task mix for the next task. Check its answer by `picked`."""
+        return self._ordered.start(self._mix.next, owner=_owner("task mix", self._mix, "next"))
+
+    def picked(self, name: object) -> str:
+        """Return the answer of the task mix.
 
         Raises:
-            RunError: it is no task of the run.
+            RunError: it names no task of the run.
         """
         if not isinstance(name, str) or name not in self.tasks:
-            shown = repr(name) if isinstance(name, str) else type(name).__name__
+            answer = repr(name) if isinstance(name, str) else type(name).__name__
             raise RunError(
-                f"{_owner('task mix', self._mix, 'next')} returned {shown}, want one of {sorted(self.tasks)}"
+                f"{_owner('task mix', self._mix, 'next')} returned {answer}, "
+                f"want one of {sorted(self.tasks)}"
             )
         return name
 
     async def next_example(self, task: Task) -> DataSample:
-        """The next example of a task.
+        """Return the next example of a task.
 
         Raises:
             RunError: the sampler, or the dataset under it, failed or returned something else.
         """
         owner = _owner(f"task {task.name!r}: sampler", task.sampler, "next")
-        start = (
-            self._gate.start_own
-            if is_own(task.sampler) and task.sampler.quick
-            else self._gate.start
-        )
-        example = await start(task.sampler.next, owner=owner).value()
+        example = await self._ordered.call(task.sampler.next, owner=owner)
         if not isinstance(example, DataSample):
-            raise RunError(
-                f"{owner} returned {type(example).__name__}, want an example (DataSample) of its dataset"
-            )
+            kind = type(example).__name__
+            raise RunError(f"{owner} returned {kind}, want an example (DataSample) of its dataset")
         if fault := fault_of_example(example):
             raise RunError(f"{owner} returned an example whose {fault}")
         return example
 
+    async def observe(self, group: RolloutGroup, task: Task) -> None:
+        """Show a scored group to the task's sampler and to the mix, if they define ``observe``.
+
+        Raises:
+            RunError: one of them failed.
+        """
+        parts = ((f"task {task.name!r}: sampler", task.sampler), ("task mix", self._mix))
+        for what, part in parts:
+            if getattr(type(part), "observe", None) in (SampleStrategy.observe, TaskMix.observe):
+                continue
+            owner = f"{_owner(what, part, 'observe')} of group {group.group_id}"
+            await self._ordered.call(
+                part.observe, group, owner=owner
+            )
+
+    # Filtering.
+
+    async def filter(self, slot: str, group: RolloutGroup) -> FilterResult:
+        """Run every filter of a slot on every scored rollout: no filter hides another's matches.
+
+        Raises:
+            RunError: a filter failed. That is a fault of the run, not of a rollout.
+        """
+        matches = []
+        for entry, name in self.filters[slot]:
+            owner = f"filter {name.partition('/')[2]} failed on group {group.group_id}"
+            matches.append(await self._ordered.call(matches_of, entry, group, owner=owner))
+        return combine(self.filters[slot], group, matches)
+
+    def credit_is_late(self, task: Task) -> bool:
+        """Return True if groups of a task get their credit after the pre-batch filters.
+
+            usual   rollout -> samples -> models -> reward -> filters
+            late    rollout -> samples -> reward -> filters -> models
+
+        Models then spend no time on what the filters drop. This is so where an algorithm asks
+        models, and no pre-batch filter reads what the algorithm sets. Such a group has one rollout:
+        it is kept or dropped whole.
+        """
+        filters = [entry for entry, _ in self.filters["pre"]]
+        may_drop = any(entry.config.mode == "enforce" for entry in filters)
+        if not may_drop or any(entry.reads_credit for entry in filters):
+            return False
+        return not task.needs_group and task.goes_stale and task.algorithm.asks_models
+
+    # Checkpointing: capture and restore the state of samplers and mix.
+
     async def states(self) -> tuple[dict[str, Any], Any]:
-        """What the sampler of each task, and the mix, say of themselves, as JSON values of their own.
+        """Return the states of the samplers, by task, and of the mix, as JSON values.
 
         Raises:
             RunError: one of them failed, or returned what JSON can't hold.
         """
-        states = {
-            name: await self._gate.call(
-                _plain, part.state_dict, owner=_owner(what, part, "state_dict")
-            )
-            for name, what, part in self._stateful()
-        }
-        return states, states.pop(None)
+        states = {}
+        for name, what, part in self._stateful():
+            owner = _owner(what, part, "state_dict")
+            states[name] = await self._ordered.call(_json_state, part.state_dict, owner=owner)
+        mix = states.pop(None)
+        return states, mix
 
-    async def restore(self, samplers: Mapping[str, Any], mix: Any) -> None:
-        """Have samplers and mix continue from a checkpoint. A task that is new since then begins with its first example.
+    async def restore(self, samplers: Mapping[str, Any], mix: Any) -> None:  # noqa: ANN401 - JSON
+        """Have samplers and mix continue from a checkpoint.
+
+        A task that is new since then begins with its first example.
 
         Raises:
             RunError: one of them failed, or the state is of another dataset or seed.
@@ -110,21 +155,15 @@ class Selection:
         states: dict[Any, Any] = {None: mix, **samplers}
         for name, what, part in self._stateful():
             if name in states:
-                await self._gate.call(
-                    part.load_state_dict, states[name], owner=_owner(what, part, "load_state_dict")
-                )
-
-    def _stateful(self) -> list[tuple[Any, str, SampleStrategy | TaskMix]]:
-        """The samplers, by task, and the mix, by None: the name, what errors call it, and the part."""
-        samplers = [
-            (name, f"task {name!r}: sampler", task.sampler) for name, task in self.tasks.items()
-        ]
-        return [*samplers, (None, "task mix", self._mix)]
+                owner = _owner(what, part, "load_state_dict")
+                await self._ordered.call(part.load_state_dict, states[name], owner=owner)
 
     async def examples_of(
         self, groups: Sequence[OpenGroupState]
     ) -> dict[str, dict[str, DataSample]]:
-        """The examples of a checkpoint's open groups that their tasks' datasets have, by task and id.
+        """Return the examples of a checkpoint's open groups, by task and id.
+
+        An example that its task's dataset lacks is left out.
 
         Raises:
             RunError: a dataset failed.
@@ -133,135 +172,94 @@ class Selection:
         for group in groups:
             if group.example is not None:
                 wanted.setdefault(group.task, set()).add(group.example["sample_id"])
-        return {
-            name: await self._gate.call(
-                find_examples,
-                self.tasks[name].dataset,
-                ids,
-                owner=f"task {name!r}: the examples of its open groups",
-            )
-            for name, ids in wanted.items()
-        }
-
-    async def observe(self, group: RolloutGroup, task: Task) -> None:
-        """Show a scored group to the task's sampler, then to the mix, each with a list of rollouts of its own.
-
-        Raises:
-            RunError: one of them failed.
-        """
-        for what, part in ((f"task {task.name!r}: sampler", task.sampler), ("task mix", self._mix)):
-            if getattr(type(part), "observe", None) in (SampleStrategy.observe, TaskMix.observe):
-                continue
-            owner = f"{_owner(what, part, 'observe')} of group {group.group_id}"
-            await self._gate.call(part.observe, group, owner=owner)
-
-    async def filter(self, slot: str, group: RolloutGroup) -> FilterResult:
-        """Run every filter of a slot on every scored rollout, so that no filter hides another's matches.
-
-        Raises:
-            RunError: a filter failed. That is a fault of the run, not of a rollout.
-        """
-        small = sum(rollout.completion_tokens for rollout in group.rollouts) <= SMALL_GROUP
-        matches = []
-        for entry, name in self.filters[slot]:
-            start = self._gate.start_own if small and is_own(entry) else self._gate.start
-            call = start(
-                matches_of,
-                entry,
-                group,
-                owner=f"filter {name.partition('/')[2]} failed on group {group.group_id}",
-            )
-            matches.append(await call.value())
-        return combine(self.filters[slot], group, matches)
-
-    def credit_is_late(self, task: Task) -> bool:
-        """Whether a group of ``task`` gets its credit after the pre-batch filters: what they drop costs no model's time.
-
-            usual   rollout -> samples -> models -> reward -> filters
-            late    rollout -> samples -> reward -> filters -> models
-
-        So it is where an algorithm asks models and no pre-batch filter reads what it sets. Such a group has one rollout: it is
-        kept or dropped whole.
-        """
-        filters = [entry for entry, _ in self.filters["pre"]]
-        useful = any(entry.config.mode == "enforce" for entry in filters) and not any(
-            entry.reads_credit for entry in filters
-        )
-        return useful and not task.needs_group and task.goes_stale and task.algorithm.asks_models
+        examples = {}
+        for name, ids in wanted.items():
+            owner = f"task {name!r}: the examples of its open groups"
+            dataset = self.tasks[name].dataset
+            examples[name] = await self._ordered.call(find_examples, dataset, ids, owner=owner)
+        return examples
 
     def without_state(self) -> list[str]:
-        """A line for people about each sampler, and the mix, that a resumed run can't have go on where it was."""
+        """Return a line about each sampler, and the mix, that a resumed run has begin again."""
         lines = []
         for _, what, part in self._stateful():
-            undefined = (
-                None,
-                *(
-                    vars(base).get(name)
-                    for base in (SampleStrategy, TaskMix)
-                    for name in STATE_METHODS
-                ),
-            )
-            methods = " and ".join(
-                name for name in STATE_METHODS if getattr(type(part), name, None) in undefined
-            )
+            bases = [vars(base) for base in (SampleStrategy, TaskMix)]
+            undefined = {base.get(name) for base in bases for name in STATE_METHODS} | {None}
+            defined = {name: getattr(type(part), name, None) for name in STATE_METHODS}
+            methods = " and ".join(name for name in STATE_METHODS if defined[name] in undefined)
             if methods:
                 lines.append(
-                    f"{what} {name_of(part)} has no {methods}: a resumed run has it begin again; write {methods} "
-                    "if it should not"
+                    f"{what} {_name_of(part)} has no {methods}: a resumed run has it begin again; "
+                    f"write {methods} if it should not"
                 )
         return lines
 
+    def _stateful(self) -> list[tuple[Any, str, SampleStrategy | TaskMix]]:
+        """Return each part that has a state: the task's name, the words of errors, and the part.
+
+        The mix has None in place of a task's name.
+        """
+        samplers = [
+            (name, f"task {name!r}: sampler", task.sampler) for name, task in self.tasks.items()
+        ]
+        return [*samplers, (None, "task mix", self._mix)]
+
 
 def named(slot: str, filters: Sequence[Filter]) -> list[tuple[Filter, str]]:
-    """Each filter with its name, ``<slot>/<name>``; the second of one class is ``<slot>/<name>_2``."""
-    names = [entry.name for entry in filters]
-    counts = [names[:place].count(name) for place, name in enumerate(names, 1)]
-    found = zip(filters, names, counts, strict=True)
-    return [
-        (entry, f"{slot}/{name}" + (f"_{count}" if count > 1 else ""))
-        for entry, name, count in found
-    ]
+    """Return each filter with its name, ``<slot>/<name>``.
+
+    The second filter of one class is ``<slot>/<name>_2``.
+    """
+    pairs = []
+    counts: dict[str, int] = {}
+    for entry in filters:
+        count = counts[entry.name] = counts.get(entry.name, 0) + 1
+        suffix = f"_{count}" if count > 1 else ""
+        pairs.append((entry, f"{slot}/{entry.name}{suffix}"))
+    return pairs
 
 
 def check_whole(group: RolloutGroup, dispatched: Collection[str], task: Task) -> None:
-    """
+    """Refuse a group that does not have exactly the rollouts that were dispatched.
+
     Raises:
-        RunError: the group lacks rollouts that were dispatched, or has others.
+        RunError: it lacks some or has others; names the user's parts that may have changed it.
     """
-    found = [getattr(rollout, "rollout_id", "?") for rollout in group.rollouts]
-    if len(found) != len(dispatched) or set(found) != set(dispatched):
-        parts = [
-            part
-            for part in (getattr(task, "rubric", None), getattr(task, "algorithm", None))
-            if part is not None
-        ]
-        changers = " or ".join(name_of(part) for part in [task, *parts])
-        raise RunError(
-            f"task {task.name!r}: group {group.group_id} came back with {len(found)} rollouts, not the {len(dispatched)} that "
-            f"were dispatched: {changers} changed group.rollouts"
-        )
+    ids = [getattr(rollout, "rollout_id", "?") for rollout in group.rollouts]
+    if len(ids) == len(dispatched) and set(ids) == set(dispatched):
+        return
+    parts = [task, getattr(task, "rubric", None), getattr(task, "algorithm", None)]
+    changers = " or ".join(_name_of(part) for part in parts if part is not None)
+    raise RunError(
+        f"task {task.name!r}: group {group.group_id} came back with {len(ids)} rollouts, not the "
+        f"{len(dispatched)} that were dispatched: {changers} changed group.rollouts"
+    )
 
 
 def refuse_future_versions(group: RolloutGroup, newest: int) -> None:
-    """Fail each rollout with tokens of a policy version that no generator can hold: the engine gave a wrong one.
+    """Fail each rollout with tokens of a version that no generator can hold: its engine is wrong.
 
     Args:
         newest: version that all generators hold; a replica may hold the next one already.
     """
     for rollout in group.rollouts:
-        last = max(
-            (int(np.max(turn.completion.policy_versions, initial=-1)) for turn in rollout.turns),
-            default=-1,
-        )
+        by_turn = [turn.completion.policy_versions for turn in rollout.turns]
+        last = max((int(np.max(versions, initial=-1)) for versions in by_turn), default=-1)
         if last > newest + 1:
             rollout.fail(
                 f"generator: gave tokens of version {last}, and the newest is {newest + 1}"
             )
 
 
+def _name_of(part: object, method: str | None = None) -> str:
+    """Return the name of a part of the run as errors say it: its class, and the method called."""
+    cls = part if inspect.isclass(part) else type(part)
+    return f"{cls.__name__}.{method}" if method else cls.__name__
+
+
 def _owner(what: str, part: SampleStrategy | TaskMix, method: str) -> str:
-    return f"{what} {name_of(part, method)}"
+    return f"{what} {_name_of(part, method)}"
 
 
-def _plain(state_dict: Callable[[], Any]) -> Any:
+def _json_state(state_dict: Callable[[], Any]) -> Any:  # noqa: ANN401 - the user's
     return json.loads(json.dumps(state_dict()))

@@ -14,6 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from torchtitan.experiments.rl.ask.call import contained
+from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.controller.group_runner import GroupRequest, GroupRunner
 from torchtitan.experiments.rl.controller.saved_state import ValidationReport, ValidatorState
 from torchtitan.experiments.rl.controller.step_metrics import mean
@@ -21,7 +23,6 @@ from torchtitan.experiments.rl.data.dataset import count_examples, read_example
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
-from torchtitan.experiments.rl.user_code.calls import Gate, contained
 
 
 class Validator:
@@ -37,7 +38,7 @@ class Validator:
         default: ValidationConfig,
         *,
         on_failure: Callable[[Exception], None] = lambda error: None,
-        gate: Gate | None = None,
+        ordered: OrderedCalls | None = None,
         recorder: RolloutRecorder | None = None,
         on_group: Callable[[RolloutGroup], None] = lambda group: None,
     ):
@@ -46,14 +47,14 @@ class Validator:
         Args:
             default: schedule of the tasks that have none of their own.
             on_failure: called with an error that a dataset or the library's own code raised.
-            gate: calls the datasets.
+            ordered: calls the datasets.
             recorder: records the groups of each evaluation that has ended.
             on_group: called with each group as soon as it was scored.
         """
         self._tasks = tasks
         self._runner = runner
         self._on_failure = on_failure
-        self._gate = gate or Gate()
+        self._ordered = ordered or OrderedCalls()
         self._recorder = recorder
         self._on_group = on_group
         self._configs = {
@@ -185,14 +186,15 @@ class Validator:
         dataset = task.validation
         assert dataset is not None
         owner = f"validation of task {name!r}"
-        examples = min(config.examples, await self._gate.call(count_examples, dataset, owner=owner))
+        size = await self._ordered.call(count_examples, dataset, owner=owner)
+        examples = min(config.examples, size)
         at_once = examples if alone else max(1, config.max_concurrency // config.attempts)
         places = asyncio.Semaphore(at_once)
 
         async def run(index: int) -> RolloutGroup:
             async with places:
                 request = GroupRequest(
-                    data_sample=await self._gate.call(read_example, dataset, index, owner=owner),
+                    data_sample=await self._ordered.call(read_example, dataset, index, owner=owner),
                     group_id=f"validation-{name}-{index}",
                     group_size=config.attempts,
                     sampling=sampling,

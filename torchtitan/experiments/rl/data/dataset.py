@@ -6,15 +6,15 @@ import itertools
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.configurable import UserConfigurable
+from torchtitan.experiments.rl.errors import UserCodeError, cause_of
 from torchtitan.experiments.rl.rollouts.types import DataSample
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, cause_of, doing
 
 
 class Dataset(UserConfigurable, abc.ABC):
@@ -22,9 +22,6 @@ class Dataset(UserConfigurable, abc.ABC):
 
     The order must not change between runs: a resumed run counts on index i being the same example.
     """
-
-    in_memory: ClassVar[bool] = False
-    """Of the library's own: whether every example is made already, so that reading one takes microseconds."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -69,8 +66,7 @@ def count_examples(dataset: Examples) -> int:
         UserCodeError: the dataset raised anything; names the dataset.
     """
     try:
-        with doing(f"{type(dataset).__name__}.__len__"):
-            return len(dataset)
+        return len(dataset)
     except BaseException as error:
         raise UserCodeError(
             f"dataset {type(dataset).__name__}: its length: {cause_of(error)}"
@@ -84,8 +80,7 @@ def read_example(dataset: Examples, index: int) -> DataSample:
         UserCodeError: the dataset raised anything, or the item is no DataSample; names the dataset and the index.
     """
     try:
-        with doing(f"{type(dataset).__name__}.__getitem__({index})"):
-            item = dataset[index]
+        item = dataset[index]
     except BaseException as error:
         raise UserCodeError(
             f"dataset {type(dataset).__name__}: item {index}: {cause_of(error)}"
@@ -158,8 +153,6 @@ class MadeDataset(Dataset):
 
             make = staticmethod(make_examples)  # make_examples(split=, count=, seed=, max_digits=) -> list
     """
-
-    in_memory = True
 
     @dataclass(kw_only=True, slots=True)
     class Config(Dataset.Config):

@@ -10,7 +10,6 @@ from torchtitan.experiments.rl.bounds import Cure, PositiveInt
 from torchtitan.experiments.rl.data.dataset import Examples, find_examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.rollouts.sealed import is_own
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 
 
@@ -58,10 +57,6 @@ class ExampleReplay(SampleStrategy):
         self._draws = 0
         self._stored: dict[str, tuple[DataSample, float]] = {}
         """Example and variance of the rewards of each stored group, by the example's id, oldest first."""
-
-    @property
-    def quick(self) -> bool:
-        return is_own(self.fresh) and self.fresh.quick
 
     def next(self) -> DataSample:
         # A stream per draw: its number is all there is to save.

@@ -20,10 +20,9 @@ from typing import Any
 from torchtitan.experiments.rl.bounds import NonEmptyStr
 from torchtitan.experiments.rl.compat.huggingface_hub import hub_fault, without_hub
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.errors import ConfigError, MissingError
+from torchtitan.experiments.rl.errors import ConfigError, MissingError, cause_of
 from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.rollouts.types import DataSample
-from torchtitan.experiments.rl.user_code.calls import cause_of
 
 FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 GZIP = ".gz"

@@ -12,7 +12,6 @@ from torchtitan.config import Configurable
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.data.dataset import Examples, count_examples, read_example
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.rollouts.sealed import is_own
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 
 
@@ -52,11 +51,6 @@ class SampleStrategy(UserConfigurable, abc.ABC):
         self.config = config
         self.dataset = dataset
         self.seed = seed
-
-    @property
-    def quick(self) -> bool:
-        """Of the library's own: whether ``next`` takes microseconds and calls nothing of a user's."""
-        return is_own(self.dataset) and getattr(self.dataset, "in_memory", False)
 
     @abc.abstractmethod
     def next(self) -> DataSample:

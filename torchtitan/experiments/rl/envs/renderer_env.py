@@ -12,6 +12,7 @@ import numpy as np
 from annotated_types import Ge
 from renderers import Message, Renderer
 
+from torchtitan.experiments.rl.ask.call import ask
 from torchtitan.experiments.rl.bounds import Changeable, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.envs.conversation import Conversation
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
@@ -22,16 +23,15 @@ from torchtitan.experiments.rl.envs.messages import (
 )
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.envs.renderer import control_token_in
-from torchtitan.experiments.rl.errors import users_traceback
+from torchtitan.experiments.rl.errors import (
+    UserCodeError,
+    UserCodeTimeout,
+    cause_of,
+    users_traceback,
+)
 from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
-from torchtitan.experiments.rl.user_code.calls import (
-    UserCodeError,
-    UserCodeTimeout,
-    call_user,
-    cause_of,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class RendererEnv:
                 )
         if type(self._env).close is not MessageEnv.close:
             try:
-                await call_user(self._env.close, timeout_s=self._config.step_timeout_s)
+                await ask(self._env.close, timeout_s=self._config.step_timeout_s)
             except UserCodeError as error:
                 logger.warning("%s.close failed: %s", self._name, error)
 
@@ -258,7 +258,7 @@ class RendererEnv:
             self._config.step_timeout_s,
         )
         with trace.span(name):
-            output = await call_user(function, *args, timeout_s=timeout_s, owner=name)
+            output = await ask(function, *args, timeout_s=timeout_s, owner=name)
         if not isinstance(output, wanted):
             raise TypeError(f"{name} returned {type(output).__name__}, want {wanted.__name__}")
         return output

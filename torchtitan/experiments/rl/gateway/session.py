@@ -23,7 +23,12 @@ from torchtitan.experiments.rl.envs.conversation import Conversation
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.envs.renderer import control_token_in
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
-from torchtitan.experiments.rl.errors import RunError, users_traceback
+from torchtitan.experiments.rl.errors import (
+    RunError,
+    UserCodeError,
+    UserCodeTimeout,
+    users_traceback,
+)
 from torchtitan.experiments.rl.gateway.chains import Chains, Match
 from torchtitan.experiments.rl.gateway.request import (
     MODEL_FAILED,
@@ -40,7 +45,6 @@ from torchtitan.experiments.rl.gateway.request import (
 from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.rollouts.policy import PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout
 
 logger = logging.getLogger(__name__)
 

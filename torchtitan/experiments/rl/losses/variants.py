@@ -35,8 +35,7 @@ from annotated_types import Ge, Gt, Lt
 from torchtitan.experiments.rl.bounds import AtMost, Cure, NonNegativeFloat, PositiveFloat
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.configurable import UserConfigurable
-from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.user_code.calls import cause_of
+from torchtitan.experiments.rl.errors import ConfigError, RunError, cause_of
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

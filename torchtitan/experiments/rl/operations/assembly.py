@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from monarch.actor import Actor, ProcMesh
 
+from torchtitan.experiments.rl.ask.call import ask, contained, sentence
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.placement import Place, Placement
 from torchtitan.experiments.rl.config.resume import save_config
@@ -36,7 +37,7 @@ from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
 from torchtitan.experiments.rl.controller.validation import Validator
 from torchtitan.experiments.rl.envs.renderer import build_renderer
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.errors import RunError, UserCodeError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.endpoint import FrozenClients
@@ -73,12 +74,6 @@ from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
-from torchtitan.experiments.rl.user_code.calls import (
-    UserCodeError,
-    call_bounded,
-    contained,
-    sentence,
-)
 from torchtitan.experiments.rl.weights.reader import WeightReader
 from torchtitan.experiments.rl.weights.sync import CanaryBound, WeightSync
 
@@ -106,8 +101,12 @@ class Closing:
     ) -> None:
         """Await ``close()``, which may return a line for each fault of the user's code. Each fault is logged at once. Raises
         nothing but CancelledError of the caller."""
+
+        async def closed() -> Any:
+            return await close()
+
         try:
-            faults = await call_bounded(close, timeout_s=timeout_s)
+            faults = await ask(closed, timeout_s=timeout_s)
         except UserCodeError as error:
             faults = [f"closing {part}: {sentence(error)}"]
         for fault in faults or ():
@@ -468,7 +467,7 @@ class Run:
         self._actors = RunActors(context, on_failure=self._fail)
         self.supervisor = self._actors.supervisor
         self._tasks = TaskSet(
-            config.tasks, gate=context.gate, limits=config.user_code, seed=config.seed
+            config.tasks, ordered=context.ordered, limits=config.user_code, seed=config.seed
         )
         self._built: _Built | None = None
         self._building: asyncio.Task[_Built] | None = None
@@ -526,7 +525,7 @@ class Run:
             if checkpoints is not None and not self._actors.trainer_lost:
                 # What was trained since the last checkpoint, as far as the trainer still answers.
                 try:
-                    await call_bounded(checkpoints.finish, timeout_s=PART_TIMEOUT_S)
+                    await ask(checkpoints.finish, timeout_s=PART_TIMEOUT_S)
                 except UserCodeError as unsaved:
                     logger.warning("the state before the error is not saved: %s", sentence(unsaved))
             raise (
@@ -562,7 +561,7 @@ class Run:
             config.batcher.build(positions=model_positions(config.model)),
         )
         selection = Selection(
-            context.gate,
+            context.ordered,
             mix=await self._user_part(
                 config.task_mix,
                 "task_mix",
@@ -630,7 +629,7 @@ class Run:
             runner,
             config.validation,
             on_failure=self._fail,
-            gate=context.gate,
+            ordered=context.ordered,
             recorder=recorder,
         )
         checkpoints = RunCheckpoints(
@@ -676,7 +675,7 @@ class Run:
         """What a config that users may have written builds; the error of one that fails names its field."""
         timeout_s = self._context.config.user_code.setup_timeout_s
         build = partial(part.build, **arguments)
-        return await self._context.gate.call(
+        return await self._context.ordered.call(
             build, owner=f"{field} can't be built", timeout_s=timeout_s
         )
 

@@ -43,7 +43,7 @@ from torchtitan.experiments.rl.controller.saved_state import (
 )
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
 from torchtitan.experiments.rl.controller.validation import Validator
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.errors import RunError, cause_of
 from torchtitan.experiments.rl.observability.metrics import TENSORBOARD_FOLDER, MetricsLogger
 from torchtitan.experiments.rl.operations.alarms import MismatchAlarm, StallDetectors
 from torchtitan.experiments.rl.operations.context import RunContext
@@ -59,7 +59,6 @@ from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.client import TrainerClient
-from torchtitan.experiments.rl.user_code.calls import cause_of
 
 _LINES = (METRICS_FILE, LEDGER_FILE)
 """A run can't do without them: a resumed run's metrics and ledger have no gap."""

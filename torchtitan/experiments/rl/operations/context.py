@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.observability.console import Console
 from torchtitan.experiments.rl.operations.supervision import Restarts
-from torchtitan.experiments.rl.user_code.calls import Gate
 
 
 @dataclass(eq=False)
@@ -22,6 +22,8 @@ class RunContext:
         config = self.config = self.plan.config
         self.synchronous = config.max_offpolicy_steps == 0
         """Rollouts of a version start only when the generators hold it, and nothing runs between two steps."""
-        self.gate = Gate(timeout_s=config.user_code.call_timeout_s, synchronous=self.synchronous)
-        """Runs the user code that one thread runs."""
+        self.ordered = OrderedCalls(
+            timeout_s=config.user_code.call_timeout_s, synchronous=self.synchronous
+        )
+        """Calls of samplers, datasets, the task mix and filters."""
         self.restarts = Restarts(config.supervision)

@@ -35,12 +35,11 @@ from torchtitan.experiments.rl.compat.monarch import (
     process_death_behind,
 )
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
-from torchtitan.experiments.rl.errors import PeerGone, RunError
+from torchtitan.experiments.rl.errors import PeerGone, RunError, cause_of
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.observability.console import Console
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost, Pulse
-from torchtitan.experiments.rl.user_code.calls import cause_of
 from torchtitan.experiments.rl.user_code.endpoint import STACK_SIGNAL, ProcessIdentity
 from torchtitan.experiments.rl.weights.reader import Fetched
 

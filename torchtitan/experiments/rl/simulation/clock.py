@@ -8,9 +8,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
+from torchtitan.experiments.rl.ask.lag import NoLag, use_watch
+from torchtitan.experiments.rl.ask.threads import ThreadCall, WorkerThreads
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.user_code.calls import Call, Gate
 
 T = TypeVar("T")
 LAG_INTERVAL_S = 3600.0
@@ -77,13 +78,17 @@ class Cores:
         await asyncio.sleep(seconds)
 
 
-class InPlaceGate(Gate):
-    """Runs each call in place: in virtual time no sampler or filter takes any."""
+class InlineThread(WorkerThreads):
+    """Runs each call at once: in virtual time no sampler or filter takes any."""
 
-    def start(
-        self, function: Callable[..., Any], *args: Any, owner: str, timeout_s: float | None = None
-    ) -> Call:
-        return self.start_own(function, *args, owner=owner)
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def submit(self, function: Callable[..., object], *args: object) -> ThreadCall:
+        """Run a call."""
+        call = ThreadCall(function, args)
+        call.set_result(call.run())
+        return call
 
 
 @contextmanager
@@ -120,6 +125,7 @@ def run_virtually(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """
     loop = VirtualClockLoop()
     asyncio.set_event_loop(loop)
+    use_watch(NoLag(loop))
     try:
         with _going_by(loop):
             return loop.run_until_complete(work())

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.config.checks import groups_per_step
 from torchtitan.experiments.rl.config.costs import GPUS_PER_HOST
@@ -44,7 +45,7 @@ from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
-from torchtitan.experiments.rl.simulation.clock import Cores, InPlaceGate
+from torchtitan.experiments.rl.simulation.clock import Cores, InlineThread
 from torchtitan.experiments.rl.simulation.engine import (
     DEATH_SEEN_S,
     Endpoint,
@@ -330,7 +331,7 @@ class Attempt(RunEvents):
         self._gone: Any = Counter()
         """Of replicas that died."""
         self._beside: set[asyncio.Task[None]] = set()
-        gate = InPlaceGate(synchronous=synchronous)
+        ordered = OrderedCalls(thread=InlineThread())
         self._tasks = simulated_tasks(
             config.tasks,
             seed=config.seed,
@@ -338,7 +339,7 @@ class Attempt(RunEvents):
             turn=self._turn,
         )
         selection = Selection(
-            gate,
+            ordered,
             mix=config.task_mix.build(
                 weights={name: task.weight for name, task in config.tasks.items()}
             ),
@@ -375,7 +376,7 @@ class Attempt(RunEvents):
             trainer=self._trainer,
             weights=self._weights,
             validator=Validator(
-                dict(self._tasks), runner, config.validation, on_failure=self._fail, gate=gate
+                dict(self._tasks), runner, config.validation, on_failure=self._fail, ordered=ordered
             ),
             runner=runner,
             watchers=[self],

@@ -35,11 +35,12 @@ from renderers import Renderer
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.ask.call import ask
 from torchtitan.experiments.rl.bounds import Changeable, Cure, NonEmptyStr, PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts
-from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.errors import ConfigError, RunError, UserCodeError
 from torchtitan.experiments.rl.gateway.request import WISHES
 from torchtitan.experiments.rl.gateway.server import Endpoint, Gateway, gateway_at
 from torchtitan.experiments.rl.gateway.session import AUXILIARY, POLICY, AgentRollout, Sampler
@@ -52,7 +53,6 @@ from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup, R
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn
 from torchtitan.experiments.rl.tasks.questions import fill, row_task
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_user
 
 logger = logging.getLogger(__name__)
 
@@ -182,9 +182,7 @@ class AgentTask(Task):
         endpoint = gateway.admit(rollout, name=name)
         failure = None
         try:
-            rollout.answer = await call_user(
-                self.run_agent, rollout.sample, endpoint, timeout_s=None
-            )
+            rollout.answer = await ask(self.run_agent, rollout.sample, endpoint, timeout_s=None)
         except UserCodeError as error:
             failure = error
         finally:

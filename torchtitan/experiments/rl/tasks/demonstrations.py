@@ -22,7 +22,7 @@ from torchtitan.experiments.rl.envs.messages import (
 from torchtitan.experiments.rl.envs.prompt import first_prompt
 from torchtitan.experiments.rl.envs.renderer import control_token_in
 from torchtitan.experiments.rl.envs.yield_queue import compute
-from torchtitan.experiments.rl.errors import ConfigError, users_traceback
+from torchtitan.experiments.rl.errors import ConfigError, cause_of, users_traceback
 from torchtitan.experiments.rl.generation.judge import ChatClient
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.printable import shown
@@ -35,7 +35,6 @@ from torchtitan.experiments.rl.rollouts.types import (
 )
 from torchtitan.experiments.rl.tasks.task import Task, derive_seed
 from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample
-from torchtitan.experiments.rl.user_code.calls import cause_of
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 """ShareGPT's names of roles that have another name here."""

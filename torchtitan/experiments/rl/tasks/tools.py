@@ -25,14 +25,14 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_mod
 from pydantic.json_schema import GenerateJsonSchema
 from renderers import Message, ToolSpec
 
+from torchtitan.experiments.rl.ask.call import ask
 from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, cause_of
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn
 from torchtitan.experiments.rl.tasks.questions import QuestionEnv, QuestionTask, row_task
-from torchtitan.experiments.rl.user_code.calls import call_user, cause_of
 
 NOT_TOOLS = ("close", "metadata")
 """Methods of a class of tools that the model does not call: the rollout does at its end, as of a MessageEnv."""
@@ -97,7 +97,7 @@ class Tool:
         """
         given = self._arguments.model_validate(arguments)
         values = {name: getattr(given, name) for name in type(given).model_fields}
-        return await call_user(
+        return await ask(
             functools.partial(self.function, **values), timeout_s=None, owner=self.name
         )
 
@@ -199,7 +199,7 @@ class ToolEnv(QuestionEnv):
                 self._states.append(_Connection(given))
                 found = await self._states[-1].tools()
             elif _makes_tools(given):
-                self._states.append(await call_user(given, self.row, timeout_s=None))
+                self._states.append(await ask(given, self.row, timeout_s=None))
                 found = [Tool(method, name) for name, method in _methods(self._states[-1]).items()]
             else:
                 found = [Tool(given)]
@@ -258,13 +258,13 @@ class ToolEnv(QuestionEnv):
         known: dict[str, Any] = {}
         for state in self._states:
             if hasattr(state, "metadata"):
-                known |= await call_user(state.metadata, timeout_s=None)
+                known |= await ask(state.metadata, timeout_s=None)
         return known
 
     async def close(self) -> None:
         for state in self._states:
             if hasattr(state, "close"):
-                await call_user(state.close, timeout_s=None)
+                await ask(state.close, timeout_s=None)
 
 
 class ToolTask(QuestionTask):

@@ -192,13 +192,13 @@ class Evaluation:
             self._measuring.cancel()
 
     async def _measure(self) -> None:
-        config, endpoint, actors, gate = (
+        config, endpoint, actors, ordered = (
             self._model.config,
             self._model.endpoint,
             self.actors,
-            self._context.gate,
+            self._context.ordered,
         )
-        tasks = TaskSet(config.tasks, gate=gate, limits=config.user_code, seed=config.seed)
+        tasks = TaskSet(config.tasks, ordered=ordered, limits=config.user_code, seed=config.seed)
         recorder = config.recorder.build(run_dir=self._model.run_dir)
         policy = None if endpoint is None else EndpointPolicy(endpoint, actors.policy)
         validator: Validator | None = None
@@ -237,7 +237,7 @@ class Evaluation:
                 runner,
                 config.validation,
                 on_failure=on_failure,
-                gate=gate,
+                ordered=ordered,
                 on_group=measured,
             )
             validator.start(0)

@@ -21,7 +21,7 @@ from typing import Any
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan.experiments.rl.compat.monarch import original, process_death_behind
-from torchtitan.experiments.rl.errors import PeerGone, RunError, users_traceback
+from torchtitan.experiments.rl.errors import PeerGone, RunError, cause_of, users_traceback
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.lifetime import Heartbeat, Pulse
@@ -32,7 +32,6 @@ from torchtitan.experiments.rl.process.setup import (
     ignore_signals_of_the_command,
 )
 from torchtitan.experiments.rl.process.terminal import printed_file
-from torchtitan.experiments.rl.user_code.calls import cause_of
 
 logger = logging.getLogger(__name__)
 
