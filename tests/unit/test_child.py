@@ -1,5 +1,6 @@
 """Isolated calls: nothing of one stays for the next or after it, and each is bounded, whatever it does."""
 
+import asyncio
 import builtins
 import os
 import subprocess
@@ -11,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from torchtitan.experiments.rl.ask import child_server
+from torchtitan.experiments.rl.ask.child import IsolatedCalls
 from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout
-from torchtitan.experiments.rl.user_code import isolated
-from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls
 
 ROOT = Path(__file__).resolve().parents[2]
 GRADER = """
@@ -121,7 +122,7 @@ def test_what_outlives_its_server_ends_all_the_same(calls, grader):
 
 def test_all_end_with_the_process_that_is_killed(grader, tmp_path):
     code = (
-        "from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls; import grader\n"
+        "from torchtitan.experiments.rl.ask.child import IsolatedCalls; import grader\n"
         'IsolatedCalls(1).call(grader.grade, ("import subprocess, time; '
         "subprocess.Popen(['sleep', '3600.25'], start_new_session=True); time.sleep(3600)\",), timeout_s=3600)"
     )
@@ -162,12 +163,12 @@ def test_output_and_answer_are_bounded(calls, grader):
     floods = "import os; [os.write(1, b'x' * (1 << 16)) for _ in range(1000)]"
     assert calls.call(grader.grade, (floods,), timeout_s=60) == 0.0
     with pytest.raises(UserCodeError, match="its answer has more than 16,777,216 bytes"):
-        calls.call(lambda: "x" * (isolated.MOST_ANSWER + 1), (), timeout_s=60)
+        calls.call(lambda: "x" * (child_server.MAX_ANSWER + 1), (), timeout_s=60)
 
 
 def test_what_a_call_prints_is_cut(grader):
     code = (
-        "from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls; import grader\n"
+        "from torchtitan.experiments.rl.ask.child import IsolatedCalls; import grader\n"
         'IsolatedCalls(1).call(grader.grade, (\'print("seen" + "x" * 100000)\',), timeout_s=60)'
     )
     environment = os.environ | {"PYTHONPATH": f"{Path(grader.__file__).parent}{os.pathsep}{ROOT}"}
@@ -177,7 +178,7 @@ def test_what_a_call_prints_is_cut(grader):
     assert (
         printed.stdout == b""
         and printed.stderr.startswith(b"seenx")
-        and len(printed.stderr) == isolated.MOST_OUTPUT
+        and len(printed.stderr) == child_server.MAX_OUTPUT
     )
 
 
@@ -233,3 +234,15 @@ def test_errors_have_their_cause_and_the_users_frames(calls, grader):
         calls.call(time.sleep, (60,), timeout_s=0.2)
     with pytest.raises(UserCodeError, match="its process died .exit status 0"):
         calls.call(os._exit, (0,), timeout_s=30)
+
+
+async def test_a_call_is_awaited_and_a_caller_that_is_cancelled_is_cancelled(calls, grader):
+    assert await calls.ask(grader.grade, "42", timeout_s=30) == 1.0
+    with pytest.raises(UserCodeTimeout, match="^no answer within 0.2 s; its process was killed$"):
+        await calls.ask(time.sleep, 60, timeout_s=0.2)
+    waiting = asyncio.create_task(calls.ask(time.sleep, 1, timeout_s=30))
+    await asyncio.sleep(0.1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await calls.ask(grader.grade, "42", timeout_s=30) == 1.0

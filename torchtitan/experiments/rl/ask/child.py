@@ -1,0 +1,225 @@
+"""Asks functions that may hang, crash, or run what a model wrote, each call in its own process.
+
+    this process ──request──▶ server ──fork──▶ the call
+                 ◀──outcome──        ◀──JSON──
+
+A server has imported what the function needs and never calls it (`ask/child_server.py`). It serves
+one call after another, because to start one takes seconds. Each call is a fork of it, so that
+nothing that a call changes is there in the next. Its time, output, answer and memory are bounded.
+
+Three nets end what a call started, in whatever session: the server ends its descendants after each
+call, since it adopts their orphans; the caller ends a server by its mark; and a watcher ends both
+if the caller is killed (`process/foreign.py`).
+
+**This is no sandbox.** A call has the user's files and network, and code in it can write an answer
+of its own. A process for each call prevents that one reply changes how the next is judged. A
+hostile reply can still cheat for itself (docs/security.md).
+
+The forkserver of `multiprocessing` does not fit: it imports the program's main module again in each
+fork, fixes what is imported when it starts, and leaves processes behind.
+"""
+
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from multiprocessing import Pipe
+from typing import Any
+
+import cloudpickle
+
+from torchtitan.experiments.rl.ask import child_server
+from torchtitan.experiments.rl.ask.call import ask_in_thread
+from torchtitan.experiments.rl.ask.child_server import Outcome, Request
+from torchtitan.experiments.rl.ask.threads import WorkerThreads
+from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout, cause_of
+from torchtitan.experiments.rl.process import foreign
+from torchtitan.experiments.rl.process.setup import ENVIRONMENT, SPAWNED_ENVIRONMENT
+
+logger = logging.getLogger(__name__)
+
+START_S = 120.0
+"""Limit in seconds for starting a server, and for importing what a function needs."""
+ORPHAN_S = 10.0
+"""Seconds beyond a call's limit after which its server, which should end it, is taken for dead."""
+_FOLDERS = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "HF_HOME", "NLTK_DATA")
+_SETTINGS = (*_FOLDERS, "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONUTF8")
+INHERITED = (*foreign.INHERITED, *_SETTINGS, *ENVIRONMENT, *SPAWNED_ENVIRONMENT)
+"""Environment variables of the run that a server gets. The others may hold keys."""
+
+
+class IsolatedCalls:
+    """Runs functions in processes of their own, at most ``max_workers`` at a time.
+
+    Servers start when they are first needed, and end with this object or the process.
+    """
+
+    def __init__(self, max_workers: int, *, memory_gib: float = 4.0):
+        """Start no server yet.
+
+        Args:
+            memory_gib: memory of a call, beside what its server has.
+        """
+        self._memory = int(memory_gib * 2**30)
+        self._threads = WorkerThreads(max_workers)
+        self._places: queue.LifoQueue[_Server | None] = queue.LifoQueue()
+        """Free places for a call, each with its server; None if none is started there."""
+        self._servers: list[_Server] = []
+        for _ in range(max_workers):
+            self._places.put(None)
+        weakref.finalize(self, _kill_all, self._servers)
+
+    async def ask(self, function: Callable[..., object], *args: object, timeout_s: float) -> Any:  # noqa: ANN401 - JSON
+        """Return ``function(*args)`` as JSON holds it. Waiting for a free place takes no time.
+
+        Raises:
+            UserCodeTimeout: it took longer than its limit; its processes were killed.
+            UserCodeError: anything else went wrong; see `call`.
+        """
+
+        def in_child() -> object:
+            return self.call(function, args, timeout_s=timeout_s)
+
+        return await ask_in_thread(self._threads, self._threads.submit(in_child), None)
+
+    def call(
+        self, function: Callable[..., object], args: tuple[object, ...], *, timeout_s: float
+    ) -> Any:  # noqa: ANN401 - JSON
+        """Return ``function(*args)`` as JSON holds it. Blocks the calling thread.
+
+        Raises:
+            UserCodeTimeout: it took longer than ``timeout_s``; its processes were killed.
+            UserCodeError: it raised, its process died or used too much, its answer is no JSON, or
+                it can't be sent to another process.
+        """
+        try:
+            pickles = cloudpickle.dumps(function), cloudpickle.dumps(args)
+        except Exception as error:  # noqa: BLE001 - of a user's class
+            raise UserCodeError(f"can't be sent to another process: {cause_of(error)}") from error
+        request = Request(*pickles, timeout_s=timeout_s, memory=self._memory)
+        server = self._places.get()
+        try:
+            if server is None:
+                server = _Server()
+                self._servers.append(server)
+            return server.call(request)
+        finally:
+            self._give_back(server)
+
+    def _give_back(self, server: "_Server | None") -> None:
+        """Free the place of a call, and end its server if the next call can't use it."""
+        if server is None or server.is_usable:
+            self._places.put(server)
+            return
+        # The place is freed first: the rest may fail, and a lost place would block a later call.
+        self._places.put(None)
+        self._servers.remove(server)
+        server.kill()
+
+
+class _Server:
+    """A server as its caller sees it.
+
+    The server says None when it has started. For each request it says None when the function is
+    loaded and its time begins, and then the outcome; or the outcome at once, if it can't be loaded.
+    """
+
+    def __init__(self) -> None:
+        self.is_usable = True
+        """False during a call, and after one whose outcome was not received: the next call would
+        take it for its own."""
+        self._has_started = False
+        self._mark = foreign.new_mark()
+        self._connection, theirs = Pipe()
+        code = f"from {child_server.__name__} import serve; serve({theirs.fileno()})"
+        inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+        paths = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        self._process = subprocess.Popen(
+            foreign.marked([sys.executable, "-c", code], self._mark),
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what calls print goes to this process's standard error
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            env=inherited | paths | foreign.variables_of(self._mark),
+        )
+        theirs.close()
+
+    def call(self, request: Request) -> Any:  # noqa: ANN401 - JSON
+        self.is_usable = False
+        late = UserCodeTimeout(f"no answer within {request.timeout_s:g} s; its process was killed")
+        try:
+            self._load(request)
+            outcome = self._receive(START_S)
+            if outcome is None:
+                outcome = self._receive_or(late, request.timeout_s + ORPHAN_S)
+        except TimeoutError:
+            text = f"what it needs was not imported within {START_S:g} s; its process was killed"
+            raise UserCodeTimeout(text) from None
+        except (EOFError, ConnectionError):
+            raise UserCodeError(self._death()) from None
+        self.is_usable = True
+        if outcome.is_late:
+            raise late
+        if outcome.failure:
+            raise UserCodeError(outcome.failure)
+        return _value_of(outcome.answer)
+
+    def kill(self) -> None:
+        """End the server and all that its calls have started."""
+        self._process.kill()  # it may have no mark yet
+        foreign.kill_marked(self._mark)
+        self._process.wait()
+        self._connection.close()
+
+    def _load(self, request: Request) -> None:
+        if not self._has_started:
+            self._receive(START_S)
+            self._has_started = True
+        self._connection.send(request)
+
+    def _receive_or(self, late: UserCodeTimeout, timeout_s: float) -> Outcome:
+        try:
+            outcome = self._receive(timeout_s)
+        except TimeoutError:
+            raise late from None
+        assert outcome is not None
+        return outcome
+
+    def _receive(self, timeout_s: float) -> Outcome | None:
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError
+        return self._connection.recv()
+
+    def _death(self) -> str:
+        try:
+            return child_server.died(self._process.wait(timeout=5))
+        except subprocess.TimeoutExpired:
+            return "its process died (its output was closed)"
+
+
+def _kill_all(servers: list[_Server]) -> None:
+    for server in servers:
+        server.kill()
+
+
+def _value_of(answer: bytes) -> Any:  # noqa: ANN401 - JSON
+    """Return the value that a call has written.
+
+    Raises:
+        UserCodeError: it wrote an error, or no JSON.
+    """
+    try:
+        fields = json.loads(answer)
+        if "value" in fields:
+            return fields["value"]
+        error = UserCodeError(str(fields["error"]))
+        error.traceback = str(fields["traceback"])
+        whole = str(fields["whole"])
+    except (ValueError, TypeError, KeyError, RecursionError) as fault:
+        raise UserCodeError(f"its answer can't be read: {type(fault).__name__}") from None
+    logger.info("an isolated function failed\n%s", whole)
+    raise error
