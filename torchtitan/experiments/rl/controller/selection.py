@@ -95,9 +95,7 @@ class Selection:
             if getattr(type(part), "observe", None) in (SampleStrategy.observe, TaskMix.observe):
                 continue
             owner = f"{_owner(what, part, 'observe')} of group {group.group_id}"
-            await self._ordered.call(
-                part.observe, group, owner=owner
-            )
+            await self._ordered.call(part.observe, group, owner=owner)
 
     # Filtering.
 

@@ -26,6 +26,8 @@ import numpy as np
 from annotated_types import Ge
 
 from torchtitan.config import Configurable
+from torchtitan.experiments.rl.ask.call import ask
+from torchtitan.experiments.rl.ask.child import IsolatedCalls
 from torchtitan.experiments.rl.batching.sample_checks import finite_float
 from torchtitan.experiments.rl.bounds import (
     Changeable,
@@ -35,19 +37,16 @@ from torchtitan.experiments.rl.bounds import (
     check_fields,
 )
 from torchtitan.experiments.rl.configurable import UserConfigurable
-from torchtitan.experiments.rl.errors import ConfigError, RunError, users_traceback
+from torchtitan.experiments.rl.errors import (
+    ConfigError,
+    RunError,
+    UserCodeError,
+    cause_of,
+    users_traceback,
+)
 from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
-from torchtitan.experiments.rl.user_code.calls import (
-    Threads,
-    UserCodeError,
-    call_bounded,
-    call_user,
-    cause_of,
-    doing,
-)
-from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls
 
 __all__ = ["Reward", "RewardFn", "Rubric", "env_component", "env_components", "last_assistant_text"]
 
@@ -132,14 +131,12 @@ class Rubric(UserConfigurable):
         self._isolated = IsolatedCalls(
             config.isolated_workers, memory_gib=config.isolated_memory_gib
         )
-        self._isolated_threads = Threads(config.isolated_workers)
         self._warned_unweighed = False
 
     def _registered(self) -> list[RewardFn]:
         owner = f"{type(self).__name__}.register_funcs"
         try:
-            with doing(owner):
-                entries = self.register_funcs()
+            entries = self.register_funcs()
         except ConfigError:
             raise
         except BaseException as error:
@@ -275,15 +272,9 @@ class Rubric(UserConfigurable):
         else:
             subject = view(rollouts)
         timeout_s = self.config.timeout_s if entry.timeout_s is None else entry.timeout_s
-        if not entry.isolate:
-            return await call_user(entry.fn, subject, env_input, timeout_s=timeout_s)
-        # The child process has the time limit; waiting for a free one doesn't count.
-        call = functools.partial(
-            self._isolated.call, entry.fn, (subject, env_input), timeout_s=timeout_s
-        )
-        return await call_bounded(
-            lambda: self._isolated_threads.call(call, timeout_s=None), timeout_s=None
-        )
+        # A child process has the time limit itself; waiting for a free one doesn't count.
+        call = self._isolated.ask if entry.isolate else ask
+        return await call(entry.fn, subject, env_input, timeout_s=timeout_s)
 
     def _log_env_components(self, rollouts: Sequence[Rollout], rewards: list[Reward]) -> None:
         for rollout, reward in zip(rollouts, rewards, strict=True):

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 
 from renderers import Renderer
 
+from torchtitan.experiments.rl.ask.call import ask
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
@@ -32,7 +33,6 @@ from torchtitan.experiments.rl.rollouts.types import (
     add_cost,
 )
 from torchtitan.experiments.rl.tasks.session import CheckedSession
-from torchtitan.experiments.rl.user_code.calls import call_bounded
 
 logger = logging.getLogger(__name__)
 
@@ -179,8 +179,10 @@ class GroupRun:
         failure: UserCodeError | None = None
         had_failed = False
         try:
-            await call_bounded(
-                lambda: self.task.run_rollout(cast(Any, env), session),
+            await ask(
+                self.task.run_rollout,
+                cast(Any, env),
+                session,
                 timeout_s=self.task.config.env.rollout_timeout_s,
             )
         except UserCodeError as error:
@@ -249,7 +251,7 @@ class GroupRun:
                     envs.append(env)
 
         try:
-            await call_bounded(make, timeout_s=task.config.env.rollout_timeout_s)
+            await ask(make, timeout_s=task.config.env.rollout_timeout_s)
         except UserCodeError as error:
             return [error.of(name)] * n
         if len(envs) == len(made) == n:

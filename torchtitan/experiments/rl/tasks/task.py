@@ -13,7 +13,6 @@ cancellation is raised. From the rubric on, rollouts are read-only (`frozen.py`)
 """
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -25,6 +24,8 @@ from renderers import Renderer
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.ask.call import ask
+from torchtitan.experiments.rl.ask.lag import HOLD_S
 from torchtitan.experiments.rl.batching.sample_checks import (
     check_streams,
     check_trainable,
@@ -76,7 +77,6 @@ from torchtitan.experiments.rl.rollouts.types import (
 from torchtitan.experiments.rl.rubrics.rubric import Reward, Rubric
 from torchtitan.experiments.rl.tasks.group_run import GroupRun, derive_seed, first_use
 from torchtitan.experiments.rl.types import TrainingSample
-from torchtitan.experiments.rl.user_code.calls import HOLD_S, call_bounded, doing
 
 __all__ = [
     "MIN_TRAINING_TEMPERATURE",
@@ -281,7 +281,7 @@ class Task(UserConfigurable):
         if config.validation:
             self.validation = build_part("validation", config.validation)
         kind = type(self.dataset).__name__
-        with part_at_fault("dataset", kind, "its __len__ failed"), doing(f"{kind}.__len__"):
+        with part_at_fault("dataset", kind, "its __len__ failed"):
             len(self.dataset)
         self.sampler: SampleStrategy = build_part(
             "sampler", config.sampler, dataset=self.dataset, seed=sampler_seed(seed, name)
@@ -355,12 +355,9 @@ class Task(UserConfigurable):
         for part in (self.rubric, self.algorithm):
             owner = f"{type(part).__name__}.setup"
             try:
-                # No limit here, because the caller has one.
-                await call_bounded(
-                    functools.partial(part.setup, policy), timeout_s=None, owner=owner
-                )
+                await ask(part.setup, policy, timeout_s=None, owner=owner)  # its caller has a limit
             except UserCodeError as error:
-                raise RunError(f"{owner}: {error}") from error
+                raise RunError(str(error)) from error
 
     async def close(self) -> None:
         """Release what ``make_envs`` draws from, after the last group."""
@@ -495,8 +492,8 @@ class Task(UserConfigurable):
         costs = dict(group.costs)
         try:
             with counted_in(costs), trace.span(name):
-                rewards = await call_bounded(
-                    lambda: rubric.score_group(list(rollouts), env_input), timeout_s=timeout_s
+                rewards = await ask(
+                    rubric.score_group, list(rollouts), env_input, timeout_s=timeout_s
                 )
             checked = _checked_rewards(rewards, rollouts)
         except asyncio.CancelledError:
@@ -560,7 +557,7 @@ class Task(UserConfigurable):
         began = time.perf_counter()
         try:
             with trace.span(name):
-                await call_bounded(lambda: algorithm.score_rollout(draft), timeout_s=self._limit_s)
+                await ask(algorithm.score_rollout, draft, timeout_s=self._limit_s)
             take_credit(rollout, draft, _check_early_credit, replaces=type(algorithm).replaces)
         except (UserCodeError, ValueError) as error:
             rollout.fail(f"task {self.name}: {name}: {error}", traceback=users_traceback(error))
@@ -587,7 +584,7 @@ class Task(UserConfigurable):
 
         try:
             with trace.span(f"{kind.__name__}.score_group"):
-                await call_bounded(score, timeout_s=self._limit_s)
+                await ask(score, timeout_s=self._limit_s)
             self._take_credit(group, draft.rollouts)
         except (UserCodeError, ValueError) as error:
             cause = f"task {self.name}: {kind.__name__}.score_group: {cause_of(error)}"
