@@ -1,7 +1,11 @@
-"""Runs groups: on this process's event loop, or on the least busy of some worker processes, so that envs scale past this one.
+"""Runs groups: on the controller's event loop, or in worker processes if envs need more than one.
 
-A worker has its own tasks, renderer and generator clients. Tokens travel between generators and worker; only whole groups
-travel between worker and controller, which keeps the samplers, the pacing and the ledger.
+    LocalRunner    rollout loop ─▶ Task.run_group ─▶ Task.score_group
+    WorkerRunner   rollout loop ─▶ least busy RolloutWorker ─▶ LocalRunner there
+
+A worker has its own tasks, renderer and generator clients. Tokens travel between generators and
+worker; only whole groups travel between worker and controller, which keeps the samplers, the pacing
+and the ledger.
 """
 
 import asyncio
@@ -35,11 +39,15 @@ from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, reported_
 logger = logging.getLogger(__name__)
 
 CANCEL_GROUPS_S = 8.0
-"""How long cancelled groups may take; with the tasks' own limit it must stay below the controller's for a shutdown."""
+"""Seconds that cancelled groups may take. With the limit of closing the tasks, it must stay below
+the controller's limit for a worker's shutdown."""
 
 
 class TaskSet:
-    """``build``, then ``setup`` in the process that runs the rollouts; ``close`` closes the tasks that were set up."""
+    """Tasks of a run, in the process that runs the rollouts.
+
+    Call `build`, then `setup`, and at the end `close`.
+    """
 
     def __init__(
         self,
@@ -57,28 +65,32 @@ class TaskSet:
         self._to_close: list[Task] = []
 
     async def build(self, renderer: Renderer, *, vocab_size: int | None = None) -> None:
-        """Build every task: in the thread that calls samplers and datasets, since some work only where they were made.
+        """Build every task, in the thread that calls samplers and datasets.
+
+        Some of them, such as a database connection, work only in the thread that made them.
 
         Args:
-            vocab_size: token ids that the policy's model has.
+            vocab_size: number of token ids that the policy's model has.
 
         Raises:
-            RunError: a task, its dataset or another part of it failed, or took longer than its limit; names the task.
+            RunError: a task, its dataset or another part of it failed, or took longer than its
+                limit; names the task.
         """
         for name, config in self._configs.items():
             build = functools.partial(config.build, name=name, renderer=renderer, seed=self._seed)
             owner = f"task {name!r} can't be built"
-            task = self.tasks[name] = await self._ordered.call(
+            task = await self._ordered.call(
                 build, owner=owner, timeout_s=self._limits.setup_timeout_s
             )
             task.vocab_size = vocab_size
+            self.tasks[name] = task
 
     async def setup(self, policy: PolicyClient) -> None:
         """Set up every task.
 
         Raises:
-            RunError: a setup failed, or took longer than its limit; names the task. That task counts as not set up, unless its
-                setup returned too late.
+            RunError: a setup failed, or took longer than its limit; names the task. That task
+                counts as not set up, unless its setup returned too late.
         """
         for name, task in self.tasks.items():
             try:
@@ -96,8 +108,13 @@ class TaskSet:
             self._to_close.append(task)
 
     async def close(self) -> list[str]:
-        """Close each task that was set up, once, side by side. Returns what went wrong, a line a task."""
-        tasks, self._to_close = self._to_close, []
+        """Close each task that was set up, once, side by side.
+
+        Returns:
+            A line for each task whose close failed.
+        """
+        tasks = self._to_close
+        self._to_close = []
         faults = await asyncio.gather(*(self._close(task) for task in tasks))
         return [fault for fault in faults if fault is not None]
 
@@ -111,38 +128,48 @@ class TaskSet:
 
 @dataclass(kw_only=True, slots=True)
 class GroupRequest:
-    """A group to run and score, or to credit."""
+    """Order to run and score a group, or to give credit to one that has run."""
 
     data_sample: DataSample
     group_id: str
     group_size: int | None = None
-    """None: the task's, as for a task with its own ``run_group``."""
+    """Number of rollouts; None for the task's, which a task with its own ``run_group`` decides."""
     sampling: SamplingConfig | None = None
-    """None: the task's."""
+    """Sampling of the rollouts; None for the task's."""
     credit: bool = True
-    """False: rewards alone."""
+    """True if the algorithm gives credit; False for rewards alone, as validation wants them."""
     uncredited: RolloutGroup | None = None
-    """A group that was run without credit, and gets it now."""
+    """Group that was run without credit, and gets it now."""
     policy_version: int = 0
-    """Policy version that the generators hold now: a rollout worker is told."""
+    """Policy version that the generators hold now, of which a rollout worker hears in this way."""
 
 
 class GroupRunner:
-    async def run(self, task: Task, request: GroupRequest) -> RolloutGroup:
-        """The group, which for an uncredited one may be another object. One that can't be trained on has a ``failure``.
+    """Runs the groups that the rollout loop and the validator ask for."""
 
-        User code that fails ends in a rollout's status; an exception raised here is a fault of the library.
+    async def run(self, task: Task, request: GroupRequest) -> RolloutGroup:
+        """Return the group, with a ``failure`` if it can't be trained on.
+
+        User code that fails ends in a rollout's status. An exception is a fault of the library. For
+        an uncredited group the result may be another object.
         """
         raise NotImplementedError
 
     def lap(self) -> tuple[float, int]:
-        """Since the last call: the longest lag in seconds of other processes' event loops, and how many calls of user code have
-        held up an event loop beyond their limit."""
+        """Return what happened since the last call.
+
+        Returns:
+            The longest lag in seconds of other processes' event loops, and the number of calls of
+            user code that held up an event loop beyond their limit.
+        """
         raise NotImplementedError
 
 
 def with_own_adapter(policy: PolicyClient, task: Task) -> PolicyClient:
-    """The run's policy, with the task's adapter where it names one. Another model, which is only measured, has none."""
+    """Return the run's policy, with the task's adapter if it names one.
+
+    A model that is only measured, such as an endpoint, has no adapters.
+    """
     adapter = task.config.adapter
     return (
         AdaptedPolicy(policy, adapter)
@@ -155,12 +182,13 @@ class LocalRunner(GroupRunner):
     """Runs groups on this process's event loop."""
 
     def __init__(self, policy: PolicyClient, *, seed: int):
-        self._policy, self._seed = policy, seed
+        self._policy = policy
+        self._seed = seed
 
     async def run(self, task: Task, request: GroupRequest) -> RolloutGroup:
-        own: dict[str, Any] = {}  # a task's own run_group may not take them
+        options: dict[str, Any] = {}  # a task's own run_group may not take them
         if request.group_size is not None:
-            own = {
+            options = {
                 "group_size": request.group_size,
                 "sampling": request.sampling,
                 "credit": request.credit,
@@ -176,7 +204,7 @@ class LocalRunner(GroupRunner):
                 policy,
                 group_id=request.group_id,
                 seed=self._seed,
-                **own,
+                **options,
             )
             for rollout in group.rollouts:
                 for sample in rollout.samples:
@@ -191,38 +219,45 @@ class LocalRunner(GroupRunner):
 
 @dataclass(kw_only=True, slots=True)
 class GroupResult:
+    """Answer of a rollout worker."""
+
     group: RolloutGroup
     event_loop_lag_s: float
     """Longest lag of the worker's event loop since its last result."""
     blocking_calls: int = 0
-    """Calls of user code that held it up beyond their limit since then."""
+    """Number of calls of user code that held up the worker's event loop beyond their limit."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Worker:
+    """Rollout worker as the controller sees it."""
+
     actor: Any
     life: Lifetime
     open_rollouts: int = 0
 
 
 class WorkerRunner(GroupRunner):
-    """Sends each group to the worker with the fewest open rollouts. Envs, rubrics and algorithms run there.
+    """Sends each group to the worker with the fewest open rollouts.
 
-    The groups of a worker that dies are run again, under the same ids, by another one or when it is back.
+    The groups of a worker that dies are run again, under the same ids, by another worker or by the
+    next of the same index.
     """
 
     def __init__(self, policy: GeneratorClient):
         self._workers: dict[int, _Worker] = {}
         self._admitted = asyncio.Event()
         self._policy = policy
-        self._lag_s, self._blocking_calls = 0.0, 0
+        self._lag_s = 0.0
+        self._blocking_calls = 0
 
-    def admit(self, index: int, actor: Any, life: Lifetime) -> None:
-        """Give groups to worker ``index`` from now on. It is set up."""
+    def admit(self, index: int, actor: Any, life: Lifetime) -> None:  # noqa: ANN401 - Monarch's
+        """Start sending groups to worker ``index``, which is set up."""
         self._workers[index] = _Worker(actor=actor, life=life)
         self._admitted.set()
 
     def lose(self, index: int) -> None:
+        """Stop sending groups to worker ``index``, which is gone."""
         self._workers.pop(index, None)
 
     async def run(self, task: Task, request: GroupRequest) -> RolloutGroup:
@@ -247,12 +282,14 @@ class WorkerRunner(GroupRunner):
         return result.group.freeze()  # what another process sends can be changed
 
     def lap(self) -> tuple[float, int]:
-        lap = self._lag_s, self._blocking_calls
-        self._lag_s, self._blocking_calls = 0.0, 0
-        return lap
+        lag_s = self._lag_s
+        blocking_calls = self._blocking_calls
+        self._lag_s = 0.0
+        self._blocking_calls = 0
+        return lag_s, blocking_calls
 
     async def _least_busy(self) -> _Worker:
-        """Waits while every worker is gone."""
+        """Return the worker with the fewest open rollouts; wait while every worker is gone."""
         while True:
             living = [
                 worker for _, worker in sorted(self._workers.items()) if worker.life.cause is None
@@ -264,9 +301,12 @@ class WorkerRunner(GroupRunner):
 
 
 class RolloutWorker(WatchedActor):
-    """``admit`` replicas, ``setup``, then ``run`` groups, any number at a time."""
+    """Actor that runs groups.
 
-    def __init__(
+    Call `admit` for the replicas, `setup` once, and then `run` for any number of groups at a time.
+    """
+
+    def __init__(  # noqa: PLR0913 - what the controller tells a process that it spawns
         self,
         tasks: dict[str, Task.Config],
         *,
@@ -279,17 +319,18 @@ class RolloutWorker(WatchedActor):
         client_id: int,
         stops_at_texts: bool,
     ):
-        """
+        """Connect to nothing yet.
+
         Args:
-            index: of the worker.
-            client_id: distinct among all clients of the generators that there were in this run: answers to a worker that has
-                died must not be taken for answers to the next.
+            index: number of the worker.
+            client_id: id that no other client of the generators ever had in this run, so that no
+                answer to a worker that died is taken for one to its successor.
             stops_at_texts: see EngineConfig.
         """
         super().__init__()
         self.part = f"rollout_worker {index}"
         set_up_logging(run_dir, f"rollout_worker-{index}")
-        # The controller makes a replica again whose engine has stopped; its requests wait here meanwhile.
+        # The controller replaces a replica whose engine has stopped. Its requests wait here.
         self._frozen = FrozenClients(hosted_models(tasks), client_id=client_id)
         self._policy = GeneratorClient(
             client_id=client_id,
@@ -307,14 +348,14 @@ class RolloutWorker(WatchedActor):
         self._lag = LoopLag()
 
     @reported_endpoint
-    async def admit(self, model: str, index: int, actor: Any) -> None:
-        """Send requests to a replica from now on (``Replicas`` says how models are named)."""
+    async def admit(self, model: str, index: int, actor: Any) -> None:  # noqa: ANN401 - Monarch's
+        """Start sending requests to a replica (`Replicas` says how models are named)."""
         with suppress(ProcessLost):  # ``lose`` follows
             await self._clients[model].admit(index, actor)
 
     @reported_endpoint
     async def lose(self, model: str, index: int) -> None:
-        """A replica is gone. Its requests start again elsewhere, or when it is admitted again."""
+        """Send the requests of a replica that is gone to another, or to it when it is back."""
         self._clients[model].lose(index)
 
     @reported_endpoint
@@ -343,7 +384,7 @@ class RolloutWorker(WatchedActor):
         """Cancel what runs, so that every env is closed, and close the tasks that were set up.
 
         Returns:
-            What went wrong, a line each.
+            A line for each fault.
         """
         running = list(self._running)
         for work in running:
@@ -356,7 +397,7 @@ class RolloutWorker(WatchedActor):
         self._policy.close()
         try:
             await self._frozen.close()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the other faults are reported too
             faults.append(f"closing the frozen models: {cause_of(error)}")
         return faults
 
