@@ -242,9 +242,9 @@ class OpenGroups:
             example = example_of(state, examples.get(state.task, {}))
             group = finished[state.group_id] if state.finished else None
             if group is not None and example is not None:
-                group.data_sample = example
+                group.amend(data_sample=example)
                 for rollout in group.rollouts:
-                    rollout.data_sample = example
+                    rollout.amend(data_sample=example)
             task = tasks[state.task]
             self._groups[state.group_id] = OpenGroup(
                 task=task,
