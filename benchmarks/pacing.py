@@ -110,22 +110,13 @@ class Outcome:
 
 
 class FirstInFirstOut(Pacer):
-    """The same slots; a batch takes the oldest groups, and waits for them."""
+    """The same places; a batch takes the oldest groups, and waits for them."""
 
-    def take_groups(self, version: int) -> list[str] | None:
-        waiting = sorted(
-            (slot.order, group_id)
-            for group_id, slot in self._slots.items()
-            if slot.leads_to is None
-        )
-        batch = [group_id for _, group_id in waiting[: self._groups_per_step]]
-        if len(batch) < self._groups_per_step or not all(
-            self._slots[group_id].finished for group_id in batch
-        ):
+    def take_groups(self, base_version: int) -> list[str] | None:
+        oldest = list(self._untaken.values())[:GROUPS_PER_STEP]
+        if len(oldest) < GROUPS_PER_STEP or not all(group.finished for group in oldest):
             return None
-        for group_id in batch:
-            self._take(group_id, version)
-        return batch
+        return self._take(oldest, base_version)
 
 
 class StubEngine:
@@ -208,7 +199,7 @@ async def run_ours(
         return float(rollout.index_in_group % 2)
 
     task.rubric._fns[0].fn = alternating
-    pacer = pacer_class(groups_per_step=GROUPS_PER_STEP, max_offpolicy_steps=bound)
+    pacer = pacer_class(rollouts_per_step=GROUPS_PER_STEP * GROUP_SIZE, max_offpolicy_steps=bound)
     batcher = Batcher.Config(row_length=4096, rows_per_microbatch=64).build()
     runner = LocalRunner(engine, seed=0)
     rollouts = RolloutLoop(
@@ -219,7 +210,7 @@ async def run_ours(
         policy=engine,
         pacer=pacer,
         batcher=batcher,
-        total_groups=steps * GROUPS_PER_STEP,
+        steps=steps,
         recorder=Recorder(),
     )
     ends: list[float] = []

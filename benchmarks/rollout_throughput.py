@@ -60,10 +60,10 @@ class RolloutPath:
     """Ours: runs steps of groups as the controller does, with a trainer that takes no time."""
 
     def __init__(
-        self, config: RunConfig, client: GeneratorClient, task: Task, *, groups_per_step: int
+        self, config: RunConfig, client: GeneratorClient, task: Task, *, rollouts_per_step: int
     ):
         self._config, self._client, self._task = config, client, task
-        self._groups_per_step = groups_per_step
+        self._rollouts_per_step = rollouts_per_step
 
     async def run(self, steps: int, seed: int) -> tuple[list[RolloutGroup], float]:
         """Groups of ``steps`` steps, and seconds from the first session to the last scored group."""
@@ -78,11 +78,11 @@ class RolloutPath:
             runner=LocalRunner(self._client, seed=seed),
             policy=self._client,
             pacer=Pacer(
-                groups_per_step=self._groups_per_step,
+                rollouts_per_step=self._rollouts_per_step,
                 max_offpolicy_steps=config.max_offpolicy_steps,
             ),
             batcher=config.batcher.build(),
-            total_groups=steps * self._groups_per_step,
+            steps=steps,
         )
         groups: list[RolloutGroup] = []
         began = time.perf_counter()
@@ -275,9 +275,7 @@ async def compare_load(
             task_config, sampling=replace(task_config.sampling, max_tokens=tokens)
         )
     task = task_config.build(name="sum_digits", renderer=renderer, seed=0)
-    path = RolloutPath(
-        config, client, task, groups_per_step=args.rollouts // task_config.group_size
-    )
+    path = RolloutPath(config, client, task, rollouts_per_step=args.rollouts)
     speeds, differing, rollouts, total = [], 0, 0, 0
     for turn in range(args.warmup + args.repeats):
         groups, our_seconds = await path.run(args.steps, seed=turn)

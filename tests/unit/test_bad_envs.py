@@ -161,9 +161,9 @@ def loop(renderer, tokenizer, tmp_path):
         ),
         runner=LocalRunner(policy, seed=0),
         policy=policy,
-        pacer=Pacer(groups_per_step=len(KINDS) - len(ALL_FAIL), max_offpolicy_steps=0),
+        pacer=Pacer(rollouts_per_step=4 * (len(KINDS) - len(ALL_FAIL)), max_offpolicy_steps=0),
         batcher=Batcher.Config(row_length=1024).build(),
-        total_groups=len(KINDS) - len(ALL_FAIL),
+        steps=1,
         ledger=Ledger(),
         recorder=recorder,
     )

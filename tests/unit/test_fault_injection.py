@@ -93,7 +93,7 @@ class FatedTask(Task):
         return TalkingEnv(opening=f"{fate} {index}")
 
 
-def build(renderer, tokenizer, *, total_groups):
+def build(renderer, tokenizer, *, steps):
     task = FatedTask.Config().build(name="fated", renderer=renderer)
     task.made = []
 
@@ -112,7 +112,7 @@ def build(renderer, tokenizer, *, total_groups):
 
     policy = ScriptedPolicy(tokenizer, reply)
     policy.version = 0
-    pacer = Pacer(groups_per_step=1, max_offpolicy_steps=1)
+    pacer = Pacer(rollouts_per_step=2, max_offpolicy_steps=1)
     loop = RolloutLoop(
         selection=Selection(
             Gate(),
@@ -125,18 +125,18 @@ def build(renderer, tokenizer, *, total_groups):
         policy=policy,
         pacer=pacer,
         batcher=Batcher.Config(row_length=ROW_LENGTH).build(),
-        total_groups=total_groups,
+        steps=steps,
     )
     return task, policy, pacer, loop
 
 
 async def test_a_thousand_groups_leave_by_every_way_and_the_ledger_balances(renderer, tokenizer):
-    task, policy, pacer, loop = build(renderer, tokenizer, total_groups=GROUPS)
+    task, policy, pacer, loop = build(renderer, tokenizer, steps=GROUPS)
     loop.fill()
     trained, version = 0, 0
     while loop.ledger.counts()["fated/dispatched"] < 2 * GROUPS:
         batch = await asyncio.wait_for(loop.next_groups(version), 60)
-        assert pacer.free_slots >= 0
+        assert pacer.free_places >= 0
         trained += sum(len(group.rollouts) for group in batch.groups)
         assert all(version - group.admitted_version <= 1 for group in batch.groups)
         assert {group.data_sample.env_input for group in batch.groups} <= {
@@ -167,16 +167,16 @@ async def test_a_thousand_groups_leave_by_every_way_and_the_ledger_balances(rend
     assert all(env.closed == 1 for env in task.made) and all(
         session.closed == 1 for session in policy.sessions
     )
-    assert pacer.free_slots + len(pacer._untaken) + len(pacer._taken) == 2
+    assert pacer.free_places + 2 * len(pacer._untaken) + 2 * len(pacer._taken) == 4
 
 
-async def test_slots_are_all_free_when_everything_dispatched_was_trained(renderer, tokenizer):
-    _, policy, pacer, loop = build(renderer, tokenizer, total_groups=30)
+async def test_places_are_all_free_when_everything_dispatched_was_trained(renderer, tokenizer):
+    _, policy, pacer, loop = build(renderer, tokenizer, steps=30)
     loop.fill()
     for version in range(30):
         loop.trained(await asyncio.wait_for(loop.next_groups(version), 60))
         policy.version = version + 1
         loop.live(version + 1)
-    assert pacer.free_slots == 2 and loop.ledger.open("fated") == 0
+    assert pacer.free_places == 4 and loop.ledger.open("fated") == 0
     await loop.close()
     assert "fated/untrained" not in loop.ledger.counts()

@@ -245,7 +245,7 @@ def test_every_request_gets_its_length_and_versions_that_never_fall(data):
 
 def config_of(**fields):
     config = rl_grpo_qwen3_debug()
-    config.steps, config.groups_per_step, config.rollouts_per_step = 12, 8, None
+    config.steps, config.rollouts_per_step = 12, 64
     for name, value in fields.items():
         setattr(config, name, value)
     return config

@@ -102,9 +102,9 @@ def build(*, steps=3, bound=1, task=None, sleep=False):
         ),
         runner=runner,
         policy=policy,
-        pacer=Pacer(groups_per_step=2, max_offpolicy_steps=bound),
+        pacer=Pacer(rollouts_per_step=4, max_offpolicy_steps=bound),
         batcher=batcher,
-        total_groups=2 * steps,
+        steps=steps,
         watchers=[StallDetectors(5, {task.name: 1})],
     )
     noted = Noted()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.experiments.rl.controller.saved_state import OpenGroupState
+from torchtitan.experiments.rl.controller.saved_state import ExampleState
 from torchtitan.experiments.rl.data.dataset import fault_of_example, find_examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.data.task_mix import TaskMix
@@ -121,10 +121,8 @@ class Selection:
         ]
         return [*samplers, (None, "task mix", self._mix)]
 
-    async def examples_of(
-        self, groups: Sequence[OpenGroupState]
-    ) -> dict[str, dict[str, DataSample]]:
-        """The examples of a checkpoint's open groups that their tasks' datasets have, by task and id.
+    async def examples_of(self, groups: Sequence[ExampleState]) -> dict[str, dict[str, DataSample]]:
+        """The examples of a checkpoint's groups that their tasks' datasets have, by task and id.
 
         Raises:
             RunError: a dataset failed.

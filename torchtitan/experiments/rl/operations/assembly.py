@@ -28,7 +28,7 @@ from torchtitan.experiments.rl.controller.group_runner import (
     TaskSet,
     WorkerRunner,
 )
-from torchtitan.experiments.rl.controller.groups import groups_in_slot
+from torchtitan.experiments.rl.controller.groups import groups_per_pick
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
@@ -587,7 +587,7 @@ class Run:
             runner = await self._actors.start_runner(self._tasks)
         replay = GroupReplay(
             config.replay,
-            groups_per_step=context.plan.groups_per_step,
+            rollouts_per_step=config.rollouts_per_step,
             seed=config.seed,
             load=resumed is None,
         )
@@ -601,9 +601,9 @@ class Run:
             if resumed is not None
             else (),
         )
-        slots = {name: groups_in_slot(task) for name, task in tasks.items()}
+        picks = {name: groups_per_pick(task) for name, task in tasks.items()}
         stall, alarm = (
-            StallDetectors(config.max_drops_in_a_row, slots, context.console.note),
+            StallDetectors(config.max_drops_in_a_row, picks, context.console.note),
             mismatch_alarm(config),
         )
         profile = StepProfile(
@@ -615,10 +615,11 @@ class Run:
             runner=runner,
             policy=self._actors.policy,
             pacer=Pacer(
-                groups_per_step=replay.fresh_groups, max_offpolicy_steps=config.max_offpolicy_steps
+                rollouts_per_step=replay.fresh_rollouts,
+                max_offpolicy_steps=config.max_offpolicy_steps,
             ),
             batcher=batcher,
-            total_groups=replay.fresh_groups * max(0, config.steps - step),
+            steps=max(0, config.steps - step),
             ledger=Ledger(self._files["ledger"]),
             recorder=recorder,
             replay=replay,

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
-from torchtitan.experiments.rl.config.checks import groups_per_step
 from torchtitan.experiments.rl.config.costs import GPUS_PER_HOST
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.controller.events import RunEvents
@@ -354,15 +353,17 @@ class Attempt(RunEvents):
         if run_dir is not None:
             own = MetricsLogger.Config(tensorboard=False, samples=0)
             self._metrics = own.build(run_dir=run_dir, resume_step=step or None)
-        groups = groups_per_step(config)
         batcher = config.batcher.build()
         self._rollouts = RolloutLoop(
             selection=selection,
             runner=runner,
             policy=self._client,
-            pacer=Pacer(groups_per_step=groups, max_offpolicy_steps=config.max_offpolicy_steps),
+            pacer=Pacer(
+                rollouts_per_step=config.rollouts_per_step,
+                max_offpolicy_steps=config.max_offpolicy_steps,
+            ),
             batcher=batcher,
-            total_groups=groups * (config.steps - step),
+            steps=config.steps - step,
             ledger=Ledger(None if run_dir is None else run_dir / LEDGER_FILE),
             recorder=whole._recorder,
             watchers=[self],
