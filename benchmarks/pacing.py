@@ -31,16 +31,15 @@ from torchtitan.experiments.rl.algorithms import GRPO  # noqa: E402
 from torchtitan.experiments.rl.batching.batcher import Batcher  # noqa: E402
 from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
+from torchtitan.experiments.rl.controller.ledger import Ledger  # noqa: E402
+from torchtitan.experiments.rl.controller.loop import Parts, Schedule, build_loop  # noqa: E402
 from torchtitan.experiments.rl.controller.pacing import Pacer  # noqa: E402
-from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop  # noqa: E402
 from torchtitan.experiments.rl.controller.selection import Selection
-from torchtitan.experiments.rl.controller.training_loop import TrainingLoop  # noqa: E402
-from torchtitan.experiments.rl.controller.validation import Validator  # noqa: E402
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion  # noqa: E402
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric  # noqa: E402
 from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, SumDigitsTask  # noqa: E402
-from torchtitan.experiments.rl.tasks.task import ValidationConfig  # noqa: E402
 from torchtitan.experiments.rl.user_code.calls import Gate
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport  # noqa: E402
 
@@ -79,6 +78,10 @@ class _Jump(selectors.DefaultSelector):
         if not events:
             self._loop.now += timeout
         return events
+
+
+def alternating(rollout, env_input):
+    return float(rollout.index_in_group % 2)
 
 
 class Durations:
@@ -191,26 +194,24 @@ async def run_ours(
         group_size=GROUP_SIZE,
         dataset=SumDigitsDataset.Config(count=1000),
         validation=None,
+        rubric=Rubric.Config(reward_fns=[RewardFn(alternating, takes="rollout")]),
     )
     task.env.max_rollout_tokens = task.sampling.max_tokens = 4096
     task = task.build(name="sum", renderer=renderer)
-
-    async def alternating(rollout, digits):
-        return float(rollout.index_in_group % 2)
-
-    task.rubric._fns[0].fn = alternating
-    pacer = pacer_class(rollouts_per_step=GROUPS_PER_STEP * GROUP_SIZE, max_offpolicy_steps=bound)
-    batcher = Batcher.Config(row_length=4096, rows_per_microbatch=64).build()
-    runner = LocalRunner(engine, seed=0)
-    rollouts = RolloutLoop(
+    schedule = Schedule(
+        steps=steps, rollouts_per_step=GROUPS_PER_STEP * GROUP_SIZE, max_offpolicy_steps=bound
+    )
+    parts = Parts(
         selection=Selection(
             Gate(), tasks={"sum": task}, mix=WeightedRoundRobin.Config().build(weights={"sum": 1.0})
         ),
-        runner=runner,
+        runner=LocalRunner(engine, seed=0),
         policy=engine,
-        pacer=pacer,
-        batcher=batcher,
-        steps=steps,
+        batcher=Batcher.Config(row_length=4096, rows_per_microbatch=64).build(),
+        trainer=StubTrainer(),
+        weights=engine,
+        gate=Gate(),
+        ledger=Ledger(),
         recorder=Recorder(),
     )
     ends: list[float] = []
@@ -220,19 +221,11 @@ async def run_ours(
             ends.append(loop.time())
             outcome.ages.append(int(record.metrics["policy/age_max"]))
 
-    training = TrainingLoop(
-        steps=steps,
-        synchronous=bound == 0,
-        rollouts=rollouts,
-        batcher=batcher,
-        trainer=StubTrainer(),
-        weights=engine,
-        validator=Validator({"sum": task}, runner, ValidationConfig(every=0)),
-        runner=runner,
-        watchers=[Steps()],
-    )
-    await training.run()
-    await training.close()
+    pacer = pacer_class(rollouts_per_step=schedule.rollouts_per_step, max_offpolicy_steps=bound)
+    loops = build_loop(schedule, parts, watchers=[Steps()], pacer=pacer)
+    rollouts = loops.rollouts
+    await loops.training.run()
+    await loops.training.close()
     await rollouts.close()
     outcome.dispatched = (
         durations.rollouts[: rollouts.ledger.counts()["sum/dispatched"] // GROUP_SIZE]

@@ -34,8 +34,8 @@ from torchtitan.experiments.rl.config.placement import place  # noqa: E402
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
-from torchtitan.experiments.rl.controller.pacing import Pacer  # noqa: E402
-from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop  # noqa: E402
+from torchtitan.experiments.rl.controller.ledger import Ledger  # noqa: E402
+from torchtitan.experiments.rl.controller.loop import Parts, Schedule, build_loop  # noqa: E402
 from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.envs.renderer import build_renderer  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
@@ -69,21 +69,28 @@ class RolloutPath:
         """Groups of ``steps`` steps, and seconds from the first session to the last scored group."""
         config = self._config
         self._client.version = 0
-        loop = RolloutLoop(
+        nothing: Any = None  # no step trains, and no version is published
+        gate = Gate()
+        parts = Parts(
             selection=Selection(
-                Gate(),
+                gate,
                 tasks={self._task.name: self._task},
                 mix=config.task_mix.build(weights={self._task.name: 1.0}),
             ),
             runner=LocalRunner(self._client, seed=seed),
             policy=self._client,
-            pacer=Pacer(
-                rollouts_per_step=self._rollouts_per_step,
-                max_offpolicy_steps=config.max_offpolicy_steps,
-            ),
             batcher=config.batcher.build(),
-            steps=steps,
+            trainer=nothing,
+            weights=nothing,
+            gate=gate,
+            ledger=Ledger(),
         )
+        schedule = Schedule(
+            steps=steps,
+            rollouts_per_step=self._rollouts_per_step,
+            max_offpolicy_steps=config.max_offpolicy_steps,
+        )
+        loop = build_loop(schedule, parts).rollouts
         groups: list[RolloutGroup] = []
         began = time.perf_counter()
         loop.fill()

@@ -5,23 +5,18 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+from tests.unit.loops import loops_of
 from tests.unit.rollout_stubs import BrokenEnv, ScriptedPolicy, TalkingEnv, hang, raise_value_error
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
-from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.controller.group_runner import LocalRunner
-from torchtitan.experiments.rl.controller.pacing import Pacer
-from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
-from torchtitan.experiments.rl.controller.selection import Selection
+from torchtitan.experiments.rl.controller.loop import Schedule
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.calls import Gate
 
 GROUPS, ROW_LENGTH = 1000, 60
 FATES = {
@@ -112,22 +107,15 @@ def build(renderer, tokenizer, *, steps):
 
     policy = ScriptedPolicy(tokenizer, reply)
     policy.version = 0
-    pacer = Pacer(rollouts_per_step=2, max_offpolicy_steps=1)
-    loop = RolloutLoop(
-        selection=Selection(
-            Gate(),
-            tasks={"fated": task},
-            mix=WeightedRoundRobin.Config().build(weights={"fated": 1.0}),
-            pre_batch_filters=[ZeroAdvantage.Config().build()],
-            post_batch_filters=[Late.Config().build()],
-        ),
-        runner=LocalRunner(policy, seed=0),
+    loops = loops_of(
+        task,
         policy=policy,
-        pacer=pacer,
-        batcher=Batcher.Config(row_length=ROW_LENGTH).build(),
-        steps=steps,
+        schedule=Schedule(steps=steps, rollouts_per_step=2, max_offpolicy_steps=1),
+        row_length=ROW_LENGTH,
+        filters=[ZeroAdvantage.Config()],
+        post_filters=[Late.Config()],
     )
-    return task, policy, pacer, loop
+    return task, policy, loops.pacer, loops.rollouts
 
 
 async def test_a_thousand_groups_leave_by_every_way_and_the_ledger_balances(renderer, tokenizer):

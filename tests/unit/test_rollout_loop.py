@@ -8,16 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.loops import loops_of
 from tests.unit.test_samples import samples_of, turn_of
 from tests.unit.waiting import LIMIT_S
-from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.events import NothingLeftToLearn
-from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.groups import groups_per_pick
-from torchtitan.experiments.rl.controller.pacing import Pacer
-from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop, RunStopped
-from torchtitan.experiments.rl.controller.selection import Selection
-from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
+from torchtitan.experiments.rl.controller.loop import Schedule
+from torchtitan.experiments.rl.controller.rollout_loop import RunStopped
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.operations.alarms import StallDetectors
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
@@ -27,7 +24,6 @@ from torchtitan.experiments.rl.rollouts.types import (
     RolloutGroup,
     RolloutStatus,
 )
-from torchtitan.experiments.rl.user_code.calls import Gate
 
 ROW_LENGTH = 8
 
@@ -108,8 +104,8 @@ class StubTask:
         group.failure = outcome if isinstance(outcome, str) else None
 
 
-class Loop(RolloutLoop):
-    """With the test's own end of a step: trained, and live at once."""
+class Loop:
+    """A rollout loop, with the test's own end of a step: trained, and live at once."""
 
     def __init__(
         self,
@@ -125,28 +121,26 @@ class Loop(RolloutLoop):
         replay=None,
     ):
         self.version = 0
-        self.pacer = Pacer(
-            rollouts_per_step=rollouts_per_step, max_offpolicy_steps=max_offpolicy_steps
-        )
         self.policy = policy or SimpleNamespace(version=0)
-        super().__init__(
-            selection=Selection(
-                Gate(),
-                tasks={task.name: task for task in tasks},
-                mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0 for task in tasks}),
-                pre_batch_filters=[entry.build() for entry in filters],
-                post_batch_filters=[entry.build() for entry in post_filters],
-            ),
-            runner=LocalRunner(self.policy, seed=0),
+        stall = StallDetectors(max_drops, {task.name: groups_per_pick(task) for task in tasks})
+        loops = loops_of(
+            *tasks,
             policy=self.policy,
-            pacer=self.pacer,
-            batcher=Batcher.Config(row_length=row_length).build(),
-            steps=steps,
-            watchers=[
-                StallDetectors(max_drops, {task.name: groups_per_pick(task) for task in tasks})
-            ],
+            schedule=Schedule(
+                steps=steps,
+                rollouts_per_step=rollouts_per_step,
+                max_offpolicy_steps=max_offpolicy_steps,
+            ),
+            row_length=row_length,
+            filters=filters,
+            post_filters=post_filters,
+            watchers=[stall],
             replay=replay,
         )
+        self.pacer, self.rollouts = loops.pacer, loops.rollouts
+
+    def __getattr__(self, name):
+        return getattr(self.rollouts, name)
 
     async def batch(self):
         return await asyncio.wait_for(self.next_groups(self.version), LIMIT_S)

@@ -30,11 +30,10 @@ from torchtitan.experiments.rl.controller.group_runner import (
 )
 from torchtitan.experiments.rl.controller.groups import groups_per_pick
 from torchtitan.experiments.rl.controller.ledger import Ledger
-from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.controller.loop import Parts, Schedule, build_loop
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
-from torchtitan.experiments.rl.controller.validation import Validator
 from torchtitan.experiments.rl.envs.renderer import build_renderer
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
@@ -610,30 +609,30 @@ class Run:
             config.profile_steps, run_dir=context.run_dir, processes=self.supervisor.processes
         )
         watchers: list[RunEvents] = [stall, alarm, profile, reports]
-        rollouts = RolloutLoop(
+        schedule = Schedule(
+            steps=config.steps,
+            first_step=step + 1,
+            rollouts_per_step=config.rollouts_per_step,
+            max_offpolicy_steps=config.max_offpolicy_steps,
+            validation=config.validation,
+            sleep=config.generator.engine.sleep,
+        )
+        parts = Parts(
             selection=selection,
             runner=runner,
             policy=self._actors.policy,
-            pacer=Pacer(
-                rollouts_per_step=replay.fresh_rollouts,
-                max_offpolicy_steps=config.max_offpolicy_steps,
-            ),
             batcher=batcher,
-            steps=max(0, config.steps - step),
+            trainer=self._actors.trainer,
+            weights=self._actors.weights,
+            gate=context.gate,
             ledger=Ledger(self._files["ledger"]),
             recorder=recorder,
             replay=replay,
-            watchers=watchers,
+            generated_tokens=lambda: self._actors.policy.generated_tokens,
         )
+        loops = build_loop(schedule, parts, watchers=watchers, on_failure=self._fail)
+        rollouts, training, validator = loops.rollouts, loops.training, loops.validator
         self._to_settle.append(("the rollout loop", rollouts.close))
-        validator = Validator(
-            tasks,
-            runner,
-            config.validation,
-            on_failure=self._fail,
-            gate=context.gate,
-            recorder=recorder,
-        )
         checkpoints = RunCheckpoints(
             context=context,
             rollouts=rollouts,
@@ -653,20 +652,6 @@ class Run:
             validator.restore(resumed.state.validator, step)
             alarm.restore(resumed.state.mismatch)
             checkpoints.resumed(resumed.checkpoint, step)
-        training = TrainingLoop(
-            steps=config.steps,
-            synchronous=context.synchronous,
-            rollouts=rollouts,
-            batcher=batcher,
-            trainer=self._actors.trainer,
-            weights=self._actors.weights,
-            validator=validator,
-            runner=runner,
-            watchers=watchers,
-            generated_tokens=lambda: self._actors.policy.generated_tokens,
-            first_step=step + 1,
-            sleep=config.generator.engine.sleep,
-        )
         self._to_settle += [("the training loop", training.close), ("the profile", profile.close)]
         if self._failure is not None:  # while this was built
             rollouts.fail(self._failure)

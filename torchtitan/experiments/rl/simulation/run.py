@@ -28,13 +28,10 @@ from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner
 from torchtitan.experiments.rl.controller.ledger import Ledger
-from torchtitan.experiments.rl.controller.pacing import Pacer
-from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.controller.loop import Parts, Schedule, build_loop
 from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
 from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
-from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
-from torchtitan.experiments.rl.controller.validation import Validator
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
@@ -347,43 +344,34 @@ class Attempt(RunEvents):
         )
         for entry, _ in [*selection.filters["pre"], *selection.filters["post"]]:
             entry.vocab_size = 1 << 31  # simulated ids are of no vocabulary, and none is rare
-        runner = whole.runner(self._client)
         step, run_dir = (0 if saved is None else saved.step), whole._run_dir
         self._metrics = None
         if run_dir is not None:
             own = MetricsLogger.Config(tensorboard=False, samples=0)
             self._metrics = own.build(run_dir=run_dir, resume_step=step or None)
-        batcher = config.batcher.build()
-        self._rollouts = RolloutLoop(
-            selection=selection,
-            runner=runner,
-            policy=self._client,
-            pacer=Pacer(
-                rollouts_per_step=config.rollouts_per_step,
-                max_offpolicy_steps=config.max_offpolicy_steps,
-            ),
-            batcher=batcher,
-            steps=config.steps - step,
-            ledger=Ledger(None if run_dir is None else run_dir / LEDGER_FILE),
-            recorder=whole._recorder,
-            watchers=[self],
-        )
-        self._training = TrainingLoop(
+        schedule = Schedule(
             steps=config.steps,
-            synchronous=synchronous,
-            rollouts=self._rollouts,
-            batcher=batcher,
-            trainer=self._trainer,
-            weights=self._weights,
-            validator=Validator(
-                dict(self._tasks), runner, config.validation, on_failure=self._fail, gate=gate
-            ),
-            runner=runner,
-            watchers=[self],
-            generated_tokens=lambda: self._client.generated_tokens,
             first_step=step + 1,
+            rollouts_per_step=config.rollouts_per_step,
+            max_offpolicy_steps=config.max_offpolicy_steps,
+            validation=config.validation,
             sleep=config.generator.engine.sleep,
         )
+        parts = Parts(
+            selection=selection,
+            runner=whole.runner(self._client),
+            policy=self._client,
+            batcher=config.batcher.build(),
+            trainer=self._trainer,
+            weights=self._weights,
+            gate=gate,
+            ledger=Ledger(None if run_dir is None else run_dir / LEDGER_FILE),
+            recorder=whole._recorder,
+            generated_tokens=lambda: self._client.generated_tokens,
+        )
+        loops = build_loop(schedule, parts, watchers=[self])
+        self._rollouts = loops.rollouts
+        self._training = loops.training
 
     async def run(self) -> float | None:
         """Returns when it died; None at its end."""
