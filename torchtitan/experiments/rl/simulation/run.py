@@ -37,6 +37,7 @@ from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.operations.supervision import Restarts
 from torchtitan.experiments.rl.process.lifetime import Lifetime
+from torchtitan.experiments.rl.process.trace import LoopLag
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
@@ -230,7 +231,9 @@ class SimulatedRun:
             replicas=config.generator.replicas,
         )
         self._random = np.random.default_rng([config.seed, 33])
-        self._restarts = Restarts(config.supervision)
+        self._restarts = Restarts(
+            config.supervision, clock=lambda: asyncio.get_running_loop().time()
+        )
         self._saved: Saved | None = None
         self._events = (
             None if run_dir is None else (run_dir / EVENTS_FILE).open("w", encoding="utf-8")
@@ -368,6 +371,8 @@ class Attempt(RunEvents):
             ledger=Ledger(None if run_dir is None else run_dir / LEDGER_FILE),
             recorder=whole._recorder,
             generated_tokens=lambda: self._client.generated_tokens,
+            # Always 0. At the usual 10 ms the measurements were most of what there is to simulate.
+            lag=LoopLag(interval_s=3600.0),
         )
         loops = build_loop(schedule, parts, watchers=[self])
         self._rollouts = loops.rollouts
