@@ -32,16 +32,15 @@ from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.batching.batcher import Batcher  # noqa: E402
 from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
+from torchtitan.experiments.rl.controller.ledger import Ledger  # noqa: E402
+from torchtitan.experiments.rl.controller.loop import Parts, Schedule, build_loop  # noqa: E402
 from torchtitan.experiments.rl.controller.pacing import Pacer  # noqa: E402
-from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop  # noqa: E402
 from torchtitan.experiments.rl.controller.selection import Selection
-from torchtitan.experiments.rl.controller.training_loop import TrainingLoop  # noqa: E402
-from torchtitan.experiments.rl.controller.validation import Validator  # noqa: E402
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion  # noqa: E402
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric  # noqa: E402
 from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, SumDigitsTask  # noqa: E402
-from torchtitan.experiments.rl.tasks.task import ValidationConfig  # noqa: E402
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport  # noqa: E402
 
 GROUPS_PER_STEP, GROUP_SIZE = 8, 4
@@ -81,6 +80,10 @@ class _Jump(selectors.DefaultSelector):
         return events
 
 
+def alternating(rollout, env_input):
+    return float(rollout.index_in_group % 2)
+
+
 class Durations:
     """Log-normal times of mean 1, the same for a group's rollouts whoever asks."""
 
@@ -110,22 +113,13 @@ class Outcome:
 
 
 class FirstInFirstOut(Pacer):
-    """The same slots; a batch takes the oldest groups, and waits for them."""
+    """The same places; a batch takes the oldest groups, and waits for them."""
 
-    def take_groups(self, version: int) -> list[str] | None:
-        waiting = sorted(
-            (slot.order, group_id)
-            for group_id, slot in self._slots.items()
-            if slot.leads_to is None
-        )
-        batch = [group_id for _, group_id in waiting[: self._groups_per_step]]
-        if len(batch) < self._groups_per_step or not all(
-            self._slots[group_id].finished for group_id in batch
-        ):
+    def take_groups(self, base_version: int) -> list[str] | None:
+        oldest = list(self._untaken.values())[:GROUPS_PER_STEP]
+        if len(oldest) < GROUPS_PER_STEP or not all(group.finished for group in oldest):
             return None
-        for group_id in batch:
-            self._take(group_id, version)
-        return batch
+        return self._take(oldest, base_version)
 
 
 class StubEngine:
@@ -200,28 +194,26 @@ async def run_ours(
         group_size=GROUP_SIZE,
         dataset=SumDigitsDataset.Config(count=1000),
         validation=None,
+        rubric=Rubric.Config(reward_fns=[RewardFn(alternating, takes="rollout")]),
     )
     task.env.max_rollout_tokens = task.sampling.max_tokens = 4096
     task = task.build(name="sum", renderer=renderer)
-
-    async def alternating(rollout, digits):
-        return float(rollout.index_in_group % 2)
-
-    task.rubric._fns[0].fn = alternating
-    pacer = pacer_class(groups_per_step=GROUPS_PER_STEP, max_offpolicy_steps=bound)
-    batcher = Batcher.Config(row_length=4096, rows_per_microbatch=64).build()
-    runner = LocalRunner(engine, seed=0)
-    rollouts = RolloutLoop(
+    schedule = Schedule(
+        steps=steps, rollouts_per_step=GROUPS_PER_STEP * GROUP_SIZE, max_offpolicy_steps=bound
+    )
+    parts = Parts(
         selection=Selection(
             OrderedCalls(),
             tasks={"sum": task},
             mix=WeightedRoundRobin.Config().build(weights={"sum": 1.0}),
         ),
-        runner=runner,
+        runner=LocalRunner(engine, seed=0),
         policy=engine,
-        pacer=pacer,
-        batcher=batcher,
-        total_groups=steps * GROUPS_PER_STEP,
+        batcher=Batcher.Config(row_length=4096, rows_per_microbatch=64).build(),
+        trainer=StubTrainer(),
+        weights=engine,
+        ordered=OrderedCalls(),
+        ledger=Ledger(),
         recorder=Recorder(),
     )
     ends: list[float] = []
@@ -231,19 +223,11 @@ async def run_ours(
             ends.append(loop.time())
             outcome.ages.append(int(record.metrics["policy/age_max"]))
 
-    training = TrainingLoop(
-        steps=steps,
-        synchronous=bound == 0,
-        rollouts=rollouts,
-        batcher=batcher,
-        trainer=StubTrainer(),
-        weights=engine,
-        validator=Validator({"sum": task}, runner, ValidationConfig(every=0)),
-        runner=runner,
-        watchers=[Steps()],
-    )
-    await training.run()
-    await training.close()
+    pacer = pacer_class(rollouts_per_step=schedule.rollouts_per_step, max_offpolicy_steps=bound)
+    loops = build_loop(schedule, parts, watchers=[Steps()], pacer=pacer)
+    rollouts = loops.rollouts
+    await loops.training.run()
+    await loops.training.close()
     await rollouts.close()
     outcome.dispatched = (
         durations.rollouts[: rollouts.ledger.counts()["sum/dispatched"] // GROUP_SIZE]

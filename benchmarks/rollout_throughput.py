@@ -30,13 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from monarch.actor import shutdown_context  # noqa: E402
 
-from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.config.placement import place  # noqa: E402
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
-from torchtitan.experiments.rl.controller.pacing import Pacer  # noqa: E402
-from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop  # noqa: E402
+from torchtitan.experiments.rl.controller.ledger import Ledger  # noqa: E402
+from torchtitan.experiments.rl.controller.loop import Parts, Schedule, build_loop  # noqa: E402
 from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.envs.renderer import build_renderer  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
@@ -60,30 +59,37 @@ class RolloutPath:
     """Ours: runs steps of groups as the controller does, with a trainer that takes no time."""
 
     def __init__(
-        self, config: RunConfig, client: GeneratorClient, task: Task, *, groups_per_step: int
+        self, config: RunConfig, client: GeneratorClient, task: Task, *, rollouts_per_step: int
     ):
         self._config, self._client, self._task = config, client, task
-        self._groups_per_step = groups_per_step
+        self._rollouts_per_step = rollouts_per_step
 
     async def run(self, steps: int, seed: int) -> tuple[list[RolloutGroup], float]:
         """Groups of ``steps`` steps, and seconds from the first session to the last scored group."""
         config = self._config
         self._client.version = 0
-        loop = RolloutLoop(
+        nothing: Any = None  # no step trains, and no version is published
+        ordered = OrderedCalls()
+        parts = Parts(
             selection=Selection(
-                OrderedCalls(),
+                ordered,
                 tasks={self._task.name: self._task},
                 mix=config.task_mix.build(weights={self._task.name: 1.0}),
             ),
             runner=LocalRunner(self._client, seed=seed),
             policy=self._client,
-            pacer=Pacer(
-                groups_per_step=self._groups_per_step,
-                max_offpolicy_steps=config.max_offpolicy_steps,
-            ),
             batcher=config.batcher.build(),
-            total_groups=steps * self._groups_per_step,
+            trainer=nothing,
+            weights=nothing,
+            ordered=ordered,
+            ledger=Ledger(),
         )
+        schedule = Schedule(
+            steps=steps,
+            rollouts_per_step=self._rollouts_per_step,
+            max_offpolicy_steps=config.max_offpolicy_steps,
+        )
+        loop = build_loop(schedule, parts).rollouts
         groups: list[RolloutGroup] = []
         began = time.perf_counter()
         loop.fill()
@@ -275,9 +281,7 @@ async def compare_load(
             task_config, sampling=replace(task_config.sampling, max_tokens=tokens)
         )
     task = task_config.build(name="sum_digits", renderer=renderer, seed=0)
-    path = RolloutPath(
-        config, client, task, groups_per_step=args.rollouts // task_config.group_size
-    )
+    path = RolloutPath(config, client, task, rollouts_per_step=args.rollouts)
     speeds, differing, rollouts, total = [], 0, 0, 0
     for turn in range(args.warmup + args.repeats):
         groups, our_seconds = await path.run(args.steps, seed=turn)

@@ -92,7 +92,7 @@ def everything():
     }
     config.trainer.loss.rl = Reinforce.Config()
     config.trainer.save_final_model = False
-    config.rollouts_per_step, config.groups_per_step, config.steps = None, 3, 4
+    config.rollouts_per_step, config.steps = 24, 4
     config.validation.every = 0
     return config
 """

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import gc
 import threading
 import time
 
@@ -526,3 +527,23 @@ async def test_earlier_block_within_the_limit_is_not_what_a_late_call_is_said_to
     with pytest.raises(UserCodeTimeout, match=r"^no answer within 0.3 s$") as late:
         await ask(waits, timeout_s=0.3)
     assert late.value.where.startswith("waits (test_ask.py:")
+
+
+async def test_calls_that_have_ended_leave_nothing_to_the_garbage_collector():
+    async def inner():
+        await asyncio.sleep(0)
+
+    async def outer():
+        await ask(inner, timeout_s=30, owner="Env.step")
+        await ask(lambda: 1, timeout_s=30)
+
+    await ask(outer, timeout_s=30)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            await ask(outer, timeout_s=30)
+        await asyncio.sleep(0)
+        assert gc.collect() < 20
+    finally:
+        gc.enable()

@@ -8,18 +8,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.unit.loops import loops_of
 from tests.unit.rollout_stubs import FAILURES, BrokenEnv, ScriptedPolicy, TalkingEnv, answer_with
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.ask.ordered import OrderedCalls
-from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.controller.group_runner import LocalRunner
-from torchtitan.experiments.rl.controller.ledger import Ledger
-from torchtitan.experiments.rl.controller.pacing import Pacer
-from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
-from torchtitan.experiments.rl.controller.selection import Selection
+from torchtitan.experiments.rl.controller.loop import Schedule
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.filters import Truncated
@@ -152,21 +146,15 @@ def loop(renderer, tokenizer, tmp_path):
     policy = ScriptedPolicy(tokenizer)
     policy.version = 0
     recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
-    loop = RolloutLoop(
-        selection=Selection(
-            OrderedCalls(),
-            tasks={"bad": task},
-            mix=WeightedRoundRobin.Config().build(weights={"bad": 1.0}),
-            pre_batch_filters=[Truncated.Config().build()],
-        ),
-        runner=LocalRunner(policy, seed=0),
+    rollouts_per_step = 4 * (len(KINDS) - len(ALL_FAIL))
+    loop = loops_of(
+        task,
         policy=policy,
-        pacer=Pacer(groups_per_step=len(KINDS) - len(ALL_FAIL), max_offpolicy_steps=0),
-        batcher=Batcher.Config(row_length=1024).build(),
-        total_groups=len(KINDS) - len(ALL_FAIL),
-        ledger=Ledger(),
+        schedule=Schedule(steps=1, rollouts_per_step=rollouts_per_step, max_offpolicy_steps=0),
+        row_length=1024,
+        filters=[Truncated.Config()],
         recorder=recorder,
-    )
+    ).rollouts
     loop.task, loop.session_policy, loop.recorder = task, policy, recorder
     return loop
 

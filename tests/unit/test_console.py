@@ -1,3 +1,4 @@
+import asyncio
 import io
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torchtitan.experiments.rl.observability.console import (
     title_line,
 )
 from torchtitan.experiments.rl.process.trace import Stopwatch
+from torchtitan.experiments.rl.simulation.clock import run_virtually
 
 
 class Terminal(io.StringIO):
@@ -261,15 +263,17 @@ def test_everything_printed_is_ascii():
     console.summary(summary())
 
 
-def test_a_stopwatch_adds_up_spans_of_a_name_and_starts_anew_after_a_lap(monkeypatch):
-    clock = iter([0.0, 2.0, 10.0, 11.5, 20.0, 20.25])
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    watch = Stopwatch()
-    with watch.span("wait"):
-        pass
-    with pytest.raises(KeyError), watch.span("train"):
-        raise KeyError
-    with watch.span("wait"):
-        pass
-    assert watch.lap() == {"wait": 2.25, "train": 1.5}
-    assert watch.lap() == {}
+def test_a_stopwatch_adds_up_spans_of_a_name_and_starts_anew_after_a_lap():
+    async def work():
+        watch = Stopwatch()
+        with watch.span("wait"):
+            await asyncio.sleep(2.0)
+        await asyncio.sleep(8.0)
+        with pytest.raises(KeyError), watch.span("train"):
+            await asyncio.sleep(1.5)
+            raise KeyError
+        with watch.span("wait"):
+            await asyncio.sleep(0.25)
+        return watch.lap(), watch.lap()
+
+    assert run_virtually(work) == ({"wait": 2.25, "train": 1.5}, {})

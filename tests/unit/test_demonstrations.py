@@ -292,7 +292,7 @@ async def test_demonstrations_and_compared_rollouts_share_a_run(renderer, tokeni
     loop = Loop(
         StubTask(lambda number: [0.0, 1.0]),
         chats,
-        groups_per_step=2,
+        rollouts_per_step=4,
         max_offpolicy_steps=1,
         steps=8,
         row_length=128,

@@ -5,17 +5,12 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+from tests.unit.loops import loops_of
 from tests.unit.rollout_stubs import BrokenEnv, ScriptedPolicy, TalkingEnv, hang, raise_value_error
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
-from torchtitan.experiments.rl.ask.ordered import OrderedCalls
-from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.controller.group_runner import LocalRunner
-from torchtitan.experiments.rl.controller.pacing import Pacer
-from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
-from torchtitan.experiments.rl.controller.selection import Selection
+from torchtitan.experiments.rl.controller.loop import Schedule
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
@@ -93,7 +88,7 @@ class FatedTask(Task):
         return TalkingEnv(opening=f"{fate} {index}")
 
 
-def build(renderer, tokenizer, *, total_groups):
+def build(renderer, tokenizer, *, steps):
     task = FatedTask.Config().build(name="fated", renderer=renderer)
     task.made = []
 
@@ -112,31 +107,24 @@ def build(renderer, tokenizer, *, total_groups):
 
     policy = ScriptedPolicy(tokenizer, reply)
     policy.version = 0
-    pacer = Pacer(groups_per_step=1, max_offpolicy_steps=1)
-    loop = RolloutLoop(
-        selection=Selection(
-            OrderedCalls(),
-            tasks={"fated": task},
-            mix=WeightedRoundRobin.Config().build(weights={"fated": 1.0}),
-            pre_batch_filters=[ZeroAdvantage.Config().build()],
-            post_batch_filters=[Late.Config().build()],
-        ),
-        runner=LocalRunner(policy, seed=0),
+    loops = loops_of(
+        task,
         policy=policy,
-        pacer=pacer,
-        batcher=Batcher.Config(row_length=ROW_LENGTH).build(),
-        total_groups=total_groups,
+        schedule=Schedule(steps=steps, rollouts_per_step=2, max_offpolicy_steps=1),
+        row_length=ROW_LENGTH,
+        filters=[ZeroAdvantage.Config()],
+        post_filters=[Late.Config()],
     )
-    return task, policy, pacer, loop
+    return task, policy, loops.pacer, loops.rollouts
 
 
 async def test_a_thousand_groups_leave_by_every_way_and_the_ledger_balances(renderer, tokenizer):
-    task, policy, pacer, loop = build(renderer, tokenizer, total_groups=GROUPS)
+    task, policy, pacer, loop = build(renderer, tokenizer, steps=GROUPS)
     loop.fill()
     trained, version = 0, 0
     while loop.ledger.counts()["fated/dispatched"] < 2 * GROUPS:
         batch = await asyncio.wait_for(loop.next_groups(version), 60)
-        assert pacer.free_slots >= 0
+        assert pacer.free_places >= 0
         trained += sum(len(group.rollouts) for group in batch.groups)
         assert all(version - group.admitted_version <= 1 for group in batch.groups)
         assert {group.data_sample.env_input for group in batch.groups} <= {
@@ -167,16 +155,16 @@ async def test_a_thousand_groups_leave_by_every_way_and_the_ledger_balances(rend
     assert all(env.closed == 1 for env in task.made) and all(
         session.closed == 1 for session in policy.sessions
     )
-    assert pacer.free_slots + len(pacer._untaken) + len(pacer._taken) == 2
+    assert pacer.free_places + 2 * len(pacer._untaken) + 2 * len(pacer._taken) == 4
 
 
-async def test_slots_are_all_free_when_everything_dispatched_was_trained(renderer, tokenizer):
-    _, policy, pacer, loop = build(renderer, tokenizer, total_groups=30)
+async def test_places_are_all_free_when_everything_dispatched_was_trained(renderer, tokenizer):
+    _, policy, pacer, loop = build(renderer, tokenizer, steps=30)
     loop.fill()
     for version in range(30):
         loop.trained(await asyncio.wait_for(loop.next_groups(version), 60))
         policy.version = version + 1
         loop.live(version + 1)
-    assert pacer.free_slots == 2 and loop.ledger.open("fated") == 0
+    assert pacer.free_places == 4 and loop.ledger.open("fated") == 0
     await loop.close()
     assert "fated/untrained" not in loop.ledger.counts()

@@ -116,7 +116,9 @@ async def test_a_run_ends_so_and_its_ledger_balances():
                 rollout.error = f"Env.reset: no port {group.group_id.rpartition('-')[2]}"
             group.failure = "0 of 2 rollouts scored"
 
-    loop = Loop(FailsAlike(lambda number: [0.0, 1.0]), groups_per_step=1, steps=1000, max_drops=100)
+    loop = Loop(
+        FailsAlike(lambda number: [0.0, 1.0]), rollouts_per_step=2, steps=1000, max_drops=100
+    )
     said = await train_until(loop, RunError)
     assert said.startswith("the first 8 groups all failed in the same way: Env.reset: no port ")
     counts = loop.ledger.counts()

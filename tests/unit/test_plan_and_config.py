@@ -4,6 +4,7 @@ import io
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -148,7 +149,7 @@ def test_fields_of_a_field_that_may_be_none_are_options_like_others(command):
         *DEBUG,
         "--tasks.sum-digits.validation.count",
         "40",
-        "--rollouts-per-step",
+        "--trainer.lr-scheduler.total-steps",
         "None",
         "--dry-run",
     )
@@ -186,10 +187,9 @@ MISTAKES = {
         "no such folder",
     ),
     "unknown flavor": ([*DEBUG, "--model.flavor", "9B"], "model.flavor", "'9B'", "0.6B"),
-    "group size that does not divide": (
-        [*DEBUG, "--tasks.sum-digits.group-size", "7"],
-        "tasks.sum_digits.group_size = 7",
-        "must divide rollouts_per_step = 256",
+    "groups per step": (
+        [*DEBUG, "--groups-per-step", "8"],
+        "no option --groups-per-step; set rollouts_per_step to groups * group_size",
     ),
     "group of one": (
         [*DEBUG, "--tasks.sum-digits.group-size", "1"],
@@ -508,10 +508,8 @@ def test_plan_of_the_debug_config_by_hand():
     parameters = 4 * layer + 768 * 128 + 128  # tied head
     assert plan.sizes.parameters == parameters == 886_144
     # 256 rollouts in groups of 8, of at most 128 tokens each, in microbatches of 8 rows of 512.
-    assert (plan.groups_per_step, plan.rollouts_per_step) == (
-        32,
-        256,
-    ) and "; 64 groups open at most" in plan.lines()[2]
+    assert plan.rollouts_per_step == 256 and plan.lines()[1].endswith("each on 256 rollouts")
+    assert "; 512 rollouts open at most" in plan.lines()[2]
     assert (plan.tokens_per_step, plan.microbatches_per_rank) == (32_768, 8)
     assert plan.processes == 2
     # float32: weights, gradients and two moments; in each layer, cosines and sines of 512 places for heads of 32.
@@ -546,10 +544,16 @@ def test_ranks_share_the_state_and_the_work():
     assert (plan.processes, plan.microbatches_per_rank) == (5, 4)
 
 
-def test_groups_per_step_counts_when_rollouts_are_not_given():
+def test_a_step_may_exceed_its_rollouts_by_less_than_a_group():
     config = config_registry.rl_grpo_qwen3_debug()
-    config.rollouts_per_step, config.groups_per_step = None, 5
-    assert (plan_run(config).groups_per_step, plan_run(config).rollouts_per_step) == (5, 40)
+    config.tasks["sum_digits"].group_size = 7
+    plan = plan_run(config)
+    # 36 groups are 252 rollouts and too few, and 37 are 259; 73 are 511, and a 74th begins.
+    assert plan.tokens_per_step == 259 * 128 and plan.open_rollouts == 518
+    config = config_registry.rl_opd_qwen3_debug()
+    config.tasks["sum_digits"].group_size = 7
+    # Rollouts that nothing compares come to 255, and a group of 7 may be the last.
+    assert plan_run(config).tokens_per_step == 262 * 128
 
 
 def test_plan_counts_the_gpus_of_parallel_replicas():
@@ -582,6 +586,24 @@ def test_configs_of_another_module_are_found_by_import_alone(command, tmp_path, 
     assert command("--module", "my_configs", "--list")[1].split() == ["quick", "Three", "steps."]
     code, out, _ = command("--module", "my_configs", "--config", "quick", "--dry-run")
     assert code == 0 and "steps          3," in out
+
+
+@pytest.mark.parametrize(
+    "line", ["config.groups_per_step = 3", "replace(config, groups_per_step=3)"]
+)
+def test_a_config_that_sets_a_field_that_is_gone_is_told_what_to_set(
+    command, tmp_path, monkeypatch, line
+):
+    (tmp_path / "old_configs.py").write_text(
+        "from dataclasses import replace\n"
+        "from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug\n"
+        f"def old():\n    config = rl_grpo_qwen3_debug()\n    {line}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "old_configs", raising=False)
+    code, _, err = command("--module", "old_configs", "--config", "old", "--dry-run")
+    cure = "groups_per_step is gone: set rollouts_per_step to groups * group_size"
+    assert code == 2 and err.count(cure) == 1
 
 
 def test_an_error_inside_a_users_module_is_not_hidden_as_a_missing_module(

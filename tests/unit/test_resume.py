@@ -507,7 +507,7 @@ def test_a_new_run_begins_with_the_weights_of_another(resumed, tmp_path):
         ("tasks.sums.group_size", False),
         ("task_mix.class", False),
         ("pre_batch_filters[0].class", False),
-        ("groups_per_step", False),
+        ("rollouts_per_step", False),
         ("max_offpolicy_steps", False),
     ],
 )

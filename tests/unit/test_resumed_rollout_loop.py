@@ -54,7 +54,7 @@ async def resumed(task: DatasetTask, state, groups, version: int, *, steps: int,
 
 async def test_finished_groups_are_trained_and_running_ones_run_again_with_their_ids(tmp_path):
     task = DatasetTask(100, held=True)
-    loop = Loop(task, groups_per_step=2, max_offpolicy_steps=1, steps=3)
+    loop = Loop(task, rollouts_per_step=4, max_offpolicy_steps=1, steps=3)
     loop.fill()
     await settle()
     task.released |= {0, 1, 3}
@@ -95,11 +95,17 @@ async def test_two_epochs_with_five_crashes_serve_each_example_twice(tmp_path, s
     for crash in [*crashes, steps]:
         task = DatasetTask(size, held=True)
         if state is None:
-            loop = Loop(task, groups_per_step=2, max_offpolicy_steps=2, steps=steps)
+            loop = Loop(task, rollouts_per_step=4, max_offpolicy_steps=2, steps=steps)
             loop.fill()
         else:
             loop = await resumed(
-                task, state, groups, version, steps=steps, groups_per_step=2, max_offpolicy_steps=2
+                task,
+                state,
+                groups,
+                version,
+                steps=steps,
+                rollouts_per_step=4,
+                max_offpolicy_steps=2,
             )
         while loop.version < crash:
             await settle()
@@ -139,13 +145,15 @@ async def test_two_epochs_with_five_crashes_serve_each_example_twice(tmp_path, s
 
 async def test_rollouts_of_a_finished_group_that_ended_stay_where_they_ended(tmp_path):
     task = DatasetTask(100, lambda number: [RolloutStatus.ERROR, 0.0, 1.0], group_size=3)
-    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=0, steps=2)
+    loop = Loop(task, rollouts_per_step=3, max_offpolicy_steps=0, steps=2)
     loop.fill()
     await settle()
     state, groups = await saved(loop, tmp_path)
     await loop.close()
     again = DatasetTask(100, lambda number: [RolloutStatus.ERROR, 0.0, 1.0], group_size=3)
-    loop = await resumed(again, state, groups, 0, steps=2, groups_per_step=1, max_offpolicy_steps=0)
+    loop = await resumed(
+        again, state, groups, 0, steps=2, rollouts_per_step=3, max_offpolicy_steps=0
+    )
     batch = await loop.batch()
     assert again.started == [] and [rollout.rollout_id for rollout in batch.groups[0].rollouts] == [
         "stub-0/1",
@@ -164,7 +172,7 @@ async def test_rollouts_of_a_finished_group_that_ended_stay_where_they_ended(tmp
 
 async def test_groups_that_are_too_old_for_the_resumed_runs_bound_end_as_lost(tmp_path):
     task = DatasetTask(100)
-    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=3, steps=9)
+    loop = Loop(task, rollouts_per_step=2, max_offpolicy_steps=3, steps=9)
     loop.fill()
     await settle()
     loop.step_taken(await loop.batch())
@@ -172,7 +180,9 @@ async def test_groups_that_are_too_old_for_the_resumed_runs_bound_end_as_lost(tm
     state, groups = await saved(loop, tmp_path)
     await loop.close()
     again = DatasetTask(100)
-    loop = await resumed(again, state, groups, 1, steps=9, groups_per_step=1, max_offpolicy_steps=0)
+    loop = await resumed(
+        again, state, groups, 1, steps=9, rollouts_per_step=2, max_offpolicy_steps=0
+    )
     # Three groups were sampled at version 0, and one at version 1.
     assert loop.ledger.counts()["stub/lost"] == 6 and ids(await loop.batch()) == [4]
     await loop.close()
@@ -184,7 +194,7 @@ async def test_groups_that_are_too_old_for_the_resumed_runs_bound_end_as_lost(tm
 
 async def test_a_group_without_an_example_yet_draws_it_after_the_checkpoint(tmp_path):
     task = DatasetTask(100, held=True)
-    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=1, steps=3)
+    loop = Loop(task, rollouts_per_step=2, max_offpolicy_steps=1, steps=3)
     loop.fill()  # the groups are dispatched, and no coroutine has run yet
     state, groups = await saved(loop, tmp_path)
     assert [group.example for group in state.groups] == [None, None] and state.samplers["stub"][
@@ -194,7 +204,9 @@ async def test_a_group_without_an_example_yet_draws_it_after_the_checkpoint(tmp_
     first = [task.examples[0], task.examples[1]]
     await loop.close()
     again = DatasetTask(100)
-    loop = await resumed(again, state, groups, 0, steps=3, groups_per_step=1, max_offpolicy_steps=1)
+    loop = await resumed(
+        again, state, groups, 0, steps=3, rollouts_per_step=2, max_offpolicy_steps=1
+    )
     await loop.batch()
     assert [again.examples[0], again.examples[1]] == first
     await loop.close()
@@ -202,7 +214,7 @@ async def test_a_group_without_an_example_yet_draws_it_after_the_checkpoint(tmp_
 
 async def test_a_failure_of_what_rollouts_depend_on_leaves_their_groups_open(tmp_path):
     task = DatasetTask(100, lambda number: [RolloutStatus.ERROR, RolloutStatus.ERROR], held=True)
-    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=0, steps=3)
+    loop = Loop(task, rollouts_per_step=2, max_offpolicy_steps=0, steps=3)
     loop.fill()
     await settle()
     loop.fail(RunError("a generator stopped"))

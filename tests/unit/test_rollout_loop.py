@@ -1,23 +1,20 @@
 """The rollout loop: every slot busy, every rollout in one column, and a trainer that waits only for what may still come."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.loops import loops_of
 from tests.unit.test_samples import samples_of, turn_of
 from tests.unit.waiting import LIMIT_S
-from torchtitan.experiments.rl.ask.ordered import OrderedCalls
-from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.events import NothingLeftToLearn
-from torchtitan.experiments.rl.controller.group_runner import LocalRunner
-from torchtitan.experiments.rl.controller.groups import groups_in_slot
-from torchtitan.experiments.rl.controller.pacing import Pacer
-from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop, RunStopped
-from torchtitan.experiments.rl.controller.selection import Selection
-from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
+from torchtitan.experiments.rl.controller.groups import groups_per_pick
+from torchtitan.experiments.rl.controller.loop import Schedule
+from torchtitan.experiments.rl.controller.rollout_loop import RunStopped
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.operations.alarms import StallDetectors
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
@@ -107,13 +104,13 @@ class StubTask:
         group.failure = outcome if isinstance(outcome, str) else None
 
 
-class Loop(RolloutLoop):
-    """With the test's own end of a step: trained, and live at once."""
+class Loop:
+    """A rollout loop, with the test's own end of a step: trained, and live at once."""
 
     def __init__(
         self,
         *tasks: StubTask,
-        groups_per_step=2,
+        rollouts_per_step=4,
         max_offpolicy_steps=1,
         steps=3,
         filters=(),
@@ -124,26 +121,26 @@ class Loop(RolloutLoop):
         replay=None,
     ):
         self.version = 0
-        self.pacer = Pacer(groups_per_step=groups_per_step, max_offpolicy_steps=max_offpolicy_steps)
         self.policy = policy or SimpleNamespace(version=0)
-        super().__init__(
-            selection=Selection(
-                OrderedCalls(),
-                tasks={task.name: task for task in tasks},
-                mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0 for task in tasks}),
-                pre_batch_filters=[entry.build() for entry in filters],
-                post_batch_filters=[entry.build() for entry in post_filters],
-            ),
-            runner=LocalRunner(self.policy, seed=0),
+        stall = StallDetectors(max_drops, {task.name: groups_per_pick(task) for task in tasks})
+        loops = loops_of(
+            *tasks,
             policy=self.policy,
-            pacer=self.pacer,
-            batcher=Batcher.Config(row_length=row_length).build(),
-            total_groups=groups_per_step * steps,
-            watchers=[
-                StallDetectors(max_drops, {task.name: groups_in_slot(task) for task in tasks})
-            ],
+            schedule=Schedule(
+                steps=steps,
+                rollouts_per_step=rollouts_per_step,
+                max_offpolicy_steps=max_offpolicy_steps,
+            ),
+            row_length=row_length,
+            filters=filters,
+            post_filters=post_filters,
+            watchers=[stall],
             replay=replay,
         )
+        self.pacer, self.rollouts = loops.pacer, loops.rollouts
+
+    def __getattr__(self, name):
+        return getattr(self.rollouts, name)
 
     async def batch(self):
         return await asyncio.wait_for(self.next_groups(self.version), LIMIT_S)
@@ -180,7 +177,7 @@ async def test_run_trains_on_every_group_once_and_starts_no_more_than_it_needs()
     assert sorted(task.observed) == [f"stub-{number}" for number in range(6)]
     await loop.close()
     assert loop.ledger.counts() == {"stub/dispatched": 12, "stub/trained": 12, "stub/open": 0}
-    assert loop.pacer.free_slots == 4
+    assert loop.pacer.free_places == 8
 
 
 async def test_a_group_that_something_else_cancelled_ends_the_run():
@@ -265,7 +262,7 @@ async def test_finished_group_is_trained_on_though_some_of_its_rollouts_failed()
     task = StubTask(
         lambda number: [0.0, RolloutStatus.ERROR, 1.0, RolloutStatus.TIMEOUT], group_size=4
     )
-    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=0, steps=1)
+    loop = Loop(task, rollouts_per_step=2, max_offpolicy_steps=0, steps=1)
     loop.fill()
     batch = await loop.batch()
     assert [rollout.index_in_group for rollout in batch.groups[0].rollouts] == [0, 2]
@@ -288,7 +285,7 @@ async def test_filtered_rollouts_leave_by_name_and_the_rest_is_trained_on():
     loop = Loop(
         StubTask(lambda number: [0.0, 1.0]),
         filters=[Half.Config()],
-        groups_per_step=1,
+        rollouts_per_step=2,
         max_offpolicy_steps=0,
         steps=1,
     )
@@ -321,14 +318,14 @@ async def test_group_that_is_filtered_whole_gives_its_slot_to_another():
         "stub/trained": 4,
         "stub/open": 0,
     }
-    assert loop.pacer.free_slots == 2
+    assert loop.pacer.free_places == 4
     await loop.close()
 
 
 async def test_counts_of_dropped_groups_and_matches_start_anew_with_each_batch():
     task = StubTask(lambda number: [0.0, 0.0] if number == 0 else [0.0, 1.0])
     loop = Loop(
-        task, filters=[ZeroAdvantage.Config()], groups_per_step=1, max_offpolicy_steps=0, steps=2
+        task, filters=[ZeroAdvantage.Config()], rollouts_per_step=2, max_offpolicy_steps=0, steps=2
     )
     loop.fill()
     batch = await loop.batch()
@@ -343,7 +340,7 @@ async def test_group_too_small_is_dropped_whole_and_its_slot_freed():
     task = StubTask(
         lambda number: "1 of 2 rollouts scored, 2 needed" if number == 0 else [0.0, 1.0]
     )
-    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=0, steps=1)
+    loop = Loop(task, rollouts_per_step=2, max_offpolicy_steps=0, steps=1)
     loop.fill()
     loop.step_taken(await loop.batch())
     assert (
@@ -354,7 +351,7 @@ async def test_group_too_small_is_dropped_whole_and_its_slot_freed():
 
 async def test_rollout_longer_than_a_row_is_left_out_and_counted():
     loop = Loop(
-        StubTask(lambda number: [0.0, "long"]), groups_per_step=1, max_offpolicy_steps=0, steps=1
+        StubTask(lambda number: [0.0, "long"]), rollouts_per_step=2, max_offpolicy_steps=0, steps=1
     )
     loop.fill()
     batch = await loop.batch()
@@ -363,11 +360,32 @@ async def test_rollout_longer_than_a_row_is_left_out_and_counted():
     assert loop.ledger.counts()["stub/oversized"] == 1
 
 
+async def test_while_filters_look_at_the_last_step_no_group_starts_that_no_step_needs():
+    class Slow(Filter):
+        entered, let_go = threading.Event(), threading.Event()
+
+        def matches(self, group):
+            self.entered.set()
+            assert self.let_go.wait(LIMIT_S)
+            return [False] * len(group.scored)
+
+    task = StubTask(lambda number: [0.0, 1.0])
+    loop = Loop(task, post_filters=[Slow.Config()], rollouts_per_step=2, steps=1)
+    loop.fill()
+    step = asyncio.create_task(loop.batch())
+    assert await asyncio.to_thread(Slow.entered.wait, LIMIT_S)
+    loop.fill()  # as when a group settles
+    Slow.let_go.set()
+    loop.step_taken(await step)
+    await loop.close()
+    assert loop.ledger.counts() == {"stub/dispatched": 2, "stub/trained": 2, "stub/open": 0}
+
+
 async def test_dropped_groups_of_the_last_step_are_replaced_so_that_it_is_whole():
     # Nothing but the fourth group of each step is any good, and the run needs just four.
     task = StubTask(lambda number: [0.0, 1.0] if number % 4 == 3 else [0.0, 0.0])
     loop = Loop(
-        task, filters=[ZeroAdvantage.Config()], groups_per_step=2, max_offpolicy_steps=1, steps=2
+        task, filters=[ZeroAdvantage.Config()], rollouts_per_step=4, max_offpolicy_steps=1, steps=2
     )
     loop.fill()
     for _ in range(2):
@@ -425,7 +443,7 @@ async def test_run_whose_every_reward_ties_ends_and_says_so_though_nothing_is_fi
 
 async def test_ties_after_a_group_that_taught_something_are_what_success_looks_like():
     task = StubTask(lambda number: [0.0, 1.0] if number == 0 else [0.0, 0.0])
-    loop = Loop(task, groups_per_step=1, steps=20, max_drops=4)
+    loop = Loop(task, rollouts_per_step=2, steps=20, max_drops=4)
     loop.fill()
     for _ in range(20):
         loop.step_taken(await loop.batch())
@@ -477,7 +495,7 @@ async def test_second_slot_makes_the_batch_smaller_and_refills_nothing():
         "stub/trained": 1,
         "stub/open": 4,
     }
-    assert loop.pacer.free_slots == 0
+    assert loop.pacer.free_places == 0
     await loop.close()
 
 
@@ -488,7 +506,7 @@ async def test_batch_that_the_second_slot_empties_is_replaced():
     batch = await loop.batch()
     assert ids(batch) == [2, 3] and batch.dropped_groups == 2
     loop.step_taken(batch)
-    assert loop.pacer.free_slots == 2 and loop.ledger.counts()["stub/filtered/post/late"] == 4
+    assert loop.pacer.free_places == 4 and loop.ledger.counts()["stub/filtered/post/late"] == 4
     await loop.close()
 
 
@@ -510,7 +528,7 @@ async def test_one_group_kept_starts_the_count_of_drops_anew():
     loop = Loop(
         task,
         filters=[ZeroAdvantage.Config()],
-        groups_per_step=1,
+        rollouts_per_step=2,
         max_offpolicy_steps=0,
         steps=3,
         max_drops=5,
@@ -573,7 +591,7 @@ async def test_stop_wakes_the_trainer_and_starts_nothing_more():
 
 async def test_close_cancels_what_runs_and_counts_what_was_not_used():
     task = StubTask(lambda number: [0.0, 1.0, RolloutStatus.ERROR], group_size=3, held=True)
-    loop = Loop(task)
+    loop = Loop(task, rollouts_per_step=6)
     loop.fill()
     task.released = {0}
     await settle()
@@ -593,7 +611,7 @@ async def test_one_filter_in_both_slots_is_counted_in_each_by_its_slot():
         StubTask(lambda number: [0.0, 1.0]),
         filters=[Half.Config(mode="monitor")],
         post_filters=[Half.Config()],
-        groups_per_step=1,
+        rollouts_per_step=2,
         max_offpolicy_steps=0,
         steps=1,
     )
@@ -627,7 +645,7 @@ async def test_run_whose_only_task_is_mastered_is_complete(slot):
     # Advantages are the rewards: groups of the first ten have a signal, at a mean of -0.5; then all tie at 0.
     task = StubTask(lambda number: [-1.0, 0.0] if number < 10 else [0.0, 0.0])
     loop = Loop(
-        task, groups_per_step=1, steps=1000, max_drops=5, **{slot: [ZeroAdvantage.Config()]}
+        task, rollouts_per_step=2, steps=1000, max_drops=5, **{slot: [ZeroAdvantage.Config()]}
     )
     said = await train_until(loop, NothingLeftToLearn)
     rewards = "stub at reward 0, after groups with a learning signal at -0.5"
@@ -644,7 +662,7 @@ async def test_mastered_task_beside_one_that_learns_ends_nothing():
     loop = Loop(
         mastered,
         learns,
-        groups_per_step=1,
+        rollouts_per_step=2,
         steps=1000,
         max_drops=5,
         filters=[ZeroAdvantage.Config()],
@@ -668,7 +686,7 @@ async def test_mastered_task_beside_one_that_fails_ends_the_run_with_that_cause(
     loop = Loop(
         mastered,
         fails,
-        groups_per_step=1,
+        rollouts_per_step=2,
         steps=1000,
         max_drops=10,
         filters=[ZeroAdvantage.Config()],
@@ -685,7 +703,7 @@ async def test_few_failures_among_the_ties_of_a_mastered_task_are_no_stall():
 
     loop = Loop(
         StubTask(outcome),
-        groups_per_step=1,
+        rollouts_per_step=2,
         steps=1000,
         max_drops=8,
         filters=[ZeroAdvantage.Config()],

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torchtitan.experiments.rl.controller.groups import (
     GROUPS_FILE,
     OpenGroup,
+    Pick,
+    SharedExample,
     example_of,
     read_finished_groups,
     write_groups,
@@ -22,9 +24,9 @@ from torchtitan.experiments.rl.controller.saved_state import (
     FORMAT,
     LedgerState,
     MismatchState,
+    PacedGroup,
     RolloutLoopState,
     RunState,
-    SlotState,
     StallState,
     ValidatorState,
     read_state,
@@ -54,7 +56,7 @@ def of_json(records):
 
 
 @given(
-    per_step=st.integers(1, 3),
+    per_step=st.integers(1, 6),
     bound=st.integers(0, 3),
     moves=st.lists(
         st.tuples(st.sampled_from(["admit", "finish", "drop", "step"]), st.integers(0, 99)),
@@ -63,11 +65,11 @@ def of_json(records):
     later=st.lists(st.integers(0, 99), max_size=30),
 )
 def test_a_restored_pacer_gives_the_same_groups_to_the_same_steps(per_step, bound, moves, later):
-    pacer = Pacer(groups_per_step=per_step, max_offpolicy_steps=bound)
+    pacer = Pacer(rollouts_per_step=per_step, max_offpolicy_steps=bound)
     version, running, number = 0, [], 0
     for move, choice in moves:
-        if move == "admit" and pacer.free_slots:
-            pacer.admit(f"g{number}", version, frozen=choice % 5 == 0)
+        if move == "admit" and pacer.free_places:
+            pacer.admit(f"g{number}", version, rollouts=1 + choice % 4, frozen=choice % 5 == 0)
             running.append(f"g{number}")
             number += 1
         elif move == "finish" and running:
@@ -77,9 +79,12 @@ def test_a_restored_pacer_gives_the_same_groups_to_the_same_steps(per_step, boun
         elif move == "step" and pacer.take_groups(version) is not None:
             version += 1
             pacer.live(version)
-    other = Pacer(groups_per_step=per_step, max_offpolicy_steps=bound)
+    other = Pacer(rollouts_per_step=per_step, max_offpolicy_steps=bound)
     assert other.restore(of_json(pacer.state()), version) == []
-    assert (other.free_slots, other.untrained) == (pacer.free_slots, pacer.untrained)
+    assert (other.free_places, other.untaken_rollouts) == (
+        pacer.free_places,
+        pacer.untaken_rollouts,
+    )
     for choice in later:
         if running and choice % 3:
             group = running.pop(choice % len(running))
@@ -94,32 +99,38 @@ def test_a_restored_pacer_gives_the_same_groups_to_the_same_steps(per_step, boun
     assert of_json(other.state()) == of_json(pacer.state())
 
 
-def test_slots_of_groups_that_led_to_the_checkpoints_version_are_free():
-    pacer = Pacer(groups_per_step=1, max_offpolicy_steps=1)
-    pacer.admit("a", 0)
+def test_places_of_groups_that_led_to_the_checkpoints_version_are_free():
+    pacer = Pacer(rollouts_per_step=1, max_offpolicy_steps=1)
+    pacer.admit("a", 0, rollouts=1)
     pacer.finish("a")
-    assert pacer.take_groups(0) == ["a"] and pacer.free_slots == 1
+    assert pacer.take_groups(0) == ["a"] and pacer.free_places == 1
     assert pacer.state() == []
 
 
 def test_groups_too_old_for_a_smaller_bound_are_not_admitted():
     slots = [
-        SlotState(group_id=f"g{version}", admitted_version=version, frozen=False, finished=True)
+        PacedGroup(
+            rollouts=1,
+            group_id=f"g{version}",
+            admitted_version=version,
+            frozen=False,
+            finished=True,
+        )
         for version in (3, 4, 5)
     ]
-    frozen = SlotState(group_id="f", admitted_version=0, frozen=True, finished=True)
-    pacer = Pacer(groups_per_step=1, max_offpolicy_steps=0)
+    frozen = PacedGroup(rollouts=1, group_id="f", admitted_version=0, frozen=True, finished=True)
+    pacer = Pacer(rollouts_per_step=1, max_offpolicy_steps=0)
     # At version 5 with a bound of 0 only what was sampled at 5 may be trained, and tokens of a frozen model.
     assert pacer.restore([*slots, frozen], 5) == ["g3", "g4"]
-    assert pacer.free_slots == 0 and pacer.take_groups(5) == ["g5"]
+    assert pacer.free_places == 0 and pacer.take_groups(5) == ["g5"]
 
 
 def test_more_groups_than_the_coming_steps_can_train_are_not_admitted():
     slots = [
-        SlotState(group_id=f"g{i}", admitted_version=5, frozen=False, finished=True)
+        PacedGroup(rollouts=1, group_id=f"g{i}", admitted_version=5, frozen=False, finished=True)
         for i in range(3)
     ]
-    pacer = Pacer(groups_per_step=1, max_offpolicy_steps=1)
+    pacer = Pacer(rollouts_per_step=1, max_offpolicy_steps=1)
     # Due at 6 at the latest: the steps at 5 and 6 take one each.
     assert pacer.restore(slots, 5) == ["g2"]
 
@@ -277,9 +288,16 @@ def test_a_torn_file_of_groups_is_not_taken_for_fewer_groups(tmp_path):
 
 def open_group(example: DataSample | None):
     return through_json_group(
-        OpenGroup(task=SimpleNamespace(name="a"), rollout_ids={"a-0/0"}, example=example).state(
-            "a-0"
-        )
+        OpenGroup(
+            task=SimpleNamespace(name="a"), rollout_ids={"a-0/0"}, example=SharedExample(example)
+        ).state("a-0")
+    )
+
+
+def recovered(example: DataSample | None, *dataset: DataSample) -> DataSample | None:
+    """The example of a group that is run again."""
+    return example_of(
+        open_group(example), {own.sample_id: own for own in dataset}, copy_is_enough=False
     )
 
 
@@ -289,20 +307,18 @@ def through_json_group(state):
 
 def test_the_example_of_a_running_group_is_the_datasets_own():
     own = DataSample(sample_id="4", env_input=(1, 2))
-    assert example_of(open_group(DataSample(sample_id="4", env_input=(1, 2))), {"4": own}) is own
+    assert recovered(DataSample(sample_id="4", env_input=(1, 2)), own) is own
 
 
 def test_an_example_that_its_sampler_changed_is_kept_as_it_was_changed():
     changed = DataSample(sample_id="4", env_input={"hint": True})
-    assert (
-        example_of(open_group(changed), {"4": DataSample(sample_id="4", env_input={})}) == changed
-    )
+    assert recovered(changed, DataSample(sample_id="4", env_input={})) == changed
 
 
 def test_an_example_that_neither_json_nor_the_dataset_gives_again_is_none():
-    state = open_group(DataSample(sample_id="4", env_input={1, 2}))
-    assert not state.example_is_json and example_of(state, {}) is None
-    assert example_of(open_group(None), {}) is None
+    example = DataSample(sample_id="4", env_input={1, 2})
+    assert not open_group(example).example_is_json and recovered(example) is None
+    assert recovered(None) is None
 
 
 def test_a_group_that_a_filter_failed_on_can_not_be_saved():
@@ -318,7 +334,12 @@ def run_state() -> RunState:
     rollouts = RolloutLoopState(
         started=3,
         groups=[open_group(DataSample(sample_id="\ud800", env_input=[1.5]))],
-        slots=[],
+        paced=[],
+        pick=Pick(
+            task=SimpleNamespace(name="a"),
+            groups_left=2,
+            example=SharedExample(DataSample(sample_id="7", env_input=[1.5])),
+        ).state(),
         ledger=Ledger().state(),
         stall=StallDetectors(4, {"a": 1}).state(),
         dropped_groups=1,

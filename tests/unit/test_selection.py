@@ -190,7 +190,7 @@ async def test_async_sampler_is_awaited():
 async def test_slow_task_mix_does_not_hold_up_the_loop_and_every_slot_is_filled():
     loop = loop_with(BadMix, lambda: time.sleep(0.03) or "stub")
     loop.fill()
-    assert ids(await loop.batch()) == [0, 1] and loop.pacer.free_slots == 0
+    assert ids(await loop.batch()) == [0, 1] and loop.pacer.free_places == 0
     await loop.close()
 
 

@@ -50,29 +50,31 @@ LENGTHS = LogNormal(mean=20, sigma=1, prompt=30, turns=1.5, env_s=2)
 # The clock.
 
 
-def test_the_clock_jumps_to_the_next_timer_and_every_clock_tells_the_same():
+def test_the_clock_jumps_to_the_next_timer():
     async def work():
         await asyncio.sleep(86_400)
-        return asyncio.get_running_loop().time(), time.monotonic(), time.perf_counter(), time.time()
+        return asyncio.get_running_loop().time()
 
     began = time.monotonic()
-    assert run_virtually(work) == pytest.approx([86_400] * 4)
-    assert time.monotonic() - began < 3_600, "the process's own clock is back"
+    assert run_virtually(work) == pytest.approx(86_400)
+    assert time.monotonic() - began < 3_600
 
 
-@pytest.mark.parametrize(
-    "escape",
-    [
-        lambda: threading.Thread(target=print).start(),
-        lambda: time.sleep(0),
-    ],
-)
-def test_a_thread_and_a_sleep_are_refused(escape):
+def test_a_thread_that_calls_into_the_loop_is_refused():
     async def work():
-        escape()
+        loop, refused = asyncio.get_running_loop(), []
 
-    with pytest.raises(Escape):
-        run_virtually(work)
+        def call():
+            with pytest.raises(Escape):
+                loop.call_soon_threadsafe(print)
+            refused.append(True)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        return refused
+
+    assert run_virtually(work) == [True]
 
 
 def test_what_waits_for_something_outside_is_refused():
@@ -245,7 +247,7 @@ def test_every_request_gets_its_length_and_versions_that_never_fall(data):
 
 def config_of(**fields):
     config = rl_grpo_qwen3_debug()
-    config.steps, config.groups_per_step, config.rollouts_per_step = 12, 8, None
+    config.steps, config.rollouts_per_step = 12, 64
     for name, value in fields.items():
         setattr(config, name, value)
     return config

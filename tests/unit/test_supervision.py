@@ -1,6 +1,7 @@
 """Which parts are made again, how often, and what the run learns of it. The parts here have no processes."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -66,10 +67,10 @@ class Generator:
 class Watching:
     """A supervisor, and what it says."""
 
-    def __init__(self, **limits):
+    def __init__(self, *, clock=time.monotonic, **limits):
         self.lines: list[str] = []
         self.failures: list[RunError] = []
-        restarts = Restarts(SupervisionConfig(**limits))
+        restarts = Restarts(SupervisionConfig(**limits), clock=clock)
         self.supervisor = Supervisor(
             restarts, console_of(self.lines), on_failure=self.failures.append
         )
@@ -122,12 +123,9 @@ async def test_a_part_that_dies_more_often_than_allowed_ends_the_run_with_every_
     await watching.supervisor.close()
 
 
-async def test_deaths_before_the_window_do_not_count(monkeypatch):
+async def test_deaths_before_the_window_do_not_count():
     now = [0.0]
-    monkeypatch.setattr(
-        "torchtitan.experiments.rl.operations.supervision.time.monotonic", lambda: now[0]
-    )
-    made, watching = Generator(), Watching(max_restarts=1, window_s=60.0)
+    made, watching = Generator(), Watching(clock=lambda: now[0], max_restarts=1, window_s=60.0)
     await watching.supervisor.start(made.part)
     await watching.supervisor.connect(made.part)
     for count in range(2, 7):

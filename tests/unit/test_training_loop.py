@@ -5,18 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.loops import loops_of
 from tests.unit.test_rollout_loop import ROW_LENGTH, StubTask, settle
 from tests.unit.waiting import LIMIT_S
-from torchtitan.experiments.rl.ask.ordered import OrderedCalls
-from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
-from torchtitan.experiments.rl.controller.group_runner import LocalRunner
-from torchtitan.experiments.rl.controller.pacing import Pacer
-from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.controller.loop import Schedule
 from torchtitan.experiments.rl.controller.saved_state import ValidationReport
-from torchtitan.experiments.rl.controller.selection import Selection
-from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
-from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.operations.alarms import StallDetectors
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
@@ -92,38 +86,21 @@ class Noted(RunEvents):
 def build(*, steps=3, bound=1, task=None, sleep=False):
     task = task or StubTask(lambda number: [0.0, 1.0])
     policy = SimpleNamespace(version=0)
-    runner = LocalRunner(policy, seed=0)
-    parts, batcher = Parts(policy), Batcher.Config(row_length=ROW_LENGTH).build()
-    rollouts = RolloutLoop(
-        selection=Selection(
-            OrderedCalls(),
-            tasks={task.name: task},
-            mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0}),
-        ),
-        runner=runner,
+    parts, noted = Parts(policy), Noted()
+    loops = loops_of(
+        task,
         policy=policy,
-        pacer=Pacer(groups_per_step=2, max_offpolicy_steps=bound),
-        batcher=batcher,
-        total_groups=2 * steps,
-        watchers=[StallDetectors(5, {task.name: 1})],
-    )
-    noted = Noted()
-    loop = TrainingLoop(
-        steps=steps,
-        synchronous=bound == 0,
-        rollouts=rollouts,
-        batcher=batcher,
+        schedule=Schedule(steps=steps, rollouts_per_step=4, max_offpolicy_steps=bound, sleep=sleep),
+        row_length=ROW_LENGTH,
+        watchers=[StallDetectors(5, {task.name: 1}), noted],
         trainer=parts,
         weights=parts,
         validator=parts,
-        runner=runner,
-        sleep=sleep,
-        watchers=[noted],
     )
     return SimpleNamespace(
-        loop=loop,
+        loop=loops.training,
         parts=parts,
-        rollouts=rollouts,
+        rollouts=loops.rollouts,
         task=task,
         records=noted.records,
         starts=noted.starts,

@@ -1,10 +1,6 @@
 """Rollouts that are not compared: each is scored and trained on as it ends, and models see only what the filters keep."""
 
-from random import Random
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.unit.test_reference_algorithms import TEACHER, Scorer, Talk
 from tests.unit.test_resumed_rollout_loop import DatasetTask, resumed, saved
@@ -32,67 +28,17 @@ def free(outcome=lambda number: [1.0], *, kind=StubTask, size=4, **options):
 # ---- pacing
 
 
-@settings(max_examples=60)
-@given(
-    seed=st.integers(0, 2**32),
-    per_step=st.integers(1, 3),
-    bound=st.integers(0, 3),
-    parts=st.lists(st.sampled_from([1, 2, 3, 8]), min_size=1, max_size=3),
-)
-def test_parts_of_slots_keep_the_age_bound_and_a_run_always_ends(seed, per_step, bound, parts):
-    random, pacer = Random(seed), Pacer(groups_per_step=per_step, max_offpolicy_steps=bound)
-    born, share, running = {}, {}, []
-    trainer = generators = 0
-
-    def admit(of, groups):
-        for _ in range(groups):
-            name = f"g{len(born)}"
-            pacer.admit(name, generators, parts=of)
-            born[name], share[name] = generators, of
-            running.append(name)
-
-    def fill():
-        while pacer.has_slot:
-            of = random.choice(parts)
-            admit(of, of)
-
-    fill()
-    while trainer < 6:
-        batch = pacer.take_groups(trainer)
-        if batch is not None:
-            assert all(trainer - born[name] <= bound for name in batch)
-            held = sum(1 / share[name] for name in batch)
-            assert per_step - 1e-9 <= held < per_step + 1
-            trainer += 1
-        elif not running:
-            assert generators < trainer, "the trainer waits, and nothing is left to wait for"
-            generators += 1
-            pacer.live(generators)
-        else:
-            name = running.pop(random.randrange(len(running)))
-            if random.random() < 0.2:
-                pacer.drop(name)
-                admit(share[name], 1)  # in its place
-            else:
-                pacer.finish(name)
-        if generators < trainer and random.random() < 0.5:
-            generators += 1
-            pacer.live(generators)
-        if bound or generators == trainer:
-            fill()
-
-
-def test_a_resumed_run_that_lost_parts_of_slots_fills_them_up():
-    pacer = Pacer(groups_per_step=1, max_offpolicy_steps=0)
-    state = Pacer(groups_per_step=1, max_offpolicy_steps=0)
+def test_a_resumed_run_that_lost_rollouts_fills_its_places_up():
+    state = Pacer(rollouts_per_step=4, max_offpolicy_steps=0)
     for number in range(4):
-        state.admit(f"g{number}", 0, parts=4)
-    pacer.restore(state.state()[:3], 0)
-    assert pacer.free_slots < 1 and pacer.has_slot
-    pacer.admit("new", 0)
+        state.admit(f"g{number}", 0, rollouts=1)
+    pacer = Pacer(rollouts_per_step=4, max_offpolicy_steps=0)
+    assert pacer.restore(state.state()[:3], 0) == []
+    assert pacer.free_places == 1
+    pacer.admit("new", 0, rollouts=1)
     for group in ("g0", "g1", "g2", "new"):
         pacer.finish(group)
-    assert pacer.take_groups(0) == ["g0", "g1", "g2", "new"], "all are due"
+    assert pacer.take_groups(0) == ["g0", "g1", "g2", "new"]
 
 
 # ---- the loop
@@ -100,11 +46,11 @@ def test_a_resumed_run_that_lost_parts_of_slots_fills_them_up():
 
 async def test_a_step_takes_the_rollouts_that_have_ended_of_whatever_example():
     task = free(held=True)
-    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=1, steps=4)
+    loop = Loop(task, rollouts_per_step=4, max_offpolicy_steps=1, steps=4)
     loop.fill()
     await settle()
     assert sorted(task.started) == list(range(8)) and task.samples == 2, (
-        "two slots, four rollouts of each example"
+        "four rollouts of each example"
     )
     task.released = {1, 2, 6, 7}
     batch = await loop.batch()
@@ -122,37 +68,86 @@ async def test_a_step_takes_the_rollouts_that_have_ended_of_whatever_example():
     }
 
 
-async def test_places_of_dropped_rollouts_go_to_no_other_example_before_their_slot_is_decided():
-    """Else a place is given twice: to a new slot at once, and to a replacement once the slot is kept."""
+async def test_the_place_of_a_dropped_rollout_is_free_at_once_and_each_step_gets_its_rollouts():
     task = free(
         lambda number: [RolloutStatus.ERROR] if number in (0, 2) else [1.0], size=2, held=True
     )
-    loop = Loop(task, groups_per_step=2, max_offpolicy_steps=1, steps=6)
+    loop = Loop(task, rollouts_per_step=4, max_offpolicy_steps=1, steps=6)
     loop.fill()
     task.released = {0, 2}
     await settle()
-    assert sorted(task.started) == list(range(8)), "a new slot was opened in two halves of others"
+    assert sorted(task.started) == list(range(10)) and task.samples == 5
     task.released |= set(range(99))
     for _ in range(6):
-        loop.step_taken(await loop.batch())
+        batch = await loop.batch()
+        assert len(batch.groups) == 4
+        loop.step_taken(batch)
     await loop.close()
     assert loop.ledger.counts()["stub/trained"] == 24
 
 
-async def test_places_of_a_slot_of_which_all_are_dropped_are_free():
+async def test_a_pick_starts_its_rollouts_as_places_free_up_and_all_have_one_example():
+    """Else a task would get fewer rollouts than its weight says wherever a pick does not fit."""
+    task = free(kind=lambda **given: DatasetTask(100, **given), size=4)
+    other = StubTask(lambda number: [0.0, 1.0, 0.0, 1.0], name="other", group_size=4)
+    loop = Loop(task, other, rollouts_per_step=6, max_offpolicy_steps=0, steps=8)
+    loop.fill()
+    for _ in range(8):
+        loop.step_taken(await loop.batch())
+    await loop.close()
+    counts = loop.ledger.counts()
+    # Each step of 6 is 4 and 4, or 2, 4 and a beginning: the mix picks both tasks equally often.
+    assert abs(counts["stub/trained"] - counts["other/trained"]) <= 4
+    examples = list(dict(sorted(task.examples.items())).values())
+    whole = len(examples) // 4 * 4
+    for start in range(0, whole, 4):
+        assert len(set(examples[start : start + 4])) == 1
+    assert len(set(examples[:whole])) == whole // 4
+
+
+async def test_a_resumed_run_goes_on_with_the_rollouts_that_a_pick_has_left(tmp_path):
+    def task():
+        return free(kind=lambda **given: DatasetTask(100, **given), size=4)
+
+    sizes = dict(rollouts_per_step=6, max_offpolicy_steps=0)
+    first = task()
+    loop = Loop(first, steps=3, **sizes)
+    loop.fill()
+    for step in range(3):
+        batch = await loop.batch()
+        loop.trained(batch)
+        loop.version = loop.policy.version = step + 1
+        loop.live(step + 1, fill=False)
+        if step == 0:
+            state, groups = await saved(loop, tmp_path)
+        loop.fill()
+    await loop.close()
+    assert state.pick is not None and state.pick.groups_left == 2 and state.groups == []
+
+    again = task()
+    loop = await resumed(again, state, groups, 1, steps=3, **sizes)
+    for _ in range(2):
+        loop.step_taken(await loop.batch())
+    await loop.close()
+    # Rollouts 4 and 5 are of the example of 6 and 7, which start after the checkpoint.
+    assert first.examples[5] == first.examples[6] != first.examples[8]
+    assert again.examples == {number: first.examples[number] for number in range(6, 18)}
+
+
+async def test_places_of_an_example_of_which_all_rollouts_are_dropped_are_free():
     task = free(lambda number: [RolloutStatus.ERROR] if number < 2 else [1.0], size=2)
-    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=0, steps=1)
+    loop = Loop(task, rollouts_per_step=2, max_offpolicy_steps=0, steps=1)
     loop.fill()
     assert ids(await loop.batch()) == [2, 3]
     await loop.close()
 
 
-async def test_a_dropped_rollout_is_replaced_by_one_of_its_task():
+async def test_dropped_rollouts_are_replaced_by_those_of_another_example():
     task = free(lambda number: [RolloutStatus.ERROR] if number in (1, 2) else [1.0])
-    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=0, steps=1)
+    loop = Loop(task, rollouts_per_step=4, max_offpolicy_steps=0, steps=1)
     loop.fill()
     batch = await loop.batch()
-    assert sorted(ids(batch)) == [0, 3, 4, 5] and task.samples == 3
+    assert sorted(ids(batch)) == [0, 3, 4, 5] and task.samples == 2
     loop.step_taken(batch)
     assert loop.ledger.counts() == {
         "stub/dispatched": 6,
@@ -160,15 +155,15 @@ async def test_a_dropped_rollout_is_replaced_by_one_of_its_task():
         "stub/trained": 4,
         "stub/open": 0,
     }
-    assert loop.pacer.free_slots == 1
+    assert loop.pacer.free_places == 4
 
 
-async def test_a_slot_of_which_every_rollout_is_dropped_is_free_for_another_task():
+async def test_places_of_rollouts_that_are_all_dropped_are_free_for_another_task():
     failing = free(lambda number: [RolloutStatus.ERROR], name="failing")
     loop = Loop(
         failing,
         StubTask(lambda number: [0.0, 1.0], name="good"),
-        groups_per_step=1,
+        rollouts_per_step=2,
         max_offpolicy_steps=0,
         steps=3,
     )
@@ -248,7 +243,7 @@ async def test_tasks_with_and_without_a_barrier_share_a_run():
     loop = Loop(
         compared,
         free(name="free"),
-        groups_per_step=2,
+        rollouts_per_step=6,
         max_offpolicy_steps=1,
         steps=6,
         filters=[Half.Config()],
@@ -269,7 +264,7 @@ async def test_tasks_with_and_without_a_barrier_share_a_run():
 
 async def test_finished_and_running_rollouts_of_one_example_survive_a_checkpoint(tmp_path):
     task = free(kind=lambda **given: DatasetTask(100, **given), held=True)
-    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=1, steps=3)
+    loop = Loop(task, rollouts_per_step=4, max_offpolicy_steps=1, steps=3)
     loop.fill()
     await settle()
     task.released = {0, 5}
@@ -280,7 +275,9 @@ async def test_finished_and_running_rollouts_of_one_example_survive_a_checkpoint
     assert sorted(groups) == ["stub-0", "stub-5"] and len(set(before.values())) == 2
 
     again = free(kind=lambda **given: DatasetTask(100, **given))
-    loop = await resumed(again, state, groups, 0, steps=3, groups_per_step=1, max_offpolicy_steps=1)
+    loop = await resumed(
+        again, state, groups, 0, steps=3, rollouts_per_step=4, max_offpolicy_steps=1
+    )
     seen = []
     for _ in range(3):
         batch = await loop.batch()
@@ -357,7 +354,7 @@ async def trained_with(renderer, tokenizer, filters):
     ).build(name="talk", renderer=renderer)
     await task.setup(policy)
     teacher.scored.clear()
-    sizes = dict(groups_per_step=1, max_offpolicy_steps=0, steps=1, row_length=256)
+    sizes = dict(rollouts_per_step=4, max_offpolicy_steps=0, steps=1, row_length=256)
     loop = Loop(task, filters=filters, policy=policy, **sizes)
     loop.fill()
     batch = await loop.batch()

@@ -38,7 +38,7 @@ from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.types import STREAMS, TrainingSample
 
 MODEL = str(Path(__file__).resolve().parents[2] / "assets" / "tiny_qwen3")
-STEPS, GROUPS_PER_STEP = 2, 2
+STEPS, ROLLOUTS_PER_STEP = 2, 2 * world.GROUP_SIZE
 RENDERER = build_renderer(RendererConfig(), MODEL)  # before the fork: it takes a second
 TOKENIZER: Any = AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
 
@@ -60,7 +60,7 @@ class Stage:
             generator=GeneratorConfig(engine=VLLMEngineConfig(max_model_len=512)),
             batcher=Batcher.Config(row_length=256, rows_per_microbatch=4),
             steps=STEPS,
-            groups_per_step=GROUPS_PER_STEP,
+            rollouts_per_step=ROLLOUTS_PER_STEP,
             max_offpolicy_steps=1,
             max_drops_in_a_row=6,
             task_mix=world.HonestMix.Config(),

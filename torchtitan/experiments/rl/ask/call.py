@@ -138,25 +138,39 @@ async def _ask_on_loop(
 ) -> object:
     """Await ``function()`` in an asyncio task of its own; see `ask`."""
     call = _LoopCall(function, timeout_s, owner)
+    task = call.start()
     try:
         try:
-            await call.ended_or_late()
+            await call.ended_or_late(task)
         except asyncio.CancelledError:
             # A task that is cancelled before its first step never runs: an env would not be closed.
             await asyncio.sleep(0)
-            await call.stop()
+            await _stop(task)
             raise
-        if call.task.done():
-            outcome = call.outcome()
+        if task.done():
+            outcome = Outcome(error=asyncio.CancelledError())
+            if not task.cancelled():
+                outcome = task.result()
             if outcome.error is not None:
                 raise _failure(outcome.error)
             if not call.has_blocked:
                 return outcome.value
         late = call.late()
-        await call.stop()
+        late.returned = task.done()
+        await _stop(task)
         raise late
     finally:
-        call.close()
+        call.close(task)
+
+
+async def _stop(task: asyncio.Task[Outcome]) -> None:
+    """Cancel user code, and abandon it if it ignores that."""
+    if task.done():
+        return
+    task.cancel()
+    _, running = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+    if running:
+        logger.warning("user code ignored its cancellation and was abandoned: %s", task)
 
 
 class _Place(Protocol):
@@ -166,7 +180,11 @@ class _Place(Protocol):
 
 
 class _LoopCall:
-    """A call of an async function."""
+    """A call of an async function.
+
+    It has no reference to its task, whose context has one to the call: such a circle would leave
+    every task to the garbage collector, which then holds up the event loop.
+    """
 
     def __init__(self, function: Callable[[], Awaitable[Any]], timeout_s: float | None, owner: str):
         self.inner: dict[_Place, None] = {}
@@ -188,8 +206,12 @@ class _LoopCall:
         self._lag_before_s = self._watch.lag_s()
         self._began_at = self._watch.time()
         self._coroutine = self._run(function)
-        self.task = asyncio.create_task(self._coroutine)
-        self._watch.calls[self.task] = self
+
+    def start(self) -> asyncio.Task[Outcome]:
+        """Start the code in a task of its own."""
+        task = asyncio.create_task(self._coroutine)
+        self._watch.calls[task] = self
+        return task
 
     async def _run(self, function: Callable[[], Awaitable[Any]]) -> Outcome:
         _CALLER.set(self)
@@ -200,21 +222,15 @@ class _LoopCall:
         except BaseException as error:  # noqa: BLE001 - user code may raise or exit with anything
             return Outcome(error=error)
 
-    async def ended_or_late(self) -> None:
+    async def ended_or_late(self, task: asyncio.Task[Outcome]) -> None:
         """Wait until the code has ended or is late.
 
         Not by `asyncio.timeout`: its deadline can't be moved any more once it has come.
         """
         left_s = self._timeout_s
-        while left_s > 0 and not self.task.done():
-            await asyncio.wait({self.task}, timeout=None if left_s == math.inf else left_s)
+        while left_s > 0 and not task.done():
+            await asyncio.wait({task}, timeout=None if left_s == math.inf else left_s)
             left_s = self._left_s()
-
-    def outcome(self) -> Outcome:
-        """Return the end of code that has ended."""
-        if self.task.cancelled():
-            return Outcome(error=asyncio.CancelledError())
-        return self.task.result()
 
     @property
     def has_blocked(self) -> bool:
@@ -222,7 +238,7 @@ class _LoopCall:
         return self._blocked_s > 0
 
     def late(self) -> UserCodeTimeout:
-        """Return the error of a late call, with where it waits. Call this before `stop`."""
+        """Return the error of a late call, with where it waits. Call this before `_stop`."""
         text = f"no answer within {self._timeout_s:g} s"
         if self.has_blocked:
             culprit = self._blocked_in or "it"
@@ -231,21 +247,11 @@ class _LoopCall:
         else:
             late = UserCodeTimeout(text)
             late.where = self._place_inside() or self._own_place()
-        late.returned = self.task.done()
         return late
 
-    async def stop(self) -> None:
-        """Cancel the code, and abandon it if it ignores that."""
-        if self.task.done():
-            return
-        self.task.cancel()
-        _, running = await asyncio.wait({self.task}, timeout=CANCEL_GRACE_S)
-        if running:
-            logger.warning("user code ignored its cancellation and was abandoned: %s", self.task)
-
-    def close(self) -> None:
+    def close(self, task: asyncio.Task[Outcome]) -> None:
         """Forget the call, which has ended or is abandoned."""
-        self._watch.calls.pop(self.task, None)
+        self._watch.calls.pop(task, None)
         if self._timeout_s != math.inf:
             self._watch.end()
         # Not before it was stopped: its caller may be late meanwhile, and say where it waits.

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import AutoTokenizer
 
@@ -114,7 +115,7 @@ def check(config: RunConfig) -> None:
     for field, reference in find_references(config.tasks, field="tasks"):
         reference.validate(field=field)
     hosted_models(config.tasks)
-    config.replay.validate(groups_per_step=groups_per_step(config))
+    config.replay.validate(rollouts_per_step=config.rollouts_per_step)
 
 
 def call_part(where: str, part: Any, method: str, *arguments: Any, **named: Any) -> Any:
@@ -220,26 +221,17 @@ def check_relations(config: RunConfig) -> None:
         raise ConfigError("trainer.lr_scheduler.total_steps", total, cure)
 
 
-def groups_per_step(config: RunConfig) -> int:
-    """Groups of one optimizer step, from ``rollouts_per_step`` or ``groups_per_step``.
+def with_last_group(config: RunConfig, rollouts: int) -> int:
+    """Return the maximum number of rollouts that whole groups come to, if the last one begins before ``rollouts``.
 
-    Raises:
-        ConfigError: a group_size that does not divide rollouts_per_step.
+    Rollouts that nothing compares are groups of one. An algorithm that compares nothing may still have them, or groups.
     """
-    if config.rollouts_per_step is None:
-        return config.groups_per_step
-    sizes = {name: task.group_size for name, task in config.tasks.items()}
-    for name, size in sizes.items():
-        if config.rollouts_per_step % size:
-            raise ConfigError(
-                f"tasks.{name}.group_size",
-                size,
-                f"must divide rollouts_per_step = {config.rollouts_per_step}",
-            )
-    if len(set(sizes.values())) > 1:
-        cure = f"tasks have group sizes {sorted(set(sizes.values()))}; set groups_per_step instead"
-        raise ConfigError("rollouts_per_step", config.rollouts_per_step, cure)
-    return config.rollouts_per_step // next(iter(sizes.values()))
+    sizes = {task.group_size for task in config.tasks.values()}
+    algorithms = [built_class(task.algorithm) for task in config.tasks.values()]
+    if not all(cast("type[Algorithm]", algorithm).needs_group for algorithm in algorithms):
+        sizes.add(1)
+    step = math.gcd(*sizes)
+    return (rollouts - 1) // step * step + max(sizes)
 
 
 def missing(config: RunConfig) -> dict[str, MissingError]:
@@ -443,8 +435,6 @@ def plan_run(
         check_cores(engine, cores, field="generator.engine")
         for model in hosted:
             check_cores(model.engine, cores, field=f"the hosted model {model.path!r}: engine")
-    groups = groups_per_step(config)
-    rollouts = groups * max(task.group_size for task in config.tasks.values())
     if trainer.router_replay != "off":
         if sizes.experts == 1:
             raise ConfigError(
@@ -465,15 +455,17 @@ def plan_run(
         config=config,
         device=device,
         sizes=sizes,
-        groups_per_step=groups,
-        rollouts_per_step=rollouts,
-        tokens_per_step=groups
-        * max(task.group_size * task.env.max_rollout_tokens for task in config.tasks.values()),
+        rollouts_per_step=config.rollouts_per_step,
+        open_rollouts=with_last_group(
+            config, (config.max_offpolicy_steps + 1) * config.rollouts_per_step
+        ),
+        tokens_per_step=with_last_group(config, config.rollouts_per_step)
+        * max(task.env.max_rollout_tokens for task in config.tasks.values()),
         hosts=1 if known is None else len(known),
         placement=placement,
         trainer_memory=memory,
         shared_gpu=_shared_gpu(config, parameters, memory) if shares_gpus else None,
-        balance=balance(config, sizes, rollouts) if device == "cuda" else None,
+        balance=balance(config, sizes, config.rollouts_per_step) if device == "cuda" else None,
         generator_gib=engine.process_memory(parameters=parameters, device=device),
         weights_on_devices=on_devices,
         shared_weights=versions_on_hosts(config, sizes, placement, on_devices=on_devices),

@@ -37,6 +37,8 @@ OF_TRAINING = (*OF_A_RUN, "--init-adapter", "--gpus")
 """Options that mean nothing to a tool that trains nothing, and asks one model."""
 MERGE = "whole models are asked here, and it would be left out: `{} ADAPTER --to FOLDER` merges it into its base for --model FOLDER"
 """End of an error about an adapter given to a tool that trains nothing. ``{}`` is the words that start ``rl-export``."""
+REMOVED_FIELDS = {"groups_per_step": "set rollouts_per_step to groups * group_size"}
+"""Fields of RunConfig that are gone, and what to do instead."""
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -368,7 +370,7 @@ def load_config(command: Command) -> Any:
                 f"{name} has one size; {' and '.join(sized) or 'no config'} of {command.module} take others",
             )
         arguments["size"] = size
-    with user_code("--config", name, "the config function failed"):
+    with user_code("--config", name, "the config function failed"), _name_removed_fields(name):
         config = functions[name](**arguments)
     # Imported here: --help without a config needs none of it, and the import takes seconds.
     from torchtitan.experiments.rl.config.run_config import RunConfig
@@ -449,6 +451,18 @@ def _override(config: Any, overrides: list[str]) -> Any:
         ) from error
 
 
+@contextlib.contextmanager
+def _name_removed_fields(config_name: str) -> Iterator[None]:
+    """Name the cure if the config function that the block calls sets a field that is gone."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        for name, cure in REMOVED_FIELDS.items():
+            if f"'{name}'" in str(error):
+                raise ConfigError("--config", config_name, f"{name} is gone: {cure}") from error
+        raise
+
+
 def _refused_overrides(config: Any, overrides: list[str], message: str) -> ConfigError:
     """Return the error about overrides that tyro refuses with ``message``."""
     from torchtitan.experiments.rl.config.overrides import options_inside
@@ -457,6 +471,10 @@ def _refused_overrides(config: Any, overrides: list[str], message: str) -> Confi
     words = refused.removeprefix("Unrecognized options: ").split(", ")
     unknown = [word.partition("=")[0] for word in words if word.startswith("--")]
     if words != [refused] and unknown:
+        for option in unknown:
+            removed = option.removeprefix("--").replace("-", "_")
+            if removed in REMOVED_FIELDS:
+                return UnknownOption(option, " ".join(overrides), REMOVED_FIELDS[removed])
         near = [f"--{path}" for option in unknown if (path := _nearest_option(config, option))]
         if near == unknown:
             return ConfigError(", ".join(unknown), "", "it wants a value")
@@ -472,7 +490,7 @@ def _refused_overrides(config: Any, overrides: list[str], message: str) -> Confi
 def _nearest_option(config: Any, option: str) -> str | None:
     """Return the field that an unknown option probably means: one of a like path, else one of a like name.
 
-    tyro's own guess for --step is --groups-per-step.
+    tyro's own guess for --step is --rollouts-per-step.
     """
     option = option.removeprefix("--").replace("_", "-")
     paths = {path: path for path in option_paths(config)}

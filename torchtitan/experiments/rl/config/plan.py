@@ -254,8 +254,9 @@ class RunPlan:
     config: RunConfig
     device: Device
     sizes: ModelSizes
-    groups_per_step: int
     rollouts_per_step: int
+    open_rollouts: int
+    """Maximum number of rollouts that no generator's version was made from yet."""
     tokens_per_step: int
     """At most: every rollout at max_rollout_tokens."""
     hosts: int
@@ -402,9 +403,9 @@ class RunPlan:
             generator = f"each generator process takes {self.generator_gib:.0%} of its GPU's memory"
         lines = [
             f"model          {parameters}",
-            f"steps          {config.steps}, each on {self.groups_per_step} groups = {self.rollouts_per_step} rollouts",
+            f"steps          {config.steps}, each on {self.rollouts_per_step} rollouts",
             f"off-policy     at most {config.max_offpolicy_steps} versions; "
-            f"{(config.max_offpolicy_steps + 1) * self.groups_per_step} groups open at most",
+            f"{self.open_rollouts} rollouts open at most",
             f"batch          at most {self.tokens_per_step:,} tokens a step, {self.microbatches_per_rank} microbatches a rank",
             f"processes      {self.processes} on {'GPUs' if on_gpus else 'CPU cores'}: {degrees}, {generators}",
             f"memory         about {self.trainer_gib:.2f} GiB a trainer rank ({held}), {generator}",

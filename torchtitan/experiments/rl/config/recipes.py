@@ -37,11 +37,8 @@ def dr_grpo(config: RunConfig) -> RunConfig:
         if isinstance(task.algorithm, GRPO.Config) and built_class(task.algorithm) is GRPO:
             task.algorithm.normalize_std = False
     longest = max(task.sampling.max_tokens * task.env.max_turns for task in tasks)
-    rollouts = config.rollouts_per_step or config.groups_per_step * max(
-        task.group_size for task in tasks
-    )
     config.trainer.loss.rl = PPOClip.Config()
-    config.trainer.loss.rl_denominator = float(rollouts * longest)
+    config.trainer.loss.rl_denominator = float(config.rollouts_per_step * longest)
     return config
 
 

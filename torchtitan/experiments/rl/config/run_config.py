@@ -41,8 +41,8 @@ OF_OTHERS[LRSchedulersContainer.Config] = {
     "decay_ratio": Share | None,
     "min_lr_factor": Share,
 }
-MOST_GROUPS = 1_000_000
-"""Of a step."""
+MOST_ROLLOUTS = 1_000_000
+"""Maximum number of rollouts of a step."""
 
 
 MOST_HOSTS = 256
@@ -176,10 +176,9 @@ class RunConfig:
     batcher: Batcher.Config = field(default_factory=Batcher.Config)
     steps: Changeable[PositiveInt] = 100
     """Optimizer steps."""
-    groups_per_step: Annotated[int, Ge(1), Le(MOST_GROUPS)] = 8
-    """Groups trained on in one optimizer step."""
-    rollouts_per_step: Annotated[int, Ge(1), Le(MOST_GROUPS)] | None = None
-    """The same number in rollouts, if all tasks have one group_size that divides it; overrides groups_per_step."""
+    rollouts_per_step: Annotated[int, Ge(1), Le(MOST_ROLLOUTS)] = 64
+    """Rollouts trained on in one optimizer step. Groups are whole, so a step exceeds it by less than a group where group sizes
+    do not divide it."""
     max_offpolicy_steps: NonNegativeInt = 1
     """Versions a group may be behind when it is trained on. 0 is synchronous, and on CPU deterministic by seed."""
     max_drops_in_a_row: Changeable[PositiveInt] = 100

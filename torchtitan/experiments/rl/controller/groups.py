@@ -9,15 +9,21 @@ rollouts: a gzip member for each group, and in it a line for each rollout. Of an
 only its id and its example are saved, and a resumed run runs it again.
 """
 
+import asyncio
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torchtitan.experiments.rl.controller.ledger import Ledger
-from torchtitan.experiments.rl.controller.saved_state import OpenGroupState
+from torchtitan.experiments.rl.controller.saved_state import (
+    ExampleState,
+    OpenGroupState,
+    PickState,
+)
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import ZERO_ADVANTAGE
 from torchtitan.experiments.rl.rollouts.record_file import compress, read_groups
@@ -38,23 +44,70 @@ UNLIMITED = 2**62
 """Size limit in bytes that no rollout reaches: a checkpoint never shortens a rollout."""
 
 
-def groups_in_slot(task: Task) -> int:
-    """Return how many groups of the task share one slot of the pacer.
+def groups_per_pick(task: Task) -> int:
+    """Return how many groups the task starts each time the task mix picks it.
 
     If the task does not compare its rollouts, each rollout is a group.
     """
     return 1 if task.needs_group else task.config.group_size
 
 
-@dataclass(kw_only=True, slots=True)
-class Slot:
-    """Counts of the groups that use one slot of the pacer together."""
+def rollouts_per_group(task: Task) -> int:
+    """Return how many rollouts a group of the task has."""
+    return task.config.group_size if task.needs_group else 1
 
-    kept: bool = False
-    """True if one of its groups was kept."""
-    dropped: list[str] = field(default_factory=list)
-    """Ids of dropped groups, while it is open whether they are replaced. The pacer keeps their
-    places until then."""
+
+class SharedExample:
+    """The example of a group, or of several groups. The first that needs it asks the sampler."""
+
+    def __init__(self, value: DataSample | None = None):
+        self.value = value
+        """The example; None before the sampler returns it."""
+        self._lock = asyncio.Lock()
+
+    async def get(self, ask: Callable[[], Awaitable[DataSample]]) -> DataSample:
+        """Return the example. Those who ask meanwhile wait for the same answer."""
+        async with self._lock:
+            if self.value is None:
+                self.value = await ask()
+            return self.value
+
+    def as_json(self) -> tuple[Any, bool]:
+        """Return the example as JSON, and True if JSON holds the whole of it."""
+        if self.value is None:
+            return None, False
+        example = plain_example(self.value)
+        return example, example == dataclasses.asdict(self.value)
+
+
+@dataclass(kw_only=True, slots=True)
+class Pick:
+    """A task that the task mix picked, until all groups of the pick have started.
+
+    A task that compares its rollouts starts one group. Another starts ``group_size`` groups of one
+    rollout, as places free up, so that the task mix picks the same number of rollouts of each.
+    """
+
+    task: Task
+    groups_left: int
+    """Number of groups that have not started."""
+    example: SharedExample = field(default_factory=SharedExample)
+    """Example of all groups of the pick, if the task repeats its examples."""
+
+    def start(self) -> SharedExample:
+        """Count one group as started, and return its example."""
+        self.groups_left -= 1
+        return self.example if self.task.repeats_example else SharedExample()
+
+    def state(self) -> PickState:
+        """Return what a checkpoint keeps of the pick."""
+        example, example_is_json = self.example.as_json()
+        return PickState(
+            task=self.task.name,
+            example=example,
+            example_is_json=example_is_json,
+            groups_left=self.groups_left,
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,11 +115,10 @@ class OpenGroup:
     """A group from its dispatch until it leaves."""
 
     task: Task
-    slot: Slot = field(default_factory=Slot)
     rollout_ids: set[str]
     """Ids of the rollouts that have not ended in a column of the ledger."""
-    example: DataSample | None = None
-    """The example that the rollouts are made from; None before the sampler returns it."""
+    example: SharedExample = field(default_factory=SharedExample)
+    """The example that the rollouts are made from."""
     group: RolloutGroup | None = None
     """The group with all its rollouts; None until they were scored."""
     settling: bool = False
@@ -94,8 +146,7 @@ class OpenGroup:
             raise RunError(
                 f"group {group_id} failed while it settled: the state of the run can't be saved"
             )
-        example = None if self.example is None else plain_example(self.example)
-        example_is_json = self.example is not None and example == dataclasses.asdict(self.example)
+        example, example_is_json = self.example.as_json()
         return OpenGroupState(
             group_id=group_id,
             task=self.task.name,
@@ -153,11 +204,10 @@ class OpenGroups:
     def __iter__(self) -> Iterator[str]:
         return iter(self._groups)
 
-    def dispatch(self, task: Task, group_id: str, slot: Slot) -> None:
+    def dispatch(self, task: Task, group_id: str, example: SharedExample) -> None:
         """Open a group, and a ledger record for each of its rollouts."""
-        group_size = task.config.group_size if task.needs_group else 1
-        rollout_ids = {f"{group_id}/{index}" for index in range(group_size)}
-        self._groups[group_id] = OpenGroup(task=task, slot=slot, rollout_ids=rollout_ids)
+        rollout_ids = {f"{group_id}/{index}" for index in range(rollouts_per_group(task))}
+        self._groups[group_id] = OpenGroup(task=task, rollout_ids=rollout_ids, example=example)
         self.ledger.dispatch(task.name, rollout_ids, version=self._version())
 
     def end_rollout(
@@ -239,18 +289,16 @@ class OpenGroups:
                     f"the checkpoint lacks the rollouts of group {state.group_id}: "
                     "resume from another checkpoint"
                 )
-            example = example_of(state, examples.get(state.task, {}))
+            example = example_of(state, examples.get(state.task, {}), copy_is_enough=state.finished)
             group = finished[state.group_id] if state.finished else None
             if group is not None and example is not None:
                 group.amend(data_sample=example)
                 for rollout in group.rollouts:
                     rollout.amend(data_sample=example)
-            task = tasks[state.task]
             self._groups[state.group_id] = OpenGroup(
-                task=task,
-                slot=Slot(kept=not task.needs_group),  # which groups shared its slot is not saved
+                task=tasks[state.task],
                 rollout_ids=set(state.rollout_ids),
-                example=example,
+                example=SharedExample(example),
                 group=group,
                 signal=state.signal,
                 outcomes=dict(state.outcomes),
@@ -303,15 +351,17 @@ def read_finished_groups(folder: Path) -> dict[str, RolloutGroup]:
 
 
 def example_of(
-    state: OpenGroupState, dataset_examples: Mapping[str, DataSample]
+    state: ExampleState, dataset_examples: Mapping[str, DataSample], *, copy_is_enough: bool
 ) -> DataSample | None:
-    """Return the example of a checkpoint's open group.
+    """Return the example of a checkpoint's group.
 
     The dataset's own example is preferred, because JSON turns tuples into lists. The checkpoint's
     copy is used if it differs and JSON held it whole.
 
     Args:
         dataset_examples: examples of the task's dataset, by sample id.
+        copy_is_enough: True if the group has finished. It is not run again, so a copy that lost its
+        types will do.
 
     Returns:
         The example; None if the sampler had given none, or if it can't be recovered.
@@ -320,8 +370,7 @@ def example_of(
         return None
     own = dataset_examples.get(state.example["sample_id"])
     if own is None:
-        # A finished group is not run again, so a copy that lost its types is enough.
-        is_enough = state.example_is_json or state.finished
+        is_enough = state.example_is_json or copy_is_enough
         return DataSample(**state.example) if is_enough else None
     was_changed = state.example_is_json and plain_example(own) != state.example
     return DataSample(**state.example) if was_changed else own

@@ -5,100 +5,100 @@ version that the generators hold then. Its deadline is ``max_offpolicy_steps`` v
 last base version of a step that may train on it. In an uninterrupted run no group is ever discarded
 for being stale, because three rules keep every deadline possible:
 
-1. At most ``(max_offpolicy_steps + 1) * groups_per_step`` slots are in use. A slot frees when its
-   group is dropped, or when the generators hold the version that was made from the group.
-2. A step takes finished groups, earliest deadline first, and only if the groups that it leaves
-   behind can still meet their deadlines at ``groups_per_step`` slots a step. Otherwise the trainer
-   waits until enough of the unfinished groups with near deadlines have finished.
+1. A group of n rollouts takes n places, and a group may start while any of the
+   ``(max_offpolicy_steps + 1) * rollouts_per_step`` places is free. Its places free when it is
+   dropped, or when the generators hold the version that was made from it.
+2. A step takes finished groups, earliest deadline first, until it has ``rollouts_per_step``
+   rollouts, and only if the groups that it leaves behind can still meet their deadlines. Otherwise
+   the trainer waits until enough of the unfinished groups with near deadlines have finished.
 3. A group sampled from a frozen model has no deadline, and the trainer never waits for it. A
    finished one is taken in the order of admission like the others, so that it does not keep its
-   slot for the rest of the run. It is passed over if taking it would make another group late.
+   places for the rest of the run. It is passed over if taking it would make another group late.
 
-The invariant is: for every deadline d, the slots that are due by d are at most ``groups_per_step``
-times the number of steps not yet started whose base version is at most d.
+A group is whole: the last group of a step may make the step larger than ``rollouts_per_step``, and
+the last group to start may take more places than were free, each by less than one group. If a group
+could start only where all its places are free, 4 places would stay empty when groups of 8 make
+steps of 20, and the step would never fill.
 
-A group that compares its rollouts uses a slot of its own. Rollouts that are not compared are groups
-of one, and those of one example share a slot: each of 8 uses 1/8 of it. A step takes groups until
-they fill ``groups_per_step`` slots, so it may exceed that by less than one slot. Only a resumed run
-may exceed it by more.
+The invariant is: for every deadline d, the groups due by d but the last of them have fewer rollouts
+than ``rollouts_per_step`` times the number of steps not yet started whose base version is at most
+d. The last of them is the one that was admitted last among those with the latest deadline. So the
+steps can take all of them in time, by deadline and in the order of admission: each of the steps
+takes at least ``rollouts_per_step`` rollouts, and the last one takes the last group whole. This
+stays true
+
+- when a group is admitted: fewer than all places are in use before it, each step that the trainer
+  is ahead of the generators holds at least ``rollouts_per_step`` of them, and no other group has a
+  later deadline;
+- when a group is dropped, because fewer rollouts are due then;
+- when a step takes groups, by rule 2.
 
 The pacer is bookkeeping alone: it has no clock, and starts and stops nothing.
 """
 
-import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from fractions import Fraction
 
-from torchtitan.experiments.rl.controller.saved_state import SlotState
+from torchtitan.experiments.rl.controller.saved_state import PacedGroup
 
 
 class Pacer:
     """Tracks groups from their admission until the generators hold the weights made from them."""
 
-    def __init__(self, *, groups_per_step: int, max_offpolicy_steps: int):
-        self.groups_per_step = groups_per_step
-        """Number of slots that a step takes."""
+    def __init__(self, *, rollouts_per_step: int, max_offpolicy_steps: int):
+        self.rollouts_per_step = rollouts_per_step
+        """Minimum number of rollouts that a step takes."""
+        self.untaken_rollouts = 0
+        """Number of rollouts of the groups that no step has taken."""
         self._max_offpolicy_steps = max_offpolicy_steps
-        self._untaken: dict[str, SlotState] = {}
+        self._untaken: dict[str, PacedGroup] = {}
         """Groups that no step has taken, by id, in the order of their admission."""
-        self._taken: dict[str, tuple[int, Fraction]] = {}
-        """Groups that a step has taken, by id: the version that the step makes, and their share of
-        a slot."""
-        # Running sums of the shares. `take_groups` is called whenever a group has finished, and
-        # looking at all slots each time would be quadratic in the slots of a step.
-        self._finished_slots = Fraction(0)
-        self._taken_slots = Fraction(0)
-        self._unfinished_slots = defaultdict[float, Fraction](Fraction)
-        """Slots of groups that still run, by deadline."""
-        self.untrained = Fraction(0)
-        """Number of slots of the groups that no step has taken."""
+        self._taken: dict[str, tuple[int, int]] = {}
+        """Groups that a step has taken, by id: the version that the step makes, and their number of
+        rollouts."""
+        # Running sums. `take_groups` is called whenever a group has finished, and looking at all
+        # groups each time would be quadratic in the groups of a step.
+        self._finished_rollouts = 0
+        self._taken_rollouts = 0
+        self._unfinished = DueGroups(rollouts_per_step)
 
     @property
-    def free_slots(self) -> Fraction:
-        all_slots = (self._max_offpolicy_steps + 1) * self.groups_per_step
-        # A run that was resumed with a lower limit exceeds it at first.
-        return max(Fraction(0), all_slots - self.untrained - self._taken_slots)
+    def free_places(self) -> int:
+        """Number of rollouts that may still start. The last group to start may exceed it."""
+        places = (self._max_offpolicy_steps + 1) * self.rollouts_per_step
+        return max(0, places - self.untaken_rollouts - self._taken_rollouts)
 
-    @property
-    def has_slot(self) -> bool:
-        """True if another slot may be opened."""
-        if self.free_slots >= 1:
-            return True
-        # A resumed run may have lost parts of slots, without which its next step would never fill.
-        return not self._taken and self.untrained < self.groups_per_step
-
-    def admit(self, group_id: str, version: int, *, frozen: bool = False, parts: int = 1) -> None:
-        """Give a group a slot, or its part of one.
+    def admit(self, group_id: str, version: int, *, rollouts: int, frozen: bool = False) -> None:
+        """Give a group its places. Some place is free.
 
         Args:
             version: version that the generators hold now.
+            rollouts: number of rollouts of the group.
             frozen: True if the rollouts are sampled from a frozen model, or from none: they never
                 go stale.
-            parts: number of groups that share the slot.
         """
-        assert parts > 1 or self.has_slot
+        assert self.free_places
         self._admit(
-            SlotState(
+            PacedGroup(
                 group_id=group_id,
+                rollouts=rollouts,
                 admitted_version=version,
                 frozen=frozen,
                 finished=False,
-                parts=parts,
             )
         )
 
     def finish(self, group_id: str) -> None:
         """Mark the group as finished, so that a step may take it."""
-        slot = self._untaken[group_id]
-        self._add_to_sums(slot, -1)
-        slot.finished = True
-        self._add_to_sums(slot, +1)
+        group = self._untaken[group_id]
+        assert not group.finished
+        self._unfinished.remove(group_id, self._deadline(group))
+        group.finished = True
+        self._finished_rollouts += group.rollouts
 
     def drop(self, group_id: str) -> None:
-        """Free the slot of a group that is not trained on: it failed, was filtered or is too long.
+        """Free the places of a group of which nothing is left: it failed, was filtered or too long.
 
         A step may have taken the group already. If all groups of a step are dropped, the step takes
         others in their place.
@@ -109,7 +109,7 @@ class Pacer:
             self._remove_untaken(group_id)
 
     def live(self, version: int) -> None:
-        """Free the slots of groups whose step made ``version``, or an earlier version."""
+        """Free the places of groups whose step made ``version``, or an earlier version."""
         released = [group_id for group_id, (made, _) in self._taken.items() if made <= version]
         for group_id in released:
             self._release_taken(group_id)
@@ -121,24 +121,26 @@ class Pacer:
             Ids of the groups; None while the trainer has to wait.
         """
         # Nearly all calls end here, by the running sums.
-        if self._finished_slots < self.groups_per_step:
+        if self._finished_rollouts < self.rollouts_per_step:
             return None
-        if not self._meet_deadlines(self._unfinished_slots, base_version):
+        if not self._unfinished.fit_after(base_version):
             return None
-        for batch in self._candidates(base_version):
-            left_behind = self._untaken.keys() - {slot.group_id for slot in batch}
-            if self._fit(left_behind, base_version):
+        # The first of the two batches is preferred. Without groups of frozen models they are equal.
+        for order in (_admitted_version, self._deadline):
+            batch = self._first_finished(order)
+            left_behind = self._untaken.keys() - {group.group_id for group in batch}
+            if self._fit_after(base_version, left_behind):
                 return self._take(batch, base_version)
         return None
 
-    def state(self) -> list[SlotState]:
+    def state(self) -> list[PacedGroup]:
         """Return the groups that a checkpoint keeps: those that no step has taken.
 
         Those that a step has taken are in the weights of the checkpoint's version.
         """
-        return [copy(slot) for slot in self._untaken.values()]
+        return [copy(group) for group in self._untaken.values()]
 
-    def restore(self, slots: Sequence[SlotState], version: int) -> list[str]:
+    def restore(self, groups: Sequence[PacedGroup], version: int) -> list[str]:
         """Admit the groups of a checkpoint of ``version`` again.
 
         Returns:
@@ -146,112 +148,113 @@ class Pacer:
             the checkpoint's: their deadline has passed, or too few steps are left for them.
         """
         too_late = []
-        for slot in slots:
-            self._admit(copy(slot))
+        for group in groups:
+            self._admit(copy(group))
             # No step has started from ``version`` yet, so that step too may take them.
-            if self._deadline(slot) < version or not self._fit(self._untaken, version - 1):
-                self.drop(slot.group_id)
-                too_late.append(slot.group_id)
+            if not self._fit_after(version - 1, self._untaken):
+                self.drop(group.group_id)
+                too_late.append(group.group_id)
         return too_late
 
-    def _candidates(self, base_version: int) -> Iterator[list[SlotState]]:
-        """Generate the batches that a step may take, the preferred one first."""
-        # Without groups of frozen models these two are the same.
-        yield self._earliest(_admitted_version)
-        yield self._earliest(self._deadline)
-        # `has_slot` lets a resumed run have more groups due now than a step takes: take them all.
-        yield self._earliest(self._deadline, and_due_at=base_version)
-
-    def _earliest(
-        self, order: Callable[[SlotState], float], *, and_due_at: float = -math.inf
-    ) -> list[SlotState]:
-        """Return the first finished groups, in this order, that fill a step.
-
-        Args:
-            and_due_at: also return every further group whose deadline is this version.
-        """
-        batch: list[SlotState] = []
-        filled = Fraction(0)
-        finished = [slot for slot in self._untaken.values() if slot.finished]
-        for slot in sorted(finished, key=order):
-            if filled >= self.groups_per_step and self._deadline(slot) > and_due_at:
+    def _first_finished(self, order: Callable[[PacedGroup], float]) -> list[PacedGroup]:
+        """Return the first finished groups, in this order, that fill a step."""
+        batch: list[PacedGroup] = []
+        rollouts = 0
+        finished = [group for group in self._untaken.values() if group.finished]
+        for group in sorted(finished, key=order):
+            if rollouts >= self.rollouts_per_step:
                 break
-            batch.append(slot)
-            filled += _share(slot)
+            batch.append(group)
+            rollouts += group.rollouts
         return batch
 
-    def _take(self, batch: Sequence[SlotState], base_version: int) -> list[str]:
+    def _take(self, batch: Sequence[PacedGroup], base_version: int) -> list[str]:
         """Move groups from the untaken ones to those that a step has taken."""
-        for slot in batch:
-            age = base_version - slot.admitted_version
-            assert base_version <= self._deadline(slot), (
-                f"group {slot.group_id} is {age} versions old at version {base_version}"
+        for group in batch:
+            age = base_version - group.admitted_version
+            assert base_version <= self._deadline(group), (
+                f"group {group.group_id} is {age} versions old at version {base_version}"
             )
-            self._remove_untaken(slot.group_id)
-            self._taken[slot.group_id] = (base_version + 1, _share(slot))
-            self._taken_slots += _share(slot)
-        return [slot.group_id for slot in batch]
+            self._remove_untaken(group.group_id)
+            self._taken[group.group_id] = (base_version + 1, group.rollouts)
+            self._taken_rollouts += group.rollouts
+        return [group.group_id for group in batch]
 
-    def _deadline(self, slot: SlotState) -> float:
+    def _deadline(self, group: PacedGroup) -> float:
         """Return the last base version for the group; infinity if it never goes stale."""
-        return math.inf if slot.frozen else slot.admitted_version + self._max_offpolicy_steps
+        return math.inf if group.frozen else group.admitted_version + self._max_offpolicy_steps
 
-    def _fit(self, group_ids: Iterable[str], base_version: int) -> bool:
+    def _fit_after(self, base_version: int, group_ids: Iterable[str]) -> bool:
         """Return True if the steps after the one from ``base_version`` can take all these groups.
 
         Each group counts only for steps up to its deadline.
         """
-        slots = defaultdict[float, Fraction](Fraction)
-        for group_id in group_ids:
-            slot = self._untaken[group_id]
-            slots[self._deadline(slot)] += _share(slot)
-        return self._meet_deadlines(slots, base_version)
+        due = DueGroups(self.rollouts_per_step)
+        chosen = set(group_ids)
+        for group in self._untaken.values():
+            if group.group_id in chosen:
+                due.add(group.group_id, self._deadline(group), group.rollouts)
+        return due.fit_after(base_version)
 
-    def _meet_deadlines(self, slots: Mapping[float, Fraction], base_version: int) -> bool:
-        """Return True if the steps after the one from ``base_version`` can take slots in time.
-
-        Args:
-            slots: number of slots by deadline.
-        """
-        deadlines = sorted(slots)
-        cumulative = itertools.accumulate(slots[deadline] for deadline in deadlines)
-        return all(
-            due <= self.groups_per_step * (deadline - base_version)
-            for due, deadline in zip(cumulative, deadlines, strict=True)
-        )
-
-    def _admit(self, slot: SlotState) -> None:
-        assert slot.group_id not in self._untaken and slot.group_id not in self._taken
-        self._untaken[slot.group_id] = slot
-        self.untrained += _share(slot)
-        self._add_to_sums(slot, +1)
+    def _admit(self, group: PacedGroup) -> None:
+        assert group.group_id not in self._untaken and group.group_id not in self._taken
+        self._untaken[group.group_id] = group
+        self.untaken_rollouts += group.rollouts
+        if group.finished:
+            self._finished_rollouts += group.rollouts
+        else:
+            self._unfinished.add(group.group_id, self._deadline(group), group.rollouts)
 
     def _remove_untaken(self, group_id: str) -> None:
-        slot = self._untaken.pop(group_id)
-        self.untrained -= _share(slot)
-        self._add_to_sums(slot, -1)
+        group = self._untaken.pop(group_id)
+        self.untaken_rollouts -= group.rollouts
+        if group.finished:
+            self._finished_rollouts -= group.rollouts
+        else:
+            self._unfinished.remove(group_id, self._deadline(group))
 
     def _release_taken(self, group_id: str) -> None:
-        _, share = self._taken.pop(group_id)
-        self._taken_slots -= share
-
-    def _add_to_sums(self, slot: SlotState, sign: int) -> None:
-        """Add a group's share to the running sums of untaken slots; subtract it if sign is -1."""
-        share = sign * _share(slot)
-        if slot.finished:
-            self._finished_slots += share
-            return
-        deadline = self._deadline(slot)
-        self._unfinished_slots[deadline] += share
-        if not self._unfinished_slots[deadline]:
-            del self._unfinished_slots[deadline]
+        _, rollouts = self._taken.pop(group_id)
+        self._taken_rollouts -= rollouts
 
 
-def _share(slot: SlotState) -> Fraction:
-    """Return the fraction of a slot that the group holds."""
-    return Fraction(1, slot.parts)
+class DueGroups:
+    """Groups by deadline, each with its number of rollouts. Knows if the coming steps can take all.
+
+    Groups are added in the order of their admission.
+    """
+
+    def __init__(self, rollouts_per_step: int):
+        self._rollouts_per_step = rollouts_per_step
+        self._groups: dict[float, dict[str, int]] = {}
+        """Number of rollouts of each group by deadline and id."""
+        self._rollouts: dict[float, int] = {}
+        """Sum of these numbers by deadline."""
+
+    def add(self, group_id: str, deadline: float, rollouts: int) -> None:
+        self._groups.setdefault(deadline, {})[group_id] = rollouts
+        self._rollouts[deadline] = self._rollouts.get(deadline, 0) + rollouts
+
+    def remove(self, group_id: str, deadline: float) -> None:
+        self._rollouts[deadline] -= self._groups[deadline].pop(group_id)
+        if not self._groups[deadline]:
+            del self._groups[deadline]
+            del self._rollouts[deadline]
+
+    def fit_after(self, base_version: int) -> bool:
+        """Return True if the steps after the one from ``base_version`` can take all in time.
+
+        That is the invariant of this module, for a step that has started from ``base_version``.
+        """
+        due = 0
+        for deadline in sorted(self._groups):
+            due += self._rollouts[deadline]
+            last = next(reversed(self._groups[deadline].values()))
+            if due - last >= self._rollouts_per_step * (deadline - base_version):
+                return False
+        return True
 
 
-def _admitted_version(slot: SlotState) -> float:
+def _admitted_version(group: PacedGroup) -> float:
     """Sort key: the order of admission, which is that of the deadlines for groups that have one."""
-    return slot.admitted_version
+    return group.admitted_version

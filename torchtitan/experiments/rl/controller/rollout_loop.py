@@ -2,14 +2,14 @@
 
 Consumes:  the task mix's choice of a task, and examples of the task's sampler.
 Produces:  scored groups, those of one step at a time (`next_groups`).
-Waits for: a free slot of the pacer. Slots free as versions go live, and as groups are dropped.
+Waits for: a free place of the pacer. Places free as versions go live, and as groups are dropped.
 Unblocks:  the training loop, which waits in `next_groups`.
 
 The life of a group:
 
-1. `fill` starts it: the pacer has a free slot, the task mix picks a task.
-2. `_run_group` takes it from here to 5. The task's sampler gives an example, unless groups that
-   share it have it already.
+1. `fill` starts it: the pacer has a free place, the task mix picks a task.
+2. `_run_group` takes it from here to 5. The task's sampler gives an example, unless another group
+   of the pick has it already.
 3. The runner runs its rollouts, scores them, and gives their tokens credit. If credit is expensive,
    the pre-batch filters look at the group first, and only a group that they keep gets credit.
 4. The sampler and the task mix observe it.
@@ -17,17 +17,15 @@ The life of a group:
    it is dropped.
 6. It waits for its step. `next_groups` takes it, and the post-batch filters end some of its
    rollouts. If none is left, it is dropped.
-7. `trained` closes it after the optimizer step, and `live` frees its slot when the generators hold
-   the version that the step made.
+7. `trained` closes it after the optimizer step, and `live` frees its places when the generators
+   hold the version that the step made.
 
 The pacer (`pacing.py`) decides which groups may start and which groups a step takes. Wherever a
-group leaves, its slot frees exactly once, and each of its rollouts ends in one column of the ledger
-(`ledger.py`). Observers of all this extend ``RunEvents`` (`events.py`).
+group leaves, its places free exactly once, and each of its rollouts ends in one column of the
+ledger (`ledger.py`). Observers of all this extend ``RunEvents`` (`events.py`).
 
-A group whose rollouts are compared uses a slot of its own. Rollouts that are not compared are
-groups of one, and those that are started together share a slot. Once any of them is kept, another
-rollout of the task replaces each dropped one. If all are dropped, the slot is free. Until then a
-dropped group keeps its place in the slot, so that no other group is given it too.
+A task whose rollouts are not compared has groups of one rollout. When the mix picks it, it starts
+``group_size`` of them, of one example, as places free up (`groups.Pick`).
 """
 
 import asyncio
@@ -36,6 +34,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torchtitan.experiments.rl.ask.ordered import OrderedCall
@@ -45,14 +44,17 @@ from torchtitan.experiments.rl.controller.group_runner import GroupRequest, Grou
 from torchtitan.experiments.rl.controller.groups import (
     OpenGroup,
     OpenGroups,
-    Slot,
+    Pick,
+    SharedExample,
     StepGroups,
-    groups_in_slot,
+    example_of,
+    groups_per_pick,
     has_signal,
+    rollouts_per_group,
 )
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
-from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
+from torchtitan.experiments.rl.controller.saved_state import PickState, RolloutLoopState
 from torchtitan.experiments.rl.controller.selection import (
     Selection,
     check_whole,
@@ -64,8 +66,7 @@ from torchtitan.experiments.rl.rollouts.filters import FilterResult
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
-from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
-from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class RolloutLoop:
         policy: PolicyClient,
         pacer: Pacer,
         batcher: Batcher,
-        total_groups: int,
+        steps: int,
         ledger: Ledger | None = None,
         recorder: RolloutRecorder | None = None,
         replay: GroupReplay | None = None,
@@ -150,8 +151,8 @@ class RolloutLoop:
         Args:
             selection: the run's tasks, task mix and filters.
             batcher: says which samples are too long for a row.
-            total_groups: number of slots that the run will train on. The loop opens no more than
-                may still be needed.
+            steps: number of steps that the run has yet to take. The loop starts no group that none
+                of them needs.
             replay: store of groups that steps train on again.
         """
         self._tasks = selection.tasks
@@ -160,7 +161,8 @@ class RolloutLoop:
         self._policy = policy
         self._pacer = pacer
         self._batcher = batcher
-        self._groups_left = total_groups
+        self._steps_left = steps
+        """Number of steps that have not taken their groups."""
         self._replay = replay
         self._watchers = watchers
         self._open = OpenGroups(ledger or Ledger(), recorder, lambda: policy.version)
@@ -169,8 +171,8 @@ class RolloutLoop:
         self._running: set[asyncio.Task[None]] = set()
         self._picking = False
         """True while the task mix picks a task in a thread. `fill` starts nothing until it has."""
-        self._to_replace: list[tuple[str, Task, Slot]] = []
-        """Dropped groups of kept slots. They keep their places until `fill` replaces them."""
+        self._pick: Pick | None = None
+        """The task whose groups start next; None if the task mix is to pick one."""
         self._next_step = StepGroups()
         """Counts since the last step, for the step that is taken next."""
         self._changed = asyncio.Event()
@@ -188,17 +190,15 @@ class RolloutLoop:
     # Called by the training loop.
 
     def fill(self) -> None:
-        """Replace dropped groups and start new ones, as long as slots are free and steps need them.
+        """Start groups as long as places are free and the coming steps need more rollouts.
 
         Starts none while a snapshot is pending; the caller of `capture` calls this again.
         """
         while self._may_start:
-            if self._to_replace:
-                self._replace(*self._to_replace.pop(0))
-            elif not self._wants_groups or not self._pacer.has_slot:
-                return
+            if self._pick is None:
+                self._pick_task()
             else:
-                self._start_picked_slot()
+                self._start_group(self._pick)
 
     async def next_groups(self, base_version: int) -> StepGroups:
         """Return the groups of the step that starts from ``base_version``, once they have finished.
@@ -211,6 +211,7 @@ class RolloutLoop:
         """
         while True:
             group_ids = await self._take_groups(base_version)
+            self._steps_left -= 1
             sampled = [self._open[group_id].remaining() for group_id in group_ids]
             for group_id in group_ids:
                 filtered = await self._selection.filter("post", self._open[group_id].remaining())
@@ -219,6 +220,7 @@ class RolloutLoop:
             if any(group.rollouts for group in groups):
                 return self._make_step(groups, sampled, base_version)
             # The post-batch filters left nothing to train on, so the step takes other groups.
+            self._steps_left += 1
             for group_id in group_ids:
                 self._pacer.drop(group_id)
                 self._drop(group_id, taken=True)
@@ -235,10 +237,10 @@ class RolloutLoop:
         self._open.check()
 
     def live(self, version: int, *, fill: bool = True) -> None:
-        """Free the slots of the groups that ``version`` was made from: the generators hold it.
+        """Free the places of the groups that ``version`` was made from: the generators hold it.
 
         Args:
-            fill: True to start groups in these slots at once; else they stay free until `fill`.
+            fill: True to start groups in these places at once; else they stay free until `fill`.
         """
         self._pacer.live(version)
         if fill:
@@ -305,10 +307,8 @@ class RolloutLoop:
         for watcher in self._watchers:
             watcher.groups_taken()
         for group in groups:
-            if not group.rollouts:  # its slot frees with the others of the step
+            if not group.rollouts:  # its places free with those of the others of the step
                 self._drop(group.group_id, tell_watchers=False)
-        # Each step counts as its configured slots, even if it took more.
-        self._groups_left -= self._pacer.groups_per_step
         step = self._next_step
         self._next_step = StepGroups()
         step.groups = [group for group in groups if group.rollouts]
@@ -325,34 +325,34 @@ class RolloutLoop:
 
     @property
     def _may_start(self) -> bool:
-        """True if the run goes on, and neither a pick nor a snapshot is pending."""
-        return self._is_running and not self._picking and not self._snapshots.snapshot_pending
+        """True if a group may start now, and some step needs it."""
+        needed = self._steps_left * self._pacer.rollouts_per_step
+        return (
+            self._is_running
+            and not self._picking
+            and not self._snapshots.snapshot_pending
+            and self._pacer.free_places > 0
+            and self._pacer.untaken_rollouts < needed
+        )
 
-    @property
-    def _wants_groups(self) -> bool:
-        """True if the run may need more groups than are open."""
-        return self._pacer.untrained < self._groups_left
-
-    def _start_picked_slot(self) -> None:
-        """Start the slot of the task that the mix picks, now or when the mix has answered."""
+    def _pick_task(self) -> None:
+        """Have the task mix pick the task whose groups start next, now or when it has answered."""
         try:
-            pick = self._selection.pick_task()
-            if pick.answered:
-                self._start_slot(self._selection.picked(pick.value_now()))
+            call = self._selection.pick_task()
+            if call.answered:
+                self._begin_pick(self._selection.picked(call.value_now()))
                 return
         except RunError as error:
             self._end_run(error)
             return
         self._picking = True
         self._snapshots.begin_change()
-        self._start_coroutine(self._start_slot_later(pick), "task mix")
+        self._start_coroutine(self._pick_task_later(call), "task mix")
 
-    async def _start_slot_later(self, pick: OrderedCall[str]) -> None:
-        """Wait for the task mix's answer, start the slot, and go on with `fill`."""
+    async def _pick_task_later(self, call: OrderedCall[str]) -> None:
+        """Wait for the task mix's answer, and go on with `fill`."""
         try:
-            name = self._selection.picked(await pick.value())
-            if self._is_running and self._wants_groups and self._pacer.has_slot:
-                self._start_slot(name)
+            self._begin_pick(self._selection.picked(await call.value()))
         except RunError as error:
             self._end_run(error)
             return
@@ -361,37 +361,25 @@ class RolloutLoop:
             self._snapshots.end_change()
         self.fill()
 
-    def _replace(self, dropped_id: str, task: Task, slot: Slot) -> None:
-        """Free the place of a dropped group, and start another group of its task in it."""
-        self._pacer.drop(dropped_id)
-        if self._wants_groups:
-            self._start_groups(task, slot, count=1)
-        self._changed.set()  # the step may have waited for the dropped group
-
-    def _start_slot(self, task_name: str) -> None:
-        """Start the groups that fill one slot."""
+    def _begin_pick(self, task_name: str) -> None:
         task = self._tasks[task_name]
-        slot = Slot()
-        count = groups_in_slot(task)
-        if task.repeats_example:
-            self._start_groups(task, slot, count)
-        else:
-            for _ in range(count):
-                self._start_groups(task, slot, count=1)
+        self._pick = Pick(task=task, groups_left=groups_per_pick(task))
 
-    def _start_groups(self, task: Task, slot: Slot, count: int) -> None:
-        """Start groups of one example in a slot."""
-        group_ids = [f"{task.name}-{self._started + number}" for number in range(count)]
-        self._started += count
-        for group_id in group_ids:
-            self._pacer.admit(
-                group_id,
-                self._policy.version,
-                frozen=not task.goes_stale,
-                parts=groups_in_slot(task),
-            )
-            self._open.dispatch(task, group_id, slot)
-        self._start_coroutine(self._run_group(*group_ids), group_ids[0])
+    def _start_group(self, pick: Pick) -> None:
+        """Start the next group of a pick."""
+        task = pick.task
+        group_id = f"{task.name}-{self._started}"
+        self._started += 1
+        self._pacer.admit(
+            group_id,
+            self._policy.version,
+            rollouts=rollouts_per_group(task),
+            frozen=not task.goes_stale,
+        )
+        self._open.dispatch(task, group_id, pick.start())
+        self._start_coroutine(self._run_group(group_id), group_id)
+        if not pick.groups_left:
+            self._pick = None
 
     def _start_coroutine(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coroutine, name=name)
@@ -411,14 +399,10 @@ class RolloutLoop:
 
     # Running a group.
 
-    async def _run_group(self, group_id: str, *same_example: str) -> None:
-        """Run a group until it has settled. A failure that is not a rollout's ends the run.
-
-        Args:
-            same_example: ids of groups that start with the same example, once it is known.
-        """
+    async def _run_group(self, group_id: str) -> None:
+        """Run a group until it has settled. A failure that is not a rollout's ends the run."""
         try:
-            await self._run_until_settled(group_id, *same_example)
+            await self._run_until_settled(group_id)
         except asyncio.CancelledError:
             raise
         except NothingLeftToLearn as end:
@@ -434,16 +418,12 @@ class RolloutLoop:
             self._end_run(error)
         self._changed.set()
 
-    async def _run_until_settled(self, group_id: str, *same_example: str) -> None:
+    async def _run_until_settled(self, group_id: str) -> None:
         """Get the group's example, run and score its rollouts, and settle it."""
         open_group = self._open[group_id]
-        if open_group.example is None:
+        if open_group.example.value is None:
             async with self._snapshots.change():
-                open_group.example = await self._selection.next_example(open_group.task)
-                for other in same_example:
-                    self._open[other].example = open_group.example
-        for other in same_example:
-            self._start_coroutine(self._run_group(other), other)
+                await open_group.example.get(partial(self._selection.next_example, open_group.task))
 
         group, filtered = await self._run_rollouts(group_id, open_group)
         if self._rollouts_failing:
@@ -468,9 +448,10 @@ class RolloutLoop:
         """
         task = open_group.task
         credit_is_late = self._selection.credit_is_late(task)
-        assert open_group.example is not None
+        example = open_group.example.value
+        assert example is not None
         request = GroupRequest(
-            data_sample=open_group.example,
+            data_sample=example,
             group_id=group_id,
             group_size=None if task.needs_group else 1,
             credit=not credit_is_late,
@@ -498,6 +479,8 @@ class RolloutLoop:
     ) -> None:
         """Keep the rollouts of a scored group that may be trained on, and end the others.
 
+        If some are left, a step may take the group; else it is dropped.
+
         Args:
             filtered: result of the pre-batch filters, if they have looked at the group already.
         """
@@ -514,7 +497,13 @@ class RolloutLoop:
             for rollout in group.scored:
                 column = "failed/group_too_small"
                 self._open.end_rollout(open_group, rollout.rollout_id, column, group.failure)
-        self._settle_slot(group, open_group)
+        if open_group.rollout_ids:
+            self._pacer.finish(group.group_id)
+            for watcher in self._watchers:
+                watcher.group_kept()
+        else:
+            self._pacer.drop(group.group_id)
+            self._drop(group.group_id)
         self.fill()
 
     async def _select_rollouts(
@@ -531,26 +520,6 @@ class RolloutLoop:
             if self._is_oversized(rollout):
                 why = "longer than batcher.row_length"
                 self._open.end_rollout(open_group, rollout.rollout_id, "oversized", why)
-
-    def _settle_slot(self, group: RolloutGroup, open_group: OpenGroup) -> None:
-        """Let a step take the group, or drop it, and decide on the dropped groups of its slot."""
-        slot = open_group.slot
-        if open_group.rollout_ids:
-            self._pacer.finish(group.group_id)
-            for watcher in self._watchers:
-                watcher.group_kept()
-            slot.kept = True
-        else:
-            slot.dropped.append(group.group_id)
-            self._drop(group.group_id)
-        if slot.kept:
-            for dropped_id in slot.dropped:
-                self._to_replace.append((dropped_id, open_group.task, slot))
-            slot.dropped.clear()
-        elif len(slot.dropped) == groups_in_slot(open_group.task):
-            for dropped_id in slot.dropped:
-                self._pacer.drop(dropped_id)
-            slot.dropped.clear()
 
     def _is_oversized(self, rollout: Rollout) -> bool:
         return self._batcher.oversized(rollout.samples)
@@ -606,13 +575,11 @@ class RolloutLoop:
         async with self._snapshots.snapshot():
             samplers, mix = await self._selection.states()
             self.ledger.flush()
-            # Dropped groups that keep their places are not saved. The resumed run has these places
-            # free, and fills them up by new slots (`Pacer.has_slot`).
-            open_ids = set(self._open)
             state = RolloutLoopState(
                 started=self._started,
                 groups=self._open.states(),
-                slots=[slot for slot in self._pacer.state() if slot.group_id in open_ids],
+                paced=self._pacer.state(),
+                pick=None if self._pick is None else self._pick.state(),
                 ledger=self.ledger.state(),
                 stall=None,  # the alarms' state: the caller adds it
                 dropped_groups=self._next_step.dropped_groups,
@@ -638,7 +605,11 @@ class RolloutLoop:
             RunError: a sampler, the task mix or a dataset failed, or differs from the checkpoint's.
         """
         await self._selection.restore(state.samplers, state.mix)
-        examples = await self._selection.examples_of(state.groups)
+        examples = await self._selection.examples_of(
+            state.groups if state.pick is None else [*state.groups, state.pick]
+        )
+        if state.pick is not None:
+            self._restore_pick(state.pick, examples.get(state.pick.task, {}))
         self._started = state.started
         self._next_step = StepGroups(
             dropped_groups=state.dropped_groups,
@@ -650,7 +621,7 @@ class RolloutLoop:
         self.ledger.restore(state.ledger)
         lost = self._open.restore(state.groups, finished, self._tasks, examples)
         lost += self._pacer.restore(
-            [slot for slot in state.slots if slot.group_id not in lost], version
+            [group for group in state.paced if group.group_id not in lost], version
         )
         for group_id in lost:
             logger.warning(
@@ -661,3 +632,23 @@ class RolloutLoop:
         for group_id in self._open:
             if self._open[group_id].group is None:
                 self._start_coroutine(self._run_group(group_id), group_id)
+
+    def _restore_pick(self, state: PickState, examples: Mapping[str, DataSample]) -> None:
+        """Continue a pick of a checkpoint, unless its example can't be recovered.
+
+        Args:
+            examples: examples of the task's dataset, by sample id.
+        """
+        example = example_of(state, examples, copy_is_enough=False)
+        if state.example is not None and example is None:
+            logger.warning(
+                "%d groups of task %s of the checkpoint can't be started: their example is gone",
+                state.groups_left,
+                state.task,
+            )
+            return
+        self._pick = Pick(
+            task=self._tasks[state.task],
+            groups_left=state.groups_left,
+            example=SharedExample(example),
+        )

@@ -14,7 +14,7 @@ import msgspec
 from torchtitan.experiments.rl.errors import RunError
 
 CONTROLLER_FILE = "controller.json"
-FORMAT = 3
+FORMAT = 4
 """Version of the records below. Raise it when a change makes older files unreadable."""
 
 
@@ -25,18 +25,19 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """
 
 
-class SlotState(Record):
+class PacedGroup(Record):
     """A group that the pacer has admitted and that no step has taken (`pacing.py`)."""
 
     group_id: str
+    rollouts: int
+    """Number of rollouts that were dispatched, which is the number of places that the group takes.
+    """
     admitted_version: int
     """Policy version that the generators held when the group was admitted."""
     frozen: bool
     """True if the group never goes stale, because no version of the policy samples it."""
     finished: bool
     """True if a step may take the group."""
-    parts: int = 1
-    """Number of groups that share the slot."""
 
 
 class LedgerEntry(Record):
@@ -64,9 +65,9 @@ class DropsState(Record):
     """Counts of the groups that were dropped since a group was kept (operations/alarms.py)."""
 
     groups: Fraction
-    """Number of slots that the groups held."""
+    """Number of groups. Rollouts that are groups of their own count as a share of one."""
     ties: Fraction
-    """Number of slots of groups whose rewards tie, in tasks that had a learning signal before."""
+    """Number of those whose rewards tie, in tasks that had a learning signal before."""
     columns: list[tuple[str, int]]
     """Number of rollouts by column of the ledger."""
     rewards: list[tuple[float, int]]
@@ -79,7 +80,7 @@ class NoSignalState(Record):
     signal_seen: bool
     """True if a group had a learning signal."""
     groups: Fraction
-    """Number of slots that the groups held."""
+    """Number of groups. Rollouts that are groups of their own count as a share of one."""
     mean_rewards: list[tuple[float, int]]
     """Number of groups by mean reward."""
 
@@ -104,15 +105,27 @@ class StallState(Record):
     mastery: MasteryState
 
 
-class OpenGroupState(Record):
+class ExampleState(Record):
+    """The example of a group that is open, or of groups that have not started."""
+
+    task: str
+    example: Any
+    """The DataSample as JSON; None if the sampler had not given it yet."""
+    example_is_json: bool
+    """True if JSON holds the whole example; else only its dataset can give it again."""
+
+
+class PickState(ExampleState):
+    """A task that the mix picked, some of whose groups have not started (`groups.py`)."""
+
+    groups_left: int
+    """Number of groups that have not started. They have the same example if it is given."""
+
+
+class OpenGroupState(ExampleState):
     """A group that was dispatched and has not left. It is run again unless it has finished."""
 
     group_id: str
-    task: str
-    example: Any
-    """The group's DataSample as JSON; None if the sampler had not given it yet."""
-    example_is_json: bool
-    """True if JSON holds the whole example; else only its dataset can give it again."""
     rollout_ids: list[str]
     """Ids of the rollouts that have not ended in a column of the ledger."""
     outcomes: dict[str, str]
@@ -130,8 +143,10 @@ class RolloutLoopState(Record):
     """Number of groups started since the run began. The next group is named by it."""
     groups: list[OpenGroupState]
     """Open groups, in the order of their dispatch."""
-    slots: list[SlotState]
+    paced: list[PacedGroup]
     """Groups that no step has taken, in the order of their admission."""
+    pick: PickState | None
+    """The task whose groups start next; None if the mix is to pick one."""
     ledger: LedgerState
     stall: StallState | None
     """State of the alarms. The loop leaves None, and what takes the checkpoint fills it in."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.experiments.rl.ask.ordered import OrderedCall, OrderedCalls
-from torchtitan.experiments.rl.controller.saved_state import OpenGroupState
+from torchtitan.experiments.rl.controller.saved_state import ExampleState
 from torchtitan.experiments.rl.data.dataset import fault_of_example, find_examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.data.task_mix import TaskMix
@@ -156,10 +156,8 @@ class Selection:
                 owner = _owner(what, part, "load_state_dict")
                 await self._ordered.call(part.load_state_dict, states[name], owner=owner)
 
-    async def examples_of(
-        self, groups: Sequence[OpenGroupState]
-    ) -> dict[str, dict[str, DataSample]]:
-        """Return the examples of a checkpoint's open groups, by task and id.
+    async def examples_of(self, groups: Sequence[ExampleState]) -> dict[str, dict[str, DataSample]]:
+        """Return the examples of a checkpoint's groups, by task and id.
 
         An example that its task's dataset lacks is left out.
 

@@ -10,7 +10,6 @@ Rollouts, their scoring, weight updates and evaluations run at the same time as 
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
@@ -46,6 +45,7 @@ class TrainingLoop:
         generated_tokens: Callable[[], int] = lambda: 0,
         first_step: int = 1,
         sleep: bool = False,
+        lag: LoopLag | None = None,
     ):
         """Make a loop that has taken no step yet.
 
@@ -58,6 +58,7 @@ class TrainingLoop:
             first_step: number of the first step to take; above 1 in a resumed run.
             sleep: True if the generators free their memory while the trainer steps, until they load
                 the version that it makes. Only in a synchronous run, where no request is open then.
+            lag: measures how late this event loop runs what is due.
         """
         self.steps_done = first_step - 1
         self._steps = steps
@@ -72,7 +73,7 @@ class TrainingLoop:
         self._generated_tokens = generated_tokens
         self._sleep = sleep
         self._stopwatch = Stopwatch()
-        self._lag = LoopLag()
+        self._lag = lag or LoopLag()
         self._sync: asyncio.Task[SyncReport] | None = None
         """The weight update that is under way."""
         self._last_sync: SyncReport | None = None
@@ -125,7 +126,7 @@ class TrainingLoop:
 
     async def _step(self, step: int) -> None:
         """Take a step's groups, train on them, and start publishing the version that this makes."""
-        started_at = time.perf_counter()
+        started_at = asyncio.get_running_loop().time()
         tokens_before = self._generated_tokens()
         with self._stopwatch.span("wait"):
             taken = await self._rollouts.next_groups(base_version=step - 1)
@@ -191,7 +192,7 @@ class TrainingLoop:
             packed=packed,
             trained=metrics,
             validations=self._validator.take(),
-            seconds=time.perf_counter() - started_at,
+            seconds=asyncio.get_running_loop().time() - started_at,
             spans=self._stopwatch.lap(),
             last_sync=self._last_sync,
             generated_tokens=generated_tokens,

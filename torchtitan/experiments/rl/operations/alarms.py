@@ -3,8 +3,8 @@
 Groups whose rewards all tie have no learning signal. Before the first group with a signal that is a fault of the setup. Later
 it is what success looks like: with a filter that drops such groups, a run on mastered tasks keeps no group at all.
 
-Limits are of groups as the pacer counts them. A task without a barrier has groups of one rollout, and ``config.group_size`` of
-these count as one (``groups_in_slot``): or one bad example, run 8 times, would be 8 groups in a row.
+Limits are of groups. A task that does not compare its rollouts has groups of one, and those that one pick of the task mix
+starts count as one group (``groups_per_pick``): or one bad example, run 8 times, would be 8 groups in a row.
 
 Digests prove which weights an engine holds, not what it computes with them. What trainer and generator say of the tokens of a
 step does, in any precision: it differs by rounding where the token's version is the trainer's, and by what the policy has
@@ -96,16 +96,16 @@ class StallDetectors(FirstFailures):
     def __init__(
         self,
         limit: int,
-        groups_in_slot: Mapping[str, int],
+        groups_per_pick: Mapping[str, int],
         note: Note = lambda line, traceback: None,
     ):
         """
         Args:
-            groups_in_slot: of each task.
+            groups_per_pick: number of groups that each task starts when the mix picks it.
             note: prints the first failure of each kind.
         """
         super().__init__(note)
-        self._limit, self._groups_in_slot = limit, groups_in_slot
+        self._limit, self._groups_per_pick = limit, groups_per_pick
         self._failed = Fraction(0) if limit > FEW_GROUPS else None
         """Groups that failed; None from the first on that did not, and where more than FEW_GROUPS have."""
         self._rollouts = 0
@@ -138,7 +138,7 @@ class StallDetectors(FirstFailures):
                 [],
             )
         elif group.scored and not start.signal_seen:
-            start.groups += Fraction(1, self._groups_in_slot[task])
+            start.groups += Fraction(1, self._groups_per_pick[task])
             start.mean_rewards = _counted(start.mean_rewards, [fmean(group.rewards)])
             self._rollouts += len(group.rollouts)
             self._cut_off += sum(rollout.status.is_truncated() for rollout in group.rollouts)
@@ -174,7 +174,7 @@ class StallDetectors(FirstFailures):
             RunError: too many in a row, or the first groups of the run all failed in one way.
             NothingLeftToLearn: every task is mastered.
         """
-        share = Fraction(1, self._groups_in_slot[group.task_name])
+        share = Fraction(1, self._groups_per_pick[group.task_name])
         if group.failure is not None and self._failed is not None:
             self._failed += share
             if self._failed >= FEW_GROUPS:
@@ -222,7 +222,7 @@ class StallDetectors(FirstFailures):
         mastery.ties.setdefault(group.task_name, []).append(fmean(group.rewards))
         if all(
             len(mastery.ties.get(name, [])) >= self._limit * groups
-            for name, groups in self._groups_in_slot.items()
+            for name, groups in self._groups_per_pick.items()
         ):
             words = [
                 f"{name} at reward {fmean(mastery.ties[name]):.4g}, after groups with a learning signal at {total / count:.4g}"

@@ -29,13 +29,12 @@ from torchtitan.experiments.rl.controller.group_runner import (
     TaskSet,
     WorkerRunner,
 )
-from torchtitan.experiments.rl.controller.groups import groups_in_slot
+from torchtitan.experiments.rl.controller.groups import groups_per_pick
 from torchtitan.experiments.rl.controller.ledger import Ledger
-from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.controller.loop import Parts, Schedule, build_loop
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
-from torchtitan.experiments.rl.controller.validation import Validator
 from torchtitan.experiments.rl.envs.renderer import build_renderer
 from torchtitan.experiments.rl.errors import RunError, UserCodeError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
@@ -586,7 +585,7 @@ class Run:
             runner = await self._actors.start_runner(self._tasks)
         replay = GroupReplay(
             config.replay,
-            groups_per_step=context.plan.groups_per_step,
+            rollouts_per_step=config.rollouts_per_step,
             seed=config.seed,
             load=resumed is None,
         )
@@ -600,38 +599,39 @@ class Run:
             if resumed is not None
             else (),
         )
-        slots = {name: groups_in_slot(task) for name, task in tasks.items()}
+        picks = {name: groups_per_pick(task) for name, task in tasks.items()}
         stall, alarm = (
-            StallDetectors(config.max_drops_in_a_row, slots, context.console.note),
+            StallDetectors(config.max_drops_in_a_row, picks, context.console.note),
             mismatch_alarm(config),
         )
         profile = StepProfile(
             config.profile_steps, run_dir=context.run_dir, processes=self.supervisor.processes
         )
         watchers: list[RunEvents] = [stall, alarm, profile, reports]
-        rollouts = RolloutLoop(
+        schedule = Schedule(
+            steps=config.steps,
+            first_step=step + 1,
+            rollouts_per_step=config.rollouts_per_step,
+            max_offpolicy_steps=config.max_offpolicy_steps,
+            validation=config.validation,
+            sleep=config.generator.engine.sleep,
+        )
+        parts = Parts(
             selection=selection,
             runner=runner,
             policy=self._actors.policy,
-            pacer=Pacer(
-                groups_per_step=replay.fresh_groups, max_offpolicy_steps=config.max_offpolicy_steps
-            ),
             batcher=batcher,
-            total_groups=replay.fresh_groups * max(0, config.steps - step),
+            trainer=self._actors.trainer,
+            weights=self._actors.weights,
+            ordered=context.ordered,
             ledger=Ledger(self._files["ledger"]),
             recorder=recorder,
             replay=replay,
-            watchers=watchers,
+            generated_tokens=lambda: self._actors.policy.generated_tokens,
         )
+        loops = build_loop(schedule, parts, watchers=watchers, on_failure=self._fail)
+        rollouts, training, validator = loops.rollouts, loops.training, loops.validator
         self._to_settle.append(("the rollout loop", rollouts.close))
-        validator = Validator(
-            tasks,
-            runner,
-            config.validation,
-            on_failure=self._fail,
-            ordered=context.ordered,
-            recorder=recorder,
-        )
         checkpoints = RunCheckpoints(
             context=context,
             rollouts=rollouts,
@@ -651,20 +651,6 @@ class Run:
             validator.restore(resumed.state.validator, step)
             alarm.restore(resumed.state.mismatch)
             checkpoints.resumed(resumed.checkpoint, step)
-        training = TrainingLoop(
-            steps=config.steps,
-            synchronous=context.synchronous,
-            rollouts=rollouts,
-            batcher=batcher,
-            trainer=self._actors.trainer,
-            weights=self._actors.weights,
-            validator=validator,
-            runner=runner,
-            watchers=watchers,
-            generated_tokens=lambda: self._actors.policy.generated_tokens,
-            first_step=step + 1,
-            sleep=config.generator.engine.sleep,
-        )
         self._to_settle += [("the training loop", training.close), ("the profile", profile.close)]
         if self._failure is not None:  # while this was built
             rollouts.fail(self._failure)

@@ -216,8 +216,13 @@ class Part:
 
 
 class Restarts:
-    def __init__(self, config: SupervisionConfig):
+    def __init__(self, config: SupervisionConfig, clock: Callable[[], float] = time.monotonic):
+        """
+        Args:
+            clock: tells the time in seconds.
+        """
         self.config = config
+        self._clock = clock
         self.counts: Counter[str] = Counter()
         """How often each part was restarted, by its label in metrics."""
         self._spawned: Counter[str] = Counter()
@@ -241,7 +246,7 @@ class Restarts:
         Raises:
             RunError: it may not be restarted.
         """
-        now, allowed = time.monotonic(), self.config.max_restarts
+        now, allowed = self._clock(), self.config.max_restarts
         died = f"{process} died: {cause}"
         deaths_logger.info("%s", died)
         before = [

@@ -99,7 +99,7 @@ def stop() -> list[Event]:
 
 
 class Stopwatch:
-    """Adds up the seconds spent under each name, until the lap is read.
+    """Adds up the seconds spent under each name, until the lap is read. The running event loop tells the time.
 
     Spans of one name add up; spans of different names may overlap, and then each counts its own seconds.
     """
@@ -109,12 +109,13 @@ class Stopwatch:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             with span(name):
                 yield
         finally:  # a span that raised took its time too
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + loop.time() - began
 
     def lap(self) -> dict[str, float]:
         """Seconds per name since the last lap, and a fresh start."""
@@ -125,7 +126,13 @@ class Stopwatch:
 class LoopLag:
     """Sleeps, and measures how late it wakes up. A measurement takes about 10 us of CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+        """Measure nothing before `start`.
+
+        Args:
+            interval_s: seconds between two measurements.
+        """
+        self._interval_s = interval_s
         self._task: asyncio.Task | None = None
         self.lags_s: list[float] = []
         """Of each measurement since the last lap."""
@@ -144,7 +151,8 @@ class LoopLag:
         return longest
 
     async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            before = time.perf_counter()
-            await asyncio.sleep(INTERVAL_S)
-            self.lags_s.append(max(0.0, time.perf_counter() - before - INTERVAL_S))
+            before = loop.time()
+            await asyncio.sleep(self._interval_s)
+            self.lags_s.append(max(0.0, loop.time() - before - self._interval_s))

@@ -1,7 +1,7 @@
 """Replay of finished groups: what was trained on once is trained on again, with the credit it had.
 
-    step 7   32 groups: 24 fresh, 8 of the store
-             the 24 go into the store
+    step 7   256 rollouts: 192 in fresh groups, 64 in groups of the store
+             the fresh groups go into the store
 
 Credit, weights and log-probabilities are those of the time when the group was finished. A replayed token has the loss of a
 fresh one, with ρ = exp(logp - generator_logp) of the log-probability that the generator gave it then. `ExampleReplay`
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 @dataclass(kw_only=True, slots=True)
 class GroupReplayConfig:
     fraction: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Share of a step's groups that are replayed, rounded to whole groups. While fewer are stored, steps are smaller.
+    """Share of a step's rollouts that are replayed, in whole groups. While fewer are stored, steps are smaller.
     0: nothing is stored or replayed."""
     capacity: PositiveInt = 256
     """Groups stored; beyond, the oldest leave."""
@@ -43,24 +43,24 @@ class GroupReplayConfig:
     """Another run's folder, or its rollouts.jsonl.gz: the groups that it trained on are stored before the first step, as if
     version 0 had sampled them."""
 
-    def groups(self, groups_per_step: int) -> int:
-        """Groups of a step that are replayed.
+    def rollouts(self, rollouts_per_step: int) -> int:
+        """Return the number of rollouts of a step that are replayed.
 
         Raises:
             ConfigError: none or all of them, of a fraction above 0.
         """
-        count = round(self.fraction * groups_per_step)
-        if self.fraction and not 0 < count < groups_per_step:
-            cure = f"gives {count} of {groups_per_step} groups a step: a step needs fresh ones and replayed ones"
+        count = round(self.fraction * rollouts_per_step)
+        if self.fraction and not 0 < count < rollouts_per_step:
+            cure = f"gives {count} of {rollouts_per_step} rollouts a step: a step needs fresh ones and replayed ones"
             raise ConfigError("replay.fraction", self.fraction, cure)
         return count
 
-    def validate(self, *, groups_per_step: int) -> None:
+    def validate(self, *, rollouts_per_step: int) -> None:
         """
         Raises:
             ConfigError: fields that do not fit together, or no such file.
         """
-        self.groups(groups_per_step)
+        self.rollouts(rollouts_per_step)
         if self.path is None:
             return
         if not self.fraction:
@@ -88,23 +88,25 @@ class GroupReplay:
     """The store. Deterministic: the same groups, steps and seed give the same replays."""
 
     def __init__(
-        self, config: GroupReplayConfig, *, groups_per_step: int, seed: int, load: bool = True
+        self, config: GroupReplayConfig, *, rollouts_per_step: int, seed: int, load: bool = True
     ):
         """
         Args:
-            groups_per_step: fresh and replayed ones together.
+            rollouts_per_step: fresh and replayed ones together.
             load: begin with what is at ``config.path``.
 
         Raises:
             ConfigError: nothing was recorded there, or nothing of it can be replayed.
         """
         self.config = config
-        self._count, self._seed = config.groups(groups_per_step), seed
+        self._count = config.rollouts(rollouts_per_step)
+        """Number of rollouts of a step that are replayed."""
+        self._seed = seed
         self._stored: dict[str, StoredGroup] = {}
         """By group id, oldest first."""
 
-        self.fresh_groups = groups_per_step - self._count
-        """Groups of a step that are not replayed."""
+        self.fresh_rollouts = rollouts_per_step - self._count
+        """Number of rollouts of a step that are not replayed."""
         if load and config.path is not None:
             logger.info(
                 "%d groups of %s are stored", self._load(recorded_at(config.path)), config.path
@@ -129,17 +131,26 @@ class GroupReplay:
             del self._stored[name]
 
     def draw(self, version: int) -> list[RolloutGroup]:
-        """The replayed groups of the step that trains ``version``: different ones, each with the same chance."""
+        """Return the replayed groups of the step that trains ``version``.
+
+        Different groups are drawn, each with the same chance, until they have the step's share of rollouts. What filters dropped
+        of a group does not count.
+        """
         self._stored = {
             k: entry
             for k, entry in self._stored.items()
             if version - entry.version <= self.config.max_age
         }
         random = np.random.default_rng([self._seed, version])
-        names, groups = list(self._stored), []
-        for place in random.permutation(len(names))[: self._count].tolist():
+        names = list(self._stored)
+        groups: list[RolloutGroup] = []
+        rollouts = 0
+        for place in random.permutation(len(names)).tolist():
+            if rollouts >= self._count:
+                break
             entry = self._stored[names[place]]
             groups.append(_replayed(entry.group))
+            rollouts += len(entry.group.rollouts)
             entry.replays += 1
             if entry.replays >= self.config.most_replays:
                 del self._stored[names[place]]

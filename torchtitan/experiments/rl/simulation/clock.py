@@ -1,25 +1,23 @@
-"""An event loop whose clock jumps to its next timer, all that tells the time or waits made to go by it."""
+"""An event loop whose clock jumps to its next timer.
+
+The loops of a run ask their event loop for the time, so they need nothing else to run in virtual time. The clocks of `time` go on.
+"""
 
 import asyncio
 import selectors
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from torchtitan.experiments.rl.ask.lag import NoLag, use_watch
 from torchtitan.experiments.rl.ask.threads import ThreadCall, WorkerThreads
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.process import trace
 
 T = TypeVar("T")
-LAG_INTERVAL_S = 3600.0
-"""Between two measurements of the event loop's lag, which is always 0: at 10 ms they were most of what there is to simulate."""
 
 
 class Escape(RunError):
-    """Something would take real time, or happen in a thread: a simulated run would not repeat."""
+    """Raised if the loop waits for something outside, or a thread calls into it: a simulated run would not repeat."""
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
@@ -91,44 +89,12 @@ class InlineThread(WorkerThreads):
         return call
 
 
-@contextmanager
-def _going_by(loop: VirtualClockLoop) -> Iterator[None]:
-    """Clocks of this process tell the loop's time; a thread or a sleep raises Escape."""
-
-    def escape(*args: Any) -> NoReturn:
-        raise Escape(
-            f"in virtual time {args[0] if args else 'something'} would sleep, or start a thread"
-        )
-
-    clocks: dict[str, Any] = dict.fromkeys(("monotonic", "perf_counter", "time"), loop.time)
-    patches: list[tuple[Any, str, Any]] = [(time, name, clock) for name, clock in clocks.items()]
-    patches += [
-        (time, "sleep", escape),
-        (threading.Thread, "start", escape),
-        (trace, "INTERVAL_S", LAG_INTERVAL_S),
-    ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
-    try:
-        for owner, name, value in patches:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
-
-
 def run_virtually(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run ``work()`` to its end on a loop of its own, from the time 0 on.
 
     Raises:
-        Escape: it would wait for ever, for real time, or for a thread.
+        Escape: it would wait for ever, or a thread calls into the loop.
     """
-    loop = VirtualClockLoop()
-    asyncio.set_event_loop(loop)
-    use_watch(NoLag(loop))
-    try:
-        with _going_by(loop):
-            return loop.run_until_complete(work())
-    finally:
-        asyncio.set_event_loop(None)
-        loop.close()
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        use_watch(NoLag(runner.get_loop()))
+        return runner.run(work())

@@ -24,24 +24,21 @@ import numpy as np
 
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
-from torchtitan.experiments.rl.config.checks import groups_per_step
 from torchtitan.experiments.rl.config.costs import GPUS_PER_HOST
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner
 from torchtitan.experiments.rl.controller.ledger import Ledger
-from torchtitan.experiments.rl.controller.pacing import Pacer
-from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.controller.loop import Parts, Schedule, build_loop
 from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
 from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
-from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
-from torchtitan.experiments.rl.controller.validation import Validator
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.operations.supervision import Restarts
 from torchtitan.experiments.rl.process.lifetime import Lifetime
+from torchtitan.experiments.rl.process.trace import LoopLag
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
@@ -235,7 +232,9 @@ class SimulatedRun:
             replicas=config.generator.replicas,
         )
         self._random = np.random.default_rng([config.seed, 33])
-        self._restarts = Restarts(config.supervision)
+        self._restarts = Restarts(
+            config.supervision, clock=lambda: asyncio.get_running_loop().time()
+        )
         self._saved: Saved | None = None
         self._events = (
             None if run_dir is None else (run_dir / EVENTS_FILE).open("w", encoding="utf-8")
@@ -349,41 +348,36 @@ class Attempt(RunEvents):
         )
         for entry, _ in [*selection.filters["pre"], *selection.filters["post"]]:
             entry.vocab_size = 1 << 31  # simulated ids are of no vocabulary, and none is rare
-        runner = whole.runner(self._client)
         step, run_dir = (0 if saved is None else saved.step), whole._run_dir
         self._metrics = None
         if run_dir is not None:
             own = MetricsLogger.Config(tensorboard=False, samples=0)
             self._metrics = own.build(run_dir=run_dir, resume_step=step or None)
-        groups = groups_per_step(config)
-        batcher = config.batcher.build()
-        self._rollouts = RolloutLoop(
-            selection=selection,
-            runner=runner,
-            policy=self._client,
-            pacer=Pacer(groups_per_step=groups, max_offpolicy_steps=config.max_offpolicy_steps),
-            batcher=batcher,
-            total_groups=groups * (config.steps - step),
-            ledger=Ledger(None if run_dir is None else run_dir / LEDGER_FILE),
-            recorder=whole._recorder,
-            watchers=[self],
-        )
-        self._training = TrainingLoop(
+        schedule = Schedule(
             steps=config.steps,
-            synchronous=synchronous,
-            rollouts=self._rollouts,
-            batcher=batcher,
-            trainer=self._trainer,
-            weights=self._weights,
-            validator=Validator(
-                dict(self._tasks), runner, config.validation, on_failure=self._fail, ordered=ordered
-            ),
-            runner=runner,
-            watchers=[self],
-            generated_tokens=lambda: self._client.generated_tokens,
             first_step=step + 1,
+            rollouts_per_step=config.rollouts_per_step,
+            max_offpolicy_steps=config.max_offpolicy_steps,
+            validation=config.validation,
             sleep=config.generator.engine.sleep,
         )
+        parts = Parts(
+            selection=selection,
+            runner=whole.runner(self._client),
+            policy=self._client,
+            batcher=config.batcher.build(),
+            trainer=self._trainer,
+            weights=self._weights,
+            ordered=ordered,
+            ledger=Ledger(None if run_dir is None else run_dir / LEDGER_FILE),
+            recorder=whole._recorder,
+            generated_tokens=lambda: self._client.generated_tokens,
+            # Always 0. At the usual 10 ms the measurements were most of what there is to simulate.
+            lag=LoopLag(interval_s=3600.0),
+        )
+        loops = build_loop(schedule, parts, watchers=[self])
+        self._rollouts = loops.rollouts
+        self._training = loops.training
 
     async def run(self) -> float | None:
         """Returns when it died; None at its end."""

@@ -26,8 +26,7 @@ SHORT = 20
 """Steps of a run that is compared with others."""
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "max_offpolicy_steps": lambda value: value + 1,
-    "rollouts_per_step": lambda value: None if value is None else 2 * value,
-    "groups_per_step": lambda value: 2 * value,
+    "rollouts_per_step": lambda value: 2 * value,
     "generator.engine.max_num_seqs": lambda value: 2 * value,
     "generator.weight_update": lambda value: "drain" if value != "drain" else "keep",
     "batcher.rows_per_microbatch": lambda value: 2 * value,
@@ -154,9 +153,7 @@ def sensitivities(setting: Setting, gpus: int) -> list[str]:
         value: Any = None
         with suppress(AttributeError):  # an engine of one's own may have no such field
             value = reduce(getattr, path.split("."), setting.config)
-        if value is not None and not (
-            path == "groups_per_step" and setting.config.rollouts_per_step
-        ):
+        if value is not None:
             tried[f"{path} {value} -> {change(value)}"] = setting.changed(**{path: change(value)})
     base, costs = setting.tried().gpu_hours_per_million, {}
     for name, changed in tried.items():

@@ -119,8 +119,7 @@ def evaluated_config(config: RunConfig, *, tasks: Sequence[str], attempts: int |
             validation_schedule=replace(schedule, every=1, attempts=k, temperature=temperature),
         )
     provision = ProvisionConfig(device=config.provision.device)
-    # Sizes of a step divide by those of the tasks that train; nothing trains here.
-    return replace(config, tasks=chosen, provision=provision, rollouts_per_step=None)
+    return replace(config, tasks=chosen, provision=provision)
 
 
 def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> RunPlan:

@@ -1,7 +1,6 @@
 """One version from the trainer to every generator, and the proof that it arrived."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -189,13 +188,13 @@ class WeightSync:
 
     async def copy_out(self, version: int) -> CopiedOut:
         """Copy the trainer's weights out as ``version``; training may go on when this returns."""
-        started = time.perf_counter()
+        started = asyncio.get_running_loop().time()
         if self._one_buffer:
             await self._hold()
         await ask_each(
             self._ranks, "copy_weights", version, self.canary_token_ids, self._copies is not None
         )
-        return CopiedOut(version=version, seconds=time.perf_counter() - started)
+        return CopiedOut(version=version, seconds=asyncio.get_running_loop().time() - started)
 
     async def update(self, copied: CopiedOut) -> SyncReport:
         """Return when every generator samples with a version that was copied out.
@@ -205,11 +204,11 @@ class WeightSync:
         """
         version = copied.version
         async with self._the_update():
-            started, fetched = time.perf_counter(), 0.0
+            started, fetched = asyncio.get_running_loop().time(), 0.0
 
             async def load() -> dict[int, WeightReceipt]:
                 nonlocal fetched
-                fetched = time.perf_counter()
+                fetched = asyncio.get_running_loop().time()
                 return await self._generators.update_weights(version, self.canary_token_ids)
 
             with trace.span(
@@ -221,7 +220,7 @@ class WeightSync:
             self._fingerprint, self._canary = proof
             for replica, receipt in receipts.items():
                 self._check_receipt(replica, version, receipt)
-            loaded = time.perf_counter()
+            loaded = asyncio.get_running_loop().time()
             self._version, self._published = version, True
         canaries = {replica: receipt.canary_logprobs for replica, receipt in receipts.items()}
         return SyncReport(

@@ -1,0 +1,55 @@
+"""The loops of a run, built as a run builds them, from the tests' own tasks and policy."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchtitan.experiments.rl.ask.ordered import OrderedCalls
+from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.controller.events import RunEvents
+from torchtitan.experiments.rl.controller.group_runner import LocalRunner
+from torchtitan.experiments.rl.controller.ledger import Ledger
+from torchtitan.experiments.rl.controller.loop import Loops, Parts, Schedule, build_loop
+from torchtitan.experiments.rl.controller.selection import Selection
+from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
+
+
+def loops_of(
+    *tasks: Any,
+    policy: Any,
+    schedule: Schedule,
+    row_length: int,
+    filters: Sequence[Any] = (),
+    post_filters: Sequence[Any] = (),
+    watchers: Sequence[RunEvents] = (),
+    trainer: Any = None,
+    weights: Any = None,
+    validator: Any = None,
+    **parts: Any,
+) -> Loops:
+    """Build the loops of tasks that the mix picks in turn. Filters are given by their configs."""
+    selection = Selection(
+        OrderedCalls(),
+        tasks={task.name: task for task in tasks},
+        mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0 for task in tasks}),
+        pre_batch_filters=[entry.build() for entry in filters],
+        post_batch_filters=[entry.build() for entry in post_filters],
+    )
+    given = Parts(
+        selection=selection,
+        runner=LocalRunner(policy, seed=0),
+        policy=policy,
+        batcher=Batcher.Config(row_length=row_length).build(),
+        trainer=trainer,
+        weights=weights,
+        ordered=OrderedCalls(),
+        ledger=Ledger(),
+        **parts,
+    )
+    return build_loop(schedule, given, watchers=watchers, validator=validator or _NoEvaluations())
+
+
+class _NoEvaluations:
+    """Validator of tasks that have no validation set."""
+
+    async def close(self) -> None:
+        pass
