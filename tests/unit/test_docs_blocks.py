@@ -205,7 +205,7 @@ def test_the_demonstrations_shown_are_a_task_that_is_checked(shown_files):
     message = {"role": "user", "content": "6 * 7?"}, {"role": "assistant", "content": "42"}
     Path("chats.jsonl").write_text(json.dumps({"messages": message}) + "\n")
     check(config)
-    trial.build_tasks(config)
+    trial.build_tasks(config, trial.read_policy_tokenizer(config))
     assert list(config.tasks) == ["chats"]
 
 
@@ -271,7 +271,7 @@ def test_a_reward_function_of_trl_is_wrapped_as_shown(shown_files):
     config = rl_questions_qwen3_debug()
     config.tasks = {"mine": question_task("mine.jsonl", contains)}
     check(config)
-    trial.build_tasks(config)
+    trial.build_tasks(config, trial.read_policy_tokenizer(config))
 
 
 def test_every_link_within_the_docs_leads_to_a_page_and_its_heading():

@@ -663,11 +663,12 @@ TEXTS = (
 """What tokenizers divide differently."""
 
 
-def check_teachers(config: RunConfig, *, ask_servers: bool) -> None:
+def check_teachers(config: RunConfig, tokenizer: Any, *, ask_servers: bool) -> None:
     """Compare the tokenizer of every model that an algorithm names with the policy's. Judges are asked in messages: theirs may
     be any. A folder that is not there is another check's.
 
     Args:
+        tokenizer: of the policy.
         ask_servers: a server that does not answer, or can't be asked for tokens, is passed over.
 
     Raises:
@@ -683,11 +684,8 @@ def check_teachers(config: RunConfig, *, ask_servers: bool) -> None:
                 check_served_tokenizer(reference, f"{field}.base_url", policy, cure=cure)
             elif isinstance(reference, HostedModel) and Path(reference.path).is_dir():
                 with user_code(f"{field}.path", reference.path, "its tokenizer can't be loaded"):
-                    theirs, ours = (
-                        AutoTokenizer.from_pretrained(path, local_files_only=True)
-                        for path in (reference.path, policy)
-                    )
-                if (found := difference(theirs, ours)) is not None:
+                    theirs = AutoTokenizer.from_pretrained(reference.path, local_files_only=True)
+                if (found := difference(theirs, tokenizer)) is not None:
                     raise ConfigError(
                         f"{field}.path", reference.path, f"its tokenizer {found}; {cure}"
                     )

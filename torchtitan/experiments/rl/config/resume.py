@@ -29,7 +29,6 @@ from torchtitan.experiments.rl.checkpointing.folder import (
 from torchtitan.experiments.rl.compat.torch import check_pickles
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.command_line import Command
-from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.run_folder import (
     CONFIG_FILE,
@@ -137,22 +136,6 @@ def _qualified_name(value: Any) -> str:
 
 RESUME, INIT_FROM = "--resume", "--init-from"
 AUTO = "auto"
-
-
-@dataclass(slots=True)
-class Start:
-    """What a run starts from, all of it checked."""
-
-    run_dir: str = ""
-    resume_from: Path | None = None
-    """A checkpoint of the run in ``run_dir``."""
-    init_from: Path | None = None
-    """A checkpoint of another run, whose weights this one begins with."""
-    plan: RunPlan | None = None
-    script: str | None = None
-    """What a scheduler gets: it runs the command then. None: this process runs it."""
-    lock: BinaryIO | None = None
-    """Open while the run folder is this process's."""
 
 
 @dataclass(slots=True)
