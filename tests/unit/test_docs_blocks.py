@@ -17,7 +17,8 @@ from scripts import gpu_smoke
 from torchtitan.experiments.rl import export, script, simulate
 from torchtitan.experiments.rl.config import trial
 from torchtitan.experiments.rl.config.checks import check
-from torchtitan.experiments.rl.config.command_line import load_config, option_paths, parse_command
+from torchtitan.experiments.rl.config.command_line import load_config, parse_command
+from torchtitan.experiments.rl.config.options import option_paths
 from torchtitan.experiments.rl.config_registry import rl_math_qwen3, rl_questions_qwen3_debug
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.observability import rollouts

@@ -5,9 +5,7 @@ import contextlib
 import difflib
 import importlib
 import inspect
-import io
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import tyro
-
-from torchtitan.experiments.rl.bounds import walk
 from torchtitan.experiments.rl.config.hub import adapter_folder, command_of_run, model_folder
-from torchtitan.experiments.rl.errors import (
-    ConfigError,
-    MissingError,
-    UnknownOption,
-    cause_of,
-    user_code,
-)
+from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
 from torchtitan.experiments.rl.observability.console import typed_command
 from torchtitan.experiments.rl.process.setup import add_import_folder
 
@@ -380,11 +369,11 @@ def load_config(command: Command) -> Any:
         code = functions[name].__code__
         cure = f"the config function ({code.co_filename}:{code.co_firstlineno}) returned a {type(config).__name__}"
         raise ConfigError("--config", name, f"{cure}; return a RunConfig")
+    from torchtitan.experiments.rl.config.options import override
     from torchtitan.experiments.rl.config.overrides import take_named_parts
 
     command.whole_model_rate = None if config.trainer.lora else config.trainer.optimizer.lr
-    words = take_named_parts(config, overrides)
-    config = _override(config, words) if words else config
+    config = override(config, take_named_parts(config, overrides))
     for task in config.tasks.values() if isinstance(config.tasks, dict) else ():
         if getattr(task, "validation", ...) is None and isinstance(task.dataset, Dataset.Config):
             task.validation = task.dataset.rest()
@@ -421,91 +410,3 @@ def _import(name: str) -> ModuleType:
         raise ConfigError(
             "--module", name, "no such module; is its folder on PYTHONPATH?"
         ) from None
-
-
-def _override(config: Any, overrides: list[str]) -> Any:
-    from torchtitan.experiments.rl.config.overrides import flags_as_options, registry_with_bounds
-
-    errors = io.StringIO()
-    overrides = flags_as_options(config, overrides)
-    try:
-        with contextlib.redirect_stderr(errors):
-            return tyro.cli(
-                type(config),
-                default=config,
-                args=overrides,
-                prog="python -m torchtitan.experiments.rl.grpo --config NAME",
-                # Else a field that may be None becomes a subcommand; so it stays what the config made it, with options.
-                config=(tyro.conf.AvoidSubcommands,),
-                registry=registry_with_bounds(),
-            )
-    except SystemExit as end:
-        if end.code in (0, None):  # --help
-            raise
-        raise _refused_overrides(config, overrides, error_message(errors.getvalue())) from None
-    except Exception as error:  # tyro's own, of a config whose fields it can't make options of
-        raise ConfigError(
-            "overrides", " ".join(overrides), f"can't be applied to this config: {cause_of(error)}"
-        ) from error
-
-
-def _refused_overrides(config: Any, overrides: list[str], message: str) -> ConfigError:
-    """Return the error about overrides that tyro refuses with ``message``."""
-    from torchtitan.experiments.rl.config.overrides import options_inside
-
-    refused, _, guess = message.partition("; perhaps you meant ")
-    words = refused.removeprefix("Unrecognized options: ").split(", ")
-    unknown = [word.partition("=")[0] for word in words if word.startswith("--")]
-    if words != [refused] and unknown:
-        near = [f"--{path}" for option in unknown if (path := _nearest_option(config, option))]
-        if near == unknown:
-            return ConfigError(", ".join(unknown), "", "it wants a value")
-        meant = ", ".join(near or filter(None, [guess]))
-        cure = f"perhaps you meant {meant}" if meant else ""
-        return UnknownOption(", ".join(unknown), " ".join(overrides), cure)
-    fixed = re.match(r"Argument (--\S+) is fixed to .* accept the value '(.*)'\.", message)
-    if fixed is not None and (inside := options_inside(config, fixed[1].removeprefix("--"))):
-        return ConfigError(fixed[1], fixed[2], f"it is set by its fields: {', '.join(inside)}")
-    return ConfigError("overrides", " ".join(overrides), message)
-
-
-def _nearest_option(config: Any, option: str) -> str | None:
-    """Return the field that an unknown option probably means: one of a like path, else one of a like name.
-
-    tyro's own guess for --step is --groups-per-step.
-    """
-    option = option.removeprefix("--").replace("_", "-")
-    paths = {path: path for path in option_paths(config)}
-    ends = {path.rpartition(".")[2]: path for path in reversed(paths)}
-    for word, known in ((option, paths), (option.rpartition(".")[2], ends)):
-        for near in difflib.get_close_matches(word, known, n=1, cutoff=0.8):
-            return known[near]
-    return None
-
-
-def option_paths(config: Any) -> list[str]:
-    """Of every field, as the command line writes it."""
-    return [path.replace("_", "-") for path, *_ in walk(config) if path and "[" not in path]
-
-
-def error_message(printed: str) -> str:
-    """The sentence in the box that tyro 1.0.17 prints about a wrong command line, and what tyro thinks was meant.
-
-    With ``console_outputs=False`` it prints nothing, and its hook for errors is private, so the text is read.
-    """
-    lines = [line.strip().strip("│").strip() for line in printed.splitlines()]
-    if not lines[0].startswith(
-        "╭"
-    ):  # no UTF-8 here: a blank for the border, and a rule under the title
-        lines = lines[next(i for i, line in enumerate(lines) if _is_rule(line)) + 1 :]
-    lines = [line for line in lines if line and not line.startswith(("╭", "╰"))]
-    end = next((i for i, line in enumerate(lines) if _is_rule(line)), len(lines))
-    message = " ".join(lines[:end])
-    for i, line in enumerate(lines):
-        if line.startswith("Perhaps you meant") and i + 1 < len(lines):
-            return f"{message}; perhaps you meant {lines[i + 1].split()[0]}"
-    return message
-
-
-def _is_rule(line: str) -> bool:
-    return len(line) > 1 and set(line) <= set("─-")

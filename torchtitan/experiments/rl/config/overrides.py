@@ -6,8 +6,8 @@ By its place, where it is yours: ``--tasks.sums.rubric my_rewards.py:exact``. Th
 name in it: a class with a Config that fits the field, or, for a rubric, reward functions, several of them with commas between;
 for any other field that takes a function, one. Data is named by its file: ``--tasks.sums.validation held_out.jsonl``.
 
-Options that set fields of the part follow as for any other, and make a part that the config leaves out. tyro, which reads
-these, knows only what the config already holds.
+Options that set fields of the part follow as for any other, and make a part that the config leaves out. ``config/options.py``
+reads these: it knows what the config holds by then.
 """
 
 import dataclasses
@@ -15,36 +15,18 @@ import importlib
 import inspect
 import re
 import sys
-import types
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Union, get_args, get_origin
-
-from tyro.conf import Fixed, arg
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    StructConstructorSpec,
-    StructFieldSpec,
-    StructTypeInfo,
-)
+from typing import Any, get_args, get_origin
 
 import torchtitan.experiments.rl.data.difficulty_pool
 import torchtitan.experiments.rl.data.replay
 import torchtitan.experiments.rl.rollouts.filters  # noqa: F401 - each defines parts that no config may have named yet
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms import Algorithm
-from torchtitan.experiments.rl.bounds import (
-    bounds_said,
-    declared,
-    field_annotations,
-    is_union,
-    walk,
-)
-from torchtitan.experiments.rl.compat.torchtitan import built_class
+from torchtitan.experiments.rl.bounds import declared, field_annotations
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.data.task_mix import TaskMix
@@ -172,7 +154,7 @@ def _like(word: str, names: Collection[str]) -> str | None:
 
 
 def _choose(place: _Place) -> bool:
-    """Put the part that is given in its place. False: it is for tyro to read."""
+    """Put the part that is given in its place. False: it is a field's value."""
     kind, held, given = place.type, place.value, place.given
     if isinstance(held, list):
         kinds = [kind for kind in get_args(kind) if inspect.isclass(kind)]
@@ -319,6 +301,15 @@ def parts_that_fit(config_class: type[Any]) -> dict[str, type[Any]]:
     }
 
 
+def names_of_parts(annotation: Any) -> list[str]:
+    """Return the names of the library's parts that a field may hold, one of them or a list; empty where it holds no part."""
+    kind = declared(annotation).type
+    kinds = get_args(kind) if get_origin(kind) is list else (kind,)
+    if len(kinds) != 1 or not inspect.isclass(kinds[0]):
+        return []
+    return list(parts_that_fit(kinds[0]))
+
+
 def part_named(name: str, parts: dict[str, type[Any]]) -> type[Any] | None:
     return next((part for known, part in parts.items() if _plain(known) == _plain(name)), None)
 
@@ -335,141 +326,3 @@ def _with_subclasses(base: type[Any]) -> Iterator[type[Any]]:
     yield base
     for kind in base.__subclasses__():
         yield from _with_subclasses(kind)
-
-
-def flags_as_options(config: Any, words: list[str]) -> list[str]:
-    """Write ``--field True`` and ``--field False`` as tyro reads them: ``--field`` and ``--no-field``.
-
-    Raises:
-        ConfigError: another word follows a field that is True or False.
-    """
-    flags = {
-        _option_path(path)
-        for path, _, annotation in walk(config)
-        if declared(annotation).type is bool
-    }
-    written, rest = list[str](), list(words)
-    while rest:
-        word = rest.pop(0)
-        option, equals, value = word.partition("=")
-        path = option.removeprefix("--").replace("_", "-")
-        valued = bool(equals) or bool(rest and not rest[0].startswith("-"))
-        if path not in flags or not option.startswith("--") or not valued:
-            written.append(word)
-            continue
-        value = value if equals else rest.pop(0)
-        if value.lower() not in ("true", "false"):
-            raise ConfigError(path, value, "must be True or False")
-        holder, dot, name = path.rpartition(".")
-        written.append(f"--{path}" if value.lower() == "true" else f"--{holder}{dot}no-{name}")
-    return written
-
-
-def _option_path(path: str) -> str:
-    """Return the option of a field: ``post-batch-filters.0.mode`` of ``post_batch_filters[0].mode``."""
-    return re.sub(r"\[(\d+)\]", r".\1", path).replace("_", "-")
-
-
-_KEY = re.compile(r"\w[\w.-]*")
-"""Keys of a dict that can stand in an option."""
-_LEFT_OUT = (
-    Fixed,
-    arg(help_behavior_hint="(is set in a config function)"),
-    # tyro reads no constructor of the value's class, for options, beside a rule of its own.
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="",
-        instance_from_str=str,
-        is_instance=lambda _: True,
-        str_from_instance=lambda value: [str(value)],
-    ),
-)
-
-
-def registry_with_bounds() -> ConstructorRegistry:
-    """tyro's rules, and one that adds bounds to an option's help and leaves out what no words can say. How a word becomes a
-    value stays the same."""
-    registry = ConstructorRegistry()
-    asking = False
-
-    @registry.struct_rule
-    def options_with_bounds(info: StructTypeInfo) -> StructConstructorSpec | None:
-        nonlocal asking
-        if asking:
-            return None
-        asking = True  # the rule steps aside, so that tyro's own answers
-        try:
-            spec = ConstructorRegistry.get_struct_spec(info)
-        finally:
-            asking = False
-        if not isinstance(spec, StructConstructorSpec):
-            return None
-        annotations = field_annotations(info.type) if dataclasses.is_dataclass(info.type) else {}
-        fields = []
-        for entry in spec.fields:
-            annotation = annotations.get(entry.name, entry.type)
-            text = entry.helptext
-            if not annotations and dataclasses.is_dataclass(entry.default):
-                # The box of an entry of a list has its place alone for a title.
-                text = f"{built_class(entry.default).__name__}."
-            said = _in_our_words(text, bounds_said(annotation))
-            fields.append(
-                dataclasses.replace(entry, type=_option_type(annotation, entry), helptext=said)
-            )
-        return dataclasses.replace(spec, fields=tuple(fields))
-
-    return registry
-
-
-def _option_type(annotation: Any, entry: StructFieldSpec) -> Any:
-    """The annotation as tyro reads it, less what no words can say."""
-    if _has_options(entry.default) or _read_from_words(annotation) is not None:
-        return annotation
-    plain = declared(annotation).type
-    said = [
-        option
-        for option in get_args(plain)
-        if option is not types.NoneType and _read_from_words(option) is not None
-    ]
-    annotated: Any = Annotated  # a type made at run time, which no type checker can follow
-    spec = _read_from_words(Union[tuple(said)]) if is_union(plain) and said else None  # noqa: UP007 - of a list of types
-    if spec is None:
-        return annotated[(Any, *_LEFT_OUT)]
-    # What the field holds may be of a type that can't be said.
-    return annotated[
-        Any,
-        dataclasses.replace(
-            spec, is_instance=lambda _: True, str_from_instance=lambda value: [_text(value)]
-        ),
-    ]
-
-
-def _in_our_words(
-    text: str | Callable[[], str | None] | None, bounds: str
-) -> Callable[[], str | None]:
-    """A field's help, and its bounds. torchtitan's own help names an option of its trainer."""
-
-    def read() -> str | None:
-        found = (text() if callable(text) else text) or ""
-        said = [found.replace("training.steps", "steps"), bounds and f"({bounds})"]
-        return " ".join(filter(None, said)) or None
-
-    return read
-
-
-def _has_options(value: Any) -> bool:
-    """Whether tyro looks inside the value for options."""
-    if isinstance(value, dict):
-        return bool(value) and all(isinstance(key, str) and _KEY.fullmatch(key) for key in value)
-    if isinstance(value, list | tuple):
-        return any(map(_has_options, value))
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _text(value: Any) -> str:
-    return str(value) if isinstance(value, str | int | float | None) else type(value).__name__
-
-
-def _read_from_words(annotation: Any) -> PrimitiveConstructorSpec | None:
-    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(annotation, set()))
-    return spec if isinstance(spec, PrimitiveConstructorSpec) else None
