@@ -130,7 +130,8 @@ def call_part(where: str, part: Any, method: str, *arguments: Any, **named: Any)
 def check_adapters(config: RunConfig) -> None:
     """
     Raises:
-        ConfigError: the engine can't serve them, or some tasks name one and nothing trains it, or others name none.
+        ConfigError: the engine can't serve them, or some tasks name one and nothing trains it, or
+            others name none.
     """
     for rank in config.served.values():
         config.generator.engine.check_adapter(rank)
@@ -147,7 +148,7 @@ def check_adapters(config: RunConfig) -> None:
         raise ConfigError(f"tasks.{unnamed}.adapter", "", cure)
     if not config.served:
         raise ConfigError(
-            "generator.adapter",
+            "trainer.lora.serve",
             "merged",
             "there would be a whole model for each adapter that tasks name: serve them",
         )
@@ -183,29 +184,19 @@ def check_relations(config: RunConfig) -> None:
         ConfigError: by the first such field.
     """
     trainer = config.trainer
-    if trainer.async_tensor_parallel:
+    compiled = trainer.compile
+    if compiled is not None and compiled.async_tensor_parallel:
         cure = (
             "set it to False: torch exchanges through memory that ranks name by their device's index, "
             "and each trainer process sees one GPU of its host, as index 0"
         )
-        raise ConfigError("trainer.async_tensor_parallel", True, cure)
-    if trainer.float8 != "off":
-        if not trainer.compile:
-            raise ConfigError(
-                "trainer.float8",
-                trainer.float8,
-                "is slower than without, uncompiled: set trainer.compile",
-            )
-        if trainer.lora is not None:
-            raise ConfigError(
-                "trainer.float8", trainer.float8, 'is not tried with trainer.lora: set it to "off"'
-            )
-    if trainer.compile and trainer.parallelism.context_parallel_degree > 1:
-        raise ConfigError(
-            "trainer.compile",
-            True,
-            "set it to False: with context_parallel_degree above 1 it is not tried",
-        )
+        raise ConfigError("trainer.compile.async_tensor_parallel", True, cure)
+    if compiled is not None and compiled.float8 != "off" and trainer.lora is not None:
+        cure = 'is not tried with trainer.lora: set it to "off"'
+        raise ConfigError("trainer.compile.float8", compiled.float8, cure)
+    if compiled is not None and trainer.parallelism.context_parallel_degree > 1:
+        cure = "set it to None: with context_parallel_degree above 1 it is not tried"
+        raise ConfigError("trainer.compile", compiled, cure)
     profiled_steps(config.profile_steps)
     first, second = trainer.optimizer.betas
     if first > second:
@@ -295,7 +286,8 @@ def check_hosted_model(model: HostedModel, *, field: str) -> None:
     """A folder that an engine can serve. Of a family that the trainer knows too, the weights' shapes are compared.
 
     Raises:
-        ConfigError: config.json or the weights can't be read, are of different models, or the engine can't serve the model.
+        ConfigError: config.json or the weights can't be read, are of different models, or the
+            engine can't serve the model.
     """
     path_field = f"{field}.path"
     hub = HubConfig.read(model.path, field=path_field)
@@ -307,8 +299,8 @@ def check_hosted_model(model: HostedModel, *, field: str) -> None:
 
 
 def split_of(config: RunConfig, gpus: int, *, gpu_gib: float) -> list[str]:
-    """Overrides that divide ``gpus`` between trainer ranks and generator replicas so that the slower side of a step costs
-    least, by the cost model. Degrees of parallelism stay.
+    """Overrides that divide ``gpus`` between trainer ranks and generator replicas so that the
+    slower side of a step costs least, by the cost model. Degrees of parallelism stay.
 
     Args:
         gpu_gib: memory of each.
@@ -403,7 +395,8 @@ def plan_run(
         available: cores or GPUs to plan with, instead of this host's.
 
     Raises:
-        ConfigError: the model can't be read, an engine can't serve its model, or the host has too few cores or GPUs.
+        ConfigError: the model can't be read, an engine can't serve its model, or the host has too
+            few cores or GPUs.
     """
     device = device or config.provision.resolve()
     decoder = decoder_config(
@@ -415,9 +408,9 @@ def plan_run(
         cure = f"the model has {positions} positions; choose at most that, or divide rows by context_parallel_degree"
         raise ConfigError("batcher.row_length", config.batcher.row_length, cure)
     parallelism.check_model(decoder, field="trainer.parallelism", ranks=trainer.ranks)
-    if trainer.compile and device == "cpu":
-        cure = "on a CPU each step would compile again, for where its rows' sequences end: set it to False"
-        raise ConfigError("trainer.compile", True, cure)
+    if trainer.compile is not None and device == "cpu":
+        why = "on a CPU each step would compile again, for where its rows' sequences end"
+        raise ConfigError("trainer.compile", trainer.compile, f"{why}: set it to None")
     if trainer.enable_cpu_offload and device == "cpu":
         raise ConfigError(
             "trainer.enable_cpu_offload",
@@ -436,7 +429,7 @@ def plan_run(
     parameters = sizes.parameters
     if config.served and device == "cpu" and sizes.experts > 1:
         cure = "set it to merged: with adapters vLLM computes experts by Triton's kernels, which need a GPU"
-        raise ConfigError("generator.adapter", "served", cure)
+        raise ConfigError("trainer.lora.serve", "served", cure)
     known, placement = place_on_fewest(config, device, parameters=parameters, available=available)
     if device == "cpu":
         cores = len(os.sched_getaffinity(0)) if known is None else min(map(len, known))
@@ -532,7 +525,8 @@ def check_engine_fits(
         positions: longest sequence of the model, where more is known than config.json says.
 
     Raises:
-        ConfigError: the engine's ``max_model_len`` or ``tensor_parallel_degree``, which the model can't have.
+        ConfigError: the engine's ``max_model_len`` or ``tensor_parallel_degree``, which the model
+            can't have.
     """
     if positions is None:
         positions = next((value for name in _POSITIONS if (value := _size(hub, name))), None)
@@ -557,7 +551,8 @@ def check_cores(engine: EngineConfig, cores: int, *, field: str) -> None:
         cores: of this host.
 
     Raises:
-        ConfigError: the engine's ``tensor_parallel_degree``: processes that wait for each other on one core hardly go on.
+        ConfigError: the engine's ``tensor_parallel_degree``: processes that wait for each other on
+            one core hardly go on.
     """
     if engine.tensor_parallel_degree > cores:
         cure = f"each part needs a CPU core, and there are {cores} here; choose at most {cores}"
@@ -591,8 +586,8 @@ def _size(hub: HubConfig, name: str) -> int | None:
 
 
 def check_loss(config: RunConfig) -> None:
-    """Refuse corrections that don't fit together, credit to be normalised over the step where nothing does it, and a filter
-    that takes part of such credit away.
+    """Refuse corrections that don't fit together, credit to be normalised over the step where
+    nothing does it, and a filter that takes part of such credit away.
 
     Raises:
         ConfigError: by field, value and cure.
@@ -664,8 +659,8 @@ TEXTS = (
 
 
 def check_teachers(config: RunConfig, tokenizer: Any, *, ask_servers: bool) -> None:
-    """Compare the tokenizer of every model that an algorithm names with the policy's. Judges are asked in messages: theirs may
-    be any. A folder that is not there is another check's.
+    """Compare the tokenizer of every model that an algorithm names with the policy's. Judges are
+    asked in messages: theirs may be any. A folder that is not there is another check's.
 
     Args:
         tokenizer: of the policy.

@@ -31,12 +31,13 @@ DESCRIPTORS_PER_PROCESS = 64
 PROBE_BYTES = 64 * 2**20
 """Written to learn how fast a disk is."""
 SHARED_MEMORY_PER_ENGINE = 64 * 2**20
-"""Of an engine with several processes, which talk through shared memory. A write beyond its end kills the process."""
+"""Of an engine with several processes, which talk through shared memory. A write beyond its end
+kills the process."""
 
 
 def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
-    """Halve ``batcher.rows_per_microbatch`` of the plan's config until a run that is all on this host, on CPU, fits its free
-    memory. The samples that it trains on stay the same.
+    """Halve ``batcher.rows_per_microbatch`` of the plan's config until a run that is all on this
+    host, on CPU, fits its free memory. The samples that it trains on stay the same.
 
     Returns:
         The plan, and a line for people on what was chosen; None where the config's rows fit.
@@ -83,8 +84,8 @@ def _run_gib(plan: RunPlan) -> float:
 
 
 def checkpoint_seconds(plan: RunPlan, folder: str) -> float | None:
-    """About how long a checkpoint of this run takes in ``folder``: a file is written, synced, read and digested there, as its
-    files will be. None: it is small, or the folder can't be written.
+    """About how long a checkpoint of this run takes in ``folder``: a file is written, synced, read
+    and digested there, as its files will be. None: it is small, or the folder can't be written.
     """
     if plan.checkpoint_gib < 1:
         return None
@@ -145,18 +146,18 @@ def lacks(
             yield MissingError(field, folder, cure)
     if (lack := job_lacks(plan)) is not None:
         yield lack
-    if here and (recipe := plan.config.trainer.float8) != "off":
+    compiled = plan.config.trainer.compile
+    if here and compiled is not None and compiled.float8 != "off":
         if (
             plan.device == "cpu"
             or torch.cuda.is_available()
             and torch.cuda.get_device_capability() < (8, 9)
         ):
             cure = 'needs GPUs of capability 8.9 and above (H100, B200): set it to "off"'
-            yield MissingError("trainer.float8", recipe, cure)
+            yield MissingError("trainer.compile.float8", compiled.float8, cure)
         elif find_spec("torchao") is None:
-            yield MissingError(
-                "trainer.float8", recipe, "needs torchao: pip install torchao==0.18.0"
-            )
+            cure = "needs torchao: pip install torchao==0.18.0"
+            yield MissingError("trainer.compile.float8", compiled.float8, cure)
     if here and plan.device == "cuda":
         total_gib = memory_gib()[1]
         if (cause := memory_lacks(host_memory(plan, plan.placement)[0], total_gib)) is not None:
@@ -165,7 +166,8 @@ def lacks(
 
 
 def memory_warning(plan: RunPlan) -> str | None:
-    """Return a warning if other programs have memory that a run on this host's GPUs needs, or None."""
+    """Return a warning if other programs have memory that a run on this host's GPUs needs, or
+    None."""
     free, total = memory_gib()
     needed = host_memory(plan, plan.placement)[0]
     if not free < needed.total / GIB <= total:
@@ -187,7 +189,8 @@ def memory_lacks(needed: HostMemory, total_gib: float) -> str | None:
 
 
 def job_lacks(plan: RunPlan) -> MissingError | None:
-    """Return the memory that the config's job asks for, if it is less than a host needs, or None."""
+    """Return the memory that the config's job asks for, if it is less than a host needs, or
+    None."""
     asked = plan.config.provision.job.memory
     if asked is None or plan.device == "cpu":
         return None

@@ -51,6 +51,12 @@ _METAVARS: dict[Any, str] = {
 _SEVERAL = (list, tuple, set, frozenset)
 _KEY = re.compile(r"\w[\w.-]*")
 """Keys of a dict that can stand in an option."""
+_MOVED = {
+    "generator.adapter": "trainer.lora.serve",
+    "trainer.async-tensor-parallel": "trainer.compile.async-tensor-parallel",
+    "trainer.float8": "trainer.compile.float8",
+}
+"""Options that have another name now, by the name that they had."""
 _WIDTH = 118
 """Columns of the help."""
 
@@ -125,7 +131,11 @@ def override(config: Any, words: Sequence[str]) -> Any:
             cure = f"it is set by its fields: {', '.join(inside)}"
             if not values:
                 cure = f"it wants a value, or {cure.removeprefix('it ')}"
+            if options_inside(config, name):
+                cure += f"; {word} alone takes their defaults"
             raise ConfigError(word, " ".join(values), cure)
+        elif name in _MOVED:
+            raise ConfigError(word, " ".join(values), f"is --{_MOVED[name]} now")
         else:
             unknown.append(word)
     if unknown:

@@ -1,13 +1,15 @@
 """Parts of a config that the command line names.
 
-By a short name, where the library has it: ``--tasks.sums.algorithm max_rl``, ``--trainer.loss.rl ppo_clip``,
-``--provision.job slurm``; a list with commas between, or empty: ``--pre-batch-filters zero_advantage,repetition``, or ``[]``.
-By its place, where it is yours: ``--tasks.sums.rubric my_rewards.py:exact``. The place is a file or a module, a colon, and a
-name in it: a class with a Config that fits the field, or, for a rubric, reward functions, several of them with commas between;
-for any other field that takes a function, one. Data is named by its file: ``--tasks.sums.validation held_out.jsonl``.
+By a short name, where the library has it: ``--tasks.sums.algorithm max_rl``, ``--trainer.loss.rl
+ppo_clip``, ``--provision.job slurm``; a list with commas between, or empty: ``--pre-batch-filters
+zero_advantage,repetition``, or ``[]``. By its place, where it is yours: ``--tasks.sums.rubric
+my_rewards.py:exact``. The place is a file or a module, a colon, and a name in it: a class with a
+Config that fits the field, or, for a rubric, reward functions, several of them with commas between;
+for any other field that takes a function, one. Data is named by its file: ``--tasks.sums.validation
+held_out.jsonl``.
 
-Options that set fields of the part follow as for any other, and make a part that the config leaves out. ``config/options.py``
-reads these: it knows what the config holds by then.
+Options that set fields of the part follow as for any other, and make a part that the config leaves
+out. ``config/options.py`` reads these: it knows what the config holds by then.
 """
 
 import dataclasses
@@ -15,6 +17,7 @@ import importlib
 import inspect
 import re
 import sys
+import types
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,16 +48,34 @@ def take_named_parts(config: Any, overrides: list[str]) -> list[str]:
     Raises:
         ConfigError: there is no such file, module or name, or what is there does not fit the field.
     """
-    left, words = [], list(overrides)
+    left: list[str] = []
+    words = list(overrides)
     while words:
-        option, equals, value = (word := words.pop(0)).partition("=")
+        word = words.pop(0)
+        option, equals, value = word.partition("=")
         given = value if equals else next(iter(words), "-")
+        valued = not given.startswith("-")
         place = _find(config, option.removeprefix("--"), given) if option.startswith("--") else None
-        if place is None or given.startswith("-") or not _choose(place):
+        if place is None or not (_choose(place) if valued else place.make()):
             left.append(word)
-        elif not equals:
+            continue
+        if valued and not equals:
             words.pop(0)
+        if place.value is None:
+            left = _outside(place.field, left)
     return left
+
+
+def _outside(field: str, words: list[str]) -> list[str]:
+    """Return the words less those that set fields of a part which a later word takes out."""
+    kept: list[str] = []
+    inside = False
+    for word in words:
+        if word.startswith("--"):
+            inside = word.replace("_", "-").startswith(f"--{field.replace('_', '-')}.")
+        if not inside:
+            kept.append(word)
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +113,20 @@ class _Place:
         return None if holder is dict else declared(field_annotations(holder).get(self.key)).type
 
     @property
+    def optional_kind(self) -> Any:
+        """Class of the one part that the field may hold or leave out; None where it is no such field."""
+        kinds = [kind for kind in get_args(self.type) if dataclasses.is_dataclass(kind)]
+        may_be_left_out = types.NoneType in get_args(self.type)
+        return kinds[0] if len(kinds) == 1 and may_be_left_out and not self.is_data else None
+
+    def make(self) -> bool:
+        """Put in the part with its defaults, if the field may leave it out and does; its option has no value."""
+        kind = self.optional_kind
+        if kind is not None and self.value is None:
+            self.put(kind())
+        return kind is not None
+
+    @property
     def is_data(self) -> bool:
         return isinstance(self.holder, Task.Config) and self.key in ("dataset", "validation")
 
@@ -101,8 +136,8 @@ class _Place:
 
 
 def _find(config: Any, field: str, given: str) -> _Place | None:
-    """The place of a part by its option; None where there is no part. A part that the config leaves out gets its defaults where
-    an option sets a field of it: ``--trainer.lora.rank 16``."""
+    """The place of a part by its option; None where there is no part. A part that the config leaves
+    out gets its defaults where an option sets a field of it: ``--trainer.lora.rank 16``."""
     holder, place, path = config, None, field.split(".")
     for number, word in enumerate(path, start=1):
         key = _like(word, _names(holder))
@@ -118,10 +153,11 @@ def _find(config: Any, field: str, given: str) -> _Place | None:
         ):
             place.put(kinds[0]())
         holder = place.value
+    if place is None:
+        return None
     has_part = isinstance(holder, Configurable.Config | JobConfig | list)
-    return (
-        place if place is not None and (has_part or place.takes_function or place.is_data) else None
-    )
+    takes_part = has_part or place.takes_function or place.is_data
+    return place if takes_part or place.optional_kind is not None else None
 
 
 def options_inside(config: Any, option: str) -> list[str]:
@@ -156,6 +192,10 @@ def _like(word: str, names: Collection[str]) -> str | None:
 def _choose(place: _Place) -> bool:
     """Put the part that is given in its place. False: it is a field's value."""
     kind, held, given = place.type, place.value, place.given
+    if place.optional_kind is not None and not isinstance(held, Configurable.Config):
+        if given == "None":
+            place.put(None)
+        return given == "None"
     if isinstance(held, list):
         kinds = [kind for kind in get_args(kind) if inspect.isclass(kind)]
         if len(kinds) != 1 or not parts_that_fit(kinds[0]):
