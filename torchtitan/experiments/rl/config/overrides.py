@@ -80,14 +80,14 @@ def _outside(field: str, words: list[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A field, or an entry of a dict, that holds the config of a part, and what an option puts there."""
+    """Place of a part: a field or an entry of a dict, and what an option puts there."""
 
     holder: Any
     key: str
     field: str
-    """As the option has it."""
+    """Path of the field, as the option has it."""
     given: str
-    """The option's value."""
+    """Value of the option."""
 
     @property
     def value(self) -> Any:
@@ -108,19 +108,23 @@ class _Place:
 
     @property
     def type(self) -> Any:
-        """What the field declares; None for an entry of a dict."""
+        """Type that the field declares; None for an entry of a dict."""
         holder: Any = type(self.holder)
         return None if holder is dict else declared(field_annotations(holder).get(self.key)).type
 
     @property
     def optional_kind(self) -> Any:
-        """Class of the one part that the field may hold or leave out; None where it is no such field."""
+        """Class of the part that the field may hold or leave out; None for any other field."""
         kinds = [kind for kind in get_args(self.type) if dataclasses.is_dataclass(kind)]
         may_be_left_out = types.NoneType in get_args(self.type)
         return kinds[0] if len(kinds) == 1 and may_be_left_out and not self.is_data else None
 
     def make(self) -> bool:
-        """Put in the part with its defaults, if the field may leave it out and does; its option has no value."""
+        """Put in the part with its defaults, for an option without a value.
+
+        Returns:
+            False if the field holds no part that may be left out.
+        """
         kind = self.optional_kind
         if kind is not None and self.value is None:
             self.put(kind())
@@ -136,8 +140,11 @@ class _Place:
 
 
 def _find(config: Any, field: str, given: str) -> _Place | None:
-    """The place of a part by its option; None where there is no part. A part that the config leaves
-    out gets its defaults where an option sets a field of it: ``--trainer.lora.rank 16``."""
+    """Return the place of a part by its option; None where there is no part.
+
+    A part that the config leaves out is made where an option sets a field of it, such as
+    ``--trainer.lora.rank 16``.
+    """
     holder, place, path = config, None, field.split(".")
     for number, word in enumerate(path, start=1):
         key = _like(word, _names(holder))
@@ -161,7 +168,7 @@ def _find(config: Any, field: str, given: str) -> _Place | None:
 
 
 def options_inside(config: Any, option: str) -> list[str]:
-    """Return the options of the fields of a part that the config leaves out; empty where ``option`` names none."""
+    """Return the options of the fields of a part that the config leaves out, by its option."""
     holder, place = config, None
     for word in option.split("."):
         if (key := _like(word, _names(holder))) is None:
@@ -190,7 +197,7 @@ def _like(word: str, names: Collection[str]) -> str | None:
 
 
 def _choose(place: _Place) -> bool:
-    """Put the part that is given in its place. False: it is a field's value."""
+    """Put the part that is given in its place; return False if it is a field's plain value."""
     kind, held, given = place.type, place.value, place.given
     if place.optional_kind is not None and not isinstance(held, Configurable.Config):
         if given == "None":
@@ -216,7 +223,10 @@ def _choose(place: _Place) -> bool:
             else dataclasses.replace(rows, path=given, rows=None, split=split)
         )
     elif isinstance(held, Rubric.Config):
-        cure = f"a rubric is reward functions and their place: a file or a module, a colon, names: my_rewards.py:{given}"
+        cure = (
+            "a rubric is reward functions and their place: a file or a module, a colon, names: "
+            f"my_rewards.py:{given}"
+        )
         raise place.refusal(f"{cure}; each is fn(completion, example)")
     elif inspect.isclass(kind) and parts_that_fit(kind):
         part = _config_named(place, given, kind)
@@ -228,7 +238,7 @@ def _choose(place: _Place) -> bool:
 
 
 def _config_named(place: _Place, name: str, wanted: type[Any]) -> Any:
-    """The config of a part of the library by its name, or of a class of the user's by its place."""
+    """Return the config of a part by its name, or of a class of the user's by its place."""
     if ":" in name:
         return _config_of(place, _objects(place, name), wanted)
     parts = parts_that_fit(wanted)
@@ -240,7 +250,7 @@ def _config_named(place: _Place, name: str, wanted: type[Any]) -> Any:
 
 
 def _at_place(place: _Place) -> Any:
-    """The config of a class, a function, or a rubric of functions, by their place."""
+    """Return the config of a class, a function, or a rubric of functions, by their place."""
     found = _objects(place, place.given)
     first, *others = found.values()
     if place.takes_function and callable(first) and not others:
@@ -273,7 +283,7 @@ def _made(place: _Place, wanted: type[Any]) -> Any:
 
 
 def _objects(place: _Place, words: str) -> dict[str, Any]:
-    """What a module or file has by the names behind the colon."""
+    """Return what a module or file has by the names behind the colon."""
     path, _, names = words.rpartition(":")
     module = _module(place, path)
     for name in names.split(","):
@@ -288,7 +298,7 @@ def _objects(place: _Place, words: str) -> dict[str, Any]:
 
 
 def _module(place: _Place, path: str) -> ModuleType:
-    """The module of a name, or of a .py file, which is imported under its stem."""
+    """Import a module by its name, or a .py file under its stem."""
     name = path
     if path.endswith(".py"):
         file = Path(path).expanduser().resolve()
@@ -314,12 +324,15 @@ KINDS: tuple[type[Any], ...] = (
 )
 """Bases of the parts that have names."""
 BASES_ONLY = ("Algorithm", "GroupRewards")
-"""Are for subclasses, and give no credit."""
+"""Classes that give no credit themselves, and so have no names."""
 PACKAGE = "torchtitan.experiments.rl."
 
 
 def parts_that_fit(config_class: type[Any]) -> dict[str, type[Any]]:
-    """Config classes of the library's parts that fit a field of this config class, by name. Empty where parts have no names."""
+    """Return the config classes of the library that fit a field of this class, by name.
+
+    Empty where the parts of such a field have no names.
+    """
     if issubclass(config_class, JobConfig):
         return JobConfig.by_name
     base = next((kind for kind in KINDS if issubclass(config_class, kind.Config)), None)
@@ -342,7 +355,7 @@ def parts_that_fit(config_class: type[Any]) -> dict[str, type[Any]]:
 
 
 def names_of_parts(annotation: Any) -> list[str]:
-    """Return the names of the library's parts that a field may hold, one of them or a list; empty where it holds no part."""
+    """Return the names of the library's parts that a field may hold, one or a list of them."""
     kind = declared(annotation).type
     kinds = get_args(kind) if get_origin(kind) is list else (kind,)
     if len(kinds) != 1 or not inspect.isclass(kinds[0]):

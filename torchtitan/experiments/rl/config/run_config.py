@@ -1,5 +1,4 @@
-"""The config of a run: which tasks, which model, how it trains, generates, validates and
-records."""
+"""The config of a run: its tasks, its model, how it trains, generates, validates and records."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -43,11 +42,11 @@ OF_OTHERS[LRSchedulersContainer.Config] = {
     "min_lr_factor": Share,
 }
 MOST_GROUPS = 1_000_000
-"""Of a step."""
+"""Maximum number of groups in a step."""
 
 
 MOST_HOSTS = 256
-"""That a job which counts its hosts itself asks for."""
+"""Maximum number of hosts of a job that counts its hosts itself."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,7 +83,10 @@ class ProvisionConfig:
         if elsewhere is not None:
             return "cuda" if elsewhere and self.device != "cpu" else "cpu"
         if self.device == "cuda" and torch.version.cuda is None:
-            cure = f"torch {torch.__version__} here is a build without CUDA; install requirements/gpu.txt, or use cpu or auto"
+            cure = (
+                f"torch {torch.__version__} here is a build without CUDA; install "
+                "requirements/gpu.txt, or use cpu or auto"
+            )
             raise ConfigError("provision.device", "cuda", cure)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("provision.device", "cuda", "torch sees no GPU here; use cpu or auto")
@@ -93,7 +95,8 @@ class ProvisionConfig:
         return self.device
 
     def validate(self) -> None:
-        """
+        """Check the hosts that roles are to stand on.
+
         Raises:
             ConfigError: a host named twice, or one that the job has not.
         """
@@ -105,19 +108,26 @@ class ProvisionConfig:
             self.check_hosts(self.job.host_count)
 
     def check_hosts(self, hosts: int) -> None:
-        """
+        """Check that the job has the hosts that roles are to stand on.
+
         Raises:
             ConfigError: a role is to stand on a host that the job has not.
         """
         for name in ("trainer_hosts", "generator_hosts", "rollout_worker_hosts"):
             for host in getattr(self, name):
                 if host >= hosts:
-                    cure = f"the job has {hosts} host(s), counted from 0: name others, or raise provision.job.hosts"
+                    cure = (
+                        f"the job has {hosts} host(s), counted from 0: name others, or raise "
+                        "provision.job.hosts"
+                    )
                     raise ConfigError(f"provision.{name}", getattr(self, name), cure)
 
     def devices(self, device: Device) -> Iterator[list[list[int]] | None]:
-        """The cores or GPUs of each host; None: those of this host. A job that counts its hosts
-        itself may have any number of them: what it has with one, with two and so on."""
+        """Yield the cores or GPUs of each host; None stands for those of this host.
+
+        A job that counts its hosts itself may have any number of them: yielded is what it has with
+        one, with two and so on.
+        """
         counts = range(1, MOST_HOSTS + 1) if self.job.host_count is None else (self.job.host_count,)
         return (self.job.devices(device, hosts) for hosts in counts)
 
@@ -138,22 +148,24 @@ class SupervisionConfig:
 
 @dataclass(kw_only=True, slots=True)
 class UserCodeLimits:
-    """A call that takes longer ends the run, with an error that names its owner. Rollouts have
-    limits of their own: ``env`` of each task."""
+    """Time limits of user code: a call that takes longer ends the run, by its owner's name.
+
+    Rollouts have limits of their own: ``env`` of each task.
+    """
 
     call_timeout_s: PositiveFloat = 60.0
-    """For each call of a sampler, a dataset, the task mix or a filter."""
+    """Limit of each call of a sampler, a dataset, the task mix or a filter."""
     setup_timeout_s: PositiveFloat = 1800.0
-    """For building a task with its dataset, and for its ``setup``."""
+    """Limit of building a task with its dataset, and of its ``setup``."""
     close_timeout_s: PositiveFloat = 10.0
-    """For the ``close`` of a task."""
+    """Limit of the ``close`` of a task."""
     preflight_timeout_s: NonNegativeFloat = 10.0
-    """For trying each task once before the run (config/trial.py). A task that takes longer is
+    """Limit of trying each task once before the run (config/trial.py). A task that takes longer is
     warned of; the run begins. 0: none is tried."""
 
 
 def default_filters(mode: Literal["enforce", "monitor"]) -> list[Filter.Config]:
-    """Gibberish, repetition (of n-grams too) and rollouts without a signal: counted before the batch, dropped from it.
+    """Return filters of gibberish, repetition (of n-grams too) and rollouts without a signal.
 
     Counted before, a rollout still takes its place, so examples that are too easy or too hard do
     not become more work; dropped after, it is not trained on. ``filter/<slot>/<name>`` in the
@@ -224,22 +236,20 @@ class RunConfig:
     """Folder in which the command makes the run folders."""
 
     def filters(self) -> Iterator[tuple[str, Filter.Config]]:
-        """Of both slots, each with its path."""
+        """Yield the filters of both slots, each with its path."""
         for slot in ("pre_batch_filters", "post_batch_filters"):
             for index, entry in enumerate(getattr(self, slot)):
                 yield f"{slot}[{index}]", entry
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of those that tasks train; one without a name where no task names any."""
+        """Names of the adapters that tasks train; one empty name where no task names any."""
         return tuple(sorted({task.adapter for task in self.tasks.values()}))
 
     @property
     def served(self) -> dict[str, int]:
-        """Rank of each adapter that a version has and the generators serve, by name; empty: a version is the whole model."""
+        """Rank of each adapter that the generators serve; empty where they get the whole model."""
         lora = self.trainer.lora
-        return (
-            {}
-            if lora is None or lora.serve == "merged"
-            else dict.fromkeys(self.adapters, lora.rank)
-        )
+        if lora is None or lora.serve == "merged":
+            return {}
+        return dict.fromkeys(self.adapters, lora.rank)
