@@ -387,9 +387,12 @@ def help_of(config: Any) -> str:
             heading = option.keys[:-1]
             lines += ["", _heading(config, heading)]
         names = names_of_parts(option.annotation)
-        said = metavar(option.annotation) or ("NAME" if names else "{fixed}")
-        lines.append(f"  --{option.name} {said}")
         inside = options_inside(config, option.name) if option.value is None else []
+        said = metavar(option.annotation)
+        if said is None:
+            holds_part = "[None]" if inside else "NAME"
+            said = holds_part if inside or names else "{fixed}"
+        lines.append(f"  --{option.name} {said}")
         lines += _wrapped(_described(option, inside, names))
     return "\n".join(lines)
 
@@ -421,7 +424,7 @@ def _described(option: Option, inside: Sequence[str], names: Sequence[str]) -> s
     # torchtitan's own help names an option of its trainer.
     parts = [" ".join(option.text.split()).replace("training.steps", "steps")]
     if inside:
-        parts.append(f"(is made by any of {', '.join(inside)})")
+        parts.append(f"(is made by this option alone, or by {', '.join(inside)})")
     elif names:
         parts.append(f"({', '.join(names)}, or a class of yours as my_module:MyClass)")
     elif metavar(option.annotation) is None:
