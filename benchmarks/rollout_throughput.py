@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from monarch.actor import shutdown_context  # noqa: E402
 
+from torchtitan.experiments.rl.ask.ordered import OrderedCalls  # noqa: E402
 from torchtitan.experiments.rl.config.placement import place  # noqa: E402
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402

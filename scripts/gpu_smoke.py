@@ -61,7 +61,12 @@ from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.process.temporary import SHARED_MEMORY  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.training.client import pickled  # noqa: E402
-from torchtitan.experiments.rl.training.config import OptimizerConfig, Parallelism, TrainerConfig  # noqa: E402
+from torchtitan.experiments.rl.training.config import (  # noqa: E402
+    Compile,
+    OptimizerConfig,
+    Parallelism,
+    TrainerConfig,
+)
 from torchtitan.experiments.rl.training.learner import Learner  # noqa: E402
 from torchtitan.experiments.rl.training.reference import ReferenceConfig  # noqa: E402
 from torchtitan.experiments.rl.training.trainer import init_process_group  # noqa: E402
@@ -520,7 +525,7 @@ def experts_replay(setting: Setting) -> Figures:
     shapes = RowShapes.of(1, longest)
     config = trainer_config(
         setting,
-        compile=True,
+        compile=Compile(),
         activation_checkpoint="full",
         router_replay="ids",
     )
@@ -572,7 +577,7 @@ def two_ranks(setting: Setting, *, model: str = "", **options: Any) -> Figures:
         model: folder of the model; the smoke's own where it is empty.
         options: of the trainer's config.
     """
-    compiled = setting.device == "cuda"
+    compiled = Compile() if setting.device == "cuda" else None
     config = trainer_config(
         setting, ranks=2, compile=compiled, activation_checkpoint="full", **options
     )
@@ -835,9 +840,9 @@ STEPS: dict[str, Callable[[Setting], Figures]] = {
     "copies": copies,
     "learner": learner,
     "learner-checkpointing": functools.partial(learner, activation_checkpoint="full"),
-    "learner-compiled": functools.partial(learner, compile=True),
+    "learner-compiled": functools.partial(learner, compile=Compile()),
     "learner-compiled-checkpointing": functools.partial(
-        learner, compile=True, activation_checkpoint="full"
+        learner, compile=Compile(), activation_checkpoint="full"
     ),
     "learner-chunks": functools.partial(
         learner, activation_checkpoint="full", logprob_chunk_tokens=4096

@@ -111,7 +111,7 @@ def _cases() -> dict[str, Callable[[], RunConfig]]:
             small, parallelism=Parallelism(data_parallel_replicate_degree=2)
         ),
         "8b, divided rows, not compiled": _variant(
-            small, parallelism=Parallelism(context_parallel_degree=4), compile=False
+            small, parallelism=Parallelism(context_parallel_degree=4), compile=None
         ),
         "8b, nothing recomputed": _variant(small, activation_checkpoint="none"),
         "14b, selective": _variant(large, activation_checkpoint="selective"),
@@ -163,7 +163,7 @@ def take_first_steps(
         )
         graphs = _compiled_graphs()
         with torch.compiler.set_stance(
-            "fail_on_recompile" if config.trainer.compile else "default"
+            "fail_on_recompile" if config.trainer.compile is not None else "default"
         ):
             for row_rows, length in learner._row_shapes.shapes:
                 batch = _batch(learner, row_rows, length)
@@ -171,7 +171,7 @@ def take_first_steps(
                 learner.optim_step()
             learner.canary(np.arange(8, dtype=np.int32))
         # A GPU compiles its attention at set-up also where the model is not compiled; on a CPU nothing is compiled there then.
-        if config.trainer.compile or device == "cuda":
+        if config.trainer.compile is not None or device == "cuda":
             assert _compiled_graphs() == graphs, "a step compiled what set-up had not"
         return Outcome(
             entries=_most_entries(learner),

@@ -29,6 +29,7 @@ from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import LossConfig, PPOClip, TruncatedImportance
 from torchtitan.experiments.rl.models.lora import LoRA, trained_state
+from torchtitan.experiments.rl.training.config import Compile
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.weights import publisher as publisher_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
@@ -48,7 +49,9 @@ def test_loss_and_gradient_do_not_depend_on_recomputed_activations_or_logit_chun
 def test_a_compiled_learner_computes_what_the_eager_one_does(exact, activation_checkpoint):
     expected = loss_and_gradient(exact(mixed_precision_param="float64"), REFERENCE_LAYOUT)
     compiled = exact(
-        mixed_precision_param="float64", compile=True, activation_checkpoint=activation_checkpoint
+        mixed_precision_param="float64",
+        compile=Compile(),
+        activation_checkpoint=activation_checkpoint,
     )
     assert_same_step(loss_and_gradient(compiled, REFERENCE_LAYOUT), expected)
 

@@ -196,7 +196,7 @@ def test_adapters_that_are_served_and_adapters_that_are_merged_make_the_same_run
         run.ended_well()
         for run in [
             start(*words.split()),
-            start(*words.split(), *"--generator.adapter merged --trainer.ranks 2".split()),
+            start(*words.split(), *"--trainer.lora.serve merged --trainer.ranks 2".split()),
         ]
     )
     for run in (served, merged):

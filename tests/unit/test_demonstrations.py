@@ -10,7 +10,7 @@ from tests.unit.test_rollout_loop import Loop, StubTask
 from torchtitan.experiments.rl.algorithms import GRPO, StaticSFT
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.checks import check
-from torchtitan.experiments.rl.config.trial import build_tasks, try_tasks
+from torchtitan.experiments.rl.config.trial import build_tasks, read_policy_tokenizer, try_tasks
 from torchtitan.experiments.rl.config_registry import rl_demonstrations_qwen3_debug
 from torchtitan.experiments.rl.controller.step_metrics import (
     _ages,
@@ -220,13 +220,13 @@ def test_a_conversation_that_would_write_a_control_token_is_refused_by_its_row_u
         rows=MemoryRows([{"messages": CHAT}, {"messages": messages}, {"messages": messages}])
     )
     with pytest.raises(ConfigError) as refused:
-        build_tasks(run)
+        build_tasks(run, read_policy_tokenizer(run))
     assert refused.value.field == "tasks.demonstrations.dataset"
     assert "row 1 has it in 'messages'" in str(refused.value) and "(1 others have one too)" in str(
         refused.value
     )
     config.control_tokens = True
-    assert len(build_tasks(run)["demonstrations"].dataset) == 3
+    assert len(build_tasks(run, read_policy_tokenizer(run))["demonstrations"].dataset) == 3
 
 
 async def test_a_row_that_fails_later_fails_its_rollout(renderer, tokenizer):
@@ -281,7 +281,8 @@ def test_static_sft_in_another_task_is_refused_when_it_is_tried():
     config = rl_demonstrations_qwen3_debug()
     config.tasks["sum_digits"].algorithm = StaticSFT.Config()
     with pytest.raises(ConfigError, match="use a DemonstrationTask"):
-        try_tasks(config, build_tasks(config))
+        policy = read_policy_tokenizer(config)
+        try_tasks(config, build_tasks(config, policy), policy)
 
 
 # ---- through a run

@@ -77,7 +77,7 @@ def started(models, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         machine.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**50, total=2**51)
     )
-    monkeypatch.setattr(trial, "try_tasks", lambda config, tasks: {})  # tests of the tasks have it
+    monkeypatch.setattr(trial, "try_tasks", lambda *arguments: {})  # tests of the tasks have it
     plans, numbers = [], itertools.count()
     monkeypatch.setattr(grpo, "_run", lambda config, start, name: plans.append(start.plan) or 0)
     monkeypatch.setattr(grpo, "_submit", lambda config, start: plans.append(start.plan) or 0)

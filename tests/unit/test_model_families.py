@@ -295,8 +295,8 @@ def test_experts_have_no_adapters_and_on_cpu_the_engine_serves_none_beside_them(
     words = ["--config", "rl_moe_qwen3_debug", "--trainer.lora.rank", "4", "--dry-run"]
     code, _, err = command(*words)
     assert code == 2
-    assert_one_line(err, "generator.adapter = 'served': set it to merged")
-    code, out, _ = command(*words, "--generator.adapter", "merged")
+    assert_one_line(err, "trainer.lora.serve = 'served': set it to merged")
+    code, out, _ = command(*words, "--trainer.lora.serve", "merged")
     # A and B of queries, keys with values, and the way out, in four layers.
     assert (
         code == 0 and f"adapters of rank 4: {4 * 4 * (3 * 128 + 2 * 128 + 128) / 1e6:.2f}M" in out

@@ -171,10 +171,10 @@ def test_a_flag_takes_true_and_false_as_python_and_other_libraries_write_them(wo
 
 def test_a_flag_in_a_list_at_the_top_and_of_three_values_takes_them_too():
     config = config_of(
-        "--trainer.compile True --provision.share-cores False --recorder.trainer-logprobs=true"
+        "--trainer.enable-cpu-offload True --provision.share-cores False --recorder.trainer-logprobs=true"
     )
     assert (
-        config.trainer.compile
+        config.trainer.enable_cpu_offload
         and config.provision.share_cores is False
         and config.recorder.trainer_logprobs
     )

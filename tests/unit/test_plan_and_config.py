@@ -22,6 +22,7 @@ from torchtitan.experiments.rl.config.command_line import (
 from torchtitan.experiments.rl.config.plan import GIB
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.grpo import main, summary_of
+from torchtitan.experiments.rl.training.config import Compile
 
 DEBUG = ["--config", "rl_grpo_qwen3_debug"]
 TINY_MODEL = Path(config_registry.TINY_MODEL)
@@ -142,6 +143,14 @@ def test_help_names_our_options_and_a_configs_help_its_fields(command, capsys):
 )
 def test_the_plan_names_where_metrics_go(command, words, destinations):
     assert f"metrics        {destinations}\n" in command(*DEBUG, *words, "--dry-run")[1]
+
+
+def test_a_part_that_may_be_left_out_is_made_by_its_option_alone_and_taken_out_by_none():
+    words = ["--trainer.compile", "--trainer.lora.rank", "4"]
+    config = load_config(parse_command([*DEBUG, *words]))
+    assert config.trainer.compile == Compile() and config.trainer.lora.rank == 4
+    again = load_config(parse_command([*DEBUG, *words, "--trainer.lora", "None"]))
+    assert again.trainer.lora is None and again.trainer.compile is not None
 
 
 def test_fields_of_a_field_that_may_be_none_are_options_like_others(command):
@@ -303,14 +312,25 @@ MISTAKES = {
         "the two are not tried together",
     ),
     "exchanges through memory that ranks can't name": (
-        [*DEBUG, "--trainer.compile", "--trainer.async-tensor-parallel"],
-        "trainer.async_tensor_parallel = True",
+        [*DEBUG, "--trainer.compile.async-tensor-parallel"],
+        "trainer.compile.async_tensor_parallel = True",
         "each trainer process sees one GPU",
     ),
-    "8-bit floats without the compiler": (
+    "8-bit floats by the name that they had": (
         [*DEBUG, "--trainer.float8", "rowwise"],
-        "trainer.float8 = 'rowwise'",
-        "set trainer.compile",
+        "--trainer.float8 = 'rowwise': is --trainer.compile.float8 now",
+    ),
+    "8-bit floats with adapters": (
+        [*DEBUG, "--trainer.compile.float8", "rowwise", "--trainer.lora.rank", "4"],
+        "trainer.compile.float8 = 'rowwise': is not tried with trainer.lora",
+    ),
+    "a serving of adapters by the name that it had": (
+        [*DEBUG, "--generator.adapter", "merged"],
+        "--generator.adapter = 'merged': is --trainer.lora.serve now",
+    ),
+    "a part with a value of its own": (
+        [*DEBUG, "--trainer.compile", "True"],
+        "--trainer.compile = 'True': it is set by its fields: --trainer.compile.float8",
     ),
     "mixture of experts in a dense folder": (
         [*DEBUG, "--model.flavor", "qwen3/30B-A3B"],
@@ -319,7 +339,7 @@ MISTAKES = {
     ),
     "compiled where rows decide what is compiled": (
         [*DEBUG, "--trainer.compile"],
-        "trainer.compile = True",
+        "trainer.compile = Compile(",
         "on a CPU each step would compile again",
     ),
     "offload to where everything is": (
@@ -371,16 +391,16 @@ MISTAKES = {
             "math",
             "--trainer.lora.rank",
             "4",
-            "--generator.adapter",
+            "--trainer.lora.serve",
             "merged",
         ],
-        "generator.adapter = 'merged'",
+        "trainer.lora.serve = 'merged'",
         "serve them",
     ),
     "a rank that vLLM has no room for": (
         [*DEBUG, "--trainer.lora.rank", "600"],
         "trainer.lora.rank = 600",
-        "set generator.adapter = merged",
+        "set trainer.lora.serve = merged",
     ),
     "negative temperature": (
         [*DEBUG, "--validation.temperature", "-1"],

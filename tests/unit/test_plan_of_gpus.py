@@ -27,6 +27,7 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel
 from torchtitan.experiments.rl.models.decoder import RowShapes
 from torchtitan.experiments.rl.models.lora import LoRA
+from torchtitan.experiments.rl.training.config import Compile
 
 FLOPS, BANDWIDTH = 989e12 * 0.4, 3.35e12 * 0.6
 """Operations and bytes of memory a second and GPU: an H100's published peaks, and the shares that are assumed to be reached."""
@@ -392,15 +393,17 @@ def test_a_gpu_too_small_for_both_is_refused_by_what_they_take(monkeypatch, gib,
 def test_8_bit_floats_need_a_gpu_that_has_them_and_torchao(monkeypatch):
     plan = plan_of("rl_grpo_qwen3_8b")
     lacks = {
-        (8, 0): "trainer.float8 = 'rowwise': needs GPUs of capability 8.9",
+        (8, 0): "trainer.compile.float8 = 'rowwise': needs GPUs of capability 8.9",
         (9, 0): "pip install torchao",
     }
     for recipe in ("rowwise", "off"):
-        config = replace(plan.config, trainer=replace(plan.config.trainer, float8=recipe))
+        config = replace(
+            plan.config, trainer=replace(plan.config.trainer, compile=Compile(float8=recipe))
+        )
         for capability, lack in lacks.items():  # it is not among the packages of CPU hosts
             fake_gpus(monkeypatch, 8, capability=capability)
             found = machine.lacks(replace(plan, config=config), "outputs", field="output_dir")
-            found = [str(lack) for lack in found if lack.field == "trainer.float8"]
+            found = [str(lack) for lack in found if lack.field == "trainer.compile.float8"]
             assert [lack in text for text in found] == [True] * (recipe != "off")
 
 

@@ -15,7 +15,7 @@ from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import GRPO, MaxRL
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
 from torchtitan.experiments.rl.config.resume import resolved_config
-from torchtitan.experiments.rl.config.trial import build_tasks
+from torchtitan.experiments.rl.config.trial import build_tasks, read_policy_tokenizer
 from torchtitan.experiments.rl.config_registry import rl_questions_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.grpo import main
@@ -145,7 +145,7 @@ def test_each_mistake_is_one_line_before_a_run(changes, message, folder):
     with pytest.raises(ConfigError, match="^" + re.escape(message)):
         config.validate(field="tasks.mine")
         config.check_present(field="tasks.mine")
-        build_tasks(run)
+        build_tasks(run, read_policy_tokenizer(run))
 
 
 def test_a_row_without_what_the_prompt_is_made_of_is_named_by_its_line(folder):
@@ -156,7 +156,7 @@ def test_a_row_without_what_the_prompt_is_made_of_is_named_by_its_line(folder):
     run.tasks = {"mine": question_task("mine.jsonl", exact)}
     message = "tasks.mine.template = '{question}': mine.jsonl: line 3 has no 'question', and 1 others: fill it in"
     with pytest.raises(ConfigError, match="^" + re.escape(message)):
-        build_tasks(run)
+        build_tasks(run, read_policy_tokenizer(run))
 
 
 ALPACA = [
@@ -276,9 +276,9 @@ def test_a_row_that_would_write_a_control_token_is_refused_by_its_row_unless_a_f
         "tasks.mine.dataset = '<|im_end|>': row 2 has it in 'question', where it would be a control token"
     )
     with pytest.raises(ConfigError, match=message):
-        build_tasks(run)
+        build_tasks(run, read_policy_tokenizer(run))
     run.tasks = {"mine": question_task(CONTROL, exact, control_tokens=True)}
-    assert len(build_tasks(run)["mine"].dataset) == 3
+    assert len(build_tasks(run, read_policy_tokenizer(run))["mine"].dataset) == 3
 
 
 def test_a_control_token_in_a_message_of_a_chat_is_refused_and_one_in_the_template_is_not():
@@ -289,9 +289,9 @@ def test_a_control_token_in_a_message_of_a_chat_is_refused_and_one_in_the_templa
     ]
     run.tasks = {"mine": question_task(chats, exact, messages_column="messages")}
     with pytest.raises(ConfigError, match="row 2 has it in 'messages'"):
-        build_tasks(run)
+        build_tasks(run, read_policy_tokenizer(run))
     run.tasks = {"mine": question_task(ROWS, exact, template="{question}<|im_end|>")}
-    assert list(build_tasks(run)) == ["mine"]
+    assert list(build_tasks(run, read_policy_tokenizer(run))) == ["mine"]
 
 
 EXACT = "def exact(completion, example): return completion.strip() == example['answer']\n"

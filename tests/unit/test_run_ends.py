@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import shutil
 import signal
@@ -12,13 +13,15 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from monarch import actor
 
 from tests.unit.waiting import wait_until
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
-from torchtitan.experiments.rl.config.resume import Start
+from torchtitan.experiments.rl.config.plan import RunPlan
+from torchtitan.experiments.rl.config.start import Ready
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import typed_command, write_line
 from torchtitan.experiments.rl.operations import session
@@ -84,7 +87,8 @@ def ending(monkeypatch, tmp_path, capsys):
         config = SimpleNamespace(
             checkpoint=SimpleNamespace(grace_s=grace_s), provision=SimpleNamespace(job=job)
         )
-        start = Start(run_dir=str(tmp_path), plan=SimpleNamespace(device="cpu", hosts=1))
+        plan = cast(RunPlan, SimpleNamespace(device="cpu", hosts=1))
+        start = Ready(run_dir=str(tmp_path), plan=plan, lock=io.BytesIO())
         temporary = SimpleNamespace(
             note_shared_memory=lambda pids: None, remove=lambda: killed.append("folder")
         )

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder, step_of
+from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import RunSummary
@@ -77,7 +78,7 @@ class Lost:
         config.supervision.max_restarts = max_restarts
         Parts.made = []
         self.controller = actor.Controller(
-            config, run_dir=str(folder), config_name="debug", **options
+            checked_plan(config), run_dir=str(folder), config_name="debug", **options
         )
 
     def checkpoints(self, *steps: int) -> None:

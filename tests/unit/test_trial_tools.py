@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from torchtitan.experiments.rl.algorithms import GRPO
-from torchtitan.experiments.rl.config.trial import build_tasks, try_tasks
+from torchtitan.experiments.rl.config.trial import build_tasks, read_policy_tokenizer, try_tasks
 from torchtitan.experiments.rl.config_registry import rl_questions_qwen3_debug
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.tool_calls import example_call
@@ -77,9 +77,10 @@ def warnings_of(task) -> list[str]:
     task.algorithm = GRPO.Config()
     run = rl_questions_qwen3_debug()
     run.tasks = {"shop": task}
+    policy = read_policy_tokenizer(run)
     return [
         line
-        for line in try_tasks(run, build_tasks(run))["shop"].warnings()
+        for line in try_tasks(run, build_tasks(run, policy), policy)["shop"].warnings()
         if "own answer" not in line
     ]
 

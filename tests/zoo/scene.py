@@ -176,7 +176,9 @@ def run(install: Callable[[Stage], None]) -> Sight:
 
 async def _main(stage: Stage, sight: Sight, folder: Path, made: list[actor.Controller]) -> None:
     try:
-        controller = actor.Controller(stage.config, run_dir=str(folder), config_name="zoo")
+        controller = actor.Controller(
+            checked_plan(stage.config), run_dir=str(folder), config_name="zoo"
+        )
         made.append(controller)
         await RUN(controller)
     except Exception as error:

@@ -1,12 +1,17 @@
-"""Bounds of config fields, declared in the annotation of the field, and the walk that checks a tree of configs against them.
+"""Bounds of config fields: declared in annotations, checked in a whole tree, said in words.
 
     count: PositiveInt = 10_000
     row_length: Annotated[int, Ge(2)] = 2048
     alpha: dict[str, PositiveFloat]
 
-`check_fields` refuses a value that has not its declared type, a number that is not finite, and a value out of its bounds.
-For other bounds than those below, use Ge, Gt, Le, Lt, Interval and MinLen of `annotated_types`. Other metadata is ignored. A
-field whose type can't be checked (Any, a type variable, a name that can't be resolved) may hold anything.
+`check_fields` walks a tree of dataclasses, dicts, lists and tuples, and refuses the first value
+that has not its declared type, is not finite or is out of its bounds. pydantic gives the verdict on
+each number, text, bool and choice; the walk around it is ours, because a field that is declared as
+a base class holds the config of a subclass, with fields of its own.
+
+For other bounds than those below, use Ge, Gt, Le, Lt, Interval and MinLen of `annotated_types`.
+Other metadata is ignored. A field whose type can't be checked (Any, a type variable, a name that
+can't be resolved) may hold anything.
 """
 
 import dataclasses
@@ -16,11 +21,13 @@ import numbers
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt, MinLen
+from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, core_schema
 
 from torchtitan.experiments.rl.errors import ConfigError
 
@@ -29,35 +36,45 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Cure:
-    """Metadata of a field: what to do about a wrong value. The error shows it after the bound."""
+    """Metadata of a field: advice on a wrong value, which the error shows after the bound."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """Bound of a text: the whole of it matches ``pattern``, which is ``said`` in the error."""
+    """Bound of a text: a regular expression that fits the whole of it."""
 
     pattern: str
     said: str
-    """Completes "must be"."""
+    """End of the sentence "must be ..." in the error."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._match, handler(source))
+
+    def _match(self, value: str) -> str:
+        if re.fullmatch(self.pattern, value) is None:
+            raise ValueError(self.said)
+        return value
 
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
-    """Metadata of a field: it is at most ``field``, another of the same config."""
+    """Metadata of a field whose value is at most that of ``field``, another of the same config."""
 
     field: str
 
 
 @dataclass(frozen=True, slots=True)
 class _MayChange:
-    """Metadata of a field: a run that is resumed may have another value."""
+    """Metadata of a field that may have another value in a run that is resumed."""
 
 
 Changeable = Annotated[T, _MayChange()]
-"""What a resumed run may change: how far, how fast and where it runs, with all that is inside. Other fields decide which data a
-run sees and what it learns from it."""
+"""Type of a field that a resumed run may change, with all that is inside: how far, how fast and
+where the run goes. Other fields decide which data a run sees and what it learns from it."""
 PositiveInt = Annotated[int, Ge(1)]
 ProcessCount = Annotated[int, Ge(1), Le(1024), Cure("a run has at most 1024 processes of a role")]
 NonNegativeInt = Annotated[int, Ge(0)]
@@ -67,15 +84,18 @@ Share = Annotated[float, Ge(0), Le(1)]
 NonEmptyStr = Annotated[str, MinLen(1)]
 
 OF_OTHERS: dict[type, Mapping[str, Any]] = {}
-"""Annotations of fields by name, of config classes of other packages, which declare no bounds, and of their subclasses."""
+"""Annotations by field name for config classes of other packages, which declare no bounds, and for
+their subclasses."""
+
+_SCALARS = (int, float, str, bool)
 
 
 def check_config(config: Any, *, field: str, **context: Any) -> None:
-    """Check the fields of a config, then what relates them: ``config.validate(field=field, **context)``.
+    """Check the fields of a config, then what relates them, by ``config.validate``.
 
     Args:
         field: path of this config, such as "tasks.sum_digits".
-        context: what else this config's ``validate`` takes.
+        context: further arguments of this config's ``validate``.
 
     Raises:
         ConfigError: the first problem, by field, value and cure.
@@ -85,13 +105,14 @@ def check_config(config: Any, *, field: str, **context: Any) -> None:
 
 
 def check_fields(config: Any, *, field: str = "") -> None:
-    """Check every value in a tree of dataclasses, dicts, lists and tuples against what its field declares.
+    """Check every value in a tree of configs against what its field declares.
 
     Args:
         field: path of the config itself, such as "tasks.sum_digits"; empty for a whole run.
 
     Raises:
-        ConfigError: the first wrong value, by the path of its field, such as ``pre_batch_filters[0].margin``.
+        ConfigError: the first wrong value, by the path of its field, such as
+            ``pre_batch_filters[0].margin``.
     """
     _check(config, Any, field)
 
@@ -102,87 +123,68 @@ class Declared(NamedTuple):
     type: Any
     bounds: tuple[Any, ...]
     cure: str
-    """Empty: none is declared."""
+    """Advice of the field's ``Cure``; empty where it has none."""
     may_change: bool = False
-    """When a run is resumed."""
+    """True if a resumed run may have another value."""
     at_most: str = ""
-    """Another field."""
+    """Name of the field that is the limit of this one; empty where none is."""
 
 
 def declared(annotation: Any) -> Declared:
-    """The plain type, the bounds and the cure of an annotation."""
+    """Return the plain type of an annotation, its bounds and its other metadata."""
     if get_origin(annotation) is not Annotated:
         return Declared(annotation, (), "")
     plain, *metadata = get_args(annotation)
-    flat = [
-        part
-        for entry in metadata
-        for part in (entry if isinstance(entry, GroupedMetadata) else (entry,))
-    ]
-    bounds = tuple(entry for entry in flat if type(entry) in _BOUNDS)
-    cure = "; ".join(entry.text for entry in flat if isinstance(entry, Cure))
-    at_most = "".join(entry.field for entry in flat if isinstance(entry, AtMost))
+    flat: list[Any] = []
+    for entry in metadata:
+        flat += entry if isinstance(entry, GroupedMetadata) else [entry]
     return Declared(
-        plain, bounds, cure, any(isinstance(entry, _MayChange) for entry in flat), at_most
+        plain,
+        bounds=tuple(entry for entry in flat if type(entry) in _BOUND_TEXTS),
+        cure="; ".join(entry.text for entry in flat if isinstance(entry, Cure)),
+        may_change=any(isinstance(entry, _MayChange) for entry in flat),
+        at_most="".join(entry.field for entry in flat if isinstance(entry, AtMost)),
     )
 
 
 @functools.cache
 def field_annotations(config_class: type) -> Mapping[str, Any]:
-    """Annotations of a dataclass's fields, by name. Left out: one that can't be resolved, and a type variable. A subclass that
-    declares a field again, for another default, and repeats only its type keeps the bounds."""
+    """Return the annotations of a dataclass's fields, by name.
+
+    An annotation that can't be resolved is left out, and so is a type variable. A subclass that
+    declares a field again, for another default, and repeats only its type keeps the bounds.
+    """
     found: dict[str, Any] = {}
     plain: dict[str, Any] = {}
     for base in reversed(config_class.__mro__):
-        try:
-            hints, plain_hints = (
-                typing.get_type_hints(base, include_extras=True),
-                typing.get_type_hints(base),
-            )
-        except Exception:  # evaluates what a user's class says as text, which may be anything
-            hints = plain_hints = vars(base).get("__annotations__", {})
+        hints, plain_hints = _type_hints(base)
         for name in vars(base).get("__annotations__", {}):
             repeated = name in found and hints[name] == plain_hints[name] == plain[name]
             if not repeated:
-                found[name], plain[name] = hints[name], plain_hints[name]
+                found[name] = hints[name]
+                plain[name] = plain_hints[name]
         found |= OF_OTHERS.get(base, {})
     return {name: hint for name, hint in found.items() if not isinstance(hint, str | TypeVar)}
 
 
-def _check(value: Any, annotation: Any, field: str) -> None:
-    wanted, bounds, cure, *_ = declared(annotation)
-    if (
-        value is None and bounds
-    ):  # None where a bound stands beside it: Annotated[float | None, Gt(0)]
-        bounds = ()
-    if is_union(wanted):
-        _check_union(value, wanted, field, cure)
-    elif not _has_type(value, wanted):
-        raise ConfigError(
-            field, value, _sentence([f"be {_type_name(wanted)}"], _config_of(value) or cure)
-        )
-    elif _is_plain_number(wanted) and not _is_finite(value):
-        raise ConfigError(
-            field, value, _sentence(["be a finite number", *map(_bound_text, bounds)], cure)
-        )
-    if not all(_BOUNDS[type(bound)][0](value, bound) for bound in bounds):
-        raise ConfigError(field, value, _sentence(map(_bound_text, bounds), cure))
-    if not is_union(wanted):  # else the option that fits has looked inside
-        entries = list(_entries(value, get_args(wanted), field))
-        for entry, entry_annotation, entry_field in entries:
-            _check(entry, entry_annotation, entry_field)
-        for entry, entry_annotation, entry_field in entries:
-            if (limit := declared(entry_annotation).at_most) and entry > (
-                most := getattr(value, limit)
-            ):
-                raise ConfigError(entry_field, entry, f"must be at most {limit} = {most}")
+def _type_hints(base: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the annotations of one class with their metadata, and without."""
+    try:
+        return typing.get_type_hints(base, include_extras=True), typing.get_type_hints(base)
+    except Exception:  # noqa: BLE001 - evaluates annotations of a user's class, which may be any text
+        hints = vars(base).get("__annotations__", {})
+        return hints, hints
+
+
+# ---- the walk
 
 
 def walk(
     config: Any, field: str = "", annotation: Any = Any, *, beside: tuple[type, ...] = ()
 ) -> Iterator[tuple[str, Any, Any]]:
-    """What is in a tree of dataclasses, dicts, lists and tuples, itself first: path, value and its field's annotation. Keys of
-    dicts too.
+    """Yield path, value and annotation of everything in a tree of configs, itself first.
+
+    Keys of dicts are values too.
 
     Args:
         field: path of the config itself.
@@ -194,35 +196,11 @@ def walk(
             yield from walk(entry, path, entry_annotation, beside=beside)
 
 
-def _config_of(value: Any) -> str:
-    """The cure where a class, or what its Config builds, stands in the place of the Config; else empty."""
-    owner = value if isinstance(value, type) else type(value)
-    return (
-        f"write {owner.__name__}.Config(...)"
-        if dataclasses.is_dataclass(getattr(owner, "Config", None))
-        else ""
-    )
-
-
-def _check_union(value: Any, union: Any, field: str, cure: str) -> None:
-    """Refuse a value that fits none of the types, and one with something wrong inside whichever it fits."""
-    fitting = [option for option in get_args(union) if _has_type(value, declared(option).type)]
-    if not fitting:
-        raise ConfigError(field, value, _sentence([f"be {_type_name(union)}"], cure))
-    problems = []
-    for option in fitting:
-        try:
-            return _check(value, option, field)
-        except ConfigError as problem:
-            problems.append(problem)
-    raise problems[-1]
-
-
 def _entries(value: Any, arguments: tuple[Any, ...], field: str) -> Iterator[tuple[Any, Any, str]]:
-    """What a value holds: each entry with its annotation and its path. A key has the path of its dict.
+    """Yield each entry of a value with its annotation and its path. A key has the path of its dict.
 
     Args:
-        arguments: of the value's own annotation: [int] of ``list[int]``.
+        arguments: those of the value's own annotation: [int] of ``list[int]``.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         annotations = field_annotations(type(value))
@@ -235,85 +213,152 @@ def _entries(value: Any, arguments: tuple[Any, ...], field: str) -> Iterator[tup
             yield key, key_type, field
             yield entry, entry_type, f"{field}.{key}"
     elif isinstance(value, list | tuple | set | frozenset):
-        fixed = (
-            isinstance(value, tuple) and len(arguments) == len(value) and Ellipsis not in arguments
-        )
+        fixed = _is_fixed(arguments) and isinstance(value, tuple) and len(arguments) == len(value)
         for index, entry in enumerate(value):
-            yield (
-                entry,
-                arguments[index] if fixed else (arguments or (Any,))[0],
-                f"{field}[{index}]",
-            )
+            kind = arguments[index] if fixed else (arguments or (Any,))[0]
+            yield entry, kind, f"{field}[{index}]"
+
+
+def _is_fixed(arguments: tuple[Any, ...]) -> bool:
+    """Return True for the arguments of a tuple that has a fixed length."""
+    return Ellipsis not in arguments
+
+
+def _check(value: Any, annotation: Any, field: str) -> None:
+    wanted, bounds, cure, *_ = declared(annotation)
+    if is_union(wanted):
+        _check_union(value, wanted, bounds, field, cure)
+        return
+    said = _fault(value, wanted, bounds)
+    if said is not None:
+        raise ConfigError(field, value, sentence(said, _config_of(value) or cure))
+    entries = list(_entries(value, get_args(wanted), field))
+    for entry, entry_annotation, entry_field in entries:
+        _check(entry, entry_annotation, entry_field)
+    for entry, entry_annotation, entry_field in entries:
+        limit = declared(entry_annotation).at_most
+        if limit and entry > getattr(value, limit):
+            cure = f"must be at most {limit} = {getattr(value, limit)}"
+            raise ConfigError(entry_field, entry, cure)
+
+
+def _check_union(value: Any, union: Any, bounds: tuple[Any, ...], field: str, cure: str) -> None:
+    """Refuse a value that fits none of the types, or has a fault inside whichever it fits.
+
+    Args:
+        bounds: those that stand beside the union, and so are no bounds of None: ``Annotated[float |
+            None, Gt(0)]``.
+    """
+    fitting = [option for option in get_args(union) if _has_type(value, declared(option).type)]
+    if not fitting:
+        raise ConfigError(field, value, sentence([f"be {type_in_words(union)}"], cure))
+    problems = []
+    for option in fitting:
+        try:
+            _check(value, option if value is None else _with_bounds(option, bounds, cure), field)
+            return
+        except ConfigError as problem:
+            problems.append(problem)
+    raise problems[-1]
+
+
+def _with_bounds(annotation: Any, bounds: tuple[Any, ...], cure: str) -> Any:
+    annotated: Any = Annotated  # a type made at run time, which no type checker can follow
+    return annotated[(annotation, *bounds, Cure(cure))] if bounds else annotation
 
 
 def is_union(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, types.UnionType)
 
 
+# ---- the verdict on one value
+
+
+def _fault(value: Any, wanted: Any, bounds: tuple[Any, ...]) -> list[str] | None:
+    """Return what a value must be and is not, as parts of a sentence.
+
+    None: nothing is wrong with the value itself, what it holds left aside.
+    """
+    bounds_in_words = list(map(_bound_text, bounds))
+    if wanted in _SCALARS or get_origin(wanted) is Literal:
+        verdict = _verdict(_as_number(value, wanted), wanted, bounds)
+        if verdict is None:
+            return None
+        if verdict == "finite_number":
+            return ["be a finite number", *bounds_in_words]
+        is_type = verdict.endswith(("_type", "_error")) and verdict != "value_error"
+        return [f"be {type_in_words(wanted)}"] if is_type else bounds_in_words
+    if not _has_type(value, wanted):
+        return [f"be {type_in_words(wanted)}"]
+    if bounds and _verdict(value, get_origin(wanted) or wanted, bounds) is not None:
+        return bounds_in_words
+    return None
+
+
+def _verdict(value: Any, wanted: Any, bounds: tuple[Any, ...]) -> str | None:
+    """Return pydantic's name of what is wrong with a value; None where nothing is."""
+    try:
+        _adapter(wanted, bounds).validate_python(value)
+    except ValidationError as error:
+        return error.errors(include_url=False)[0]["type"]
+    return None
+
+
+@functools.cache
+def _adapter(wanted: Any, bounds: tuple[Any, ...]) -> TypeAdapter[Any]:
+    annotated: Any = Annotated
+    config = ConfigDict(strict=True, allow_inf_nan=False)
+    return TypeAdapter(annotated[(wanted, *bounds)] if bounds else wanted, config=config)
+
+
+def _as_number(value: Any, wanted: Any) -> Any:
+    """Return a number of any library as Python's own: pydantic would refuse numpy's."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    if wanted is int:
+        return int(value) if isinstance(value, numbers.Integral) else value
+    try:
+        return float(value) if wanted is float else value
+    except OverflowError:  # a whole number that no float can hold
+        return math.inf
+
+
 def _has_type(value: Any, wanted: Any) -> bool:
-    """Whether a value has a type, what it holds left aside. True where that can't be told."""
+    """Return whether a value has a type; True where that can't be told."""
     if wanted is None or wanted is types.NoneType:
         return value is None
-    if _is_plain_number(wanted):
-        kind = numbers.Integral if wanted is int else numbers.Real
-        return isinstance(value, kind) and not isinstance(value, bool)
+    origin, arguments = get_origin(wanted), get_args(wanted)
+    if wanted in _SCALARS or origin is Literal:
+        return _verdict(_as_number(value, wanted), wanted, ()) in (None, "finite_number")
     if is_union(wanted):
-        return any(_has_type(value, declared(option).type) for option in get_args(wanted))
-    origin = get_origin(wanted)
-    if origin is Literal:
-        return any(type(value) is type(choice) and value == choice for choice in get_args(wanted))
-    if origin is tuple and Ellipsis not in get_args(wanted) and isinstance(value, tuple):
-        return len(value) == len(get_args(wanted))
+        return any(_has_type(value, declared(option).type) for option in arguments)
+    if origin is tuple and _is_fixed(arguments) and isinstance(value, tuple):
+        return len(value) == len(arguments)
     try:
         return isinstance(value, origin or wanted)
     except TypeError:  # Any, a type variable, a protocol
         return True
 
 
-def _is_plain_number(wanted: Any) -> bool:
-    return wanted is int or wanted is float
+def _config_of(value: Any) -> str:
+    """Return the cure where a class, or what it builds, stands in the place of its Config."""
+    owner = value if isinstance(value, type) else type(value)
+    is_part = dataclasses.is_dataclass(getattr(owner, "Config", None))
+    return f"write {owner.__name__}.Config(...)" if is_part else ""
 
 
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number no float can hold
-        return False
+# ---- words
 
 
-_BOUNDS: dict[type, tuple[Callable[[Any, Any], Any], str]] = {
-    Ge: (lambda value, bound: value >= bound.ge, "be at least {.ge}"),
-    Gt: (lambda value, bound: value > bound.gt, "be above {.gt}"),
-    Le: (lambda value, bound: value <= bound.le, "be at most {.le}"),
-    Lt: (lambda value, bound: value < bound.lt, "be below {.lt}"),
-    MinLen: (
-        lambda value, bound: len(value) >= bound.min_length,
-        "have at least {.min_length} entries",
-    ),
-    Matches: (lambda value, bound: re.fullmatch(bound.pattern, value), "be {.said}"),
+_BOUND_TEXTS: dict[type, str] = {
+    Ge: "be at least {.ge}",
+    Gt: "be above {.gt}",
+    Le: "be at most {.le}",
+    Lt: "be below {.lt}",
+    MinLen: "have at least {.min_length} entries",
+    Matches: "be {.said}",
 }
-"""By type: whether a value holds it, and its text."""
-
-
-def _bound_text(bound: Any) -> str:
-    return "not be empty" if bound == MinLen(1) else _BOUNDS[type(bound)][1].format(bound)
-
-
-def bounds_said(annotation: Any) -> str:
-    """The bounds of a field, or of what it holds, in the words of its errors; empty where it has none."""
-    plain, bounds, *_ = declared(annotation)
-    if bounds:
-        return _sentence(map(_bound_text, bounds), "")
-    return next(filter(None, map(bounds_said, get_args(plain))), "")
-
-
-def _sentence(parts: Collection[str] | Iterator[str], cure: str) -> str:
-    """``must be above 0 and at most 1; the cure``."""
-    first, *others = parts
-    return " and ".join([f"must {first}", *(part.removeprefix("be ") for part in others)]) + (
-        f"; {cure}" if cure else ""
-    )
-
+"""Words of each bound. Metadata of other types is no bound."""
 
 _TYPE_NAMES = {
     int: "a whole number",
@@ -328,14 +373,34 @@ _TYPE_NAMES = {
 }
 
 
-def _type_name(wanted: Any) -> str:
+def _bound_text(bound: Any) -> str:
+    return "not be empty" if bound == MinLen(1) else _BOUND_TEXTS[type(bound)].format(bound)
+
+
+def bounds_said(annotation: Any) -> str:
+    """Return the bounds of a field, or of what it holds, in words; empty where it has none."""
+    plain, bounds, *_ = declared(annotation)
+    if bounds:
+        return sentence(map(_bound_text, bounds), "")
+    return next(filter(None, map(bounds_said, get_args(plain))), "")
+
+
+def sentence(parts: Collection[str] | Iterator[str], cure: str) -> str:
+    """Return ``must be above 0 and at most 1; the cure``."""
+    first, *others = parts
+    text = " and ".join([f"must {first}", *(part.removeprefix("be ") for part in others)])
+    return f"{text}; {cure}" if cure else text
+
+
+def type_in_words(wanted: Any) -> str:
+    """Return a type as an error names it, such as "a whole number or None"."""
     wanted = declared(wanted).type
-    if is_union(wanted):
-        return " or ".join(_type_name(option) for option in get_args(wanted))
     origin, arguments = get_origin(wanted), get_args(wanted)
+    if is_union(wanted):
+        return " or ".join(map(type_in_words, arguments))
     if origin is Literal:
         return f"one of {', '.join(map(repr, arguments))}"
-    if origin is tuple and Ellipsis not in arguments:
+    if origin is tuple and _is_fixed(arguments):
         return f"a tuple of {len(arguments)}"
     plain = origin or wanted
     name = getattr(plain, "__qualname__", str(plain))

@@ -65,6 +65,7 @@ def main(arguments: list[str] | None) -> int:
     keep_imported()
     with quiet_libraries():
         from torchtitan.experiments.rl.config.gate import pass_gate
+        from torchtitan.experiments.rl.config.start import Ended, ToSubmit
 
         if command.resume == "auto":
             resumed = _resumed(
@@ -74,10 +75,10 @@ def main(arguments: list[str] | None) -> int:
             start = pass_gate(config, command, resumed)
     if command.dry_run:
         return 0
-    if start is None:  # a run that has taken its steps, and may have been killed after them
+    if isinstance(start, Ended):  # the run may have been killed after its last step
         remove_left_over()
         return 0
-    if start.script is not None:
+    if isinstance(start, ToSubmit):
         return _submit(config, start)
     code = _run(config, start, str(command.config_name))
     if code == 0 and command.push_to_hub is not None:

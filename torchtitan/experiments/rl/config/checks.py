@@ -89,7 +89,10 @@ def check(config: RunConfig) -> None:
     check_adapters(config)
     check_loss(config)
     if config.rollout_workers and config.max_offpolicy_steps == 0:
-        cure = "synchronous runs repeat bit for bit, which takes one process: set it to 0, or max_offpolicy_steps to 1 or more"
+        cure = (
+            "synchronous runs repeat bit for bit, which takes one process: set it to 0, or "
+            "max_offpolicy_steps to 1 or more"
+        )
         raise ConfigError("rollout_workers", config.rollout_workers, cure)
     check_sharing(config)
     config.metrics.validate(field="metrics")
@@ -99,7 +102,10 @@ def check(config: RunConfig) -> None:
         field = f"tasks.{name}"
         call_part(field, task, "validate", field=field, policy_path=config.model.hf_assets_path)
         if task.sampling.stop and not config.generator.engine.stops_at_texts:
-            cure = f"{type(config.generator.engine).__name__} does not look for texts: name sampling.stop_token_ids"
+            cure = (
+                f"{type(config.generator.engine).__name__} does not look for texts: name "
+                "sampling.stop_token_ids"
+            )
             raise ConfigError(f"{field}.sampling.stop", task.sampling.stop, cure)
         for limit_field, limit in (
             ("batcher.row_length", config.batcher.row_length),
@@ -119,7 +125,7 @@ def check(config: RunConfig) -> None:
 
 
 def call_part(where: str, part: Any, method: str, *arguments: Any, **named: Any) -> Any:
-    """What a method of a part answers that users may have written, or of its config.
+    """Call a method of a part that users may have written, or of its config.
 
     Raises:
         ConfigError: it failed; the error names the part's field, its class and the method.
@@ -129,9 +135,11 @@ def call_part(where: str, part: Any, method: str, *arguments: Any, **named: Any)
 
 
 def check_adapters(config: RunConfig) -> None:
-    """
+    """Check that the adapters that tasks name are trained and can be served.
+
     Raises:
-        ConfigError: the engine can't serve them, or some tasks name one and nothing trains it, or others name none.
+        ConfigError: the engine can't serve them, nothing trains the one that a task names, or only
+            some tasks name one.
     """
     for rank in config.served.values():
         config.generator.engine.check_adapter(rank)
@@ -144,11 +152,14 @@ def check_adapters(config: RunConfig) -> None:
     if (
         unnamed := next((name for name, task in config.tasks.items() if not task.adapter), None)
     ) is not None:
-        cure = f"tasks.{named} trains an adapter of its own: name one for each task, two of which may have the same"
+        cure = (
+            f"tasks.{named} trains an adapter of its own: name one for each task, two of which "
+            "may have the same"
+        )
         raise ConfigError(f"tasks.{unnamed}.adapter", "", cure)
     if not config.served:
         raise ConfigError(
-            "generator.adapter",
+            "trainer.lora.serve",
             "merged",
             "there would be a whole model for each adapter that tasks name: serve them",
         )
@@ -162,13 +173,19 @@ def check_sharing(config: RunConfig) -> None:
     """
     if config.generator.engine.sleep:
         if config.max_offpolicy_steps:
-            cure = f"set it to 0: requests are open while the trainer steps, and {SLEEP} = True stops the engines then"
+            cure = (
+                f"set it to 0: requests are open while the trainer steps, and {SLEEP} = True "
+                "stops the engines then"
+            )
             raise ConfigError("max_offpolicy_steps", config.max_offpolicy_steps, cure)
         if not config.provision.share_gpus:
             raise ConfigError(
                 SLEEP,
                 True,
-                "frees memory for a trainer on the same GPUs: set provision.share_gpus, or leave it out",
+                (
+                    "frees memory for a trainer on the same GPUs: set provision.share_gpus, or "
+                    "leave it out"
+                ),
             )
     for field, reference in find_references(config.tasks, field="tasks"):
         if isinstance(reference, HostedModel) and reference.engine.sleep:
@@ -184,29 +201,20 @@ def check_relations(config: RunConfig) -> None:
         ConfigError: by the first such field.
     """
     trainer = config.trainer
-    if trainer.async_tensor_parallel:
+    compiled = trainer.compile
+    if compiled is not None and compiled.async_tensor_parallel:
         cure = (
-            "set it to False: torch exchanges through memory that ranks name by their device's index, "
+            "set it to False: torch exchanges through memory that ranks name by their device's "
+            "index, "
             "and each trainer process sees one GPU of its host, as index 0"
         )
-        raise ConfigError("trainer.async_tensor_parallel", True, cure)
-    if trainer.float8 != "off":
-        if not trainer.compile:
-            raise ConfigError(
-                "trainer.float8",
-                trainer.float8,
-                "is slower than without, uncompiled: set trainer.compile",
-            )
-        if trainer.lora is not None:
-            raise ConfigError(
-                "trainer.float8", trainer.float8, 'is not tried with trainer.lora: set it to "off"'
-            )
-    if trainer.compile and trainer.parallelism.context_parallel_degree > 1:
-        raise ConfigError(
-            "trainer.compile",
-            True,
-            "set it to False: with context_parallel_degree above 1 it is not tried",
-        )
+        raise ConfigError("trainer.compile.async_tensor_parallel", True, cure)
+    if compiled is not None and compiled.float8 != "off" and trainer.lora is not None:
+        cure = 'is not tried with trainer.lora: set it to "off"'
+        raise ConfigError("trainer.compile.float8", compiled.float8, cure)
+    if compiled is not None and trainer.parallelism.context_parallel_degree > 1:
+        cure = "set it to None: with context_parallel_degree above 1 it is not tried"
+        raise ConfigError("trainer.compile", compiled, cure)
     profiled_steps(config.profile_steps)
     first, second = trainer.optimizer.betas
     if first > second:
@@ -217,14 +225,18 @@ def check_relations(config: RunConfig) -> None:
         )
     total = trainer.lr_scheduler.total_steps
     if total is not None and total < config.steps:
-        cure = f"must be at least steps = {config.steps}: after its last step the schedule has no learning rate"
+        cure = (
+            f"must be at least steps = {config.steps}: after its last step the schedule has no "
+            "learning rate"
+        )
         raise ConfigError("trainer.lr_scheduler.total_steps", total, cure)
 
 
 def with_last_group(config: RunConfig, rollouts: int) -> int:
-    """Return the maximum number of rollouts that whole groups come to, if the last one begins before ``rollouts``.
+    """Return the maximum number of rollouts of whole groups, the last begun before ``rollouts``.
 
-    Rollouts that nothing compares are groups of one. An algorithm that compares nothing may still have them, or groups.
+    Rollouts that nothing compares are groups of one. An algorithm that compares nothing may still
+    have them, or groups.
     """
     sizes = {task.group_size for task in config.tasks.values()}
     algorithms = [built_class(task.algorithm) for task in config.tasks.values()]
@@ -235,7 +247,7 @@ def with_last_group(config: RunConfig, rollouts: int) -> int:
 
 
 def missing(config: RunConfig) -> dict[str, MissingError]:
-    """What this machine lacks beside the policy, by the name of the first task that needs it.
+    """Return what this machine lacks beside the policy, by the name of the task that needs it.
 
     Raises:
         ConfigError: a file is there and can't be used.
@@ -255,7 +267,7 @@ def missing(config: RunConfig) -> dict[str, MissingError]:
 
 
 def check_model_folder(model: ModelConfig) -> None:
-    """A hub folder whose weights are those of the model, and with a tokenizer.
+    """Check that a hub folder holds the model's weights, and a tokenizer.
 
     Raises:
         MissingError: the folder, or its weights or tokenizer, is not there.
@@ -272,7 +284,7 @@ def check_model_folder(model: ModelConfig) -> None:
 
 
 def check_first_adapters(config: RunConfig) -> None:
-    """Compare the adapters that training begins with, where the config names some, with those of the model.
+    """Compare the adapters that training begins with, if the config names some, with the model's.
 
     Raises:
         ConfigError: the folder has no adapters, or others, or not all of them.
@@ -284,10 +296,13 @@ def check_first_adapters(config: RunConfig) -> None:
 
 
 def check_hosted_model(model: HostedModel, *, field: str) -> None:
-    """A folder that an engine can serve. Of a family that the trainer knows too, the weights' shapes are compared.
+    """Check that a folder holds a model that an engine can serve.
+
+    The weights' shapes are compared where the trainer knows the model's family.
 
     Raises:
-        ConfigError: config.json or the weights can't be read, are of different models, or the engine can't serve the model.
+        ConfigError: config.json or the weights can't be read, are of different models, or the
+            engine can't serve the model.
     """
     path_field = f"{field}.path"
     hub = HubConfig.read(model.path, field=path_field)
@@ -299,8 +314,10 @@ def check_hosted_model(model: HostedModel, *, field: str) -> None:
 
 
 def split_of(config: RunConfig, gpus: int, *, gpu_gib: float) -> list[str]:
-    """Overrides that divide ``gpus`` between trainer ranks and generator replicas so that the slower side of a step costs
-    least, by the cost model. Degrees of parallelism stay.
+    """Return overrides that divide ``gpus`` between trainer ranks and generator replicas.
+
+    The division is the one in which the slower side of a step costs least, by the cost model.
+    Degrees of parallelism stay.
 
     Args:
         gpu_gib: memory of each.
@@ -339,7 +356,7 @@ def _plan_of_split(
     gpus: int,
     gpu_gib: float,
 ) -> RunPlan | None:
-    """Return the plan of this many trainer ranks and generators on ``gpus`` GPUs; None where they do not fit."""
+    """Return the plan of so many ranks and generators on ``gpus`` GPUs; None if they don't fit."""
     trainer = dataclasses.replace(config.trainer, ranks=ranks)
     generator = dataclasses.replace(config.generator, replicas=replicas)
     split = dataclasses.replace(config, trainer=trainer, generator=generator)
@@ -367,7 +384,8 @@ def _too_few_gpus(config: RunConfig, *, gpu_gib: float) -> str:
             continue
         others = f", hosted models {hosted}" if hosted else ""
         return (
-            f"too few: the trainer takes {ranks} of {gpu_gib:.0f} GiB, a generator {engine}{others}: "
+            f"too few: the trainer takes {ranks} of {gpu_gib:.0f} GiB, a generator "
+            f"{engine}{others}: "
             f"at least --gpus {gpus}, or --provision.share-gpus"
         )
     return (
@@ -377,7 +395,7 @@ def _too_few_gpus(config: RunConfig, *, gpu_gib: float) -> str:
 
 
 def model_sizes(config: RunConfig, device: Device) -> ModelSizes:
-    """Of the policy, with the adapters that are trained."""
+    """Return the sizes of the policy, with the adapters that are trained."""
     spec = policy_spec(config.model, device=device, max_seq_len=config.batcher.row_length)
     parameters = trained = parameter_count(spec)
     if (lora := config.trainer.lora) is not None:
@@ -388,14 +406,15 @@ def model_sizes(config: RunConfig, device: Device) -> ModelSizes:
 def plan_run(
     config: RunConfig, *, device: Device | None = None, available: list[int] | None = None
 ) -> RunPlan:
-    """Sizes that follow from a checked config.
+    """Return the sizes and the placement that follow from a checked config.
 
     Args:
         device: plan for this device instead of the one the run would find.
         available: cores or GPUs to plan with, instead of this host's.
 
     Raises:
-        ConfigError: the model can't be read, an engine can't serve its model, or the host has too few cores or GPUs.
+        ConfigError: the model can't be read, an engine can't serve its model, or the host has too
+            few cores or GPUs.
     """
     device = device or config.provision.resolve()
     decoder = decoder_config(
@@ -404,12 +423,15 @@ def plan_run(
     trainer, engine = config.trainer, config.generator.engine
     parallelism, positions = trainer.parallelism, model_positions(config.model)
     if config.batcher.row_length > positions and parallelism.context_parallel_degree == 1:
-        cure = f"the model has {positions} positions; choose at most that, or divide rows by context_parallel_degree"
+        cure = (
+            f"the model has {positions} positions; choose at most that, or divide rows by "
+            "context_parallel_degree"
+        )
         raise ConfigError("batcher.row_length", config.batcher.row_length, cure)
     parallelism.check_model(decoder, field="trainer.parallelism", ranks=trainer.ranks)
-    if trainer.compile and device == "cpu":
-        cure = "on a CPU each step would compile again, for where its rows' sequences end: set it to False"
-        raise ConfigError("trainer.compile", True, cure)
+    if trainer.compile is not None and device == "cpu":
+        why = "on a CPU each step would compile again, for where its rows' sequences end"
+        raise ConfigError("trainer.compile", trainer.compile, f"{why}: set it to None")
     if trainer.enable_cpu_offload and device == "cpu":
         raise ConfigError(
             "trainer.enable_cpu_offload",
@@ -427,8 +449,11 @@ def plan_run(
     sizes = model_sizes(config, device)
     parameters = sizes.parameters
     if config.served and device == "cpu" and sizes.experts > 1:
-        cure = "set it to merged: with adapters vLLM computes experts by Triton's kernels, which need a GPU"
-        raise ConfigError("generator.adapter", "served", cure)
+        cure = (
+            "set it to merged: with adapters vLLM computes experts by Triton's kernels, which "
+            "need a GPU"
+        )
+        raise ConfigError("trainer.lora.serve", "served", cure)
     known, placement = place_on_fewest(config, device, parameters=parameters, available=available)
     if device == "cpu":
         cores = len(os.sched_getaffinity(0)) if known is None else min(map(len, known))
@@ -473,7 +498,7 @@ def plan_run(
 
 
 def _as_hub_config(decoder: Decoder.Config) -> HubConfig:
-    """What an engine is to fit: the model may not be there yet."""
+    """Return what config.json says of a model that may not be here yet."""
     layer: Any = decoder.layers[0]
     return HubConfig(
         "",
@@ -491,7 +516,8 @@ def _as_hub_config(decoder: Decoder.Config) -> HubConfig:
 
 
 def _shared_gpu(config: RunConfig, parameters: int, trainer: TrainerMemory) -> SharedGpu:
-    """
+    """Return the memory of a GPU that trainer and engine share.
+
     Raises:
         ConfigError: the engine takes a share of a GPU that the trainer has too.
     """
@@ -518,13 +544,15 @@ _VOCABULARY_BLOCK = 64
 def check_engine_fits(
     engine: EngineConfig, hub: HubConfig, *, field: str, positions: int | None = None
 ) -> None:
-    """
+    """Check that a model can have the engine's length and degree of parallelism.
+
     Args:
         field: config field of ``engine``.
         positions: longest sequence of the model, where more is known than config.json says.
 
     Raises:
-        ConfigError: the engine's ``max_model_len`` or ``tensor_parallel_degree``, which the model can't have.
+        ConfigError: the engine's ``max_model_len`` or ``tensor_parallel_degree``, which the model
+            can't have.
     """
     if positions is None:
         positions = next((value for name in _POSITIONS if (value := _size(hub, name))), None)
@@ -544,12 +572,14 @@ def check_engine_fits(
 
 
 def check_cores(engine: EngineConfig, cores: int, *, field: str) -> None:
-    """
+    """Check that each process of an engine has a core.
+
     Args:
         cores: of this host.
 
     Raises:
-        ConfigError: the engine's ``tensor_parallel_degree``: processes that wait for each other on one core hardly go on.
+        ConfigError: the engine's ``tensor_parallel_degree``: processes that wait for each other on
+            one core hardly go on.
     """
     if engine.tensor_parallel_degree > cores:
         cure = f"each part needs a CPU core, and there are {cores} here; choose at most {cores}"
@@ -557,7 +587,7 @@ def check_cores(engine: EngineConfig, cores: int, *, field: str) -> None:
 
 
 def _divided(hub: HubConfig, degree: int) -> dict[str, int]:
-    """What tensor parallelism divides, by its name; what config.json does not say is left out."""
+    """Return the sizes that tensor parallelism divides, by name, if config.json has them."""
     heads = _size(hub, "num_attention_heads")
     kv_heads = _size(hub, "num_key_value_heads")
     vocabulary = _size(hub, "vocab_size")
@@ -583,8 +613,10 @@ def _size(hub: HubConfig, name: str) -> int | None:
 
 
 def check_loss(config: RunConfig) -> None:
-    """Refuse corrections that don't fit together, credit to be normalised over the step where nothing does it, and a filter
-    that takes part of such credit away.
+    """Check that the loss, the algorithms' credit and the filters fit together.
+
+    Refused are corrections that exclude each other, credit to be normalised over the step where
+    nothing does it, and a filter that takes part of such credit away.
 
     Raises:
         ConfigError: by field, value and cure.
@@ -602,7 +634,10 @@ def check_loss(config: RunConfig) -> None:
         if not algorithm.batch_normalized:
             continue
         if not loss.normalize_advantages:
-            cure = f"{algorithm.__name__} of tasks.{name} gives credit that is normalised over the step: set it to True"
+            cure = (
+                f"{algorithm.__name__} of tasks.{name} gives credit that is normalised over the "
+                "step: set it to True"
+            )
             raise ConfigError("trainer.loss.normalize_advantages", False, cure)
         for field, entry in config.filters():
             if (
@@ -610,12 +645,15 @@ def check_loss(config: RunConfig) -> None:
                 and entry.mode == "enforce"
                 and not algorithm.group_relative
             ):
-                cure = f"drops groups of reward 0, from which {algorithm.__name__} of tasks.{name} learns: leave it out"
+                cure = (
+                    f"drops groups of reward 0, from which {algorithm.__name__} of tasks.{name} "
+                    "learns: leave it out"
+                )
                 raise ConfigError(f"{field}.mode", entry.mode, cure)
 
 
 def profiled_steps(value: str) -> range | None:
-    """The optimizer steps that "A:B" names, both included; None for "".
+    """Return the optimizer steps that "A:B" names, both included; None for "".
 
     Raises:
         ConfigError: it is no such pair.
@@ -655,11 +693,13 @@ TEXTS = (
 """What tokenizers divide differently."""
 
 
-def check_teachers(config: RunConfig, *, ask_servers: bool) -> None:
-    """Compare the tokenizer of every model that an algorithm names with the policy's. Judges are asked in messages: theirs may
-    be any. A folder that is not there is another check's.
+def check_teachers(config: RunConfig, tokenizer: Any, *, ask_servers: bool) -> None:
+    """Compare the tokenizer of every model that an algorithm names with the policy's.
+
+    Judges are asked in messages: theirs may be any. A folder that is not there is another check's.
 
     Args:
+        tokenizer: of the policy.
         ask_servers: a server that does not answer, or can't be asked for tokens, is passed over.
 
     Raises:
@@ -670,16 +710,16 @@ def check_teachers(config: RunConfig, *, ask_servers: bool) -> None:
         for field, reference in find_references(
             task.algorithm, field=f"tasks.{name}.algorithm", beside=(Judge.Config,)
         ):
-            cure = f"the policy's, in {policy}, differs, and they exchange token ids: name a model with the policy's tokenizer"
+            cure = (
+                f"the policy's, in {policy}, differs, and they exchange token ids: name a model "
+                "with the policy's tokenizer"
+            )
             if isinstance(reference, FrozenModel) and ask_servers:
                 check_served_tokenizer(reference, f"{field}.base_url", policy, cure=cure)
             elif isinstance(reference, HostedModel) and Path(reference.path).is_dir():
                 with user_code(f"{field}.path", reference.path, "its tokenizer can't be loaded"):
-                    theirs, ours = (
-                        AutoTokenizer.from_pretrained(path, local_files_only=True)
-                        for path in (reference.path, policy)
-                    )
-                if (found := difference(theirs, ours)) is not None:
+                    theirs = AutoTokenizer.from_pretrained(reference.path, local_files_only=True)
+                if (found := difference(theirs, tokenizer)) is not None:
                     raise ConfigError(
                         f"{field}.path", reference.path, f"its tokenizer {found}; {cure}"
                     )
@@ -697,7 +737,10 @@ def check_servers(config: RunConfig) -> None:
 
 
 def difference(theirs: Any, ours: Any) -> str | None:
-    """What two tokenizers differ in, in words; None: they are equal in vocabulary, special tokens, merges and on TEXTS."""
+    """Return in words what two tokenizers differ in; None if they are equal.
+
+    Compared are their vocabularies, special tokens, merges and what they make of TEXTS.
+    """
     for said, of in _COMPARED.items():
         if of(theirs) != of(ours):
             return said

@@ -5,9 +5,7 @@ import contextlib
 import difflib
 import importlib
 import inspect
-import io
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import tyro
-
-from torchtitan.experiments.rl.bounds import walk
 from torchtitan.experiments.rl.config.hub import adapter_folder, command_of_run, model_folder
-from torchtitan.experiments.rl.errors import (
-    ConfigError,
-    MissingError,
-    UnknownOption,
-    cause_of,
-    user_code,
-)
+from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
 from torchtitan.experiments.rl.observability.console import typed_command
 from torchtitan.experiments.rl.process.setup import add_import_folder
 
@@ -35,10 +24,12 @@ OF_A_RUN = ("--resume", "--init-from", "--push-to-hub", "--dry-run", "--list")
 """Options that mean nothing to a tool."""
 OF_TRAINING = (*OF_A_RUN, "--init-adapter", "--gpus")
 """Options that mean nothing to a tool that trains nothing, and asks one model."""
-MERGE = "whole models are asked here, and it would be left out: `{} ADAPTER --to FOLDER` merges it into its base for --model FOLDER"
-"""End of an error about an adapter given to a tool that trains nothing. ``{}`` is the words that start ``rl-export``."""
-REMOVED_FIELDS = {"groups_per_step": "set rollouts_per_step to groups * group_size"}
-"""Fields of RunConfig that are gone, and what to do instead."""
+MERGE = (
+    "whole models are asked here, and it would be left out: `{} ADAPTER --to FOLDER` merges it "
+    "into its base for --model FOLDER"
+)
+"""End of an error about an adapter given to a tool that trains nothing. ``{}`` is the words that
+start ``rl-export``."""
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -61,12 +52,13 @@ class Command:
     words: list[str] = field(default_factory=list)
     """All of them, as they were given."""
     whole_model_rate: float | None = None
-    """Learning rate of the named config before the overrides, if it trains the whole model; ``load_config`` sets it."""
+    """Learning rate of the named config before the overrides, if it trains the whole model;
+    ``load_config`` sets it."""
     started_in: str = ""
     """The folder that the run was started in whose command this takes; "" where it takes none's."""
 
     def find_modules_of(self, folder: str) -> None:
-        """Import modules from the folder that a run was started in, as the run did; "" is unknown."""
+        """Import modules from the folder that a run was started in; "" is unknown."""
         self.started_in = folder
         if folder:
             add_import_folder(Path(folder))
@@ -100,11 +92,15 @@ class Command:
 
 
 def parse_command(arguments: list[str]) -> Command:
-    """Split our own options from the config's overrides. ``--help`` without a config explains both and exits."""
+    """Split our own options from the config's overrides.
+
+    ``--help`` without a config explains both and exits.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.experiments.rl.grpo",
-        description="Reinforcement learning of a language model. Any field of the config can be overridden: --steps 50, "
-        "--trainer.optimizer.lr 1e-5, --tasks.sum-digits.group-size 16; --config NAME --help lists them all.",
+        description="Reinforcement learning of a language model. Any field of the config can be "
+        "overridden: --steps 50, --trainer.optimizer.lr 1e-5, --tasks.sum-digits.group-size 16; "
+        "--config NAME --help lists them all.",
         add_help=False,
         allow_abbrev=False,
         exit_on_error=False,
@@ -119,7 +115,7 @@ def parse_command(arguments: list[str]) -> Command:
     add(
         "--model",
         metavar="NAME",
-        help="a folder in hub format, or a model of the hub, such as Qwen/Qwen3-0.6B: it is downloaded",
+        help="a folder in hub format, or a model of the hub, which is downloaded: Qwen/Qwen3-0.6B",
     )
     add(
         "--gpus",
@@ -127,7 +123,7 @@ def parse_command(arguments: list[str]) -> Command:
         type=int,
         help="divide N GPUs between trainer and generators, by modelled costs (--dry-run says how)",
     )
-    # Kept with the overrides: it belongs to the config, and goes with it into a run that is resumed.
+    # Kept with the overrides: it belongs to the config, and goes into a run that is resumed.
     add(
         "--size",
         metavar="NAME",
@@ -144,7 +140,8 @@ def parse_command(arguments: list[str]) -> Command:
     add(
         "--resume",
         metavar="FOLDER|auto",
-        help="go on with the run in FOLDER from its newest checkpoint, or from FOLDER if it is one; --config is not needed. "
+        help="go on with the run in FOLDER from its newest checkpoint, or from FOLDER if it is "
+        "one; --config is not needed. "
         "auto: the newest run of --config in its output_dir, or a new run",
     )
     add(
@@ -155,7 +152,8 @@ def parse_command(arguments: list[str]) -> Command:
     add(
         "--init-adapter",
         metavar="FOLDER",
-        help="train adapters, with the rank and alpha of this PEFT folder or of this run's newest policy, and begin with those",
+        help="train adapters, with the rank and alpha of this PEFT folder or of this run's newest "
+        "policy, and begin with those",
     )
     add(
         "--push-to-hub",
@@ -206,7 +204,7 @@ def starting_line(command: Command) -> str:
 def own_options(
     parser: argparse.ArgumentParser, arguments: list[str] | None, *, refused: Sequence[str] = ()
 ) -> tuple[argparse.Namespace, list[str]]:
-    """The options of ``parser``, and the other words.
+    """Return the options of ``parser``, and the other words.
 
     Args:
         arguments: None: those of this process.
@@ -232,7 +230,9 @@ def own_options(
 def parse_with_own(
     parser: argparse.ArgumentParser, arguments: list[str] | None
 ) -> tuple[argparse.Namespace, Command]:
-    """The options of a tool, and a run's command of the others, for tools that take a run as ``--model`` in place of a config.
+    """Return the options of a tool, and a run's command made of the other words.
+
+    Such a tool takes a run as ``--model`` in place of a config.
 
     Args:
         arguments: None: those of this process.
@@ -260,7 +260,10 @@ def parse_with_own(
         raise ConfigError(
             "--config",
             None,
-            f"name a config, or a run as --model; {typed_command('grpo')} --list prints the configs",
+            (
+                f"name a config, or a run as --model; {typed_command('grpo')} --list prints the "
+                "configs"
+            ),
         )
     command = parse_command([*named, *rest])
     command.model = known.model
@@ -270,7 +273,11 @@ def parse_with_own(
 
 
 def served_by(options: argparse.Namespace, url: str, field: str, config: Any) -> Any:
-    """The ``FrozenModel`` that a server has, by the options of ``parse_with_own``. ``field``: the option that names ``url``."""
+    """Return the ``FrozenModel`` of a server, by the options of ``parse_with_own``.
+
+    Args:
+        field: the option that names ``url``.
+    """
     from torchtitan.experiments.rl.generation.endpoint import served_model
 
     return served_model(
@@ -315,7 +322,10 @@ def check_whole_policy(options: argparse.Namespace, config: Any) -> None:
 
 
 def config_functions(module_name: str) -> dict[str, Callable[[], Any]]:
-    """The public functions that a registry defines itself, in its module or one of its package's, and that need no argument.
+    """Return the config functions of a registry, by name.
+
+    They are the public functions that its module or one of its package's defines, and that need no
+    argument.
 
     Raises:
         ConfigError: no such module, or one that can't be imported.
@@ -335,7 +345,7 @@ def config_functions(module_name: str) -> dict[str, Callable[[], Any]]:
 
 
 def config_groups(module_name: str) -> dict[str, list[str]]:
-    """The module's GROUPS, titles and names of configs, less what is no config of it; empty where it has none."""
+    """Return the module's GROUPS: titles, and names of configs that it has. May be empty."""
     groups, functions = getattr(_import(module_name), "GROUPS", {}), config_functions(module_name)
     if not isinstance(groups, dict):
         return {}
@@ -348,8 +358,8 @@ def load_config(command: Command) -> Any:
     """Build the named config and apply the overrides.
 
     Raises:
-        ConfigError: unknown config or field, a value of the wrong type, or a config function that fails or returns something
-            other than a RunConfig.
+        ConfigError: unknown config or field, a value of the wrong type, or a config function that
+            fails or returns something other than a RunConfig.
     """
     functions, name = config_functions(command.module), str(command.config_name)
     if name not in functions:
@@ -367,7 +377,10 @@ def load_config(command: Command) -> Any:
             raise ConfigError(
                 "--size",
                 size,
-                f"{name} has one size; {' and '.join(sized) or 'no config'} of {command.module} take others",
+                (
+                    f"{name} has one size; {' and '.join(sized) or 'no config'} of "
+                    f"{command.module} take others"
+                ),
             )
         arguments["size"] = size
     with user_code("--config", name, "the config function failed"), _name_removed_fields(name):
@@ -380,13 +393,16 @@ def load_config(command: Command) -> Any:
         if inspect.iscoroutine(config):
             config.close()  # else Python warns that it was never awaited
         code = functions[name].__code__
-        cure = f"the config function ({code.co_filename}:{code.co_firstlineno}) returned a {type(config).__name__}"
+        cure = (
+            f"the config function ({code.co_filename}:{code.co_firstlineno}) returned a "
+            f"{type(config).__name__}"
+        )
         raise ConfigError("--config", name, f"{cure}; return a RunConfig")
+    from torchtitan.experiments.rl.config.options import override
     from torchtitan.experiments.rl.config.overrides import take_named_parts
 
     command.whole_model_rate = None if config.trainer.lora else config.trainer.optimizer.lr
-    words = take_named_parts(config, overrides)
-    config = _override(config, words) if words else config
+    config = override(config, take_named_parts(config, overrides))
     for task in config.tasks.values() if isinstance(config.tasks, dict) else ():
         if getattr(task, "validation", ...) is None and isinstance(task.dataset, Dataset.Config):
             task.validation = task.dataset.rest()
@@ -394,7 +410,7 @@ def load_config(command: Command) -> Any:
 
 
 def _without_size(words: list[str]) -> tuple[list[str], str | None]:
-    """The overrides of the config that the function makes, and the last --size among them."""
+    """Split the last ``--size`` from the other overrides."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--size")
     known, others = parser.parse_known_args(words)
@@ -425,105 +441,15 @@ def _import(name: str) -> ModuleType:
         ) from None
 
 
-def _override(config: Any, overrides: list[str]) -> Any:
-    from torchtitan.experiments.rl.config.overrides import flags_as_options, registry_with_bounds
-
-    errors = io.StringIO()
-    overrides = flags_as_options(config, overrides)
-    try:
-        with contextlib.redirect_stderr(errors):
-            return tyro.cli(
-                type(config),
-                default=config,
-                args=overrides,
-                prog="python -m torchtitan.experiments.rl.grpo --config NAME",
-                # Else a field that may be None becomes a subcommand; so it stays what the config made it, with options.
-                config=(tyro.conf.AvoidSubcommands,),
-                registry=registry_with_bounds(),
-            )
-    except SystemExit as end:
-        if end.code in (0, None):  # --help
-            raise
-        raise _refused_overrides(config, overrides, error_message(errors.getvalue())) from None
-    except Exception as error:  # tyro's own, of a config whose fields it can't make options of
-        raise ConfigError(
-            "overrides", " ".join(overrides), f"can't be applied to this config: {cause_of(error)}"
-        ) from error
-
-
 @contextlib.contextmanager
 def _name_removed_fields(config_name: str) -> Iterator[None]:
     """Name the cure if the config function that the block calls sets a field that is gone."""
     try:
         yield
     except (TypeError, AttributeError) as error:
+        from torchtitan.experiments.rl.config.options import REMOVED_FIELDS
+
         for name, cure in REMOVED_FIELDS.items():
             if f"'{name}'" in str(error):
                 raise ConfigError("--config", config_name, f"{name} is gone: {cure}") from error
         raise
-
-
-def _refused_overrides(config: Any, overrides: list[str], message: str) -> ConfigError:
-    """Return the error about overrides that tyro refuses with ``message``."""
-    from torchtitan.experiments.rl.config.overrides import options_inside
-
-    refused, _, guess = message.partition("; perhaps you meant ")
-    words = refused.removeprefix("Unrecognized options: ").split(", ")
-    unknown = [word.partition("=")[0] for word in words if word.startswith("--")]
-    if words != [refused] and unknown:
-        for option in unknown:
-            removed = option.removeprefix("--").replace("-", "_")
-            if removed in REMOVED_FIELDS:
-                return UnknownOption(option, " ".join(overrides), REMOVED_FIELDS[removed])
-        near = [f"--{path}" for option in unknown if (path := _nearest_option(config, option))]
-        if near == unknown:
-            return ConfigError(", ".join(unknown), "", "it wants a value")
-        meant = ", ".join(near or filter(None, [guess]))
-        cure = f"perhaps you meant {meant}" if meant else ""
-        return UnknownOption(", ".join(unknown), " ".join(overrides), cure)
-    fixed = re.match(r"Argument (--\S+) is fixed to .* accept the value '(.*)'\.", message)
-    if fixed is not None and (inside := options_inside(config, fixed[1].removeprefix("--"))):
-        return ConfigError(fixed[1], fixed[2], f"it is set by its fields: {', '.join(inside)}")
-    return ConfigError("overrides", " ".join(overrides), message)
-
-
-def _nearest_option(config: Any, option: str) -> str | None:
-    """Return the field that an unknown option probably means: one of a like path, else one of a like name.
-
-    tyro's own guess for --step is --rollouts-per-step.
-    """
-    option = option.removeprefix("--").replace("_", "-")
-    paths = {path: path for path in option_paths(config)}
-    ends = {path.rpartition(".")[2]: path for path in reversed(paths)}
-    for word, known in ((option, paths), (option.rpartition(".")[2], ends)):
-        for near in difflib.get_close_matches(word, known, n=1, cutoff=0.8):
-            return known[near]
-    return None
-
-
-def option_paths(config: Any) -> list[str]:
-    """Of every field, as the command line writes it."""
-    return [path.replace("_", "-") for path, *_ in walk(config) if path and "[" not in path]
-
-
-def error_message(printed: str) -> str:
-    """The sentence in the box that tyro 1.0.17 prints about a wrong command line, and what tyro thinks was meant.
-
-    With ``console_outputs=False`` it prints nothing, and its hook for errors is private, so the text is read.
-    """
-    lines = [line.strip().strip("│").strip() for line in printed.splitlines()]
-    if not lines[0].startswith(
-        "╭"
-    ):  # no UTF-8 here: a blank for the border, and a rule under the title
-        lines = lines[next(i for i, line in enumerate(lines) if _is_rule(line)) + 1 :]
-    lines = [line for line in lines if line and not line.startswith(("╭", "╰"))]
-    end = next((i for i, line in enumerate(lines) if _is_rule(line)), len(lines))
-    message = " ".join(lines[:end])
-    for i, line in enumerate(lines):
-        if line.startswith("Perhaps you meant") and i + 1 < len(lines):
-            return f"{message}; perhaps you meant {lines[i + 1].split()[0]}"
-    return message
-
-
-def _is_rule(line: str) -> bool:
-    return len(line) > 1 and set(line) <= set("─-")

@@ -1,9 +1,10 @@
-"""What a model costs on a GPU: seconds of an engine's step and of a trainer's microbatch, by its sizes and the config.
+"""Costs of a model on a GPU: seconds of an engine's step and of a trainer's microbatch.
 
-An engine's step costs ``step_s + sequence_s * sequences + context_s * tokens of their context``, less what is not read of the
-experts, and a prompt ``prompt_s + prefill_token_s * tokens that are not cached`` before it. A trainer's step costs ``step_s``
-and, for the rank that has most to do, ``max(microbatch_s, token_s * tokens + pair_s * pairs of tokens that see each other)``
-for each microbatch.
+An engine's step costs ``step_s + sequence_s * sequences + context_s * tokens of their context``,
+less what is not read of the experts, and a prompt ``prompt_s + prefill_token_s * tokens that are
+not cached`` before it. A trainer's step costs ``step_s`` and, for the rank that has most to do,
+``max(microbatch_s, token_s * tokens + pair_s * pairs of tokens that see each other)`` for each
+microbatch.
 """
 
 import math
@@ -98,10 +99,11 @@ class ModelSizes:
     def layer_values(self, tensor_parallel: int) -> float:
         """Values that the backward pass of a layer needs, a token and rank.
 
-        Its input, two norms and the residual between them: ``4 dim``, a part of the tokens on each tensor-parallel rank.
-        Queries and keys before their norm and after rotation; values and the attention's output. Three products of the
-        feed-forward part and the activation: 4 of its width. Fused attention stores nothing quadratic. Experts have a copy of
-        their tokens, and what they make of it twice, once in float32.
+        Its input, two norms and the residual between them: ``4 dim``, a part of the tokens on each
+        tensor-parallel rank. Queries and keys before their norm and after rotation; values and the
+        attention's output. Three products of the feed-forward part and the activation: 4 of its
+        width. Fused attention stores nothing quadratic. Experts have a copy of their tokens, and
+        what they make of it twice, once in float32.
         """
         attention = 3 * (self.query_width + self.key_width)
         copied = 0 if self.experts == 1 else 4 * self.chosen * self.dim
@@ -110,7 +112,7 @@ class ModelSizes:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Gpu:
-    """Published peaks of a GPU and of the host it is in; the shares that are reached are in this file's constants."""
+    """Published peaks of a GPU and of its host; this file's constants are the shares reached."""
 
     flops: float
     """Dense bfloat16 operations a second."""
@@ -124,7 +126,8 @@ class Gpu:
 
 
 DEVICES = {
-    # NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM. Networks: of the DGX with each, HDR or NDR InfiniBand a GPU.
+    # NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM. Networks: of the DGX with each, HDR
+    # or NDR InfiniBand a GPU.
     "A100": Gpu(flops=312e12, bandwidth=2.039e12, gib=80, nvlink=300e9, network=25e9),
     "H100": Gpu(flops=989e12, bandwidth=3.35e12, gib=80, nvlink=450e9, network=50e9),
     "H200": Gpu(flops=989e12, bandwidth=4.8e12, gib=141, nvlink=450e9, network=50e9),
@@ -138,12 +141,14 @@ KINDS_BY_GB = {
     141: "H200",
     180: "B200",
 }
-"""Common kinds of GPU by the memory in their names. A driver counts it in GiB, less at most 3 of them, as DEVICES does."""
+"""Common kinds of GPU by the memory in their names. A driver counts it in GiB, less at most 3 of
+them, as DEVICES does."""
 GPUS_PER_HOST = 8
 FLOPS_SHARE, BANDWIDTH_SHARE, NETWORK_SHARE = 0.4, 0.6, 0.7
 """Of the peaks, what large matrices, decoding and collectives reach. Assumed: no GPU was asked."""
 ENGINE_STEP_S, SEQUENCE_S = 1e-3, 1e-5
-"""Of an engine's step, on its host: scheduling, and sampling and output of a sequence. An estimate."""
+"""Of an engine's step, on its host: scheduling, and sampling and output of a sequence. An
+estimate."""
 COPY_BYTES_S = 20e9
 """Between a host's memory and a GPU, or within a host's memory: PCIe 5 at a third of its peak."""
 
@@ -162,7 +167,8 @@ class EngineRates:
     experts_s: float = 0.0
     """Of ``step_s``, what reading all experts takes."""
     skipped: float = 0.0
-    """Share of the experts that the token of a sequence leaves out: a step reads those that any sequence takes."""
+    """Share of the experts that the token of a sequence leaves out: a step reads those that any
+    sequence takes."""
 
     def decode_s(self, steps: int, sequences: int, context: int) -> float:
         """Of so many steps with the same sequences, whose context grows by a token each."""
@@ -172,7 +178,7 @@ class EngineRates:
         )
 
     def steps_in(self, seconds: float, sequences: int, context: int) -> int:
-        """The fewest whole steps that take at least ``seconds``; at least 1."""
+        """Return the fewest whole steps that take at least ``seconds``; at least 1."""
         first, growth = self._step(sequences, context), self.context_s * sequences
         steps = (
             int(seconds / first)
@@ -211,14 +217,15 @@ def device_rates(
 ) -> tuple[EngineRates, TrainerRates]:
     """Of a config on GPUs of one kind.
 
-    An engine's step reads the weights and the keys and values of its sequences once, shared by its GPUs, and takes 2 operations
-    an active parameter for each token.
+    An engine's step reads the weights and the keys and values of its sequences once, shared by its
+    GPUs, and takes 2 operations an active parameter for each token.
 
-    For each token the trainer computes 6 operations an active parameter of a layer, 8 of the head, which always computes its
-    logits again, and 14 of attention's width for each pair of tokens. Full checkpointing takes 2 more of the layers and 4 more
-    of attention; selective computes attention's way out and one product of the feed-forward part again. A frozen matrix, with
-    adapters, has no gradient, and takes 2 less. A rank gathers the layers' weights twice and reduces their gradients once a
-    microbatch; it computes meanwhile, and the slower of both counts.
+    For each token the trainer computes 6 operations an active parameter of a layer, 8 of the head,
+    which always computes its logits again, and 14 of attention's width for each pair of tokens.
+    Full checkpointing takes 2 more of the layers and 4 more of attention; selective computes
+    attention's way out and one product of the feed-forward part again. A frozen matrix, with
+    adapters, has no gradient, and takes 2 less. A rank gathers the layers' weights twice and
+    reduces their gradients once a microbatch; it computes meanwhile, and the slower of both counts.
     """
     engine, trainer = config.generator.engine, config.trainer
     flops, degree = gpu.flops * FLOPS_SHARE, engine.tensor_parallel_degree
@@ -305,7 +312,8 @@ class Balance:
             for seconds in (self.step_s, self.train_s, self.generate_s)
         )
         return (
-            f"a step         about {step} on {BALANCED_ON}s, if every rollout were as long as it may be: trainer {trainer}, "
+            f"a step         about {step} on {BALANCED_ON}s, if every rollout were as long as it "
+            f"may be: trainer {trainer}, "
             f"generators {generators}, {how} (modelled, not measured)"
         )
 
@@ -314,13 +322,16 @@ class Balance:
         slower, faster = ("trainer", "generators") if ratio > 1 else ("generators", "trainer")
         side = "neither" if 0.8 < ratio < 1.25 else f"the {slower}"
         return (
-            f"bottleneck     {side}: in a step the {slower} would take {max(ratio, 1 / ratio):.1f} times as long as "
+            f"bottleneck     {side}: in a step the {slower} would take "
+            f"{max(ratio, 1 / ratio):.1f} times as long as "
             f"the {faster} (modelled, not measured)"
         )
 
 
 def balance(config: RunConfig, sizes: ModelSizes, rollouts: int) -> Balance:
-    """Return the costs on H100s, with every rollout as long as the longest of any task, of which a token sees half on average.
+    """Return the costs of a step on H100s.
+
+    Every rollout is as long as the longest of any task, of which a token sees half on average.
 
     Args:
         rollouts: of one optimizer step.

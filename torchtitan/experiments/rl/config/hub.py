@@ -1,4 +1,4 @@
-"""``--model``: a hub folder, a run's folder, or the name of a model of the hub, which is downloaded."""
+"""``--model``: a hub folder, a run's folder, or a model of the hub, which is downloaded."""
 
 import contextlib
 import os
@@ -32,17 +32,19 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_folder(model: str, *, field: str = "--model") -> str:
-    """Return the hub folder that holds ``model``: of a run its newest policy, of a run's checkpoint the policy of that step.
+    """Return the hub folder that holds ``model``.
 
-    The folder of PEFT in a run's policy stands for that policy, which has the same adapters merged. A model of the hub is
-    downloaded into the hub's own cache, with its progress on stderr.
+    Of a run it is the newest policy, of a run's checkpoint the policy of that step.
+
+    The folder of PEFT in a run's policy stands for that policy, which has the same adapters merged.
+    A model of the hub is downloaded into the hub's own cache, with its progress on stderr.
 
     Args:
         field: the option that names ``model``; errors name it.
 
     Raises:
-        ConfigError: it is neither a folder nor a model of the hub that can be downloaded or was before, or a run that has
-            saved no policy, or adapters without their model.
+        ConfigError: it is neither a folder nor a model of the hub that can be downloaded or was
+            before, or a run that has saved no policy, or adapters without their model.
     """
     if os.path.isdir(model):
         return str(_policy_in(Path(os.path.abspath(model)), field))
@@ -66,13 +68,16 @@ def model_folder(model: str, *, field: str = "--model") -> str:
         if fault is not None:  # it is not in the cache, or not whole
             name = model.partition("/")[2]
             download = f"`hf download {model} --local-dir {name}`"
-            why = f"no such folder, and never downloaded here ({fault}): where there is a hub, run {download}, "
+            why = (
+                f"no such folder, and never downloaded here ({fault}): where there is a hub, run "
+                f"{download}, "
+            )
             why += f"bring the folder {name} here, and name it"
         raise ConfigError(field, model, why) from error
 
 
 def adapter_folder(given: str) -> Path:
-    """Return the folder of PEFT that ``--init-adapter`` names: one, or that of a run's newest policy.
+    """Return the folder of PEFT that ``--init-adapter`` names, or that of a run's newest policy.
 
     Raises:
         ConfigError: there is no such folder, or it holds no adapters.
@@ -91,7 +96,10 @@ def adapter_folder(given: str) -> Path:
         return policy / ADAPTER_FOLDER
     cure = f"is no folder of PEFT, for it has no {ADAPTER_CONFIG}"
     if has_config(str(policy)):
-        cure += f"; of a whole model all weights are trained, or new adapters by --trainer.lora.rank: --model {near(policy)}"
+        cure += (
+            "; of a whole model all weights are trained, or new adapters by --trainer.lora.rank: "
+            f"--model {near(policy)}"
+        )
     raise ConfigError(option, given, cure)
 
 
@@ -106,7 +114,10 @@ def _policy_in(path: Path, option: str) -> Path:
         if path.name == ADAPTER_FOLDER and has_config(str(path.parent)):
             return path.parent
         words = f"{typed_command('export')} {near(path)} --to FOLDER"
-        cure = f"a folder of PEFT, which has no whole model: this merges it into its base: {words} (--init-adapter trains on)"
+        cure = (
+            f"a folder of PEFT, which has no whole model: this merges it into its base: {words} "
+            "(--init-adapter trains on)"
+        )
         raise ConfigError(option, str(path), cure)
     run = _run_with(path)
     if run is None or path.parent.name in (POLICY_FOLDER, OLD_POLICY_FOLDER):
@@ -136,24 +147,26 @@ def _policy_in(path: Path, option: str) -> Path:
 
 
 def _run_with(path: Path) -> Path | None:
-    """The run's folder that ``path`` is, or in which it is a policy, a checkpoint or the folder of these."""
+    """Return the folder of the run that ``path`` is, or whose policy or checkpoint it is."""
     names = (POLICY_FOLDER, OLD_POLICY_FOLDER, CHECKPOINTS_FOLDER)
-    run = (
-        path.parent
-        if path.name in names
-        else path.parent.parent
-        if path.parent.name in names
-        else path
-    )
+    run = path
+    if path.name in names:
+        run = path.parent
+    elif path.parent.name in names:
+        run = path.parent.parent
     return run if read_command(run) is not None else None
 
 
 def push(folder: Path, name: str) -> bool:
-    """Upload ``folder`` to the model ``name``, and say so. Returns whether it is there; a line says how to try again."""
+    """Upload ``folder`` to the model ``name``, and print whether that went well.
+
+    Returns:
+        True if it is there; else a line has said how to try again.
+    """
     write_line(sys.stdout, printable_line(f"pushing     {folder} to {name}"))
     try:
         url = push_folder(folder, name)
-    except Exception as error:  # the hub, the network and the disk raise types of their own
+    except Exception as error:  # noqa: BLE001 - hub, network and disk raise types of their own
         again = f"hf upload {shlex.quote(name)} {shlex.quote(str(folder))}"
         cause = one_sentence(f"{type(error).__name__}: {error}")
         write_line(

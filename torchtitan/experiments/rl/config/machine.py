@@ -1,4 +1,4 @@
-"""Checks of this machine before a run's processes are spawned: descriptors, room on the disk, memory."""
+"""Checks of this machine before processes are spawned: descriptors, room on the disk, memory."""
 
 import contextlib
 import hashlib
@@ -31,12 +31,14 @@ DESCRIPTORS_PER_PROCESS = 64
 PROBE_BYTES = 64 * 2**20
 """Written to learn how fast a disk is."""
 SHARED_MEMORY_PER_ENGINE = 64 * 2**20
-"""Of an engine with several processes, which talk through shared memory. A write beyond its end kills the process."""
+"""Of an engine with several processes, which talk through shared memory. A write beyond its end
+kills the process."""
 
 
 def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
-    """Halve ``batcher.rows_per_microbatch`` of the plan's config until a run that is all on this host, on CPU, fits its free
-    memory. The samples that it trains on stay the same.
+    """Halve ``batcher.rows_per_microbatch`` of the plan's config until the run fits free memory.
+
+    The run is all on this host, on CPU. The samples that it trains on stay the same.
 
     Returns:
         The plan, and a line for people on what was chosen; None where the config's rows fit.
@@ -48,16 +50,25 @@ def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
     wanted = config.batcher.rows_per_microbatch
     free, total = memory_gib()
     if plan.generator_gib > total:
-        cure = f"it needs {plan.generator_gib:,.0f} GiB and this host has {total:.0f}: lower generator.engine.cpu_kv_cache_gib"
+        cure = (
+            f"it needs {plan.generator_gib:,.0f} GiB and this host has {total:.0f}: lower "
+            "generator.engine.cpu_kv_cache_gib"
+        )
         raise MissingError("generator.engine", type(config.generator.engine).__name__, cure)
     while _run_gib(plan) > free and config.batcher.rows_per_microbatch > 1:
         config.batcher.rows_per_microbatch //= 2
         plan = plan_run(config)
     rows = config.batcher.rows_per_microbatch
-    lower = "lower it to the longest rollout, set trainer.activation_checkpoint, lower generator.engine.cpu_kv_cache_gib"
+    lower = (
+        "lower it to the longest rollout, set trainer.activation_checkpoint, lower "
+        "generator.engine.cpu_kv_cache_gib"
+    )
     if _run_gib(plan) > total:
         config.batcher.rows_per_microbatch = wanted  # a dry run goes on
-        cure = f"this host has {total:.2f} GiB of memory, and with one such row at a time the run needs {_run_gib(plan):.2f}"
+        cure = (
+            f"this host has {total:.2f} GiB of memory, and with one such row at a time the run "
+            f"needs {_run_gib(plan):.2f}"
+        )
         raise MissingError(
             "batcher.row_length",
             config.batcher.row_length,
@@ -70,7 +81,10 @@ def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
         f"rows        {rows} a microbatch: batcher.rows_per_microbatch = {wanted} would need {said}"
     )
     if _run_gib(plan) > free:
-        line += f"; this needs {_run_gib(plan):.2f} still. If the system kills it: batcher.row_length, {lower}"
+        line += (
+            f"; this needs {_run_gib(plan):.2f} still. If the system kills it: "
+            f"batcher.row_length, {lower}"
+        )
     return plan, line
 
 
@@ -83,8 +97,10 @@ def _run_gib(plan: RunPlan) -> float:
 
 
 def checkpoint_seconds(plan: RunPlan, folder: str) -> float | None:
-    """About how long a checkpoint of this run takes in ``folder``: a file is written, synced, read and digested there, as its
-    files will be. None: it is small, or the folder can't be written.
+    """Return about how long a checkpoint of this run takes in ``folder``.
+
+    A file is written, synced, read and digested there, as the checkpoint's files will be. None: the
+    checkpoint is small, or the folder can't be written.
     """
     if plan.checkpoint_gib < 1:
         return None
@@ -107,7 +123,7 @@ def checkpoint_seconds(plan: RunPlan, folder: str) -> float | None:
 def lacks(
     plan: RunPlan, folder: str, *, field: str, checkpoints: int = 0, here: bool = True
 ) -> Iterator[MissingError]:
-    """What this host has too little of for the run.
+    """Yield what this host has too little of for the run.
 
     Args:
         folder: the run's, or the one it will be made in; it need not exist yet.
@@ -115,13 +131,14 @@ def lacks(
         checkpoints: complete ones that are in it already.
         here: the run is computed on this host, and on no other.
     """
-    generator, limit = plan.config.generator, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if (
-        resource.RLIM_INFINITY
-        != limit
-        < (needed := DESCRIPTORS + DESCRIPTORS_PER_PROCESS * plan.processes)
-    ):
-        cure = f"the run's {plan.processes} processes need {needed}: raise the limit (ulimit -n {needed})"
+    generator = plan.config.generator
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = DESCRIPTORS + DESCRIPTORS_PER_PROCESS * plan.processes
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        cure = (
+            f"the run's {plan.processes} processes need {needed}: raise the limit (ulimit -n "
+            f"{needed})"
+        )
         yield MissingError("file descriptors", limit, cure)
     engines = generator.replicas if generator.engine.tensor_parallel_degree > 1 else 0
     shared = engines * SHARED_MEMORY_PER_ENGINE / 2**20
@@ -130,33 +147,36 @@ def lacks(
         and SHARED_MEMORY.is_dir()
         and (free := shutil.disk_usage(SHARED_MEMORY).free / 2**20) < shared
     ):
-        cure = f"{engines} engine(s) of several processes need {shared:.0f} MiB there: enlarge it (docker: --shm-size)"
+        cure = (
+            f"{engines} engine(s) of several processes need {shared:.0f} MiB there: enlarge it "
+            "(docker: --shm-size)"
+        )
         yield MissingError("shared memory", f"{SHARED_MEMORY} with {free:.0f} MiB free", cure)
     needed_gib = plan.disk_gib - min(checkpoints, plan.config.checkpoint.keep) * plan.checkpoint_gib
     with contextlib.suppress(OSError, ValueError):  # making the folder says what is wrong with it
         disk = shutil.disk_usage(_existing(folder))
-        if (
-            disk.total and disk.free / GIB < needed_gib
-        ):  # /proc and /sys have no space; no folder can be made there
+        # /proc and /sys have no space; no folder can be made there.
+        if disk.total and disk.free / GIB < needed_gib:
             cure = (
-                f"its disk has {disk.free / GIB:,.2f} GiB free, and the run's checkpoints and policy need {needed_gib:,.2f}: "
+                f"its disk has {disk.free / GIB:,.2f} GiB free, and the run's checkpoints and "
+                f"policy need {needed_gib:,.2f}: "
                 "free space, lower checkpoint.keep, or name a folder on another disk"
             )
             yield MissingError(field, folder, cure)
     if (lack := job_lacks(plan)) is not None:
         yield lack
-    if here and (recipe := plan.config.trainer.float8) != "off":
+    compiled = plan.config.trainer.compile
+    if here and compiled is not None and compiled.float8 != "off":
         if (
             plan.device == "cpu"
             or torch.cuda.is_available()
             and torch.cuda.get_device_capability() < (8, 9)
         ):
             cure = 'needs GPUs of capability 8.9 and above (H100, B200): set it to "off"'
-            yield MissingError("trainer.float8", recipe, cure)
+            yield MissingError("trainer.compile.float8", compiled.float8, cure)
         elif find_spec("torchao") is None:
-            yield MissingError(
-                "trainer.float8", recipe, "needs torchao: pip install torchao==0.18.0"
-            )
+            cure = "needs torchao: pip install torchao==0.18.0"
+            yield MissingError("trainer.compile.float8", compiled.float8, cure)
     if here and plan.device == "cuda":
         total_gib = memory_gib()[1]
         if (cause := memory_lacks(host_memory(plan, plan.placement)[0], total_gib)) is not None:
@@ -165,13 +185,14 @@ def lacks(
 
 
 def memory_warning(plan: RunPlan) -> str | None:
-    """Return a warning if other programs have memory that a run on this host's GPUs needs, or None."""
+    """Return a warning if other programs have memory that a run on this host's GPUs needs."""
     free, total = memory_gib()
     needed = host_memory(plan, plan.placement)[0]
     if not free < needed.total / GIB <= total:
         return None
     return (
-        f"{free:.1f} GiB of this host's memory are free, and the run needs about {needed}: end other programs, "
+        f"{free:.1f} GiB of this host's memory are free, and the run needs about {needed}: end "
+        "other programs, "
         "or the system may kill a process of the run"
     )
 
@@ -181,13 +202,14 @@ def memory_lacks(needed: HostMemory, total_gib: float) -> str | None:
     if needed.total / GIB <= total_gib:
         return None
     return (
-        f"the run needs about {needed}: raise the limit of the container or job (docker --memory, Kubernetes "
+        f"the run needs about {needed}: raise the limit of the container or job (docker --memory, "
+        "Kubernetes "
         "resources.memory, Slurm --mem), or give the trainer more hosts"
     )
 
 
 def job_lacks(plan: RunPlan) -> MissingError | None:
-    """Return the memory that the config's job asks for, if it is less than a host needs, or None."""
+    """Return the memory that the config's job asks for, if it is less than a host needs."""
     asked = plan.config.provision.job.memory
     if asked is None or plan.device == "cpu":
         return None
@@ -208,7 +230,10 @@ def _gpus_lack(plan: RunPlan) -> Iterator[str]:
         if plan.hosts > 1:
             there_are = plan.hosts * GPUS_PER_HOST
             unused = f", of whose {there_are} GPUs it uses {needed}" if needed < there_are else ""
-            where = f"--provision.job slurm or kubernetes asks for {plan.hosts} whole hosts of {GPUS_PER_HOST}{unused}"
+            where = (
+                f"--provision.job slurm or kubernetes asks for {plan.hosts} whole hosts of "
+                f"{GPUS_PER_HOST}{unused}"
+            )
         yield f"the run needs {needed} GPUs and this host has {there}: {where}"
     memory_gib = gpu_memory_gib()
     if memory_gib is not None and plan.gpu_gib > memory_gib:
@@ -228,7 +253,7 @@ def _gpus_lack(plan: RunPlan) -> Iterator[str]:
 
 
 def _existing(folder: str) -> str:
-    """The folder, or the nearest above it that is there."""
+    """Return the folder, or the nearest above it that is there."""
     path = os.path.abspath(folder)
     while not os.path.exists(path):
         path = os.path.dirname(path)

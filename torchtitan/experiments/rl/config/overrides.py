@@ -1,13 +1,15 @@
 """Parts of a config that the command line names.
 
-By a short name, where the library has it: ``--tasks.sums.algorithm max_rl``, ``--trainer.loss.rl ppo_clip``,
-``--provision.job slurm``; a list with commas between, or empty: ``--pre-batch-filters zero_advantage,repetition``, or ``[]``.
-By its place, where it is yours: ``--tasks.sums.rubric my_rewards.py:exact``. The place is a file or a module, a colon, and a
-name in it: a class with a Config that fits the field, or, for a rubric, reward functions, several of them with commas between;
-for any other field that takes a function, one. Data is named by its file: ``--tasks.sums.validation held_out.jsonl``.
+By a short name, where the library has it: ``--tasks.sums.algorithm max_rl``, ``--trainer.loss.rl
+ppo_clip``, ``--provision.job slurm``; a list with commas between, or empty: ``--pre-batch-filters
+zero_advantage,repetition``, or ``[]``. By its place, where it is yours: ``--tasks.sums.rubric
+my_rewards.py:exact``. The place is a file or a module, a colon, and a name in it: a class with a
+Config that fits the field, or, for a rubric, reward functions, several of them with commas between;
+for any other field that takes a function, one. Data is named by its file: ``--tasks.sums.validation
+held_out.jsonl``.
 
-Options that set fields of the part follow as for any other, and make a part that the config leaves out. tyro, which reads
-these, knows only what the config already holds.
+Options that set fields of the part follow as for any other, and make a part that the config leaves
+out. ``config/options.py`` reads these: it knows what the config holds by then.
 """
 
 import dataclasses
@@ -20,31 +22,14 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Union, get_args, get_origin
-
-from tyro.conf import Fixed, arg
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    StructConstructorSpec,
-    StructFieldSpec,
-    StructTypeInfo,
-)
+from typing import Any, get_args, get_origin
 
 import torchtitan.experiments.rl.data.difficulty_pool
 import torchtitan.experiments.rl.data.replay
 import torchtitan.experiments.rl.rollouts.filters  # noqa: F401 - each defines parts that no config may have named yet
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms import Algorithm
-from torchtitan.experiments.rl.bounds import (
-    bounds_said,
-    declared,
-    field_annotations,
-    is_union,
-    walk,
-)
-from torchtitan.experiments.rl.compat.torchtitan import built_class
+from torchtitan.experiments.rl.bounds import declared, field_annotations
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.data.task_mix import TaskMix
@@ -63,28 +48,46 @@ def take_named_parts(config: Any, overrides: list[str]) -> list[str]:
     Raises:
         ConfigError: there is no such file, module or name, or what is there does not fit the field.
     """
-    left, words = [], list(overrides)
+    left: list[str] = []
+    words = list(overrides)
     while words:
-        option, equals, value = (word := words.pop(0)).partition("=")
+        word = words.pop(0)
+        option, equals, value = word.partition("=")
         given = value if equals else next(iter(words), "-")
+        valued = not given.startswith("-")
         place = _find(config, option.removeprefix("--"), given) if option.startswith("--") else None
-        if place is None or given.startswith("-") or not _choose(place):
+        if place is None or not (_choose(place) if valued else place.make()):
             left.append(word)
-        elif not equals:
+            continue
+        if valued and not equals:
             words.pop(0)
+        if place.value is None:
+            left = _outside(place.field, left)
     return left
+
+
+def _outside(field: str, words: list[str]) -> list[str]:
+    """Return the words less those that set fields of a part which a later word takes out."""
+    kept: list[str] = []
+    inside = False
+    for word in words:
+        if word.startswith("--"):
+            inside = word.replace("_", "-").startswith(f"--{field.replace('_', '-')}.")
+        if not inside:
+            kept.append(word)
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A field, or an entry of a dict, that holds the config of a part, and what an option puts there."""
+    """Place of a part: a field or an entry of a dict, and what an option puts there."""
 
     holder: Any
     key: str
     field: str
-    """As the option has it."""
+    """Path of the field, as the option has it."""
     given: str
-    """The option's value."""
+    """Value of the option."""
 
     @property
     def value(self) -> Any:
@@ -105,9 +108,27 @@ class _Place:
 
     @property
     def type(self) -> Any:
-        """What the field declares; None for an entry of a dict."""
+        """Type that the field declares; None for an entry of a dict."""
         holder: Any = type(self.holder)
         return None if holder is dict else declared(field_annotations(holder).get(self.key)).type
+
+    @property
+    def optional_kind(self) -> Any:
+        """Class of the part that the field may hold or leave out; None for any other field."""
+        kinds = [kind for kind in get_args(self.type) if dataclasses.is_dataclass(kind)]
+        may_be_left_out = types.NoneType in get_args(self.type)
+        return kinds[0] if len(kinds) == 1 and may_be_left_out and not self.is_data else None
+
+    def make(self) -> bool:
+        """Put in the part with its defaults, for an option without a value.
+
+        Returns:
+            False if the field holds no part that may be left out.
+        """
+        kind = self.optional_kind
+        if kind is not None and self.value is None:
+            self.put(kind())
+        return kind is not None
 
     @property
     def is_data(self) -> bool:
@@ -119,8 +140,11 @@ class _Place:
 
 
 def _find(config: Any, field: str, given: str) -> _Place | None:
-    """The place of a part by its option; None where there is no part. A part that the config leaves out gets its defaults where
-    an option sets a field of it: ``--trainer.lora.rank 16``."""
+    """Return the place of a part by its option; None where there is no part.
+
+    A part that the config leaves out is made where an option sets a field of it, such as
+    ``--trainer.lora.rank 16``.
+    """
     holder, place, path = config, None, field.split(".")
     for number, word in enumerate(path, start=1):
         key = _like(word, _names(holder))
@@ -136,14 +160,15 @@ def _find(config: Any, field: str, given: str) -> _Place | None:
         ):
             place.put(kinds[0]())
         holder = place.value
+    if place is None:
+        return None
     has_part = isinstance(holder, Configurable.Config | JobConfig | list)
-    return (
-        place if place is not None and (has_part or place.takes_function or place.is_data) else None
-    )
+    takes_part = has_part or place.takes_function or place.is_data
+    return place if takes_part or place.optional_kind is not None else None
 
 
 def options_inside(config: Any, option: str) -> list[str]:
-    """Return the options of the fields of a part that the config leaves out; empty where ``option`` names none."""
+    """Return the options of the fields of a part that the config leaves out, by its option."""
     holder, place = config, None
     for word in option.split("."):
         if (key := _like(word, _names(holder))) is None:
@@ -172,8 +197,12 @@ def _like(word: str, names: Collection[str]) -> str | None:
 
 
 def _choose(place: _Place) -> bool:
-    """Put the part that is given in its place. False: it is for tyro to read."""
+    """Put the part that is given in its place; return False if it is a field's plain value."""
     kind, held, given = place.type, place.value, place.given
+    if place.optional_kind is not None and not isinstance(held, Configurable.Config):
+        if given == "None":
+            place.put(None)
+        return given == "None"
     if isinstance(held, list):
         kinds = [kind for kind in get_args(kind) if inspect.isclass(kind)]
         if len(kinds) != 1 or not parts_that_fit(kinds[0]):
@@ -194,7 +223,10 @@ def _choose(place: _Place) -> bool:
             else dataclasses.replace(rows, path=given, rows=None, split=split)
         )
     elif isinstance(held, Rubric.Config):
-        cure = f"a rubric is reward functions and their place: a file or a module, a colon, names: my_rewards.py:{given}"
+        cure = (
+            "a rubric is reward functions and their place: a file or a module, a colon, names: "
+            f"my_rewards.py:{given}"
+        )
         raise place.refusal(f"{cure}; each is fn(completion, example)")
     elif inspect.isclass(kind) and parts_that_fit(kind):
         part = _config_named(place, given, kind)
@@ -206,7 +238,7 @@ def _choose(place: _Place) -> bool:
 
 
 def _config_named(place: _Place, name: str, wanted: type[Any]) -> Any:
-    """The config of a part of the library by its name, or of a class of the user's by its place."""
+    """Return the config of a part by its name, or of a class of the user's by its place."""
     if ":" in name:
         return _config_of(place, _objects(place, name), wanted)
     parts = parts_that_fit(wanted)
@@ -218,7 +250,7 @@ def _config_named(place: _Place, name: str, wanted: type[Any]) -> Any:
 
 
 def _at_place(place: _Place) -> Any:
-    """The config of a class, a function, or a rubric of functions, by their place."""
+    """Return the config of a class, a function, or a rubric of functions, by their place."""
     found = _objects(place, place.given)
     first, *others = found.values()
     if place.takes_function and callable(first) and not others:
@@ -251,7 +283,7 @@ def _made(place: _Place, wanted: type[Any]) -> Any:
 
 
 def _objects(place: _Place, words: str) -> dict[str, Any]:
-    """What a module or file has by the names behind the colon."""
+    """Return what a module or file has by the names behind the colon."""
     path, _, names = words.rpartition(":")
     module = _module(place, path)
     for name in names.split(","):
@@ -266,7 +298,7 @@ def _objects(place: _Place, words: str) -> dict[str, Any]:
 
 
 def _module(place: _Place, path: str) -> ModuleType:
-    """The module of a name, or of a .py file, which is imported under its stem."""
+    """Import a module by its name, or a .py file under its stem."""
     name = path
     if path.endswith(".py"):
         file = Path(path).expanduser().resolve()
@@ -292,12 +324,15 @@ KINDS: tuple[type[Any], ...] = (
 )
 """Bases of the parts that have names."""
 BASES_ONLY = ("Algorithm", "GroupRewards")
-"""Are for subclasses, and give no credit."""
+"""Classes that give no credit themselves, and so have no names."""
 PACKAGE = "torchtitan.experiments.rl."
 
 
 def parts_that_fit(config_class: type[Any]) -> dict[str, type[Any]]:
-    """Config classes of the library's parts that fit a field of this config class, by name. Empty where parts have no names."""
+    """Return the config classes of the library that fit a field of this class, by name.
+
+    Empty where the parts of such a field have no names.
+    """
     if issubclass(config_class, JobConfig):
         return JobConfig.by_name
     base = next((kind for kind in KINDS if issubclass(config_class, kind.Config)), None)
@@ -319,6 +354,15 @@ def parts_that_fit(config_class: type[Any]) -> dict[str, type[Any]]:
     }
 
 
+def names_of_parts(annotation: Any) -> list[str]:
+    """Return the names of the library's parts that a field may hold, one or a list of them."""
+    kind = declared(annotation).type
+    kinds = get_args(kind) if get_origin(kind) is list else (kind,)
+    if len(kinds) != 1 or not inspect.isclass(kinds[0]):
+        return []
+    return list(parts_that_fit(kinds[0]))
+
+
 def part_named(name: str, parts: dict[str, type[Any]]) -> type[Any] | None:
     return next((part for known, part in parts.items() if _plain(known) == _plain(name)), None)
 
@@ -335,141 +379,3 @@ def _with_subclasses(base: type[Any]) -> Iterator[type[Any]]:
     yield base
     for kind in base.__subclasses__():
         yield from _with_subclasses(kind)
-
-
-def flags_as_options(config: Any, words: list[str]) -> list[str]:
-    """Write ``--field True`` and ``--field False`` as tyro reads them: ``--field`` and ``--no-field``.
-
-    Raises:
-        ConfigError: another word follows a field that is True or False.
-    """
-    flags = {
-        _option_path(path)
-        for path, _, annotation in walk(config)
-        if declared(annotation).type is bool
-    }
-    written, rest = list[str](), list(words)
-    while rest:
-        word = rest.pop(0)
-        option, equals, value = word.partition("=")
-        path = option.removeprefix("--").replace("_", "-")
-        valued = bool(equals) or bool(rest and not rest[0].startswith("-"))
-        if path not in flags or not option.startswith("--") or not valued:
-            written.append(word)
-            continue
-        value = value if equals else rest.pop(0)
-        if value.lower() not in ("true", "false"):
-            raise ConfigError(path, value, "must be True or False")
-        holder, dot, name = path.rpartition(".")
-        written.append(f"--{path}" if value.lower() == "true" else f"--{holder}{dot}no-{name}")
-    return written
-
-
-def _option_path(path: str) -> str:
-    """Return the option of a field: ``post-batch-filters.0.mode`` of ``post_batch_filters[0].mode``."""
-    return re.sub(r"\[(\d+)\]", r".\1", path).replace("_", "-")
-
-
-_KEY = re.compile(r"\w[\w.-]*")
-"""Keys of a dict that can stand in an option."""
-_LEFT_OUT = (
-    Fixed,
-    arg(help_behavior_hint="(is set in a config function)"),
-    # tyro reads no constructor of the value's class, for options, beside a rule of its own.
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="",
-        instance_from_str=str,
-        is_instance=lambda _: True,
-        str_from_instance=lambda value: [str(value)],
-    ),
-)
-
-
-def registry_with_bounds() -> ConstructorRegistry:
-    """tyro's rules, and one that adds bounds to an option's help and leaves out what no words can say. How a word becomes a
-    value stays the same."""
-    registry = ConstructorRegistry()
-    asking = False
-
-    @registry.struct_rule
-    def options_with_bounds(info: StructTypeInfo) -> StructConstructorSpec | None:
-        nonlocal asking
-        if asking:
-            return None
-        asking = True  # the rule steps aside, so that tyro's own answers
-        try:
-            spec = ConstructorRegistry.get_struct_spec(info)
-        finally:
-            asking = False
-        if not isinstance(spec, StructConstructorSpec):
-            return None
-        annotations = field_annotations(info.type) if dataclasses.is_dataclass(info.type) else {}
-        fields = []
-        for entry in spec.fields:
-            annotation = annotations.get(entry.name, entry.type)
-            text = entry.helptext
-            if not annotations and dataclasses.is_dataclass(entry.default):
-                # The box of an entry of a list has its place alone for a title.
-                text = f"{built_class(entry.default).__name__}."
-            said = _in_our_words(text, bounds_said(annotation))
-            fields.append(
-                dataclasses.replace(entry, type=_option_type(annotation, entry), helptext=said)
-            )
-        return dataclasses.replace(spec, fields=tuple(fields))
-
-    return registry
-
-
-def _option_type(annotation: Any, entry: StructFieldSpec) -> Any:
-    """The annotation as tyro reads it, less what no words can say."""
-    if _has_options(entry.default) or _read_from_words(annotation) is not None:
-        return annotation
-    plain = declared(annotation).type
-    said = [
-        option
-        for option in get_args(plain)
-        if option is not types.NoneType and _read_from_words(option) is not None
-    ]
-    annotated: Any = Annotated  # a type made at run time, which no type checker can follow
-    spec = _read_from_words(Union[tuple(said)]) if is_union(plain) and said else None  # noqa: UP007 - of a list of types
-    if spec is None:
-        return annotated[(Any, *_LEFT_OUT)]
-    # What the field holds may be of a type that can't be said.
-    return annotated[
-        Any,
-        dataclasses.replace(
-            spec, is_instance=lambda _: True, str_from_instance=lambda value: [_text(value)]
-        ),
-    ]
-
-
-def _in_our_words(
-    text: str | Callable[[], str | None] | None, bounds: str
-) -> Callable[[], str | None]:
-    """A field's help, and its bounds. torchtitan's own help names an option of its trainer."""
-
-    def read() -> str | None:
-        found = (text() if callable(text) else text) or ""
-        said = [found.replace("training.steps", "steps"), bounds and f"({bounds})"]
-        return " ".join(filter(None, said)) or None
-
-    return read
-
-
-def _has_options(value: Any) -> bool:
-    """Whether tyro looks inside the value for options."""
-    if isinstance(value, dict):
-        return bool(value) and all(isinstance(key, str) and _KEY.fullmatch(key) for key in value)
-    if isinstance(value, list | tuple):
-        return any(map(_has_options, value))
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _text(value: Any) -> str:
-    return str(value) if isinstance(value, str | int | float | None) else type(value).__name__
-
-
-def _read_from_words(annotation: Any) -> PrimitiveConstructorSpec | None:
-    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(annotation, set()))
-    return spec if isinstance(spec, PrimitiveConstructorSpec) else None

@@ -1,4 +1,4 @@
-"""Which host, and which of its cores or GPUs, each process of a run gets. It follows from the config, before one is spawned."""
+"""Placement: the host, and the cores or GPUs of it, that each process of a run gets."""
 
 import itertools
 import os
@@ -14,9 +14,10 @@ from torchtitan.experiments.rl.hosts.job import contiguous_shares
 from torchtitan.experiments.rl.process.host import Device, own_cores, sliced, visible_gpus
 
 LARGE_ON_CPU = 10_000_000
-"""Parameters from which trainer and generators have threads for all cores each. Seconds of a step on two busy cores, with a
-core each (bound to it, then) and with both for both: 7.6 and 4.6 with 25.6M parameters in a synchronous run, 5.6 and 5.2 in an
-asynchronous one; with 0.9M parameters, synchronous, 0.37 and 0.43."""
+"""Parameters from which trainer and generators have threads for all cores each. Seconds of a step
+on two busy cores, with a core each (bound to it, then) and with both for both: 7.6 and 4.6 with
+25.6M parameters in a synchronous run, 5.6 and 5.2 in an asynchronous one; with 0.9M parameters,
+synchronous, 0.37 and 0.43."""
 
 
 class Place(NamedTuple):
@@ -24,12 +25,13 @@ class Place(NamedTuple):
 
     host: int
     devices: tuple[int, ...]
-    """Indices of the host's GPUs (CUDA). On CPU, cores: the process has a thread for each, and stays on their NUMA nodes."""
+    """Indices of the host's GPUs (CUDA). On CPU, cores: the process has a thread for each, and
+    stays on their NUMA nodes."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Placement:
-    """Where every process runs, by role. Frozen before anything is spawned. The controller runs in the command's process."""
+    """Places of all processes, by role. The controller runs in the command's process."""
 
     trainer: tuple[Place, ...]
     """One a trainer rank: the same number on each of its hosts, which follow each other."""
@@ -38,10 +40,15 @@ class Placement:
     hosted: tuple[tuple[Place, ...], ...] = ()
     """The same for each hosted model."""
     rollout_workers: tuple[Place, ...] = ()
-    """Each has all cores of its host and no GPU. They share the cores, because they wait most of the time."""
+    """Each has all cores of its host and no GPU. They share the cores, because they wait most of
+    the time."""
 
     def lines(self, device: Device, *, submitted: bool = False) -> list[str]:
-        """What stands on each host, for ``--dry-run``. ``submitted``: the run is a job of a scheduler, and not this command."""
+        """Return what stands on each host, for ``--dry-run``.
+
+        Args:
+            submitted: True if a scheduler runs the command, on the hosts of its job.
+        """
         roles = {"trainer": self.trainer, "generator": self.generators}
         roles |= {f"hosted model {number}": places for number, places in enumerate(self.hosted)}
         roles["rollout workers"] = self.rollout_workers
@@ -59,7 +66,8 @@ class Placement:
             place.host for place in self.generators
         }:
             lines.append(
-                "cores          threads run on any: provision.share_cores says how many trainer and generators have"
+                "cores          threads run on any: provision.share_cores says how many trainer "
+                "and generators have"
             )
         where = (
             "the job's own command, on host 0"
@@ -70,7 +78,7 @@ class Placement:
 
 
 def _has(devices: Sequence[Sequence[int]], device: Device) -> str:
-    """What processes of a role have on their host."""
+    """Return what processes of a role have on their host, in words."""
     if device == "cuda":
         gpus = sorted(gpu for own in devices for gpu in own)
         return f" on GPU{'s' * (len(gpus) > 1)} {ranges(gpus)}"
@@ -81,7 +89,7 @@ def _has(devices: Sequence[Sequence[int]], device: Device) -> str:
 def place_on_fewest(
     config: RunConfig, device: Device, *, parameters: int, available: list[int] | None
 ) -> tuple[list[list[int]] | None, Placement]:
-    """The placement on as few hosts as the run fits, and the cores or GPUs of each, as ``place`` takes them.
+    """Return the placement on as few hosts as the run fits, and the cores or GPUs of each host.
 
     Args:
         available: cores or GPUs to plan with, instead of those of the config's job.
@@ -100,7 +108,10 @@ def place_on_fewest(
 
 
 def hosts_of(devices: Sequence[int], device: Device) -> list[list[int]]:
-    """Return the devices of each host: more GPUs than this host could have are those of several, GPUS_PER_HOST on each."""
+    """Return the devices of each host.
+
+    More GPUs than this host could have are those of several hosts, GPUS_PER_HOST on each.
+    """
     if device == "cpu" or len(devices) <= max(GPUS_PER_HOST, len(visible_gpus())):
         return [list(devices)]
     counts = [GPUS_PER_HOST] * (len(devices) // GPUS_PER_HOST)
@@ -118,16 +129,18 @@ def place(
 ) -> Placement:
     """Divide the hosts' cores or GPUs.
 
-    GPUs are exclusive: trainer ranks first, then replicas, then hosted models. With ``ProvisionConfig.share_gpus`` replicas
-    begin at the trainer's first GPU again. Threads are not: Linux runs them on any core of
-    their NUMA nodes. Their number follows from cores, which are shared out among the trainer's ranks of a host, and among its
-    engines; the two sides have all of them, or half of them each (``ProvisionConfig.share_cores``). Hosted models share the
+    GPUs are exclusive: trainer ranks first, then replicas, then hosted models. With
+    ``ProvisionConfig.share_gpus`` replicas begin at the trainer's first GPU again. Threads are not:
+    Linux runs them on any core of their NUMA nodes. Their number follows from cores, which are
+    shared out among the trainer's ranks of a host, and among its engines; the two sides have all of
+    them, or half of them each (``ProvisionConfig.share_cores``). Hosted models share the
     generators': where the policy waits for its reference, they take turns.
 
     Args:
         parameters: of the model.
         hosts: cores or GPUs of each host. None: those that this process sees, on this host alone.
-        worker_cores: of each of ``hosts``, for rollout workers. None on CUDA: they are not known yet.
+        worker_cores: of each of ``hosts``, for rollout workers. None on CUDA: they are not known
+            yet.
 
     Raises:
         ConfigError: fewer GPUs, or fewer hosts, than the config asks for.
@@ -154,7 +167,7 @@ def place(
 
 
 def weights_stay_on_devices(config: RunConfig, device: Device, placement: Placement) -> bool:
-    """Whether engines read versions of the policy from the trainer's devices (``GeneratorConfig.weights``).
+    """Return whether engines read versions of the policy from the trainer's devices.
 
     Raises:
         ConfigError: they can't, and are to.
@@ -163,7 +176,10 @@ def weights_stay_on_devices(config: RunConfig, device: Device, placement: Placem
     hosts = sorted({place.host for place in (*placement.trainer, *placement.generators)})
     cause = ""
     if len(hosts) > 1:
-        cause = f"trainer and generators are on hosts {ranges(hosts)}, and a device's memory is shared within one"
+        cause = (
+            f"trainer and generators are on hosts {ranges(hosts)}, and a device's memory is "
+            "shared within one"
+        )
     elif device == "cuda" and sliced():
         cause = "CUDA_VISIBLE_DEVICES names slices of GPUs (MIG), and these share no memory"
     elif not engine.reads_devices:
@@ -214,12 +230,17 @@ def _on_gpus(
             f"this host has {there}" if len(hosts) == 1 else f"the {len(hosts)} hosts have {there}"
         )
         cure = (
-            f"with {replicas} generator replica(s) of {degree} GPU(s){others} the run needs {needed} GPUs "
-            f"and {has}; lower trainer.ranks, generator.replicas or generator.engine.tensor_parallel_degree"
+            f"with {replicas} generator replica(s) of {degree} GPU(s){others} the run needs "
+            f"{needed} GPUs "
+            f"and {has}; lower trainer.ranks, generator.replicas or "
+            "generator.engine.tensor_parallel_degree"
         )
         raise ConfigError("trainer.ranks", ranks, cure)
     if sliced() and (most := max(degree, *engines, 1)) > 1:
-        cure = "CUDA_VISIBLE_DEVICES names slices of GPUs (MIG), and a process can use one: choose 1, or whole GPUs"
+        cure = (
+            "CUDA_VISIBLE_DEVICES names slices of GPUs (MIG), and a process can use one: choose "
+            "1, or whole GPUs"
+        )
         raise ConfigError("generator.engine.tensor_parallel_degree", most, cure)
     trainer: list[Place] = []
     trainer_hosts = roles.trainer_hosts or _trainer_hosts(
@@ -286,7 +307,8 @@ def _on_cores(
 
 
 def _ranks_of_a_host(ranks: int, hosts: Sequence[int]) -> int:
-    """
+    """Return the number of ranks that each host gets.
+
     Raises:
         ConfigError: the hosts do not get the same number of ranks, or do not follow each other.
     """
@@ -306,7 +328,9 @@ def _ranks_of_a_host(ranks: int, hosts: Sequence[int]) -> int:
 def _trainer_hosts(
     free: Sequence[Sequence[int]], ranks: int, tensor_parallel: int
 ) -> Sequence[int]:
-    """The first hosts, as few as hold the ranks in equal numbers, and tensor-parallel ranks together.
+    """Return the first hosts, as few as hold the ranks in equal numbers.
+
+    Tensor-parallel ranks stand together.
 
     Raises:
         ConfigError: there are no such hosts.
@@ -324,7 +348,10 @@ def _trainer_hosts(
         if tensor_parallel > 1
         else ""
     )
-    cure = f"{len(free)} hosts with {', '.join(str(len(gpus)) for gpus in free)} GPUs can't hold them in equal numbers{together}"
+    cure = (
+        f"{len(free)} hosts with {', '.join(str(len(gpus)) for gpus in free)} GPUs can't hold "
+        f"them in equal numbers{together}"
+    )
     raise ConfigError("trainer.ranks", ranks, cure)
 
 
@@ -332,7 +359,8 @@ def _engine_place(free: list[list[int]], size: int, among: Sequence[int]) -> Pla
     """Take the GPUs of one engine, on the first host that has so many left.
 
     Raises:
-        ConfigError: no host has. An engine exchanges activations in every layer, and does not span hosts.
+        ConfigError: no host has. An engine exchanges activations in every layer, and does not span
+            hosts.
     """
     for host in among or range(len(free)):
         if len(free[host]) >= size:
@@ -340,7 +368,10 @@ def _engine_place(free: list[list[int]], size: int, among: Sequence[int]) -> Pla
             del free[host][:size]
             return place
     left = ", ".join(str(len(gpus)) for gpus in free)
-    cure = f"no host has so many GPUs left ({left}), and an engine does not span hosts: lower it, or move the trainer"
+    cure = (
+        f"no host has so many GPUs left ({left}), and an engine does not span hosts: lower it, or "
+        "move the trainer"
+    )
     raise ConfigError("generator.engine.tensor_parallel_degree", size, cure)
 
 

@@ -1,4 +1,4 @@
-"""Sizes of a run: counts, processes, memory. They follow from the config, before a process is spawned."""
+"""The plan of a run: counts, processes and memory, which follow from the config."""
 
 import itertools
 import math
@@ -35,21 +35,25 @@ class TrainerMemory:
     """Bytes of one rank, by what they are."""
 
     state: float
-    """Parameters, gradients and two Adam moments: this rank's shard. Gradients are reduced in every microbatch. And each
-    layer's table of rotations, whole."""
+    """Parameters, gradients and two Adam moments: this rank's shard. Gradients are reduced in every
+    microbatch. And each layer's table of rotations, whole."""
     activations: float
-    """What a microbatch's forward pass leaves for its backward pass. With checkpointing: each layer's input."""
+    """What a microbatch's forward pass leaves for its backward pass. With checkpointing: each
+    layer's input."""
     head: float
-    """While the head computes. In its forward pass its compute copy and, unless it is tied, the buffer it was gathered in,
-    and three tensors of a chunk's logits. In its backward pass, if that is more, its compute copy and the last layer's, and a
-    gradient in float32, to which the product of a chunk is added."""
+    """While the head computes. In its forward pass its compute copy and, unless it is tied, the
+    buffer it was gathered in, and three tensors of a chunk's logits. In its backward pass, if that
+    is more, its compute copy and the last layer's, and a gradient in float32, to which the product
+    of a chunk is added."""
     layer: float
-    """While a layer's backward pass computes: compute copies of it and the next one, its gradient, what a reduction adds up (at
-    first the head's), what checkpointing computes again, and two gradients of the feed-forward part's width. A tied head's copy
-    and gradient stay until the embedding's."""
+    """While a layer's backward pass computes: compute copies of it and the next one, its gradient,
+    what a reduction adds up (at first the head's), what checkpointing computes again, and two
+    gradients of the feed-forward part's width. A tied head's copy and gradient stay until the
+    embedding's."""
     fixed: float
     published: float = 0
-    """What it keeps for the engines, as their dtype, where versions stay on devices: its share of one version."""
+    """What it keeps for the engines, as their dtype, where versions stay on devices: its share of
+    one version."""
 
     @property
     def total(self) -> float:
@@ -86,7 +90,8 @@ class SharedGpu:
         if self.asleep is None:
             return f"trainer {trainer} + engine {engine} = {peak} GiB a GPU, both all the time"
         return (
-            f"{peak} GiB a GPU: trainer {trainer} + engine asleep {self.asleep / GIB:.1f} in a step, "
+            f"{peak} GiB a GPU: trainer {trainer} + engine asleep {self.asleep / GIB:.1f} in a "
+            "step, "
             f"trainer {self.trainer.idle / GIB:.1f} + engine {engine} while it generates"
         )
 
@@ -120,8 +125,9 @@ def trainer_memory(sizes: ModelSizes, config: RunConfig, *, device: Device) -> T
     )
     value = tokens * compute / divided
     values = sizes.layer_values(tensor_parallel)
-    # What selective checkpointing keeps beside the input: the products of queries, keys and values, of one of the two that go
-    # into the feed-forward part, and of the one that comes out of it; and attention's output.
+    # What selective checkpointing keeps beside the input: the products of queries, keys and values,
+    # of one of the two that go into the feed-forward part, and of the one that comes out of it; and
+    # attention's output.
     selected = (
         2 * sizes.dim + 2 * sizes.query_width + 2 * sizes.key_width + sizes.feed_forward_width
     ) / tensor_parallel
@@ -171,10 +177,12 @@ def versions_on_hosts(
 def shared_weights(
     *, nbytes: float, trainer_hosts: Sequence[int], copies: int, generator_hosts: Iterable[int]
 ) -> dict[int, float]:
-    """Bytes of published weights that each host keeps in shared memory: two versions, in buffers that are used in turn.
+    """Return the bytes of published weights that each host keeps in shared memory.
 
-    A trainer host keeps what its ranks publish: the shards of the first copy of the model. A generator host has a weight reader
-    for the parts that it has not itself.
+    They are two versions, in buffers that are used in turn.
+
+    A trainer host keeps what its ranks publish: the shards of the first copy of the model. A
+    generator host has a weight reader for the parts that it has not itself.
 
     Args:
         nbytes: of one version.
@@ -191,7 +199,7 @@ def shared_weights(
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class HostMemory:
-    """Bytes that a run on GPUs takes of one host's memory, by what they are, without pages of files."""
+    """Bytes that a run on GPUs takes of one host's memory, without pages of files."""
 
     checkpoint: float
     """Copy of the state of the host's trainer ranks, from which checkpoints are written."""
@@ -269,7 +277,8 @@ class RunPlan:
     balance: Balance | None
     """None where the cost model has no numbers for the device."""
     generator_gib: float
-    """Per process: weights and KV cache (CPU), or the share of the GPU it will claim (CUDA, as a part of one)."""
+    """Per process: weights and KV cache (CPU), or the share of the GPU it will claim (CUDA, as a
+    part of one)."""
     weights_on_devices: bool
     """Whether engines read versions from the trainer's devices."""
     shared_weights: dict[int, float]
@@ -319,7 +328,7 @@ class RunPlan:
 
     @property
     def engine_gpu_gib(self) -> float:
-        """Least memory of a generator's GPU: weights, room for one rollout's keys and values, and what CUDA takes."""
+        """Least memory of a generator's GPU: weights, one rollout's keys and values, CUDA's own."""
         engine, sizes = self.config.generator.engine, self.sizes
         if (claimed := engine.gpu_gib(parameters=sizes.parameters)) is not None:
             return claimed
@@ -354,7 +363,7 @@ class RunPlan:
 
     @property
     def disk_gib(self) -> float:
-        """At most at once: the checkpoints that stay, the one that is written before the oldest goes, and the final policy."""
+        """Room on the disk for the checkpoints that stay, the next one and the final policy."""
         policy = self.sizes.parameters * BYTES[self.config.trainer.dtype] / GIB
         return (self.config.checkpoint.keep + 1) * self.checkpoint_gib + policy
 
@@ -384,7 +393,10 @@ class RunPlan:
                 else "parts of a row"
             )
             degrees += f" ({self.data_parallel_size} data-parallel x {sharing} {parts})"
-        generators = f"{config.generator.replicas} generator(s) of {config.generator.engine.tensor_parallel_degree}"
+        generators = (
+            f"{config.generator.replicas} generator(s) of "
+            f"{config.generator.engine.tensor_parallel_degree}"
+        )
         if hosted := hosted_processes(config):
             generators += f", {hosted} for hosted models"
         at_work = "the head at work" if memory.head > memory.layer else "a layer at work"
@@ -406,13 +418,21 @@ class RunPlan:
             f"steps          {config.steps}, each on {self.rollouts_per_step} rollouts",
             f"off-policy     at most {config.max_offpolicy_steps} versions; "
             f"{self.open_rollouts} rollouts open at most",
-            f"batch          at most {self.tokens_per_step:,} tokens a step, {self.microbatches_per_rank} microbatches a rank",
-            f"processes      {self.processes} on {'GPUs' if on_gpus else 'CPU cores'}: {degrees}, {generators}",
+            (
+                f"batch          at most {self.tokens_per_step:,} tokens a step, "
+                f"{self.microbatches_per_rank} microbatches a rank"
+            ),
+            (
+                f"processes      {self.processes} on {'GPUs' if on_gpus else 'CPU cores'}: "
+                f"{degrees}, {generators}"
+            ),
             f"memory         about {self.trainer_gib:.2f} GiB a trainer rank ({held}), {generator}",
-            f"versions       one of the weights, on the trainer's own devices: {memory.published / GIB:.2f} GiB a rank"
+            "versions       one of the weights, on the trainer's own devices: "
+            f"{memory.published / GIB:.2f} GiB a rank"
             if self.weights_on_devices
             else f"shared memory  two versions of the weights: {self._shared_weights()}",
-            f"disk           about {self.disk_gib:.2f} GiB: {config.checkpoint.keep} checkpoints of {self.checkpoint_gib:.2f} "
+            f"disk           about {self.disk_gib:.2f} GiB: {config.checkpoint.keep} checkpoints "
+            f"of {self.checkpoint_gib:.2f} "
             "GiB are kept, another while it is written, and the policy",
         ]
         if on_gpus:

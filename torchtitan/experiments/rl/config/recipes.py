@@ -1,4 +1,4 @@
-"""Published combinations of algorithm, loss and filters: functions that set all of one in a config of yours.
+"""Published combinations of algorithm, loss and filters, each set in a config by one function.
 
 config = dapo(rl_grpo_qwen3_4b())
 """
@@ -11,9 +11,12 @@ from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
 
 
 def dapo(config: RunConfig) -> RunConfig:
-    """DAPO (Yu et al., arXiv:2503.14476), for every task that learns by GRPO: its credit, clip-higher, and dynamic sampling.
+    """Set DAPO (Yu et al., arXiv:2503.14476) for every task that learns by GRPO.
 
-    The penalty on overlong answers is off; it needs the limit of each task: ``DAPO.Config(overlong_limit=...)``.
+    That is its credit, clip-higher and dynamic sampling.
+
+    The penalty on overlong answers is off; it needs the limit of each task:
+    ``DAPO.Config(overlong_limit=...)``.
     """
     config.trainer.loss.rl = PPOClip.Config(clip_low=0.2, clip_high=0.28)
     others = [
@@ -27,10 +30,13 @@ def dapo(config: RunConfig) -> RunConfig:
 
 
 def dr_grpo(config: RunConfig) -> RunConfig:
-    """Dr. GRPO (Liu et al., arXiv:2503.20783), for every task that learns by GRPO: no division by the standard deviation, and a
-    sum over tokens divided by a constant, so that neither a group's spread nor an answer's length changes a token's weight.
+    """Set Dr. GRPO (Liu et al., arXiv:2503.20783) for every task that learns by GRPO.
 
-    The constant is the most tokens that a step can sample: rollouts of a step · turns · ``sampling.max_tokens``.
+    There is no division by the standard deviation, and the sum over tokens is divided by a
+    constant, so that neither a group's spread nor an answer's length changes a token's weight.
+
+    The constant is the most tokens that a step can sample: rollouts of a step · turns ·
+    ``sampling.max_tokens``.
     """
     tasks = config.tasks.values()
     for task in tasks:
@@ -43,7 +49,9 @@ def dr_grpo(config: RunConfig) -> RunConfig:
 
 
 def reinforce_pp(config: RunConfig) -> RunConfig:
-    """REINFORCE++ (Hu et al., arXiv:2501.03262), for every task that learns by GRPO: rewards normalised over the whole step.
+    """Set REINFORCE++ (Hu et al., arXiv:2501.03262) for every task that learns by GRPO.
+
+    Rewards are normalised over the whole step.
 
     Groups of equal rewards teach by it, so a filter that drops them is taken out.
     """

@@ -1,4 +1,4 @@
-"""From ``--resume`` and ``--init-from`` to a verified checkpoint, and from two configs to what changed between them."""
+"""``--resume`` and ``--init-from``: the verified checkpoint, and what changed in the config."""
 
 import dataclasses
 import json
@@ -29,7 +29,6 @@ from torchtitan.experiments.rl.checkpointing.folder import (
 from torchtitan.experiments.rl.compat.torch import check_pickles
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.command_line import Command
-from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.run_folder import (
     CONFIG_FILE,
@@ -60,8 +59,10 @@ class Change:
 
 
 def compare(saved: Any, config: Any) -> list[Change]:
-    """What differs between a resolved config and a config, field by field, in the order of the latter. Its fields say which
-    may."""
+    """Return what differs between a resolved config and a config, in the order of the latter.
+
+    The fields of the config say which of them may.
+    """
     may = [path for path, _, annotation in walk(config) if declared(annotation).may_change]
     return [
         Change(
@@ -75,27 +76,33 @@ def compare(saved: Any, config: Any) -> list[Change]:
 
 
 def check_changes(changes: list[Change]) -> None:
-    """
+    """Refuse a change of a field that may not change.
+
     Raises:
-        ConfigError: names the first field that may not change, both values and the cure.
+        ConfigError: names the first such field, both values and the cure.
     """
     for change in changes:
         if not change.allowed:
-            cure = f"the run that is resumed has {change.saved!r}: keep it, or start a new run (--init-from takes the weights)"
+            cure = (
+                f"the run that is resumed has {change.saved!r}: keep it, or start a new run "
+                "(--init-from takes the weights)"
+            )
             raise ConfigError(change.field, change.new, cure)
 
 
 def _differences(before: Any, now: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """Each difference of two resolved configs: its path, and the two values. Of what a config builds, its class."""
+    """Yield path, old and new value of each difference of two resolved configs.
+
+    The value of a part is the class that its config builds.
+    """
     if isinstance(before, list) and isinstance(now, list) and before and now:
         before, now = (
             {f"[{index}]": entry for index, entry in enumerate(entries)}
             for entries in (before, now)
         )
     if isinstance(before, dict) and isinstance(now, dict):
-        same_class = before.get("class") == now.get(
-            "class"
-        )  # fields of two classes say nothing about each other
+        # Fields of two classes say nothing about each other.
+        same_class = before.get("class") == now.get("class")
         for key in {**now, **before} if same_class else ("class",):
             inside = f"{path}.{key}".removeprefix(".").replace(".[", "[")
             yield from _differences(before.get(key, ABSENT), now.get(key, ABSENT), inside)
@@ -108,14 +115,18 @@ def _differences(before: Any, now: Any, path: str) -> Iterator[tuple[str, Any, A
 
 
 def save_config(run_dir: Path, config: Any) -> Any:
-    """Returns what is saved: the resolved config."""
+    """Save the resolved config in the run folder, and return it."""
     resolved = resolved_config(config)
     write_durably(run_dir / CONFIG_FILE, json.dumps(resolved, indent=2) + "\n")
     return resolved
 
 
 def resolved_config(value: Any) -> Any:
-    """Dataclasses become dicts, with ``class`` naming what a Config builds; functions and classes their qualified names."""
+    """Return a config as plain JSON values.
+
+    A dataclass becomes a dict, whose ``class`` names what the Config builds; functions and classes
+    become their qualified names.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
             field.name: resolved_config(getattr(value, field.name))
@@ -140,22 +151,6 @@ AUTO = "auto"
 
 
 @dataclass(slots=True)
-class Start:
-    """What a run starts from, all of it checked."""
-
-    run_dir: str = ""
-    resume_from: Path | None = None
-    """A checkpoint of the run in ``run_dir``."""
-    init_from: Path | None = None
-    """A checkpoint of another run, whose weights this one begins with."""
-    plan: RunPlan | None = None
-    script: str | None = None
-    """What a scheduler gets: it runs the command then. None: this process runs it."""
-    lock: BinaryIO | None = None
-    """Open while the run folder is this process's."""
-
-
-@dataclass(slots=True)
 class ResumedRun:
     """A run that this command goes on with. The run folder is locked for this process."""
 
@@ -166,7 +161,8 @@ class ResumedRun:
     saved_config: dict[str, Any]
     lock: BinaryIO
     lines: list[str] = field(default_factory=list)
-    """What the person who resumes should know: checkpoints that were refused, fields that changed."""
+    """What the person who resumes should know: checkpoints that were refused, fields that
+    changed."""
 
     @property
     def step(self) -> int:
@@ -178,7 +174,7 @@ class ResumedRun:
         return len(checkpoints(self.run_dir))
 
     def command(self, given: Command) -> Command:
-        """``given``; without a --config, the run's own command and what ``given`` overrides."""
+        """Return ``given``; without --config, the run's command and the overrides of ``given``."""
         if given.config_name is not None:
             return given
         overrides = [*self.saved.overrides, *given.overrides]
@@ -189,7 +185,7 @@ class ResumedRun:
         return command
 
     def has_ended(self, config: RunConfig) -> bool:
-        """Whether every step is taken, and the policy saved where the config asks for it."""
+        """Return whether every step is taken, and the policy saved if the config asks for it."""
         saved = any(path.name == f"step-{self.step}" for path in policies(self.run_dir))
         return self.step >= config.steps and (saved or not config.trainer.save_final_model)
 
@@ -205,7 +201,10 @@ class ResumedRun:
             if before is not None and (
                 other := [name for name in {**before, **now} if before.get(name) != now.get(name)]
             ):
-                cure = f"its {sorted(other)[0]} is not the one the run began with: put that back, or start a new run"
+                cure = (
+                    f"its {sorted(other)[0]} is not the one the run began with: put that back, or "
+                    "start a new run"
+                )
                 raise ConfigError(
                     "model.hf_assets_path" if path == config.model.hf_assets_path else "path",
                     path,
@@ -218,7 +217,7 @@ class ResumedRun:
             self.lines.append(stretched)
 
     def _schedule_line(self, config: RunConfig) -> str | None:
-        """Return how the learning rate goes on where the resumed run has another schedule, or None."""
+        """Return how the learning rate goes on, if the resumed run has another schedule."""
         trainer, own = self.saved_config.get("trainer") or {}, config.trainer.lr_scheduler
         rate, schedule = (trainer.get("optimizer") or {}).get("lr"), trainer.get("lr_scheduler")
         if not rate or not schedule or not self.step:
@@ -233,22 +232,24 @@ class ResumedRun:
         if math.isclose(after, planned, rel_tol=1e-6):
             return None
         return (
-            f"schedule    the learning rate goes from {before:.3g} at step {self.step} to {after:.3g} at step {self.step + 1}: "
+            f"schedule    the learning rate goes from {before:.3g} at step {self.step} to "
+            f"{after:.3g} at step {self.step + 1}: "
             f"its schedule is now one of {own.total_steps or config.steps} steps "
             "(trainer.lr_scheduler, trainer.optimizer.lr)"
         )
 
     def _moved(self, change: Change, files: dict[str, dict[str, str]]) -> bool:
-        """Whether a model's folder has another path and holds the same model."""
+        """Return whether a model's folder has another path and holds the same model."""
         before = self.saved.model_files.get(change.saved) if isinstance(change.saved, str) else None
         return bool(before) and files.get(change.new) == before
 
 
 def learning_rate_factor(schedule: LRSchedulersContainer.Config, steps: int, step: int) -> float:
-    """Return the share of the learning rate that a step is taken with, counted from 1; 0 after the end of the schedule.
+    """Return the share of the learning rate that a step is taken with; 0 after the schedule's end.
 
     Args:
         steps: of the run.
+        step: number of the step, counted from 1.
     """
     total = schedule.total_steps or steps
     if step > total:
@@ -262,16 +263,18 @@ def learning_rate_factor(schedule: LRSchedulersContainer.Config, steps: int, ste
 def find_resumed(
     given: str, *, config_name: str | None = None, output_dir: str | None = None
 ) -> ResumedRun | None:
-    """The run to go on with, and its newest valid checkpoint.
+    """Return the run to go on with, and its newest valid checkpoint.
 
     Args:
-        given: a run folder, a checkpoint in one, or "auto": the newest run of ``config_name`` in ``output_dir``.
+        given: a run folder, a checkpoint in one, or "auto": the newest run of ``config_name`` in
+            ``output_dir``.
 
     Returns:
         None: "auto" found no run with a checkpoint.
 
     Raises:
-        ConfigError: there is no such run, it has no valid checkpoint, or another process runs in it.
+        ConfigError: there is no such run, it has no valid checkpoint, or another process runs in
+            it.
     """
     if given == AUTO:
         newest = _newest_run(Path(output_dir or "."), str(config_name))
@@ -283,7 +286,7 @@ def find_resumed(
 
 
 def find_initial(given: str, config: RunConfig) -> tuple[Path, list[str]]:
-    """The verified checkpoint whose weights a new run begins with, and why newer ones were refused.
+    """Return the checkpoint whose weights a new run begins with, and why newer ones were refused.
 
     Raises:
         ConfigError: there is none, or it is of another model.
@@ -295,7 +298,10 @@ def find_initial(given: str, config: RunConfig) -> tuple[Path, list[str]]:
     old = saved.model_files.get(old_path, {}).get("config.json") if saved is not None else None
     new = model_files(config.model.hf_assets_path).get("config.json")
     if old is not None and new is not None and old != new:
-        cure = f"its model ({old_path}) has another config.json than {config.model.hf_assets_path}: name a run of the same model"
+        cure = (
+            f"its model ({old_path}) has another config.json than {config.model.hf_assets_path}: "
+            "name a run of the same model"
+        )
         raise ConfigError(INIT_FROM, given, cure)
     if saved_config is not None:
         _check_adapters(given, saved_config, config)
@@ -303,7 +309,7 @@ def find_initial(given: str, config: RunConfig) -> tuple[Path, list[str]]:
 
 
 def _check_adapters(given: str, saved: dict[str, Any], config: RunConfig) -> None:
-    """Refuse a checkpoint of adapters for a run of a whole model or of others, and one of a whole model for adapters.
+    """Refuse a checkpoint that holds other weights than those which the run trains.
 
     Raises:
         ConfigError: what the checkpoint holds is not what is trained.
@@ -319,7 +325,10 @@ def _check_adapters(given: str, saved: dict[str, Any], config: RunConfig) -> Non
         )
         raise ConfigError(INIT_FROM, given, cure)
     if now is None:
-        cure = "it has trained adapters, and this run the whole model: --model takes its policy, or set trainer.lora"
+        cure = (
+            "it has trained adapters, and this run the whole model: --model takes its policy, or "
+            "set trainer.lora"
+        )
         raise ConfigError(INIT_FROM, given, cure)
     for name in ("rank", "targets"):
         if before[name] != now[name]:
@@ -328,7 +337,7 @@ def _check_adapters(given: str, saved: dict[str, Any], config: RunConfig) -> Non
 
 
 def find_checkpoint(given: str) -> tuple[Path, Path]:
-    """The run folder and the verified checkpoint that ``given`` names: one, or a run, whose newest valid one it is.
+    """Return the run folder and the verified checkpoint of a run, or the one that is named.
 
     Raises:
         ConfigError: there is none.
@@ -339,7 +348,7 @@ def find_checkpoint(given: str) -> tuple[Path, Path]:
 
 
 def files_of_models(config: RunConfig) -> dict[str, dict[str, str]]:
-    """``model_files`` of the policy's folder and of each model that the run serves itself."""
+    """Return ``model_files`` of the policy's folder and of each model that the run serves."""
     paths = [
         config.model.hf_assets_path,
         *(model.path for model in hosted_models(config.tasks).values()),
@@ -348,7 +357,10 @@ def files_of_models(config: RunConfig) -> dict[str, dict[str, str]]:
 
 
 def read_saved(*folders: Path) -> tuple[SavedCommand | None, dict[str, Any] | None]:
-    """Command and config of a run, each of the first folder that has one: the run's, then its checkpoints with their copies."""
+    """Return command and config of a run, each from the first folder that has one.
+
+    The folders are the run's, then its checkpoints with their copies.
+    """
     commands, configs = map(read_command, folders), map(read_config, folders)
     return next(filter(None, commands), None), next(filter(None, configs), None)
 
@@ -356,7 +368,10 @@ def read_saved(*folders: Path) -> tuple[SavedCommand | None, dict[str, Any] | No
 def _opened(run_dir: Path, checkpoint: Path | None, given: str) -> ResumedRun:
     saved, saved_config = read_saved(run_dir, *reversed(checkpoints(run_dir)))
     if saved is None or saved_config is None:
-        cure = "holds no run that can be resumed: it has no readable command.json and config.json; name a run's folder"
+        cure = (
+            "holds no run that can be resumed: it has no readable command.json and config.json; "
+            "name a run's folder"
+        )
         raise ConfigError(RESUME, str(run_dir), cure)
     lock = lock_run_folder(run_dir, field=RESUME)
     try:
@@ -372,7 +387,7 @@ def _opened(run_dir: Path, checkpoint: Path | None, given: str) -> ResumedRun:
 
 
 def _located(given: str, option: str) -> tuple[Path, Path | None]:
-    """The run folder, and the checkpoint where ``given`` names one.
+    """Return the run folder, and the checkpoint where ``given`` names one.
 
     Raises:
         ConfigError: there is no such folder.
@@ -394,7 +409,10 @@ def _located(given: str, option: str) -> tuple[Path, Path | None]:
         raise ConfigError(
             option,
             given,
-            f"a run's policy, and a hub folder already: --model takes it as it is, and the run is {near(run)}",
+            (
+                "a run's policy, and a hub folder already: --model takes it as it is, and the "
+                f"run is {near(run)}"
+            ),
         )
     if is_adapter(path):
         raise ConfigError(

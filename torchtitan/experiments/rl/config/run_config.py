@@ -1,4 +1,4 @@
-"""The config of a run: which tasks, which model, how it trains, generates, validates and records."""
+"""The config of a run: its tasks, its model, how it trains, generates, validates and records."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ MOST_ROLLOUTS = 1_000_000
 
 
 MOST_HOSTS = 256
-"""That a job which counts its hosts itself asks for."""
+"""Maximum number of hosts of a job that counts its hosts itself."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,20 +54,23 @@ class ProvisionConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA where torch sees a GPU, or where the job's hosts have GPUs."""
     job: JobConfig = field(default_factory=ThisHostJob)
-    """What gives the run its hosts. The command line names it: this_host, process, slurm, kubernetes."""
+    """What gives the run its hosts. The command line names it: this_host, process, slurm,
+    kubernetes."""
     trainer_hosts: tuple[NonNegativeInt, ...] = ()
-    """Hosts of the trainer's ranks, counted from 0, the same number on each. Empty: the first, as few as hold them."""
+    """Hosts of the trainer's ranks, counted from 0, the same number on each. Empty: the first, as
+    few as hold them."""
     generator_hosts: tuple[NonNegativeInt, ...] = ()
     """Hosts of generators and hosted models. Empty: where devices are left."""
     rollout_worker_hosts: tuple[NonNegativeInt, ...] = ()
     """Hosts of the rollout workers, in turn. Empty: all."""
     share_cores: bool | None = None
-    """CPU only. True: trainer and generators of a host have as many threads each as it has cores, so that none is idle while
-    the other side computes. False: half as many. None: True for models of at least 10 million parameters. Smaller ones do not
-    gain by more threads."""
+    """CPU only. True: trainer and generators of a host have as many threads each as it has cores,
+    so that none is idle while the other side computes. False: half as many. None: True for models
+    of at least 10 million parameters. Smaller ones do not gain by more threads."""
     share_gpus: bool = False
-    """Generators stand on the trainer's GPUs, from its first on, so that a run fits one GPU. Either both hold their memory all
-    the time, or the engines sleep while the trainer steps (``generator.engine.sleep``). On CPU it means ``share_cores``."""
+    """Generators stand on the trainer's GPUs, from its first on, so that a run fits one GPU. Either
+    both hold their memory all the time, or the engines sleep while the trainer steps
+    (``generator.engine.sleep``). On CPU it means ``share_cores``."""
 
     def resolve(self) -> Device:
         elsewhere = self.job.has_gpus
@@ -80,7 +83,10 @@ class ProvisionConfig:
         if elsewhere is not None:
             return "cuda" if elsewhere and self.device != "cpu" else "cpu"
         if self.device == "cuda" and torch.version.cuda is None:
-            cure = f"torch {torch.__version__} here is a build without CUDA; install requirements/gpu.txt, or use cpu or auto"
+            cure = (
+                f"torch {torch.__version__} here is a build without CUDA; install "
+                "requirements/gpu.txt, or use cpu or auto"
+            )
             raise ConfigError("provision.device", "cuda", cure)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("provision.device", "cuda", "torch sees no GPU here; use cpu or auto")
@@ -89,7 +95,8 @@ class ProvisionConfig:
         return self.device
 
     def validate(self) -> None:
-        """
+        """Check the hosts that roles are to stand on.
+
         Raises:
             ConfigError: a host named twice, or one that the job has not.
         """
@@ -101,19 +108,26 @@ class ProvisionConfig:
             self.check_hosts(self.job.host_count)
 
     def check_hosts(self, hosts: int) -> None:
-        """
+        """Check that the job has the hosts that roles are to stand on.
+
         Raises:
             ConfigError: a role is to stand on a host that the job has not.
         """
         for name in ("trainer_hosts", "generator_hosts", "rollout_worker_hosts"):
             for host in getattr(self, name):
                 if host >= hosts:
-                    cure = f"the job has {hosts} host(s), counted from 0: name others, or raise provision.job.hosts"
+                    cure = (
+                        f"the job has {hosts} host(s), counted from 0: name others, or raise "
+                        "provision.job.hosts"
+                    )
                     raise ConfigError(f"provision.{name}", getattr(self, name), cure)
 
     def devices(self, device: Device) -> Iterator[list[list[int]] | None]:
-        """The cores or GPUs of each host; None: those of this host. A job that counts its hosts itself may have any number of
-        them: what it has with one, with two and so on."""
+        """Yield the cores or GPUs of each host; None stands for those of this host.
+
+        A job that counts its hosts itself may have any number of them: yielded is what it has with
+        one, with two and so on.
+        """
         counts = range(1, MOST_HOSTS + 1) if self.job.host_count is None else (self.job.host_count,)
         return (self.job.devices(device, hosts) for hosts in counts)
 
@@ -121,39 +135,41 @@ class ProvisionConfig:
 @dataclass(kw_only=True, slots=True)
 class SupervisionConfig:
     max_restarts: NonNegativeInt = 3
-    """How often a part may be restarted within ``window_s`` seconds: a generator, a hosted model, a rollout worker. Its next
-    death ends the run."""
+    """How often a part may be restarted within ``window_s`` seconds: a generator, a hosted model, a
+    rollout worker. Its next death ends the run."""
     window_s: PositiveFloat = 3600.0
     stall_s: Annotated[float, Ge(5)] = 120.0
-    """A process that does not answer for so many seconds, or is at one engine step or one microbatch for so long, is reported
-    and killed, and then restarted like one that died."""
+    """A process that does not answer for so many seconds, or is at one engine step or one
+    microbatch for so long, is reported and killed, and then restarted like one that died."""
     slow_work_s: Annotated[float, Ge(5)] = 1800.0
-    """The same for what may take long: a build, the first steps, which compile, a checkpoint, and user code that blocks the
-    event loop of a rollout worker."""
+    """The same for what may take long: a build, the first steps, which compile, a checkpoint, and
+    user code that blocks the event loop of a rollout worker."""
 
 
 @dataclass(kw_only=True, slots=True)
 class UserCodeLimits:
-    """A call that takes longer ends the run, with an error that names its owner. Rollouts have limits of their own: ``env`` of
-    each task."""
+    """Time limits of user code: a call that takes longer ends the run, by its owner's name.
+
+    Rollouts have limits of their own: ``env`` of each task.
+    """
 
     call_timeout_s: PositiveFloat = 60.0
-    """For each call of a sampler, a dataset, the task mix or a filter."""
+    """Limit of each call of a sampler, a dataset, the task mix or a filter."""
     setup_timeout_s: PositiveFloat = 1800.0
-    """For building a task with its dataset, and for its ``setup``."""
+    """Limit of building a task with its dataset, and of its ``setup``."""
     close_timeout_s: PositiveFloat = 10.0
-    """For the ``close`` of a task."""
+    """Limit of the ``close`` of a task."""
     preflight_timeout_s: NonNegativeFloat = 10.0
-    """For trying each task once before the run (config/trial.py). A task that takes longer is warned of; the run begins.
-    0: none is tried."""
+    """Limit of trying each task once before the run (config/trial.py). A task that takes longer is
+    warned of; the run begins. 0: none is tried."""
 
 
 def default_filters(mode: Literal["enforce", "monitor"]) -> list[Filter.Config]:
-    """Gibberish, repetition (of n-grams too) and rollouts without a signal: counted before the batch, dropped from it.
+    """Return filters of gibberish, repetition (of n-grams too) and rollouts without a signal.
 
-    Counted before, a rollout still takes its place, so examples that are too easy or too hard do not become more work; dropped
-    after, it is not trained on. ``filter/<slot>/<name>`` in the metrics says how many, and ``filter/<slot>/<name>/tokens`` what
-    that saves.
+    Counted before, a rollout still takes its place, so examples that are too easy or too hard do
+    not become more work; dropped after, it is not trained on. ``filter/<slot>/<name>`` in the
+    metrics says how many, and ``filter/<slot>/<name>/tokens`` what that saves.
     """
     return [
         Gibberish.Config(mode=mode),
@@ -177,13 +193,14 @@ class RunConfig:
     steps: Changeable[PositiveInt] = 100
     """Optimizer steps."""
     rollouts_per_step: Annotated[int, Ge(1), Le(MOST_ROLLOUTS)] = 64
-    """Rollouts trained on in one optimizer step. Groups are whole, so a step exceeds it by less than a group where group sizes
-    do not divide it."""
+    """Rollouts trained on in one optimizer step. Groups are whole, so a step exceeds it by less
+    than a group if group sizes do not divide it."""
     max_offpolicy_steps: NonNegativeInt = 1
-    """Versions a group may be behind when it is trained on. 0 is synchronous, and on CPU deterministic by seed."""
+    """Versions a group may be behind when it is trained on. 0 is synchronous, and on CPU
+    deterministic by seed."""
     max_drops_in_a_row: Changeable[PositiveInt] = 100
-    """The run ends after so many groups in a row that gave nothing to train on (failed, filtered, oversized). It also ends
-    if in each of its first groups, this many, all rewards are equal."""
+    """The run ends after so many groups in a row that gave nothing to train on (failed, filtered,
+    oversized). It also ends if in each of its first groups, this many, all rewards are equal."""
     seed: NonNegativeInt = 0
     replay: GroupReplayConfig = field(default_factory=GroupReplayConfig)
     """Groups that a step trains on again, with the credit they had."""
@@ -191,7 +208,8 @@ class RunConfig:
     pre_batch_filters: list[Filter.Config] = field(
         default_factory=lambda: default_filters("monitor")
     )
-    """Applied before a rollout takes a place in a batch. Other groups replace those that they drop."""
+    """Applied before a rollout takes a place in a batch. Other groups replace those that they
+    drop."""
     post_batch_filters: list[Filter.Config] = field(
         default_factory=lambda: default_filters("enforce")
     )
@@ -202,35 +220,34 @@ class RunConfig:
     recorder: Changeable[RolloutRecorder.Config] = field(default_factory=RolloutRecorder.Config)
     checkpoint: Changeable[CheckpointConfig] = field(default_factory=CheckpointConfig)
     rollout_workers: Changeable[Annotated[int, Ge(0), Le(1024)]] = 0
-    """Processes that run the rollouts: envs, rubrics, algorithms. 0: they run in the controller's process, in one Python
-    thread; perf/event_loop_lag_max_s shows when that is too slow."""
+    """Processes that run the rollouts: envs, rubrics, algorithms. 0: they run in the controller's
+    process, in one Python thread; perf/event_loop_lag_max_s shows when that is too slow."""
     user_code: Changeable[UserCodeLimits] = field(default_factory=UserCodeLimits)
     """How long tasks, samplers, datasets, the task mix and filters may take."""
     supervision: Changeable[SupervisionConfig] = field(default_factory=SupervisionConfig)
     """When processes that have died are restarted."""
     provision: Changeable[ProvisionConfig] = field(default_factory=ProvisionConfig)
     profile_steps: Changeable[str] = ""
-    """First and last optimizer step, such as "3:5", of which one file shows what every process did and for how long."""
+    """First and last optimizer step, such as "3:5", of which one file shows what every process did
+    and for how long."""
     output_dir: Changeable[NonEmptyStr] = "outputs"
     """Folder in which the command makes the run folders."""
 
     def filters(self) -> Iterator[tuple[str, Filter.Config]]:
-        """Of both slots, each with its path."""
+        """Yield the filters of both slots, each with its path."""
         for slot in ("pre_batch_filters", "post_batch_filters"):
             for index, entry in enumerate(getattr(self, slot)):
                 yield f"{slot}[{index}]", entry
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of those that tasks train; one without a name where no task names any."""
+        """Names of the adapters that tasks train; one empty name where no task names any."""
         return tuple(sorted({task.adapter for task in self.tasks.values()}))
 
     @property
     def served(self) -> dict[str, int]:
-        """Rank of each adapter that a version has and the generators serve, by name; empty: a version is the whole model."""
+        """Rank of each adapter that the generators serve; empty where they get the whole model."""
         lora = self.trainer.lora
-        return (
-            {}
-            if lora is None or self.generator.adapter == "merged"
-            else dict.fromkeys(self.adapters, lora.rank)
-        )
+        if lora is None or lora.serve == "merged":
+            return {}
+        return dict.fromkeys(self.adapters, lora.rank)

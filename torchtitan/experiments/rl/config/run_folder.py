@@ -1,4 +1,4 @@
-"""The run's folder: made for a run, and made and removed again for a plan, which shows that a run could make it."""
+"""The run's folder, which a run makes and a plan makes and removes again, as a test."""
 
 import contextlib
 import fcntl
@@ -17,7 +17,10 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
 
-_LONGEST_FILE = "checkpoint-step-000000000-sharded-and-the-name-of-a-file-in-it-which-may-have-sixty-characters.safetensors"
+_LONGEST_FILE = (
+    "checkpoint-step-000000000-sharded-and-the-name-of-a-file-in-it-"
+    "which-may-have-sixty-characters.safetensors"
+)
 """As long as the paths that a run writes in its folder."""
 
 
@@ -130,18 +133,19 @@ class SavedCommand:
     started: float = field(default_factory=time.time)
     """Seconds since 1970 of the last start or resume."""
     folder: str = ""
-    """The folder that the run was started in: its modules may lie there, and relative paths begin there."""
+    """The folder that the run was started in: its modules may lie there, and relative paths begin
+    there."""
     model_files: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """SHA-256 by file name, of each model's folder. A folder that was moved is the same model."""
 
 
 def save_command(run_dir: Path, command: SavedCommand) -> None:
-    """A kill or a power failure leaves the old file or the new one."""
+    """Write the command into the run folder; a kill leaves the old file or the new one."""
     write_durably(run_dir / COMMAND_FILE, json.dumps(asdict(command), indent=2) + "\n")
 
 
 def read_command(run_dir: Path) -> SavedCommand | None:
-    """None where the folder holds no run, or one that began before there were checkpoints."""
+    """Return the command that made a run; None where the folder holds none that can be read."""
     try:
         return SavedCommand(**json.loads((run_dir / COMMAND_FILE).read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -149,7 +153,7 @@ def read_command(run_dir: Path) -> SavedCommand | None:
 
 
 def read_config(run_dir: Path) -> dict[str, Any] | None:
-    """The resolved config that the run was started with last; None where there is none that can be read."""
+    """Return the resolved config that the run was started with last; None if it can't be read."""
     try:
         config = json.loads((run_dir / CONFIG_FILE).read_bytes())
     except (OSError, ValueError):
@@ -182,7 +186,10 @@ def lock_run_folder(run_dir: Path, *, field: str) -> BinaryIO:
             field, str(run_dir), f"process {owner} runs in it: wait until it ends, or stop it"
         ) from None
     except OSError as error:  # a file system without locks
-        line = f"warning: {run_dir} can't be locked ({error.strerror}): nothing stops a second command from running in it"
+        line = (
+            f"warning: {run_dir} can't be locked ({error.strerror}): nothing stops a second "
+            "command from running in it"
+        )
         write_line(sys.stderr, printable_line(line))
         return file
     file.truncate(0)

@@ -16,7 +16,6 @@ from typing import IO, Any, ClassVar, cast
 
 import numpy as np
 from renderers import Renderer
-from transformers import AutoTokenizer
 
 from torchtitan.experiments.rl.ask.call import ask, sentence
 from torchtitan.experiments.rl.compat.torchtitan import built_class
@@ -28,6 +27,7 @@ from torchtitan.experiments.rl.envs.renderer import (
     AUTO,
     build_renderer,
     control_tokens,
+    load_tokenizer,
     renderer_name,
     template_turn_end,
 )
@@ -85,26 +85,28 @@ def _built(field: str, config: Any, **arguments: Any) -> Any:
         return config.build(**arguments)
 
 
-def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> dict[str, Task]:
-    """Build the renderer and the tasks, and take a first example of each. The model's folder has been checked.
-
-    Returns:
-        The tasks, by name: for the preflight, not for the run.
+def build_tasks(
+    config: RunConfig, policy: "PolicyTokenizer", *, left_out: Collection[str] = ()
+) -> dict[str, Task]:
+    """Build the tasks, and take a first example of each.
 
     Args:
         left_out: names of tasks that lack something on this machine.
 
+    Returns:
+        The tasks, by name: for the preflight, not for the run.
+
     Raises:
         ConfigError: one can't be built; the error names its field.
     """
-    renderer, tasks = checked_renderer(config), {}
-    texts = control_tokens_of(config.model.hf_assets_path)
+    tasks: dict[str, Task] = {}
+    texts = control_tokens(policy.tokenizer)
     for name, task_config in config.tasks.items():
         if name in left_out:
             continue
         field = f"tasks.{name}"
         task = tasks[name] = _built(
-            field, task_config, name=name, renderer=renderer, seed=config.seed
+            field, task_config, name=name, renderer=policy.renderer, seed=config.seed
         )
         if (
             type(task.algorithm).group_relative
@@ -138,8 +140,16 @@ def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> dict[st
     return tasks
 
 
-def checked_renderer(config: RunConfig) -> Renderer:
-    """The renderer of the policy's tokenizer.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyTokenizer:
+    """Tokenizer of the policy and the renderer built of it, read once for all checks."""
+
+    tokenizer: Any
+    renderer: Renderer
+
+
+def read_policy_tokenizer(config: RunConfig) -> PolicyTokenizer:
+    """Load the policy's tokenizer, build the renderer, and compare both with the model. Its folder has been checked.
 
     Raises:
         ConfigError: no such renderer, the tokenizer can't be loaded, nothing says where the model's turn ends, or the folder
@@ -148,15 +158,13 @@ def checked_renderer(config: RunConfig) -> Renderer:
     path = config.model.hf_assets_path
     try:
         with user_code("model.hf_assets_path", path, "its tokenizer can't be loaded"):
-            renderer = build_renderer(config.renderer, path)
+            tokenizer = load_tokenizer(path)
+            renderer = build_renderer(config.renderer, path, tokenizer)
+            highest = max(tokenizer.get_vocab().values())
     except ConfigError as error:
         if error.field != "tokenizer_path":
             raise
         raise ConfigError("model.hf_assets_path", path, error.cure) from error
-    with user_code("model.hf_assets_path", path, "its tokenizer can't be loaded"):
-        highest = max(
-            AutoTokenizer.from_pretrained(path, local_files_only=True).get_vocab().values()
-        )
     vocab_size = decoder_config(policy_spec(config.model, device="cpu", max_seq_len=1)).vocab_size
     for name, task in config.tasks.items():
         if (last := max(task.sampling.stop_token_ids, default=0)) >= vocab_size:
@@ -171,12 +179,12 @@ def checked_renderer(config: RunConfig) -> Renderer:
     if highest >= vocab_size:
         cure = f"its tokenizer has the id {highest}, and the model a vocab_size of {vocab_size}: they are of different models"
         raise ConfigError("model.hf_assets_path", path, cure)
-    return renderer
+    return PolicyTokenizer(tokenizer=tokenizer, renderer=renderer)
 
 
-def control_tokens_of(path: str) -> set[str]:
-    """Return the texts that the tokenizer of a folder reads as special tokens, wherever they stand."""
-    return control_tokens(AutoTokenizer.from_pretrained(path, local_files_only=True))
+def checked_renderer(config: RunConfig) -> Renderer:
+    """Return the renderer of the policy's tokenizer. Raises as ``read_policy_tokenizer`` does."""
+    return read_policy_tokenizer(config).renderer
 
 
 def _example(field: str, owner: Any, method: str, *arguments: Any) -> DataSample:
@@ -203,8 +211,13 @@ GRACE_S = 3.0
 """Beyond the limit, after which code that blocks without awaiting is left alone."""
 
 
-def try_tasks(config: RunConfig, tasks: Mapping[str, Task]) -> dict[str, "Trial"]:
+def try_tasks(
+    config: RunConfig, tasks: Mapping[str, Task], policy: PolicyTokenizer | None
+) -> dict[str, "Trial"]:
     """Try each of ``tasks``, which were built for nothing else.
+
+    Args:
+        policy: what the tasks were built with; None where there are none.
 
     Returns:
         What was seen, by task; empty where ``user_code.preflight_timeout_s`` is 0.
@@ -213,7 +226,7 @@ def try_tasks(config: RunConfig, tasks: Mapping[str, Task]) -> dict[str, "Trial"
         ConfigError: an env, a reward function, an algorithm, a filter or a setup failed; the error names its field.
     """
     limit_s = config.user_code.preflight_timeout_s
-    if limit_s == 0:
+    if limit_s == 0 or policy is None:
         return {}
     # Where this process ends before it has taken them back, the shell prints its last words.
     script = (
@@ -222,7 +235,8 @@ def try_tasks(config: RunConfig, tasks: Mapping[str, Task]) -> dict[str, "Trial"
     with subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.PIPE, text=True) as shell:
         assert shell.stdin is not None
         found = {
-            name: Trial(config, task, f"tasks.{name}", shell.stdin) for name, task in tasks.items()
+            name: Trial(config, task, f"tasks.{name}", shell.stdin, policy.tokenizer)
+            for name, task in tasks.items()
         }
         try:
             for trial in found.values():
@@ -246,6 +260,8 @@ class Trial:
     task: Task
     field: str
     words: IO[str]
+    tokenizer: Any
+    """Of the policy."""
     doing: str = ""
     """What is tried now."""
     prompt: str = ""
@@ -316,7 +332,7 @@ class Trial:
     async def run(self) -> None:
         task = self.task
         self._try("its setup")
-        policy = ScriptedPolicy(self.config.model.hf_assets_path, lambda rollout, turn: REPLY)
+        policy = ScriptedPolicy(self.tokenizer, lambda rollout, turn: REPLY)
         await ask(task.setup, policy, timeout_s=None)
         try:
             group = await self._rollout(policy)
@@ -664,9 +680,9 @@ def validation_warnings(config: RunConfig, tasks: Mapping[str, Task]) -> list[st
     return lines
 
 
-def turn_end_warning(config: RunConfig) -> str | None:
+def turn_end_warning(config: RunConfig, policy: PolicyTokenizer) -> str | None:
     """Return what a person should know where the model may end its turns with a text, which no stop token is."""
-    tokenizer = AutoTokenizer.from_pretrained(config.model.hf_assets_path, local_files_only=True)
+    tokenizer = policy.tokenizer
     if not tokenizer.chat_template or template_turn_end(tokenizer) is not None:
         return None
     open_ended = [
@@ -694,13 +710,13 @@ def _loss_said(config: RunConfig) -> str:
 
 
 def shown_tasks(
-    config: RunConfig, tried: Mapping[str, Trial], *, renderer: Renderer | None
+    config: RunConfig, tried: Mapping[str, Trial], policy: PolicyTokenizer | None
 ) -> list[str]:
-    """Lines for people, safe to print.
+    """Return lines for people, safe to print.
 
     Args:
         tried: what the preflight saw of the tasks that it could try.
-        renderer: None where there is no tokenizer to build it of.
+        policy: None where its folder is not on this machine.
     """
     optimizer, schedule = config.trainer.optimizer, config.trainer.lr_scheduler
     lines = [
@@ -708,14 +724,12 @@ def shown_tasks(
         f"learning rate  {optimizer.lr:g}, {schedule.warmup_steps} steps of warm-up",
         f"loss           {_loss_said(config)}",
     ]
-    if renderer is not None:
+    if policy is not None:
+        renderer = policy.renderer
         chosen = " (auto: the one that fits the tokenizer)" * (config.renderer.name == AUTO)
         lines.append(f"renderer       {renderer_name(renderer)}{chosen}")
-        tokenizer = AutoTokenizer.from_pretrained(
-            config.model.hf_assets_path, local_files_only=True
-        )
         stops = [
-            f"{tokenizer.convert_ids_to_tokens(token)} ({token})"
+            f"{policy.tokenizer.convert_ids_to_tokens(token)} ({token})"
             for token in renderer.get_stop_token_ids()
         ]
         lines.append(f"turn ends      at {', '.join(stops)}")

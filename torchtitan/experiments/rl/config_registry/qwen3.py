@@ -27,7 +27,12 @@ from torchtitan.experiments.rl.tasks.reasoning_gym import (
 )
 from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, SumDigitsTask
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.training.config import OptimizerConfig, Parallelism, TrainerConfig
+from torchtitan.experiments.rl.training.config import (
+    Compile,
+    OptimizerConfig,
+    Parallelism,
+    TrainerConfig,
+)
 
 HUB_FOLDER = "assets/hf"
 """Folder of the real models, relative to where the command runs; torchtitan's download script writes them there."""
@@ -229,7 +234,7 @@ def _qwen3(
             optimizer=OptimizerConfig(lr=1e-6),
             mixed_precision_param="bfloat16",
             activation_checkpoint="full",
-            compile=True,
+            compile=Compile(),
         ),
         generator=GeneratorConfig(
             replicas=replicas,

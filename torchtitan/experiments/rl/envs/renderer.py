@@ -63,10 +63,32 @@ class RendererConfig:
     always does."""
 
 
-def build_renderer(config: RendererConfig, tokenizer_path: str | Path) -> Renderer:
+def load_tokenizer(tokenizer_path: str | Path) -> Any:
+    """Load the tokenizer of a local folder, without asking the hub.
+
+    Raises:
+        ConfigError: no such folder, or it holds no tokenizer.
+    """
+    path = str(tokenizer_path)
+    if not Path(path).is_dir():
+        cure = "not a local folder; download the tokenizer first"
+        raise ConfigError("tokenizer_path", path, cure)
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        cause = str(error).partition("\n")[0]
+        raise ConfigError("tokenizer_path", path, f"holds no tokenizer: {cause}") from error
+
+
+def build_renderer(
+    config: RendererConfig, tokenizer_path: str | Path, tokenizer: Any = None
+) -> Renderer:
     """Make the renderer from a local tokenizer folder, without asking the hub.
 
     Its stop tokens are those of the renderer, of the tokenizer, of the folder's generation config and of the chat template.
+
+    Args:
+        tokenizer: what ``load_tokenizer`` has loaded from the folder; None loads it here.
 
     Raises:
         ConfigError: no such folder or renderer name, the renderer and the tokenizer don't fit, or nothing says which token ends
@@ -81,19 +103,8 @@ def build_renderer(config: RendererConfig, tokenizer_path: str | Path) -> Render
         )
     if config.name != AUTO:
         _check_knobs(config, config.name)
-    if not Path(tokenizer_path).is_dir():
-        raise ConfigError(
-            "tokenizer_path",
-            str(tokenizer_path),
-            "not a local folder; download the tokenizer first",
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_path), local_files_only=True)
-    except (OSError, ValueError) as error:
-        cause = str(error).partition("\n")[0]
-        raise ConfigError(
-            "tokenizer_path", str(tokenizer_path), f"holds no tokenizer: {cause}"
-        ) from error
+    if tokenizer is None:
+        tokenizer = load_tokenizer(tokenizer_path)
     if config.name in (AUTO, DEFAULT) and not getattr(tokenizer, "chat_template", None):
         cure = f"the tokenizer in {tokenizer_path} has no chat template: name a renderer of the model's family"
         raise ConfigError("renderer.name", config.name, cure)

@@ -17,9 +17,6 @@ class GeneratorConfig:
     """Which engine, and its settings."""
     replicas: Changeable[ProcessCount] = 1
     """Independent engines. Requests go to the least loaded; a conversation stays where its prefix is cached."""
-    adapter: Literal["served", "merged"] = "served"
-    """With trainer.lora. served: the engine holds the base, and swaps adapters between two of its steps. merged: the trainer
-    adds them to the base in float32 and publishes the whole model, for an engine that can't serve adapters."""
     verify_every: Changeable[PositiveInt] = 1
     """Versions from one whose every byte in the engine is compared with what was published to the next: their numbers are
     multiples of it. The canary is scored with each version."""

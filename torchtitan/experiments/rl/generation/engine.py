@@ -297,7 +297,7 @@ class EngineConfig(ABC):
             ConfigError: the engine can't serve adapters, or none of this rank.
         """
         cure = f"{type(self).__name__} serves no adapters: set merged, and the trainer publishes the whole model"
-        raise ConfigError("generator.adapter", "served", cure)
+        raise ConfigError("trainer.lora.serve", "served", cure)
 
     def check_routes(self) -> None:
         """

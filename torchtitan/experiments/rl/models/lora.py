@@ -56,6 +56,12 @@ class LoRA:
         """Which matrices of a layer have one: torchtitan's names, such as wq, wkv, wo, w1, w2, w3."""
         init_from: str | None = None
         """A folder of PEFT with the same rank, alpha and targets that training begins with. None: A is random and B is 0."""
+        serve: Literal["served", "merged"] = "served"
+        """Form in which generators get the adapters.
+
+        served: the engine holds the base, and swaps adapters between two of its steps.
+        merged: the trainer adds them to the base in float32 and publishes the whole model, for an
+        engine that can't serve adapters."""
 
         @property
         def scaling(self) -> float:

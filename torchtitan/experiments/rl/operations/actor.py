@@ -10,8 +10,7 @@ from monarch.actor import Actor
 
 from torchtitan.experiments.rl.checkpointing.folder import checkpoints, newest_valid, step_of
 from torchtitan.experiments.rl.compat.monarch import process_death
-from torchtitan.experiments.rl.config.checks import checked_plan
-from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.observability.console import RunSummary, near
@@ -34,7 +33,7 @@ class Controller(Actor):
 
     def __init__(
         self,
-        config: RunConfig,
+        plan: RunPlan,
         *,
         run_dir: str,
         config_name: str,
@@ -44,13 +43,14 @@ class Controller(Actor):
     ):
         """
         Args:
+            plan: of the checked config; nothing here checks it again.
             hosts: where the run's processes are. None: on this host.
             resume_from: a verified checkpoint of the run in ``run_dir``, which goes on from it.
             init_from: a verified checkpoint of another run; this one begins with its weights.
         """
         self._checkpoint, self._init_from = resume_from, init_from
         self._steps_before = 0 if resume_from is None else step_of(resume_from)
-        self._context = RunContext(checked_plan(config), Path(run_dir), hosts=hosts)
+        self._context = RunContext(plan, Path(run_dir), hosts=hosts)
         self._console, self._config_name = self._context.console, config_name
         self._stopped_by: str | None = None
         self._built = self._new_run(None)

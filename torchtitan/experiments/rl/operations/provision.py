@@ -18,8 +18,8 @@ from monarch.actor import Point, ProcMesh, default_bootstrap_cmd, this_host
 from torchtitan.experiments.rl.config.machine import memory_lacks
 from torchtitan.experiments.rl.config.placement import Place, Placement, place
 from torchtitan.experiments.rl.config.plan import RunPlan, host_memory
-from torchtitan.experiments.rl.config.resume import Start
 from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.config.start import Ready
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.hosts.pool import HostPool, text_of
@@ -170,7 +170,7 @@ def spawn_on(
     return procs if first == last else procs.flatten("procs"), procs
 
 
-def take_hosts(config: RunConfig, start: Start, *, stopped: Callable[[], bool]) -> HostPool | None:
+def take_hosts(config: RunConfig, start: Ready, *, stopped: Callable[[], bool]) -> HostPool | None:
     """None: the run has this host alone.
 
     Args:
@@ -179,7 +179,6 @@ def take_hosts(config: RunConfig, start: Start, *, stopped: Callable[[], bool]) 
     Raises:
         RunError: hosts do not come, or one does not see the run's folder or a model.
     """
-    assert start.plan is not None, "the gate plans every run"
     run_dir = Path(start.run_dir)
     with quiet_libraries():  # there is no log yet
         pool = config.provision.job.start(start.plan.device, start.plan.hosts, run_dir, stopped)

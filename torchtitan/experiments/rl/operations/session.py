@@ -19,7 +19,7 @@ from torchtitan.experiments.rl.compat.monarch import (
     original,
     printed_to,
 )
-from torchtitan.experiments.rl.config.resume import Start
+from torchtitan.experiments.rl.config.start import Ready
 from torchtitan.experiments.rl.errors import OWN_LENGTH, RunError
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.observability.console import near, typed_command, write_line
@@ -51,7 +51,7 @@ class Signals:
                 signal.signal(number, lambda received, frame: self.received.append(received))
 
 
-def run_to_end(config: Any, start: Start, config_name: str, temporary: TemporaryFolder) -> int:
+def run_to_end(config: Any, start: Ready, config_name: str, temporary: TemporaryFolder) -> int:
     """Returns the exit code. A second signal, or the end of the grace period, exits at once and says how to go on."""
     signals = Signals()
     try:
@@ -72,7 +72,7 @@ def run_to_end(config: Any, start: Start, config_name: str, temporary: Temporary
 
 def _run(
     config: Any,
-    start: Start,
+    start: Ready,
     config_name: str,
     temporary: TemporaryFolder,
     signals: Signals,
@@ -83,7 +83,7 @@ def _run(
     controller = here.spawn(
         "controller",
         Controller,
-        config,
+        start.plan,
         run_dir=start.run_dir,
         config_name=config_name,
         hosts=hosts,
@@ -137,7 +137,7 @@ def cause(error: Exception) -> str:
     return one_sentence("".join(traceback.format_exception_only(raised)))
 
 
-def _say_what_is_left(start: Start) -> None:
+def _say_what_is_left(start: Ready) -> None:
     """Print the last checkpoint and the commands that show the run and resume it, as the summary of a run does."""
     folder, found = shlex.quote(near(start.run_dir)), checkpoints(Path(start.run_dir))
     saved = (
@@ -151,7 +151,7 @@ def _say_what_is_left(start: Start) -> None:
     write_line(sys.stdout, "\n".join(lines))
 
 
-def _stop_at_once(why: str, code: int, start: Start, temporary: TemporaryFolder) -> NoReturn:
+def _stop_at_once(why: str, code: int, start: Ready, temporary: TemporaryFolder) -> NoReturn:
     """Without a word to any actor: one may hang. A checkpoint that is being written is absent afterwards."""
     end_live_line()
     write_line(sys.stderr, f"{why}: what follows the last checkpoint is lost")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from renderers import Message
@@ -22,14 +23,14 @@ class ScriptedPolicy:
 
     version = 0
 
-    def __init__(
-        self, tokenizer_path: str | Path, replies: Sequence[str] | Callable[[int, int], str]
-    ):
+    def __init__(self, tokenizer: Any, replies: Sequence[str] | Callable[[int, int], str]):
         """
         Args:
-            tokenizer_path: folder of the tokenizer the task's renderer has.
+            tokenizer: the one that the task's renderer has, or its folder.
         """
-        self.tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_path), local_files_only=True)
+        if isinstance(tokenizer, str | Path):
+            tokenizer = AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True)
+        self.tokenizer = tokenizer
         self.reply = replies if callable(replies) else lambda rollout, turn: replies[turn]
         self.prompts: list[str] = []
         """Prompts that it was given, special tokens included, in order."""

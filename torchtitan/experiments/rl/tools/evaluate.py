@@ -142,7 +142,7 @@ def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> RunPlan:
     checks.check_servers(config)
     if endpoint is None:
         config.generator.engine.check_present(field="generator.engine")
-    trial.build_tasks(config)
+    trial.build_tasks(config, trial.read_policy_tokenizer(config))
     raise_descriptor_limit()
     device = config.provision.resolve()
     if device == "cpu":

@@ -162,6 +162,25 @@ class OptimizerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class Compile:
+    """torch.compile of each transformer block, and of what follows the head's product.
+
+    Rows are padded to a few shapes, which are compiled before the first step. For GPUs only: a CPU's
+    attention would be compiled again in each step.
+    """
+
+    float8: Literal["off", "rowwise", "rowwise_with_gw_hp"] = "off"
+    """Recipe of torchao by which the products of the layers' matrices are computed in 8-bit floats,
+    through torchtitan's converter; rowwise_with_gw_hp leaves the weights' gradients as they are.
+    Parameters keep their dtype. On GPUs of capability 8.9 and above; uncompiled it would be slower
+    than without."""
+    async_tensor_parallel: bool = False
+    """True to exchange activations between tensor-parallel ranks while their products are computed.
+    Runs refuse it: it takes processes that see every GPU of their host, and a trainer's sees its
+    own."""
+
+
+@dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     ranks: Changeable[ProcessCount] = 1
     """Processes of the mesh: the product of the degrees in ``parallelism``. By default each gets rows of its own (FSDP)."""
@@ -188,16 +207,8 @@ class TrainerConfig:
     """full: keep only each transformer block's input, and compute the rest again in the backward
     pass, by the compiled block where ``compile`` is set. selective: of its matrix products keep every
     second, and attention; the rest is computed again (torchtitan's SelectiveAC)."""
-    compile: Changeable[bool] = False
-    """torch.compile of each transformer block, and of what follows the head's product. Rows are padded to a few shapes, which
-    are compiled before the first step. For GPUs only: a CPU's attention would be compiled again in each step."""
-    async_tensor_parallel: Changeable[bool] = False
-    """Exchange activations between tensor-parallel ranks while their products are computed. Runs
-    refuse it: it takes processes that see every GPU of their host, and a trainer's sees its own."""
-    float8: Changeable[Literal["off", "rowwise", "rowwise_with_gw_hp"]] = "off"
-    """Compute the products of the layers' matrices in 8-bit floats, by torchtitan's converter and this recipe of torchao;
-    rowwise_with_gw_hp leaves the weights' gradients as they are. Parameters keep their dtype. With ``compile``, on GPUs of
-    capability 8.9 and above."""
+    compile: Changeable[Compile | None] = None
+    """Compilation of the model, for GPUs. None: the model computes eagerly."""
     logprob_chunk_tokens: Changeable[PositiveInt] = 1024
     """Tokens whose full-vocabulary logits exist at once."""
     save_final_model: Changeable[bool] = True

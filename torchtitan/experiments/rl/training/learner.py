@@ -271,16 +271,16 @@ class Learner:
             chunk_tokens=config.logprob_chunk_tokens,
             lora=config.lora,
         )
-        if config.float8 != "off":
+        if config.compile is not None and config.compile.float8 != "off":
             from torchtitan.components.quantization import (
                 Float8LinearConverter,
             )  # its torchao takes seconds
 
             Float8LinearConverter.Config(
-                recipe_name=config.float8,
+                recipe_name=config.compile.float8,
                 filter_fqns=["lm_head"],
                 emulate=device == "cpu",
-                model_compile_enabled=config.compile,
+                model_compile_enabled=True,
             ).build().convert(decoder_config(spec))
         if (
             dims.tp_enabled or dims.ep_enabled
@@ -309,7 +309,7 @@ class Learner:
         self.model.train()
         self._policy: Policy = self.model
         self._row_shapes = RowShapes.of(rows, max_seq_len)
-        if device == "cuda" or config.compile:
+        if device == "cuda" or config.compile is not None:
             self._policy = functools.partial(self._row_shapes.compute, self.model)
         assert spec.state_dict_adapter is not None, "every family has one"
         adapter = spec.state_dict_adapter(spec.model, model.hf_assets_path)
@@ -356,7 +356,7 @@ class Learner:
                     trained.reference.restart()
         self.steps_taken: int | None = start.step if start is not None else 0
         """Optimizer steps behind the weights; None while one is taken, and for good if it failed in its middle."""
-        if self._device.type == "cuda" or config.compile:
+        if self._device.type == "cuda" or config.compile is not None:
             self._compile_shapes()
         self._logprobs: list[torch.Tensor] = []
 
@@ -659,17 +659,20 @@ def parallelize(
         "full": FullAC.Config(),
     }
     activation_checkpoint = policies[config.activation_checkpoint]
-    compile_config = CompileConfig(
-        enable=config.compile, enable_async_tensor_parallel=config.async_tensor_parallel
-    )
-    if config.compile and config.activation_checkpoint == "full":
+    compiled = config.compile is not None
+    compile_config = CompileConfig(enable=False)
+    if config.compile is not None:
+        compile_config = CompileConfig(
+            enable=True, enable_async_tensor_parallel=config.compile.async_tensor_parallel
+        )
+    if compiled and config.activation_checkpoint == "full":
         # It compiles the blocks itself, before it wraps them.
         activation_checkpoint = CompiledFullAC.Config(
             compile_config=compile_config, parallel_dims=dims
         )
         compile_config = CompileConfig(enable=False)
-    model.lm_head.compile_chunks = config.compile
-    if config.compile or device.type == "cuda":
+    model.lm_head.compile_chunks = compiled
+    if compiled or device.type == "cuda":
         compile_each_shape()
     computes_as_held = getattr(torch, config.mixed_precision_param) == dtype
     if dims.world_size == 1 and computes_as_held and not config.enable_cpu_offload:

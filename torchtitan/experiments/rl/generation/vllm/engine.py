@@ -156,7 +156,7 @@ class VLLMEngineConfig(EngineConfig):
 
     def check_adapter(self, rank: int) -> None:
         if rank > LORA_RANKS[-1]:
-            cure = f"vLLM serves ranks up to {LORA_RANKS[-1]}: lower it, or set generator.adapter = merged"
+            cure = f"vLLM serves ranks up to {LORA_RANKS[-1]}: lower it, or set trainer.lora.serve = merged"
             raise ConfigError("trainer.lora.rank", rank, cure)
 
     def process_memory(self, *, parameters: int, device: Literal["cpu", "cuda"]) -> float:
