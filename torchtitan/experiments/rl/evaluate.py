@@ -21,7 +21,9 @@ from torchtitan.experiments.rl.config.command_line import (
 )
 from torchtitan.experiments.rl.config.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
+from torchtitan.experiments.rl.process.host import other_users_line
 from torchtitan.experiments.rl.process.setup import (
     collect_again,
     hold_collection,
@@ -31,7 +33,7 @@ from torchtitan.experiments.rl.process.setup import (
     run_command,
     set_up_process,
 )
-from torchtitan.experiments.rl.process.temporary import TemporaryFolder, hold_sockets
+from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 
 RESULT_FILE = "evaluation.json"
 
@@ -47,7 +49,8 @@ def main(arguments: list[str] | None) -> int:
     from torchtitan.experiments.rl.tools.evaluate import measure_all, result_lines
 
     temporary = TemporaryFolder()
-    hold_sockets(temporary.path)
+    if line := other_users_line():
+        write_line(sys.stderr, printable_line(line))
     collect_again()
     try:
         code, results = measure_all(models, temporary)

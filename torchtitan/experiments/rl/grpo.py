@@ -25,6 +25,7 @@ from torchtitan.experiments.rl.config.hub import push
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.process.host import other_users_line
 from torchtitan.experiments.rl.process.setup import (
     collect_again,
     hold_collection,
@@ -34,11 +35,7 @@ from torchtitan.experiments.rl.process.setup import (
     run_command,
     set_up_process,
 )
-from torchtitan.experiments.rl.process.temporary import (
-    TemporaryFolder,
-    hold_sockets,
-    remove_left_over,
-)
+from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_left_over
 from torchtitan.experiments.rl.process.terminal import share_terminal
 
 
@@ -150,7 +147,8 @@ def _run(config: Any, start: Any, config_name: str) -> int:
     from torchtitan.experiments.rl.operations.session import run_to_end
 
     temporary = TemporaryFolder()
-    hold_sockets(temporary.path)
+    if line := other_users_line():
+        write_line(sys.stderr, printable_line(line))
     share_terminal()
     collect_again()
     try:
