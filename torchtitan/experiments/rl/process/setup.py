@@ -228,13 +228,9 @@ def quiet_libraries() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def set_up_process(*, engine: bool = False) -> None:
-    """Set up the process that starts a run, or a script's own. Variables that are set already stay. May be called again.
-
-    Args:
-        engine: this process may run one itself.
-    """
-    for name, value in (ENVIRONMENT | (SPAWNED_ENVIRONMENT if engine else {})).items():
+def set_up_process() -> None:
+    """Set up the process that starts a run, or a script's own. Variables that are set already stay. May be called again."""
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     _set_up_event_loops()
     from torchtitan.experiments.rl.compat.torchtitan import use_cpu_without_accelerator

@@ -142,6 +142,11 @@ def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> RunPlan:
     if endpoint is None:
         config.generator.engine.check_present(field="generator.engine")
     trial.build_tasks(config)
+    return plan_of_generators(config)
+
+
+def plan_of_generators(config: RunConfig) -> RunPlan:
+    """Plan a run of which only the generators and the hosted models are started, on this host."""
     raise_descriptor_limit()
     device = config.provision.resolve()
     if device == "cpu":
