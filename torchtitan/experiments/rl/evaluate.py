@@ -25,9 +25,6 @@ from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.host import other_users_line
 from torchtitan.experiments.rl.process.setup import (
-    collect_again,
-    hold_collection,
-    keep_imported,
     of_command,
     quiet_libraries,
     run_command,
@@ -40,8 +37,6 @@ RESULT_FILE = "evaluation.json"
 
 @of_command()
 def main(arguments: list[str] | None) -> int:
-    if arguments is None:
-        hold_collection()
     options, command = parse_options(arguments)
     set_up_process()
     with quiet_libraries(), command.naming_the_runs_folder():
@@ -51,7 +46,6 @@ def main(arguments: list[str] | None) -> int:
     temporary = TemporaryFolder()
     if line := other_users_line():
         write_line(sys.stderr, printable_line(line))
-    collect_again()
     try:
         code, results = measure_all(models, temporary)
     finally:
@@ -145,7 +139,6 @@ def _prepare(options: argparse.Namespace, command: Command) -> list[Any]:
         load_config(command), tasks=options.tasks, attempts=options.attempts
     )
     check_whole_policy(options, config)
-    keep_imported()
 
     endpoints = [
         None

@@ -34,7 +34,6 @@ from torchtitan.experiments.rl.generation.engine import (
 )
 from torchtitan.experiments.rl.generation.vllm.worker import whole_digests
 from torchtitan.experiments.rl.process.lifetime import descendants
-from torchtitan.experiments.rl.process.setup import keep_imported
 from torchtitan.experiments.rl.process.temporary import remove_shared_memory, shared_memory_of
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.user_code.endpoint import cause_in
@@ -212,7 +211,6 @@ class VLLMEngine:
         from vllm.usage.usage_lib import UsageContext
 
         logger.info("vLLM is imported")
-        keep_imported()
 
         on_cpu = device == "cpu"
         # Kernels of experts that keep the weights in the checkpoint's order: of others', digests are no proof.
