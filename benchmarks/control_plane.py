@@ -34,7 +34,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np  # noqa: E402
-import uvloop  # noqa: E402
 from monarch.actor import Actor, concurrent_endpoint, shutdown_context, this_host  # noqa: E402
 
 from torchtitan.experiments.rl.compat.monarch import ask, drop_late_faults, ranks_of  # noqa: E402
@@ -335,7 +334,7 @@ def main() -> None:
             # Little's law: a turn is open for ANSWER_S. A step takes half of what is open, so some ANSWER_S: all replicas load
             # new weights in each, which costs the controller so much a replica, and not a turn.
             rollouts = options.open_per_replica * replicas or round(options.turns_per_s * ANSWER_S)
-            found = uvloop.run(measured(mode, replicas, options.seconds, rollouts))
+            found = asyncio.run(measured(mode, replicas, options.seconds, rollouts))
             first = first or found
             print(
                 f"{mode:10} {replicas:5} replicas, {rollouts:6} open: "

@@ -26,11 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from torchtitan.experiments.rl.algorithms import GRPO  # noqa: E402
 from torchtitan.experiments.rl.config_registry import TINY_MODEL  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer  # noqa: E402
-from torchtitan.experiments.rl.process.setup import (  # noqa: E402
-    freeze_objects,
-    set_up_process,  # noqa: E402
-    unfreeze_objects,
-)
+from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.process.trace import INTERVAL_S, LoopLag  # noqa: E402
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus  # noqa: E402
@@ -185,7 +181,6 @@ async def run(
                 time.process_time() - before
             )  # what the loop did in time, as well as what made it late
 
-    freeze_objects()
     lag.start()
     watch = asyncio.create_task(watch_own())
     await asyncio.sleep(0.1)
@@ -198,7 +193,6 @@ async def run(
     await asyncio.sleep(2 * INTERVAL_S)
     cpu_s = time.process_time() - began
     lag.stop()
-    unfreeze_objects()
     watch.cancel()
 
     rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -42,12 +42,7 @@ from torchtitan.experiments.rl.envs.renderer import build_renderer  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
 from torchtitan.experiments.rl.operations.provision import spawn_on  # noqa: E402
-from torchtitan.experiments.rl.process.setup import (  # noqa: E402
-    freeze_objects,
-    set_up_logging,
-    set_up_process,
-    unfreeze_objects,
-)
+from torchtitan.experiments.rl.process.setup import set_up_logging, set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup  # noqa: E402
 from torchtitan.experiments.rl.tasks.task import (
@@ -337,14 +332,11 @@ def main() -> None:
     config.max_offpolicy_steps = args.max_offpolicy_steps
     with tempfile.TemporaryDirectory() as run_dir:
         set_up_logging(Path(run_dir), "controller")
-        # As the controller does: what is here by now stays, and collections needn't look at it (a third of the path's time).
-        freeze_objects()
         try:
             asyncio.run(compare(args, config, run_dir))
         except KeyboardInterrupt:
             sys.exit(130)
         finally:
-            unfreeze_objects()
             shutdown_context().get()
 
 

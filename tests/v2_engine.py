@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from torchtitan.experiments.rl.compat import vllm as compat
-from torchtitan.experiments.rl.generation.vllm import engine as vllm_engine
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngine, VLLMEngineConfig
 
 ENVIRONMENT = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
@@ -56,7 +55,6 @@ class V2EngineConfig(VLLMEngineConfig):
 
         vllm.EngineArgs = changed
         _keep_async_scheduling()
-        vllm_engine._sharing_of_last_blocks = dict
         engine = VLLMEngine(
             self, model_path=model_path, device=device, adapters=adapters or {}, routes=routes
         )

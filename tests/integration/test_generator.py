@@ -346,9 +346,11 @@ async def test_tokens_carry_the_version_they_were_sampled_with_when_weights_chan
     assert result.completion.token_ids[:3].tolist() == before.token_ids[:3].tolist()
 
 
-@pytest.mark.parametrize("length", [21, 170])
-async def test_a_prompt_is_computed_once_for_a_group_and_all_answer_as_if_alone(pair, length):
-    # 21 tokens are less than a cache block (32 on CPU), and 170 are five blocks and a part.
+@pytest.mark.parametrize("length, shared", [(21, 0), (170, 160)])
+async def test_full_blocks_of_a_prompt_are_computed_once_for_a_group_and_all_answer_as_if_alone(
+    pair, length, shared
+):
+    # 21 tokens are less than a cache block (32 on CPU), and 170 are five blocks and a part: full blocks are shared.
     prompt, options = pair.prompt(length, seed=12), dict(max_tokens=6)
     await pair.generator.usage.call_one()
     group = [
@@ -357,9 +359,7 @@ async def test_a_prompt_is_computed_once_for_a_group_and_all_answer_as_if_alone(
             *(pair.request(prompt, seed=seed, **options) for seed in range(4))
         )
     ]
-    assert (await pair.generator.usage.call_one())["prompts_cached"] == 3 * (length - 1) / (
-        4 * length
-    )
+    assert (await pair.generator.usage.call_one())["prompts_cached"] == 3 * shared / (4 * length)
     assert len({tuple(completion.token_ids.tolist()) for completion in group}) > 1
     for completion in group:
         trained = await pair.trained_logprobs(prompt, completion)

@@ -92,7 +92,7 @@ def played():
 
 
 def test_a_game_is_played_with_the_model_and_left_at_a_terminal(tmp_path):
-    """Two rollouts, in turn. Of the first a turn is the model's, in an engine of the command's own."""
+    """Two rollouts, in turn. Of the first a turn is the model's, on a generator that the command starts."""
     (tmp_path / "hostile_games.py").write_text(HOSTILE)
     game = rl_guess_number_qwen3_debug().tasks["guess_number"].dataset.build()[0].env_input
     words = [
@@ -138,8 +138,8 @@ def test_a_game_is_played_with_the_model_and_left_at_a_terminal(tmp_path):
     assert terminal.close() == 0
     assert sorted(path.name for path in (tmp_path / "played").iterdir()) == [
         "config.json",
+        "logs",
         "rollouts.jsonl.gz",
-        "test_guess_number.py",
     ]
     first, second = read_rollouts(tmp_path / "played")
     (turn,) = first.rollout.turns

@@ -280,7 +280,7 @@ async def assert_completions_have_their_experts(
     generator: RoutedGenerator, learner: Learner
 ) -> None:
     await generator.begin()
-    for length in (20, 100):  # less than a block, which is copied, and several, which are shared
+    for length in (20, 100):  # less than a block, computed again; several, which are shared
         prompt = random_tokens(length, length)
         group = [generator.request(prompt, 12) for _ in range(3)]
         (first,) = await generator.answers(group[0])

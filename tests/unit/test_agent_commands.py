@@ -12,7 +12,6 @@ import pytest
 
 from tests.unit.agents import config_of, run_task
 from tests.unit.rollout_stubs import ScriptedPolicy
-from torchtitan.experiments.rl.compat.uvloop import EventLoopPolicy
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
@@ -92,12 +91,6 @@ def processes_with(marker: str) -> list[int]:
             except OSError:
                 pass
     return found
-
-
-@pytest.fixture
-def event_loop_policy():
-    """That of the processes of a run."""
-    return EventLoopPolicy()
 
 
 @pytest.fixture

@@ -162,34 +162,6 @@ def test_a_request_with_a_new_salt_has_the_block_hashes_of_one_that_always_had_i
     assert changed.block_hashes == old
 
 
-def test_a_connector_is_loaded_by_name_asked_for_each_new_request_and_copies_around_the_forward():
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import Request
-    from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
-
-    from torchtitan.experiments.rl.generation.vllm.last_block import LastBlocks
-
-    assert not LastBlocks.__abstractmethods__, "vLLM asks for more of a connector"
-    schedule = source_of(Scheduler.schedule)
-    assert "ext_tokens is None" in schedule, "None puts a request off to the next step"
-    assert "self.connector.update_state_after_alloc(" in schedule
-    around = source_of(KVConnectorModelRunnerMixin._get_kv_connector_output)
-    assert (
-        around.index("kv_connector.start_load_kv(")
-        < around.index("yield")
-        < around.index("kv_connector.wait_for_save()")
-    )
-    request = source_of(Request)
-    for name in (
-        "num_prompt_tokens",
-        "num_output_tokens",
-        "cache_salt",
-        "skip_reading_prefix_cache",
-        "block_hashes",
-    ):
-        assert name in request, f"Request.{name}"
-
-
 def test_worker_reloads_weights_and_gives_its_model():
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker

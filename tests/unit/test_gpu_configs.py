@@ -186,7 +186,8 @@ def test_rows_of_128k_are_planned_over_the_parts_of_8_ranks(started):
             "slurm",
             "--provision.job.hosts",
             "2",
-            "--trainer.no-compile",
+            "--trainer.compile",
+            "None",
         )
     ]
     words[3] = "65536"
@@ -198,7 +199,8 @@ def test_rows_of_128k_are_planned_over_the_parts_of_8_ranks(started):
             "slurm",
             "--provision.job.hosts",
             "2",
-            "--trainer.no-compile",
+            "--trainer.compile",
+            "None",
         )
     )
     long, short = [plan.trainer_memory for plan in plans]

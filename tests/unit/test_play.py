@@ -1,4 +1,4 @@
-"""A person as the policy: what is shown, what answers become, and that a session is a record and a test that holds."""
+"""A person as the policy: what is shown, what answers become, and that a session is a record."""
 
 import asyncio
 import json
@@ -9,14 +9,13 @@ import signal
 import numpy as np
 import pytest
 
-from tests.scripted_engine import ScriptedEngineConfig, counting_table, save_table
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_guess_number_qwen3_debug
-from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.play import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.types import Completion
-from torchtitan.experiments.rl.tools.play import Left, LocalModel, Player
+from torchtitan.experiments.rl.tools.play import Left, Player
 
 
 def player_of(lines, **options):
@@ -123,64 +122,6 @@ async def test_a_model_that_cannot_answer_leaves_the_turn_to_the_person(capsys):
     assert shown.count("error: --model = 'm': is not here\n") == 2 and shown.count("Say it.") == 1
 
 
-async def test_the_engine_starts_when_it_is_asked_first_and_again_where_it_could_not(tmp_path):
-    table = counting_table(1.0)
-    engines = []
-
-    def build():
-        engines.append(
-            ScriptedEngineConfig().build(model_path=save_table(table, tmp_path), device="cpu")
-        )
-        if len(engines) == 1:
-            raise MemoryError("no room")
-        return engines[-1]
-
-    model = LocalModel(build)
-    talk = model.session(
-        rollout_id="g/0", seed=1, sampling=SamplingConfig(temperature=0.0), stop_token_ids=[7]
-    )
-    assert not engines
-    with pytest.raises(RunError, match="the engine can't be started: MemoryError: no room"):
-        await talk.generate(np.array([3]), max_tokens=9)
-    for _ in range(2):
-        assert (await talk.generate(np.array([3]), max_tokens=9)).token_ids.tolist() == [4, 5, 6, 7]
-    with pytest.raises(RunError, match="the engine: 2066 tokens exceed max_model_len 2048"):
-        await talk.generate(np.zeros(2057, np.int32), max_tokens=9)
-    await model.close()
-    assert len(engines) == 2 and engines[1].closed
-
-
-@pytest.mark.parametrize("played_on", [True, False])
-async def test_an_engine_that_failed_is_closed_before_another_is_started_or_at_the_end(
-    tmp_path, played_on
-):
-    table = counting_table(1.0)
-    engines = []
-
-    def fail():
-        raise OSError("the device is lost")
-
-    def build():
-        assert all(engine.closed for engine in engines), "a process has one engine"
-        engines.append(
-            ScriptedEngineConfig().build(model_path=save_table(table, tmp_path), device="cpu")
-        )
-        if len(engines) == 1:
-            engines[0].step = fail
-        return engines[-1]
-
-    model = LocalModel(build)
-    talk = model.session(
-        rollout_id="g/0", seed=1, sampling=SamplingConfig(temperature=0.0), stop_token_ids=[7]
-    )
-    with pytest.raises(RunError, match="the engine: OSError: the device is lost"):
-        await talk.generate(np.array([3]), max_tokens=9)
-    if played_on:
-        assert (await talk.generate(np.array([3]), max_tokens=9)).token_ids.tolist() == [4, 5, 6, 7]
-    await model.close()
-    assert [engine.closed for engine in engines] == [True] * (1 + played_on)
-
-
 async def test_the_person_is_the_judge_too_and_sees_the_question(capsys):
     player = player_of(["/model", "yes"])
     reply = await player.chat(
@@ -262,7 +203,7 @@ def test_only_what_is_new_of_a_prompt_is_shown_and_nothing_acts_on_the_terminal(
     )
 
 
-def test_a_session_ends_with_rewards_a_record_and_a_test_that_holds(tmp_path, capsys):
+def test_a_session_ends_with_rewards_and_a_record(tmp_path, capsys):
     game = rl_guess_number_qwen3_debug().tasks["guess_number"].dataset.build()[0].env_input
     folder = tmp_path / "played"
     words = ["--config", "rl_guess_number_qwen3_debug", "--run-dir", str(folder), "--rollouts", "2"]
@@ -287,12 +228,7 @@ def test_a_session_ends_with_rewards_a_record_and_a_test_that_holds(tmp_path, ca
     ]
     assert all(np.isin(r.rollout.samples[0].policy_versions, (-1, 0)).all() for r in records)
     assert json.loads((folder / "config.json").read_text())["seed"] == 0
-    (file,) = folder.glob("test_*.py")
-    namespace: dict = {}
-    exec(compile(file.read_text(), str(file), "exec"), namespace)
-    # A plain function, not a coroutine: pytest runs it without a plugin.
-    assert namespace["test_guess_number_rewards_this_session"]() is None
-    assert str([r.rollout.reward for r in records]) in file.read_text()
+    assert [record.rollout.reward for record in records] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

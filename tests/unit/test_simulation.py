@@ -384,7 +384,7 @@ def test_the_command_writes_a_run_folder_and_says_that_it_is_simulated(tmp_path,
         "--run-dir",
         str(tmp_path / "run"),
     ]
-    assert main([*words, "--gpus", "16", "--no-sensitivity"]) == 0
+    assert main([*words, "--gpus", "16"]) == 0
     printed = capsys.readouterr().out
     assert "No GPU has run it" in printed and "GPU hours a million tokens" in printed
     assert {"config.json", "metrics.jsonl", "ledger.jsonl", "events.jsonl"} <= {

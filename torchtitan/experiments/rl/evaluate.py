@@ -21,25 +21,22 @@ from torchtitan.experiments.rl.config.command_line import (
 )
 from torchtitan.experiments.rl.config.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
+from torchtitan.experiments.rl.process.host import other_users_line
 from torchtitan.experiments.rl.process.setup import (
-    collect_again,
-    hold_collection,
-    keep_imported,
     of_command,
     quiet_libraries,
     run_command,
     set_up_process,
 )
-from torchtitan.experiments.rl.process.temporary import TemporaryFolder, hold_sockets
+from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 
 RESULT_FILE = "evaluation.json"
 
 
 @of_command()
 def main(arguments: list[str] | None) -> int:
-    if arguments is None:
-        hold_collection()
     options, command = parse_options(arguments)
     set_up_process()
     with quiet_libraries(), command.naming_the_runs_folder():
@@ -47,8 +44,8 @@ def main(arguments: list[str] | None) -> int:
     from torchtitan.experiments.rl.tools.evaluate import measure_all, result_lines
 
     temporary = TemporaryFolder()
-    hold_sockets(temporary.path)
-    collect_again()
+    if line := other_users_line():
+        write_line(sys.stderr, printable_line(line))
     try:
         code, results = measure_all(models, temporary)
     finally:
@@ -142,7 +139,6 @@ def _prepare(options: argparse.Namespace, command: Command) -> list[Any]:
         load_config(command), tasks=options.tasks, attempts=options.attempts
     )
     check_whole_policy(options, config)
-    keep_imported()
 
     endpoints = [
         None

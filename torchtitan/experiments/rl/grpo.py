@@ -25,28 +25,20 @@ from torchtitan.experiments.rl.config.hub import push
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.process.host import other_users_line
 from torchtitan.experiments.rl.process.setup import (
-    collect_again,
-    hold_collection,
-    keep_imported,
     of_command,
     quiet_libraries,
     run_command,
     set_up_process,
 )
-from torchtitan.experiments.rl.process.temporary import (
-    TemporaryFolder,
-    hold_sockets,
-    remove_left_over,
-)
+from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_left_over
 from torchtitan.experiments.rl.process.terminal import share_terminal
 
 
 @of_command()
 def main(arguments: list[str] | None) -> int:
     """``arguments``: None: those of this process. Someone waits for it then, and the first line tells them so."""
-    if arguments is None:
-        hold_collection()
     command = parse_command(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and not command.list_configs:
         write_line(sys.stdout, printable_line(starting_line(command)))
@@ -62,7 +54,6 @@ def main(arguments: list[str] | None) -> int:
         config = load_config(command)
     if command.gpus is not None:
         config = _divided(command, config)
-    keep_imported()
     with quiet_libraries():
         from torchtitan.experiments.rl.config.gate import pass_gate
         from torchtitan.experiments.rl.config.start import Ended, ToSubmit
@@ -151,9 +142,9 @@ def _run(config: Any, start: Any, config_name: str) -> int:
     from torchtitan.experiments.rl.operations.session import run_to_end
 
     temporary = TemporaryFolder()
-    hold_sockets(temporary.path)
+    if line := other_users_line():
+        write_line(sys.stderr, printable_line(line))
     share_terminal()
-    collect_again()
     try:
         return run_to_end(config, start, config_name, temporary)
     finally:

@@ -4,6 +4,7 @@ Exit codes: 0 the rollouts ended, or the person ended the session; 1 a rollout f
 """
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from torchtitan.experiments.rl.process.setup import (
     run_command,
     set_up_process,
 )
+from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 
 
 @of_command()
@@ -32,16 +34,16 @@ def main(arguments: list[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.experiments.rl.play",
         description="Be the policy of a task in the terminal: see the prompts as the model does, answer, and see the rewards, "
-        "the tokens and what would be trained. The session is saved as a record and as a test. Fields of the config can be "
+        "the tokens and what would be trained. The session is saved as a record. Fields of the config can be "
         "overridden.",
-        epilog="Also as a run's command: --module MODULE, --run-dir FOLDER (for the record and the test).",
+        epilog="Also as a run's command: --module MODULE, --run-dir FOLDER (for the record).",
         allow_abbrev=False,
         exit_on_error=False,
     )
     parser.add_argument(
         "--model",
         metavar="FOLDER",
-        help="what /model asks, in an engine that is started then: a run's folder (its newest policy; --config is not needed "
+        help="what /model asks, on a generator that is started then: a run's folder (its newest policy; --config is not needed "
         "then), or a hub folder",
     )
     parser.add_argument("--task", metavar="T", help="one of its tasks (default: the first)")
@@ -71,13 +73,15 @@ def main(arguments: list[str] | None) -> int:
         raise ConfigError("--rollouts", known.rollouts, "must be at least 1")
     if arguments is None:
         write_line(sys.stdout, printable_line(starting_line(command)))
-    set_up_process(engine=True)
+    set_up_process()
     with command.naming_the_runs_folder():
         return _play(known, command)
 
 
 def _play(known: argparse.Namespace, command: Command) -> int:
     with quiet_libraries():
+        from monarch.actor import shutdown_context
+
         from torchtitan.experiments.rl.config import checks
         from torchtitan.experiments.rl.config.run_folder import make_run_folder
         from torchtitan.experiments.rl.tools.play import (
@@ -101,22 +105,33 @@ def _play(known: argparse.Namespace, command: Command) -> int:
             if known.endpoint is None
             else served_by(known, known.endpoint, "--endpoint", config)
         )
+
+    @functools.cache
+    def folder() -> Path:
+        name = f"play-{task}"
+        return Path(make_run_folder(command.run_dir, config.output_dir, name, keep=True))
+
     player = Player(
         config.model.hf_assets_path,
         scripted=known.scripted,
-        model=lambda: answering_model(config, server),
+        model=lambda: answering_model(config, server, folder),
     )
+    temporary = TemporaryFolder()
     try:
         group = play(config, task, player, example=known.example, rollouts=known.rollouts)
     except IndexError:
         raise ConfigError("--example", known.example, "the dataset has no such example") from None
+    finally:
+        if player.serves_a_model:
+            with quiet_libraries():
+                shutdown_context().get()
+        temporary.remove()
     if player.left and not player.replies:
         print("left: nothing was answered, and nothing is saved")
         return 0
     print("\n".join(result_lines(group, player)))
-    folder = Path(make_run_folder(command.run_dir, config.output_dir, f"play-{task}", keep=True))
-    save(group, player, config, command, folder, example=known.example)
-    print(f"saved       {printable_line(str(folder))}: the record and a test")
+    save(group, config, folder())
+    print(f"saved       {printable_line(str(folder()))}: the record")
     return (
         1
         if any(rollout.status.is_error() and not was_left(rollout) for rollout in group.rollouts)

@@ -90,7 +90,6 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, Command, float]:
         metavar="FIELDS",
         help="replicas, max_offpolicy_steps or both: short runs, the best first",
     )
-    add("--no-sensitivity", action="store_true", help="leave out the fields that matter most")
     options, rest = own_options(parser, arguments, refused=OF_A_RUN)
     per_day = re.fullmatch(r"(\d+(?:\.\d+)?)/day", options.failures)
     if per_day is None:
@@ -145,8 +144,6 @@ def _simulate(options: argparse.Namespace, command: Command, per_day: float) -> 
     )
     outcome = setting.run(run_dir)
     print("\n".join(study.described(outcome)))
-    if not options.no_sensitivity:
-        print("\n".join(study.sensitivities(setting, gpus)))
     print(f"folder         {near(run_dir)}, in {time.monotonic() - began:.0f} s")
     print(f"see it         {typed_command('report')} {near(run_dir)}")
     return 0

@@ -18,7 +18,7 @@ from torchtitan.experiments.rl.ask.stacks import frames_of_thread, place_in, wit
 from torchtitan.experiments.rl.errors import UserCodeTimeout
 
 TIMER_S = 0.001
-"""Seconds by which a timer of an event loop may be early: uvloop counts milliseconds."""
+"""Seconds by which a timer of an event loop may be early."""
 
 
 @dataclass(frozen=True, slots=True)

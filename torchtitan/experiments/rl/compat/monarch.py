@@ -1,17 +1,14 @@
-"""Monarch 0.7.0: its message limit, its sockets, what it prints, its log prefix, the memory of its calls, and its reports of a
-process that died.
+"""Monarch 0.7.0: its message limit, what it prints, its log prefix, the memory of its calls, and its reports of a process that
+died.
 
 ``monarch`` is imported when a function needs it: this module's environment has to be set before.
 """
 
 import asyncio
-import ctypes
 import logging
-import mmap
 import os
 import re
 import signal
-import struct
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -79,78 +76,6 @@ class ProcessDeath:
 
     def __str__(self) -> str:
         return f"{' '.join(part for part in (self.actor, self.rank) if part)}: {self.cause}"
-
-
-_UNIX = 1
-"""AF_UNIX in a C sockaddr: two bytes of family, then the path; an abstract name begins with a zero byte."""
-_LONGEST_PATH = 107
-SOCKET_NAME = 24
-"""Characters of the names that Monarch makes up for its sockets."""
-_BIND_TYPE = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint, use_errno=True
-)
-_binds: list[Any] = []
-"""What Monarch calls in place of libc's ``bind``. ctypes does not keep it."""
-
-
-def bind_privately(folder: Path) -> bool:
-    """Have Monarch, in this process and from now on, listen in ``folder`` where it would at an abstract Unix socket.
-
-    An abstract socket has no permissions: every user of the host may connect to it, and Monarch runs what it is sent. Where a
-    process spawns others Monarch listens at one for them, whatever the transport is, and no option changes that (its
-    ``BootstrapProcManager`` in Rust). So this replaces the pointer by which Monarch's library finds libc's ``bind``. Monarch
-    asks the kernel for the address that a socket has, and tells others that one.
-
-    Args:
-        folder: one that only this user may enter, and whose path leaves room for a name of SOCKET_NAME characters.
-
-    Returns:
-        False: it can't be done here, and Monarch's sockets are as they were.
-    """
-    from monarch import _rust_bindings
-
-    if len(bytes(folder)) + len("/") + SOCKET_NAME > _LONGEST_PATH:
-        return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    bind = ctypes.cast(libc.bind, ctypes.c_void_p)
-    slots = _pointers_to(bind, _rust_bindings.__file__)
-    if not slots:
-        return False
-    libc_bind = _BIND_TYPE(bind.value or 0)
-
-    def bind_in_folder(descriptor: int, address: int, size: int) -> int:
-        name = ctypes.string_at(address, size)
-        if len(name) > 3 and struct.unpack_from("=HB", name) == (_UNIX, 0):
-            name = name[:2] + bytes(folder) + b"/" + name[3:] + b"\0"
-        held = ctypes.create_string_buffer(name, len(name))
-        return int(libc_bind(descriptor, ctypes.addressof(held), len(name)))
-
-    _binds.append(_BIND_TYPE(bind_in_folder))
-    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for slot in slots:
-        page = slot & -mmap.PAGESIZE
-        if libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
-            return False
-        ctypes.c_void_p.from_address(slot).value = ctypes.cast(_binds[-1], ctypes.c_void_p).value
-        libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ)
-    return True
-
-
-def _pointers_to(function: ctypes.c_void_p, library: str) -> list[int]:
-    """Where the loaded ``library`` holds the address of another library's function: the loader puts it into pages that nobody
-    may write afterwards."""
-    library = os.path.realpath(library)
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    readable = [
-        line.split()[0].split("-")
-        for line in lines
-        if line.endswith(f" {library}") and " r--p " in line
-    ]
-    if not readable:
-        return []
-    start, end = (int(place, 16) for place in readable[-1])  # those before hold constants
-    places = re.finditer(re.escape(bytes(function)), ctypes.string_at(start, end - start))
-    return [start + place.start() for place in places if place.start() % 8 == 0]
 
 
 @contextmanager

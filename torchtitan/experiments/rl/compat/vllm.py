@@ -507,7 +507,6 @@ class RecordedRoutes:
     """
 
     def __init__(self, worker: Any):
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
         from vllm.model_executor.layers.fused_moe import routed_experts_capturer as vllm_routes
 
         runner = self._runner = worker.model_runner
@@ -519,9 +518,6 @@ class RecordedRoutes:
         blocks = torch.full(shape, torch.iinfo(dtype).max, dtype=dtype)
         self._places, self.kept = blocks.flatten(0, 1), dict[str, torch.Tensor]()
         """``kept``: by request, of the tokens that it had when it was preempted."""
-        if has_kv_transfer_group():
-            connector: Any = get_kv_transfer_group()  # LastBlocks
-            connector.keep_too(blocks[:-1])
         capturer: Any = self  # vLLM's routers call its ``capture``, and nothing else of it
         vllm_routes.bind_routed_experts_capturer(runner.get_model(), capturer)
         self._execute, runner.execute_model = runner.execute_model, self._execute_model

@@ -55,6 +55,7 @@ _MOVED = {
     "generator.adapter": "trainer.lora.serve",
     "trainer.async-tensor-parallel": "trainer.compile.async-tensor-parallel",
     "trainer.float8": "trainer.compile.float8",
+    "trainer.no-compile": "trainer.compile None",
 }
 """Options that have another name now, by the name that they had."""
 REMOVED_FIELDS = {"groups_per_step": "set rollouts_per_step to groups * group_size"}

@@ -29,7 +29,7 @@ from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
-from torchtitan.experiments.rl.process.setup import freeze_objects, set_up_logging, unfreeze_objects
+from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.process.trace import LoopLag
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
@@ -367,7 +367,6 @@ class RolloutWorker(WatchedActor):
         """
         await self._task_set.build(self._renderer, vocab_size=self._vocab_size)
         await self._task_set.setup(self._policy)
-        freeze_objects()
         self._lag.start()
 
     @reported_endpoint
@@ -392,7 +391,6 @@ class RolloutWorker(WatchedActor):
         if running:
             await asyncio.wait(running, timeout=CANCEL_GROUPS_S)
         self._lag.stop()
-        unfreeze_objects()
         faults = await self._task_set.close()
         self._policy.close()
         try:

@@ -21,7 +21,6 @@ from torchtitan.experiments.rl.controller.saved_state import ValidationReport
 from torchtitan.experiments.rl.controller.step_metrics import step_record
 from torchtitan.experiments.rl.controller.validation import Validator
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.process.setup import freeze_objects, unfreeze_objects
 from torchtitan.experiments.rl.process.trace import LoopLag, Stopwatch
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport, WeightSync
@@ -81,7 +80,6 @@ class TrainingLoop:
 
     async def run(self) -> None:
         """Take the steps, until the last one, `stop`, or nothing is left to learn."""
-        freeze_objects()
         self._lag.start()
         try:
             if self.steps_done == 0:
@@ -101,7 +99,6 @@ class TrainingLoop:
                 watcher.ended_early(str(end), reports)
         finally:
             self._lag.stop()
-            unfreeze_objects()
 
     def stop(self) -> None:
         """End after the step in progress, or give it up if it still waits for groups."""

@@ -43,7 +43,7 @@ from torchtitan.experiments.rl.generation.engine import (
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.lifetime import Heartbeat
-from torchtitan.experiments.rl.process.setup import freeze_objects, keep_imported, set_up_logging
+from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import (
     WatchedActor,
     cause_in,
@@ -425,10 +425,8 @@ class Generator(WatchedActor):
     async def setup(self) -> str:
         """Build the engine on the checkpoint's weights, which are version 0. Returns its host's identity."""
         logger.info("building the engine")
-        keep_imported()
         await self._thread.start(self._build)
         logger.info("the engine is built")
-        freeze_objects()
         return host_identity()
 
     @reported_endpoint

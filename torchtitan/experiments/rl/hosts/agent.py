@@ -6,11 +6,12 @@ python -m torchtitan.experiments.rl.hosts.agent --port 22222
 import argparse
 import os
 import socket
-from pathlib import Path
+import sys
 
-from torchtitan.experiments.rl.process.host import raise_descriptor_limit
+from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.process.host import other_users_line, raise_descriptor_limit
 from torchtitan.experiments.rl.process.setup import ignore_signals_of_the_command, set_up_process
-from torchtitan.experiments.rl.process.temporary import TemporaryFolder, hold_sockets
+from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 
 
 def main() -> None:
@@ -23,7 +24,10 @@ def main() -> None:
     options = parser.parse_args()
     raise_descriptor_limit()  # the command raises its own, and processes inherit that of their agent
     set_up_process()
-    hold_sockets(TemporaryFolder().path if options.socket is None else Path(options.socket).parent)
+    if options.socket is None:  # the command's own folder is inherited where it is on this host
+        TemporaryFolder()
+        if line := other_users_line():
+            print(printable_line(line), file=sys.stderr, flush=True)
     ignore_signals_of_the_command()
     from monarch.actor import run_worker_loop_forever
     from monarch.job import ranked_service_proc_id_from_env, service_proc_addr

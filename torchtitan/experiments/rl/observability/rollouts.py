@@ -1,140 +1,19 @@
-"""Prints recorded rollouts as conversations, with their rewards.
+"""A recorded rollout as people read it: as lines of text for ``rl-play``, and as JSON's values for the report's pages."""
 
-python -m torchtitan.experiments.rl.observability.rollouts outputs/RUN [--task NAME] [--outcome COLUMN] [--group ID] [--step N]
-    [--min-reward R] [--max-reward R] [--validation] [--last] [--sort KEY] [--limit N] [--tokens]
-
-``rl-report`` shows them in the browser, with more to choose and sort by.
-"""
-
-import argparse
-import itertools
 import json
-import math
-import sys
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from statistics import fmean
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from torchtitan.experiments.rl.printable import printable
-from torchtitan.experiments.rl.process.setup import of_command
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout
 from torchtitan.experiments.rl.types import TrainingSample
 
 WIDTH = 100
-MOST = 2000
-"""Characters of a message that the command prints."""
-SORTED_BY: dict[str, Callable[[Rollout], float]] = {
-    "reward": lambda rollout: -float("inf") if rollout.reward is None else rollout.reward,
-    "tokens": lambda rollout: rollout.completion_tokens,
-    "turns": lambda rollout: len(rollout.turns),
-    "seconds": lambda rollout: sum(turn.generate_s + turn.env_s for turn in rollout.turns),
-}
-
-
-@of_command()
-def main(arguments: Sequence[str] | None) -> int:
-    """The command. Exit code 1 where nothing matches or there is no such file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.experiments.rl.observability.rollouts",
-        description="Print recorded rollouts as conversations, with their rewards.",
-    )
-    parser.add_argument("path", type=Path, help="a run folder, or its rollouts.jsonl.gz")
-    parser.add_argument("--task", help="only this task")
-    parser.add_argument(
-        "--outcome",
-        default="",
-        help='a column of the ledger, or its beginning: "trained", "failed"',
-    )
-    parser.add_argument(
-        "--group", metavar="ID", help="only the rollouts of this group, such as sum_digits-12"
-    )
-    parser.add_argument(
-        "--step", type=int, help="only groups that began when the policy had taken so many steps"
-    )
-    parser.add_argument("--min-reward", type=float)
-    parser.add_argument("--max-reward", type=float)
-    parser.add_argument(
-        "--validation",
-        action="store_true",
-        help="the rollouts of the evaluations, not those of training",
-    )
-    parser.add_argument(
-        "--last", action="store_true", help="the last ones that match, not the first"
-    )
-    parser.add_argument(
-        "--sort",
-        choices=SORTED_BY,
-        help="those with the most of this first; of all that match, or of the --last",
-    )
-    parser.add_argument(
-        "--tokens",
-        action="store_true",
-        help="of each completion its token ids, with their log-probabilities",
-    )
-    parser.add_argument("--limit", type=int, default=10, help="show so many (default 10); 0: all")
-    options = parser.parse_args(arguments)
-    most, shown = options.limit or None, 0
-    try:
-        found: Iterable[tuple[RecordedRollout, float | None]]
-        found = deque(matching(options), most) if options.last else matching(options)
-        if options.sort is not None:
-            found = sorted(
-                found, key=lambda pair: SORTED_BY[options.sort](pair[0].rollout), reverse=True
-            )
-        for record, mean in itertools.islice(found, most):
-            print(
-                printable(
-                    "\n".join(lines_of(record, group_mean=mean, chars=MOST, tokens=options.tokens))
-                )
-            )
-            shown += 1
-    except FileNotFoundError as error:
-        print(
-            f"{error.filename}: no such file; was the run started with recorder.fraction = 0?",
-            file=sys.stderr,
-        )
-        return 1
-    except BrokenPipeError:  # piped into head
-        sys.stderr.close()
-        return 0
-    if not shown:
-        print("no rollout matches", file=sys.stderr)
-    return 0 if shown else 1
-
-
-def matching(options: argparse.Namespace) -> Iterator[tuple[RecordedRollout, float | None]]:
-    """The records that pass the command's filters, each with the mean reward of its group."""
-    from torchtitan.experiments.rl.rollouts.recorder import (
-        read_rollouts,
-    )  # imports torch, which the report's pages need not
-
-    recorded = read_rollouts(options.path, "validation" if options.validation else "training")
-    for group_id, records in itertools.groupby(recorded, lambda record: record.rollout.group_id):
-        group = list(records) if options.group in (None, group_id) else []
-        rewards = [record.rollout.reward for record in group if record.rollout.reward is not None]
-        mean = fmean(rewards) if rewards else None
-        for record in group:
-            reward = (
-                math.nan if record.rollout.reward is None else record.rollout.reward
-            )  # no bound holds of nan
-            if (
-                options.task in (None, record.rollout.task_name)
-                and options.step in (None, record.admitted_version)
-                and (record.outcome or "").startswith(options.outcome)
-                and (options.min_reward is None or reward >= options.min_reward)
-                and (options.max_reward is None or reward <= options.max_reward)
-            ):
-                yield record, mean
 
 
 def lines_of(
     record: RecordedRollout,
     *,
-    group_mean: float | None = None,
-    chars: int = 0,
     tokens: bool = False,
     typed: Collection[int] = (),
     policy: str | None = None,
@@ -142,13 +21,11 @@ def lines_of(
     """One rollout as text: a header, the conversation that the model was given, and the rewards.
 
     Args:
-        group_mean: mean reward of its group.
-        chars: of a message, the rest is cut; 0: all.
         tokens: each completion's token ids too, with their log-probabilities.
         typed: turns whose tokens no model has sampled: these have none.
         policy: name of what sampled the rollout, in place of the versions; "" leaves it out.
     """
-    rollout, shown = record.rollout, shown_turns(record.rollout, chars)
+    rollout, shown = record.rollout, shown_turns(record.rollout, 0)
     versions = sorted({version for turn in shown for version in turn["versions"]})
     sampled_at = record.admitted_version if len(versions) < 2 else f"{versions[0]}-{versions[-1]}"
     facts = [
@@ -157,7 +34,6 @@ def lines_of(
         "no reward" if rollout.reward is None else f"reward {rollout.reward:.3g}",
         record.outcome or "not counted",
         *filter(None, [f"policy {sampled_at}" if policy is None else policy]),
-        *([] if group_mean is None else [f"group's mean {group_mean:.3g}"]),
     ]
     lines = [f"━━ {' · '.join(facts)} ".ljust(WIDTH, "━")]
     lines += [f"   {line}" for line in calls_of(rollout)]
@@ -178,7 +54,7 @@ def lines_of(
             lines.append(
                 f"   env rewards {_components(turn['reward_components'])} ({turn['env_s']:.2f} s)"
             )
-    for message in last_messages(rollout, chars):
+    for message in last_messages(rollout, 0):
         lines += _message(message)
     if record.left_out:
         lines.append(f"   left out: {record.left_out}")
@@ -320,7 +196,3 @@ def _tokens(completion: Completion, *, typed: bool) -> str:
 
 def _components(components: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.3g}" for name, value in components.items())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,6 +7,7 @@ NUMA node, as Linux describes them in /sys, has its memory there too: Linux give
 import contextlib
 import ipaddress
 import os
+import pwd
 import resource
 import shutil
 import socket
@@ -211,6 +212,51 @@ def raise_descriptor_limit() -> None:
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):  # some systems refuse "unlimited"
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+FIRST_PERSON = 1000
+"""Smallest user id that Linux distributions give to a person; those below are of services."""
+NOBODY = 65534
+"""User id of services without a user of their own."""
+MOST_USERS = 3
+"""Maximum number of users that ``other_users_line`` names."""
+
+
+def other_users() -> list[str]:
+    """Return the names of the other people who have processes on this host, sorted.
+
+    Root is left out, because it may do everything anyway, and so are services. A user without a
+    name is given by number.
+    """
+    people = {user for user in process_owners() if user >= FIRST_PERSON and user != NOBODY}
+    return sorted(_user_name(user) for user in people - {os.getuid()})
+
+
+def process_owners() -> set[int]:
+    """Return the user ids of this host's processes, as far as /proc shows them."""
+    owners = set()
+    for entry in os.listdir(PROC):
+        if entry.isdigit():
+            with contextlib.suppress(FileNotFoundError):
+                owners.add((PROC / entry).stat().st_uid)
+    return owners
+
+
+def other_users_line() -> str:
+    """Return a warning that other people of this host can enter a run; "" if there are none."""
+    users = other_users()
+    if not users:
+        return ""
+    more = f" and {len(users) - MOST_USERS} more" if len(users) > MOST_USERS else ""
+    names = ", ".join(users[:MOST_USERS]) + more
+    return f"warning: other users of this host can control this run: {names} (docs/security.md)"
+
+
+def _user_name(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)
 
 
 def _cores_of(node: Path) -> set[int]:

@@ -1,4 +1,4 @@
-"""Sets up a process of a run: its environment, cores, threads, device, log and memory. No import does any of it.
+"""Sets up a process of a run: its environment, cores, threads, device and log. No import does any of it.
 
 1. The command calls ``set_up_process`` before it imports a config. So does a script that uses the learner by itself.
 2. The command launches each other process with ``launch_environment``, because torch, Monarch and torchtitan read it at their
@@ -6,13 +6,11 @@
 3. Each actor calls ``set_up_logging`` when it is made.
 """
 
-import asyncio
 import atexit
 import contextlib
 import ctypes
 import errno
 import functools
-import gc
 import io
 import json
 import locale
@@ -29,7 +27,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan.experiments.rl.compat import monarch
-from torchtitan.experiments.rl.compat.uvloop import EventLoopPolicy
 from torchtitan.experiments.rl.errors import ConfigError, users_traceback
 from torchtitan.experiments.rl.printable import (
     one_sentence,
@@ -70,9 +67,6 @@ SPAWNED_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",
 }
 """Of the processes the command launches, where the command's own environment does not say otherwise."""
-SWITCH_INTERVAL_S = 0.0005
-"""How long a thread keeps Python's lock when another wants it; 5 ms by default. Monarch's threads want it several times a
-message: beside a busy event loop an answer of the trainer took 10 to 40 ms. So a step of the demo takes a tenth less."""
 _exit_code: int | None = None
 """Of this process, which ends with it and without Python's finalization; None: Python finalizes it."""
 OURS = "torchtitan.experiments.rl"
@@ -228,15 +222,10 @@ def quiet_libraries() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def set_up_process(*, engine: bool = False) -> None:
-    """Set up the process that starts a run, or a script's own. Variables that are set already stay. May be called again.
-
-    Args:
-        engine: this process may run one itself.
-    """
-    for name, value in (ENVIRONMENT | (SPAWNED_ENVIRONMENT if engine else {})).items():
+def set_up_process() -> None:
+    """Set up the process that starts a run, or a script's own. Variables that are set already stay. May be called again."""
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    _set_up_event_loops()
     from torchtitan.experiments.rl.compat.torchtitan import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()
@@ -281,8 +270,6 @@ def set_up_spawned_process(
     ``<output>.txt``, to ``<output>-<r>.txt`` where ``output`` does not end with a number; None: to where its parent's goes.
     """
     may_end_without_finalizing()
-    hold_collection()  # until the actor is set up
-    _set_up_event_loops()
     from monarch.actor import current_rank
 
     if output is not None:
@@ -424,11 +411,6 @@ def _exit_unless_finalizing() -> None:
         os._exit(_exit_code)
 
 
-def _set_up_event_loops() -> None:
-    asyncio.set_event_loop_policy(EventLoopPolicy())
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-
-
 def _stay_on(cores: tuple[int, ...]) -> None:
     # Linux keeps affinity for each thread. Monarch has started some by now, and calls actors in another one than this.
     for thread in os.listdir("/proc/self/task"):
@@ -455,64 +437,3 @@ def _log_thread_exception(args: threading.ExceptHookArgs) -> None:
     logging.getLogger(OURS).error(
         "thread %s ended by an exception", thread, exc_info=args.exc_value
     )
-
-
-# What Python and malloc do with memory that this process does not need.
-#
-# Garbage collection is kept away from what stays for as long as the process: modules, engine, tasks. Importing torch,
-# torchtitan and vLLM makes more than half a million objects, of which 2 % are garbage. Collections while they are made took a
-# quarter of the time, and each full one after that looks at all of them again.
-#
-# Memory that was freed and that malloc keeps is given back to the system now and then. glibc returns it by itself only from
-# the end of a heap. A generator on CPU makes and drops oneDNN kernels of 0.3 MB all the time. What they left free between what
-# stays grew by some 0.3 MB in 100 steps, to 30 MB after 2,000.
-
-PYTHONS_THRESHOLDS = (700, 10, 10)
-GIVE_BACK_EVERY_S = 60.0
-"""It takes some 2 ms; the pages that are needed again cost about as much."""
-
-
-def hold_collection() -> None:
-    """Collect nothing until ``collect_again``: for the imports and builds that a process starts with."""
-    gc.disable()
-
-
-def keep_imported() -> None:
-    """While collection is held: never look at what is there by now. Called between imports and what may leave large garbage."""
-    if not gc.isenabled():
-        gc.freeze()
-
-
-def collect_again() -> None:
-    """Collect what was made since ``keep_imported``, never look at the rest again, and go on as usual. Nothing happens where
-    collection was not held."""
-    if not gc.isenabled():
-        gc.collect()
-        gc.freeze()
-        gc.enable()
-
-
-def freeze_objects() -> None:
-    """Take what the process has built so far out of garbage collection.
-
-    Torch, vLLM and the tasks are a million objects. Each full collection looked at all of them and held up the event loop for
-    0.3 s, every few steps. What is made later is looked at more seldom than Python does by itself: a rollout is thousands of
-    objects, few of them in cycles, and a tenth of the controller's time went into looking.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    gc.set_threshold(50_000, 20, 20)
-
-
-def unfreeze_objects() -> None:
-    """Let garbage collection see everything again: what is frozen at exit counts as leaked."""
-    gc.unfreeze()
-    gc.set_threshold(*PYTHONS_THRESHOLDS)
-
-
-def give_back_free_memory() -> None:
-    """No effect where the C library is not glibc."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

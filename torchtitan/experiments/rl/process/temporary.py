@@ -10,13 +10,10 @@ import getpass
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
-
-from torchtitan.experiments.rl.compat.monarch import SOCKET_NAME, bind_privately
 
 PREFIX = "torchtitan-rl-"
 LOCK_FILE = ".lock"
@@ -24,6 +21,8 @@ SHARED_MEMORY_FILE = ".shared-memory"
 """Names of the shared memory of the run's processes, a line each."""
 HOSTS_PREFIX = "hosts_"
 """Of the folder with the sockets of hosts that are processes."""
+SOCKET_NAME = 24
+"""Number of characters of the names that Monarch makes up for its sockets."""
 _LONGEST = 107 - len(f"/{PREFIX}12345678/{HOSTS_PREFIX}12345678/") - SOCKET_NAME
 """Characters of a folder that sockets fit below: a socket's path has at most 107."""
 SHARED_MEMORY = Path("/dev/shm")
@@ -63,13 +62,6 @@ class TemporaryFolder:
         self._lock.close()
         # Processes of a killed run that had not ended when this one began may have written into theirs again.
         remove_left_over(self.path.parent)
-
-
-def hold_sockets(folder: Path) -> None:
-    """Have Monarch's sockets of this process in ``folder``, which no other user may enter. Say so where that can't be."""
-    if not bind_privately(folder):
-        line = "warning: every user of this host can control this run: Monarch's sockets can't be made private here"
-        print(f"{line} (docs/security.md)", file=sys.stderr, flush=True)
 
 
 def _locked_folder(parent: Path) -> tuple[Path, BinaryIO]:

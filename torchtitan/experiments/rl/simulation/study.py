@@ -1,9 +1,8 @@
-"""One simulated run and what it says, in lines; the same run with a field changed; the best split of N GPUs."""
+"""One simulated run and what it says, in lines; the best split of N GPUs."""
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -24,18 +23,6 @@ SPLITS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 """Shares of the GPUs that train, of which a sweep of ``replicas`` takes each."""
 SHORT = 20
 """Steps of a run that is compared with others."""
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "max_offpolicy_steps": lambda value: value + 1,
-    "rollouts_per_step": lambda value: 2 * value,
-    "generator.engine.max_num_seqs": lambda value: 2 * value,
-    "generator.weight_update": lambda value: "drain" if value != "drain" else "keep",
-    "batcher.rows_per_microbatch": lambda value: 2 * value,
-    "trainer.activation_checkpoint": lambda value: "selective" if value == "full" else "full",
-    "trainer.parallelism.data_parallel_replicate_degree": lambda value: 2 * value,
-    "generator.engine.enable_prefix_caching": lambda value: not value,
-    "rollout_workers": lambda value: 2 * max(1, value),
-}
-"""Fields that may matter, and another value of each. ``more generators`` is tried beside them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -140,27 +127,6 @@ def described(outcome: Outcome) -> list[str]:
             f"goodput {1 - (down + repeated) / outcome.seconds:.0%}"
         )
     return lines
-
-
-def sensitivities(setting: Setting, gpus: int) -> list[str]:
-    """The five changes of one field that matter most, by what a million tokens cost then. A short run each."""
-    tried: dict[str, Setting] = {}
-    with suppress(ConfigError):
-        tried["a quarter of the trainer's GPUs for generators"] = setting.divided(
-            gpus, setting.config.trainer.ranks / gpus * 3 / 4
-        )
-    for path, change in CHANGES.items():
-        value: Any = None
-        with suppress(AttributeError):  # an engine of one's own may have no such field
-            value = reduce(getattr, path.split("."), setting.config)
-        if value is not None:
-            tried[f"{path} {value} -> {change(value)}"] = setting.changed(**{path: change(value)})
-    base, costs = setting.tried().gpu_hours_per_million, {}
-    for name, changed in tried.items():
-        with suppress(ConfigError):  # it can't run so
-            costs[name] = changed.tried().gpu_hours_per_million / base
-    found = sorted(costs, key=lambda name: -max(costs[name], 1 / costs[name]))
-    return [f"sensitivity    {costs[name]:.2f} of the cost by {name}" for name in found[:5]]
 
 
 def sweep(setting: Setting, fields: Sequence[str], gpus: int) -> list[str]:

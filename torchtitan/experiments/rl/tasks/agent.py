@@ -23,10 +23,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -403,33 +403,52 @@ async def _run_command(
     inherited = {name: os.environ[name] for name in foreign.INHERITED if name in os.environ}
     places = {"PATH": _path(), "HOME": str(folder), "TMPDIR": str(folder)}
     mark = await asyncio.to_thread(foreign.new_mark)
-    process = await asyncio.create_subprocess_exec(
-        *foreign.marked(command, mark),
-        cwd=folder,
-        env=inherited | places | variables | foreign.variables_of(mark),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    ends = [
-        asyncio.create_task(_end_of(stream))
-        for stream in (process.stdout, process.stderr)
-        if stream is not None
-    ]
-    try:
-        await process.wait()
-    finally:
-        # Also where the rollout is cancelled, and cancelled again: nothing that was started may stay.
-        await asyncio.shield(asyncio.create_task(_end_processes(process, mark)))
-        await asyncio.wait(
-            ends, timeout=END_S
-        )  # a pipe that something holds open all the same is not waited for
-        output, errors = (end.result() if end.done() else "" for end in ends)
-        for end in ends:
-            end.cancel()
+    async with _opened_pipe() as (stdout, output_end), _opened_pipe() as (stderr, errors_end):
+        with output_end, errors_end:
+            process = await asyncio.create_subprocess_exec(
+                *foreign.marked(command, mark),
+                cwd=folder,
+                env=inherited | places | variables | foreign.variables_of(mark),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output_end,
+                stderr=errors_end,
+                start_new_session=True,
+            )
+        ends = [asyncio.create_task(_end_of(stream)) for stream in (stdout, stderr)]
+        try:
+            await process.wait()
+        finally:
+            # Also where the rollout is cancelled, and cancelled again: nothing that was started may stay.
+            await asyncio.shield(asyncio.create_task(_end_processes(process, mark)))
+            await asyncio.wait(
+                ends, timeout=END_S
+            )  # a pipe that something holds open all the same is not waited for
+            output, errors = (end.result() if end.done() else "" for end in ends)
+            for end in ends:
+                end.cancel()
     assert process.returncode is not None
     return CommandResult(folder=folder, exit_code=process.returncode, output=output, errors=errors)
+
+
+@contextlib.asynccontextmanager
+async def _opened_pipe() -> AsyncIterator[tuple[asyncio.StreamReader, BinaryIO]]:
+    """Open a pipe, and close its reading end after the block.
+
+    A pipe that asyncio opens for a process (``subprocess.PIPE``) has Python 3.11 wait, after the
+    process has ended, for whatever else holds the pipe open, such as a child of the process.
+
+    Yields:
+        The reading end, and the end that the process writes to.
+    """
+    reading, writing = os.pipe()
+    stream = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reading, "rb", 0)
+    )
+    try:
+        yield stream, os.fdopen(writing, "wb", 0)
+    finally:
+        transport.close()
 
 
 async def _end_of(stream: asyncio.StreamReader) -> str:

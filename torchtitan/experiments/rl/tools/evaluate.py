@@ -1,9 +1,7 @@
 """What an evaluation takes from a run's config, and every task evaluated once, as a run does of version 0."""
 
 import asyncio
-import itertools
 import logging
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -143,6 +141,11 @@ def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> RunPlan:
     if endpoint is None:
         config.generator.engine.check_present(field="generator.engine")
     trial.build_tasks(config, trial.read_policy_tokenizer(config))
+    return plan_of_generators(config)
+
+
+def plan_of_generators(config: RunConfig) -> RunPlan:
+    """Plan a run of which only the generators and the hosted models are started, on this host."""
     raise_descriptor_limit()
     device = config.provision.resolve()
     if device == "cpu":
@@ -336,17 +339,13 @@ def measure_all(models: list[Candidate], temporary: TemporaryFolder) -> tuple[in
 Figures = dict[str, Any]
 """By name, as ``--json`` prints them."""
 Interval = tuple[float | None, float | None]
-"""Ends of a 95 % interval; None: unknown."""
-Z = 1.959964
-"""Two-sided 95 % of the normal distribution."""
-T = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)
-"""The same of Student's distribution with 1 to 10 degrees of freedom."""
+"""Ends of a 95 % interval; None where it is unknown."""
+RESAMPLES = 10_000
+"""Number of bootstrap samples behind an interval."""
+BLOCK = 2**20
+"""Number of draws that are in memory at once."""
 MOST_SLICES = 12
 """Of one field of an example's info. A field with more values labels almost every example differently."""
-EXACT_SIGNS = 14
-"""Examples that differ, up to which all ways to flip their signs are tried: 16,384."""
-DRAWS = 20_000
-"""Sign flips that are drawn where there are more."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -427,51 +426,41 @@ def task_figures(examples: Sequence[Example], *, attempts: int, pass_reward: flo
 
 
 def _estimate(values: Sequence[float]) -> dict[str, float | None]:
-    low, high = interval(values) if values else (None, None)
+    low, high = interval(values)
     return {"value": float(np.mean(values)) if values else None, "low": low, "high": high}
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """95 % interval of the mean of ``values``, one for each example.
+    """Return the 95 % bootstrap interval of the mean of ``values``, one value for each example.
 
-    Of values in 0..1 it is Wilson's (1927), with as many observations as would give their variance if each were 0 or 1, so that
-    20 of 20 right is 0.84 to 1 and not 1 to 1. Of others it is the mean and its standard errors; of one such value, unknown.
-    Where the width comes from the values' own variance, few values make it wider, by Student's distribution.
+    The percentile method: the examples are drawn again with replacement, as many as there are, and
+    the interval holds the middle 95 % of the means. The generator is seeded, so that the same
+    values have the same interval.
+
+    Returns:
+        None for both ends where all values are equal: every sample has the same mean then, which
+        says nothing about other examples.
     """
     x = np.asarray(values, np.float64)
-    n, mean = len(x), float(x.mean())
-    variance = float(x.var(ddof=1)) if n > 1 else math.inf
-    if x.min() < 0 or x.max() > 1:
-        return _standard_errors(x)
-    full = mean * (1 - mean)
-    spread = student(n - 1) ** 2 * variance / (n * full) if 0 < variance < full else Z * Z / n
-    middle = (mean + spread / 2) / (1 + spread)
-    half = math.sqrt(spread * full + spread * spread / 4) / (1 + spread)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def _standard_errors(x: np.ndarray) -> Interval:
-    """95 % interval of the mean of [N], by Student's distribution; of fewer than two values, unknown."""
-    if len(x) < 2:
+    if not len(x) or x.min() == x.max():
         return None, None
-    half = student(len(x) - 1) * math.sqrt(float(x.var(ddof=1)) / len(x))
-    return float(x.mean()) - half, float(x.mean()) + half
-
-
-def student(freedom: int) -> float:
-    """Two-sided 95 % of Student's distribution. Above 10 degrees of freedom by Fisher's expansion, right to 1e-4."""
-    if freedom <= len(T):
-        return T[freedom - 1]
-    v = freedom
-    third = (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / (384 * v**3)
-    return Z + (Z**3 + Z) / (4 * v) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * v**2) + third
+    random = np.random.default_rng(0)
+    rows = max(1, BLOCK // len(x))
+    means = [
+        x[random.integers(0, len(x), (min(rows, RESAMPLES - done), len(x)))].mean(axis=1)
+        for done in range(0, RESAMPLES, rows)
+    ]
+    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
+    return float(low), float(high)
 
 
 def paired(first: Sequence[Example], second: Sequence[Example]) -> Figures:
-    """Mean difference of the second model from the first, over the examples that both were scored on, and its test.
+    """Compare two models on the examples that both were scored on.
 
-    The test flips signs: if the models were alike, each example's difference were as likely with the other sign. ``p_value`` is
-    the share of flips whose mean is at least as far from 0 (two-sided).
+    Returns:
+        ``difference``, the mean of the second model's reward less the first's; its bootstrap
+        interval over the examples' own differences (``low``, ``high``); and which examples the
+        second model has ``won`` and ``lost``.
     """
     before, after = (
         {e.example: e.mean for e in examples if e.rewards} for examples in (first, second)
@@ -479,27 +468,16 @@ def paired(first: Sequence[Example], second: Sequence[Example]) -> Figures:
     changes = {
         example: after[example] - reward for example, reward in before.items() if example in after
     }
-    differences, n = np.array(list(changes.values()), np.float64), len(changes)
-    low, high = _standard_errors(differences)
+    differences = list(changes.values())
+    low, high = interval(differences)
     return {
-        "examples": n,
-        "difference": float(differences.mean()) if n else None,
+        "examples": len(changes),
+        "difference": float(np.mean(differences)) if differences else None,
         "low": low,
         "high": high,
-        "p_value": sign_flip_p(differences) if n else None,
         "won": [example for example, change in changes.items() if change > 0],
         "lost": [example for example, change in changes.items() if change < 0],
     }
-
-
-def sign_flip_p(differences: np.ndarray) -> float:
-    """Two-sided p-value of the sign-flip test. Exact for few differences; else of ``DRAWS`` flips, always the same ones."""
-    d = differences[differences != 0]
-    random, exact = np.random.default_rng(0), len(d) <= EXACT_SIGNS
-    drawn = (random.integers(0, 2, (1000, len(d))) * 2.0 - 1.0 for _ in range(0, DRAWS, 1000))
-    flips = [np.array(list(itertools.product((1.0, -1.0), repeat=len(d))))] if exact else drawn
-    far = sum(int(np.sum(np.abs(signs @ d) >= abs(d.sum()) - 1e-12)) for signs in flips)
-    return far / 2 ** len(d) if exact else (1 + far) / (1 + DRAWS)
 
 
 def result_lines(result: Figures) -> list[str]:
@@ -527,11 +505,11 @@ def result_lines(result: Figures) -> list[str]:
         told = "no example was scored for both"
         if compared["difference"] is not None:
             told = (
-                f"second less first {_shown(compared, '+.3f', of='difference', gap=' ')}, p = {compared['p_value']:.3g}; "
+                f"second less first {_shown(compared, '+.3f', of='difference', gap=' ')}; "
                 f"{len(compared['won'])} of {compared['examples']} examples better, {len(compared['lost'])} worse"
             )
         lines.append(f"compared    {task}: {told}")
-    return [*lines, "Intervals are of 95 %, over examples."]
+    return [*lines, "Intervals are of 95 %, by bootstrap over examples."]
 
 
 def _estimates(figures: Figures, indent: str) -> list[str]:

@@ -1,40 +1,46 @@
-"""One session: a group of a task whose completions a person gives, or a model for some turns; and the files that it leaves."""
+"""One session: a group of a task whose completions a person gives, or a model for some turns; and its record."""
 
 import asyncio
 import itertools
 import re
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from monarch.actor import Actor, this_proc
 from renderers import Message
 
 from torchtitan.experiments.rl.checkpointing.folder import OLD_POLICY_FOLDER, POLICY_FOLDER
+from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, printed_to, process_death
 from torchtitan.experiments.rl.config import checks
-from torchtitan.experiments.rl.config.command_line import Command
+from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.resume import save_config
-from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
 from torchtitan.experiments.rl.config.trial import REPLY, checked_renderer
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.generation.client import GeneratorSession
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
-from torchtitan.experiments.rl.generation.engine import Engine, GenerateRequest, Result
+from torchtitan.experiments.rl.generation.engine import GenerateRequest, GenerateResult, Result
 from torchtitan.experiments.rl.generation.judge import Reply
 from torchtitan.experiments.rl.generation.references import FrozenModel
+from torchtitan.experiments.rl.observability.console import Console, write_line
 from torchtitan.experiments.rl.observability.rollouts import lines_of
+from torchtitan.experiments.rl.operations.assembly import RunActors
+from torchtitan.experiments.rl.operations.context import RunContext
 from torchtitan.experiments.rl.printable import printable, printable_line
-from torchtitan.experiments.rl.process.setup import quiet_libraries
+from torchtitan.experiments.rl.process.host import other_users_line
+from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.rollouts.policy import PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutGroup
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy, ScriptedSession
-from torchtitan.experiments.rl.user_code.endpoint import cause_in
+from torchtitan.experiments.rl.tools.evaluate import plan_of_generators
+from torchtitan.experiments.rl.user_code.endpoint import cause_in, reported_endpoint
 
 HELP = """\
   your answer in one line, or several lines between a line <<< and a line >>>
@@ -62,22 +68,78 @@ class Left(RunError):
     """The person has ended the session."""
 
 
-class LocalModel:
-    """Samples with the config's engine, one request at a time, on a thread that the first starts."""
+class ModelServer(Actor):
+    """Keeps the generator of a session, in a process of its own as in a run.
+
+    It is an actor because Monarch tells the death of a process to the actor that spawned it.
+    """
+
+    part = ""
+    """See ``reported_endpoint``."""
+
+    def __init__(self, plan: RunPlan, run_dir: Path):
+        context = RunContext(plan, run_dir, console=Console(sys.stderr))
+        self._run_dir = run_dir
+        # A failure needs no handler: the next request is answered with it.
+        self._actors = RunActors(context, on_failure=lambda failure: None)
+        self._answers: dict[int, asyncio.Task[Any]] = {}
+        """Requests in flight by ``request_id``."""
+
+    @reported_endpoint
+    async def start(self) -> None:
+        """Spawn and connect the generator; stop what was spawned if that fails."""
+        self._loop = asyncio.get_running_loop()
+        set_up_logging(self._run_dir, "player")
+        try:
+            await self._actors.supervisor.unless_failed(self._actors.start_generators())
+        except BaseException:
+            await self._actors.close()
+            raise
+
+    @reported_endpoint
+    async def answer(self, request: GenerateRequest, *, tokens: int) -> GenerateResult | None:
+        """Return the model's completion; None if ``withdraw`` ended the request."""
+        sending = self._actors.policy.send(request, tokens=tokens, last_replica=None)
+        task = self._answers[request.request_id] = asyncio.create_task(sending)
+        try:
+            await asyncio.wait([task])
+            return None if task.cancelled() else task.result()[0]
+        finally:
+            del self._answers[request.request_id]
+
+    @reported_endpoint
+    async def withdraw(self, request_id: int) -> None:
+        """Abort a request that nobody waits for any more."""
+        if request_id in self._answers:
+            self._answers[request_id].cancel()
+
+    @reported_endpoint
+    async def end(self) -> None:
+        """Stop the generator's process."""
+        await self._actors.close()
+
+    def __supervise__(self, failure: Any) -> bool:
+        """See Controller.__supervise__."""
+        self._loop.call_soon_threadsafe(self._actors.supervisor.died, process_death(failure))
+        return True
+
+
+class ServedModel:
+    """Model of the config, which a ``ModelServer`` serves from the first request on."""
 
     lockstep = False
     """See GeneratorClient."""
 
-    def __init__(self, build: Callable[[], Engine], *, stops_at_texts: bool = False):
+    def __init__(self, plan: RunPlan, folder: Callable[[], Path]):
         """
         Args:
-            stops_at_texts: see EngineConfig.
+            folder: makes the session's folder, for the logs.
         """
-        self.stops_at_texts = stops_at_texts
-        self._build = build
-        self._engine: Engine | None = None
-        self._thread = ThreadPoolExecutor(1, "engine")
+        self.stops_at_texts = plan.config.generator.engine.stops_at_texts
+        self._plan = plan
+        self._folder = folder
         self._ids = itertools.count()
+        self._starting: asyncio.Task[Any] | None = None
 
     def session(
         self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]
@@ -96,42 +158,45 @@ class LocalModel:
         """See ``generation.client.Sender``.
 
         Raises:
-            RunError: the engine can't be started or has failed, or refuses the request. The next request may start another.
+            RunError: the generator can't be started or has failed, or refuses the request. After a
+                failed start the next request starts another.
         """
-        stopped = threading.Event()
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._answer, request, stopped
-            ), -1
-        except (RunError, asyncio.CancelledError):
+            server = await asyncio.shield(self._starting)
+        except RunError as error:
+            self._starting = None
+            raise RunError(f"the generator can't be started: {error}") from error
+        try:
+            return await server.answer.call_one(request, tokens=tokens), -1
+        except asyncio.CancelledError:
+            server.withdraw.broadcast(request.request_id)
             raise
-        except BaseException as error:
-            what = "the engine can't be started" if self._engine is None else "the engine"
-            await self.close()  # before another is started: a process has one engine
-            self._engine = None
-            raise RunError(f"{what}: {cause_in(error)}") from error
-        finally:
-            stopped.set()
+        except Exception as error:
+            raise RunError(f"the generator: {cause_in(error)}") from error
 
     def session_closed(self, group: str) -> None: ...
 
     async def close(self) -> None:
-        """End the engine. One that is still being started ends with the process."""
-        if self._engine is not None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.close)
+        """Stop the generator, or its start."""
+        if self._starting is None:
+            return
+        with suppress(RunError):
+            server = await self._starting
+            await server.end.call_one()
 
-    def _answer(self, request: GenerateRequest, stopped: threading.Event) -> Result | None:
-        """None: nobody waits for it any more."""
-        if self._engine is None:
-            with quiet_libraries():
-                self._engine = self._build()
-        if failed := self._engine.add(request):
-            raise RunError(f"the engine: {failed.cause}")
-        while not stopped.is_set():
-            if results := self._engine.step():
-                return results[0]
-        self._engine.abort([request.request_id])
-        return None
+    async def _start(self) -> Any:
+        if line := other_users_line():
+            write_line(sys.stderr, printable_line(line))
+        run_dir = self._folder()
+        try:
+            with printed_to(run_dir / MONARCH_OUTPUT):
+                server = this_proc().spawn("player", ModelServer, self._plan, run_dir)
+            await server.start.call_one()
+        except Exception as error:
+            raise RunError(cause_in(error)) from error
+        return server
 
 
 class PlayedSession(ScriptedSession):
@@ -174,8 +239,7 @@ class PlayedSession(ScriptedSession):
                 loop.add_signal_handler(signal.SIGINT, answering.cancel)
                 player.say("(the model answers)")
                 try:
-                    with quiet_libraries():
-                        completion = await answering
+                    completion = await answering
                 except (RunError, ConfigError, asyncio.CancelledError) as error:
                     player.say(f"error: {printable_line(str(error) or 'it was interrupted')}")
                     continue
@@ -219,7 +283,7 @@ class Player(ScriptedPolicy):
         self,
         tokenizer_path: str,
         *,
-        model: Callable[[], EndpointClient | LocalModel],
+        model: Callable[[], EndpointClient | ServedModel],
         scripted: Sequence[str] = (),
         read: Callable[[], str] | None = None,
     ):
@@ -239,7 +303,7 @@ class Player(ScriptedPolicy):
         self.version = step_of_policy(Path(tokenizer_path)) or 0
         self._policy = Path(tokenizer_path)
         self._make, self._scripted, self._read = model, list(scripted), read or (lambda: input())
-        self._model: EndpointClient | LocalModel | None = None
+        self._model: EndpointClient | ServedModel | None = None
         self._shown: dict[int, str] = {}
 
     def session(
@@ -276,6 +340,11 @@ class Player(ScriptedPolicy):
     async def close(self) -> None:
         if self._model is not None:
             await self._model.close()
+
+    @property
+    def serves_a_model(self) -> bool:
+        """True if ``/model`` has asked for a generator of this session's own."""
+        return isinstance(self._model, ServedModel)
 
     def sampled_by(self, rollout: int) -> str:
         """Return what sampled turns of a rollout: a run's policy by its step, or a model; "" where the person typed all."""
@@ -396,8 +465,15 @@ def play(
     return asyncio.run(run())
 
 
-def answering_model(config: RunConfig, server: FrozenModel | None) -> EndpointClient | LocalModel:
-    """What ``/model`` asks: a server's model, without further attempts, for the person sees what is wrong; or the config's own.
+def answering_model(
+    config: RunConfig, server: FrozenModel | None, folder: Callable[[], Path]
+) -> EndpointClient | ServedModel:
+    """Return what ``/model`` asks: a server's model, or the config's own on a generator.
+
+    A server is asked once, without further attempts: the person sees what is wrong.
+
+    Args:
+        folder: makes the session's folder, for the generator's logs.
 
     Raises:
         ConfigError: the config's model or its engine is not on this machine.
@@ -406,11 +482,19 @@ def answering_model(config: RunConfig, server: FrozenModel | None) -> EndpointCl
         return EndpointClient(replace(server, max_retries=0))
     checks.check_model_folder(config.model)
     config.generator.engine.check_present(field="generator.engine")
-    device, path = config.provision.resolve(), config.model.hf_assets_path
-    engine = config.generator.engine
-    return LocalModel(
-        lambda: engine.build(model_path=path, device=device), stops_at_texts=engine.stops_at_texts
+    alone = replace(
+        config,
+        generator=replace(config.generator, replicas=1),
+        provision=ProvisionConfig(device=config.provision.device),
     )
+    plan = plan_of_generators(alone)
+    # Without tasks no model is hosted for them: the person answers in place of all.
+    plan = replace(
+        plan,
+        config=replace(plan.config, tasks={}),
+        placement=replace(plan.placement, hosted=()),
+    )
+    return ServedModel(plan, folder)
 
 
 def result_lines(group: RolloutGroup, player: Player) -> list[str]:
@@ -445,32 +529,9 @@ def was_left(rollout: Rollout) -> bool:
     return rollout.status.is_error() and str(rollout.error).endswith(LEFT)
 
 
-def save(
-    group: RolloutGroup,
-    player: Player,
-    config: RunConfig,
-    command: Command,
-    folder: Path,
-    *,
-    example: int,
-) -> None:
-    """Write the record, the config, and a test that runs the session again, into an existing folder. What the command line
-    overrides is named in the test, not applied."""
+def save(group: RolloutGroup, config: RunConfig, folder: Path) -> None:
+    """Write the record and the config into an existing folder."""
     save_config(folder, config)
-    name = re.sub(r"\W", "_", group.task_name)
-    test = TEMPLATE.format(
-        task=group.task_name,
-        name=name,
-        module=command.module,
-        config=command.config_name,
-        example=example,
-        size=len(group.rollouts),
-        replies=[player.replies.get(index, []) for index in range(len(group.rollouts))],
-        overrides=f"  # played with {' '.join(command.overrides)}" if command.overrides else "",
-        statuses=[rollout.status.value for rollout in group.rollouts],
-        rewards=[rollout.reward for rollout in group.rollouts],
-    )
-    (folder / f"test_{name}.py").write_text(test, encoding="utf-8")
     recorder = replace(config.recorder, fraction=1.0).build(run_dir=folder)
     recorder.record(group, {rollout.rollout_id: OUTCOME for rollout in group.rollouts})
     recorder.close()
@@ -497,32 +558,3 @@ def _trained(rollout: Rollout, tokenizer: Any) -> list[str]:
         )
         lines += "".join(parts).splitlines()
     return lines
-
-
-TEMPLATE = '''"""A session of play: task {task!r} of {config}, example {example} of its dataset."""
-
-import asyncio
-
-from {module} import {config}
-from torchtitan.experiments.rl.envs.renderer import build_renderer
-from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
-
-REPLIES = {replies}
-"""By rollout, turn by turn."""
-
-
-async def replay():
-    config = {config}(){overrides}
-    renderer = build_renderer(config.renderer, config.model.hf_assets_path)
-    task = config.tasks[{task!r}].build(name={task!r}, renderer=renderer, seed=config.seed)
-    policy = ScriptedPolicy(config.model.hf_assets_path, lambda rollout, turn: REPLIES[rollout][turn])
-    group = await task.run_group(task.dataset[{example}], policy, group_id="play", seed=config.seed, group_size={size})
-    await task.score_rewards(group)
-    return group
-
-
-def test_{name}_rewards_this_session():
-    group = asyncio.run(replay())
-    assert [rollout.status.value for rollout in group.rollouts] == {statuses}
-    assert [rollout.reward for rollout in group.rollouts] == {rewards}
-'''

@@ -29,7 +29,7 @@ from torchtitan.experiments.rl.process.host import (
     interface_towards,
     network_address,
 )
-from torchtitan.experiments.rl.process.setup import collect_again, keep_imported, set_up_logging
+from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.training.checkpoints import write_error
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, check_finite
@@ -131,10 +131,8 @@ class PolicyTrainer(WatchedActor):
             )
 
         logger.info("building the model")
-        keep_imported()
         await self._submit(build)
         logger.info("the model is built")
-        collect_again()
 
     @reported_endpoint
     async def data_parallel(self) -> DataParallel:

@@ -13,7 +13,6 @@ import functools
 import logging
 import os
 import signal
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +25,7 @@ from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.lifetime import Heartbeat, Pulse
 from torchtitan.experiments.rl.process.setup import (
-    GIVE_BACK_EVERY_S,
     end_without_finalizing,
-    give_back_free_memory,
     ignore_signals_of_the_command,
 )
 from torchtitan.experiments.rl.process.terminal import printed_file
@@ -113,7 +110,6 @@ class WatchedActor(Actor):
     def __init__(self) -> None:
         self.part = ""
         self.heartbeat = Heartbeat()
-        self._gave_back = time.monotonic()
         # In memory: a file in the run's folder would stay behind, empty, in every run.
         self._stacks = os.memfd_create("stacks")
         faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
@@ -132,10 +128,7 @@ class WatchedActor(Actor):
     @reported_endpoint
     async def usage(self) -> dict[str, float]:
         """How this process was used since the last call: ``busy`` is the share of the time that its working thread, if it has
-        one, worked. It is asked at every step, which is also when free memory may go."""
-        if time.monotonic() - self._gave_back >= GIVE_BACK_EVERY_S:
-            self._gave_back = time.monotonic()
-            await asyncio.to_thread(give_back_free_memory)
+        one, worked."""
         busy = self.heartbeat.lap_busy()
         return ({} if busy is None else {"busy": busy}) | self._more_usage()
 

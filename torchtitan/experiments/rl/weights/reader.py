@@ -19,7 +19,7 @@ from torchtitan.experiments.rl.compat.monarch import OneActor
 from torchtitan.experiments.rl.compat.torchstore import use_async_controller
 from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.process.host import host_identity
-from torchtitan.experiments.rl.process.setup import collect_again, set_up_logging
+from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, cause_in, reported_endpoint
 from torchtitan.experiments.rl.weights.snapshot import (
     Handle,
@@ -187,7 +187,6 @@ class WeightReader(WatchedActor):
     @reported_endpoint
     async def setup(self) -> str:
         """Its host's identity."""
-        collect_again()
         return self._host
 
     @reported_endpoint

@@ -34,7 +34,6 @@ from torchtitan.experiments.rl.generation.engine import (
 )
 from torchtitan.experiments.rl.generation.vllm.worker import whole_digests
 from torchtitan.experiments.rl.process.lifetime import descendants
-from torchtitan.experiments.rl.process.setup import keep_imported
 from torchtitan.experiments.rl.process.temporary import remove_shared_memory, shared_memory_of
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.user_code.endpoint import cause_in
@@ -51,8 +50,6 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """That vLLM 0.32 has room for; an adapter of another rank takes the next."""
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Of a dense decoder's layers, by the hub's names: vLLM would have adapters of the embedding too."""
-KEPT_SHARE = 1 / 8
-"""Last blocks of prompts that are kept on CPU, as a share of the KV cache."""
 
 OWN_ARGUMENTS = {
     "tensor_parallel_size": "tensor_parallel_degree",
@@ -116,8 +113,7 @@ class VLLMEngineConfig(EngineConfig):
     """KV cache of each GPU, in GiB. None: what ``gpu_memory_utilization`` leaves. Needed where the trainer has the same GPUs
     (``provision.share_gpus``). CUDA only."""
     cpu_kv_cache_gib: Changeable[PositiveFloat] = 1.0
-    """KV cache on CPU, in GiB. Prefix caching takes an eighth more (``generation/vllm/last_block.py``). vLLM fills it with
-    zeros when it starts, which takes some 1.8 s a GiB."""
+    """KV cache on CPU, in GiB. vLLM fills it with zeros when it starts, which takes some 1.8 s a GiB."""
     cuda_graphs: Changeable[bool] = True
     """False sets enforce_eager. CPU is always eager."""
     enable_prefix_caching: Changeable[bool] = True
@@ -162,8 +158,7 @@ class VLLMEngineConfig(EngineConfig):
     def process_memory(self, *, parameters: int, device: Literal["cpu", "cuda"]) -> float:
         if device == "cuda":
             return self.gpu_memory_utilization
-        caches = self.cpu_kv_cache_gib * (1 + KEPT_SHARE * self.enable_prefix_caching)
-        return parameters * self.torch_dtype.itemsize / 2**30 + caches
+        return parameters * self.torch_dtype.itemsize / 2**30 + self.cpu_kv_cache_gib
 
     def gpu_gib(self, *, parameters: int, asleep: bool = False) -> float | None:
         if self.kv_cache_gib is None:
@@ -216,7 +211,6 @@ class VLLMEngine:
         from vllm.usage.usage_lib import UsageContext
 
         logger.info("vLLM is imported")
-        keep_imported()
 
         on_cpu = device == "cpu"
         # Kernels of experts that keep the weights in the checkpoint's order: of others', digests are no proof.
@@ -232,8 +226,6 @@ class VLLMEngine:
             # The smallest that vLLM's kernels take, as quick as its default of 128: a conversation's next turn computes less.
             arguments["block_size"] = 32
             arguments |= {"kv_cache_memory_bytes": int(config.cpu_kv_cache_gib * 2**30)}
-            if config.enable_prefix_caching:
-                arguments |= _sharing_of_last_blocks()
         elif config.kv_cache_gib is None:
             arguments |= {"gpu_memory_utilization": config.gpu_memory_utilization}
         else:
@@ -418,28 +410,12 @@ class VLLMEngine:
         if (
             not self._has_workers
         ):  # all of it ends with this process, and vLLM's shutdown collects garbage for a second
-            from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-
             compat.leave_to_the_exit(self._engine)
-            ensure_kv_transfer_shutdown()  # vLLM keeps one connector per process: a next engine would get this one's
             return
         # vLLM's workers share memory with this process, and are killed before they remove their part of it.
         shared = shared_memory_of(descendants())
         compat.shut_down(self._engine)
         remove_shared_memory(shared)
-
-
-def _sharing_of_last_blocks() -> dict[str, Any]:
-    """Arguments that have vLLM share a prompt's last block too. On CPU a block has 32 tokens, as many as a short prompt."""
-    from vllm.config import KVTransferConfig
-
-    connector = KVTransferConfig(
-        kv_connector="LastBlocks",
-        kv_connector_module_path="torchtitan.experiments.rl.generation.vllm.last_block",
-        kv_connector_extra_config={"kept_share": KEPT_SHARE},
-        kv_role="kv_both",
-    )
-    return {"kv_transfer_config": connector, "disable_hybrid_kv_cache_manager": True}
 
 
 def _to_vllm(request: Request, *, salt: str, max_model_len: int) -> tuple[Any, Any]:
