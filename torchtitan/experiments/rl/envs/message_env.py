@@ -1,4 +1,7 @@
-"""What a user writes: an environment that takes and returns messages. The library does the tokens."""
+"""An environment, as a user writes it: it takes and returns messages.
+
+The library does the tokens.
+"""
 
 import abc
 from dataclasses import dataclass, field
@@ -9,51 +12,66 @@ from renderers import Message, ToolSpec
 
 @dataclass(kw_only=True, slots=True)
 class ResetOutput:
+    """Opening of a conversation."""
+
     messages: list[Message]
-    """The opening conversation: system and user messages."""
+    """Opening conversation: system and user messages."""
     tools: list[ToolSpec] = field(default_factory=list)
-    """Tools the model may call, OpenAI function format."""
+    """Tools that the model may call, in OpenAI's function format."""
     control_tokens: bool = False
-    """True if special tokens in these messages, such as "<|im_end|>", are meant as control tokens. A rollout whose env writes
-    one ends as an error otherwise: renderers can't write them as text, so it could end the message."""
+    """True if special tokens in these messages, such as "<|im_end|>", are meant as control tokens.
+    Otherwise a rollout whose env writes one ends as an error: renderers can't write them as text,
+    so it could end the message."""
 
 
 @dataclass(kw_only=True, slots=True)
 class StepOutput:
+    """Answer of an env to one assistant message."""
+
     env_messages: list[Message]
-    """The env's answer: user or tool messages; may be empty when done."""
+    """Answer of the env: user or tool messages. It may be empty if ``done`` is True."""
     done: bool
+    """True if the conversation is over."""
     reward_components: dict[str, float] = field(default_factory=dict)
-    """What this step earned, by name; summed over the rollout and left to the rubric to weigh."""
+    """Rewards that this step earned, by name. They are summed over the rollout; the rubric weighs
+    them."""
     control_tokens: bool = False
     """True if special tokens in the answer are meant as control tokens, as in ResetOutput."""
 
 
 class MessageEnv(abc.ABC):
-    """One conversation, used once: reset, then a step per assistant message until done.
+    """One conversation.
 
-    Methods that compute for long or wait without ``await`` are written as plain functions: those run in worker threads.
+    It is used once: ``reset``, then ``step_message`` for each assistant message until it is done.
+    Methods that compute for long, or wait without ``await``, are written as plain functions: those
+    run in worker threads. The row and the messages that an env is given are read-only.
     """
 
-    def __init__(self, row: Any = None):
+    def __init__(self, row: Any = None):  # noqa: ANN401 - the dataset's
         self.row = row
-        """What the conversation is made from: the example's ``env_input``, where ``env_task`` makes the env."""
+        """Data that the conversation is made from: the example's ``env_input``, if ``env_task``
+        makes the env."""
 
     @abc.abstractmethod
     async def reset(self) -> ResetOutput:
-        """Start the conversation. Called exactly once, first."""
+        """Start the conversation. It is called exactly once, first."""
 
     @abc.abstractmethod
     async def step_message(self, message: Message) -> StepOutput:
-        """Answer one assistant message (content, reasoning_content and tool_calls as the renderer parsed them)."""
+        """Answer one assistant message.
+
+        Args:
+            message: content, reasoning_content and tool_calls, as the renderer parsed them.
+        """
 
     async def metadata(self) -> dict[str, Any]:
-        """What rewards and credit are to know of the rollout beside its turns: ``Rollout.metadata``. JSON values.
+        """Return what rewards and credit need to know of the rollout beside its turns.
 
-        Called once, when the rollout has ended and before ``close``, so it may look at what the env still holds: files of a
-        sandbox, the state of a game. Not called where the env failed.
+        The values are JSON, and are in `Rollout.metadata` then. It is called once, when the rollout
+        has ended and before ``close``, so it may look at what the env still holds: files of a
+        sandbox, the state of a game. It is not called if the env failed.
         """
         return {}
 
     async def close(self) -> None:
-        """Release what the env holds. Called exactly once, also after an error."""
+        """Release what the env holds. It is called exactly once, also after an error."""

@@ -1,4 +1,4 @@
-"""Plays a MessageEnv: calls its methods within their limits, and says how the rollout ends."""
+"""Plays a MessageEnv: calls its methods within their limits, and decides how the rollout ends."""
 
 import asyncio
 import json
@@ -38,25 +38,32 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True)
 class RendererEnvConfig:
+    """Limits of a rollout."""
+
     max_turns: PositiveInt = 8
-    """Completions a rollout may have."""
+    """Maximum number of completions of a rollout."""
     max_rollout_tokens: Annotated[int, Ge(2)] = 1024
-    """Tokens the conversation may have: a prompt and its completion together never exceed it, so no training sample does."""
+    """Maximum number of tokens of a conversation. A prompt and its completion together never exceed
+    it, so no training sample does."""
     step_timeout_s: Changeable[PositiveFloat] = 60.0
-    """For each reset, step_message and close."""
+    """Time limit in seconds of each call of ``reset``, ``step_message`` and ``close``."""
     rollout_timeout_s: Changeable[PositiveFloat] = 600.0
-    """From reset to the terminal status, sampling included. Enforced by the task that runs the rollout."""
+    """Time limit in seconds from the reset to the terminal status, sampling included. The task that
+    runs the rollout enforces it."""
 
 
 class RendererEnv:
-    """One conversation in tokens. Single use: initial_prompt once, then step_completion until the status is terminal.
+    """One conversation of a MessageEnv, in tokens.
 
-    Nothing the MessageEnv does is raised here: exceptions, SystemExit, wrong return types and hangs become a status with its
-    cause. The MessageEnv is closed as soon as the status is terminal; a caller that stops earlier calls close().
+    It is used once: ``initial_prompt``, then ``step_completion`` until the status is terminal.
 
-    An env whose methods are plain functions runs in a worker thread. One whose async methods block without awaiting
-    (``time.sleep``, a sync HTTP client) stalls every rollout of the process, and no timeout can interrupt it: the metric
-    ``perf/event_loop_lag_max_s`` shows it.
+    Nothing that the MessageEnv does is raised here: exceptions, SystemExit, wrong return types and
+    hangs become a status with its cause. The MessageEnv is closed as soon as the status is
+    terminal; a caller that stops earlier calls ``close``.
+
+    An env whose methods are plain functions runs in a worker thread. One whose async methods block
+    without awaiting (``time.sleep``, a sync HTTP client) stalls every rollout of the process, and
+    no timeout can interrupt it: the metric ``perf/event_loop_lag_max_s`` shows it.
     """
 
     def __init__(
@@ -67,40 +74,45 @@ class RendererEnv:
         config: RendererEnvConfig,
         group: GroupPrompts | None = None,
     ):
-        """
+        """Wrap an env that no rollout has used.
+
         Args:
             group: what was rendered for the other rollouts of its group.
         """
-        self._env = message_env
-        self._renderer = renderer
-        self._name = type(message_env).__name__
-        self._config = config
-        self._conversation = Conversation(
-            renderer, max_tokens=config.max_rollout_tokens, group=group
-        )
         self.status = RolloutStatus.ONGOING
         self.error: str | None = None
         """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
         self.traceback = ""
-        """See Rollout."""
+        """See `Rollout.traceback`."""
         self.metadata: dict[str, Any] = {}
-        """Of the MessageEnv, once it is closed."""
-        self._started = self._closed = False
+        """Metadata of the MessageEnv, once it is closed."""
+        self._env = message_env
+        self._name = type(message_env).__name__
+        self._renderer = renderer
+        self._config = config
+        self._conversation = Conversation(
+            renderer, max_tokens=config.max_rollout_tokens, group=group
+        )
+        self._started = False
+        self._closed = False
         self._reset_s = 0.0
 
     @property
     def turns(self) -> list[RolloutTurn]:
-        """One per completion so far, also where the env then failed."""
+        """One turn per completion so far, also if the env then failed."""
         return self._conversation.turns
 
     @property
     def prompt_token_ids(self) -> np.ndarray | None:
-        """int32 [P]. The next prompt as generators take it; None before the first and on a terminal status."""
+        """Next prompt as generators take it, int32 [P].
+
+        None before the first prompt and on a terminal status.
+        """
         return self._conversation.prompt.token_ids if self._conversation.prompt else None
 
     @property
     def max_completion_tokens(self) -> int:
-        """Tokens the next completion may have within max_rollout_tokens; 0 when there is no next prompt."""
+        """Maximum number of tokens of the next completion; 0 if there is no next prompt."""
         return self._conversation.max_completion_tokens
 
     async def initial_prompt(self) -> None:
@@ -112,62 +124,70 @@ class RendererEnv:
         if self._started:
             raise RuntimeError("this RendererEnv was used already: make a new one for each rollout")
         self._started = True
-        await self._until_settled(self._reset)
+        await self._settle(self._reset)
 
     async def step_completion(self, completion: Completion) -> None:
         """Parse a completion, step the env with it and render the next prompt.
 
-        The completion is recorded as a turn first: its tokens are kept whatever the env does then. A completion cut off at its
-        token limit ("length") ends the rollout without stepping the env: half a message is not the model's whole answer, and
-        an env acting on it (half a tool call, half a number) would reward or punish the cut.
+        The completion is recorded as a turn first: its tokens are kept whatever the env does then.
+        A completion cut off at its token limit ("length") ends the rollout without stepping the
+        env: half a message is not the model's whole answer, and an env acting on it (half a tool
+        call, half a number) would reward or punish the cut.
 
         Raises:
-            RuntimeError: there was no prompt to complete: before initial_prompt or after a terminal status.
+            RuntimeError: there was no prompt to complete: before ``initial_prompt`` or after a
+                terminal status.
         """
         if self.prompt_token_ids is None:
-            raise RuntimeError(
-                f"no prompt to complete: the rollout is {'over' if self._started else 'not started'}"
-            )
-        await self._until_settled(lambda: self._step(completion))
+            state = "over" if self._started else "not started"
+            raise RuntimeError(f"no prompt to complete: the rollout is {state}")
+        await self._settle(lambda: self._step(completion))
 
     def finish(
         self, status: RolloutStatus, error: str | None = None, *, traceback: str = ""
     ) -> None:
-        """End the rollout from outside, as an overridden turn loop may; the first terminal status stays."""
+        """End the rollout from outside, as an overridden turn loop may.
+
+        The first terminal status stays.
+        """
         if not self.status.is_terminal():
-            self.status, self.error, self.traceback = status, error, traceback
+            self._set_status(status, error, traceback)
         if self.status.is_terminal():
             self._conversation.end()
 
+    def _set_status(self, status: RolloutStatus, error: str | None, traceback: str) -> None:
+        self.status = status
+        self.error = error
+        self.traceback = traceback
+
     async def close(self) -> None:
-        """Ask the MessageEnv for its metadata, and close it, unless that was done. What goes wrong in ``close`` is logged: it
-        can't undo the rollout."""
+        """Ask the MessageEnv for its metadata, and close it; do nothing the second time.
+
+        A failure of the env's ``close`` is logged: it can't undo the rollout.
+        """
         if self._closed:
             return
         self._closed = True
         ended_well = self.status.is_terminal() and not self.status.is_error()
         if ended_well and type(self._env).metadata is not MessageEnv.metadata:
-            try:
-                self.metadata = json.loads(json.dumps(await self._call_env("metadata", dict)))
-            except UserCodeError as error:
-                self.status, self.error, self.traceback = (
-                    RolloutStatus.ERROR,
-                    str(error),
-                    users_traceback(error),
-                )
-            except (TypeError, ValueError) as error:
-                self.status, self.error = (
-                    RolloutStatus.ERROR,
-                    f"{self._name}.metadata: {cause_of(error)}",
-                )
+            await self._take_metadata()
         if type(self._env).close is not MessageEnv.close:
             try:
                 await ask(self._env.close, timeout_s=self._config.step_timeout_s)
             except UserCodeError as error:
                 logger.warning("%s.close failed: %s", self._name, error)
 
-    async def _until_settled(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do the work; turn what goes wrong into a status; close the env when the status is terminal."""
+    async def _take_metadata(self) -> None:
+        try:
+            self.metadata = json.loads(json.dumps(await self._call_env("metadata", dict)))
+        except UserCodeError as error:
+            self._set_status(RolloutStatus.ERROR, str(error), users_traceback(error))
+        except (TypeError, ValueError) as error:
+            cause = f"{self._name}.metadata: {cause_of(error)}"
+            self._set_status(RolloutStatus.ERROR, cause, self.traceback)
+
+    async def _settle(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do the work, turn what goes wrong into a status, and close the env on a terminal one."""
         try:
             await work()
         except asyncio.CancelledError:
@@ -176,16 +196,14 @@ class RendererEnv:
             raise
         except UserCodeTimeout as error:
             self.finish(RolloutStatus.TIMEOUT, str(error))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever an env's values raise
             self.finish(RolloutStatus.ERROR, cause_of(error), traceback=users_traceback(error))
-        except BaseException as error:  # of a value of the env's
-            self.finish(
-                RolloutStatus.ERROR,
-                f"{self._name}: {cause_of(error)}",
-                traceback=users_traceback(error),
-            )
+        except BaseException as error:  # noqa: BLE001 - a value of the env's may exit
+            cause = f"{self._name}: {cause_of(error)}"
+            self.finish(RolloutStatus.ERROR, cause, traceback=users_traceback(error))
         if self.status.is_terminal():
-            self._conversation.end()  # it may have been finished from outside while a prompt was rendered
+            # It may have been finished from outside while a prompt was rendered.
+            self._conversation.end()
             await self.close()
 
     async def _reset(self) -> None:
@@ -198,9 +216,8 @@ class RendererEnv:
             raise ValueError(f"{field}.messages is empty: a conversation starts with a message")
         if not reset.control_tokens:
             self._check_control_tokens(messages, f"{field}.messages")
-        if not await self._conversation.open(
-            messages, checked_tools(reset.tools, f"{field}.tools")
-        ):
+        tools = checked_tools(reset.tools, f"{field}.tools")
+        if not await self._conversation.open(messages, tools):
             self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
 
     async def _step(self, completion: Completion) -> None:
@@ -210,13 +227,33 @@ class RendererEnv:
         if completion.finish_reason == "length":
             return self.finish(RolloutStatus.TRUNCATED_LENGTH)
 
+        is_done = await self._take_answer(turn)
+        if is_done:
+            return self.finish(RolloutStatus.COMPLETED)
+        if len(self.turns) >= self._config.max_turns:
+            return self.finish(RolloutStatus.TRUNCATED_MAX_TURNS)
+        if not turn.env_messages:
+            raise ValueError(
+                f"{self._name}.step_message: StepOutput.env_messages is empty though done is "
+                "False: the model would answer itself"
+            )
+        if not await self._conversation.add_messages(turn.env_messages):
+            self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
+
+    async def _take_answer(self, turn: RolloutTurn) -> bool:
+        """Step the env with the turn's message, record its answer, and return whether it is done.
+
+        Raises:
+            TypeError: the answer is no answer; names the field.
+            ValueError: the answer has a control token.
+        """
         started = time.perf_counter()
         try:
             step = await self._call_env("step_message", StepOutput, turn.assistant_message)
         finally:
-            turn.env_s = (
-                time.perf_counter() - started + (self._reset_s if len(self.turns) == 1 else 0.0)
-            )
+            turn.env_s = time.perf_counter() - started
+            if len(self.turns) == 1:
+                turn.env_s += self._reset_s
         field = f"{self._name}.step_message: StepOutput"
         if not isinstance(step.done, bool | np.bool_):
             raise TypeError(f"{field}.done is '{text_of(step.done)}', want True or False")
@@ -227,38 +264,29 @@ class RendererEnv:
         if not step.control_tokens:
             self._check_control_tokens(turn.env_messages, f"{field}.env_messages")
         self._conversation.messages.extend(turn.env_messages)
-        if step.done:
-            return self.finish(RolloutStatus.COMPLETED)
-        if len(self.turns) >= self._config.max_turns:
-            return self.finish(RolloutStatus.TRUNCATED_MAX_TURNS)
-        if not turn.env_messages:
-            raise ValueError(
-                f"{field}.env_messages is empty though done is False: the model would answer itself"
-            )
-        if not await self._conversation.add_messages(turn.env_messages):
-            self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
+        return bool(step.done)
 
     def _check_control_tokens(self, messages: list[Message], field: str) -> None:
-        """
-        Raises:
-            ValueError: a message has a text that would be a control token of the prompt.
-        """
+        """Raise a ValueError if a message has a text that would be a control token."""
         for index, message in enumerate(messages):
-            if (token := control_token_in(message, self._renderer)) is not None:
+            token = control_token_in(message, self._renderer)
+            if token is not None:
                 kind = field.rpartition(": ")[2].partition(".")[0]
                 raise ValueError(
-                    f"{field}[{index}] has {token!r}, where it would be a control token and could end the message: "
-                    f"change the text, or give {kind}(control_tokens=True) if that is meant"
+                    f"{field}[{index}] has {token!r}, where it would be a control token and could "
+                    f"end the message: change the text, or give {kind}(control_tokens=True) if "
+                    "that is meant"
                 )
 
-    async def _call_env(self, method: str, wanted: type, *args: Any) -> Any:
-        name, function, timeout_s = (
-            f"{self._name}.{method}",
-            getattr(self._env, method),
-            self._config.step_timeout_s,
-        )
+    async def _call_env(self, method: str, wanted: type, *args: object) -> Any:  # noqa: ANN401 - an instance of `wanted`
+        name = f"{self._name}.{method}"
         with trace.span(name):
-            output = await ask(function, *args, timeout_s=timeout_s, owner=name)
+            output = await ask(
+                getattr(self._env, method),
+                *args,
+                timeout_s=self._config.step_timeout_s,
+                owner=name,
+            )
         if not isinstance(output, wanted):
             raise TypeError(f"{name} returned {type(output).__name__}, want {wanted.__name__}")
         return output
