@@ -93,7 +93,7 @@ async def test_function_raises_through_and_an_awaitable_answer_is_awaited():
 
 class Unprintable(Exception):
     def __str__(self):
-        raise SystemExit("no words")
+        raise ValueError("no words")
 
 
 def test_exception_whose_message_can_not_be_read_keeps_its_type_and_place():
@@ -102,7 +102,7 @@ def test_exception_whose_message_can_not_be_read_keeps_its_type_and_place():
     except Unprintable as error:
         cause = cause_of(error)
     assert cause.startswith(
-        "Unprintable: its message can't be read (SystemExit in __str__) (test_user_code.py:"
+        "Unprintable: its message can't be read (ValueError in __str__) (test_user_code.py:"
     )
 
 
