@@ -236,7 +236,6 @@ MISTAKES = {
     "unknown field": ["--stepz", "3"],
     "wrong type": ["--steps", "three"],
     "missing folder": ["--model.hf-assets-path", "/nowhere"],
-    "group size that does not divide": ["--tasks.sum-digits.group-size", "7"],
     "sequence longer than the model": ["--batcher.row-length", "5000"],
 }
 

@@ -100,7 +100,7 @@ async def test_late_sync_function_is_named_with_its_place():
 
 class Unprintable(Exception):
     def __str__(self):
-        raise SystemExit("no words")
+        raise ValueError("no words")
 
 
 def test_exception_whose_message_can_not_be_read_keeps_its_type_and_place():
@@ -109,7 +109,7 @@ def test_exception_whose_message_can_not_be_read_keeps_its_type_and_place():
     except Unprintable as error:
         cause = cause_of(error)
     assert cause.startswith(
-        "Unprintable: its message can't be read (SystemExit in __str__) (test_ask.py:"
+        "Unprintable: its message can't be read (ValueError in __str__) (test_ask.py:"
     )
 
 

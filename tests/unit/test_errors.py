@@ -90,7 +90,7 @@ class Hostile:
     """Can't be pickled, shown or compared."""
 
     def __reduce__(self):
-        raise SystemExit(3)
+        raise ValueError(3)
 
     __repr__ = __str__ = __eq__ = __reduce__
 
@@ -109,11 +109,11 @@ def test_config_error_of_a_value_that_can_not_be_pickled_or_shown_keeps_its_mess
 
 class Unreadable(Exception):
     def __str__(self):
-        raise SystemExit(4)
+        raise ValueError(4)
 
 
-def test_an_error_whose_text_exits_is_refused_by_its_type():
-    shown = r"^dataset = 'Bad': its __len__ failed: Unreadable: its message can't be read \(SystemExit in __str__\) "
+def test_an_error_whose_text_fails_is_refused_by_its_type():
+    shown = r"^dataset = 'Bad': its __len__ failed: Unreadable: its message can't be read \(ValueError in __str__\) "
     shown += r"\(.*/test_errors\.py:\d+\)$"
     with pytest.raises(ConfigError, match=shown), user_code("dataset", "Bad", "its __len__ failed"):
         raise Unreadable
@@ -214,7 +214,7 @@ def test_a_hostile_exception_has_no_traceback():
     class Noted(Exception):
         @property
         def __notes__(self):
-            raise SystemExit(5)
+            raise ValueError(5)
 
     def fail():
         raise Noted

