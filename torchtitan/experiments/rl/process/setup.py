@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import gc
 import io
 import json
 import locale
@@ -222,8 +223,14 @@ def quiet_libraries() -> Iterator[None]:
         logging.disable(disabled)
 
 
+GC_THRESHOLDS = (50_000, 20, 20)
+"""Objects made between two garbage collections. By Python's own 700, 10 and 10, collections take a
+seventh of the processor time of importing torch, torchtitan and vLLM, which each process does."""
+
+
 def set_up_process() -> None:
     """Set up the process that starts a run, or a script's own. Variables that are set already stay. May be called again."""
+    gc.set_threshold(*GC_THRESHOLDS)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from torchtitan.experiments.rl.compat.torchtitan import use_cpu_without_accelerator
@@ -270,6 +277,7 @@ def set_up_spawned_process(
     ``<output>.txt``, to ``<output>-<r>.txt`` where ``output`` does not end with a number; None: to where its parent's goes.
     """
     may_end_without_finalizing()
+    gc.set_threshold(*GC_THRESHOLDS)
     from monarch.actor import current_rank
 
     if output is not None:
