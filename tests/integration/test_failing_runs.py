@@ -282,5 +282,5 @@ def test_config_of_a_package_elsewhere_runs_from_anywhere(tmp_path):
         env=env,
     )
     assert result.returncode == 0 and result.stderr == ""
-    assert "steps          17, each on 32 groups" in result.stdout
+    assert "steps          17, each on 256 rollouts" in result.stdout
     assert list(elsewhere.iterdir()) == []
