@@ -1,5 +1,6 @@
 """A rollout that has ended is changed by nobody: who tries fails by name, in the line that tries."""
 
+import asyncio
 import copy
 import json
 import pickle
@@ -7,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
 from tests.unit.test_reference_algorithms import TEACHER, Scorer
@@ -15,11 +17,13 @@ from tests.unit.test_task import ListTask, build, run  # noqa: F401 - build is a
 from torchtitan.experiments.rl.algorithms import GRPO, SFT
 from torchtitan.experiments.rl.frozen import read_only
 from torchtitan.experiments.rl.rollouts.records import encode_rollout
+from torchtitan.experiments.rl.rollouts.samples import checked_completion
 from torchtitan.experiments.rl.rollouts.types import (
     DataSample,
     Rollout,
     RolloutGroup,
     RolloutStatus,
+    add_cost,
 )
 from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.task import Task
@@ -385,6 +389,89 @@ async def test_credit_is_read_only_once_it_was_given(build, tokenizer):  # noqa:
         group.rollouts[0].samples[0].advantages[0] = 1.0
     with pytest.raises(AttributeError, match="can't change advantages of this TrainingSample"):
         group.rollouts[0].samples[0].advantages = None
+
+
+async def test_async_score_group_is_awaited(build, tokenizer):  # noqa: F811
+    class Async(GRPO):
+        async def score_group(self, group):
+            await asyncio.sleep(0)
+            super().score_group(group)
+
+    task, group = await finished_group(build, tokenizer, algorithm=Async.Config())
+    assert await task.score_group(group) is None
+    assert all(rollout.samples[0].advantages is not None for rollout in group.rollouts)
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        lambda sample: setattr(sample, "ref_kl_weights", torch.zeros(len(sample))),
+        lambda sample: setattr(sample, "rl_weights", torch.ones(len(sample), requires_grad=True)),
+        lambda sample: setattr(sample, "reference_ids", 5),
+    ],
+)
+async def test_credit_of_another_kind_fails_the_algorithm_by_name_and_nothing_is_taken(
+    build, tokenizer, rubbish
+):
+    class Odd(GRPO):
+        def score_group(self, group):
+            super().score_group(group)
+            rubbish(group.rollouts[2].samples[0])
+
+    task, group = await finished_group(build, tokenizer, algorithm=Odd.Config())
+    failure = await task.score_group(group)
+    # torch's tensors without a gradient are arrays to numpy: those are taken.
+    if failure is None:
+        assert type(group.rollouts[2].samples[0].ref_kl_weights) is np.ndarray
+        return
+    assert failure.startswith("task talk: Odd.score_group: ")
+    assert all(rollout.samples[0].advantages is None for rollout in group.rollouts)
+
+
+async def test_credit_in_parts_of_one_array_is_not_changed_by_the_next_group(build, tokenizer):  # noqa: F811
+    scratch = np.zeros(4096, np.float32)
+
+    class Frugal(GRPO):
+        def score_group(self, group):
+            super().score_group(group)
+            for rollout in group.rollouts:
+                part = scratch[: len(rollout.samples[0])]
+                part[:] = rollout.samples[0].advantages
+                rollout.samples[0].advantages = part
+
+    task, group = await finished_group(build, tokenizer, algorithm=Frugal.Config())
+    assert await task.score_group(group) is None
+    scratch[:] = 9.0
+    assert all(rollout.samples[0].advantages.max() < 9.0 for rollout in group.rollouts)
+
+
+def test_engine_that_uses_a_buffer_again_does_not_change_what_it_gave():
+    buffer = np.array([5, 6], np.int32)
+    given = replace(turn_of([1], [2, 3]).completion, token_ids=buffer)
+    completion = checked_completion(given)
+    buffer[:] = 0
+    assert completion.token_ids.tolist() == [5, 6]
+    assert checked_completion(completion) is completion
+
+
+def test_array_of_a_dataset_stays_its_own():
+    board = np.zeros(3)
+    seen = read_only({"board": board})["board"]
+    with pytest.raises(ValueError, match="read-only"):
+        seen[0] = 1.0
+    board[0] = 2.0
+
+
+async def test_costs_of_a_sync_reward_function_are_counted(build, tokenizer):  # noqa: F811
+    def dear(completion, row):
+        add_cost("dear", 1.0)
+        return 1.0
+
+    task, group = await finished_group(
+        build, tokenizer, rubric=Rubric.Config(reward_fns=[RewardFn(dear)])
+    )
+    assert await task.score_group(group) is None
+    assert group.costs["dear"] == 3.0
 
 
 async def test_task_that_scores_its_own_rollouts_amends_them(build, tokenizer):  # noqa: F811

@@ -81,6 +81,10 @@ def test_the_part_that_the_config_has_keeps_its_fields():
     ("words", "message"),
     [
         (
+            "--tasks.sum-digits.sampling.stop x --pre-batch-filters zero_advantage repetition",
+            "pre-batch-filters = 'zero_advantage': takes one word, and 'repetition' follows",
+        ),
+        (
             "--tasks.sum-digits.algorithm ppo",
             "tasks.sum-digits.algorithm = 'ppo': name one of dapo, echo, grpo, max_rl, opd",
         ),

@@ -551,6 +551,40 @@ async def test_rewards_and_records_see_what_an_env_says_of_its_rollout_before_it
     assert decode_rollout(line).rollout.metadata == {"files": ["a.txt"]}
 
 
+async def test_env_is_closed_where_its_rollout_ends_while_it_is_asked_for_metadata(
+    build, tokenizer
+):
+    class Slow(TalkingEnv):
+        async def metadata(self):
+            await asyncio.Event().wait()
+
+    config = RendererEnvConfig(rollout_timeout_s=0.2)
+    task = build(envs=[Slow() for _ in range(3)], env=config, max_retries=0)
+    group = await run(task, policy := ScriptedPolicy(tokenizer))
+    assert {rollout.status for rollout in group.rollouts} <= {
+        RolloutStatus.TIMEOUT,
+        RolloutStatus.COMPLETED,
+        RolloutStatus.ERROR,
+    }
+    assert_all_closed_once(task, policy)
+
+
+async def test_session_that_can_not_be_closed_does_not_end_the_run(build, tokenizer, caplog):
+    policy = ScriptedPolicy(tokenizer)
+    open_session = policy.session
+
+    def session(**options):
+        opened = open_session(**options)
+        opened.close = raise_value_error
+        return opened
+
+    policy.session = session
+    task = build()
+    group = await run(task, policy)
+    assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.COMPLETED}
+    assert "a session's close failed: ValueError" in caplog.text
+
+
 @pytest.mark.parametrize(
     "says, cause", [(["a"], "returned list, want dict"), ({"a": object()}, "not JSON serializable")]
 )

@@ -108,6 +108,22 @@ def build(*, steps=3, bound=1, task=None, sleep=False):
     )
 
 
+async def test_an_error_of_the_last_evaluation_ends_the_run_once_its_step_is_kept():
+    run = build(steps=2)
+    start = run.parts.start
+
+    def failing(step, *, final=False):
+        start(step, final=final)
+        if final and step == 2:
+            run.rollouts.fail(RunError("the validation set can't be read"))
+
+    run.parts.start = failing
+    with pytest.raises(RunError, match="the validation set can't be read"):
+        await run.loop.run()
+    await run.rollouts.close()
+    assert [record.step for record in run.records] == [1, 2]
+
+
 async def test_every_step_trains_copies_out_and_is_recorded():
     run = build(steps=3)
     await run.loop.run()

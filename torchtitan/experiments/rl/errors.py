@@ -97,7 +97,7 @@ class _Text:
         return self._text
 
 
-_LIBRARY = str(Path(__file__).parent)
+_LIBRARY = f"{Path(__file__).parent}/"
 _OTHERS = (
     "<frozen ",
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},

@@ -73,8 +73,8 @@ class Freezable:
 def read_only(value: Any) -> Any:  # noqa: ANN401 - anything that a record may hold
     """Return a value that can't be changed in place.
 
-    A dict or list becomes a read-only copy. An array and a `Freezable` record are made read-only in
-    place. Any other object, such as one of a user's class, is returned as it is.
+    A dict or list becomes a read-only copy, an array a read-only view, and a `Freezable` record is
+    made read-only in place. Any other object, such as one of a user's class, is returned as it is.
     """
     freeze = _FREEZE.get(type(value))
     if freeze is not None:
@@ -83,8 +83,9 @@ def read_only(value: Any) -> Any:  # noqa: ANN401 - anything that a record may h
 
 
 def _freeze_array(array: np.ndarray) -> np.ndarray:
-    array.flags.writeable = False
-    return array
+    view = array.view()  # the array itself may be its owner's, such as a dataset's
+    view.flags.writeable = False
+    return view
 
 
 def _refuse_change(self: object, *_: object, **__: object) -> NoReturn:

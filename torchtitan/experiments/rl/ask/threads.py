@@ -6,6 +6,7 @@ call does not fit either: under a busy event loop it took 6 ms a call, against 0
 """
 
 import asyncio
+import contextvars
 import queue
 import threading
 import time
@@ -40,6 +41,7 @@ class ThreadCall(Future[Outcome]):
         super().__init__()
         self.function = function
         self.args = args
+        self.context = contextvars.copy_context()  # costs of a group are counted by it
         self.began_at: float | None = None
         """`time.monotonic` at which a thread took the call; None while it is queued."""
         self.ended_at: float | None = None
@@ -51,7 +53,7 @@ class ThreadCall(Future[Outcome]):
 
     def run(self) -> Outcome:
         try:
-            return Outcome(value=self.function(*self.args))
+            return Outcome(value=self.context.run(self.function, *self.args))
         except BaseException as error:  # noqa: BLE001 - user code may raise or exit with anything
             return Outcome(error=error)
 
@@ -151,3 +153,4 @@ class WorkerThreads:
             call.set_result(outcome)
             if is_abandoned:  # another thread was started in its place
                 return
+            del call, outcome  # an idle thread would keep the call's arguments alive

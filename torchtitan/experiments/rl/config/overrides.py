@@ -61,6 +61,10 @@ def take_named_parts(config: Any, overrides: list[str]) -> list[str]:
             continue
         if valued and not equals:
             words.pop(0)
+            if words and not words[0].startswith("-"):
+                raise place.refusal(
+                    f"takes one word, and {words[0]!r} follows: several names have commas between"
+                )
         if place.value is None:
             left = _outside(place.field, left)
     return left

@@ -254,6 +254,11 @@ class RolloutLoop:
         self._rollouts_failing = True
         self._end_run(error)
 
+    def raise_failure(self) -> None:
+        """Raise the error that `fail` was given after the last call of `next_groups`, if any."""
+        if self._rollouts_failing and self._failure is not None:
+            raise self._failure
+
     def stop(self) -> None:
         """Start no more groups, and have `next_groups` raise RunStopped."""
         self._stopping = True

@@ -120,6 +120,8 @@ class TrainingLoop:
                 await self._step(step)
             for watcher in self._watchers:
                 await watcher.step_over(step)
+        if not self._stopping:
+            self._rollouts.raise_failure()  # of the last evaluation, which no `next_groups` follows
 
     async def _step(self, step: int) -> None:
         """Take a step's groups, train on them, and start publishing the version that this makes."""

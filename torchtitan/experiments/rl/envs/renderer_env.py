@@ -168,9 +168,15 @@ class RendererEnv:
         if self._closed:
             return
         self._closed = True
+        self._conversation.end()
         ended_well = self.status.is_terminal() and not self.status.is_error()
-        if ended_well and type(self._env).metadata is not MessageEnv.metadata:
-            await self._take_metadata()
+        try:
+            if ended_well and type(self._env).metadata is not MessageEnv.metadata:
+                await self._take_metadata()
+        finally:  # also if the rollout is cancelled while the env is asked for its metadata
+            await self._close_env()
+
+    async def _close_env(self) -> None:
         if type(self._env).close is not MessageEnv.close:
             try:
                 await ask(self._env.close, timeout_s=self._config.step_timeout_s)
@@ -182,7 +188,7 @@ class RendererEnv:
             self.metadata = json.loads(json.dumps(await self._call_env("metadata", dict)))
         except UserCodeError as error:
             self._set_status(RolloutStatus.ERROR, str(error), users_traceback(error))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             cause = f"{self._name}.metadata: {cause_of(error)}"
             self._set_status(RolloutStatus.ERROR, cause, self.traceback)
 

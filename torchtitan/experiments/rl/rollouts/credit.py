@@ -50,14 +50,14 @@ def _draft_sample(sample: TrainingSample) -> TrainingSample:
     return replace(sample, **credit)
 
 
-def take_credit(
+def check_draft(
     rollout: Rollout,
     draft: Rollout,
     check: Callable[[TrainingSample], None],
     *,
     replaces: Collection[str] = (),
 ) -> None:
-    """Give a rollout the samples of its draft, now that an algorithm has written to them.
+    """Raise if an algorithm has written to a draft what its rollout can't take.
 
     Args:
         check: raises ValueError if a sample can't be trained on.
@@ -65,8 +65,7 @@ def take_credit(
             (`Algorithm.replaces`).
 
     Raises:
-        ValueError: the algorithm has set another field, or ``check`` refuses a sample. The rollout
-            is left as it was.
+        ValueError: the algorithm has set another field, or ``check`` refuses a sample.
     """
     for index, (sample, written) in enumerate(zip(rollout.samples, draft.samples, strict=True)):
         for name in _SAMPLE_FIELDS:
@@ -74,4 +73,14 @@ def take_credit(
             if not is_allowed and getattr(written, name) is not getattr(sample, name):
                 raise ValueError(f"changed samples[{index}].{name} of a rollout that has ended")
         check(written)
+
+
+def take_credit(rollout: Rollout, draft: Rollout) -> None:
+    """Give a rollout the samples of its draft, which were checked."""
+    for sample in draft.samples:
+        for name in CREDIT_STREAMS:
+            values = getattr(sample, name)
+            if values is not None and values.base is not None:
+                # The algorithm may use the array that this is a part of again.
+                setattr(sample, name, values.copy())
     rollout.amend(samples=[sample.freeze() for sample in draft.samples])

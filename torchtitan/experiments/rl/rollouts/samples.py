@@ -46,12 +46,12 @@ def checked_completion(completion: Completion) -> Completion:
     if isinstance(completion, Completion) and completion.frozen:
         return completion
     check_completion(completion)
-    # The engine may be the user's own, and give lists.
+    # Copies, because the engine may be the user's own, and give lists or slices of a buffer.
     return replace(
         completion,
-        token_ids=np.asarray(completion.token_ids, np.int32),
-        logprobs=np.asarray(completion.logprobs, np.float32),
-        policy_versions=np.asarray(completion.policy_versions, np.int32),
+        token_ids=np.array(completion.token_ids, np.int32),
+        logprobs=np.array(completion.logprobs, np.float32),
+        policy_versions=np.array(completion.policy_versions, np.int32),
     ).freeze()
 
 

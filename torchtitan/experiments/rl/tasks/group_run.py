@@ -146,12 +146,15 @@ class GroupRun:
                 session = self._open_session(rollout, attempt)
                 (env,) = await self._make_envs(1)
                 await self._attempt(rollout, env, session)
-            rollout.samples = samples_from_turns(
-                rollout.turns,
-                task_name=rollout.task_name,
-                rollout_id=rollout.rollout_id,
-                temperature=self.sampling.temperature,
-            )
+            try:
+                rollout.samples = samples_from_turns(
+                    rollout.turns,
+                    task_name=rollout.task_name,
+                    rollout_id=rollout.rollout_id,
+                    temperature=self.sampling.temperature,
+                )
+            except ValueError as error:  # completions that do not fit each other
+                rollout.fail(f"generator: {error}")
             self._count_calls(rollout)
             if self.credit:
                 await self.task.credit_rollout(rollout, self.group)
@@ -171,6 +174,9 @@ class GroupRun:
         if isinstance(env, UserCodeError):  # there is no env
             session.close()
             rollout.turns = []
+            rollout.metadata = {}
+            rollout.answer = None
+            rollout.calls = {}
             timed_out = isinstance(env, UserCodeTimeout)
             rollout.status = RolloutStatus.TIMEOUT if timed_out else RolloutStatus.ERROR
             rollout.error = str(env)
@@ -191,7 +197,7 @@ class GroupRun:
         finally:
             await env.close()  # its metadata may fail, and set its status
             session.close()
-        rollout.turns = env.turns
+        rollout.turns = list(env.turns)
         rollout.status = env.status
         rollout.error = env.error
         rollout.traceback = env.traceback

@@ -1,6 +1,7 @@
 """The session of one rollout: the door through which completions enter the library."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.policy import PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.samples import checked_completion
 from torchtitan.experiments.rl.rollouts.types import Completion
+
+logger = logging.getLogger(__name__)
 
 
 class CheckedSession:
@@ -95,10 +98,17 @@ class CheckedSession:
             )
 
     def close(self) -> None:
-        """Close the session of the model. A second call does nothing."""
-        if not self._closed:
-            self._closed = True
+        """Close the session of the model. A second call does nothing.
+
+        A failure is logged: it can't undo the rollout.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
             self._session.close()
+        except Exception as error:  # noqa: BLE001 - an engine may be the user's own
+            logger.warning("a session's close failed: %s", cause_of(error))
 
 
 def _is_cancelled() -> bool:

@@ -13,12 +13,13 @@ cancellation is raised. From the rubric on, rollouts are read-only (`frozen.py`)
 """
 
 import asyncio
+import inspect
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 from renderers import Renderer
 
@@ -61,7 +62,12 @@ from torchtitan.experiments.rl.errors import (
 from torchtitan.experiments.rl.frozen import read_only
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.rollouts.credit import draft_group, draft_rollout, take_credit
+from torchtitan.experiments.rl.rollouts.credit import (
+    check_draft,
+    draft_group,
+    draft_rollout,
+    take_credit,
+)
 from torchtitan.experiments.rl.rollouts.policy import (
     PolicyClient,
     PolicySession,
@@ -486,11 +492,13 @@ class Task(UserConfigurable):
         scores_by_itself = type(rubric).score_group is not Rubric.score_group
         # The Rubric of the library limits each of its functions.
         timeout_s = self._limit_s if scores_by_itself else None
-        rollouts = [rollout.freeze() for rollout in group.rollouts]
+        rollouts = list(group.rollouts)
         failed_before = [rollout.status.is_error() for rollout in rollouts]
-        env_input = read_only(group.data_sample.env_input)
         costs = dict(group.costs)
         try:
+            for rollout in rollouts:
+                rollout.freeze()
+            env_input = read_only(group.data_sample.env_input)
             with counted_in(costs), trace.span(name):
                 rewards = await ask(
                     rubric.score_group, list(rollouts), env_input, timeout_s=timeout_s
@@ -524,7 +532,13 @@ class Task(UserConfigurable):
 
         Set ``group.failure`` and return it as ``score_group`` does.
         """
-        await asyncio.gather(*(self.credit_rollout(rollout, group) for rollout in group.rollouts))
+        costs = dict(group.costs)
+        try:
+            with counted_in(costs):
+                rollouts = group.rollouts
+                await asyncio.gather(*(self.credit_rollout(rollout, group) for rollout in rollouts))
+        finally:
+            group.amend(costs=costs)
         return await self._credit(group)
 
     async def _credit(self, group: RolloutGroup) -> str | None:
@@ -558,9 +572,13 @@ class Task(UserConfigurable):
         try:
             with trace.span(name):
                 await ask(algorithm.score_rollout, draft, timeout_s=self._limit_s)
-            take_credit(rollout, draft, _check_early_credit, replaces=type(algorithm).replaces)
+            check_draft(rollout, draft, _check_early_credit, replaces=type(algorithm).replaces)
+            take_credit(rollout, draft)
         except (UserCodeError, ValueError) as error:
             rollout.fail(f"task {self.name}: {name}: {error}", traceback=users_traceback(error))
+        except Exception as error:  # noqa: BLE001 - of what an algorithm wrote, such as a tensor
+            cause = f"task {self.name}: {name}: {cause_of(error)}"
+            rollout.fail(cause, traceback=users_traceback(error))
         finally:
             group.amend(credit_s=group.credit_s + time.perf_counter() - began)
 
@@ -580,13 +598,15 @@ class Task(UserConfigurable):
         began = time.perf_counter()
 
         async def score() -> None:
-            algorithm.score_group(draft)
+            answer = cast(Any, algorithm).score_group(draft)
+            if inspect.isawaitable(answer):  # an override may be async
+                await answer
 
         try:
             with trace.span(f"{kind.__name__}.score_group"):
                 await ask(score, timeout_s=self._limit_s)
             self._take_credit(group, draft.rollouts)
-        except (UserCodeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - it may write values of any class
             cause = f"task {self.name}: {kind.__name__}.score_group: {cause_of(error)}"
             _fail(group, cause, error)
             return cause
@@ -595,14 +615,20 @@ class Task(UserConfigurable):
         return None
 
     def _take_credit(self, group: RolloutGroup, drafts: Sequence[Rollout]) -> None:
+        """Check the drafts of all rollouts, and then give each rollout the credit of its draft."""
+        credited = []
         for rollout, draft in zip(group.rollouts, drafts, strict=True):
-            # A rollout that failed has a reward if the rubric has an `error_reward`, and no credit
-            # if it is ``score_rollout`` that gives it, which has not seen the rollout.
-            lacks_credit = any(missing_credit(sample) for sample in draft.samples)
-            if rollout.status.is_error() and lacks_credit:
+            if rollout.reward is None:
+                continue
+            if rollout.status.is_error() and _lacks_credit(draft):
+                # It has a reward because the rubric has an `error_reward`, and no credit because
+                # ``score_rollout``, which gives it, has not seen a rollout that failed.
                 rollout.amend(reward=None)
-            if rollout.reward is not None:
-                take_credit(rollout, draft, _check_credit)
+                continue
+            check_draft(rollout, draft, _check_credit)
+            credited.append((rollout, draft))
+        for rollout, draft in credited:
+            take_credit(rollout, draft)
 
 
 def frozen_sample(sample: DataSample) -> DataSample:
@@ -654,6 +680,12 @@ def _checked_rewards(
         )
         checked.append((number, checked_rewards(reward.components, f"the components {of}")))
     return checked
+
+
+def _lacks_credit(draft: Rollout) -> bool:
+    for sample in draft.samples:
+        check_streams(sample)
+    return any(missing_credit(sample) for sample in draft.samples)
 
 
 def _check_early_credit(sample: TrainingSample) -> None:
