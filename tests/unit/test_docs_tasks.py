@@ -15,7 +15,6 @@ from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
 from torchtitan.experiments.rl.grpo import main
-from torchtitan.experiments.rl.observability import rollouts as viewer
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
@@ -161,7 +160,7 @@ async def test_sandboxes_are_lent_to_one_env_at_a_time_and_come_back_whatever_ha
     assert sum(sandbox.uses for sandbox in sandboxes) == 12
 
 
-async def test_what_was_said_can_be_read_as_shown(modules, renderer, tmp_path, capsys):
+async def test_what_was_said_can_be_read_as_shown(modules, renderer, tmp_path):
     class SlowEnv(modules["phonebook"].PhonebookEnv):
         async def step_message(self, message):
             await asyncio.sleep(0.05)
@@ -182,8 +181,6 @@ async def test_what_was_said_can_be_read_as_shown(modules, renderer, tmp_path, c
     slow = list(modules["slow_tools"].slow_tools(tmp_path, 0.02))
     assert [entry[:2] for entry in slow] == [("trained", "It is 1234.")] * 2
     assert not list(modules["slow_tools"].slow_tools(tmp_path, 60.0))
-    assert viewer.main([str(tmp_path), "--max-reward", "0.2", "--limit", "5"]) == 0
-    assert "It is 1234." in capsys.readouterr().out
 
 
 def test_every_status_is_in_the_table():

@@ -70,7 +70,9 @@ async def test_shared_prompt_is_the_one_that_each_rollout_would_have_rendered_an
         second.prompt_token_ids[0] = 0
 
 
-async def test_equal_answers_are_parsed_once_and_their_messages_are_not_shared(group, tokenizer):
+async def test_equal_answers_are_parsed_once_and_nobody_can_change_the_message_they_share(
+    group, tokenizer
+):
     envs, calls = group(*(TalkingEnv() for _ in range(4)))
     texts = ("a", "b", "a", "a")
     for env, text in zip(envs, texts, strict=True):
@@ -79,8 +81,8 @@ async def test_equal_answers_are_parsed_once_and_their_messages_are_not_shared(g
     assert calls.count("parse_response") == 2
     messages = [env.turns[0].assistant_message for env in envs]
     assert [message["content"] for message in messages] == list(texts)
-    messages[0]["content"] = "changed"
-    assert messages[2]["content"] == messages[3]["content"] == "a"
+    with pytest.raises(TypeError, match="read-only"):
+        messages[0]["content"] = "changed"
 
 
 async def test_long_answers_and_later_turns_are_parsed_one_by_one(group, tokenizer):

@@ -220,10 +220,11 @@ def config_with_a_judge(*servers: Server):
 
 def test_every_server_of_a_teacher_is_compared_with_the_policys_tokenizer(server, other):
     config = config_with_a_teacher(server, other)
-    check_teachers(config, ask_servers=True)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.hf_assets_path)
+    check_teachers(config, tokenizer, ask_servers=True)
     other.answers["/tokenize"] = (200, {"tokens": [1, 2, 3]})
     with pytest.raises(ConfigError) as caught:
-        check_teachers(config, ask_servers=True)
+        check_teachers(config, tokenizer, ask_servers=True)
     wanted = f"tasks.sum_digits.algorithm.teacher.base_url = '{other.root}/v1': its model 'tiny' has another tokenizer"
     assert str(caught.value).startswith(wanted)
 

@@ -12,6 +12,7 @@ import pytest
 from tests.unit.command_line import assert_one_line
 from tests.unit.waiting import wait_until
 from torchtitan.experiments.rl.bounds import check_fields
+from torchtitan.experiments.rl.config.start import Ready
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.hosts import slurm
 from torchtitan.experiments.rl.hosts.jobs import JobConfig, SlurmJob
@@ -134,7 +135,8 @@ def test_the_command_in_the_allocation_takes_the_folder_of_its_submission(
         "torchtitan.experiments.rl.grpo._run", lambda config, start, name: taken.append(start) or 0
     )
     assert command(*words)[0] == 0
-    assert taken[0].run_dir == str(run) and taken[0].script is None and taken[0].plan.hosts == 1
+    assert isinstance(taken[0], Ready)
+    assert taken[0].run_dir == str(run) and taken[0].plan.hosts == 1
 
 
 def test_a_submission_that_resumes_names_the_run_and_no_new_folder(command):
