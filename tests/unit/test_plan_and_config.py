@@ -546,9 +546,7 @@ def test_plan_of_the_debug_config_by_hand():
     assert held.head == pytest.approx(head, rel=1e-3)
     assert held.layer == pytest.approx(at_work, rel=1e-3)
     assert plan.trainer_gib == pytest.approx(held.total / GIB) and held.fixed == 0
-    assert plan.generator_gib == pytest.approx(
-        4 * parameters / GIB + 0.25 * 1.125
-    )  # a cache, and kept prompts
+    assert plan.generator_gib == pytest.approx(4 * parameters / GIB + 0.25)  # weights and a cache
 
 
 def test_tensor_parallel_ranks_get_the_same_rows():
