@@ -124,4 +124,5 @@ _FREEZE: dict[type, Callable[[Any], Any]] = {
     tuple: lambda value: tuple(map(read_only, value)),
     np.ndarray: _freeze_array,
 }
-"""How to freeze a value, by its exact type: a user's subclass of dict is left alone."""
+"""Function that freezes a value, by the value's exact type: a user's subclass of dict is left
+alone."""

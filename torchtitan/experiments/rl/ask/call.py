@@ -319,7 +319,7 @@ async def contained(work: Awaitable[T]) -> T:
         return await work
     except (Exception, asyncio.CancelledError):
         raise
-    except BaseException as error:
+    except BaseException as error:  # SystemExit and KeyboardInterrupt would stop the event loop
         raise UserCodeError(cause_of(error)) from error
 
 

@@ -63,7 +63,7 @@ SLEEP = "generator.engine.sleep"
 MOST_RANKS_TRIED = 64
 """Maximum number of trainer ranks that are tried to say how many GPUs a run needs."""
 USUAL_GPU_GIB = 80e9 / GIB
-"""Where no GPU can be asked."""
+"""Memory of a GPU in GiB that is assumed if no GPU can be asked."""
 
 
 def checked_plan(config: RunConfig) -> RunPlan:
@@ -536,7 +536,7 @@ def _shared_gpu(config: RunConfig, parameters: int, trainer: TrainerMemory) -> S
 
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-"""What families call the longest sequence in config.json."""
+"""Names by which model families call the longest sequence in config.json."""
 _VOCABULARY_BLOCK = 64
 """Engines fill the vocabulary up to a multiple of it before they split it."""
 
@@ -690,7 +690,7 @@ TEXTS = (
     "½ ² Ⅷ ① ﬁ Å Ω ™ → ≠ ∑",
     " leading, trailing and  double   spaces ",
 )
-"""What tokenizers divide differently."""
+"""Texts that tokenizers divide differently."""
 
 
 def check_teachers(config: RunConfig, tokenizer: Any, *, ask_servers: bool) -> None:
@@ -748,7 +748,7 @@ def difference(theirs: Any, ours: Any) -> str | None:
 
 
 def _merges(tokenizer: Any) -> Any:
-    """Of byte-pair encoding, in order; None: the tokenizer has no such."""
+    """Return the merges of byte-pair encoding, in order; None if the tokenizer has none."""
     return (
         json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges")
         if tokenizer.is_fast

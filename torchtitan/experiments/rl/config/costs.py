@@ -20,11 +20,11 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ModelSizes:
-    """Of a decoder: the numbers that memory follows from."""
+    """Sizes of a decoder, from which the memory that it takes follows."""
 
     parameters: int
     trained: int
-    """Of all adapters; without them, of the model."""
+    """Number of trained parameters: those of all adapters, or of the model without them."""
     layers: int
     dim: int
     vocabulary: int
@@ -35,12 +35,12 @@ class ModelSizes:
     """Key heads times head size; the same for values."""
     head_width: int
     feed_forward_width: int
-    """That a token is computed with: of all its experts."""
+    """Width of the feed-forward part that a token is computed with, summed over its experts."""
     rotations: int
     """Positions in a layer's table of rotations."""
     experts: int = 1
     chosen: int = 1
-    """Of the experts, by each token."""
+    """Number of experts that each token chooses."""
 
     @classmethod
     def of(cls, decoder: Decoder.Config, parameters: int, trained: int) -> "ModelSizes":
@@ -70,7 +70,7 @@ class ModelSizes:
 
     @property
     def vocabulary_parameters(self) -> int:
-        """Of the embedding; the head has as many, or the same ones."""
+        """Number of parameters of the embedding. The head has as many, or the same ones."""
         return self.vocabulary * self.dim
 
     @property
@@ -81,7 +81,7 @@ class ModelSizes:
 
     @property
     def expert_parameters(self) -> int:
-        """Of the experts of a layer; 0 in a dense one."""
+        """Number of parameters of a layer's experts; 0 in a dense layer."""
         return (
             0
             if self.experts == 1
@@ -90,7 +90,7 @@ class ModelSizes:
 
     @property
     def active_parameters(self) -> int:
-        """That a token is computed with."""
+        """Number of parameters that a token is computed with."""
         return (
             self.parameters
             - self.layers * self.expert_parameters * (self.experts - self.chosen) // self.experts
@@ -145,12 +145,14 @@ KINDS_BY_GB = {
 them, as DEVICES does."""
 GPUS_PER_HOST = 8
 FLOPS_SHARE, BANDWIDTH_SHARE, NETWORK_SHARE = 0.4, 0.6, 0.7
-"""Of the peaks, what large matrices, decoding and collectives reach. Assumed: no GPU was asked."""
+"""Shares of a GPU's peaks that large matrices, decoding and collectives reach. They are assumed:
+no GPU was measured."""
 ENGINE_STEP_S, SEQUENCE_S = 1e-3, 1e-5
-"""Of an engine's step, on its host: scheduling, and sampling and output of a sequence. An
-estimate."""
+"""Seconds on the host for an engine's step: to schedule it, and to sample and return one sequence's
+token. They are estimates."""
 COPY_BYTES_S = 20e9
-"""Between a host's memory and a GPU, or within a host's memory: PCIe 5 at a third of its peak."""
+"""Bytes a second between a host's memory and a GPU, or within a host's memory: PCIe 5 at a third of
+its peak."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -163,15 +165,18 @@ class EngineRates:
     cache_tokens: int
     """Keys and values that the engine has room for."""
     load_s: float
-    """Of new weights, while nothing is sampled."""
+    """Seconds to load new weights, while nothing is sampled."""
     experts_s: float = 0.0
-    """Of ``step_s``, what reading all experts takes."""
+    """Seconds of ``step_s`` that reading all experts takes."""
     skipped: float = 0.0
     """Share of the experts that the token of a sequence leaves out: a step reads those that any
     sequence takes."""
 
     def decode_s(self, steps: int, sequences: int, context: int) -> float:
-        """Of so many steps with the same sequences, whose context grows by a token each."""
+        """Return the seconds of decoding steps with the same sequences.
+
+        The context of each sequence grows by a token a step.
+        """
         return (
             steps * self._step(sequences, context)
             + self.context_s * sequences * steps * (steps - 1) / 2
@@ -207,7 +212,10 @@ class TrainerRates:
 
 
 def version_bytes(config: RunConfig, sizes: ModelSizes) -> int:
-    """Of a version: the model, or the adapters that engines serve, in the engines' dtype."""
+    """Return the bytes of a version in the engines' dtype.
+
+    A version is the model, or the adapters that engines serve.
+    """
     parameters = sizes.trained if config.served else sizes.parameters
     return parameters * config.generator.engine.torch_dtype.itemsize
 
@@ -215,7 +223,7 @@ def version_bytes(config: RunConfig, sizes: ModelSizes) -> int:
 def device_rates(
     config: RunConfig, sizes: ModelSizes, gpu: Gpu
 ) -> tuple[EngineRates, TrainerRates]:
-    """Of a config on GPUs of one kind.
+    """Return the rates of an engine and of the trainer, on GPUs of one kind.
 
     An engine's step reads the weights and the keys and values of its sequences once, shared by its
     GPUs, and takes 2 operations an active parameter for each token.
@@ -293,7 +301,7 @@ class Balance:
     """Seconds of one optimizer step on each side, with every rollout as long as it may be."""
 
     train_s: float
-    """What the trainer computes."""
+    """Seconds that the trainer computes."""
     generate_s: float
     in_turn: bool
     """True if the two sides take turns; otherwise they work at the same time."""

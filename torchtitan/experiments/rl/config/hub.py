@@ -27,7 +27,8 @@ from torchtitan.experiments.rl.observability.console import near, typed_command,
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*"]
-"""Of a model's repository. Others hold the same weights in formats that are not read here."""
+"""Patterns of the files that are downloaded of a model's repository. Other files hold the same
+weights in formats that are not read here."""
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 

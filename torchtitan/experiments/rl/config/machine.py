@@ -31,7 +31,7 @@ DESCRIPTORS_PER_PROCESS = 64
 PROBE_BYTES = 64 * 2**20
 """Written to learn how fast a disk is."""
 SHARED_MEMORY_PER_ENGINE = 64 * 2**20
-"""Of an engine with several processes, which talk through shared memory. A write beyond its end
+"""Bytes of shared memory through which an engine's several processes talk. A write beyond its end
 kills the process."""
 
 
@@ -89,7 +89,7 @@ def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
 
 
 def _run_gib(plan: RunPlan) -> float:
-    """Of a run on one host, on CPU."""
+    """Return the memory of a run on one host, on CPU, in GiB."""
     engines = engine_processes(plan.config) * plan.generator_gib
     weights = sum(plan.shared_weights.values()) / GIB
     held = engines + weights + plan.copied_gib  # of a checkpoint: from the first on its copy stays

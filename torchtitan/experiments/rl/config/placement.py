@@ -21,7 +21,7 @@ synchronous, 0.37 and 0.43."""
 
 
 class Place(NamedTuple):
-    """Of one process."""
+    """Place of one process."""
 
     host: int
     devices: tuple[int, ...]
@@ -190,12 +190,12 @@ def weights_stay_on_devices(config: RunConfig, device: Device, placement: Placem
 
 
 def engine_processes(config: RunConfig) -> int:
-    """Of the policy's generators."""
+    """Return the number of processes of the policy's generators."""
     return config.generator.replicas * config.generator.engine.tensor_parallel_degree
 
 
 def hosted_processes(config: RunConfig) -> int:
-    """Of the frozen models that the run serves itself."""
+    """Return the number of processes of the frozen models that the run serves itself."""
     return sum(
         model.replicas * model.engine.tensor_parallel_degree
         for model in hosted_models(config.tasks).values()

@@ -38,22 +38,22 @@ class TrainerMemory:
     """Parameters, gradients and two Adam moments: this rank's shard. Gradients are reduced in every
     microbatch. And each layer's table of rotations, whole."""
     activations: float
-    """What a microbatch's forward pass leaves for its backward pass. With checkpointing: each
-    layer's input."""
+    """Bytes that a microbatch's forward pass leaves for its backward pass. With checkpointing it is
+    each layer's input."""
     head: float
-    """While the head computes. In its forward pass its compute copy and, unless it is tied, the
-    buffer it was gathered in, and three tensors of a chunk's logits. In its backward pass, if that
-    is more, its compute copy and the last layer's, and a gradient in float32, to which the product
-    of a chunk is added."""
+    """Bytes while the head computes. In its forward pass these are its compute copy and, unless it
+    is tied, the buffer it was gathered in, and three tensors of a chunk's logits. In its backward
+    pass, if that is more, they are its compute copy and the last layer's, and a gradient in
+    float32, to which the product of a chunk is added."""
     layer: float
-    """While a layer's backward pass computes: compute copies of it and the next one, its gradient,
-    what a reduction adds up (at first the head's), what checkpointing computes again, and two
-    gradients of the feed-forward part's width. A tied head's copy and gradient stay until the
-    embedding's."""
+    """Bytes while a layer's backward pass computes: compute copies of the layer and the next one,
+    the layer's gradient, what a reduction adds up (at first the head's), what checkpointing
+    computes again, and two gradients of the feed-forward part's width. A tied head's copy and
+    gradient stay until the embedding's."""
     fixed: float
     published: float = 0
-    """What it keeps for the engines, as their dtype, where versions stay on devices: its share of
-    one version."""
+    """Bytes of the rank's share of one version, in the engines' dtype. 0 unless versions stay on
+    the devices."""
 
     @property
     def total(self) -> float:
@@ -62,7 +62,7 @@ class TrainerMemory:
 
     @property
     def idle(self) -> float:
-        """Between two steps, when what a step used is given back."""
+        """Bytes between two steps, when what a step used is given back."""
         return self.state + self.fixed + self.published
 
 
@@ -73,11 +73,11 @@ class SharedGpu:
     trainer: TrainerMemory
     engine: float
     asleep: float | None
-    """What is left of the engine while it sleeps. None: it does not sleep."""
+    """Bytes that the engine keeps while it sleeps; None if it does not sleep."""
 
     @property
     def peak(self) -> float:
-        """While the trainer steps, or while the engine is awake."""
+        """Larger sum of the two: while the trainer steps, and while the engine is awake."""
         return max(
             self.trainer.total + (self.engine if self.asleep is None else self.asleep),
             self.trainer.idle + self.engine,
@@ -257,7 +257,7 @@ def host_memory(plan: "RunPlan", placement: Placement) -> dict[int, HostMemory]:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RunPlan:
-    """What follows from a config. ``lines`` is what ``--dry-run`` prints."""
+    """Sizes and placement of a run, worked out from its config. ``lines`` is the dry run's text."""
 
     config: RunConfig
     device: Device
@@ -266,16 +266,16 @@ class RunPlan:
     open_rollouts: int
     """Maximum number of rollouts that no generator's version was made from yet."""
     tokens_per_step: int
-    """At most: every rollout at max_rollout_tokens."""
+    """Maximum number of tokens of a step, with every rollout at max_rollout_tokens."""
     hosts: int
     placement: Placement
-    """By what is known before the hosts are there."""
+    """Placement of the processes, from what is known before the hosts are there."""
     trainer_memory: TrainerMemory
-    """Of one rank."""
+    """Memory of one trainer rank."""
     shared_gpu: SharedGpu | None
-    """None: no GPU has both a trainer rank and an engine."""
+    """Memory of a GPU that has both a trainer rank and an engine; None if no GPU has both."""
     balance: Balance | None
-    """None where the cost model has no numbers for the device."""
+    """Seconds of each side; None if the cost model has no numbers for the device."""
     generator_gib: float
     """Per process: weights and KV cache (CPU), or the share of the GPU it will claim (CUDA, as a
     part of one)."""
@@ -318,12 +318,12 @@ class RunPlan:
 
     @property
     def trainer_gib(self) -> float:
-        """Per rank."""
+        """Memory of one trainer rank, in GiB."""
         return self.trainer_memory.total / GIB
 
     @property
     def gpu_gib(self) -> float:
-        """Of a trainer's GPU, with the engine that shares it."""
+        """Memory of a trainer's GPU in GiB, with the engine that shares it."""
         return self.trainer_gib if self.shared_gpu is None else self.shared_gpu.peak / GIB
 
     @property

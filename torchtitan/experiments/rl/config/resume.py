@@ -161,8 +161,7 @@ class ResumedRun:
     saved_config: dict[str, Any]
     lock: BinaryIO
     lines: list[str] = field(default_factory=list)
-    """What the person who resumes should know: checkpoints that were refused, fields that
-    changed."""
+    """Lines for the person who resumes: checkpoints that were refused, fields that changed."""
 
     @property
     def step(self) -> int:
@@ -443,7 +442,7 @@ def _verified(
 
 
 def _newest_run(output_dir: Path, config_name: str) -> Path | None:
-    """Of the runs of a config, the one that was started or resumed last."""
+    """Return the run of a config that was started or resumed last; None if there is none."""
     commands = {
         path: read_command(path) for path in (output_dir.iterdir() if output_dir.is_dir() else ())
     }

@@ -54,7 +54,7 @@ class ProvisionConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA where torch sees a GPU, or where the job's hosts have GPUs."""
     job: JobConfig = field(default_factory=ThisHostJob)
-    """What gives the run its hosts. The command line names it: this_host, process, slurm,
+    """Job that gives the run its hosts. The command line names it: this_host, process, slurm,
     kubernetes."""
     trainer_hosts: tuple[NonNegativeInt, ...] = ()
     """Hosts of the trainer's ranks, counted from 0, the same number on each. Empty: the first, as
@@ -135,7 +135,7 @@ class ProvisionConfig:
 @dataclass(kw_only=True, slots=True)
 class SupervisionConfig:
     max_restarts: NonNegativeInt = 3
-    """How often a part may be restarted within ``window_s`` seconds: a generator, a hosted model, a
+    """Maximum number of restarts within ``window_s`` seconds of one generator, hosted model or
     rollout worker. Its next death ends the run."""
     window_s: PositiveFloat = 3600.0
     stall_s: Annotated[float, Ge(5)] = 120.0
@@ -223,7 +223,7 @@ class RunConfig:
     """Processes that run the rollouts: envs, rubrics, algorithms. 0: they run in the controller's
     process, in one Python thread; perf/event_loop_lag_max_s shows when that is too slow."""
     user_code: Changeable[UserCodeLimits] = field(default_factory=UserCodeLimits)
-    """How long tasks, samplers, datasets, the task mix and filters may take."""
+    """Time limits of tasks, samplers, datasets, the task mix and filters."""
     supervision: Changeable[SupervisionConfig] = field(default_factory=SupervisionConfig)
     """When processes that have died are restarted."""
     provision: Changeable[ProvisionConfig] = field(default_factory=ProvisionConfig)

@@ -122,7 +122,7 @@ _MODEL_FILES = (
     "vocab*",
     "merges.txt",
 )
-"""Of a hub folder. The weights are left out: a resumed run takes its own."""
+"""Patterns of a hub folder's files. The weights are left out: a resumed run takes its own."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -254,22 +254,22 @@ def _write_line(pipe: IO[str], line: str) -> None:
 
 @dataclass(eq=False, slots=True)
 class Trial:
-    """Of one task."""
+    """Preflight of one task."""
 
     config: RunConfig
     task: Task
     field: str
     words: IO[str]
     tokenizer: Any
-    """Of the policy."""
+    """Tokenizer of the policy."""
     doing: str = ""
-    """What is tried now."""
+    """Name of the part that is tried now."""
     prompt: str = ""
     """The first prompt, with its special tokens; empty where there was none."""
     prompt_token_ids: Sequence[int] | np.ndarray = ()
     """int32 [P]."""
     warning: str | None = None
-    """What could not be tried, in one line, and what to do about it."""
+    """Line about a part that could not be tried, and what to do about it."""
 
     answers_tried: int | None = None
     """Number of rows whose own answer was tried as the reply; None where the task is none of which answers are tried."""

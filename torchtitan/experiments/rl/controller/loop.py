@@ -11,9 +11,11 @@ The run, the simulation, the tests and the benchmarks call `build_loop`, each wi
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner
 from torchtitan.experiments.rl.controller.ledger import Ledger
@@ -48,6 +50,22 @@ class Schedule:
     sleep: bool = False
     """True if the generators free their memory while the trainer steps."""
 
+    @classmethod
+    def of_config(cls, config: RunConfig, *, steps_done: int = 0) -> Self:
+        """Return the schedule of a run's config.
+
+        Args:
+            steps_done: number of steps that were taken before a resume.
+        """
+        return cls(
+            steps=config.steps,
+            first_step=steps_done + 1,
+            rollouts_per_step=config.rollouts_per_step,
+            max_offpolicy_steps=config.max_offpolicy_steps,
+            validation=config.validation,
+            sleep=config.generator.engine.sleep,
+        )
+
     @property
     def synchronous(self) -> bool:
         """True if rollouts start only once the generators hold the newest version."""
@@ -56,7 +74,7 @@ class Schedule:
 
 @dataclass(kw_only=True, slots=True)
 class Parts:
-    """What the loops work with, each built elsewhere."""
+    """Components that the loops work with, each built elsewhere."""
 
     selection: Selection
     """Tasks, task mix and filters of the run."""

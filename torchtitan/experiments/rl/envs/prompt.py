@@ -16,7 +16,7 @@ MAX_TOKEN_ID = np.iinfo(np.int32).max
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Prompt:
-    """What the model samples from next."""
+    """Tokens that the model samples from next, with the author of each."""
 
     ids: list[int]
     """[P]. Token ids as the renderer takes them."""

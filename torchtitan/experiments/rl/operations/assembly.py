@@ -608,14 +608,7 @@ class Run:
             config.profile_steps, run_dir=context.run_dir, processes=self.supervisor.processes
         )
         watchers: list[RunEvents] = [stall, alarm, profile, reports]
-        schedule = Schedule(
-            steps=config.steps,
-            first_step=step + 1,
-            rollouts_per_step=config.rollouts_per_step,
-            max_offpolicy_steps=config.max_offpolicy_steps,
-            validation=config.validation,
-            sleep=config.generator.engine.sleep,
-        )
+        schedule = Schedule.of_config(config, steps_done=step)
         parts = Parts(
             selection=selection,
             runner=runner,

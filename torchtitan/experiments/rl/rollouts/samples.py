@@ -16,7 +16,7 @@ from torchtitan.experiments.rl.types import ROLE_IDS, STREAMS, TrainingSample
 FINISH_REASONS = ("stop", "length", "abort")
 
 LOGPROB_ROUNDING = 1e-2
-"""How far above 0 the rounding of half precision may lift a log-probability."""
+"""Largest log-probability that is accepted: the rounding of half precision may lift one above 0."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -353,14 +353,7 @@ class Attempt(RunEvents):
         if run_dir is not None:
             own = MetricsLogger.Config(tensorboard=False, samples=0)
             self._metrics = own.build(run_dir=run_dir, resume_step=step or None)
-        schedule = Schedule(
-            steps=config.steps,
-            first_step=step + 1,
-            rollouts_per_step=config.rollouts_per_step,
-            max_offpolicy_steps=config.max_offpolicy_steps,
-            validation=config.validation,
-            sleep=config.generator.engine.sleep,
-        )
+        schedule = Schedule.of_config(config, steps_done=step)
         parts = Parts(
             selection=selection,
             runner=whole.runner(self._client),

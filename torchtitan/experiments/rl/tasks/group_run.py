@@ -37,7 +37,7 @@ from torchtitan.experiments.rl.tasks.session import CheckedSession
 logger = logging.getLogger(__name__)
 
 OpenRollout = RendererEnv | AgentRollout
-"""What a rollout is run with: it has turns, a status and its cause, and is closed."""
+"""Env or agent that runs a rollout: it has turns, a status and its cause, and is closed."""
 
 RETRIED = (RolloutStatus.ERROR, RolloutStatus.TIMEOUT)
 
@@ -78,7 +78,7 @@ def first_use(env: MessageEnv) -> bool:
 
 
 class TaskOfRollouts(Protocol):
-    """What a group's run asks of its task (`tasks.task.Task`)."""
+    """Part of a task (`tasks.task.Task`) that the run of a group uses."""
 
     config: Any
     """A `Task.Config`."""
