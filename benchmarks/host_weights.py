@@ -37,7 +37,8 @@ from monarch.actor import (  # noqa: E402
 )
 
 from torchtitan.experiments.rl.errors import RunError  # noqa: E402
-from torchtitan.experiments.rl.operations.supervision import PartProcess, WeightReaders  # noqa: E402
+from torchtitan.experiments.rl.fleet.role import SpawnedProcess  # noqa: E402
+from torchtitan.experiments.rl.fleet.weight_readers import WeightReaders  # noqa: E402
 from torchtitan.experiments.rl.process.host import HOST_VARIABLE, host_identity  # noqa: E402
 from torchtitan.experiments.rl.process.lifetime import Lifetime  # noqa: E402
 from torchtitan.experiments.rl.process.setup import (  # noqa: E402
@@ -142,7 +143,7 @@ async def measure(
             for index, (name, host) in enumerate(zip(names, hosts[1:], strict=True)):
                 actors.append(host.spawn("reader", MeasuredReader, run_dir=folder, index=index))
                 await readers.admit(
-                    name, PartProcess(procs=host, actor=actors[-1], life=Lifetime(name))
+                    name, SpawnedProcess(procs=host, actor=actors[-1], life=Lifetime(name))
                 )
             await start_store(hosts[0])
             fetched, fetch_s, copy_s = "", [], []

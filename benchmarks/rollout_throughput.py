@@ -39,9 +39,9 @@ from torchtitan.experiments.rl.controller.ledger import Ledger  # noqa: E402
 from torchtitan.experiments.rl.controller.loop import Parts, Schedule, build_loop  # noqa: E402
 from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.envs.renderer import build_renderer  # noqa: E402
+from torchtitan.experiments.rl.fleet.spawn import spawn_on  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
-from torchtitan.experiments.rl.operations.provision import spawn_on  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_logging, set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup  # noqa: E402

@@ -587,7 +587,7 @@ def two_ranks(setting: Setting, *, model: str = "", **options: Any) -> Figures:
 async def _two_ranks(setting: Setting, config: TrainerConfig, model: str) -> Figures:
     # Here: other steps do not need Monarch.
     from torchtitan.experiments.rl.config.placement import place
-    from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on, start_trainer
+    from torchtitan.experiments.rl.fleet.spawn import shut_down, spawn_on, start_trainer
     from torchtitan.experiments.rl.process.lifetime import Lifetime
     from torchtitan.experiments.rl.training.client import TrainerClient
     from torchtitan.experiments.rl.training.trainer import PolicyTrainer

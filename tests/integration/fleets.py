@@ -11,6 +11,7 @@ import torchstore
 from monarch.actor import Channel, concurrent_endpoint
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
+from torchtitan.experiments.rl.fleet.spawn import shut_down
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
 from torchtitan.experiments.rl.generation.engine import (
     GenerateRequest,
@@ -19,7 +20,6 @@ from torchtitan.experiments.rl.generation.engine import (
     ScoreResult,
 )
 from torchtitan.experiments.rl.generation.generator import Generator
-from torchtitan.experiments.rl.operations.provision import shut_down
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion

@@ -20,11 +20,11 @@ from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.fleet.spawn import shut_down, spawn_on
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.models.decoder import batch_logprobs
-from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup

@@ -18,12 +18,12 @@ from tests.integration.pairs import CANARY, Pair
 from tests.integration.processes import descendants
 from torchtitan.experiments.rl.config.placement import Place, place
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.fleet.spawn import shut_down, spawn_on, start_trainer
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.engine import GeneratorFailed, RequestFailed, ScoreRequest
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.operations import provision
-from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on, start_trainer
 from torchtitan.experiments.rl.process import temporary
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer

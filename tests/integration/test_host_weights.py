@@ -30,10 +30,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.scripted_engine import TABLE, ScriptedEngineConfig, save_table
+from torchtitan.experiments.rl.fleet.role import SpawnedProcess
+from torchtitan.experiments.rl.fleet.weight_readers import WeightReaders
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
-from torchtitan.experiments.rl.operations.supervision import PartProcess, WeightReaders
 from torchtitan.experiments.rl.process.host import HOST_VARIABLE, host_identity
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.process.setup import launch_environment, set_up_spawned_process
@@ -131,7 +132,7 @@ class World:
     async def start_reader(self, host: str, proc: int) -> None:
         """A run starts a process for it. Here it is one more actor of a process that is there."""
         await self.readers.admit(
-            host, PartProcess(procs=self.procs, actor=self.reader(proc), life=Lifetime(host))
+            host, SpawnedProcess(procs=self.procs, actor=self.reader(proc), life=Lifetime(host))
         )
 
     def reader(self, proc: int) -> Any:

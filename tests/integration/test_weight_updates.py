@@ -26,10 +26,10 @@ from tests.integration.fleets import (
     running,
 )
 from torchtitan.experiments.rl.config.placement import Place
+from torchtitan.experiments.rl.fleet.spawn import spawn_on
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
 from torchtitan.experiments.rl.generation.engine import ScoreRequest
-from torchtitan.experiments.rl.operations.provision import spawn_on
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 

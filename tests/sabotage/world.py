@@ -34,7 +34,7 @@ from torchtitan.experiments.rl.generation.engine import (
 )
 from torchtitan.experiments.rl.generation.vllm import worker
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
-from torchtitan.experiments.rl.operations.alarms import MismatchAlarm
+from torchtitan.experiments.rl.operations.mismatch import MismatchAlarm
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.weights.snapshot import (
     Manifest,

@@ -16,7 +16,7 @@ from torchtitan.experiments.rl.config.run_config import UserCodeLimits
 from torchtitan.experiments.rl.controller.group_runner import TaskSet
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.operations.assembly import Closing
+from torchtitan.experiments.rl.operations.closing import Closing
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.task import Task
@@ -162,22 +162,24 @@ async def test_dataset_whose_length_fails_is_named(renderer):
         await tasks.build(renderer)
 
 
-async def test_part_that_fails_or_hangs_keeps_no_other_from_closing():
+async def test_fault_of_one_keeps_no_other_from_closing_and_the_last_built_closes_first():
     closing, closed = Closing(), []
 
-    async def part(name, what=""):
+    async def close(name, what=""):
         closed.append(name)
         await misbehave(what)
 
-    await closing.close("one", lambda: part("one", "raises"))
-    await closing.close("two", lambda: part("two", "hangs"), timeout_s=0.1)
-    await closing.close("three", lambda: part("three", "exits"))
-    await closing.close("four", lambda: part("four"))
-    assert closed == ["one", "two", "three", "four"]
+    closing.push("one", lambda: close("one"))
+    closing.push("two", lambda: close("two", "exits"))
+    closing.push("three", lambda: close("three", "hangs"), timeout_s=0.1)
+    closing.push("four", lambda: close("four", "raises"))
+    await closing.close()
+    await closing.close()
+    assert closed == ["four", "three", "two", "one"]
     wanted = [
-        "closing one: ValueError: no luck",
-        "closing two: no answer within 0.1 s; it waits in misbehave",
-        "closing three: SystemExit: 3",
+        "closing four: ValueError: no luck",
+        "closing three: no answer within 0.1 s; it waits in misbehave",
+        "closing two: SystemExit: 3",
     ]
     assert [str(fault).partition(" (")[0] for fault in closing.faults] == wanted
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
-from torchtitan.experiments.rl.operations import supervision as hang_watch
-from torchtitan.experiments.rl.operations.supervision import HangWatch, is_stopped, stacks_of
+from torchtitan.experiments.rl.fleet import hangs as hang_watch
+from torchtitan.experiments.rl.fleet.hangs import HangWatch, is_stopped, stacks_of
 from torchtitan.experiments.rl.process.lifetime import Heartbeat, Lifetime, Pulse
 
 CONFIG = SupervisionConfig(stall_s=20.0, slow_work_s=200.0)

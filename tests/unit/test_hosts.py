@@ -15,9 +15,9 @@ import pytest
 from tests.unit.waiting import wait_until
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.fleet.hosts import MARK_FILE, check_shared_files
 from torchtitan.experiments.rl.hosts import pool
 from torchtitan.experiments.rl.hosts.pool import TOKEN_BYTES, text_of
-from torchtitan.experiments.rl.operations.provision import MARK_FILE, check_shared_files
 from torchtitan.experiments.rl.process.host import (
     LOOPBACK,
     interface_towards,

@@ -29,6 +29,7 @@ FLOORS = (
     ("tasks",),
     ("config",),
     ("controller",),
+    ("fleet",),
     ("operations",),
     ("simulation",),
     ("config_registry",),

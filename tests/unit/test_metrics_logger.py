@@ -9,6 +9,7 @@ import torch
 import wandb
 
 from torchtitan.experiments.rl.bounds import check_config, check_fields
+from torchtitan.experiments.rl.checkpointing.run_files import cut_back, sizes
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.metrics import (
     METRICS_FILE,
@@ -17,7 +18,6 @@ from torchtitan.experiments.rl.observability.metrics import (
     without_timing,
 )
 from torchtitan.experiments.rl.observability.trackers import TrackedRun, WandbTracker
-from torchtitan.experiments.rl.operations.checkpoints import cut_back, sizes
 
 
 def jsonl_only(run_dir, **kwargs) -> MetricsLogger:

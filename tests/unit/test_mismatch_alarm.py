@@ -9,7 +9,7 @@ import pytest
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.controller.saved_state import MismatchState
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.operations.alarms import (
+from torchtitan.experiments.rl.operations.mismatch import (
     FIRST_VERSIONS,
     MismatchAlarm,
     mismatch_alarm,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.unit.report_runs import small_run, write_metrics
-from torchtitan.experiments.rl.operations import supervision
+from torchtitan.experiments.rl.fleet.restarts import deaths_logger
 from torchtitan.experiments.rl.tools.report.pages import (
     DEATHS,
     LOG_BYTES,
@@ -118,5 +118,5 @@ def test_a_link_is_no_log_and_neither_is_what_lies_behind_one(run, tmp_path):
     assert timeline(run)["processes"] == []
 
 
-def test_the_logger_of_deaths_is_the_one_that_supervision_writes_to():
-    assert supervision.deaths_logger.name == DEATHS
+def test_the_logger_of_deaths_is_the_one_that_restarts_write_to():
+    assert deaths_logger.name == DEATHS

@@ -1,4 +1,4 @@
-"""Which parts are made again, how often, and what the run learns of it. The parts here have no processes."""
+"""Which roles are filled again, how often, and what the run learns of it. The roles here have no processes."""
 
 import asyncio
 import time
@@ -8,35 +8,35 @@ import pytest
 
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.compat.monarch import ProcessDeath
+from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.errors import PeerGone, RunError
+from torchtitan.experiments.rl.fleet.restarts import Restarts
+from torchtitan.experiments.rl.fleet.role import Role
+from torchtitan.experiments.rl.fleet.supervisor import Supervisor
 from torchtitan.experiments.rl.observability.console import Waits
-from torchtitan.experiments.rl.operations.supervision import Part, Restarts, Supervisor
 from torchtitan.experiments.rl.process.lifetime import Lifetime, Pulse
 from torchtitan.experiments.rl.user_code.endpoint import ProcessIdentity
 
 KILLED = "killed by SIGKILL"
 
 
-class Generator:
-    """A part that notes what is done to it. ``hold`` keeps the named stage from ending."""
+class Generator(Role):
+    """A role that notes what is done to it. ``hold`` keeps the named stage from ending."""
 
     def __init__(self):
+        super().__init__(name="generator 1", context=None, place=Place(0, (0,)))
         self.done: list[str] = []
         self.hold: str | None = None
         self.fault: Exception | None = None
-        self.spawned_as: list[str] = []
-        self.part = Part(
-            name="generator 1",
-            spawn=self.spawn,
-            set_up=lambda process: self.stage("set up"),
-            connect=lambda process: self.stage("connect"),
-            disconnect=lambda: self.done.append("disconnect"),
-        )
+        self.spawned: list[str] = []
+
+    def arguments(self):
+        raise AssertionError("no process is spawned here")
 
     def spawn(self, name: str):
         self.done.append("spawn")
-        self.spawned_as.append(name)
+        self.spawned.append(name)
         endpoints = {
             "identity": SimpleNamespace(call_one=self.identity),
             "pulse": SimpleNamespace(choose=self.pulse),
@@ -52,6 +52,15 @@ class Generator:
     async def stop(self) -> None:
         pass
 
+    async def set_up(self, process) -> str:
+        return await self.stage("set up")
+
+    async def connect(self, process) -> None:
+        await self.stage("connect")
+
+    def disconnect(self) -> None:
+        self.done.append("disconnect")
+
     async def stage(self, name: str) -> str:
         self.done.append(name)
         if self.hold == name:
@@ -61,7 +70,7 @@ class Generator:
         return f"{name} done"
 
     def die(self, cause: str = KILLED) -> None:
-        self.part.process.life.end(cause)
+        self.process.life.end(cause)
 
 
 class Watching:
@@ -84,10 +93,10 @@ async def refuse() -> None:
     raise RunError("generator 1 and trainer disagree on version 7")
 
 
-async def test_a_part_that_dies_is_disconnected_and_made_again_and_the_run_hears_of_it():
+async def test_a_role_that_dies_is_disconnected_and_made_again_and_the_run_hears_of_it():
     made, watching = Generator(), Watching(max_restarts=2)
-    assert await watching.supervisor.start(made.part) == "set up done"
-    await watching.supervisor.connect(made.part)
+    assert await watching.supervisor.start(made) == "set up done"
+    await watching.supervisor.connect(made)
     made.die()
     await until(lambda: made.done.count("connect") == 2)
     assert made.done == ["spawn", "set up", "connect", "disconnect", "spawn", "set up", "connect"]
@@ -97,16 +106,16 @@ async def test_a_part_that_dies_is_disconnected_and_made_again_and_the_run_hears
         "generator 1 is back",
     ]
     assert watching.supervisor.restarts.counts == {"generator_1": 1} and watching.failures == []
-    assert len(set(made.spawned_as)) == 2, (
+    assert len(set(made.spawned)) == 2, (
         "Monarch reports a death long after: by a name that the next one has not"
     )
     await watching.supervisor.close()
 
 
-async def test_a_part_that_dies_more_often_than_allowed_ends_the_run_with_every_cause():
+async def test_a_role_that_dies_more_often_than_allowed_ends_the_run_with_every_cause():
     made, watching = Generator(), Watching(max_restarts=2)
-    await watching.supervisor.start(made.part)
-    await watching.supervisor.connect(made.part)
+    await watching.supervisor.start(made)
+    await watching.supervisor.connect(made)
     for count, cause in enumerate(["first", "second", "third"], 2):
         made.die(cause)
         if count < 4:
@@ -126,8 +135,8 @@ async def test_a_part_that_dies_more_often_than_allowed_ends_the_run_with_every_
 async def test_deaths_before_the_window_do_not_count():
     now = [0.0]
     made, watching = Generator(), Watching(clock=lambda: now[0], max_restarts=1, window_s=60.0)
-    await watching.supervisor.start(made.part)
-    await watching.supervisor.connect(made.part)
+    await watching.supervisor.start(made)
+    await watching.supervisor.connect(made)
     for count in range(2, 7):
         made.die()
         await until(lambda: made.done.count("connect") == count)  # noqa: B023
@@ -137,13 +146,13 @@ async def test_deaths_before_the_window_do_not_count():
 
 
 @pytest.mark.parametrize("stage", ["set up", "connect"])
-async def test_a_part_that_dies_while_it_is_made_is_made_again(stage):
+async def test_a_role_that_dies_while_it_is_made_is_made_again(stage):
     made, watching = Generator(), Watching()
     made.hold = stage
 
     async def make() -> None:
-        await watching.supervisor.start(made.part)
-        await watching.supervisor.connect(made.part)
+        await watching.supervisor.start(made)
+        await watching.supervisor.connect(made)
 
     making = asyncio.create_task(make())
     await until(lambda: stage in made.done)
@@ -158,18 +167,18 @@ async def test_a_part_that_dies_while_it_is_made_is_made_again(stage):
     await watching.supervisor.close()
 
 
-async def test_a_part_whose_first_setup_fails_ends_the_run_at_once():
+async def test_a_role_whose_first_setup_fails_ends_the_run_at_once():
     made, watching = Generator(), Watching()
     made.fault = ValueError("no such model")
     with pytest.raises(ValueError, match="no such model"):
-        await watching.supervisor.start(made.part)
+        await watching.supervisor.start(made)
     assert made.done == ["spawn", "set up"]
 
 
-async def test_a_part_whose_setup_fails_when_it_is_made_again_is_tried_as_often_as_allowed():
+async def test_a_role_whose_setup_fails_when_it_is_made_again_is_tried_as_often_as_allowed():
     made, watching = Generator(), Watching(max_restarts=2)
-    await watching.supervisor.start(made.part)
-    await watching.supervisor.connect(made.part)
+    await watching.supervisor.start(made)
+    await watching.supervisor.connect(made)
     made.fault = MemoryError("no pages")
     made.die()
     await until(lambda: len(watching.failures) == 1)
@@ -178,11 +187,11 @@ async def test_a_part_whose_setup_fails_when_it_is_made_again_is_tried_as_often_
     await watching.supervisor.close()
 
 
-async def test_a_part_that_is_not_what_it_should_be_when_it_is_back_ends_the_run():
+async def test_a_role_that_is_not_what_it_should_be_when_it_is_back_ends_the_run():
     made, watching = Generator(), Watching()
-    await watching.supervisor.start(made.part)
-    await watching.supervisor.connect(made.part)
-    made.part.connect = lambda process: refuse()
+    await watching.supervisor.start(made)
+    await watching.supervisor.connect(made)
+    made.connect = lambda process: refuse()
     made.die()
     await until(lambda: len(watching.failures) == 1)
     assert str(watching.failures[0]) == "generator 1 and trainer disagree on version 7"
@@ -191,8 +200,8 @@ async def test_a_part_that_is_not_what_it_should_be_when_it_is_back_ends_the_run
 
 async def test_nothing_is_made_again_while_the_run_closes():
     made, watching = Generator(), Watching()
-    await watching.supervisor.start(made.part)
-    await watching.supervisor.connect(made.part)
+    await watching.supervisor.start(made)
+    await watching.supervisor.connect(made)
     await watching.supervisor.close()
     made.die()
     await iterations()
@@ -201,17 +210,17 @@ async def test_nothing_is_made_again_while_the_run_closes():
 
 async def test_monarchs_report_ends_the_process_it_names_and_not_the_one_after():
     made, watching = Generator(), Watching()
-    await watching.supervisor.start(made.part)
-    await watching.supervisor.connect(made.part)
+    await watching.supervisor.start(made)
+    await watching.supervisor.connect(made)
     first, _ = (
-        made.spawned_as[0],
+        made.spawned[0],
         watching.supervisor.died(ProcessDeath(actor="logger", rank="0", cause="gone")),
     )
-    assert made.part.process.life.cause is None
+    assert made.process.life.cause is None
     watching.supervisor.died(ProcessDeath(actor=first, rank="0", cause="gone"))
     await until(lambda: made.done.count("connect") == 2)
     watching.supervisor.died(ProcessDeath(actor=first, rank="0", cause="gone"))
-    assert made.part.process.life.cause is None
+    assert made.process.life.cause is None
     await watching.supervisor.close()
 
 
@@ -256,7 +265,7 @@ async def test_of_ranks_that_hang_the_one_that_is_stopped_is_to_blame(monkeypatc
     (first, _), (second, _) = watching.supervisor.processes()
     second.pid = 7
     monkeypatch.setattr(
-        "torchtitan.experiments.rl.operations.supervision.is_stopped", lambda pid: pid == 7
+        "torchtitan.experiments.rl.fleet.supervisor.is_stopped", lambda pid: pid == 7
     )
     first.end("hung: a computation of the trainer for 121 s")
     await until(lambda: mesh.cause is not None)
@@ -296,18 +305,18 @@ async def test_an_error_that_no_death_explains_stands(monkeypatch):
     await guarded(watching)
     unrelated, alone = RunError("task 'sums' failed"), PeerGone("generator 0: the weights are gone")
     assert await watching.supervisor.explained(unrelated) is unrelated
-    monkeypatch.setattr("torchtitan.experiments.rl.operations.supervision.DEATH_REPORTS_S", 0.0)
+    monkeypatch.setattr("torchtitan.experiments.rl.fleet.supervisor.DEATH_REPORTS_S", 0.0)
     assert await watching.supervisor.explained(alone) is alone
     await watching.supervisor.close()
 
 
-async def test_a_part_that_can_not_come_back_because_the_trainer_is_gone_is_not_to_blame():
+async def test_a_role_that_can_not_come_back_because_the_trainer_is_gone_is_not_to_blame():
     made, watching = Generator(), Watching()
     await guarded(watching)
-    await watching.supervisor.start(made.part)
-    await watching.supervisor.connect(made.part)
+    await watching.supervisor.start(made)
+    await watching.supervisor.connect(made)
     made.fault = PeerGone("generator 1: the weights at /proc/7/fd/57 are gone")
-    made.part.set_up = lambda process: asyncio.sleep(0)
+    made.set_up = lambda process: asyncio.sleep(0)
     made.die()
     await until(lambda: made.done.count("connect") == 2)
     watching.supervisor.processes()[0][0].end(KILLED)
@@ -322,14 +331,14 @@ async def test_a_run_that_is_built_again_goes_on_counting_and_gives_no_name_twic
     for made in (first, second):
         lines = []
         supervisor = Supervisor(restarts, console_of(lines), on_failure=lines.append)
-        await supervisor.start(made.part)
-        await supervisor.connect(made.part)
+        await supervisor.start(made)
+        await supervisor.connect(made)
         made.die()
         await until(lambda: len(lines) == 2 or supervisor.failure is not None)  # noqa: B023
         await supervisor.close()
     assert restarts.counts == {"generator_1": 1}
     assert str(supervisor.failure).count("generator 1 died: ") == 2
-    assert len({*first.spawned_as, *second.spawned_as}) == 3
+    assert len({*first.spawned, *second.spawned}) == 3
 
 
 async def test_work_that_waits_for_a_process_that_is_not_made_again_ends_with_its_death():

@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan.experiments.rl.config.checks import profiled_steps
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.operations.reports import write_trace
+from torchtitan.experiments.rl.operations.profile import write_trace
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.trace import Event
 

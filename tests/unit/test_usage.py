@@ -7,8 +7,8 @@ import pytest
 
 from torchtitan.experiments.rl.generation.engine import Occupancy
 from torchtitan.experiments.rl.generation.generator import EngineUsage
-from torchtitan.experiments.rl.operations import reports
-from torchtitan.experiments.rl.operations.reports import lap_usage
+from torchtitan.experiments.rl.operations import profile
+from torchtitan.experiments.rl.operations.profile import lap_usage
 from torchtitan.experiments.rl.process import lifetime
 from torchtitan.experiments.rl.process.lifetime import Heartbeat, Lifetime
 
@@ -82,7 +82,7 @@ class Process:
 async def test_each_process_has_metrics_of_its_own_and_one_that_does_not_answer_has_none(
     monkeypatch,
 ):
-    monkeypatch.setattr(reports, "ANSWER_S", 0.05)
+    monkeypatch.setattr(profile, "USAGE_TIMEOUT_S", 0.05)
 
     async def answers():
         return {"busy": 0.25, "running": 3.0}

@@ -11,9 +11,9 @@ import torch
 
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.errors import PeerGone, RunError
-from torchtitan.experiments.rl.operations.supervision import (
+from torchtitan.experiments.rl.fleet.role import SpawnedProcess
+from torchtitan.experiments.rl.fleet.weight_readers import (
     READERS_AT_ONCE,
-    PartProcess,
     WeightReaders,
     first_generators,
 )
@@ -279,7 +279,7 @@ class ReaderProcess:
                 source=own, nbytes=nbytes if self.fetched.count(version) == 1 else 0, seconds=0.1
             )
 
-        self.part = PartProcess(
+        self.part = SpawnedProcess(
             procs=None, actor=SimpleNamespace(fetch=SimpleNamespace(choose=answer)), life=self.life
         )
 

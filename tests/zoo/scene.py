@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from tests.zoo import world
 from tests.zoo.misbehaviour import Kind, meddled
-from tests.zoo.stand_ins import StandInActors
+from tests.zoo.stand_ins import StandInFleet
 from torchtitan.experiments.rl.ask import call, ordered
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.checks import checked_plan
@@ -32,7 +32,7 @@ from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
-from torchtitan.experiments.rl.operations import actor, assembly
+from torchtitan.experiments.rl.operations import actor, run
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.types import STREAMS, TrainingSample
@@ -191,7 +191,7 @@ async def _main(stage: Stage, sight: Sight, folder: Path, made: list[actor.Contr
 
 
 def _look(sight: Sight, folder: Path, controller: actor.Controller | None) -> None:
-    actors = getattr(StandInActors, "made", None)
+    actors = getattr(StandInFleet, "made", None)
     sight.refused_before_start = actors is None
     if actors is not None:
         trainer: Any = actors.trainer
@@ -230,10 +230,10 @@ def _look(sight: Sight, folder: Path, controller: actor.Controller | None) -> No
 @contextlib.contextmanager
 def _in_this_process(stage: Stage) -> Iterator[None]:
     """Give the Controller stand-ins for what it spawns, and the renderer that was built before the fork."""
-    StandInActors.policy_of = staticmethod(lambda: stage.policy_class(TOKENIZER))
+    StandInFleet.policy_of = staticmethod(lambda: stage.policy_class(TOKENIZER))
     stage.policy_class.session_class = stage.session_class
-    assembly.RunActors = StandInActors
-    assembly.build_renderer = lambda *args, **kwargs: stage.renderer
+    run.Fleet = StandInFleet
+    run.build_renderer = lambda *args, **kwargs: stage.renderer
     yield
 
 
@@ -247,7 +247,7 @@ def _samples_seen(sight: Sight) -> Iterator[None]:
         for sample in seen:
             sight.planned.setdefault(_key_of(sample), []).append(sample)
         packed = plan(self, samples, ranks)
-        cast(Any, StandInActors.made.trainer).planned.extend(seen)
+        cast(Any, StandInFleet.made.trainer).planned.extend(seen)
         return packed
 
     Batcher.plan = noting

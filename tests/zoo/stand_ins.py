@@ -9,10 +9,10 @@ import torch
 from tests.zoo.world import HonestPolicy
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.fleet.context import RunContext
+from torchtitan.experiments.rl.fleet.fleet import Fleet
+from torchtitan.experiments.rl.fleet.supervisor import Supervisor
 from torchtitan.experiments.rl.losses import LossConfig, compute_loss, count_denominators
-from torchtitan.experiments.rl.operations.assembly import RunActors
-from torchtitan.experiments.rl.operations.context import RunContext
-from torchtitan.experiments.rl.operations.supervision import Supervisor
 from torchtitan.experiments.rl.training.learner import check_finite
 from torchtitan.experiments.rl.types import LossDenominators, TrainingSample
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
@@ -74,12 +74,12 @@ class StandInWeights:
         return SyncReport(version=copied.version, **zeros)
 
 
-class StandInActors(RunActors):
-    """RunActors without processes. ``start_runner``, which sets the tasks up, is the real one."""
+class StandInFleet(Fleet):
+    """Fleet without processes. ``start_runner``, which sets the tasks up, is the real one."""
 
     policy_of: Callable[[], HonestPolicy]
     """Makes the policy; `scene.py` sets it."""
-    made: "StandInActors"
+    made: "StandInFleet"
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class StandInActors(RunActors):
         weights: Any = StandInWeights(policy)
         self.policy, self.trainer, self.weights = policy, trainer, weights
         self.closed = 0
-        StandInActors.made = self
+        StandInFleet.made = self
 
     async def start(self, text: Any, trainer_start: Any = None) -> None:
         """Nothing is spawned."""

@@ -1,1 +1,1 @@
-"""What keeps and watches a run: its actor and processes, checkpoints, alarms and reports. The loops import none of it."""
+"""The Controller, and what observes its run: checkpoints, alarms and reports."""

@@ -34,9 +34,9 @@ from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
 from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.fleet.restarts import Restarts
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
-from torchtitan.experiments.rl.operations.supervision import Restarts
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.process.trace import LoopLag
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE

@@ -25,13 +25,13 @@ from torchtitan.experiments.rl.controller.group_runner import LocalRunner, TaskS
 from torchtitan.experiments.rl.controller.validation import Validator, labelled, pass_at_k
 from torchtitan.experiments.rl.envs.renderer import build_renderer
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError, users_traceback
+from torchtitan.experiments.rl.fleet.context import RunContext
+from torchtitan.experiments.rl.fleet.fleet import Fleet
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
 from torchtitan.experiments.rl.generation.references import FrozenModel, hosted_models
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.observability.console import Console, write_line
 from torchtitan.experiments.rl.operations.alarms import FirstFailures
-from torchtitan.experiments.rl.operations.assembly import RunActors
-from torchtitan.experiments.rl.operations.context import RunContext
 from torchtitan.experiments.rl.operations.session import SIGNAL_POLL_S, Signals, cause
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.host import raise_descriptor_limit
@@ -177,7 +177,7 @@ class Evaluation:
         self._model = model
         self._context = RunContext(model.plan, model.run_dir, console=Console(sys.stderr))
         self._failures: list[Exception] = []
-        self.actors = RunActors(self._context, on_failure=self._failures.append)
+        self.fleet = Fleet(self._context, on_failure=self._failures.append)
         self._result = Result(examples={name: [] for name in model.config.tasks})
         self._measuring: asyncio.Task[None] | None = None
 
@@ -194,15 +194,15 @@ class Evaluation:
             self._measuring.cancel()
 
     async def _measure(self) -> None:
-        config, endpoint, actors, ordered = (
+        config, endpoint, fleet, ordered = (
             self._model.config,
             self._model.endpoint,
-            self.actors,
+            self.fleet,
             self._context.ordered,
         )
         tasks = TaskSet(config.tasks, ordered=ordered, limits=config.user_code, seed=config.seed)
         recorder = config.recorder.build(run_dir=self._model.run_dir)
-        policy = None if endpoint is None else EndpointPolicy(endpoint, actors.policy)
+        policy = None if endpoint is None else EndpointPolicy(endpoint, fleet.policy)
         validator: Validator | None = None
         failures = FirstFailures(_note, log="logs/evaluator.jsonl")
 
@@ -227,9 +227,9 @@ class Evaluation:
             await tasks.build(
                 renderer, vocab_size=HubConfig.read(config.model.hf_assets_path).size("vocab_size")
             )
-            await actors.supervisor.unless_failed(actors.start_generators(policy=policy is None))
+            await fleet.supervisor.unless_failed(fleet.start_generators(policy=policy is None))
             if policy is None:
-                runner = await actors.start_runner(tasks)
+                runner = await fleet.start_runner(tasks)
             else:
                 await tasks.setup(policy)
                 runner = LocalRunner(policy, seed=config.seed)
@@ -243,7 +243,7 @@ class Evaluation:
                 on_group=measured,
             )
             validator.start(0)
-            await actors.supervisor.unless_failed(validator.wait())
+            await fleet.supervisor.unless_failed(validator.wait())
             reports = validator.take()
             if self._failures or not reports:
                 raise next(iter(self._failures), RunError("nothing was measured"))
@@ -251,7 +251,7 @@ class Evaluation:
         finally:
             if validator is not None:
                 await validator.close()
-            for fault in [*await tasks.close(), *await actors.close()]:
+            for fault in [*await tasks.close(), *await fleet.close()]:
                 logger.warning("%s", fault)
             if policy is not None:
                 await policy.close()
@@ -282,7 +282,7 @@ class Evaluator(Actor):
     def __supervise__(self, failure: Any) -> bool:
         """See Controller.__supervise__."""
         self._loop.call_soon_threadsafe(
-            self._evaluation.actors.supervisor.died, process_death(failure)
+            self._evaluation.fleet.supervisor.died, process_death(failure)
         )
         return True
 

@@ -23,6 +23,8 @@ from torchtitan.experiments.rl.config.resume import save_config
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
 from torchtitan.experiments.rl.config.trial import REPLY, checked_renderer
 from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.fleet.context import RunContext
+from torchtitan.experiments.rl.fleet.fleet import Fleet
 from torchtitan.experiments.rl.generation.client import GeneratorSession
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
 from torchtitan.experiments.rl.generation.engine import GenerateRequest, GenerateResult, Result
@@ -30,8 +32,6 @@ from torchtitan.experiments.rl.generation.judge import Reply
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.observability.console import Console, write_line
 from torchtitan.experiments.rl.observability.rollouts import lines_of
-from torchtitan.experiments.rl.operations.assembly import RunActors
-from torchtitan.experiments.rl.operations.context import RunContext
 from torchtitan.experiments.rl.printable import printable, printable_line
 from torchtitan.experiments.rl.process.host import other_users_line
 from torchtitan.experiments.rl.process.setup import set_up_logging
@@ -81,7 +81,7 @@ class ModelServer(Actor):
         context = RunContext(plan, run_dir, console=Console(sys.stderr))
         self._run_dir = run_dir
         # A failure needs no handler: the next request is answered with it.
-        self._actors = RunActors(context, on_failure=lambda failure: None)
+        self._fleet = Fleet(context, on_failure=lambda failure: None)
         self._answers: dict[int, asyncio.Task[Any]] = {}
         """Requests in flight by ``request_id``."""
 
@@ -91,15 +91,15 @@ class ModelServer(Actor):
         self._loop = asyncio.get_running_loop()
         set_up_logging(self._run_dir, "player")
         try:
-            await self._actors.supervisor.unless_failed(self._actors.start_generators())
+            await self._fleet.supervisor.unless_failed(self._fleet.start_generators())
         except BaseException:
-            await self._actors.close()
+            await self._fleet.close()
             raise
 
     @reported_endpoint
     async def answer(self, request: GenerateRequest, *, tokens: int) -> GenerateResult | None:
         """Return the model's completion; None if ``withdraw`` ended the request."""
-        sending = self._actors.policy.send(request, tokens=tokens, last_replica=None)
+        sending = self._fleet.policy.send(request, tokens=tokens, last_replica=None)
         task = self._answers[request.request_id] = asyncio.create_task(sending)
         try:
             await asyncio.wait([task])
@@ -116,11 +116,11 @@ class ModelServer(Actor):
     @reported_endpoint
     async def end(self) -> None:
         """Stop the generator's process."""
-        await self._actors.close()
+        await self._fleet.close()
 
     def __supervise__(self, failure: Any) -> bool:
         """See Controller.__supervise__."""
-        self._loop.call_soon_threadsafe(self._actors.supervisor.died, process_death(failure))
+        self._loop.call_soon_threadsafe(self._fleet.supervisor.died, process_death(failure))
         return True
 
 

@@ -312,7 +312,7 @@ def init_process_group(
             loopback interface alone. Others use the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME names another.
     """
     if device == "cuda":
-        torch.cuda.set_device(0)  # the only one this process sees: operations/provision.py
+        torch.cuda.set_device(0)  # the only one this process sees: fleet/spawn.py
     # gloo beside NCCL: parameters that are kept in the host's memory, and objects that ranks compare.
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     interface = (

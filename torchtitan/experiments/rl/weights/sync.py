@@ -83,7 +83,7 @@ class Generators(Protocol):
 
 
 class HostCopies(Protocol):
-    """Of each generator host that does not share the trainer's memory: operations/supervision.py."""
+    """Of each generator host that does not share the trainer's memory: fleet/weight_readers.py."""
 
     @property
     def lost(self) -> int:

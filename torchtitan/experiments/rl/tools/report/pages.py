@@ -443,7 +443,7 @@ MOST_EVENTS = 200
 MOST_CHARACTERS = 1_000
 """Of an event."""
 OURS = "torchtitan.experiments.rl."
-DEATHS = f"{OURS}operations.supervision.deaths"
+DEATHS = f"{OURS}fleet.restarts.deaths"
 """Logger of deaths and hangs of processes. The console prints them by itself, so their level is INFO."""
 _GRAVE = ("ERROR", "CRITICAL")
 

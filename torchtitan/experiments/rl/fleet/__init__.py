@@ -1,0 +1,1 @@
+"""The processes of a run: spawned, connected, watched, and replaced when one dies."""

@@ -1,0 +1,194 @@
+"""Notices processes that hang, says where they hang, and kills them.
+
+A process hangs in one of two ways:
+
+    no answer      it is stopped by a signal, or its event loop is blocked
+    overdue        it answers, and its working thread has been at one piece of work for too long,
+                   such as a step of the engine or a collective of the trainer
+
+A pause of this process says nothing about the others. When the whole run was suspended, or this
+event loop was blocked, all limits start from zero.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from torchtitan.experiments.rl.compat.monarch import ask
+from torchtitan.experiments.rl.config.run_config import SupervisionConfig
+from torchtitan.experiments.rl.fleet.restarts import deaths_logger
+from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost, Pulse
+from torchtitan.experiments.rl.user_code.endpoint import STACK_SIGNAL
+
+logger = logging.getLogger(__name__)
+
+HUNG = "hung: "
+"""Beginning of the cause of death of a process that was killed because it hung."""
+LOOK_S = 2.0
+"""Seconds between two looks at a process, and between two looks at the clock."""
+PAUSE_S = 8.0
+"""Seconds without a look at the clock after which this process was paused."""
+SILENT_S = 15.0
+"""Seconds without an answer after which people are told which process is silent."""
+STACK_S = 2.0
+"""Seconds that a running process gets to write its stacks, which takes it milliseconds."""
+STACK_CHARACTERS = 20_000
+"""Maximum length of the stacks in the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Result of one look at a process."""
+
+    hang: str | None
+    """How the process hangs; None if it does not."""
+    slow: bool
+    """True if what the process does now may take long."""
+
+
+class HangWatch:
+    """Watches any number of processes. Call `watch` for each."""
+
+    def __init__(
+        self,
+        config: SupervisionConfig,
+        *,
+        on_hang: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Watch with the limits of a config.
+
+        Args:
+            on_hang: called with each line about silent and hanging processes.
+            clock: returns the time in seconds.
+        """
+        self._config = config
+        self._on_hang = on_hang
+        self._clock = clock
+        self._last_look = clock()
+        self._limits_start = self._last_look
+
+    async def watch(
+        self,
+        actor: Any,  # noqa: ANN401 - Monarch's
+        life: Lifetime,
+        *,
+        stacks: str,
+        blocks: bool = False,
+    ) -> None:
+        """Return when the process has ended, by itself or killed here.
+
+        Args:
+            stacks: file of its stacks (see ProcessIdentity).
+            blocks: True if user code may hold up its event loop.
+        """
+        slow = True  # the process is being set up
+        while life.cause is None:
+            try:
+                look = await self._look(actor, life, slow=slow or blocks)
+            except ProcessLost:
+                return
+            except Exception as error:  # noqa: BLE001 - a broken process fails at its work too
+                logger.info("%s gave no pulse: %s", life.name, error)
+                look = _Look(hang=None, slow=slow)
+            slow = look.slow
+            if look.hang is not None and life.cause is None:
+                await self._kill(life, look.hang, stacks)
+                return
+            await asyncio.sleep(LOOK_S)
+
+    async def _look(self, actor: Any, life: Lifetime, *, slow: bool) -> _Look:  # noqa: ANN401
+        """Ask for a pulse, and wait for it until the process counts as hung.
+
+        Args:
+            slow: True if the process may take long to answer.
+        """
+        asked = self._now()
+        told = False
+        answer = asyncio.ensure_future(life.call(ask(actor.pulse)))
+        try:
+            while True:
+                await asyncio.wait({answer}, timeout=LOOK_S)
+                now = self._now()
+                if answer.done():
+                    if told and not answer.cancelled() and answer.exception() is None:
+                        self._on_hang(f"{life.name} answers again after {now - asked:.0f} s")
+                    return self._judge(answer.result(), now)
+                silent_s = now - max(asked, self._limits_start)
+                stopped = is_stopped(life.pid)
+                if silent_s > SILENT_S and not told and (stopped or not slow):
+                    told = True
+                    why = "its host is busy, stopped or out of reach"
+                    if stopped:
+                        why = "it is stopped by a signal"
+                    self._on_hang(f"{life.name} has not answered for {silent_s:.0f} s: {why}")
+                if silent_s > self._limit_s(slow and not stopped):
+                    how = "stopped by a signal" if stopped else "no answer"
+                    return _Look(hang=f"{how} for {silent_s:.0f} s", slow=slow)
+        finally:
+            answer.cancel()
+
+    def _judge(self, pulse: Pulse, now: float) -> _Look:
+        """Say whether a process that answers is overdue."""
+        seconds = min(pulse.seconds, now - self._limits_start)
+        overdue = bool(pulse.doing) and seconds > self._limit_s(pulse.slow)
+        hang = f"{pulse.doing} for {seconds:.0f} s" if overdue else None
+        return _Look(hang=hang, slow=pulse.slow)
+
+    def _limit_s(self, slow: bool) -> float:
+        return self._config.slow_work_s if slow else self._config.stall_s
+
+    def _now(self) -> float:
+        """Return the time, and start all limits from zero if this process was paused before."""
+        now = self._clock()
+        paused_s = now - self._last_look
+        if paused_s > PAUSE_S:
+            logger.info(
+                "this process was paused for %.0f s: the limits of the others start from zero",
+                paused_s,
+            )
+            self._limits_start = now
+        self._last_look = now
+        return now
+
+    async def _kill(self, life: Lifetime, hang: str, stacks: str) -> None:
+        text = await stacks_of(life, stacks)
+        deaths_logger.info(
+            "%s hangs: %s; its threads: %s", life.name, hang, text or "a stopped process can't say"
+        )
+        where = "its stack is in logs/controller.jsonl" if text else "no stack could be had"
+        self._on_hang(f"{life.name} hangs: {hang}; {where}")
+        life.kill(f"{HUNG}{hang}")
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Return True if a process of this host is known to be stopped, as by SIGSTOP."""
+    if pid is None:
+        return False
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
+
+
+async def stacks_of(life: Lifetime, stacks: str) -> str:
+    """Return the stack of each Python thread of a process.
+
+    Returns:
+        The text; "" if it can't be had, because the process is stopped or on another host.
+    """
+    if life.pid is None or is_stopped(life.pid):
+        return ""
+    try:
+        os.kill(life.pid, STACK_SIGNAL)
+        await asyncio.sleep(STACK_S)
+        return Path(stacks).read_text(errors="replace")[-STACK_CHARACTERS:]
+    except OSError:
+        return ""

@@ -1,0 +1,291 @@
+"""Fills the roles of a run with processes, and fills a role again when its process dies.
+
+When a process dies, at whatever moment, its role is disconnected at once, so that its work goes
+elsewhere, and the role is filled again. The run ends when more processes of a role die than the
+config allows. A process under guard, a rank of the trainer, is not replaced: the run ends with it,
+and may go on from a checkpoint.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from torchtitan.experiments.rl.compat.monarch import (
+    ProcessDeath,
+    original,
+    process_death_behind,
+)
+from torchtitan.experiments.rl.errors import PeerGone, RunError, cause_of
+from torchtitan.experiments.rl.fleet.hangs import HUNG, HangWatch, is_stopped
+from torchtitan.experiments.rl.fleet.restarts import Restarts, deaths_logger
+from torchtitan.experiments.rl.fleet.role import Role, SpawnedProcess
+from torchtitan.experiments.rl.observability.console import Console
+from torchtitan.experiments.rl.process.host import host_identity
+from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
+from torchtitan.experiments.rl.user_code.endpoint import ProcessIdentity
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+STOP_TIMEOUT_S = 60.0
+"""Seconds that Monarch may take to clear away what is left of a process that has ended."""
+DEATH_REPORTS_S = 15.0
+"""Seconds to wait for the report of a death.
+
+Monarch reports one on another host after some ten seconds, and its own actors of that process
+first, in any order.
+"""
+
+
+class Supervisor:
+    """Call `start` and `connect` for each role, and `close` before the processes are shut down."""
+
+    def __init__(
+        self,
+        restarts: Restarts,
+        console: Console,
+        *,
+        on_failure: Callable[[RunError], None],
+    ):
+        """Supervise nothing yet.
+
+        Args:
+            restarts: counts deaths. A run that is rebuilt goes on with the same.
+            console: prints which roles are being started, which process hangs or died, and which
+                is back.
+            on_failure: called with the error of a role that is not filled again.
+        """
+        self.restarts = restarts
+        self.roles: list[Role] = []
+        """Roles that were started, in order."""
+        self.failure: RunError | None = None
+        """Reason why the run has to end."""
+        self.lost: ProcessLost | None = None
+        """Process under guard that died first."""
+        self._console = console
+        self._on_failure = on_failure
+        self._hangs = HangWatch(restarts.config, on_hang=console.note)
+        self._watches: set[asyncio.Task[None]] = set()
+        self._guarded: list[tuple[Lifetime, Any]] = []
+        self._failed = asyncio.Event()
+
+    async def start(self, role: Role) -> Any:  # noqa: ANN401 - what the role's ``set_up`` returns
+        """Spawn and set up a process for a role; again if it dies meanwhile.
+
+        Returns:
+            What the role's ``set_up`` returns.
+
+        Raises:
+            RunError: too many processes of the role died.
+            Exception: whatever ``set_up`` raises.
+        """
+        with self._console.waits.wait(f"{role.name} to start"):
+            return await self._fill(role, first=True)
+
+    async def connect(self, role: Role) -> None:
+        """Connect a role that was started, and from now on fill it again when its process dies.
+
+        Raises:
+            RunError: too many processes of the role died, or one is not what it should be.
+        """
+        await self._connect(role)
+        self._run_beside(self._keep_filled(role))
+
+    async def guard(self, name: str, actor: Any, mesh: Lifetime) -> None:  # noqa: ANN401
+        """End the run when the process of ``actor`` dies. Return once it is watched.
+
+        Args:
+            name: name of the process, for people.
+            mesh: lifetime of the mesh that it belongs to. It ends with the first process of the
+                mesh that dies, and all others are killed then.
+
+        Raises:
+            ProcessLost: the process has died already.
+        """
+        life = Lifetime(name)
+        self._guarded.append((life, actor))
+
+        async def end_the_run() -> None:
+            cause = await life.ended()
+            deaths_logger.info("%s died: %s", name, cause)
+            lost = self._lose(ProcessLost(name, cause))
+            mesh.end(f"{lost.name}: {lost.cause}")
+
+        async def end_with_mesh() -> None:
+            # A rank alone waits for the others, and may write files meanwhile.
+            life.kill(f"ended with {await mesh.ended()}")
+
+        self._run_beside(end_the_run())
+        self._run_beside(end_with_mesh())
+        try:
+            await self._watch(actor, life)
+        except ProcessLost as lost:
+            self._lose(lost)
+            raise
+
+    def processes(self) -> list[tuple[Lifetime, Any]]:
+        """Return lifetime and actor of every process that fills a role or is under guard."""
+        filled = [(role.process.life, role.process.actor) for role in self.roles]
+        return [*self._guarded, *filled]
+
+    async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await ``work``, and cancel it when the run has to end: it may wait for a dead process.
+
+        Raises:
+            RunError: the run has to end; says why.
+            Exception: whatever ``work`` raises.
+        """
+        working = asyncio.create_task(work)
+        failed = asyncio.create_task(self._failed.wait())
+        try:
+            await asyncio.wait({working, failed}, return_when=asyncio.FIRST_COMPLETED)
+            succeeded = working.done() and not working.cancelled() and working.exception() is None
+            if self.failure is not None and not succeeded:
+                raise self.failure
+            return working.result()
+        finally:
+            failed.cancel()
+            if not working.done():
+                working.cancel()
+                await asyncio.wait({working}, timeout=STOP_TIMEOUT_S)
+
+    def end_run(self, error: RunError) -> None:
+        """End the run for a reason that lies in no process of it."""
+        logger.error("%s", error)
+        self._fail(error)
+
+    def died(self, death: ProcessDeath) -> None:
+        """Handle Monarch's report of a death: the first news of one on another host."""
+        for role in self.roles:
+            if death.actor == role.spawned_as:
+                role.process.life.report(death.cause)
+
+    async def explained(self, error: Exception) -> Exception:
+        """Return the death that ``error`` may follow from, or ``error`` if there is none.
+
+        A process is gone for its peers before it is seen to have ended: its files are closed first.
+        """
+        death = process_death_behind(error)
+        peer_gone = isinstance(original(error), PeerGone)
+        if death is not None or peer_gone or any(life.ending for life, _ in self._guarded):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._failed.wait(), DEATH_REPORTS_S)
+        if self.failure is not None:
+            return self.failure
+        return error if death is None else RunError(f"a process of the run died: {death}")
+
+    async def close(self) -> None:
+        """Stop supervising. Running processes are left alone."""
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        for life, _ in self.processes():
+            life.close()
+
+    async def _fill(self, role: Role, *, first: bool = False) -> Any:  # noqa: ANN401
+        """Spawn a process for a role and set it up, until that succeeds.
+
+        Args:
+            first: True if an error of the set-up is raised, and not taken for a death.
+        """
+        while True:
+            role.spawned_as = self.restarts.new_name(role.label)
+            try:
+                procs, actor = role.spawn(role.spawned_as)
+                role.process = SpawnedProcess(procs=procs, actor=actor, life=Lifetime(role.name))
+                if role not in self.roles:
+                    self.roles.append(role)
+                process = role.process
+                await self._watch(actor, process.life, runs_user_code=role.runs_user_code)
+                return await process.life.call(role.set_up(process))
+            except ProcessLost as lost:
+                self._count(role, lost.cause)
+            except Exception as error:
+                if first:
+                    raise
+                logger.exception("setting %s up again", role.name)
+                role.process.life.kill(cause_of(error))
+                self._count(role, cause_of(error))
+
+    async def _watch(self, actor: Any, life: Lifetime, *, runs_user_code: bool = False) -> None:  # noqa: ANN401
+        """End ``life`` when the actor's process dies, at once if it is on this host, or hangs."""
+        identity: ProcessIdentity = await life.call(actor.identity.call_one())
+        if identity.host == host_identity():
+            life.watch(identity.pid, identity.output)
+        self._run_beside(
+            self._hangs.watch(actor, life, stacks=identity.stacks, blocks=runs_user_code)
+        )
+
+    async def _connect(self, role: Role) -> None:
+        while True:
+            try:
+                await role.process.life.during(role.connect(role.process))
+                return
+            except ProcessLost as lost:
+                await self._fill_again(role, lost.cause)
+
+    async def _keep_filled(self, role: Role) -> None:
+        """Fill the role again whenever its process has died."""
+        try:
+            while True:
+                await self._fill_again(role, await role.process.life.ended())
+                await self._connect(role)
+                self._console.note(f"{role.name} is back")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run ends with it
+            explained = await self.explained(error)
+            if not isinstance(explained, RunError):
+                logger.exception("making %s again", role.name)
+                explained = RunError(f"{role.name} can't be made again: {cause_of(error)}")
+            self._fail(explained)
+
+    async def _fill_again(self, role: Role, cause: str) -> None:
+        """Replace the process of a role, which died of ``cause``."""
+        role.disconnect()
+        self._count(role, cause)
+        await self._fill(role)
+
+    def _count(self, role: Role, cause: str) -> None:
+        """Count one more death of a role, and have Monarch forget the process.
+
+        Raises:
+            RunError: the role may not be filled again.
+        """
+        which = self.restarts.count(role.label, role.name, cause)
+        self._console.note(f"{role.name} died: {cause}; made again ({which})")
+        self._run_beside(self._clear_away(role.process))
+
+    async def _clear_away(self, process: SpawnedProcess) -> None:
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.procs.stop()
+        except Exception as error:  # noqa: BLE001 - the process is dead all the same
+            logger.info("clearing away %s: %s", process.life.name, error)
+
+    def _lose(self, lost: ProcessLost) -> ProcessLost:
+        """End the run because a process under guard died.
+
+        Returns:
+            The process that died first.
+        """
+        if self.lost is None and lost.cause.startswith(HUNG):
+            # Of ranks that hang in a collective one may be stopped, and the others wait for it.
+            stopped = [life.name for life, _ in self._guarded if is_stopped(life.pid)]
+            if stopped:
+                lost = ProcessLost(stopped[0], f"{HUNG}stopped by a signal")
+        if self.lost is None:
+            self.lost = lost
+        self._fail(self.lost)
+        return self.lost
+
+    def _fail(self, error: RunError) -> None:
+        if self.failure is None:
+            self.failure = error
+        self._failed.set()
+        self._on_failure(error)
+
+    def _run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._watches.add(task)
+        task.add_done_callback(self._watches.discard)

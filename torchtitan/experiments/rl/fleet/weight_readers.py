@@ -1,0 +1,135 @@
+"""Brings each version of the weights to every host that generates and does not train.
+
+Such a host has one weight reader, a process that reads a version into the host's memory, from which
+its engines load. A host reads from any host that has the version. With one trainer host:
+
+    round 1   the trainer's host                -> 4 hosts
+    round 2   these and the trainer's host      -> 4 hosts each
+    round 3   all that have it                  -> 4 hosts each; more than 100 are reached
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torchtitan.experiments.rl.compat.monarch import ask
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.fleet.role import SpawnedProcess
+from torchtitan.experiments.rl.process.lifetime import Lifetime
+from torchtitan.experiments.rl.weights.reader import Fetched
+
+logger = logging.getLogger(__name__)
+
+READERS_AT_ONCE = 4
+"""Maximum number of readers that read a version from one host at a time.
+
+By RDMA they share its network, and more would take as much longer. By TCP a reader is slower than
+that: four take no longer than one.
+"""
+_TRAINER = ""
+"""Source of a version where the trainer's own hosts are read."""
+
+
+def first_generators(trainer_hosts: set[str], generator_hosts: Sequence[str]) -> list[int]:
+    """Return the first replica on each host that needs a reader.
+
+    A host needs none if all that the trainer holds is in its memory.
+
+    Args:
+        generator_hosts: host of each replica.
+    """
+    return [
+        index
+        for index, host in enumerate(generator_hosts)
+        if trainer_hosts != {host} and host not in generator_hosts[:index]
+    ]
+
+
+class WeightReaders:
+    """Implements weights.sync.HostCopies over reader processes that may die and be restarted."""
+
+    def __init__(self, hosts: Iterable[str], trainer_hosts: int = 1):
+        """Expect one reader on each host.
+
+        Args:
+            hosts: their names, for people.
+            trainer_hosts: number of hosts that divide the trainer. Each reader reads from each.
+        """
+        self.lost = 0
+        """Number of times that a host has lost its copies."""
+        self._connected = {host: asyncio.Event() for host in hosts}
+        self._processes: dict[str, SpawnedProcess] = {}
+        self._fetched_bytes: Counter[str] = Counter()
+        self._trainers_readers = READERS_AT_ONCE * trainer_hosts
+
+    async def admit(self, host: str, process: SpawnedProcess) -> None:
+        """Read by this process on its host from now on."""
+        self._processes[host] = process
+        self._connected[host].set()
+
+    def lose(self, host: str) -> None:
+        """Note that a host's reader died, with all copies that no engine has mapped."""
+        self._connected[host].clear()
+        self.lost += 1
+
+    async def fetch(self, version: int) -> None:
+        """Return when every host has a published version in its memory.
+
+        A reader that dies is asked again once it is restarted.
+
+        Raises:
+            RunError: a trainer host can't be read.
+        """
+        # Each host that has the version, with its lifetime, once per reader that it may serve.
+        sources: asyncio.Queue[tuple[str, Lifetime]] = asyncio.Queue()
+        for _ in range(self._trainers_readers):
+            # The trainer's end is seen by its own supervision.
+            sources.put_nowait((_TRAINER, Lifetime("trainer")))
+        await asyncio.gather(*(self._fetch(host, version, sources) for host in self._connected))
+
+    def take_fetched_bytes(self) -> dict[str, int]:
+        """Return the bytes that each host has read since the last call."""
+        taken = dict.fromkeys(self._connected, 0) | self._fetched_bytes
+        self._fetched_bytes = Counter()
+        return taken
+
+    async def _fetch(
+        self, host: str, version: int, sources: asyncio.Queue[tuple[str, Lifetime]]
+    ) -> None:
+        """Have one host read the version, and offer its copy to others."""
+        others_read_here = len(self._connected) > self._trainers_readers
+        while True:
+            await self._connected[host].wait()
+            process = self._processes[host]
+            source, source_life = await sources.get()
+            if source_life.cause is not None:
+                continue
+            try:
+                answer = source_life.during(
+                    ask(process.actor.fetch, version, source, others_read_here)
+                )
+                fetched: Fetched = await process.life.call(answer)
+            except RunError:
+                if process.life.cause is not None:
+                    sources.put_nowait((source, source_life))
+                    if self._processes[host] is process:
+                        self._connected[host].clear()  # before its supervisor learns of it
+                elif source == _TRAINER:
+                    raise
+                continue  # a source that can't be read is offered to nobody again
+            break
+        sources.put_nowait((source, source_life))
+        if fetched.source:
+            for _ in range(READERS_AT_ONCE):
+                sources.put_nowait((fetched.source, process.life))
+        self._fetched_bytes[host] += fetched.nbytes
+        if fetched.nbytes:
+            logger.info(
+                "%s fetched version %d: %d bytes in %.2f s from %s",
+                host,
+                version,
+                fetched.nbytes,
+                fetched.seconds,
+                source or "the trainer",
+            )
