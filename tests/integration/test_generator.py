@@ -18,12 +18,12 @@ from tests.integration.pairs import CANARY, Pair
 from tests.integration.processes import descendants
 from torchtitan.experiments.rl.config.placement import Place, place
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.fleet import spawn
 from torchtitan.experiments.rl.fleet.spawn import shut_down, spawn_on, start_trainer
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.engine import GeneratorFailed, RequestFailed, ScoreRequest
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.models.policy import ModelConfig
-from torchtitan.experiments.rl.operations import provision
 from torchtitan.experiments.rl.process import temporary
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
@@ -94,7 +94,7 @@ def pairs(meshes, tied_model, untied_model, tmp_path_factory) -> Iterator[dict[s
         with (
             pytest.MonkeyPatch.context() as patch
         ):  # a process has one store: the second pair uses the first's
-            patch.setattr(provision, "start_store", AsyncMock())
+            patch.setattr(spawn, "start_store", AsyncMock())
             await build("untied", made["untied"])
 
     asyncio.run(build_all())
@@ -117,7 +117,7 @@ def generator_of_two(pairs, meshes, tmp_path_factory) -> Any:
         config.engine.max_num_seqs,
         config.engine.tensor_parallel_degree,
     ) = MAX_LEN, AT_ONCE, 2
-    procs = provision.spawn_on(
+    procs = spawn.spawn_on(
         None, "generator_of_two", [Place(0, tuple(sorted(os.sched_getaffinity(0))))], "cpu"
     )[0]
     run_dir = str(tmp_path_factory.mktemp("generator_of_two"))

@@ -36,13 +36,13 @@ from tests.integration.test_router_replay import (
 from tests.v2_engine import ENVIRONMENT, V2EngineConfig
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.placement import Place
+from torchtitan.experiments.rl.fleet import spawn
 from torchtitan.experiments.rl.fleet.spawn import shut_down
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.engine import GenerateRequest, ScoreRequest
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.models.policy import ModelConfig
-from torchtitan.experiments.rl.operations import provision
 from torchtitan.experiments.rl.process.setup import launch_environment
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 
@@ -61,11 +61,9 @@ def launched(name: str) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            provision, "launch_environment", lambda *given: launch_environment(*given) | ENVIRONMENT
+            spawn, "launch_environment", lambda *given: launch_environment(*given) | ENVIRONMENT
         )
-        procs = provision.spawn_on(None, name, [Place(0, (min(os.sched_getaffinity(0)),))], "cpu")[
-            0
-        ]
+        procs = spawn.spawn_on(None, name, [Place(0, (min(os.sched_getaffinity(0)),))], "cpu")[0]
         asyncio.run(started(procs))
     return procs
 
