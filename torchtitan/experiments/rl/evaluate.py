@@ -21,7 +21,7 @@ from torchtitan.experiments.rl.config.command_line import (
 )
 from torchtitan.experiments.rl.config.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.observability.console import write_line
+from torchtitan.experiments.rl.observability.console import typed_command, write_line
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.host import other_users_line
 from torchtitan.experiments.rl.process.setup import (
@@ -75,7 +75,7 @@ def parse_options(arguments: list[str] | None) -> tuple[argparse.Namespace, Comm
         ConfigError: an option lacks its value, or two exclude each other.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.experiments.rl.evaluate",
+        prog=typed_command("evaluate"),
         description="Measure a policy on the validation sets of a config's tasks, without training. The config's fields can be "
         "overridden as a run's: --validation.examples 64, --validation.temperature 1.",
         epilog="Also as a run's command: --module MODULE, --run-dir FOLDER (for the records and the result).",

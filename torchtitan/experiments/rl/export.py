@@ -49,7 +49,7 @@ def main(arguments: list[str] | None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Of the command."""
     options = argparse.ArgumentParser(
-        prog="python -m torchtitan.experiments.rl.export",
+        prog=typed_command("export"),
         description="Turn a checkpoint of a run into a hub folder.",
     )
     options.add_argument(

@@ -18,7 +18,7 @@ from torchtitan.experiments.rl.config.command_line import (
     starting_line,
 )
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.observability.console import write_line
+from torchtitan.experiments.rl.observability.console import typed_command, write_line
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.setup import (
     of_command,
@@ -32,7 +32,7 @@ from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 @of_command()
 def main(arguments: list[str] | None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.experiments.rl.play",
+        prog=typed_command("play"),
         description="Be the policy of a task in the terminal: see the prompts as the model does, answer, and see the rewards, "
         "the tokens and what would be trained. The session is saved as a record. Fields of the config can be "
         "overridden.",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.observability.console import typed_command
 from torchtitan.experiments.rl.process.setup import of_command, run_command
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -17,7 +18,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def main(arguments: Sequence[str] | None) -> int:
     """Exit codes: 0 ended by Ctrl-C, or exported; 2 a folder without a run, or no such address."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.experiments.rl.report",
+        prog=typed_command("report"),
         description="Pages about runs, in the browser: rewards, where rollouts went, what the model said and why. "
         "Follows a run that goes on.",
     )

@@ -11,6 +11,7 @@ import cloudpickle
 
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.process.modules import module_words
 
 _VARIABLE = "TORCHTITAN_RL_CONFIG"
 """In the environment of the command: a file with the pickled config."""
@@ -44,7 +45,7 @@ def train(config: RunConfig, *words: str) -> Path:
         named = [] if "--resume" in words else ["--module", __name__, "--config", script.__name__]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "torchtitan.experiments.rl.grpo", *named, *words],
+            [sys.executable, "-u", *module_words("grpo"), *named, *words],
             env=os.environ | {_VARIABLE: str(file), "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

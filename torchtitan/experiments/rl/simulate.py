@@ -50,7 +50,7 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, Command, float]:
         ConfigError: an option that is wrong.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.experiments.rl.simulate",
+        prog=typed_command("simulate"),
         description="What a config will do on N GPUs, before they are paid for: the real controller in virtual time, with "
         "simulated engines, trainer and hosts. docs/scale.md says what is left out.",
         epilog="Also as a run's command: --config, --module, --gpus, --run-dir, and any field (--steps 200, --seed 0).",

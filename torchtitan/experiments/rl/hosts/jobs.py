@@ -26,6 +26,7 @@ from torchtitan.experiments.rl.process.host import (
     visible_gpus,
 )
 from torchtitan.experiments.rl.process.lifetime import descendants, kill
+from torchtitan.experiments.rl.process.modules import module_words
 from torchtitan.experiments.rl.process.temporary import HOSTS_PREFIX
 
 __all__ = ["JobConfig", "KubernetesJob", "ProcessJob", "SlurmJob", "ThisHostJob"]
@@ -65,8 +66,7 @@ class ProcessJob(JobConfig):
             subprocess.Popen(
                 [
                     sys.executable,
-                    "-m",
-                    "torchtitan.experiments.rl.hosts.agent",
+                    *module_words("hosts.agent"),
                     "--socket",
                     f"{sockets}/{name}",
                 ],

@@ -16,6 +16,7 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts.job import ClusterJob, gib_of
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.process.host import Device
+from torchtitan.experiments.rl.process.modules import module_words
 
 Label = Annotated[
     str,
@@ -92,8 +93,7 @@ class KubernetesJob(ClusterJob):
                         "workingDir": self.work_dir,
                         "command": [
                             "python",
-                            "-m",
-                            "torchtitan.experiments.rl.hosts.agent",
+                            *module_words("hosts.agent"),
                             "--port",
                             str(self.port),
                         ],

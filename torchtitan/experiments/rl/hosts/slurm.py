@@ -23,6 +23,7 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts.job import ClusterJob, gib_of
 from torchtitan.experiments.rl.hosts.pool import HostPool, attach
 from torchtitan.experiments.rl.process.host import Device, network_address
+from torchtitan.experiments.rl.process.modules import module_words
 
 HOSTS_VARIABLE = "TORCHTITAN_RL_SLURM_HOSTS"
 """Set by the batch script: names of the allocation's hosts."""
@@ -136,7 +137,10 @@ class SlurmJob(ClusterJob):
             *self.sbatch_options,
         ]
         cores = "" if self.cores_per_host is None else f" --cpus-per-task={self.cores_per_host}"
-        python = shlex.quote(sys.executable)
+        agent, run = (
+            shlex.join([sys.executable, *module_words(module)])
+            for module in ("hosts.agent", "grpo")
+        )
         identities = serialize_service_proc_ids([new_service_proc_id() for _ in range(hosts)])
         return "\n".join(
             [
@@ -147,12 +151,11 @@ class SlurmJob(ClusterJob):
                 f"export PYTHONPATH={shlex.quote(os.pathsep.join(_import_folders()))}",
                 f"export {SERVICE_PROC_IDS_ENV}={shlex.quote(identities)}",
                 f"export {HOSTS_VARIABLE}=\"$(scontrol show hostnames \"$SLURM_JOB_NODELIST\" | tr '\\n' ' ')\"",
-                f"srun --ntasks-per-node=1 --cpu-bind=none{cores} {python} -m torchtitan.experiments.rl.hosts.agent "
-                f"--port {self.port} &",
+                f"srun --ntasks-per-node=1 --cpu-bind=none{cores} {agent} --port {self.port} &",
                 "agents=$!",
                 "# The run ends with a checkpoint. A signal ends wait, not the run.",
                 "trap 'kill -TERM $run' TERM",
-                f"{python} -m torchtitan.experiments.rl.grpo {shlex.join(words)} &",
+                f"{run} {shlex.join(words)} &",
                 "run=$!",
                 "while kill -0 $run 2>/dev/null; do wait $run; code=$?; done",
                 "kill -KILL $agents 2>/dev/null",
