@@ -169,7 +169,7 @@ def test_every_command_of_the_library_is_one_that_its_parser_takes(shown_files):
             ):  # test_evaluate_*.py, test_report_*.py, test_play.py
                 pass
             case "simulate":
-                simulate.parsed(words)
+                simulate.parse_options(words)
             case other:
                 raise AssertionError(f"{page}: {other} is no command: {command}")
     assert read > 20
