@@ -1,24 +1,69 @@
-"""The installed commands. Before one imports the library it says in one line what the environment lacks."""
+"""The installed commands: ``rl-train`` and the others, and ``python -m torchtitan_rl NAME``.
+
+Before a command imports the library, it says in one line what the environment lacks.
+"""
 
 import importlib
 import os
 import re
 import shlex
 import sys
-from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 
-from torchtitan_rl import DISTRIBUTION, root
+from torchtitan_rl import DISTRIBUTION, installed_folder, library_folder
+
+MODULES = ("grpo", "evaluate", "report", "export", "play", "simulate", "hosts.agent")
+"""Modules of the library that ``python -m torchtitan_rl`` runs."""
 
 NOT_RESOLVED = ("torchstore==0.1.2",)
-"""Needed, and no dependency of the distribution: it asks for torch 2.9 and torchmonarch 0.1.2, so pip finds no solution."""
+"""Requirements that the distribution leaves out because pip can't resolve them.
+
+torchstore asks for torch 2.9 and torchmonarch 0.1.2, and works with the pinned ones.
+"""
+
+
+def main() -> int:
+    """Run the module of the library that the first word of the command line names."""
+    name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+    if name not in MODULES:
+        print(f"error: no command {name!r}; there are {', '.join(MODULES)}", file=sys.stderr)
+        return 2
+    return _run(name)
+
+
+def train() -> int:
+    return _run("grpo")
+
+
+def evaluate() -> int:
+    return _run("evaluate")
+
+
+def report() -> int:
+    return _run("report")
+
+
+def export() -> int:
+    return _run("export")
+
+
+def play() -> int:
+    return _run("play")
+
+
+def simulate() -> int:
+    return _run("simulate")
 
 
 def _run(module: str) -> int:
-    """The ``main`` of a module of the library, which finds modules in the current folder too, as ``python -m`` does."""
+    """Run ``main`` of a module of the library, and end the process with its exit code.
+
+    Modules of the current folder can be imported, as with ``python -m``.
+    """
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
-    if problem := what_is_lacking():
+    if problem := what_hides_the_library() or what_is_lacking():
         print(f"error: {problem}", file=sys.stderr)
         return 2
     from torchtitan.experiments.rl.process.setup import run_command
@@ -28,35 +73,50 @@ def _run(module: str) -> int:
     )
 
 
+def what_hides_the_library() -> str | None:
+    """Return one line if another torchtitan in the current folder would be imported."""
+    current = Path.cwd()
+    if sys.flags.safe_path or not (current / "torchtitan/__init__.py").is_file():
+        return None
+    if current.samefile(library_folder()):
+        return None
+    return (
+        f"{current / 'torchtitan'} would be imported in place of the installed library: "
+        "start in another folder"
+    )
+
+
 def what_is_lacking() -> str | None:
-    """One line with the packages that are absent or of another version, and the command that installs them."""
+    """Return one line with the packages that are absent or of another version, and the cure."""
+    pip = f"{shlex.quote(sys.executable)} -m pip install"
+    try:
+        requirements = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:  # imported from a checkout by PYTHONPATH
+        folder = shlex.quote(str(installed_folder()))
+        return f"{DISTRIBUTION} is not installed; {pip} --no-deps --editable {folder} installs it"
+    lacking = _lacking([*requirements, *NOT_RESOLVED])
+    if not lacking:
+        return None
+    pins = shlex.quote(str(installed_folder() / "requirements" / "cpu.txt"))
+    # torch with its dependencies: its CUDA build can't be imported without them.
+    torch = f"{pip} {lacking['torch'].partition(' ')[0]} && " if "torch" in lacking else ""
+    cure = f"{torch}{pip} --no-deps -r {pins} installs all (on GPUs: gpu.txt)"
+    return f"not installed: {', '.join(lacking.values())}; {cure}"
+
+
+def _lacking(requirements: list[str]) -> dict[str, str]:
+    """Return the requirements that the environment does not meet, by package."""
     lacking = {}
-    for requirement in (*(requires(DISTRIBUTION) or ()), *NOT_RESOLVED):
-        if ";" in requirement:  # of an extra
+    for requirement in requirements:
+        if ";" in requirement:  # it belongs to an extra
             continue
-        name, wanted = (
-            re.split(r"[^\w.-]", requirement, maxsplit=1)[0],
-            requirement.partition("==")[2],
-        )
+        name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+        pinned = requirement.partition("==")[2]
         try:
-            found = version(name)
+            present = version(name)
         except PackageNotFoundError:
             lacking[name] = requirement
             continue
-        if wanted and found.partition("+")[0] != wanted:
-            lacking[name] = f"{requirement} (here: {found})"
-    if not lacking:
-        return None
-    pip, pins = (
-        f"{shlex.quote(sys.executable)} -m pip install",
-        shlex.quote(os.path.join(root(), "requirements", "cpu.txt")),
-    )
-    # torch with its dependencies: its CUDA build can't be imported without them.
-    torch = f"{pip} {lacking['torch'].partition(' ')[0]} && " if "torch" in lacking else ""
-    return f"not installed: {', '.join(lacking.values())}; {torch}{pip} --no-deps -r {pins} installs all (on GPUs: gpu.txt)"
-
-
-# What ``rl-train``, ``rl-evaluate`` and the others start: as ``python -m torchtitan.experiments.rl.grpo``, ``.evaluate`` ...
-train = partial(_run, "grpo")
-evaluate, report = partial(_run, "evaluate"), partial(_run, "report")
-export, play, simulate = partial(_run, "export"), partial(_run, "play"), partial(_run, "simulate")
+        if pinned and present.partition("+")[0] != pinned:
+            lacking[name] = f"{requirement} (here: {present})"
+    return lacking

@@ -34,7 +34,7 @@ def test_the_installed_command_runs_from_an_empty_folder_with_the_model_that_is_
     async_run, installed
 ):
     assert (
-        f"model       {installed.packages / 'torchtitan_rl/assets/tiny_qwen3'} (0.9M parameters)"
+        f"model       {installed.packages / 'torchtitan_rl/library/assets/tiny_qwen3'} (0.9M parameters)"
         in async_run.out
     )
 

@@ -1,6 +1,8 @@
 import asyncio
 import io
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -198,6 +200,7 @@ def next_commands(tmp_path, **changes) -> list[str]:
     [
         ("grpo.py", False, ".venv/bin/python -m torchtitan.experiments.rl.{module}"),
         ("grpo.py", True, "python -m torchtitan.experiments.rl.{module}"),
+        ("torchtitan_rl/__main__.py", True, "python -m torchtitan_rl {module}"),
         (".venv/bin/rl-train", False, ".venv/bin/{script}"),
         (".venv/bin/rl-train", True, "{script}"),
     ],
@@ -206,6 +209,9 @@ def test_the_summary_ends_with_the_commands_that_come_next_as_this_one_was_start
     environment, tmp_path, monkeypatch, started_as, on_path, words
 ):
     monkeypatch.setattr("sys.argv", [str(tmp_path / started_as)])
+    monkeypatch.delitem(sys.modules, "torchtitan_rl", raising=False)
+    if started_as.startswith("torchtitan_rl"):
+        monkeypatch.setitem(sys.modules, "torchtitan_rl", ModuleType("torchtitan_rl"))
     if on_path:
         monkeypatch.setenv("PATH", str(environment))
     report, play, evaluate, train = (

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_rl.commands import NOT_RESOLVED
-
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "torchtitan/experiments/rl"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,6 +25,17 @@ EXTRAS = {
     "generation/vllm/worker.py": "cpu",
 }
 """Files that may import what an extra installs. The engine's files need vllm, from the extra cpu or gpu."""
+
+
+def constant(file: str, name: str) -> tuple[str, ...]:
+    """Return a constant of a file that is not imported: torchtitan_rl changes the import path."""
+    for node in ast.parse((ROOT / file).read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return ast.literal_eval(node.value)
+    raise LookupError(f"{file} has no {name}")
+
+
+NOT_RESOLVED = constant("src/torchtitan_rl/commands.py", "NOT_RESOLVED")
 
 
 def named(requirements: Iterable[str]) -> set[str]:

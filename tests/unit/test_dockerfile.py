@@ -79,7 +79,7 @@ def test_every_file_that_is_copied_or_installed_is_in_the_build_context():
     assert all((ROOT / source).exists() and source not in IGNORED for source in sources)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    needed = [*wheel["only-include"], *wheel["force-include"], "README.md", "LICENSE"]
+    needed = [*wheel["only-include"], "README.md", "LICENSE"]
     assert all((ROOT / path).exists() and path not in IGNORED for path in needed)
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     sent = set(context_files(IGNORED))

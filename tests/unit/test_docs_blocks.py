@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -168,7 +169,7 @@ def test_every_command_of_the_library_is_one_that_its_parser_takes(shown_files):
             ):  # test_evaluate_*.py, test_report_*.py, test_play.py
                 pass
             case "simulate":
-                simulate.parsed(words)
+                simulate.parse_options(words)
             case other:
                 raise AssertionError(f"{page}: {other} is no command: {command}")
     assert read > 20
@@ -211,6 +212,8 @@ def test_the_sums_on_the_way_to_a_real_task_are_trained_as_shown(shown_files, ca
     assert ("from_demo_to_real.md", f"rl-train {words}") in commands()
     assert main(words.split()) == 0 and "=<|im_end|>" in capsys.readouterr().out
     started = []
+    # The real one changes the import path of this process; tests/integration/test_install.py has it.
+    monkeypatch.setitem(sys.modules, "torchtitan_rl", ModuleType("torchtitan_rl"))
     monkeypatch.setattr(script, "train", lambda config, *words: started.append((config, words)))
     importlib.import_module("train_my_sums")
     ((config, words),) = started

@@ -277,8 +277,10 @@ def test_a_tool_refuses_the_options_that_it_does_not_use(parse, peft, capsys):
 
 
 def test_a_simulation_refuses_what_it_can_not_do(peft):
-    assert "--push-to-hub" in refusal(simulate.parsed, *DEBUG, "--push-to-hub", "me/mine")
-    simulate.parsed([*DEBUG, "--init-adapter", str(peft)])  # it counts the adapters' parameters
+    assert "--push-to-hub" in refusal(simulate.parse_options, *DEBUG, "--push-to-hub", "me/mine")
+    simulate.parse_options(
+        [*DEBUG, "--init-adapter", str(peft)]
+    )  # it counts the adapters' parameters
 
 
 def prepared(*words: str):

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -98,6 +98,13 @@ def test_the_command_submits_itself_and_says_how_to_follow_stop_and_resume(
         started
         == f"{sys.executable} -m torchtitan.experiments.rl.grpo {' '.join(words)} --run-dir {run} &"
     )
+
+
+def test_the_script_names_an_installed_library_by_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchtitan_rl", ModuleType("torchtitan_rl"))
+    script = SlurmJob(hosts=1).script(["--config", "NAME"], "/shared/run", 1)
+    assert f" {sys.executable} -m torchtitan_rl hosts.agent --port 22222 &\n" in script
+    assert f"\n{sys.executable} -m torchtitan_rl grpo --config NAME &\n" in script
 
 
 def test_a_dry_run_prints_the_script_and_leaves_nothing(command, tmp_path):

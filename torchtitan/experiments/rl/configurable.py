@@ -1,4 +1,4 @@
-"""Base of the classes users subclass: tasks, datasets, samplers, rubrics, algorithms, filters, losses."""
+"""Base of the classes that users subclass: tasks, datasets, samplers, rubrics, algorithms, ..."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,16 +7,22 @@ from torchtitan.config import Configurable
 
 
 class UserConfigurable(Configurable):
-    """A Configurable whose every subclass has a Config that builds that subclass.
+    """Configurable whose every subclass has a Config that builds that subclass.
 
-    A Configurable that defines no Config inherits its parent's, and ``Sub.Config().build()`` silently makes the parent.
-    Here such a subclass gets an empty Config of its own, so a subclass that only overrides a method is complete.
+    A subclass of torchtitan's Configurable that defines no Config inherits its parent's, so that
+    ``Sub.Config().build()`` makes the parent. Here it gets an empty Config of its own, and a
+    subclass that only overrides a method is complete::
+
+        class Shorter(Dataset):
+            def __len__(self): ...
+
+        Shorter.Config().build()  # a Shorter
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any) -> None:  # noqa: ANN401 - a subclass narrows it to its Config
         self.config = config
 
-    def __init_subclass__(cls, **kwargs):
+    def __init_subclass__(cls, **kwargs: object) -> None:
         if "Config" not in cls.__dict__:
             namespace = {
                 "__module__": cls.__module__,

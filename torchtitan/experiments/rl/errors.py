@@ -1,4 +1,12 @@
-"""Errors a person reads as one line."""
+"""Errors that a person reads as one line: what failed, the value seen and the cure.
+
+ConfigError     the config can't run; raised before a process is spawned
+RunError        the run can't go on
+UserCodeError   code of the user's failed: an env, a reward function, an algorithm
+
+`cause_of` makes such a line of any exception. `users_traceback` keeps the frames of the user's
+code.
+"""
 
 import sysconfig
 import threading
@@ -6,14 +14,15 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 _PLAIN = (str, int, float, bool, type(None))
-
-_SHOWN, CAUSE_LENGTH = 500, 400
-"""Characters of a value that an error shows, and of a cause that are kept: it goes into logs and rollout records."""
+"""Types of values that are sent to another process as they are."""
+_SHOWN_LENGTH = 500
+"""Maximum number of characters of a value that a ConfigError shows."""
+CAUSE_LENGTH = 400
+"""Maximum number of characters of a cause, which goes into logs and rollout records."""
 OWN_LENGTH = 1000
-"""Characters of an error of the library's own that are kept: room for all of it, as its cure stands last."""
+"""Maximum number of characters of an error of the library's own, whose cure stands last."""
 TRACEBACK_LINES = 40
 """Maximum number of lines of a traceback that a person is shown; the innermost are kept."""
 
@@ -21,23 +30,36 @@ TRACEBACK_LINES = 40
 class ConfigError(ValueError):
     """A config that can't run: names the field, the value seen and the cure."""
 
-    def __init__(self, field: str, value: Any, cure: str, *, lines: Sequence[str] = ()):
-        """``lines``: one for each part at fault, such as the rows of a file."""
-        self.field, self.value, self.cure, self.lines = field, value, cure, tuple(lines)
+    def __init__(self, field: str, value: object, cure: str, *, lines: Sequence[str] = ()):
+        """Make the error's message of its parts.
+
+        Args:
+            lines: what else is printed, a line for each part at fault, such as the rows of a file.
+        """
+        self.field = field
+        self.value = value
+        self.cure = cure
+        self.lines = tuple(lines)
         super().__init__(f"{field} = {_shown(value)}: {cure}")
 
-    def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, Any, str]]:
-        # Between processes: the value may be of a class that can't be pickled, or whose pickle runs code.
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, object, str]]:
+        # The value may be of a class that can't be pickled, or whose pickle runs code.
         value = self.value if type(self.value) in _PLAIN else _Text(_shown(self.value))
         return type(self), (self.field, value, self.cure)
 
 
 class MissingError(ConfigError):
-    """This machine lacks what the config names: a file, a package, a key. A plan of the run can be made without it."""
+    """A config that names what this machine lacks: a file, a package, a key.
+
+    A plan of the run can be made without it, so a dry run only notes it.
+    """
 
 
 class UnknownOption(ConfigError):
-    """Words of a command line that no field of its config takes, and the options that were probably meant."""
+    """Words of a command line that no field of its config takes.
+
+    The cure names the options that were probably meant, if there are any.
+    """
 
     def __str__(self) -> str:
         return f"no option {self.field}" + (f"; {self.cure}" if self.cure else "")
@@ -47,48 +69,49 @@ class RunError(RuntimeError):
     """A run that can't go on, in one line."""
 
     traceback = ""
-    """Result of ``users_traceback`` in the process that raised the error: a ``__cause__`` stays behind there."""
+    """Traceback of the user's code, for an error that left its cause in another process."""
 
 
 class PeerGone(RunError):
-    """A process of the run lacks another one, which has probably ended: that it has may be seen a little later."""
+    """A process of the run that does not answer another one.
+
+    It has probably ended, which its supervisor may see a little later.
+    """
 
 
 class UserCodeError(Exception):
-    """User code failed; the message is its cause in one line, exception type first."""
+    """A failure of the user's code. The message is its cause in one line, exception type first."""
 
     where = ""
-    """Function of the user's in which late code waited at its deadline, with file and line."""
+    """Function of the user's that was waited in at the deadline, with file and line."""
     returned = False
-    """True if late code has returned, too late, and raised nothing."""
+    """True if the code returned after its deadline."""
     traceback = ""
-    """Result of ``users_traceback`` in the process that raised the error: a ``__cause__`` stays behind there."""
+    """Traceback of the user's code, for an error that left its cause in another process."""
 
     def of(self, owner: str) -> "UserCodeError":
-        """The same, with a message that begins with whose code it is."""
+        """Return the same error with a message that begins with the owner of the code."""
         named = type(self)(f"{owner}: {self}")
-        named.where, named.returned, named.traceback = (
-            self.where,
-            self.returned,
-            users_traceback(self),
-        )
+        named.where = self.where
+        named.returned = self.returned
+        named.traceback = users_traceback(self)
         return named
 
 
 class UserCodeTimeout(UserCodeError):
-    """User code took longer than its limit."""
+    """User code that took longer than its limit."""
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except Exception:  # of a user's class
+    except Exception:  # noqa: BLE001 - the value may be of a user's class
         text = f"<{type(value).__name__}>"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}..."
 
 
 class _Text:
-    """A value of an error from another process: what was shown of it."""
+    """Text of a value that stayed in another process, shown as it was there."""
 
     def __init__(self, text: str):
         self._text = text
@@ -98,124 +121,142 @@ class _Text:
 
 
 _LIBRARY = f"{Path(__file__).parent}/"
+"""Beginning of the paths of the library's files."""
 _OTHERS = (
-    "<frozen ",
+    "<frozen ",  # modules of Python's own
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
 )
+"""Beginnings of the paths of Python's files and of installed packages'."""
 
 
 @contextmanager
-def user_code(field: str, value: Any, what: str) -> Iterator[None]:
-    """Refuse ``field`` if the code in the block raises or exits. A ConfigError passes as it is, and so does Ctrl-C, which only
-    the main thread gets.
+def user_code(field: str, value: object, what: str) -> Iterator[None]:
+    """Refuse ``field`` if the code in the block raises or exits.
+
+    A ConfigError passes unchanged. So does Ctrl-C, which Python raises in the main thread only.
 
     Args:
-        what: names the code in the error, such as "its constructor failed".
+        what: the beginning of the cure, such as "its constructor failed".
     """
     try:
         yield
-    except (
-        BaseException
-    ) as error:  # SystemExit too, and whatever else a user's code derives from it
-        pressed = (
-            isinstance(error, KeyboardInterrupt)
-            and threading.current_thread() is threading.main_thread()
-        )
-        if pressed or isinstance(error, ConfigError):
+    except ConfigError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - user code may exit
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if isinstance(error, KeyboardInterrupt) and in_main_thread:
             raise
         raise ConfigError(field, value, f"{what}: {cause_of(error, folder=True)}") from error
 
 
 @contextmanager
 def inside(field: str) -> Iterator[None]:
-    """Put ``field`` before the field of a ConfigError that is raised in the block by a part, which does not know its place. It
-    may begin with the part's own name, or with ``field``."""
+    """Put ``field`` before the field of a ConfigError that the block raises.
+
+    A component checks its own fields and does not know its place in the config. The field that it
+    names may begin with the component's own name already, or with the whole of ``field``.
+    """
     try:
         yield
     except ConfigError as error:
-        own = error.field.removeprefix(f"{field}.").removeprefix(f"{field.rpartition('.')[2]}.")
+        own_name = field.rpartition(".")[2]
+        inner = error.field.removeprefix(f"{field}.").removeprefix(f"{own_name}.")
         kind = MissingError if isinstance(error, MissingError) else ConfigError
-        raise kind(f"{field}.{own}", error.value, error.cure, lines=error.lines) from error
+        raise kind(f"{field}.{inner}", error.value, error.cure, lines=error.lines) from error
 
 
 def cause_of(error: BaseException, *, folder: bool = False) -> str:
-    """One line. The library's own errors are sentences; of others the type, the message, and the file and line of the user's
-    code that it came through: the innermost frame that is not the library's, Python's or an installed package's; without one,
-    the innermost. For a message that can't be read the line says so.
+    """Return an exception in one line.
+
+    An error of the library's own is a sentence already. Of any other the line has the type, the
+    message, and the file and line of the innermost frame of the user's code; if it came through
+    none, of the innermost frame.
 
     Args:
-        folder: name the file with its folder.
+        folder: True if the file is named with its folder.
     """
-    try:
-        text = " ".join(str(error).split())
-    except Exception as broken:  # the exception is the user's too
-        text = f"its message can't be read ({type(broken).__name__} in __str__)"
+    text = _message_of(error)
     if isinstance(error, UserCodeError | RunError | ConfigError):
         return text[:OWN_LENGTH]
-    text = text[:CAUSE_LENGTH]
-    where = "".join(
-        f" ({file if folder else Path(file).name}:{line})" for file, line in places_of(error)[-1:]
-    )
-    return f"{type(error).__name__}{text and f': {text}'}{where}"
+    line = type(error).__name__
+    if text:
+        line += f": {text[:CAUSE_LENGTH]}"
+    if places := places_of(error):
+        file, number = places[-1]
+        line += f" ({file if folder else Path(file).name}:{number})"
+    return line
+
+
+def _message_of(error: BaseException) -> str:
+    try:
+        return " ".join(str(error).split())
+    except Exception as broken:  # noqa: BLE001 - the exception may be of a user's class
+        return f"its message can't be read ({type(broken).__name__} in __str__)"
 
 
 def places_of(error: BaseException) -> list[tuple[str, int | None]]:
-    """Return file and line of each frame of the user's code that an error came through; of all where there is none."""
+    """Return file and line of each frame of the user's code that an error came through.
+
+    An error that came through no code of the user's has the places of all its frames.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return [(error.filename, error.lineno)]
-    frames = traceback.walk_tb(error.__traceback__)
-    places: list[tuple[str, int | None]] = [
-        (frame.f_code.co_filename, line) for frame, line in frames
-    ]
+    places: list[tuple[str, int | None]] = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        places.append((frame.f_code.co_filename, line))
     return [place for place in places if is_users_file(place[0])] or places
 
 
 def users_traceback(error: BaseException) -> str:
-    """Return the traceback of an error as Python prints it, with the frames of the user's code alone.
+    """Return an error's traceback as Python prints it, with the frames of the user's code alone.
 
-    Of an error that the library made of a user's, the traceback is the user's. Causes, groups and notes of the error are in it.
+    An error of the library's own has the traceback of the user's error that caused it. Causes,
+    groups and notes of the user's error are in it.
 
     Returns:
-        At most TRACEBACK_LINES lines, without a line end behind the last. Empty where the error came through no code of a user.
+        At most TRACEBACK_LINES lines, without a line end behind the last. The text is empty if the
+        error came through no code of the user's.
     """
     if isinstance(error, UserCodeError | RunError | ConfigError):
         kept = getattr(error, "traceback", "")
-        return kept or (users_traceback(error.__cause__) if error.__cause__ is not None else "")
+        if kept or error.__cause__ is None:
+            return kept
+        return users_traceback(error.__cause__)
     try:
         whole = traceback.TracebackException.from_exception(error, compact=True)
         text = "".join(whole.format()) if _keep_users_frames(whole) else ""
-    except Exception:  # the exception is the user's, and so are its notes
+    except Exception:  # noqa: BLE001 - the exception and its notes may be of a user's class
         return ""
     lines = [line[:CAUSE_LENGTH] for line in text.splitlines()]
-    return "\n".join(
-        lines if len(lines) <= TRACEBACK_LINES else ["...", *lines[1 - TRACEBACK_LINES :]]
-    )
+    if len(lines) > TRACEBACK_LINES:
+        lines = ["...", *lines[1 - TRACEBACK_LINES :]]
+    return "\n".join(lines)
 
 
 def _keep_users_frames(whole: traceback.TracebackException) -> bool:
-    """Take all other frames out of a traceback, its causes and its groups; False if none is left."""
-    users = False
-    parts = [whole]
-    while parts:
-        part = parts.pop()
-        part.stack[:] = [frame for frame in part.stack if is_users_file(frame.filename)]
-        in_file = issubclass(part.exc_type, SyntaxError) and bool(
-            part.filename
-        )  # such a file has no frame
-        users = users or bool(part.stack) or in_file
-        parts += [
-            other
-            for other in (part.__cause__, part.__context__, *(part.exceptions or ()))
-            if other is not None
-        ]
-    return users
+    """Take all other frames out of a traceback, its causes and its groups.
+
+    Returns:
+        True if the traceback names code of the user's.
+    """
+    names_users_code = False
+    pending = [whole]
+    while pending:
+        current = pending.pop()
+        current.stack[:] = [frame for frame in current.stack if is_users_file(frame.filename)]
+        # A file that can't be parsed has no frame.
+        is_in_file = issubclass(current.exc_type, SyntaxError) and bool(current.filename)
+        names_users_code = names_users_code or bool(current.stack) or is_in_file
+        related = (current.__cause__, current.__context__, *(current.exceptions or ()))
+        pending += [error for error in related if error is not None]
+    return names_users_code
 
 
 def is_users_file(file: str) -> bool:
-    """True if the code of this file is neither the library's, Python's nor an installed package's."""
+    """Return True if a file is the user's: no file of the library, Python or a package."""
     return not file.startswith((_LIBRARY, *_OTHERS))
 
 
 def is_library_file(file: str) -> bool:
-    """True if the code of this file is the library's."""
+    """Return True if a file is the library's."""
     return file.startswith(_LIBRARY)

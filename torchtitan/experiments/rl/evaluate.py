@@ -1,7 +1,10 @@
-"""The command: ``python -m torchtitan.experiments.rl.evaluate --config NAME [--model FOLDER | --endpoint URL] [overrides]``.
+"""The command that measures a policy without training, ``rl-evaluate``.
 
-Exit codes: 0 done; 1 it failed, or a task has no figure because every attempt failed; 2 the config can't be evaluated, and
-nothing was spawned; 130, 143, 129 stopped by a signal.
+    python -m torchtitan.experiments.rl.evaluate --config NAME [--model FOLDER | --endpoint URL]
+        [overrides]
+
+Exit codes: 0 done; 1 it failed, or a task has no figure because every attempt failed; 2 the config
+can't be evaluated, and nothing was spawned; 130, 143, 129 stopped by a signal.
 """
 
 import argparse
@@ -9,7 +12,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.experiments.rl.config.command_line import (
     Command,
@@ -21,7 +24,7 @@ from torchtitan.experiments.rl.config.command_line import (
 )
 from torchtitan.experiments.rl.config.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.observability.console import write_line
+from torchtitan.experiments.rl.observability.console import typed_command, write_line
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.host import other_users_line
 from torchtitan.experiments.rl.process.setup import (
@@ -32,7 +35,11 @@ from torchtitan.experiments.rl.process.setup import (
 )
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 
+if TYPE_CHECKING:  # imported after the process is set up
+    from torchtitan.experiments.rl.tools.evaluate import Candidate, Result
+
 RESULT_FILE = "evaluation.json"
+"""Name of the file with the result, in the folder of the first model's records."""
 
 
 @of_command()
@@ -52,46 +59,61 @@ def main(arguments: list[str] | None) -> int:
         temporary.remove()
     if not results:
         return code
-    result = summarized(command.config_name, models, results)
-    (models[0].run_dir / RESULT_FILE).write_text(
-        json.dumps(result, indent=2) + "\n", encoding="utf-8"
-    )
-    print(
-        json.dumps(result) if options.json else "\n".join(map(printable_line, result_lines(result)))
-    )
-    for candidate, measured in zip(models, results, strict=False):
-        for task, examples in measured.examples.items():
-            if not any(example.rewards for example in examples):
-                why = one_sentence(measured.causes.get(task, "there were none"))
-                line = f"error: tasks.{task}: no attempt of {candidate.label} has a reward: {why}"
-                print(printable_line(f"{line} (logs in {candidate.run_dir}/logs)"), file=sys.stderr)
-                code = code or 1
-    return code
+    result = summarize(command.config_name, models, results)
+    text = json.dumps(result, indent=2) + "\n"
+    (models[0].run_dir / RESULT_FILE).write_text(text, encoding="utf-8")
+    if options.json:
+        print(json.dumps(result))
+    else:
+        print("\n".join(map(printable_line, result_lines(result))))
+    errors = _tasks_without_rewards(models, results)
+    for line in errors:
+        print(printable_line(f"error: {line}"), file=sys.stderr)
+    return code or int(bool(errors))
+
+
+def _tasks_without_rewards(models: "list[Candidate]", results: "list[Result]") -> list[str]:
+    """Return a line for each task of a model in which every attempt failed."""
+    lines = []
+    for model, result in zip(models, results, strict=False):
+        for task, examples in result.examples.items():
+            if any(example.rewards for example in examples):
+                continue
+            why = one_sentence(result.causes.get(task, "there were none"))
+            lines.append(
+                f"tasks.{task}: no attempt of {model.label} has a reward: {why} "
+                f"(logs in {model.run_dir}/logs)"
+            )
+    return lines
 
 
 def parse_options(arguments: list[str] | None) -> tuple[argparse.Namespace, Command]:
-    """
+    """Return the command's own options, and those of a run's command.
+
     Raises:
         ConfigError: an option lacks its value, or two exclude each other.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.experiments.rl.evaluate",
-        description="Measure a policy on the validation sets of a config's tasks, without training. The config's fields can be "
-        "overridden as a run's: --validation.examples 64, --validation.temperature 1.",
-        epilog="Also as a run's command: --module MODULE, --run-dir FOLDER (for the records and the result).",
+        prog=typed_command("evaluate"),
+        description="Measure a policy on the validation sets of a config's tasks, without "
+        "training. The config's fields can be overridden as a run's: --validation.examples 64, "
+        "--validation.temperature 1.",
+        epilog="Also as a run's command: --module MODULE, --run-dir FOLDER (for the records and "
+        "the result).",
         allow_abbrev=False,
         exit_on_error=False,
     )
     parser.add_argument(
         "--model",
         metavar="FOLDER",
-        help="the policy, instead of the config's model: a run's folder (its newest policy; --config is not needed then), or a "
-        "hub folder, such as a run's policy/step-100",
+        help="the policy, instead of the config's model: a run's folder (its newest policy; "
+        "--config is not needed then), or a hub folder, such as a run's policy/step-100",
     )
     parser.add_argument(
         "--endpoint",
         metavar="URL",
-        help="the policy is served by a vLLM server, such as http://host:8000/v1; several of one model with commas",
+        help="the policy is served by a vLLM server, such as http://host:8000/v1; several of one "
+        "model with commas",
     )
     parser.add_argument(
         "--against",
@@ -121,14 +143,14 @@ def parse_options(arguments: list[str] | None) -> tuple[argparse.Namespace, Comm
     return options, command
 
 
-def _prepare(options: argparse.Namespace, command: Command) -> list[Any]:
+def _prepare(options: argparse.Namespace, command: Command) -> "list[Candidate]":
     """Check everything before a process is spawned, and make the folders.
 
     Returns:
-        One or two ``tools.evaluate.Candidate``.
+        The model, and the one that it is compared with if ``--against`` names one.
 
     Raises:
-        ConfigError: what can't be evaluated, by option or field.
+        ConfigError: an option or a field can't be evaluated.
     """
     from torchtitan.experiments.rl.config.resume import save_config
     from torchtitan.experiments.rl.config.run_folder import make_run_folder
@@ -140,67 +162,69 @@ def _prepare(options: argparse.Namespace, command: Command) -> list[Any]:
     )
     check_whole_policy(options, config)
 
-    endpoints = [
-        None
-        if options.endpoint is None
-        else served_by(options, options.endpoint, "--endpoint", config)
-    ]
-    configs = [config]
+    server = None
+    if options.endpoint is not None:
+        server = served_by(options, options.endpoint, "--endpoint", config)
+    policies = [(config, server)]
     if options.against is not None:
-        is_url = options.against.startswith(("http://", "https://"))
-        endpoints.append(
-            served_by(options, options.against, "--against", config) if is_url else None
-        )
-        model = (
-            config.model
-            if is_url
-            else replace(
-                config.model, hf_assets_path=model_folder(options.against, field="--against")
-            )
-        )
-        configs.append(replace(config, model=model))
-    plans = [
-        measure.checked_plan(config, endpoint)
-        for config, endpoint in zip(configs, endpoints, strict=True)
-    ]
-    folder = Path(
-        make_run_folder(
-            command.run_dir, config.output_dir, f"evaluate-{command.config_name}", keep=True
-        )
-    )
-    models = list(map(measure.Candidate, configs, plans, endpoints, [folder, folder / "against"]))
-    for measured in models:
-        measured.run_dir.mkdir(exist_ok=True)
-        save_config(measured.run_dir, measured.config)
+        if options.against.startswith(("http://", "https://")):
+            policies.append((config, served_by(options, options.against, "--against", config)))
+        else:
+            folder = model_folder(options.against, field="--against")
+            model = replace(config.model, hf_assets_path=folder)
+            policies.append((replace(config, model=model), None))
+    plans = [measure.checked_plan(config, server) for config, server in policies]
+
+    name = f"evaluate-{command.config_name}"
+    run_dir = Path(make_run_folder(command.run_dir, config.output_dir, name, keep=True))
+    models: list[Candidate] = []
+    for (config, server), plan in zip(policies, plans, strict=True):
+        model_dir = run_dir / "against" if models else run_dir
+        model_dir.mkdir(exist_ok=True)
+        save_config(model_dir, config)
+        models.append(measure.Candidate(config, plan, server, model_dir))
     return models
 
 
-def summarized(config_name: str | None, models: list[Any], results: list[Any]) -> dict[str, Any]:
-    """What ``--json`` prints: for each model ``metrics`` as a run's validation reports them, and ``tasks`` with intervals."""
-    from torchtitan.experiments.rl.tools.evaluate import paired, task_figures
+def summarize(
+    config_name: str | None, models: "list[Candidate]", results: "list[Result]"
+) -> dict[str, Any]:
+    """Return what ``--json`` prints.
 
-    shown: list[dict[str, Any]] = []
-    for model, result in zip(models, results, strict=False):
-        tasks = {}
-        for task, plan in model.schedules.items():
-            result.examples[task].sort(key=lambda example: (len(example.example), example.example))
-            figures = task_figures(
-                result.examples[task], attempts=plan.attempts, pass_reward=plan.pass_reward
-            )
-            tasks[task] = {"attempts": plan.attempts, "temperature": plan.temperature} | figures
-        shown.append(
-            {
-                "model": model.label,
-                "folder": str(model.run_dir),
-                "metrics": result.metrics,
-                "tasks": tasks,
-            }
-        )
+    For each model it has ``metrics``, as a run's validation reports them, and ``tasks``, with
+    intervals.
+    """
+    from torchtitan.experiments.rl.tools.evaluate import paired
+
     comparison = None
     if len(results) == 2:
         first, second = (result.examples for result in results)
         comparison = {task: paired(first[task], second[task]) for task in first}
-    return {"config": config_name, "models": shown, "comparison": comparison}
+    summaries = [
+        {
+            "model": model.label,
+            "folder": str(model.run_dir),
+            "metrics": result.metrics,
+            "tasks": _figures_of_tasks(model, result),
+        }
+        for model, result in zip(models, results, strict=False)
+    ]
+    return {"config": config_name, "models": summaries, "comparison": comparison}
+
+
+def _figures_of_tasks(model: "Candidate", result: "Result") -> dict[str, dict[str, Any]]:
+    """Return the figures of each task, whose examples are put in order of their ids."""
+    from torchtitan.experiments.rl.tools.evaluate import task_figures
+
+    figures = {}
+    for task, schedule in model.schedules.items():
+        examples = result.examples[task]
+        examples.sort(key=lambda example: (len(example.example), example.example))
+        settings = {"attempts": schedule.attempts, "temperature": schedule.temperature}
+        figures[task] = settings | task_figures(
+            examples, attempts=schedule.attempts, pass_reward=schedule.pass_reward
+        )
+    return figures
 
 
 if __name__ == "__main__":

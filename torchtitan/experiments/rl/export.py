@@ -1,4 +1,7 @@
-"""Turns a checkpoint, or a PEFT folder and its base, into a hub folder, which transformers loads and every command takes::
+"""The command that writes a hub folder, ``rl-export``.
+
+It turns a checkpoint, or a PEFT folder and its base, into a folder that transformers loads and that
+every command takes as a model.
 
     python -m torchtitan.experiments.rl.export RUN_OR_CHECKPOINT --to FOLDER [--push-to-hub NAME]
     python -m torchtitan.experiments.rl.export PEFT_FOLDER --to FOLDER [--model BASE]
@@ -47,15 +50,15 @@ def main(arguments: list[str] | None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command."""
     options = argparse.ArgumentParser(
-        prog="python -m torchtitan.experiments.rl.export",
+        prog=typed_command("export"),
         description="Turn a checkpoint of a run into a hub folder.",
     )
     options.add_argument(
         "checkpoint",
         metavar="RUN_OR_CHECKPOINT",
-        help="a run folder (its newest checkpoint), or a checkpoint; or a folder of PEFT, which is merged into its base",
+        help="a run folder (its newest checkpoint), or a checkpoint; or a folder of PEFT, which "
+        "is merged into its base",
     )
     options.add_argument(
         "--to",
@@ -82,13 +85,18 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--model",
         metavar="FOLDER",
-        help="the hub folder of the model that the run began with, if it has moved since; of a PEFT folder the base",
+        help="the hub folder of the model that the run began with, if it has moved since; of a "
+        "PEFT folder the base",
     )
     return options
 
 
 def _export(options: argparse.Namespace, target: Path) -> Path:
-    """Return what was exported: the checkpoint's folder, or the PEFT folder."""
+    """Write the hub folder ``target``.
+
+    Returns:
+        What was exported: the checkpoint's folder, or the PEFT folder.
+    """
     from torchtitan.experiments.rl.checkpointing.folder import TRAINER_FOLDER
     from torchtitan.experiments.rl.config.resume import find_checkpoint, read_saved
     from torchtitan.experiments.rl.models.lora import LoRA
@@ -98,33 +106,29 @@ def _export(options: argparse.Namespace, target: Path) -> Path:
     given: str = options.checkpoint
     if is_adapter(given):
         if options.adapter:
-            raise ConfigError(
-                "--adapter", True, f"{given} is a folder of PEFT already: leave it out"
-            )
+            cure = f"{given} is a folder of PEFT already: leave it out"
+            raise ConfigError("--adapter", True, cure)
         _merge(given, options.model, target)
         return Path(given)
     run_dir, checkpoint = find_checkpoint(given)
     if options.model is not None:
         HubConfig.read(options.model, field="--model")
     _, config = read_saved(run_dir, checkpoint)
-    values, trainer = (config or {}).get("model"), (config or {}).get("trainer")
-    if config is None or not isinstance(values, dict):
-        raise ConfigError(
-            "RUN_OR_CHECKPOINT",
-            given,
-            f"{run_dir} has no readable config.json: name a run's folder",
-        )
+    if config is None or not isinstance(config.get("model"), dict):
+        cure = f"{run_dir} has no readable config.json: name a run's folder"
+        raise ConfigError("RUN_OR_CHECKPOINT", given, cure)
+    trainer = config.get("trainer")
     adapters = trainer.get("lora") if isinstance(trainer, dict) else None
     lora = None if adapters is None else msgspec.convert(adapters, LoRA.Config)
-    names = sorted({task.get("adapter", "") for task in config["tasks"].values()})
     if lora is None and (options.adapter or options.merge):
         name = "--adapter" if options.adapter else "--merge"
-        raise ConfigError(
-            name, True, "the run has trained the whole model, and no adapters: leave it out"
-        )
+        cure = "the run has trained the whole model, and no adapters: leave it out"
+        raise ConfigError(name, True, cure)
     model = ModelConfig(
-        hf_assets_path=options.model or values["hf_assets_path"], flavor=values.get("flavor")
+        hf_assets_path=options.model or config["model"]["hf_assets_path"],
+        flavor=config["model"].get("flavor"),
     )
+    names = sorted({task.get("adapter", "") for task in config["tasks"].values()})
     export_checkpoint(
         checkpoint / TRAINER_FOLDER, model, target, lora=lora, names=names, adapter=options.adapter
     )
@@ -132,7 +136,7 @@ def _export(options: argparse.Namespace, target: Path) -> Path:
 
 
 def evaluation(source: Path, target: Path) -> str | None:
-    """Return the command that evaluates the folder ``target`` as the run of the exported checkpoint did.
+    """Return the command that evaluates ``target`` as the run of the exported checkpoint did.
 
     Args:
         source: what was exported: the checkpoint's folder, or the PEFT folder.
@@ -158,7 +162,7 @@ def evaluation(source: Path, target: Path) -> str | None:
 
 
 def _merge(given: str, base: str | None, target: Path) -> None:
-    """Merge the PEFT folder ``given`` into ``base``, or into the model that it names itself as its base."""
+    """Merge the PEFT folder ``given`` into ``base``, or else into the base that it names itself."""
     from torchtitan.experiments.rl.models.lora import adapter_base, merge_adapter
 
     name = base or adapter_base(Path(given), field="RUN_OR_CHECKPOINT")

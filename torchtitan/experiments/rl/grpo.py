@@ -1,15 +1,17 @@
-"""The command: ``python -m torchtitan.experiments.rl.grpo --config NAME [--module MODULE] [field overrides]``, or
-``--resume FOLDER [field overrides]``.
+"""The command that trains, ``rl-train``.
 
-Exit codes: 0 done; 1 the run failed; 2 the config can't run, and nothing was spawned; 129, 130 and 143 stopped by
-SIGHUP, Ctrl-C and SIGTERM. docs/operations.md explains each.
+    python -m torchtitan.experiments.rl.grpo --config NAME [--module MODULE] [field overrides]
+    python -m torchtitan.experiments.rl.grpo --resume FOLDER [field overrides]
+
+Exit codes: 0 done; 1 the run failed; 2 the config can't run, and nothing was spawned; 129, 130 and
+143 stopped by SIGHUP, Ctrl-C and SIGTERM. docs/operations.md explains each.
 """
 
 import inspect
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchtitan.experiments.rl.checkpointing.folder import policies
 from torchtitan.experiments.rl.config.command_line import (
@@ -35,10 +37,20 @@ from torchtitan.experiments.rl.process.setup import (
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_left_over
 from torchtitan.experiments.rl.process.terminal import share_terminal
 
+if TYPE_CHECKING:  # imported after the process is set up
+    from torchtitan.experiments.rl.config.resume import ResumedRun
+    from torchtitan.experiments.rl.config.run_config import RunConfig
+    from torchtitan.experiments.rl.config.start import Ready, ToSubmit
+
 
 @of_command()
 def main(arguments: list[str] | None) -> int:
-    """``arguments``: None: those of this process. Someone waits for it then, and the first line tells them so."""
+    """Run the command, and return its exit code.
+
+    Args:
+        arguments: words of the command line; None takes this process's. A person waits for it then,
+            so the first line says that it starts.
+    """
     command = parse_command(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and not command.list_configs:
         write_line(sys.stdout, printable_line(starting_line(command)))
@@ -47,27 +59,25 @@ def main(arguments: list[str] | None) -> int:
         return _list(command.module)
     find_model(command)
     resumed = None
-    if command.resume not in (None, "auto"):
-        resumed = _resumed(command)
+    if command.resume is not None and command.resume != "auto":
+        resumed = _find_run(command.resume)
         command = resumed.command(command)
     with command.naming_the_runs_folder():
         config = load_config(command)
     if command.gpus is not None:
-        config = _divided(command, config)
+        config = _with_gpus_divided(command, config)
     with quiet_libraries():
         from torchtitan.experiments.rl.config.gate import pass_gate
         from torchtitan.experiments.rl.config.start import Ended, ToSubmit
 
         if command.resume == "auto":
-            resumed = _resumed(
-                command, config_name=str(command.config_name), output_dir=config.output_dir
-            )
+            resumed = _find_newest(command, config.output_dir)
         with command.naming_the_runs_folder():
             start = pass_gate(config, command, resumed)
     if command.dry_run:
         return 0
-    if isinstance(start, Ended):  # the run may have been killed after its last step
-        remove_left_over()
+    if isinstance(start, Ended):
+        remove_left_over()  # the run may have been killed after its last step
         return 0
     if isinstance(start, ToSubmit):
         return _submit(config, start)
@@ -78,19 +88,20 @@ def main(arguments: list[str] | None) -> int:
 
 
 def _list(module: str) -> int:
-    functions, groups, lines = config_functions(module), config_groups(module), []
+    """Print the config functions of a module, by group."""
+    functions = config_functions(module)
+    groups = config_groups(module)
+    grouped = {name for names in groups.values() for name in names}
+    others = [name for name in functions if name not in grouped]
     width = max(map(len, functions), default=0)
-    named = {name for names in groups.values() for name in names}
-    for title, names in {
-        **groups,
-        "Others": [name for name in functions if name not in named],
-    }.items():
+    lines = []
+    for title, names in {**groups, "Others": others}.items():
         if names and groups:
             lines.append(title)
         for name in names:
             line = f"{name:<{width}}  {summary_of(functions[name].__doc__ or '')}".rstrip()
             lines.append(f"  {line}" if groups else line)
-    write_line(sys.stdout, "\n".join(lines))  # whose reader may have seen enough
+    write_line(sys.stdout, "\n".join(lines))  # the reader may close the pipe early
     return 0
 
 
@@ -104,30 +115,39 @@ def summary_of(doc: str) -> str:
     return f"{first} {end_of_sentence}"
 
 
-def _divided(command: Command, config: Any) -> Any:
-    """The config with ``--gpus`` divided between trainer and generators."""
+def _with_gpus_divided(command: Command, config: "RunConfig") -> "RunConfig":
+    """Return the config with ``--gpus`` divided between trainer and generators."""
     from torchtitan.experiments.rl.config import checks
     from torchtitan.experiments.rl.process.host import gpu_memory_gib
 
     checks.check(config)
-    command.overrides += checks.split_of(
-        config, int(command.gpus or 0), gpu_gib=gpu_memory_gib() or checks.USUAL_GPU_GIB
-    )
+    gpu_gib = gpu_memory_gib() or checks.USUAL_GPU_GIB
+    command.overrides += checks.split_of(config, int(command.gpus or 0), gpu_gib=gpu_gib)
     return load_config(command)
 
 
-def _resumed(command: Command, **newest: str) -> Any:
-    """The run that ``--resume`` names, or None. ``newest``: what ``auto`` takes the newest run of."""
+def _find_run(given: str) -> "ResumedRun":
+    """Return the run that ``--resume FOLDER`` names."""
     from torchtitan.experiments.rl.config.resume import find_resumed
 
-    resumed = find_resumed(str(command.resume), **newest)
+    resumed = find_resumed(given)
+    assert resumed is not None  # only "auto" may find none
+    return resumed
+
+
+def _find_newest(command: Command, output_dir: str) -> "ResumedRun | None":
+    """Return the newest run of the config in ``output_dir``, or None with a line that says so."""
+    from torchtitan.experiments.rl.config.resume import find_resumed
+
+    name = str(command.config_name)
+    resumed = find_resumed("auto", config_name=name, output_dir=output_dir)
     if resumed is None:
-        line = f"no run of {command.config_name} in {newest['output_dir']} has a checkpoint: a new run starts"
+        line = f"no run of {name} in {output_dir} has a checkpoint: a new run starts"
         write_line(sys.stdout, line)
     return resumed
 
 
-def _submit(config: Any, start: Any) -> int:
+def _submit(config: "RunConfig", start: "ToSubmit") -> int:
     """Hand the run to a scheduler."""
     try:
         for line in config.provision.job.submit(start.script, start.run_dir):
@@ -138,7 +158,8 @@ def _submit(config: Any, start: Any) -> int:
     return 0
 
 
-def _run(config: Any, start: Any, config_name: str) -> int:
+def _run(config: "RunConfig", start: "Ready", config_name: str) -> int:
+    """Run the config to its end in this process, and return the exit code."""
     from torchtitan.experiments.rl.operations.session import run_to_end
 
     temporary = TemporaryFolder()

@@ -1,6 +1,9 @@
-"""The command: ``python -m torchtitan.experiments.rl.play --config NAME --task T [--example N] [overrides]``.
+"""The command that lets a person be the policy of a task, ``rl-play``.
 
-Exit codes: 0 the rollouts ended, or the person ended the session; 1 a rollout failed; 2 the config can't be played.
+    python -m torchtitan.experiments.rl.play --config NAME --task T [--example N] [overrides]
+
+Exit codes: 0 the rollouts ended, or the person ended the session; 1 a rollout failed; 2 the config
+can't be played.
 """
 
 import argparse
@@ -18,7 +21,7 @@ from torchtitan.experiments.rl.config.command_line import (
     starting_line,
 )
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.observability.console import write_line
+from torchtitan.experiments.rl.observability.console import typed_command, write_line
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.setup import (
     of_command,
@@ -31,11 +34,22 @@ from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 
 @of_command()
 def main(arguments: list[str] | None) -> int:
+    options, command = parse_with_own(_parser(), arguments)
+    if options.rollouts < 1:
+        raise ConfigError("--rollouts", options.rollouts, "must be at least 1")
+    if arguments is None:
+        write_line(sys.stdout, printable_line(starting_line(command)))
+    set_up_process()
+    with command.naming_the_runs_folder():
+        return _play(options, command)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.experiments.rl.play",
-        description="Be the policy of a task in the terminal: see the prompts as the model does, answer, and see the rewards, "
-        "the tokens and what would be trained. The session is saved as a record. Fields of the config can be "
-        "overridden.",
+        prog=typed_command("play"),
+        description="Be the policy of a task in the terminal: see the prompts as the model does, "
+        "answer, and see the rewards, the tokens and what would be trained. The session is saved "
+        "as a record. Fields of the config can be overridden.",
         epilog="Also as a run's command: --module MODULE, --run-dir FOLDER (for the record).",
         allow_abbrev=False,
         exit_on_error=False,
@@ -43,8 +57,8 @@ def main(arguments: list[str] | None) -> int:
     parser.add_argument(
         "--model",
         metavar="FOLDER",
-        help="what /model asks, on a generator that is started then: a run's folder (its newest policy; --config is not needed "
-        "then), or a hub folder",
+        help="what /model asks, on a generator that is started then: a run's folder (its newest "
+        "policy; --config is not needed then), or a hub folder",
     )
     parser.add_argument("--task", metavar="T", help="one of its tasks (default: the first)")
     parser.add_argument(
@@ -66,19 +80,14 @@ def main(arguments: list[str] | None) -> int:
     parser.add_argument(
         "--endpoint",
         metavar="URL",
-        help="/model asks a vLLM server, such as http://host:8000/v1; several of one model with commas",
+        help="/model asks a vLLM server, such as http://host:8000/v1; several of one model with "
+        "commas",
     )
-    known, command = parse_with_own(parser, arguments)
-    if known.rollouts < 1:
-        raise ConfigError("--rollouts", known.rollouts, "must be at least 1")
-    if arguments is None:
-        write_line(sys.stdout, printable_line(starting_line(command)))
-    set_up_process()
-    with command.naming_the_runs_folder():
-        return _play(known, command)
+    return parser
 
 
-def _play(known: argparse.Namespace, command: Command) -> int:
+def _play(options: argparse.Namespace, command: Command) -> int:
+    """Play one group, and print and save what came of it."""
     with quiet_libraries():
         from monarch.actor import shutdown_context
 
@@ -95,16 +104,14 @@ def _play(known: argparse.Namespace, command: Command) -> int:
 
         find_model(command)
         config = load_config(command)
-        check_whole_policy(known, config)
-        task = known.task or next(iter(config.tasks))
+        check_whole_policy(options, config)
+        task = options.task or next(iter(config.tasks))
         if task not in config.tasks:
             raise ConfigError("--task", task, f"name one of {', '.join(config.tasks)}")
         checks.check(config)
-        server = (
-            None
-            if known.endpoint is None
-            else served_by(known, known.endpoint, "--endpoint", config)
-        )
+        server = None
+        if options.endpoint is not None:
+            server = served_by(options, options.endpoint, "--endpoint", config)
 
     @functools.cache
     def folder() -> Path:
@@ -113,14 +120,14 @@ def _play(known: argparse.Namespace, command: Command) -> int:
 
     player = Player(
         config.model.hf_assets_path,
-        scripted=known.scripted,
+        scripted=options.scripted,
         model=lambda: answering_model(config, server, folder),
     )
     temporary = TemporaryFolder()
     try:
-        group = play(config, task, player, example=known.example, rollouts=known.rollouts)
+        group = play(config, task, player, example=options.example, rollouts=options.rollouts)
     except IndexError:
-        raise ConfigError("--example", known.example, "the dataset has no such example") from None
+        raise ConfigError("--example", options.example, "the dataset has no such example") from None
     finally:
         if player.serves_a_model:
             with quiet_libraries():
@@ -132,11 +139,10 @@ def _play(known: argparse.Namespace, command: Command) -> int:
     print("\n".join(result_lines(group, player)))
     save(group, config, folder())
     print(f"saved       {printable_line(str(folder()))}: the record")
-    return (
-        1
-        if any(rollout.status.is_error() and not was_left(rollout) for rollout in group.rollouts)
-        else 0
-    )
+    failed = [
+        rollout for rollout in group.rollouts if rollout.status.is_error() and not was_left(rollout)
+    ]
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs from a script or a notebook: ``train(config)``."""
+"""Starts a run from a script or a notebook: ``train(config)``."""
 
 import os
 import signal
@@ -11,25 +11,28 @@ import cloudpickle
 
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.process.modules import module_words
 
 _VARIABLE = "TORCHTITAN_RL_CONFIG"
-"""In the environment of the command: a file with the pickled config."""
+"""Environment variable of the command that names a file with the pickled config."""
 
 
 def train(config: RunConfig, *words: str) -> Path:
-    """Run ``config`` to its end by the command, in a process of its own, and print what that prints.
+    """Run ``config`` to its end by the command, in a process of its own, and print what it prints.
 
-    Functions and classes of ``__main__`` go along by value; modules are found where this process finds them. Ctrl-C, also a
-    notebook's "interrupt", ends the run after its step, with a checkpoint.
+    The command gets functions and classes of ``__main__`` by value, and finds modules where this
+    process finds them. Ctrl-C, or a notebook's "interrupt", ends the run after its step, with a
+    checkpoint.
 
     Args:
-        words: of the command line, such as "--steps", "50", or "--resume" and the folder that an earlier call has returned.
+        words: words of the command line, such as "--steps", "50", or "--resume" and the folder that
+            an earlier call returned.
 
     Returns:
         The run's folder.
 
     Raises:
-        ConfigError: the config asks for hosts of a scheduler, which start the command again by its words.
+        ConfigError: the config asks for Slurm, which starts the command again by its words.
         RunError: the run failed or was stopped; the lines that were printed say why.
     """
     if config.provision.job.name == "slurm":
@@ -41,26 +44,33 @@ def train(config: RunConfig, *words: str) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config"
         file.write_bytes(cloudpickle.dumps(config))
-        named = [] if "--resume" in words else ["--module", __name__, "--config", script.__name__]
+        source = [] if "--resume" in words else ["--module", __name__, "--config", script.__name__]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "torchtitan.experiments.rl.grpo", *named, *words],
+            [sys.executable, "-u", *module_words("grpo"), *source, *words],
             env=os.environ | {_VARIABLE: str(file), "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,  # a terminal's Ctrl-C would reach it beside ours, and twice means at once
+            # A terminal's Ctrl-C would reach the command beside the one that is sent on, and two
+            # end a run at once.
+            start_new_session=True,
         )
-        lines = _printed(process)
-    if process.returncode or (run := _folder(lines)) is None:
+        lines = _print_lines(process)
+    run_dir = _run_folder(lines)
+    if process.returncode or run_dir is None:
         raise RunError(
-            f"the run ended with exit code {process.returncode}; the lines above say why (docs/operations.md)"
+            f"the run ended with exit code {process.returncode}; "
+            "the lines above say why (docs/operations.md)"
         )
-    return run
+    return run_dir
 
 
-def _printed(process: subprocess.Popen) -> list[str]:
-    """Wait for the end of the command. Its lines go through ``print``: a notebook shows no others."""
+def _print_lines(process: subprocess.Popen) -> list[str]:
+    """Print the command's lines until it ends, and return them.
+
+    A notebook shows only what goes through ``print``.
+    """
     lines: list[str] = []
     assert process.stdout is not None
     while process.poll() is None or not lines or lines[-1]:
@@ -72,17 +82,24 @@ def _printed(process: subprocess.Popen) -> list[str]:
     return lines
 
 
-def _folder(lines: list[str]) -> Path | None:
-    """Which the run's header names, from the current folder."""
-    named = [line.split(maxsplit=1)[1].strip() for line in lines if line.startswith("folder ")]
-    return Path(named[-1]).absolute() if named else None
+def _run_folder(lines: list[str]) -> Path | None:
+    """Return the folder that the run's header names, relative to the current one."""
+    folders = [line.split(maxsplit=1)[1].strip() for line in lines if line.startswith("folder ")]
+    return Path(folders[-1]).absolute() if folders else None
 
 
 def script() -> RunConfig:
-    """The config that ``train`` was given. It is the config function of such a run."""
+    """Return the config that ``train`` was given: the config function of a run that it starts.
+
+    Raises:
+        ConfigError: this process was not started by ``train``.
+    """
     file = os.environ.get(_VARIABLE)
     if file is None:
-        cure = "the run was started by train(config): train(config, '--resume', FOLDER) goes on with it"
+        cure = (
+            "the run was started by train(config): "
+            "train(config, '--resume', FOLDER) goes on with it"
+        )
         raise ConfigError("--config", script.__name__, cure)
     config: RunConfig = cloudpickle.loads(Path(file).read_bytes())
     return config

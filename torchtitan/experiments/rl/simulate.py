@@ -1,6 +1,9 @@
-"""The command: ``python -m torchtitan.experiments.rl.simulate --config NAME [--gpus N] [--lengths ...] [--failures N/day]``.
+"""The command that runs a config in virtual time, ``rl-simulate``.
 
-Exit codes: 0 done; 1 an invariant of the run did not hold; 2 the config can't be simulated; 130 Ctrl-C.
+    python -m torchtitan.experiments.rl.simulate --config NAME [--gpus N] [--lengths ...]
+
+Exit codes: 0 done; 1 an invariant of the run did not hold; 2 the config can't be simulated; 130
+Ctrl-C.
 """
 
 import argparse
@@ -33,9 +36,10 @@ from torchtitan.experiments.rl.process.setup import (
 def main(arguments: list[str] | None) -> int:
     log = logging.getLogger("torchtitan.experiments.rl")
     level = log.level
-    log.setLevel(logging.ERROR)  # thousands of restarts and drops that nobody has seen happen
+    log.setLevel(logging.ERROR)  # a simulated run warns of thousands of restarts and drops
     try:
-        return _simulate(*parsed(sys.argv[1:] if arguments is None else arguments))
+        options, command, failures = parse_options(sys.argv[1:] if arguments is None else arguments)
+        return _simulate(options, command, failures)
     except RunError as error:
         print(f"error: {printable_line(str(error))}", file=sys.stderr)
         return 1
@@ -43,17 +47,27 @@ def main(arguments: list[str] | None) -> int:
         log.setLevel(level)
 
 
-def parsed(arguments: list[str]) -> tuple[argparse.Namespace, Command, float]:
-    """The command's own options, those of a run's command, and failures a day.
+def parse_options(arguments: list[str]) -> tuple[argparse.Namespace, Command, float]:
+    """Return the command's own options, those of a run's command, and failures a day.
 
     Raises:
-        ConfigError: an option that is wrong.
+        ConfigError: an option lacks its value, or can't be read.
     """
+    options, words = own_options(_parser(), arguments, refused=OF_A_RUN)
+    per_day = re.fullmatch(r"(\d+(?:\.\d+)?)/day", options.failures)
+    if per_day is None:
+        raise ConfigError("--failures", options.failures, "want a number a day, such as 3/day")
+    return options, parse_command(words), float(per_day[1])
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.experiments.rl.simulate",
-        description="What a config will do on N GPUs, before they are paid for: the real controller in virtual time, with "
-        "simulated engines, trainer and hosts. docs/scale.md says what is left out.",
-        epilog="Also as a run's command: --config, --module, --gpus, --run-dir, and any field (--steps 200, --seed 0).",
+        prog=typed_command("simulate"),
+        description="What a config will do on N GPUs, before they are paid for: the real "
+        "controller in virtual time, with simulated engines, trainer and hosts. docs/scale.md says "
+        "what is left out.",
+        epilog="Also as a run's command: --config, --module, --gpus, --run-dir, and any field "
+        "(--steps 200, --seed 0).",
         allow_abbrev=False,
         exit_on_error=False,
     )
@@ -90,14 +104,11 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, Command, float]:
         metavar="FIELDS",
         help="replicas, max_offpolicy_steps or both: short runs, the best first",
     )
-    options, rest = own_options(parser, arguments, refused=OF_A_RUN)
-    per_day = re.fullmatch(r"(\d+(?:\.\d+)?)/day", options.failures)
-    if per_day is None:
-        raise ConfigError("--failures", options.failures, "want a number a day, such as 3/day")
-    return options, parse_command(rest), float(per_day[1])
+    return parser
 
 
-def _simulate(options: argparse.Namespace, command: Command, per_day: float) -> int:
+def _simulate(options: argparse.Namespace, command: Command, failures_per_day: float) -> int:
+    """Simulate a run, or the short runs of a sweep, and print what came of it."""
     set_up_process()
     with quiet_libraries():
         from torchtitan.experiments.rl.config.resume import save_config
@@ -110,7 +121,7 @@ def _simulate(options: argparse.Namespace, command: Command, per_day: float) -> 
     if options.device not in study.DEVICES:
         raise ConfigError("--device", options.device, f"want one of {', '.join(study.DEVICES)}")
     failures = study.Failures(
-        per_day=per_day,
+        per_day=failures_per_day,
         hosts=options.hosts_at_once,
         end_run=not options.survive,
         repair_s=options.repair_s,
@@ -121,30 +132,30 @@ def _simulate(options: argparse.Namespace, command: Command, per_day: float) -> 
     engines = config.generator.replicas * config.generator.engine.tensor_parallel_degree
     gpus = command.gpus or config.trainer.ranks + engines
     if command.gpus is not None:
-        trains = config.trainer.ranks / (config.trainer.ranks + engines)
+        # A number that the command line names stays; the other one takes what is left.
+        trainer_share = config.trainer.ranks / (config.trainer.ranks + engines)
         if "--trainer.ranks" in command.overrides:
-            trains = config.trainer.ranks / gpus
+            trainer_share = config.trainer.ranks / gpus
         elif "--generator.replicas" in command.overrides:
-            trains = 1 - engines / gpus
-        setting = setting.divided(gpus, trains)
+            trainer_share = 1 - engines / gpus
+        setting = setting.divided(gpus, trainer_share)
     if options.sweep is not None:
         print("\n".join(study.sweep(setting, options.sweep.split(","), gpus)))
         return 0
-    setting.rates()  # what can't run has no folder
-    run_dir = Path(
-        make_run_folder(
-            command.run_dir, config.output_dir, f"simulate-{command.config_name}", keep=True
-        )
-    )
+    setting.rates()  # raises if the config can't run, before a folder is made
+    name = f"simulate-{command.config_name}"
+    run_dir = Path(make_run_folder(command.run_dir, config.output_dir, name, keep=True))
     save_config(run_dir, setting.config)
-    began = time.monotonic()
+    start = time.monotonic()
     print(
-        f"simulated      {command.config_name} on {gpus:,} {options.device}: {setting.config.trainer.ranks} trainer ranks, "
-        f"{setting.config.generator.replicas} replicas, {setting.config.steps} steps. No GPU has run it."
+        f"simulated      {command.config_name} on {gpus:,} {options.device}: "
+        f"{setting.config.trainer.ranks} trainer ranks, "
+        f"{setting.config.generator.replicas} replicas, {setting.config.steps} steps. "
+        "No GPU has run it."
     )
     outcome = setting.run(run_dir)
     print("\n".join(study.described(outcome)))
-    print(f"folder         {near(run_dir)}, in {time.monotonic() - began:.0f} s")
+    print(f"folder         {near(run_dir)}, in {time.monotonic() - start:.0f} s")
     print(f"see it         {typed_command('report')} {near(run_dir)}")
     return 0
 

@@ -97,7 +97,7 @@ def parse_command(arguments: list[str]) -> Command:
     ``--help`` without a config explains both and exits.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.experiments.rl.grpo",
+        prog=typed_command("grpo"),
         description="Reinforcement learning of a language model. Any field of the config can be "
         "overridden: --steps 50, --trainer.optimizer.lr 1e-5, --tasks.sum-digits.group-size 16; "
         "--config NAME --help lists them all.",

@@ -1,4 +1,4 @@
-"""What runs on each host before the command does: Monarch's agent, which waits for it.
+"""The command that runs on each host of a run: Monarch's agent, which waits for the run's command.
 
 python -m torchtitan.experiments.rl.hosts.agent --port 22222
 """
@@ -17,14 +17,12 @@ from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 def main() -> None:
     parser = argparse.ArgumentParser()
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--port", type=int, help="the command is on another host")
-    where.add_argument(
-        "--socket", help="the command is on this host: a path in a folder of its user"
-    )
+    where.add_argument("--port", type=int, help="port to listen on, for a command on another host")
+    where.add_argument("--socket", help="socket to listen on, for a command on this host")
     options = parser.parse_args()
-    raise_descriptor_limit()  # the command raises its own, and processes inherit that of their agent
+    raise_descriptor_limit()  # the processes that Monarch starts here inherit the agent's limit
     set_up_process()
-    if options.socket is None:  # the command's own folder is inherited where it is on this host
+    if options.socket is None:  # an agent on the command's host inherits the command's folder
         TemporaryFolder()
         if line := other_users_line():
             print(printable_line(line), file=sys.stderr, flush=True)
@@ -35,7 +33,7 @@ def main() -> None:
     if options.socket is not None:
         run_worker_loop_forever(address=f"ipc://{options.socket}", ca="trust_all_connections")
         return
-    # The name by which the command knows this host, and its place among the hosts, where a scheduler gives them.
+    # Slurm says by which name the command knows this host, and its place among the hosts.
     name = os.environ.get("SLURMD_NODENAME") or socket.getfqdn()
     identity = ranked_service_proc_id_from_env(rank_env="SLURM_NODEID")
     address = f"tcp://{name}:{options.port}@tcp://0.0.0.0:{options.port}"

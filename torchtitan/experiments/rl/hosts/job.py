@@ -1,25 +1,33 @@
-"""What a config says about the job that gives a run its hosts."""
+"""Configs of the jobs that give a run its hosts.
+
+The run's config has one of them (``provision.job``). Before there are hosts, it says how many there
+will be and what they have, from which the placement follows. A job of a scheduler then hands the
+command to it (``submit``), and the command that runs in the job takes the hosts (``start``).
+"""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVar
 
 from torchtitan.experiments.rl.bounds import NonNegativeInt, PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.process.host import Device
 
+_T = TypeVar("_T")
+
 
 @dataclass(kw_only=True, slots=True)
 class JobConfig:
-    """A kind of job extends it and declares its fields. ``--provision.job NAME`` chooses it by ``name``."""
+    """Base of the configs of jobs. A subclass declares a name and the fields of its kind of job."""
 
     name: ClassVar[str] = ""
+    """Name that ``--provision.job`` chooses the kind of job by."""
     by_name: ClassVar[dict[str, type["JobConfig"]]] = {}
-    """The kinds of jobs that are imported."""
-
+    """Every kind of job that was imported, by its name."""
     files: ClassVar[tuple[str, ...]] = ()
     """Patterns of the files that a scheduler makes in the run's folder before the command runs."""
 
@@ -29,12 +37,12 @@ class JobConfig:
 
     @property
     def host_count(self) -> int | None:
-        """None: as many as the run needs."""
+        """Number of hosts; None if the job takes as many as the run needs."""
         return 1
 
     @property
     def has_gpus(self) -> bool | None:
-        """Whether its hosts have GPUs; None: as this host."""
+        """True if the job's hosts have GPUs; None if they have them as this host does."""
         return None
 
     @property
@@ -46,64 +54,77 @@ class JobConfig:
         return None
 
     def devices(self, device: Device, hosts: int) -> list[list[int]] | None:
-        """Cores or indices of GPUs of each host, as far as they are known before it is there. None: those of this host.
+        """Return the cores, or the indices of the GPUs, of each host that is not there yet.
+
+        Returns:
+            None if the run has this host.
 
         Raises:
-            ConfigError: they have to be said, and are not.
+            ConfigError: the config has to say how many, and does not.
         """
         return None
 
     def script(self, words: Sequence[str], run_dir: str, hosts: int) -> str | None:
-        """What a scheduler is given to run the command ``words``. None: the command runs here."""
+        """Return the script that a scheduler runs the command ``words`` by.
+
+        Returns:
+            None if the command runs here.
+        """
         return None
 
     def plan(self, run_dir: str, hosts: int) -> str:
-        """What ``start`` asks the scheduler for, as text for ``--dry-run``; "" where there is none."""
+        """Return what ``start`` asks a scheduler for, for ``--dry-run``; "" without one."""
         return ""
 
     def seconds_left(self) -> float:
-        """How long the run may go on after a signal of the scheduler, by what that says. 0: nothing is known."""
+        """Return the seconds that are left after a signal of the scheduler; 0 if unknown."""
         return 0.0
 
     def submit(self, script: str, run_dir: str) -> Iterator[str]:
-        """Hand the run to the scheduler. Gives lines for people: its id, how to follow, stop and resume it, its state.
+        """Hand the run to the scheduler.
+
+        Yields:
+            Lines for people: the job's id, how to follow, stop and resume it, its state.
 
         Raises:
-            RunError: the scheduler refuses.
+            RunError: the scheduler refuses the job.
         """
         raise NotImplementedError
 
     def start(
         self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]
     ) -> HostPool | None:
-        """Take the hosts. Call it before the first actor is made: Monarch takes its transport from it. None: this host alone.
+        """Take the hosts, before the first actor is made: this chooses Monarch's transport.
 
         Args:
-            stopped: whether nobody wants them any more.
+            stopped: returns True if the run was stopped, and wants no hosts any more.
+
+        Returns:
+            None if the run has this host alone.
 
         Raises:
-            RunError: they do not come.
+            RunError: the hosts do not come.
         """
         return None
 
 
 @dataclass(kw_only=True, slots=True)
 class ThisHostJob(JobConfig):
-    """The run has the host that the command runs on."""
+    """Job of a run that has the command's own host."""
 
     name: ClassVar[str] = "this_host"
 
 
 @dataclass(kw_only=True, slots=True)
 class ClusterJob(JobConfig):
-    """A job for whose hosts a scheduler is asked: what they have is in the config before they are there."""
+    """Base of jobs whose hosts come from a scheduler, which is told what they have."""
 
     hosts: PositiveInt | None = None
-    """None: as few as hold the run's GPUs."""
+    """Number of hosts. None takes as few as hold the run's GPUs."""
     gpus_per_host: NonNegativeInt = 8
-    """0: a run on CPU."""
+    """Number of GPUs of each host; 0 for a run on CPU."""
     cores_per_host: PositiveInt | None = None
-    """Asked of the scheduler for each host. None: not asked; a run on CPU has to say it."""
+    """Number of cores of each host. None leaves it to the scheduler; a run on CPU has to say it."""
 
     @property
     def host_count(self) -> int | None:
@@ -136,30 +157,34 @@ _UNITS = {
     "Gi": 2**30,
     "Ti": 2**40,
 }
+"""Bytes of a unit of memory."""
 
 
 def gib_of(quantity: str, *, binary: bool = False, unit: str = "") -> float | None:
-    """Return a scheduler's quantity of memory in GiB, or None where it is not written so.
+    """Return a scheduler's quantity of memory in GiB; None if it is not written as one.
 
     Args:
-        quantity: Such as Kubernetes' "800Gi" or Slurm's "500G".
+        quantity: a text such as Kubernetes' "800Gi" or Slurm's "500G".
         binary: True if "G" is 2**30 bytes, as in Slurm.
-        unit: Unit of a bare number.
+        unit: the unit of a bare number.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMGT]i?)?", quantity)
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMGT]i?)?", quantity)
+    if match is None:
         return None
-    name = found[2] or unit
+    name = match[2] or unit
     if binary:
         name = f"{name[:1].upper()}i"
     elif name == "K":
         name = "k"
-    return float(found[1]) * _UNITS[name] / 2**30 if name in _UNITS else None
+    return float(match[1]) * _UNITS[name] / 2**30 if name in _UNITS else None
 
 
-def contiguous_shares(things: Sequence[Any], parts: int) -> list[list[Any]]:
-    """Contiguous, nearly equal shares; with more parts than things, several parts have the same one."""
-    if parts >= len(things):
-        return [[things[i % len(things)]] for i in range(parts)]
-    bounds = [round(i * len(things) / parts) for i in range(parts + 1)]
-    return [list(things[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+def contiguous_shares(items: Sequence[_T], shares: int) -> list[list[_T]]:
+    """Divide ``items`` into contiguous, nearly equal shares.
+
+    If there are more shares than items, several shares have the same item.
+    """
+    if shares >= len(items):
+        return [[items[index % len(items)]] for index in range(shares)]
+    bounds = [round(index * len(items) / shares) for index in range(shares + 1)]
+    return [list(items[first:end]) for first, end in pairwise(bounds)]

@@ -1,5 +1,9 @@
-"""The kinds of jobs that a config can choose by name, with the job whose hosts are processes of this machine."""
+"""The kinds of jobs that a config can choose by name.
 
+The job whose hosts are processes of this machine is defined here.
+"""
+
+import contextlib
 import os
 import shutil
 import subprocess
@@ -15,7 +19,7 @@ from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.hosts.job import JobConfig, ThisHostJob, contiguous_shares
 from torchtitan.experiments.rl.hosts.kubernetes import KubernetesJob
-from torchtitan.experiments.rl.hosts.pool import HostPool, attach
+from torchtitan.experiments.rl.hosts.pool import HostPool, TakenHosts, attach
 from torchtitan.experiments.rl.hosts.slurm import SlurmJob
 from torchtitan.experiments.rl.process.host import (
     HOST_VARIABLE,
@@ -26,19 +30,25 @@ from torchtitan.experiments.rl.process.host import (
     visible_gpus,
 )
 from torchtitan.experiments.rl.process.lifetime import descendants, kill
+from torchtitan.experiments.rl.process.modules import module_words
 from torchtitan.experiments.rl.process.temporary import HOSTS_PREFIX
 
 __all__ = ["JobConfig", "KubernetesJob", "ProcessJob", "SlurmJob", "ThisHostJob"]
 START_TIMEOUT_S = 120.0
+"""Limit in seconds for the agents to listen and answer."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ProcessJob(JobConfig):
-    """Each host has a share of this machine's cores or GPUs, and an identity of its own: nothing is shared between two hosts
-    that real hosts don't share."""
+    """Job whose hosts are processes of this machine, to try on one machine what several do.
+
+    Each host has a share of the machine's cores or GPUs and an identity of its own: two hosts share
+    nothing that real hosts don't share.
+    """
 
     name: ClassVar[str] = "process"
     hosts: PositiveInt = 2
+    """Number of hosts."""
 
     @property
     def host_count(self) -> int:
@@ -58,26 +68,11 @@ class ProcessJob(JobConfig):
     ) -> HostPool:
         devices: list[list[Any]] = self.devices(device, hosts)
         if device == "cuda":
-            devices = [[mask_of([gpu]) for gpu in own] for own in devices]
+            devices = [[mask_of([gpu]) for gpu in share] for share in devices]
         sockets = tempfile.mkdtemp(prefix=HOSTS_PREFIX)
         names = [f"hosts_{index}" for index in range(hosts)]
-        agents = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "torchtitan.experiments.rl.hosts.agent",
-                    "--socket",
-                    f"{sockets}/{name}",
-                ],
-                env=os.environ | {"HYPERACTOR_PROCESS_NAME": name},
-                start_new_session=True,  # Ctrl-C is for the command
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-            for name in names
-        ]
+        paths = [f"{sockets}/{name}" for name in names]
+        agents = [_start_agent(name, path) for name, path in zip(names, paths, strict=True)]
 
         def end() -> None:
             kill([pid for agent in agents for pid in [*descendants(agent.pid), agent.pid]])
@@ -85,28 +80,36 @@ class ProcessJob(JobConfig):
                 agent.wait()
             shutil.rmtree(sockets, ignore_errors=True)
 
-        try:
-            paths = [f"{sockets}/{name}" for name in names]
-            printed = run_dir / MONARCH_OUTPUT
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(end)
             mesh = attach(
                 [f"ipc://{path}" for path in paths],
                 paths,
                 timeout_s=START_TIMEOUT_S,
                 stopped=stopped,
-                printed=printed,
+                printed=run_dir / MONARCH_OUTPUT,
             )
-        except BaseException:
-            end()
-            raise
-        return HostPool(
-            mesh,
+            on_error.pop_all()
+        identity = host_identity()
+        taken = TakenHosts(
+            mesh=mesh,
             on_gpus=device == "cuda",
             one_machine=True,
             environments=[
-                {HOST_VARIABLE: f"{host_identity()}/process host {index}"} for index in range(hosts)
+                {HOST_VARIABLE: f"{identity}/process host {index}"} for index in range(hosts)
             ],
             devices=devices,
-            stopped=stopped,
-            timeout_s=START_TIMEOUT_S,
-            end_job=end,
+            give_back=end,
         )
+        return HostPool(taken, stopped=stopped, timeout_s=START_TIMEOUT_S)
+
+
+def _start_agent(name: str, path: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, *module_words("hosts.agent"), "--socket", path],
+        env=os.environ | {"HYPERACTOR_PROCESS_NAME": name},
+        start_new_session=True,  # Ctrl-C is for the command
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )

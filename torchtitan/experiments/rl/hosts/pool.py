@@ -1,7 +1,9 @@
-"""The hosts of a run while it runs: what each has, processes on them, and the notice of a host's end.
+"""The hosts of a run while it runs: what each has, and the notice of its end.
 
-One process on each host, its keeper, says what the host has. The command holds a connection to it. Where the host dies, the
-connection ends, and the command knows it. Where the command ends, however it does, the connection ends too, and the keeper
+    command ──connection, for the whole run──▶ keeper, one process on each host
+
+The keeper says what its host has. If the host dies, the connection ends, and the command reports
+the host as dead. If the command ends, in whatever way, the connection ends too, and the keeper
 kills the host's processes.
 """
 
@@ -37,41 +39,68 @@ from torchtitan.experiments.rl.process.setup import ignore_signals_of_the_comman
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 
 _started: dict[int, "HostPool"] = {}
+"""Pools of this process that are not closed, by their key."""
 _keys = itertools.count()
 POLL_S = 0.2
+"""Seconds between two looks at what is waited for."""
 TOKEN_BYTES = 32
+"""Length of the token by which a keeper knows the command's connection."""
 GREETING_S = 10.0
-"""A connection that has not said the token by then is not the command's."""
+"""Limit in seconds for a connection to send the token."""
 SILENCE_S = 30
-"""A host whose kernel does not answer for so long is taken for dead."""
+"""Seconds without an answer of a host's kernel after which the host is taken for dead."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Host:
+    """A host of the run, and what it has."""
+
     name: str
-    """What its keeper calls it: its host name; for people, in the pool: "host 1 (node17)"."""
+    """Host name, as its keeper reports it. The pool makes it "host 1 (node17)", for people."""
     address: str
+    """Address that its keeper waits for the command's connection at."""
     port: int
-    """Where its keeper waits for the command's connection."""
+    """Port that its keeper waits for the command's connection at."""
     cores: tuple[int, ...]
-    """Node by node."""
+    """Numbers of its cores, NUMA node by NUMA node."""
     gpus: tuple[str, ...]
-    """By index: what CUDA_VISIBLE_DEVICES calls each. Empty in a run on CPU."""
+    """Names of its GPUs for CUDA_VISIBLE_DEVICES, by index; empty in a run on CPU."""
     memory_gib: float
     """Memory that processes may have there, by the host's own limits."""
     lacks: tuple[str, ...] = ()
-    """From ``gpu_host_lacks``."""
+    """What a run on GPUs would miss there (``gpu_host_lacks``)."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What its processes get beside what every process of a run gets."""
+    """Environment variables that its processes get beside those of every process of a run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakenHosts:
+    """Hosts that a job has given to the run, with an agent of Monarch's on each."""
+
+    mesh: HostMesh
+    """Monarch's mesh of the hosts, of one dimension "hosts"."""
+    environments: Sequence[Mapping[str, str]]
+    """Environment variables of each host's processes."""
+    on_gpus: bool
+    """True if the run uses the hosts' GPUs."""
+    one_machine: bool = False
+    """True if the hosts are processes of this machine."""
+    devices: Sequence[Sequence[Any]] | None = None
+    """Cores, or names of GPUs, that each host has of the machine. None: all that the host has."""
+    give_back: Callable[[], None] = lambda: None
+    """Function that returns the hosts to the job."""
 
 
 class HostKeeper(Actor):
+    """Process on a host that says what the host has, and ends its processes with the command."""
+
     def __init__(self, token: bytes, on_gpus: bool, one_machine: bool):
-        """
+        """Wait for the command's connection.
+
         Args:
-            token: TOKEN_BYTES that only the command's connection knows.
-            on_gpus: count the host's GPUs.
-            one_machine: the command runs on this machine; nobody else may connect.
+            token: bytes that the command's connection begins with, and no other.
+            on_gpus: True if the host's GPUs are counted.
+            one_machine: True if the command is on this machine, and no other may connect.
         """
         ignore_signals_of_the_command()
         self.part = f"host {socket.gethostname()}"
@@ -100,7 +129,7 @@ class HostKeeper(Actor):
 
 
 def text_of(file: Path) -> str | None:
-    """None where this host can't read the file."""
+    """Return the text of a file; None if this host can't read the file."""
     with contextlib.suppress(OSError):
         return file.read_text(errors="replace")
     return None
@@ -115,8 +144,11 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def _end_with_command(listener: socket.socket, token: bytes, agent: int) -> None:
-    """Hear strangers side by side: the command does not wait for one that says nothing."""
-    with contextlib.suppress(OSError):  # closed: the command is here
+    """Accept connections until one of them is the command's, which closes the listener.
+
+    Each has a thread of its own, so that the command does not wait for a stranger.
+    """
+    with contextlib.suppress(OSError):  # the listener was closed
         while True:
             threading.Thread(
                 target=_hear, args=(listener, listener.accept()[0], token, agent), daemon=True
@@ -124,95 +156,108 @@ def _end_with_command(listener: socket.socket, token: bytes, agent: int) -> None
 
 
 def _hear(listener: socket.socket, connection: socket.socket, token: bytes, agent: int) -> None:
-    """Wait for the end of the connection that says the token, the command's. Then kill the host's processes, ``agent``'s."""
+    """Kill the agent's family, the host's processes, when the command's connection ends.
+
+    A connection that does not begin with the token is not the command's, and is closed.
+    """
     connection.settimeout(GREETING_S)
-    said = b""
+    greeting = b""
     with contextlib.suppress(OSError):
-        while len(said) < TOKEN_BYTES and (more := connection.recv(TOKEN_BYTES - len(said))):
-            said += more
-    if not hmac.compare_digest(said, token):
-        return connection.close()
+        while len(greeting) < TOKEN_BYTES:
+            received = connection.recv(TOKEN_BYTES - len(greeting))
+            if not received:
+                break
+            greeting += received
+    if not hmac.compare_digest(greeting, token):
+        connection.close()
+        return
     listener.close()
     keep_alive(connection)
     connection.settimeout(None)
-    with contextlib.suppress(OSError):  # the command's host is gone
+    with contextlib.suppress(OSError):  # raised if the command's host is gone
         while connection.recv(64):
             pass
     kill_family(agent)
 
 
 class HostPool:
-    """Made before the run's first actor. ``close`` ends every process on the hosts, and so does the end of this process."""
+    """The run's hosts, with a keeper and a connection to each.
 
-    def __init__(
-        self,
-        mesh: HostMesh,
-        *,
-        on_gpus: bool,
-        one_machine: bool,
-        environments: Sequence[Mapping[str, str]],
-        devices: Sequence[Sequence[Any]] | None = None,
-        timeout_s: float,
-        stopped: Callable[[], bool],
-        end_job: Callable[[], None] = lambda: None,
-    ):
-        """
+    A pool is made before the run's first actor. ``close`` ends every process on the hosts, and so
+    does the end of this process.
+    """
+
+    def __init__(self, taken: TakenHosts, *, timeout_s: float, stopped: Callable[[], bool]):
+        """Start a keeper on each host, ask it what the host has, and connect to it.
+
         Args:
-            mesh: of one dimension, "hosts".
-            one_machine: the hosts are processes of this machine.
-            environments: of each host's processes.
-            devices: cores, or with ``on_gpus`` names of GPUs, that the job gives each host. None: all that the host has.
-            timeout_s: how long the hosts may take until they answer.
-            stopped: whether nobody wants them any more.
-            end_job: gives the hosts back.
+            timeout_s: limit for the hosts to answer.
+            stopped: returns True if the run was stopped, and wants no hosts any more.
 
         Raises:
-            RunError: a host does not answer, or the run was stopped meanwhile.
+            RunError: a host does not answer or lacks something, or the run was stopped meanwhile.
         """
-        self.mesh, self._end_job = mesh, end_job
-        self._key = next(_keys)
+        self.mesh = taken.mesh
         self.hosts: list[Host] = []
+        self.dead: dict[int, str] = {}
+        """Sentence about each host that died, by the host's number."""
+        self._taken = taken
+        self._key = next(_keys)
         self._links: list[socket.socket] = []
         self._keepers: list[Any] = []
-        self.dead: dict[int, str] = {}
-        """Hosts that died, by their number, with a sentence about each."""
         self._on_death: Callable[[str], None] | None = None
-        self._closed, self._lock = False, threading.Lock()
-        token, deadline = secrets.token_bytes(TOKEN_BYTES), time.monotonic() + timeout_s
-        try:
-            for index, environment in enumerate(environments):
-                command = default_bootstrap_cmd().with_env(dict(environment))
-                procs = mesh.slice(hosts=index).spawn_procs(
-                    per_host={"procs": 1},
-                    name=f"keeper_{index}",
-                    bootstrap_command=lambda point, command=command: command,
-                )
-                keeper = procs.spawn(f"keeper_{index}", HostKeeper, token, on_gpus, one_machine)
-                self._keepers.append(keeper.slice(procs=0))
-            asked = [keeper.report.call_one() for keeper in self._keepers]
-            for index, answer in enumerate(asked):
-                late = f"host {index} of {len(asked)} did not answer within {timeout_s:g} s"
-                host = _answer(answer, stopped, deadline, late)
-                host.name, host.environment = f"host {index} ({host.name})", environments[index]
-                if host.lacks:
-                    raise RunError(f"{host.name} {host.lacks[0]}")
-                if devices is not None and on_gpus:
-                    host.gpus = tuple(devices[index])
-                elif devices is not None:
-                    host.cores = tuple(devices[index])
-                self.hosts.append(host)
-                self._link(index, host, token)
-        except BaseException:
-            self.close()
-            raise
+        self._closed = False
+        self._lock = threading.Lock()
+        token = secrets.token_bytes(TOKEN_BYTES)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            for index in range(len(taken.environments)):
+                self._keepers.append(self._start_keeper(index, token))
+            self._meet_keepers(token, timeout_s, stopped)
+            on_error.pop_all()
         _started[self._key] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """An actor of this process gets this object."""
+        # An actor of this process, which a pool is sent to, gets the pool itself.
         return _pool, (self._key,)
 
+    def _start_keeper(self, index: int, token: bytes) -> Any:  # noqa: ANN401 - Monarch has no types
+        command = default_bootstrap_cmd().with_env(dict(self._taken.environments[index]))
+        procs = self.mesh.slice(hosts=index).spawn_procs(
+            per_host={"procs": 1},
+            name=f"keeper_{index}",
+            bootstrap_command=lambda point: command,
+        )
+        keeper = procs.spawn(
+            f"keeper_{index}", HostKeeper, token, self._taken.on_gpus, self._taken.one_machine
+        )
+        return keeper.slice(procs=0)
+
+    def _meet_keepers(self, token: bytes, timeout_s: float, stopped: Callable[[], bool]) -> None:
+        """Fill ``hosts`` with what the keepers report, and connect to each."""
+        deadline = time.monotonic() + timeout_s
+        reports = [keeper.report.call_one() for keeper in self._keepers]
+        for index, report in enumerate(reports):
+            late = f"host {index} of {len(reports)} did not answer within {timeout_s:g} s"
+            host = _wait_for_report(report, stopped, deadline, late)
+            host.name = f"host {index} ({host.name})"
+            host.environment = self._taken.environments[index]
+            if host.lacks:
+                raise RunError(f"{host.name} {host.lacks[0]}")
+            if self._taken.devices is not None:
+                devices = tuple(self._taken.devices[index])
+                if self._taken.on_gpus:
+                    host.gpus = devices
+                else:
+                    host.cores = devices
+            self.hosts.append(host)
+            self._link(index, host, token)
+
     def on_death(self, report: Callable[[str], None]) -> None:
-        """Call ``report``, from any thread, with a sentence about each host that dies or has died."""
+        """Have ``report`` called with a sentence about each host that dies, or has died already.
+
+        It is called in any thread.
+        """
         with self._lock:
             self._on_death = report
             died = list(self.dead.values())
@@ -220,11 +265,11 @@ class HostPool:
             report(line)
 
     def read(self, file: Path) -> dict[str, str | None]:
-        """The text of a file as each host reads it, by the host's name."""
-        asked = [keeper.read.call_one(file) for keeper in self._keepers]
+        """Return the text of a file as each host reads it, by the host's name."""
+        answers = [keeper.read.call_one(file) for keeper in self._keepers]
         return {
             host.name: answer.get(timeout=60)
-            for host, answer in zip(self.hosts, asked, strict=True)
+            for host, answer in zip(self.hosts, answers, strict=True)
         }
 
     def close(self) -> None:
@@ -238,14 +283,17 @@ class HostPool:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
             link.close()
-        self._end_job()
+        self._taken.give_back()
 
     def _link(self, index: int, host: Host, token: bytes) -> None:
+        """Connect to a host's keeper, and watch the connection in a thread."""
+        place = (host.address, host.port)
         try:
-            link = socket.create_connection((host.address, host.port), timeout=30)
+            link = socket.create_connection(place, timeout=30)
         except OSError as error:
+            why = error.strerror or str(error)
             raise RunError(
-                f"{host.name} can't be reached at {host.address}:{host.port}: {error.strerror or error}"
+                f"{host.name} can't be reached at {place[0]}:{place[1]}: {why}"
             ) from None
         self._links.append(link)
         link.settimeout(None)
@@ -265,7 +313,8 @@ class HostPool:
         with self._lock:
             if self._closed:
                 return
-            line = self.dead[index] = f"{name} died: {cause}"
+            line = f"{name} died: {cause}"
+            self.dead[index] = line
             report = self._on_death
         if report is not None:
             report(line)
@@ -281,56 +330,65 @@ def attach(
 ) -> HostMesh:
     """Attach to Monarch's agents when all of them listen.
 
-    Monarch loses its first message to an agent that begins to listen more than half a minute later, and then gives up after a
-    minute, whatever limits it is given. On a shared file system the agents' imports may take longer.
+    Monarch loses its first message to an agent that begins to listen more than half a minute later.
+    It then gives up after a minute, whatever limits it is given. On a shared file system the
+    agents' imports may take longer.
 
     Args:
         workers: Monarch's address of each agent.
-        endpoints: where it listens: name and port, or the path of a socket.
-        timeout_s: how long they may take.
-        stopped: whether nobody wants them any more.
-        printed: takes what Monarch prints.
+        endpoints: host name and port that each agent listens at, or the path of its socket.
+        timeout_s: limit for all agents to listen.
+        stopped: returns True if the run was stopped, and wants no hosts any more.
+        printed: file that gets what Monarch prints.
 
     Raises:
         RunError: an agent does not listen, or the attach fails.
     """
     for port in sorted({endpoint[1] for endpoint in endpoints if not isinstance(endpoint, str)}):
-        line = f"warning: whoever reaches port {port} of these hosts can run code as you: give them a network of their own"
-        print(f"{line} (docs/security.md)", file=sys.stderr, flush=True)
+        print(
+            f"warning: whoever reaches port {port} of these hosts can run code as you: "
+            "give them a network of their own (docs/security.md)",
+            file=sys.stderr,
+            flush=True,
+        )
     deadline = time.monotonic() + timeout_s
     for index, endpoint in enumerate(endpoints):
-        while (fault := _unheard(endpoint)) is not None:
+        while (fault := _connection_fault(endpoint)) is not None:
             where = endpoint if isinstance(endpoint, str) else f"{endpoint[0]}:{endpoint[1]}"
-            late = f"host {index} of {len(endpoints)}: no agent at {where} after {timeout_s:g} s ({fault})"
-            _go_on_waiting(
-                stopped,
-                deadline,
-                f"{late}: see that host's log, or give it longer (provision.job.start_timeout_s)",
+            late = (
+                f"host {index} of {len(endpoints)}: no agent at {where} after {timeout_s:g} s "
+                f"({fault}): see that host's log, or give it longer (provision.job.start_timeout_s)"
             )
+            _check_wait(stopped, deadline, late)
             time.sleep(POLL_S)
     try:
         with printed_to(printed):
             return attach_to_workers(
                 ca="trust_all_connections", workers=list(workers), name="hosts"
             )
-    except Exception as error:  # Monarch's own types differ
-        raise RunError(
-            f"the hosts' agents can't be attached to: {str(error).partition(chr(10))[0]}"
-        ) from error
+    except Exception as error:  # noqa: BLE001 - Monarch raises several types
+        why = str(error).partition("\n")[0]
+        raise RunError(f"the hosts' agents can't be attached to: {why}") from error
 
 
-def _answer(answer: Any, stopped: Callable[[], bool], deadline: float, late: str) -> Host:
+def _wait_for_report(
+    report: Any,  # noqa: ANN401 - Monarch's future
+    stopped: Callable[[], bool],
+    deadline: float,
+    late: str,
+) -> Host:
     while True:
         try:
-            return answer.get(timeout=POLL_S)
+            return report.get(timeout=POLL_S)
         except TimeoutError:
-            _go_on_waiting(stopped, deadline, late)
+            _check_wait(stopped, deadline, late)
 
 
-def _go_on_waiting(stopped: Callable[[], bool], deadline: float, late: str) -> None:
-    """
+def _check_wait(stopped: Callable[[], bool], deadline: float, late: str) -> None:
+    """Raise if hosts are not to be waited for any longer.
+
     Raises:
-        RunError: nobody wants the hosts any more, or they are late.
+        RunError: the run was stopped, or the deadline has passed (with ``late`` as the message).
     """
     if stopped():
         raise RunError("stopped while its hosts were taken")
@@ -338,8 +396,8 @@ def _go_on_waiting(stopped: Callable[[], bool], deadline: float, late: str) -> N
         raise RunError(late)
 
 
-def _unheard(endpoint: tuple[str, int] | str) -> str | None:
-    """Why nobody listens there; None: somebody does."""
+def _connection_fault(endpoint: tuple[str, int] | str) -> str | None:
+    """Return why no connection to ``endpoint`` can be made; None if one can."""
     try:
         if isinstance(endpoint, str):
             with socket.socket(socket.AF_UNIX) as connection:

@@ -1,7 +1,10 @@
-"""Hosts of a Slurm cluster. The command submits itself: in the allocation it runs on the first host, and an agent on each.
+"""Hosts of a Slurm cluster.
 
-The batch script is this library's own. Monarch's ends the hosts as soon as the job is signalled, so that no checkpoint could be
-taken, and keeps its state in a file of the working folder, which two runs would share.
+The command submits itself. In the allocation it runs on the first host, and an agent on each host.
+
+The batch script is this library's own. Monarch's script ends the hosts as soon as Slurm signals the
+job, so that no checkpoint could be taken. It also keeps its state in a file of the working folder,
+which two runs would share.
 """
 
 import os
@@ -21,27 +24,31 @@ from torchtitan.experiments.rl.bounds import Matches, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts.job import ClusterJob, gib_of
-from torchtitan.experiments.rl.hosts.pool import HostPool, attach
+from torchtitan.experiments.rl.hosts.pool import HostPool, TakenHosts, attach
 from torchtitan.experiments.rl.process.host import Device, network_address
+from torchtitan.experiments.rl.process.modules import module_words
 
 HOSTS_VARIABLE = "TORCHTITAN_RL_SLURM_HOSTS"
-"""Set by the batch script: names of the allocation's hosts."""
+"""Environment variable that the batch script sets: names of the allocation's hosts."""
 SCRIPT_FILE = "job.sh"
 LOG_FILE = "slurm-{job}.log"
 ENDING_S = 15.0
-"""Of the time that Slurm leaves: for the end of the command and its agents after the checkpoint."""
+"""Seconds of the time that Slurm leaves which the command and its agents take to end."""
 _TIME = r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}"
 Word = Annotated[str, Matches(r"[^\s#]+", "one word, as sbatch takes it")]
 POLL_S = 10.0
+"""Seconds between two questions for the state of a job."""
 WAITING = ("PENDING", "CONFIGURING")
 """States of a job that has not started."""
 
 
 def job_states(job: str, *, wait: bool) -> Iterator[str]:
-    """The state of a job in Slurm's words, such as "PENDING (Resources)"; with ``wait`` each time it changes, until the job has
-    started or is gone.
+    """Yield the state of a job in Slurm's words, such as "PENDING (Resources)".
 
-    Ends where squeue is not there, fails, or does not know the job any more.
+    The states end if squeue is not there, fails, or does not know the job any more.
+
+    Args:
+        wait: True to go on until the job starts, and yield each state that differs from the last.
     """
     last = None
     while current := _job_state(job):
@@ -71,31 +78,39 @@ def _job_state(job: str) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class SlurmJob(ClusterJob):
+    """Job of a Slurm cluster."""
+
     name: ClassVar[str] = "slurm"
     files: ClassVar[tuple[str, ...]] = (SCRIPT_FILE, LOG_FILE.format(job="*"))
     memory_per_host: Word | None = None
-    """As sbatch takes it, such as "500G"."""
+    """Memory of each host as sbatch takes it, such as "500G"; "0" is all that it has."""
     partition: Word | None = None
     account: Word | None = None
     qos: Word | None = None
     time_limit: Annotated[str, Matches(_TIME, "written as HH:MM:SS or D-HH:MM:SS")] | None = None
-    """HH:MM:SS or D-HH:MM:SS. The run takes a checkpoint ``stop_before_s`` earlier and ends."""
+    """Time limit of the job, as HH:MM:SS or D-HH:MM:SS. The run ends ``stop_before_s`` earlier."""
     stop_before_s: PositiveInt = 300
-    """A step and a checkpoint have to fit into it; ``--dry-run`` says how long the latter takes."""
+    """Seconds before the time limit at which the run is told to take a checkpoint and end.
+
+    A step and a checkpoint have to fit into them; ``--dry-run`` says how long a checkpoint takes.
+    """
     exclusive: bool = True
-    """No other job has processes on the run's hosts."""
+    """True if no other job may have processes on the run's hosts."""
     sbatch_options: tuple[
         Annotated[str, Matches(r"-.*", "an option of sbatch, such as --constraint=h100")], ...
     ] = ()
-    """Others, such as "--constraint=h100"."""
+    """Other options of sbatch, such as "--constraint=h100"."""
     setup: Annotated[str, Matches(r".*\S.*", "one line of bash")] | None = None
-    """A line of bash that each host runs first, such as "module load cuda"."""
+    """Line of bash that the batch script runs first, such as "module load cuda"."""
     port: Annotated[int, Ge(1024), Le(65535)] = 22222
-    """Of the agents. Two runs that share a host need two ports."""
+    """Port of the agents. Two runs that share a host need two ports."""
     wait: bool = False
-    """The command stays until the job starts, and says why it waits. Ctrl-C then leaves the job in the queue."""
+    """True if the command stays until the job starts, and says why the job waits.
+
+    Ctrl-C then leaves the job in the queue.
+    """
     start_timeout_s: PositiveFloat = 600.0
-    """How long agents may take to answer once the allocation is there."""
+    """Limit in seconds for the agents to answer once the allocation is there."""
 
     @property
     def memory(self) -> tuple[str, str, float] | None:
@@ -119,7 +134,7 @@ class SlurmJob(ClusterJob):
             "ntasks-per-node": "1",
             "output": f"{run_dir}/{LOG_FILE.format(job='%j')}",
             "open-mode": "append",
-            # To the script alone, which passes it to the command.
+            # Slurm signals the script alone, which passes the signal to the command.
             "signal": f"B:TERM@{self.stop_before_s}",
             "partition": self.partition,
             "account": self.account,
@@ -136,7 +151,11 @@ class SlurmJob(ClusterJob):
             *self.sbatch_options,
         ]
         cores = "" if self.cores_per_host is None else f" --cpus-per-task={self.cores_per_host}"
-        python = shlex.quote(sys.executable)
+        agent, run = (
+            shlex.join([sys.executable, *module_words(module)])
+            for module in ("hosts.agent", "grpo")
+        )
+        names = """$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\\n' ' ')"""
         identities = serialize_service_proc_ids([new_service_proc_id() for _ in range(hosts)])
         return "\n".join(
             [
@@ -146,13 +165,12 @@ class SlurmJob(ClusterJob):
                 *([self.setup] if self.setup is not None else []),
                 f"export PYTHONPATH={shlex.quote(os.pathsep.join(_import_folders()))}",
                 f"export {SERVICE_PROC_IDS_ENV}={shlex.quote(identities)}",
-                f"export {HOSTS_VARIABLE}=\"$(scontrol show hostnames \"$SLURM_JOB_NODELIST\" | tr '\\n' ' ')\"",
-                f"srun --ntasks-per-node=1 --cpu-bind=none{cores} {python} -m torchtitan.experiments.rl.hosts.agent "
-                f"--port {self.port} &",
+                f'export {HOSTS_VARIABLE}="{names}"',
+                f"srun --ntasks-per-node=1 --cpu-bind=none{cores} {agent} --port {self.port} &",
                 "agents=$!",
                 "# The run ends with a checkpoint. A signal ends wait, not the run.",
                 "trap 'kill -TERM $run' TERM",
-                f"{python} -m torchtitan.experiments.rl.grpo {shlex.join(words)} &",
+                f"{run} {shlex.join(words)} &",
                 "run=$!",
                 "while kill -0 $run 2>/dev/null; do wait $run; code=$?; done",
                 "kill -KILL $agents 2>/dev/null",
@@ -169,7 +187,8 @@ class SlurmJob(ClusterJob):
     def submit(self, script: str, run_dir: str) -> Iterator[str]:
         if shutil.which("sbatch") is None:
             raise RunError(
-                "there is no sbatch here: submit from a login node of the Slurm cluster, or name another job (--provision.job)"
+                "there is no sbatch here: submit from a login node of the Slurm cluster, "
+                "or name another job (--provision.job)"
             )
         path = Path(run_dir) / SCRIPT_FILE
         path.write_text(script)
@@ -189,8 +208,12 @@ class SlurmJob(ClusterJob):
         log = Path(run_dir) / LOG_FILE.format(job=job)
         yield f"submitted   Slurm job {job}: {path}"
         yield f"follow      tail -F {shlex.quote(str(log))}"
-        yield f"stop        scancel --batch --signal=TERM {job}  (after the step, with a checkpoint; plain scancel: at once)"
-        yield f"go on       the same command with --resume {shlex.quote(run_dir)}, when the job has ended"
+        yield (
+            f"stop        scancel --batch --signal=TERM {job}  "
+            "(after the step, with a checkpoint; plain scancel: at once)"
+        )
+        resume = f"--resume {shlex.quote(run_dir)}"
+        yield f"go on       the same command with {resume}, when the job has ended"
         yield f"state       squeue --job {job}"
         for state in job_states(job, wait=self.wait):
             yield f"            {state}"
@@ -206,27 +229,27 @@ class SlurmJob(ClusterJob):
         )
 
         names = _allocation(os.environ, hosts)
-        # Monarch's own choice is what the host name leads to, which may be the loopback interface.
+        # Monarch would take the address of the host's name, which may be the loopback interface.
         enable_transport(f"tcp://{network_address()}:0")
         addresses = [f"tcp://{name}:{self.port}" for name in names]
         identities = deserialize_service_proc_ids(os.environ[SERVICE_PROC_IDS_ENV])
-        return HostPool(
-            attach(
-                service_proc_addrs(addresses, identities),
-                [(name, self.port) for name in names],
-                timeout_s=self.start_timeout_s,
-                stopped=stopped,
-                printed=run_dir / MONARCH_OUTPUT,
-            ),
-            on_gpus=device == "cuda",
-            one_machine=False,
-            environments=[{}] * hosts,
-            stopped=stopped,
+        mesh = attach(
+            service_proc_addrs(addresses, identities),
+            [(name, self.port) for name in names],
             timeout_s=self.start_timeout_s,
+            stopped=stopped,
+            printed=run_dir / MONARCH_OUTPUT,
         )
+        taken = TakenHosts(mesh=mesh, environments=[{}] * hosts, on_gpus=device == "cuda")
+        return HostPool(taken, stopped=stopped, timeout_s=self.start_timeout_s)
 
 
 def _allocation(environment: Mapping[str, str], hosts: int) -> list[str]:
+    """Return the names of the allocation's hosts.
+
+    Raises:
+        RunError: the allocation has another number of hosts than the run needs.
+    """
     names = environment.get(HOSTS_VARIABLE, "").split()
     if len(names) != hosts:
         raise RunError(
@@ -236,9 +259,9 @@ def _allocation(environment: Mapping[str, str], hosts: int) -> list[str]:
 
 
 def _import_folders() -> list[str]:
-    """Where this process imports from beside what is installed: the checkout, and folders of the user's modules."""
-    return list(
-        dict.fromkeys(
-            [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        )
-    )
+    """Return the folders that this process imports from beside site-packages.
+
+    They hold the library, or the checkout, and the user's modules.
+    """
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return list(dict.fromkeys([os.getcwd(), *filter(None, inherited)]))

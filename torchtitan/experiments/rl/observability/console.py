@@ -20,6 +20,7 @@ from statistics import median
 from typing import TextIO
 
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
+from torchtitan.experiments.rl.process.modules import module_words
 from torchtitan.experiments.rl.process.terminal import LiveLine, can_redraw, columns, has_colours
 
 BOLD, GREEN, RESET = "\033[1m", "\033[32m", "\033[0m"
@@ -365,12 +366,11 @@ def write_line(stream: TextIO, text: str) -> None:
 
 
 def typed_command(module: str) -> str:
-    """How a command of the library ("grpo", "report") is started here: as this process was, by an installed script or by an
-    interpreter."""
+    """Return the command line that starts a command of the library ("grpo", "report"), as this process was started."""
     script = Path(sys.argv[0])
     if script.name.startswith("rl-"):  # of src/torchtitan_rl/commands.py
         return _typed(script.with_name("rl-train" if module == "grpo" else f"rl-{module}"))
-    return f"{_typed(Path(sys.executable))} -m torchtitan.experiments.rl.{module}"
+    return f"{_typed(Path(sys.executable))} {' '.join(module_words(module))}"
 
 
 def _typed(program: Path) -> str:

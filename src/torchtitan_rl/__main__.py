@@ -1,0 +1,7 @@
+"""The command ``python -m torchtitan_rl NAME ...``, such as ``python -m torchtitan_rl grpo``."""
+
+import sys
+
+from torchtitan_rl.commands import main
+
+sys.exit(main())
