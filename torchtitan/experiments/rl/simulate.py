@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from torchtitan.experiments.rl.config.command_line import (
-    OF_A_RUN,
+    RUN_OPTIONS,
     Command,
     find_model,
     load_config,
@@ -90,7 +90,7 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, Command, float]:
         metavar="FIELDS",
         help="replicas, max_offpolicy_steps or both: short runs, the best first",
     )
-    options, rest = own_options(parser, arguments, refused=OF_A_RUN)
+    options, rest = own_options(parser, arguments, refused=RUN_OPTIONS)
     per_day = re.fullmatch(r"(\d+(?:\.\d+)?)/day", options.failures)
     if per_day is None:
         raise ConfigError("--failures", options.failures, "want a number a day, such as 3/day")
