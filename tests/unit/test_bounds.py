@@ -9,7 +9,7 @@ from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
 import numpy as np
 import pytest
 import torch
-from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen, Predicate
+from annotated_types import Ge, Gt, Interval, Le, Len, Lt, Predicate
 from torchtitan.config import Configurable
 
 from torchtitan.experiments.rl.bounds import (
@@ -175,13 +175,18 @@ def test_a_users_own_config_is_checked_for_what_it_declares():
             wobble: Annotated[float, Interval(ge=-1, lt=1)] = 0.0
             note: Annotated[str, "not a bound"] = ""
             odd: Annotated[int, Predicate(bool)] = 0
-            colours: Annotated[list[str], MinLen(2)] = field(default_factory=lambda: ["r", "g"])
+            colours: Annotated[list[str], Len(2, 3)] = field(default_factory=lambda: ["r", "g"])
 
     check_fields(Blob.Config(), field="b")
     for name, value, cure in (
         ("wobble", 1.0, "must be at least -1 and below 1"),
         ("sides", 2, "must be at least 3"),
-        ("colours", ["r"], "must have at least 2 entries"),
+        ("colours", ["r"], "must have at least 2 entries and have at most 3 entries"),
+        (
+            "colours",
+            ["r", "g", "b", "a"],
+            "must have at least 2 entries and have at most 3 entries",
+        ),
     ):
         with pytest.raises(ConfigError) as error:
             check_fields(Blob.Config(**{name: value}), field="b")
@@ -204,6 +209,18 @@ def test_texts_match_and_a_field_is_at_most_another():
         with pytest.raises(ConfigError) as error:
             check_fields(span, field="s")
         assert str(error.value) == message
+
+
+def test_none_on_either_side_is_no_limit():
+    @dataclass(kw_only=True)
+    class Span:
+        low: Annotated[int | None, AtMost("high")] = None
+        high: int | None = None
+
+    for span in (Span(), Span(low=3), Span(high=2), Span(low=2, high=2)):
+        check_fields(span, field="s")
+    with pytest.raises(ConfigError, match="s.low = 3: must be at most high = 2"):
+        check_fields(Span(low=3, high=2), field="s")
 
 
 def test_a_field_declared_anew_with_its_type_alone_keeps_the_bounds_and_one_with_bounds_changes_them():

@@ -77,7 +77,7 @@ def test_a_download_that_fails_is_one_line(monkeypatch):
 def test_the_words_of_a_scheduled_run_keep_the_models_name():
     command = parse_command([*DEBUG, "--model", "Some/Model", "--model.flavor", "0.6B"])
     assert command.model == "Some/Model" and command.overrides == ["--model.flavor", "0.6B"]
-    assert command.words_in("/run") == [
+    assert command.words_in("/run", resumes=False) == [
         *DEBUG,
         "--model",
         "Some/Model",

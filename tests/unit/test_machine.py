@@ -227,7 +227,8 @@ def rows_with(free, total, model, monkeypatch):
     config = rl_grpo_qwen3_debug()
     config.model.hf_assets_path = str(model)
     plan, line = fit_rows(plan_run(config))
-    return config.batcher.rows_per_microbatch, plan.trainer_gib, line
+    assert config.batcher.rows_per_microbatch == 8, "the user's own config stays as it is"
+    return plan.config.batcher.rows_per_microbatch, plan.trainer_gib, line
 
 
 def test_rows_are_halved_until_the_run_fits_the_free_memory(smollm2, monkeypatch):

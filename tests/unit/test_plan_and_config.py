@@ -1,17 +1,22 @@
 """From words to a plan: every mistake is one line that names field, value and cure, and nothing is started."""
 
+import functools
 import io
 import json
 import math
+import re
+import shlex
 import shutil
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.unit.command_line import assert_one_line
 from tests.unit.model_shapes import SMOLLM2, write_model
-from torchtitan.experiments.rl import config_registry
+from torchtitan.experiments.rl import config_registry, simulate
 from torchtitan.experiments.rl.config.checks import plan_run
 from torchtitan.experiments.rl.config.command_line import (
     DEFAULT_MODULE,
@@ -20,6 +25,7 @@ from torchtitan.experiments.rl.config.command_line import (
     parse_command,
 )
 from torchtitan.experiments.rl.config.plan import GIB
+from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.grpo import main, summary_of
 from torchtitan.experiments.rl.training.config import Compile
@@ -61,6 +67,43 @@ def test_every_named_config_has_a_plan_and_a_line_of_description(
         line.split()[0] for line in out.splitlines()[:6]
     ] == "model steps off-policy batch processes memory".split()
     assert config_functions(DEFAULT_MODULE)[name].__doc__
+    for _, load in printed_commands(out):
+        assert load().tasks.keys() == config_functions(DEFAULT_MODULE)[name]().tasks.keys()
+
+
+def printed_commands(out: str) -> list[tuple[str, Callable[[], RunConfig]]]:
+    """Commands that a dry run prints, each with what reads its words and loads its config."""
+    found: list[tuple[str, Callable[[], RunConfig]]] = []
+    for line in out.splitlines():
+        started = re.search(r"-m torchtitan\.experiments\.rl\.(grpo|simulate) (.*)", line)
+        if started is None:
+            continue
+        name, text = started.groups()
+        words = shlex.split(text.removesuffix(" &").partition("   (simulated")[0])
+        command = parse_command(words) if name == "grpo" else simulate.parsed(words)[1]
+        found.append((name, functools.partial(load_config, command)))
+    return found
+
+
+def test_every_command_that_a_dry_run_prints_is_accepted(command, tmp_path):
+    words = ["--config", "rl_grpo_qwen3_32b_32", "--provision.job", "slurm", "--steps", "7"]
+    of_the_run = ["--run-dir", str(tmp_path / "run"), "--push-to-hub", "my/model", "--dry-run"]
+    for others in (of_the_run, ["--resume", "auto", "--output-dir", str(tmp_path), "--dry-run"]):
+        code, out, _ = command(*words, *others)
+        assert code == 0
+        commands = printed_commands(out)
+        assert [name for name, _ in commands] == ["grpo", "simulate", "simulate"]
+        assert [load().steps for _, load in commands] == [7, 7, 7]
+
+
+def test_a_resumed_runs_config_is_named_to_a_tool_with_the_runs_overrides():
+    given = parse_command(["--resume", "outputs/run", "--steps", "9", "--dry-run"])
+    resumed = replace(
+        given, config_name="rl_grpo_qwen3_8b", overrides=["--seed", "3", *given.overrides]
+    )
+    words = ["--config", "rl_grpo_qwen3_8b", "--seed", "3", "--steps", "9"]
+    assert resumed.tool_words() == words
+    assert simulate.parsed(resumed.tool_words())[1].overrides == words[2:]
 
 
 def test_list_prints_each_config_once_with_its_line(command):
@@ -187,6 +230,22 @@ MISTAKES = {
     "unknown field": ([*DEBUG, "--stepz", "3"], "--stepz", "perhaps you meant --steps"),
     "unknown task": ([*DEBUG, "--tasks.nothing.group-size", "3"], "--tasks.nothing.group-size"),
     "wrong type": ([*DEBUG, "--steps", "three"], "--steps", "'three'"),
+    "a number with a point for a whole one": (
+        [*DEBUG, "--steps", "5.0"],
+        "--steps = '5.0': must be a whole number",
+    ),
+    "a text without quotes": (
+        [*DEBUG, "--output-dir", "my", "runs"],
+        "--output-dir = 'my runs': takes one word, and 'runs' follows: a text with spaces stands",
+    ),
+    "unknown field of a list's entry": (
+        [*DEBUG, "--pre-batch-filters.0.moed", "enforce"],
+        "no option --pre-batch-filters.0.moed; perhaps you meant --pre-batch-filters.0.mode",
+    ),
+    "a task without a dataset": (
+        [*DEBUG, "--tasks.sum-digits.dataset", "None"],
+        "--tasks.sum-digits.dataset = 'None': it is set by its fields",
+    ),
     "wrong choice": ([*DEBUG, "--provision.device", "tpu"], "--provision.device", "tpu", "'cpu'"),
     "word too many": ([*DEBUG, "extra"], "extra"),
     "missing folder": (
@@ -198,7 +257,7 @@ MISTAKES = {
     "unknown flavor": ([*DEBUG, "--model.flavor", "9B"], "model.flavor", "'9B'", "0.6B"),
     "groups per step": (
         [*DEBUG, "--groups-per-step", "8"],
-        "no option --groups-per-step; set rollouts_per_step to groups * group_size",
+        "--groups-per-step = '8': is gone: set rollouts_per_step to groups * group_size",
     ),
     "group of one": (
         [*DEBUG, "--tasks.sum-digits.group-size", "1"],

@@ -150,7 +150,7 @@ def test_a_submission_that_resumes_names_the_run_and_no_new_folder(command):
     from torchtitan.experiments.rl.config.command_line import parse_command
 
     given = parse_command(["--resume", "outputs/run", "--steps", "9", "--dry-run", *SLURM])
-    assert given.words_in("/elsewhere") == [
+    assert given.words_in("/elsewhere", resumes=True) == [
         "--steps",
         "9",
         *SLURM,
@@ -158,7 +158,15 @@ def test_a_submission_that_resumes_names_the_run_and_no_new_folder(command):
         os.path.abspath("outputs/run"),
     ]
     newest = parse_command(["--config", "x", "--resume=auto"])
-    assert newest.words_in("/runs/x-1") == ["--config", "x", "--resume", "/runs/x-1"]
+    assert newest.words_in("/runs/x-1", resumes=True) == ["--config", "x", "--resume", "/runs/x-1"]
+
+
+def test_a_submission_that_finds_no_run_to_resume_names_a_new_folder(command, tmp_path):
+    words = ("--config", "rl_grpo_qwen3_32b_32", "--provision.job", "slurm", "--resume", "auto")
+    code, out, _ = command(*words, "--output-dir", str(tmp_path), "--dry-run")
+    assert code == 0 and "has a checkpoint: a new run starts" in out
+    (started,) = (line for line in out.splitlines() if line.endswith(" &") and ".grpo " in line)
+    assert f" --run-dir {tmp_path}/rl_grpo_qwen3_32b_32-" in started and "--resume" not in started
 
 
 @pytest.mark.parametrize(

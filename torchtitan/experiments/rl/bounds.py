@@ -9,9 +9,9 @@ that has not its declared type, is not finite or is out of its bounds. pydantic 
 each number, text, bool and choice; the walk around it is ours, because a field that is declared as
 a base class holds the config of a subclass, with fields of its own.
 
-For other bounds than those below, use Ge, Gt, Le, Lt, Interval and MinLen of `annotated_types`.
-Other metadata is ignored. A field whose type can't be checked (Any, a type variable, a name that
-can't be resolved) may hold anything.
+For other bounds than those below, use Ge, Gt, Le, Lt, Interval, MinLen, MaxLen and Len of
+`annotated_types`. Other metadata is ignored. A field whose type can't be checked (Any, a type
+variable, a name that can't be resolved) may hold anything.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt, MinLen
+from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
@@ -62,7 +62,10 @@ class Matches:
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
-    """Metadata of a field whose value is at most that of ``field``, another of the same config."""
+    """Metadata of a field whose value is at most that of ``field``, another of the same config.
+
+    A value of None, on either side, is no limit.
+    """
 
     field: str
 
@@ -179,12 +182,54 @@ def _type_hints(base: type) -> tuple[dict[str, Any], dict[str, Any]]:
 # ---- the walk
 
 
+class Entry(NamedTuple):
+    """Value that a config, a dict or a list holds, and where it stands there."""
+
+    key: Any
+    """Name of a field, key of a dict, or place in a list."""
+    value: Any
+    annotation: Any
+    path: str
+    """Path of the value, such as ``pre_batch_filters[0].margin``."""
+
+
+def entries(value: Any, annotation: Any = Any, field: str = "") -> list[Entry]:
+    """Return what a config, a dict, a list, a tuple or a set holds; nothing of any other value.
+
+    Args:
+        annotation: declared type of ``value``, which may say the types of its entries.
+        field: path of ``value``.
+    """
+    arguments = _arguments_for(value, annotation)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = field_annotations(type(value))
+        names = [entry.name for entry in dataclasses.fields(value)]
+        prefix = f"{field}." if field else ""
+        return [
+            Entry(name, getattr(value, name), hints.get(name, Any), prefix + name) for name in names
+        ]
+    if isinstance(value, Mapping):
+        kind = arguments[1] if len(arguments) == 2 else Any
+        return [Entry(key, entry, kind, f"{field}.{key}") for key, entry in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        kinds = [(arguments or (Any,))[0]] * len(value)
+        if (
+            isinstance(value, tuple)
+            and len(arguments) == len(value)
+            and has_fixed_length(arguments)
+        ):
+            kinds = list(arguments)
+        return [
+            Entry(index, entry, kind, f"{field}[{index}]")
+            for index, (entry, kind) in enumerate(zip(value, kinds, strict=True))
+        ]
+    return []
+
+
 def walk(
     config: Any, field: str = "", annotation: Any = Any, *, beside: tuple[type, ...] = ()
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield path, value and annotation of everything in a tree of configs, itself first.
-
-    Keys of dicts are values too.
 
     Args:
         field: path of the config itself.
@@ -192,35 +237,23 @@ def walk(
     """
     if not isinstance(config, beside):
         yield field, config, annotation
-        for entry, entry_annotation, path in _entries(config, (), field):
-            yield from walk(entry, path, entry_annotation, beside=beside)
+        for entry in entries(config, annotation, field):
+            yield from walk(entry.value, entry.path, entry.annotation, beside=beside)
 
 
-def _entries(value: Any, arguments: tuple[Any, ...], field: str) -> Iterator[tuple[Any, Any, str]]:
-    """Yield each entry of a value with its annotation and its path. A key has the path of its dict.
-
-    Args:
-        arguments: those of the value's own annotation: [int] of ``list[int]``.
-    """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        annotations = field_annotations(type(value))
-        for entry in dataclasses.fields(value):
-            path = f"{field}.{entry.name}" if field else entry.name
-            yield getattr(value, entry.name), annotations.get(entry.name, Any), path
-    elif isinstance(value, Mapping):
-        key_type, entry_type = arguments if len(arguments) == 2 else (Any, Any)
-        for key, entry in value.items():
-            yield key, key_type, field
-            yield entry, entry_type, f"{field}.{key}"
-    elif isinstance(value, list | tuple | set | frozenset):
-        fixed = _is_fixed(arguments) and isinstance(value, tuple) and len(arguments) == len(value)
-        for index, entry in enumerate(value):
-            kind = arguments[index] if fixed else (arguments or (Any,))[0]
-            yield entry, kind, f"{field}[{index}]"
+def _arguments_for(value: Any, annotation: Any) -> tuple[Any, ...]:
+    """Return (str, int) of ``dict[str, int] | None`` for a value that is a dict."""
+    plain = declared(annotation).type
+    kinds = [declared(kind).type for kind in get_args(plain)] if is_union(plain) else [plain]
+    for kind in kinds:
+        origin = get_origin(kind)
+        if isinstance(origin, type) and isinstance(value, origin):
+            return get_args(kind)
+    return ()
 
 
-def _is_fixed(arguments: tuple[Any, ...]) -> bool:
-    """Return True for the arguments of a tuple that has a fixed length."""
+def has_fixed_length(arguments: tuple[Any, ...]) -> bool:
+    """Return True for the arguments of a tuple type with a fixed length."""
     return Ellipsis not in arguments
 
 
@@ -232,14 +265,23 @@ def _check(value: Any, annotation: Any, field: str) -> None:
     said = _fault(value, wanted, bounds)
     if said is not None:
         raise ConfigError(field, value, sentence(said, _config_of(value) or cure))
-    entries = list(_entries(value, get_args(wanted), field))
-    for entry, entry_annotation, entry_field in entries:
-        _check(entry, entry_annotation, entry_field)
-    for entry, entry_annotation, entry_field in entries:
-        limit = declared(entry_annotation).at_most
-        if limit and entry > getattr(value, limit):
-            cure = f"must be at most {limit} = {getattr(value, limit)}"
-            raise ConfigError(entry_field, entry, cure)
+    if isinstance(value, Mapping):
+        key_type = (*get_args(wanted), Any)[0]
+        for key in value:
+            _check(key, key_type, field)
+    inner = entries(value, wanted, field)
+    for entry in inner:
+        _check(entry.value, entry.annotation, entry.path)
+    for entry in inner:
+        _check_limit(entry, value)
+
+
+def _check_limit(entry: Entry, holder: Any) -> None:
+    """Refuse a value above that of the field which its ``AtMost`` names."""
+    name = declared(entry.annotation).at_most
+    limit = getattr(holder, name) if name else None
+    if limit is not None and entry.value is not None and entry.value > limit:
+        raise ConfigError(entry.path, entry.value, f"must be at most {name} = {limit}")
 
 
 def _check_union(value: Any, union: Any, bounds: tuple[Any, ...], field: str, cure: str) -> None:
@@ -332,7 +374,7 @@ def _has_type(value: Any, wanted: Any) -> bool:
         return _verdict(_as_number(value, wanted), wanted, ()) in (None, "finite_number")
     if is_union(wanted):
         return any(_has_type(value, declared(option).type) for option in arguments)
-    if origin is tuple and _is_fixed(arguments) and isinstance(value, tuple):
+    if origin is tuple and has_fixed_length(arguments) and isinstance(value, tuple):
         return len(value) == len(arguments)
     try:
         return isinstance(value, origin or wanted)
@@ -356,6 +398,7 @@ _BOUND_TEXTS: dict[type, str] = {
     Le: "be at most {.le}",
     Lt: "be below {.lt}",
     MinLen: "have at least {.min_length} entries",
+    MaxLen: "have at most {.max_length} entries",
     Matches: "be {.said}",
 }
 """Words of each bound. Metadata of other types is no bound."""
@@ -400,7 +443,7 @@ def type_in_words(wanted: Any) -> str:
         return " or ".join(map(type_in_words, arguments))
     if origin is Literal:
         return f"one of {', '.join(map(repr, arguments))}"
-    if origin is tuple and _is_fixed(arguments):
+    if origin is tuple and has_fixed_length(arguments):
         return f"a tuple of {len(arguments)}"
     plain = origin or wanted
     name = getattr(plain, "__qualname__", str(plain))

@@ -81,7 +81,7 @@ def main(arguments: list[str] | None) -> int:
         return 0
     if isinstance(start, ToSubmit):
         return _submit(config, start)
-    code = _run(config, start, str(command.config_name))
+    code = _run(start.plan.config, start, str(command.config_name))
     if code == 0 and command.push_to_hub is not None:
         return 0 if push(policies(Path(start.run_dir))[-1], command.push_to_hub) else 1
     return code

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from torchtitan.experiments.rl.config.command_line import (
-    OF_A_RUN,
+    RUN_OPTIONS,
     Command,
     find_model,
     load_config,
@@ -53,7 +53,7 @@ def parse_options(arguments: list[str]) -> tuple[argparse.Namespace, Command, fl
     Raises:
         ConfigError: an option lacks its value, or can't be read.
     """
-    options, words = own_options(_parser(), arguments, refused=OF_A_RUN)
+    options, words = own_options(_parser(), arguments, refused=RUN_OPTIONS)
     per_day = re.fullmatch(r"(\d+(?:\.\d+)?)/day", options.failures)
     if per_day is None:
         raise ConfigError("--failures", options.failures, "want a number a day, such as 3/day")

@@ -1,4 +1,10 @@
-"""From the words of the command line to a config; every mistake is one line."""
+"""From the words of a command line to a config; every mistake is one line.
+
+    rl-train   --config NAME --run-dir FOLDER   --steps 50 --trainer.optimizer.lr 1e-5
+               own options, of the command      overrides, of the config's fields
+
+*Words* are all that stands behind the command's name, as the shell has split it.
+"""
 
 import argparse
 import contextlib
@@ -20,10 +26,12 @@ from torchtitan.experiments.rl.process.setup import add_import_folder
 
 DEFAULT_MODULE = "torchtitan.experiments.rl.config_registry"
 
-OF_A_RUN = ("--resume", "--init-from", "--push-to-hub", "--dry-run", "--list")
-"""Options that mean nothing to a tool."""
-OF_TRAINING = (*OF_A_RUN, "--init-adapter", "--gpus")
-"""Options that mean nothing to a tool that trains nothing, and asks one model."""
+_VALUED_RUN_OPTIONS = ("--resume", "--init-from", "--push-to-hub")
+RUN_OPTIONS = (*_VALUED_RUN_OPTIONS, "--dry-run", "--list")
+"""Own options of ``rl-train`` that mean nothing to a tool."""
+TRAINING_OPTIONS = (*RUN_OPTIONS, "--init-adapter", "--gpus")
+"""Own options of ``rl-train`` that mean nothing to a tool which trains nothing and asks one model.
+"""
 MERGE = (
     "whole models are asked here, and it would be left out: `{} ADAPTER --to FOLDER` merges it "
     "into its base for --model FOLDER"
@@ -35,6 +43,8 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(kw_only=True, slots=True)
 class Command:
+    """Command of a run, taken apart: its own options, and the overrides of the config's fields."""
+
     config_name: str | None
     module: str
     list_configs: bool
@@ -49,8 +59,10 @@ class Command:
     gpus: int | None = None
     """To divide between trainer and generators."""
     overrides: list[str] = field(default_factory=list)
+    """Words that set fields of the config. A resumed run's own stand before those of this command.
+    """
     words: list[str] = field(default_factory=list)
-    """All of them, as they were given."""
+    """All words of the command, as they were typed."""
     whole_model_rate: float | None = None
     """Learning rate of the named config before the overrides, if it trains the whole model;
     ``load_config`` sets it."""
@@ -74,25 +86,45 @@ class Command:
             cure = f"{error.cure} (the run was started in {self.started_in}: run the command there)"
             raise MissingError(error.field, error.value, cure, lines=error.lines) from error
 
-    def words_in(self, run_dir: str) -> list[str]:
-        """Words of the command that does in ``run_dir`` what this one would do."""
-        own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        for option in ("--run-dir", "--resume", "--init-from"):
-            own.add_argument(option)
-        left = [word for word in own.parse_known_args(self.words)[1] if word != "--dry-run"]
+    def words_in(self, run_dir: str, *, resumes: bool) -> list[str]:
+        """Return the words of the command that does in ``run_dir`` what this one would do.
+
+        Args:
+            resumes: True if the run goes on with an earlier one. ``--resume auto`` may find none.
+        """
+        words = _without_options(self.words, ["--run-dir", "--resume", "--init-from"])
         if self.init_from is not None:
-            left += ["--init-from", os.path.abspath(self.init_from)]
-        if self.resume is None:
-            return [*left, "--run-dir", run_dir]
-        return [
-            *left,
-            "--resume",
-            run_dir if self.resume == "auto" else os.path.abspath(self.resume),
-        ]
+            words += ["--init-from", os.path.abspath(self.init_from)]
+        if not resumes:
+            return [*words, "--run-dir", run_dir]
+        named = run_dir if self.resume in (None, "auto") else os.path.abspath(self.resume)
+        return [*words, "--resume", named]
+
+    def tool_words(self) -> list[str]:
+        """Return the words by which a tool takes the config of this command.
+
+        A tool resumes nothing, so the config of a resumed run is named, with the run's overrides.
+        """
+        if self.resume in (None, "auto"):
+            return _without_options(self.words, ["--run-dir", *_VALUED_RUN_OPTIONS])
+        named = ["--config", str(self.config_name)]
+        if self.module != DEFAULT_MODULE:
+            named += ["--module", self.module]
+        if self.gpus is not None:
+            named += ["--gpus", str(self.gpus)]
+        return [*named, *self.overrides]
 
 
-def parse_command(arguments: list[str]) -> Command:
-    """Split our own options from the config's overrides.
+def _without_options(words: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Return the words less ``--dry-run`` and some options with their values."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in options:
+        parser.add_argument(option)
+    return [word for word in parser.parse_known_args(words)[1] if word != "--dry-run"]
+
+
+def parse_command(words: list[str]) -> Command:
+    """Split the command's own options from the overrides.
 
     ``--help`` without a config explains both and exits.
     """
@@ -160,7 +192,7 @@ def parse_command(arguments: list[str]) -> Command:
         metavar="NAME",
         help="at the end upload the policy to this model of the hub",
     )
-    known, overrides = own_options(parser, arguments)
+    known, overrides = own_options(parser, words)
     for option, value in (("--run-dir", known.run_dir), ("--init-from", known.init_from)):
         if known.resume is not None and value is not None:
             raise ConfigError(
@@ -192,7 +224,7 @@ def parse_command(arguments: list[str]) -> Command:
         ] + overrides
     overrides = [*([] if known.size is None else ["--size", known.size]), *overrides]
     del known.size, known.init_adapter
-    return Command(**vars(known), overrides=overrides, words=arguments)
+    return Command(**vars(known), overrides=overrides, words=words)
 
 
 def starting_line(command: Command) -> str:
@@ -202,19 +234,19 @@ def starting_line(command: Command) -> str:
 
 
 def own_options(
-    parser: argparse.ArgumentParser, arguments: list[str] | None, *, refused: Sequence[str] = ()
+    parser: argparse.ArgumentParser, words: list[str] | None, *, refused: Sequence[str] = ()
 ) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of ``parser``, and the other words.
 
     Args:
-        arguments: None: those of this process.
+        words: of the command line; None for those of this process.
         refused: options that may not be among the other words, as a word of their own or with "=".
 
     Raises:
         ConfigError: an option lacks its value, or is refused.
     """
     try:
-        known, rest = parser.parse_known_args(arguments)
+        known, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error.argument_name), None, error.message) from None
     for word in rest:
@@ -228,14 +260,14 @@ def own_options(
 
 
 def parse_with_own(
-    parser: argparse.ArgumentParser, arguments: list[str] | None
+    parser: argparse.ArgumentParser, words: list[str] | None
 ) -> tuple[argparse.Namespace, Command]:
     """Return the options of a tool, and a run's command made of the other words.
 
     Such a tool takes a run as ``--model`` in place of a config.
 
     Args:
-        arguments: None: those of this process.
+        words: of the command line; None for those of this process.
     """
     parser.add_argument(
         "--config", metavar="NAME", help="a named config; it gives tasks, sampling and engine"
@@ -250,7 +282,7 @@ def parse_with_own(
         metavar="NAME",
         help="environment variable that holds the server's key",
     )
-    known, rest = own_options(parser, arguments, refused=OF_TRAINING)
+    known, rest = own_options(parser, words, refused=TRAINING_OPTIONS)
     saved = None if known.config is not None else command_of_run(known.model)
     if saved is not None:
         named = ["--config", saved.config_name, "--module", saved.module, *saved.overrides]
@@ -366,7 +398,8 @@ def load_config(command: Command) -> Any:
         near = difflib.get_close_matches(name, functions, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError("--config", name, f"{hint}--list prints the configs of {command.module}")
-    (overrides, size), arguments = _without_size(command.overrides), {}
+    overrides, size = _without_size(command.overrides)
+    arguments = {}
     if size is not None:
         if "size" not in inspect.signature(functions[name]).parameters:
             sized = [
@@ -387,7 +420,6 @@ def load_config(command: Command) -> Any:
         config = functions[name](**arguments)
     # Imported here: --help without a config needs none of it, and the import takes seconds.
     from torchtitan.experiments.rl.config.run_config import RunConfig
-    from torchtitan.experiments.rl.data.dataset import Dataset
 
     if not isinstance(config, RunConfig):
         if inspect.iscoroutine(config):
@@ -399,13 +431,25 @@ def load_config(command: Command) -> Any:
         )
         raise ConfigError("--config", name, f"{cure}; return a RunConfig")
     from torchtitan.experiments.rl.config.options import override
-    from torchtitan.experiments.rl.config.overrides import take_named_parts
 
     command.whole_model_rate = None if config.trainer.lora else config.trainer.optimizer.lr
-    config = override(config, take_named_parts(config, overrides))
-    for task in config.tasks.values() if isinstance(config.tasks, dict) else ():
-        if getattr(task, "validation", ...) is None and isinstance(task.dataset, Dataset.Config):
-            task.validation = task.dataset.rest()
+    return _validated_on_the_rest(override(config, overrides), overrides)
+
+
+def _validated_on_the_rest(config: Any, overrides: Sequence[str]) -> Any:
+    """Return the config with each task validated on what its dataset leaves of the rows.
+
+    Tasks that have a validation set keep it, and those for which an override says None have none.
+    """
+    from torchtitan.experiments.rl.config.overrides import option_name, replaced, split
+    from torchtitan.experiments.rl.data.dataset import Dataset
+
+    said = {override.name for override in split(overrides)}
+    for name, task in config.tasks.items() if isinstance(config.tasks, dict) else ():
+        keys = ("tasks", name, "validation")
+        is_unset = getattr(task, "validation", ...) is None and option_name(keys) not in said
+        if is_unset and isinstance(task.dataset, Dataset.Config):
+            config = replaced(config, keys, task.dataset.rest())
     return config
 
 
@@ -447,9 +491,10 @@ def _name_removed_fields(config_name: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, AttributeError) as error:
-        from torchtitan.experiments.rl.config.options import REMOVED_FIELDS
+        from torchtitan.experiments.rl.config.options import GONE
 
-        for name, cure in REMOVED_FIELDS.items():
+        for option, cure in GONE.items():
+            name = option.replace("-", "_")
             if f"'{name}'" in str(error):
-                raise ConfigError("--config", config_name, f"{name} is gone: {cure}") from error
+                raise ConfigError("--config", config_name, f"{name} {cure}") from error
         raise

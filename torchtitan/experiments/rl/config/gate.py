@@ -80,23 +80,24 @@ class _Gate:
         return job.host_count == 1 and job.has_gpus is None
 
     def run(self) -> Start:
-        config, dry_run = self.config, self.command.dry_run
-        checks.check(config)
-        trial.build_parts(config)
+        checks.check(self.config)
+        trial.build_parts(self.config)
         self._check_model()
         plan = self._make_plan()
+        self.config = plan.config
         self._check_tasks()
         self._check_machine(plan)
-        self.tried = trial.try_tasks(config, self.tasks, self.policy)
+        self.tried = trial.try_tasks(self.config, self.tasks, self.policy)
 
         if self.resumed is not None and self._has_ended(self.resumed):
             return Ended()
         init_from = self._find_initial()
         run_dir = self._run_folder()
-        script = config.provision.job.script(self.command.words_in(run_dir), run_dir, plan.hosts)
+        words = self.command.words_in(run_dir, resumes=self.resumed is not None)
+        script = self.config.provision.job.script(words, run_dir, plan.hosts)
         self._print_lines()
         start: Start
-        if dry_run:
+        if self.command.dry_run:
             self._print_plan(plan, run_dir, script)
             start = Ended()
         elif script is not None:
@@ -261,8 +262,7 @@ class _Gate:
             shown.append(scheduled)
         shown += trial.shown_tasks(config, self.tried, self.policy if self.tasks else None)
         if plan.device == "cuda":
-            words = [word for word in self.command.words if word != "--dry-run"]
-            simulation = f"{typed_command('simulate')} {shlex.join(words)}"
+            simulation = f"{typed_command('simulate')} {shlex.join(self.command.tool_words())}"
             shown.append(f"what it takes  {simulation}   (simulated: docs/scale.md)")
             shown.append(f"best split     {simulation} --sweep replicas,max_offpolicy_steps")
         shown += [f"before a run   {printable_line(str(lack))}" for lack in self.lacks]

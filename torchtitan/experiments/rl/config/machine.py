@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -36,18 +37,20 @@ kills the process."""
 
 
 def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
-    """Halve ``batcher.rows_per_microbatch`` of the plan's config until the run fits free memory.
+    """Return the plan with ``batcher.rows_per_microbatch`` halved until the run fits free memory.
 
     The run is all on this host, on CPU. The samples that it trains on stay the same.
 
     Returns:
-        The plan, and a line for people on what was chosen; None where the config's rows fit.
+        The plan, whose config is a copy where rows were halved, and a line for people on what was
+        chosen; None where the config's rows fit.
 
     Raises:
         MissingError: one row needs more memory than this host has.
     """
-    config, first = plan.config, plan
-    wanted = config.batcher.rows_per_microbatch
+    config = plan.config
+    first = plan
+    rows = wanted = config.batcher.rows_per_microbatch
     free, total = memory_gib()
     if plan.generator_gib > total:
         cure = (
@@ -55,16 +58,15 @@ def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
             "generator.engine.cpu_kv_cache_gib"
         )
         raise MissingError("generator.engine", type(config.generator.engine).__name__, cure)
-    while _run_gib(plan) > free and config.batcher.rows_per_microbatch > 1:
-        config.batcher.rows_per_microbatch //= 2
-        plan = plan_run(config)
-    rows = config.batcher.rows_per_microbatch
+    while _run_gib(plan) > free and rows > 1:
+        rows //= 2
+        batcher = replace(config.batcher, rows_per_microbatch=rows)
+        plan = plan_run(replace(config, batcher=batcher))
     lower = (
         "lower it to the longest rollout, set trainer.activation_checkpoint, lower "
         "generator.engine.cpu_kv_cache_gib"
     )
     if _run_gib(plan) > total:
-        config.batcher.rows_per_microbatch = wanted  # a dry run goes on
         cure = (
             f"this host has {total:.2f} GiB of memory, and with one such row at a time the run "
             f"needs {_run_gib(plan):.2f}"

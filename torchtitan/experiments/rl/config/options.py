@@ -2,12 +2,13 @@
 
     --trainer.optimizer.lr 1e-5                 a field, by its path
     --tasks.sum-digits.group-size 16            an entry of a dict, by its key
+    --tasks.agent.variables.LEVEL 3             a new entry of a dict of plain values
     --post-batch-filters.0.mode enforce         an entry of a list, by its place
-    --trainer.optimizer.betas 0.9 0.95          several values are several words
+    --trainer.optimizer.betas 0.9 0.95          several values are several words; [] is none
     --metrics.wandb, --metrics.no-jsonl         True and False, also written as words
     --rollouts-per-step None                    a field that may be None
 
-pydantic reads each word as the type that the field declares. Bounds are checked with the whole
+pydantic reads the words as the type that the field declares. Bounds are checked with the whole
 config (``bounds.check_fields``). What no word can say, such as a function, is listed as fixed: it
 is set in a config function.
 """
@@ -17,26 +18,38 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import re
 import sys
 import textwrap
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, Field, TypeAdapter
 
 from torchtitan.experiments.rl.bounds import (
+    Entry,
     bounds_said,
     declared,
-    field_annotations,
+    entries,
+    has_fixed_length,
     is_union,
     type_in_words,
-    walk,
 )
 from torchtitan.experiments.rl.compat.torchtitan import built_class
-from torchtitan.experiments.rl.config.overrides import names_of_parts, options_inside
+from torchtitan.experiments.rl.config.overrides import (
+    EMPTY,
+    Override,
+    names_of_parts,
+    option_name,
+    options_of_absent_part,
+    replaced,
+    split,
+    take_named_parts,
+    value_at,
+)
 from torchtitan.experiments.rl.errors import ConfigError, UnknownOption
 from torchtitan.experiments.rl.observability.console import typed_command, write_line
 
@@ -51,15 +64,14 @@ _METAVARS: dict[Any, str] = {
 _SEVERAL = (list, tuple, set, frozenset)
 _KEY = re.compile(r"\w[\w.-]*")
 """Keys of a dict that can stand in an option."""
-_MOVED = {
-    "generator.adapter": "trainer.lora.serve",
-    "trainer.async-tensor-parallel": "trainer.compile.async-tensor-parallel",
-    "trainer.float8": "trainer.compile.float8",
-    "trainer.no-compile": "trainer.compile None",
+GONE = {
+    "generator.adapter": "is --trainer.lora.serve now",
+    "groups-per-step": "is gone: set rollouts_per_step to groups * group_size",
+    "trainer.async-tensor-parallel": "is --trainer.compile.async-tensor-parallel now",
+    "trainer.float8": "is --trainer.compile.float8 now",
+    "trainer.no-compile": "is --trainer.compile None now",
 }
-"""Options that have another name now, by the name that they had."""
-REMOVED_FIELDS = {"groups_per_step": "set rollouts_per_step to groups * group_size"}
-"""Fields of RunConfig that are gone, and what to do instead."""
+"""Where options and fields that are gone went, by their names: the end of an error."""
 _WIDTH = 118
 """Columns of the help."""
 
@@ -85,7 +97,34 @@ class Option:
 
     @property
     def is_flag(self) -> bool:
-        return declared(self.annotation).type is bool
+        """True if the option alone means True, and False is said with ``no-``."""
+        kinds = _kinds(self.annotation)
+        return bool in kinds and set(kinds) <= {bool, types.NoneType}
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if no word can say a value of the field's type."""
+        return metavar(self.annotation) is None
+
+    @property
+    def gains_keys(self) -> bool:
+        """True if the value is a dict to which the command line may add entries."""
+        return isinstance(self.value, dict) and not self.is_fixed
+
+    def entry(self, key: str) -> "Option":
+        """Return the option of a new entry of this dict.
+
+        Raises:
+            ConfigError: the dict takes no such key.
+        """
+        annotation = next(kind for kind in _kinds(self.annotation) if get_origin(kind) is dict)
+        key_type, value_type = get_args(annotation)
+        try:
+            new_key = _adapter(key_type).validate_python([key])
+        except ValueError:
+            cure = f"must be {type_in_words(key_type)}"
+            raise ConfigError(f"--{self.name}", key, cure) from None
+        return Option(f"{self.name}.{key}", (*self.keys, new_key), value_type, None, dict)
 
     def read(self, words: Sequence[str]) -> Any:
         """Return the value that words say.
@@ -94,99 +133,140 @@ class Option:
             ConfigError: they say none of the field's type.
         """
         said = " ".join(words)
-        if metavar(self.annotation) is None:
+        option = f"--{self.name}"
+        if self.is_fixed:
             held = text_of_value(self.value)
             cure = f"is fixed to {held}: no word can say its value; set it in a config function"
-            raise ConfigError(f"--{self.name}", said, cure)
+            raise ConfigError(option, said, cure)
         if self.is_flag and not words:
             return True
-        if not words and not _takes_several(self.annotation):
-            raise ConfigError(f"--{self.name}", "", "it wants a value")
+        several = _takes_several(self.annotation)
+        if not words and not several:
+            raise ConfigError(option, "", "it wants a value")
         try:
-            return _read(list(words), self.annotation)
+            empty = several and list(words) == [EMPTY]
+            return _adapter(self.annotation).validate_python([] if empty else list(words))
         except ValueError:
             cure = f"must be {type_in_words(self.annotation)}"
-            raise ConfigError(f"--{self.name}", said, cure) from None
+        if len(words) > 1 and _takes_one(self.annotation):
+            cure = f"takes one word, and {words[1]!r} follows"
+            if str in _kinds(self.annotation):
+                cure += ": a text with spaces stands in quotes"
+        raise ConfigError(option, said, cure)
 
 
 def override(config: Any, words: Sequence[str]) -> Any:
-    """Return the config with the values that words of a command line give to its options.
+    """Return a copy of the config with what the words of a command line say.
 
     ``--help`` among the words lists the options and exits.
 
     Raises:
         ConfigError: a word belongs to no option, or says no value of its type.
     """
-    if {"-h", "--help"} & set(words):
+    help_wanted = {"-h", "--help"} & set(words)
+    overrides = split([word for word in words if word not in ("-h", "--help")])
+    config, others = take_named_parts(config, overrides)
+    if help_wanted:
         write_line(sys.stdout, help_of(config))  # whose reader may have seen enough
         sys.exit(0)
     options = options_of(config)
-    unknown: list[str] = []
-    for word, values in _split(words):
-        name = word.removeprefix("--").replace("_", "-")
-        option, positive = options.get(name), _without_no(name)
-        if option is None and positive in options and options[positive].is_flag:
-            option, values = options[positive], ["False", *values]
-        inside = _inside(config, options, name)
-        if option is not None and (metavar(option.annotation) is not None or not inside):
+    unknown: list[Override] = []
+    for other in others:
+        option, values = _option_for(other, options)
+        if option is not None:
             config = replaced(config, option.keys, option.read(values))
-        elif inside:
-            cure = f"it is set by its fields: {', '.join(inside)}"
-            if not values:
-                cure = f"it wants a value, or {cure.removeprefix('it ')}"
-            if options_inside(config, name):
-                cure += f"; {word} alone takes their defaults"
-            raise ConfigError(word, " ".join(values), cure)
-        elif name in _MOVED:
-            raise ConfigError(word, " ".join(values), f"is --{_MOVED[name]} now")
-        elif name.replace("-", "_") in REMOVED_FIELDS:
-            raise UnknownOption(word, " ".join(values), REMOVED_FIELDS[name.replace("-", "_")])
-        else:
-            unknown.append(word)
+            continue
+        _refuse_known(other, config, options)
+        unknown.append(other)
     if unknown:
-        near = [f"--{path}" for word in unknown if (path := _nearest(config, word))]
+        names = _names_and_parts(options)
+        near = [f"--{name}" for other in unknown if (name := _nearest(other.name, names))]
         cure = f"perhaps you meant {', '.join(near)}" if near else ""
-        raise UnknownOption(", ".join(unknown), " ".join(words), cure)
+        raise UnknownOption(", ".join(other.option for other in unknown), " ".join(words), cure)
     return config
 
 
+def _option_for(
+    override: Override, options: Mapping[str, Option]
+) -> tuple[Option | None, tuple[str, ...]]:
+    """Return the option that an override means, and the words of its value.
+
+    ``--metrics.no-jsonl`` is ``--metrics.jsonl False``. An option that is fixed and has options of
+    its parts is not meant.
+    """
+    option = options.get(override.name)
+    if option is not None:
+        is_meant = not option.is_fixed or not _options_under(override.name, options)
+        return (option if is_meant else None), override.values
+    flag = options.get(_without_no(override.name))
+    if flag is not None and flag.is_flag:
+        return flag, ("False", *override.values)
+    # A key is taken as it was typed: whether it has - or _ is the dict's own matter.
+    holder_name, _, key = override.option.removeprefix("--").rpartition(".")
+    holder = options.get(holder_name.replace("_", "-"))
+    if holder is not None and holder.gains_keys and _KEY.fullmatch(key):
+        return holder.entry(key), override.values
+    return None, override.values
+
+
+def _refuse_known(override: Override, config: Any, options: Mapping[str, Option]) -> None:
+    """Refuse an override whose name means something and is no option.
+
+    Raises:
+        ConfigError: it names a part that is set by its fields, or an option that is gone.
+    """
+    absent = options_of_absent_part(config, override.name)
+    fields = _options_under(override.name, options) or absent
+    if fields:
+        cure = f"it is set by its fields: {', '.join(fields)}"
+        if not override.values:
+            cure = f"it wants a value, or {cure.removeprefix('it ')}"
+        if absent:
+            cure += f"; {override.option} alone takes their defaults"
+        raise ConfigError(override.option, override.value, cure)
+    if override.name in GONE:
+        raise ConfigError(override.option, override.value, GONE[override.name])
+
+
 def options_of(config: Any) -> dict[str, Option]:
-    """Return the options of a tree of configs, by name, in the order of their fields."""
+    """Return the options of a tree of configs, by name, in the order of their fields.
+
+    Raises:
+        ConfigError: two keys of a dict differ by - and _ alone, and so share an option.
+    """
     found: dict[str, Option] = {}
 
     def add(value: Any, annotation: Any, keys: tuple[Any, ...], owner: type) -> None:
-        entries = list(_entries(value, annotation))
-        for key, entry, entry_annotation in entries:
-            add(entry, entry_annotation, (*keys, key), type(value))
-        if not entries and keys:
-            name = option_name(keys)
-            found[name] = Option(name, keys, _known_type(annotation, value), value, owner)
+        inner = _entries_with_options(value, annotation)
+        option = Option(option_name(keys), keys, _known_type(annotation, value), value, owner)
+        if keys and (not inner or option.gains_keys):
+            if option.name in found:
+                cure = "two keys share this option, because - and _ are the same there: rename one"
+                raise ConfigError(f"--{option.name}", keys[-1], cure)
+            found[option.name] = option
+        for entry in inner:
+            add(entry.value, entry.annotation, (*keys, entry.key), type(value))
 
     add(config, Any, (), object)
     return found
 
 
-def option_paths(config: Any) -> list[str]:
-    """Return the path of every field and part as the command line writes it, lists left out."""
-    return [path.replace("_", "-") for path, *_ in walk(config) if path and "[" not in path]
+def _entries_with_options(value: Any, annotation: Any = Any) -> list[Entry]:
+    """Return the entries of a config, a dict or a list that have options of their own."""
+    inner = entries(value, annotation)
+    if dataclasses.is_dataclass(value):
+        given = {entry.name for entry in dataclasses.fields(value) if entry.init}
+        return [entry for entry in inner if entry.key in given]
+    if isinstance(value, Mapping):
+        return [entry for entry in inner if _KEY.fullmatch(str(entry.key))]
+    if isinstance(value, list | tuple):
+        return inner if any(_entries_with_options(entry.value) for entry in inner) else []
+    return []
 
 
-def _split(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each option with the words of its value.
-
-    Raises:
-        ConfigError: a word stands behind no option.
-    """
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            raise ConfigError("overrides", word, "belongs to no option: write --field value")
-        option, equals, value = word.partition("=")
-        values = [value] if equals else []
-        while not equals and rest and not rest[0].startswith("--"):
-            values.append(rest.pop(0))
-        yield option, values
+def _options_under(name: str, options: Iterable[str]) -> list[str]:
+    """Return the options of the fields of a part; empty where the name is none of a part."""
+    return [f"--{option}" for option in options if option.startswith(f"{name}.")]
 
 
 def _without_no(name: str) -> str:
@@ -195,74 +275,25 @@ def _without_no(name: str) -> str:
     return f"{holder}{dot}{last.removeprefix('no-')}"
 
 
-def _inside(config: Any, options: Mapping[str, Option], name: str) -> list[str]:
-    """Return the options of the fields of a part that ``name`` names; empty where it names none."""
-    held = [f"--{option}" for option in options if option.startswith(f"{name}.")]
-    return held or options_inside(config, name)
+def _names_and_parts(options: Iterable[str]) -> list[str]:
+    """Return the names of options and of the parts that they lie in, each once."""
+    found: dict[str, None] = {}
+    for name in options:
+        found |= dict.fromkeys(itertools.accumulate(name.split("."), "{}.{}".format))
+    return list(found)
 
 
-def _nearest(config: Any, word: str) -> str | None:
-    """Return the field that an unknown option probably means, by its path or its last name."""
-    name = word.removeprefix("--").replace("_", "-")
-    paths = {path: path for path in option_paths(config)}
-    ends = {path.rpartition(".")[2]: path for path in reversed(paths)}
-    for wanted, known in ((name, paths), (name.rpartition(".")[2], ends)):
+def _nearest(name: str, names: Sequence[str]) -> str | None:
+    """Return the name that an unknown one probably means, by its path or its last word."""
+    by_end = {known.rpartition(".")[2]: known for known in reversed(names)}
+    for wanted, known in ((name, {path: path for path in names}), (_last_word(name), by_end)):
         for near in difflib.get_close_matches(wanted, known, n=1, cutoff=0.8):
             return known[near]
     return None
 
 
-def option_name(keys: Sequence[Any]) -> str:
-    return ".".join(str(key) for key in keys).replace("_", "-")
-
-
-def replaced(config: Any, keys: Sequence[Any], value: Any) -> Any:
-    """Return a copy of the config in which ``keys`` lead to ``value``.
-
-    Parts that the keys do not pass are shared with the original.
-    """
-    if not keys:
-        return value
-    key, *inner = keys
-    if isinstance(config, Mapping):
-        return {**config, key: replaced(config[key], inner, value)}
-    if isinstance(config, list | tuple):
-        entries = list(config)
-        entries[key] = replaced(entries[key], inner, value)
-        return type(config)(entries)
-    return dataclasses.replace(config, **{key: replaced(getattr(config, key), inner, value)})
-
-
-def _entries(value: Any, annotation: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield key, value and annotation of each entry of a value with options inside."""
-    arguments = _arguments_for(value, annotation)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        annotations = field_annotations(type(value))
-        for entry in dataclasses.fields(value):
-            if entry.init:
-                yield entry.name, getattr(value, entry.name), annotations.get(entry.name, Any)
-    elif isinstance(value, dict) and value:
-        if all(isinstance(key, str) and _KEY.fullmatch(key) for key in value):
-            kind = arguments[1] if len(arguments) == 2 else Any
-            for key, entry in value.items():
-                yield key, entry, kind
-    elif isinstance(value, list | tuple) and any(map(_has_options, value)):
-        for index, entry in enumerate(value):
-            yield index, entry, arguments[0] if arguments else Any
-
-
-def _has_options(value: Any) -> bool:
-    return next(_entries(value, Any), None) is not None
-
-
-def _arguments_for(value: Any, annotation: Any) -> tuple[Any, ...]:
-    """Return [str, int] of ``dict[str, int] | None`` for a value that is a dict."""
-    plain = declared(annotation).type
-    options = get_args(plain) if is_union(plain) else (plain,)
-    for option in options:
-        if get_origin(declared(option).type) is type(value):
-            return get_args(declared(option).type)
-    return ()
+def _last_word(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _known_type(annotation: Any, value: Any) -> Any:
@@ -275,107 +306,140 @@ def _known_type(annotation: Any, value: Any) -> Any:
 # ---- words
 
 
+def _kinds(annotation: Any) -> list[Any]:
+    """Return the plain types that a field may have: those of a union, or its one."""
+    plain = declared(annotation).type
+    return [declared(kind).type for kind in get_args(plain)] if is_union(plain) else [plain]
+
+
 def metavar(annotation: Any) -> str | None:
     """Return what stands for the value in the help, such as ``FLOAT`` or ``{a,b}``.
 
     None: no word can say a value of this type.
     """
-    plain = declared(annotation).type
+    kinds = _kinds(annotation)
+    if len(kinds) > 1:
+        said = [text for kind in kinds if (text := metavar(kind)) is not None]
+        return "|".join(said) if set(said) - {"None"} else None
+    (plain,) = kinds
     origin, arguments = get_origin(plain), get_args(plain)
     if origin is Literal:
         return "{" + ",".join(map(str, arguments)) + "}"
-    if is_union(plain):
-        said = [text for option in arguments if (text := metavar(option)) is not None]
-        return "|".join(said) if set(said) - {"None"} else None
     if origin in (*_SEVERAL, dict):
         return _metavar_of_several(origin, arguments)
     return _METAVARS.get(plain)
 
 
 def _metavar_of_several(origin: Any, arguments: Sequence[Any]) -> str | None:
-    inner = [metavar(entry) for entry in arguments if entry is not Ellipsis]
-    if not inner or None in inner:
+    kinds = [kind for kind in arguments if kind is not Ellipsis]
+    inner = [metavar(kind) for kind in kinds if _takes_one(kind)]
+    if not kinds or len(inner) < len(kinds) or None in inner:
         return None
     together = " ".join(map(str, inner))
-    fixed = origin is tuple and Ellipsis not in arguments
+    fixed = origin is tuple and has_fixed_length(tuple(arguments))
     return together if fixed else f"[{together} ...]"
 
 
+def _takes_one(annotation: Any) -> bool:
+    """Return True if every value is said by one word."""
+    return not any(get_origin(kind) in (*_SEVERAL, dict) for kind in _kinds(annotation))
+
+
 def _takes_several(annotation: Any) -> bool:
-    """Return whether no word at all says a value: an empty list."""
-    plain = declared(annotation).type
-    if is_union(plain):
-        return any(map(_takes_several, get_args(plain)))
-    fixed = get_origin(plain) is tuple and Ellipsis not in get_args(plain)
-    return get_origin(plain) in (*_SEVERAL, dict) and not fixed
-
-
-def _read(words: list[str], annotation: Any) -> Any:
-    """Return what words say as a type.
-
-    Raises:
-        ValueError: nothing of this type.
-    """
-    plain = declared(annotation).type
-    origin, arguments = get_origin(plain), get_args(plain)
-    if is_union(plain):
-        return _read_union(words, arguments)
-    if origin in (*_SEVERAL, dict):
-        return _read_several(words, origin, arguments)
-    (word,) = words
-    return _read_word(word, plain)
-
-
-def _read_several(words: list[str], origin: Any, arguments: Sequence[Any]) -> Any:
-    if origin is dict:
-        key_type, value_type = arguments
-        pairs = zip(words[::2], words[1::2], strict=True)
-        return {_read([key], key_type): _read([value], value_type) for key, value in pairs}
-    kinds = arguments
-    if origin is not tuple or Ellipsis in arguments:
-        kinds = [arguments[0]] * len(words)
-    return origin(_read([word], kind) for word, kind in zip(words, kinds, strict=True))
-
-
-def _read_word(word: str, plain: Any) -> Any:
-    if get_origin(plain) is Literal:
-        return _choice(word, get_args(plain))
-    if plain in (None, types.NoneType):
-        return _choice(word, [None])
-    if plain is bool and word.lower() not in ("true", "false"):
-        raise ValueError(word)  # pydantic would take "yes" and "1" too
-    return _adapter(plain).validate_strings(word)
-
-
-def _read_union(words: list[str], options: Sequence[Any]) -> Any:
-    """Return what words say as the first type that they fit; None before a text."""
-    for option in sorted(options, key=lambda option: declared(option).type is not types.NoneType):
-        if metavar(option) is None:
-            continue
-        try:
-            return _read(words, option)
-        except ValueError:
-            continue
-    raise ValueError(words)
-
-
-def _choice(word: str, choices: Sequence[Any]) -> Any:
-    for choice in choices:
-        if str(choice) == word:
-            return choice
-    raise ValueError(word)
+    """Return True if any number of words says a value, none too: an empty list."""
+    return any(
+        get_origin(kind) in (*_SEVERAL, dict)
+        and not (get_origin(kind) is tuple and has_fixed_length(get_args(kind)))
+        for kind in _kinds(annotation)
+    )
 
 
 @functools.cache
-def _adapter(kind: type) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    """Return what reads a list of words as a field's type."""
+    return TypeAdapter(_of_words(annotation))
+
+
+def _of_words(annotation: Any) -> Any:
+    """Return the type that pydantic reads from a list of words as the field's type.
+
+    None is tried before other types, so that the word None is no text.
+    """
+    annotated: Any = Annotated  # types made at run time, which no type checker can follow
+    kinds = [kind for kind in _kinds(annotation) if metavar(kind) is not None]
+    if len(kinds) > 1:
+        kinds.sort(key=lambda kind: kind is not types.NoneType)
+        union: Any = Union
+        read = union[tuple(map(_of_words, kinds))]
+        return annotated[read, Field(union_mode="left_to_right")]
+    (plain,) = kinds
+    origin, arguments = get_origin(plain), get_args(plain)
+    if origin is Literal:
+        return annotated[plain, BeforeValidator(_choice_of(arguments))]
+    if origin is dict:
+        return annotated[origin[tuple(map(_of_words, arguments))], BeforeValidator(_pairs)]
+    if origin in _SEVERAL:
+        inner = tuple(kind if kind is Ellipsis else _of_words(kind) for kind in arguments)
+        return origin[inner]
+    return annotated[plain, BeforeValidator(_FROM_WORD[plain])]
+
+
+def _one(words: Any) -> str:
+    """Return the word of a value that takes one: a list of one, or an entry of a longer list.
+
+    Raises:
+        ValueError: there are more, or none.
+    """
+    if isinstance(words, str):
+        return words
+    (word,) = words
+    return word
+
+
+def _choice_of(choices: Sequence[Any]) -> Callable[[Any], Any]:
+    """Return what reads a word as one of several values, each written as Python prints it."""
+    by_word = {str(choice): choice for choice in choices}
+
+    def read(words: Any) -> Any:
+        word = _one(words)
+        if word not in by_word:
+            raise ValueError(word)
+        return by_word[word]
+
+    return read
+
+
+def _truth(words: Any) -> bool:
+    """Return the bool that a word says; pydantic would take "yes" and "1" too."""
+    truths = {"true": True, "false": False}
+    word = _one(words).lower()
+    if word not in truths:
+        raise ValueError(word)
+    return truths[word]
+
+
+def _pairs(words: Sequence[str]) -> dict[str, str]:
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+_FROM_WORD: dict[Any, Callable[[Any], Any]] = {
+    int: lambda words: int(_one(words)),  # pydantic would take "5.0" too
+    float: _one,
+    str: _one,
+    bool: _truth,
+    types.NoneType: _choice_of([None]),
+    None: _choice_of([None]),
+}
 
 
 def text_of_value(value: Any) -> str:
     """Return a value as the help shows it: of what no word can say, its class or its name."""
     if isinstance(value, str | int | float | None):
         return repr(value) if value == "" else str(value)
-    if isinstance(value, list | tuple | dict | set | frozenset):
+    if isinstance(value, dict):
+        pairs = [f"{text_of_value(key)} {text_of_value(entry)}" for key, entry in value.items()]
+        return " ".join(pairs) or "nothing"
+    if isinstance(value, list | tuple | set | frozenset):
         return " ".join(map(text_of_value, value)) or "nothing"
     return getattr(value, "__qualname__", type(value).__qualname__)
 
@@ -392,21 +456,19 @@ def help_of(config: Any) -> str:
             heading = option.keys[:-1]
             lines += ["", _heading(config, heading)]
         names = names_of_parts(option.annotation)
-        inside = options_inside(config, option.name) if option.value is None else []
+        of_part = options_of_absent_part(config, option.name) if option.value is None else []
         said = metavar(option.annotation)
         if said is None:
-            holds_part = "[None]" if inside else "NAME"
-            said = holds_part if inside or names else "{fixed}"
+            holds_part = "[None]" if of_part else "NAME"
+            said = holds_part if of_part or names else "{fixed}"
         lines.append(f"  --{option.name} {said}")
-        lines += _wrapped(_described(option, inside, names))
+        lines += _wrapped(_described(option, of_part, names))
     return "\n".join(lines)
 
 
 def _heading(config: Any, keys: Sequence[Any]) -> str:
     """Return the path of a part, and the class that the part's config builds."""
-    part = config
-    for key in keys:
-        part = part[key] if isinstance(part, dict | list | tuple) else getattr(part, key)
+    part = value_at(config, keys)
     if not dataclasses.is_dataclass(part):
         return option_name(keys)
     return f"{option_name(keys)}: {built_class(part).__name__}." if keys else ""
@@ -419,20 +481,20 @@ def _wrapped(text: str) -> list[str]:
     )
 
 
-def _described(option: Option, inside: Sequence[str], names: Sequence[str]) -> str:
+def _described(option: Option, of_part: Sequence[str], names: Sequence[str]) -> str:
     """Return the paragraph under an option.
 
     Args:
-        inside: options of the part that its field may hold.
+        of_part: options of the part that its field may hold and the config leaves out.
         names: of the library's parts that its field may hold.
     """
     # torchtitan's own help names an option of its trainer.
     parts = [" ".join(option.text.split()).replace("training.steps", "steps")]
-    if inside:
-        parts.append(f"(is made by this option alone, or by {', '.join(inside)})")
+    if of_part:
+        parts.append(f"(is made by this option alone, or by {', '.join(of_part)})")
     elif names:
         parts.append(f"({', '.join(names)}, or a class of yours as my_module:MyClass)")
-    elif metavar(option.annotation) is None:
+    elif option.is_fixed:
         parts.append("(is set in a config function)")
     elif bounds := bounds_said(option.annotation):
         parts.append(f"({bounds})")

@@ -6,10 +6,11 @@ zero_advantage,repetition``, or ``[]``. By its place, where it is yours: ``--tas
 my_rewards.py:exact``. The place is a file or a module, a colon, and a name in it: a class with a
 Config that fits the field, or, for a rubric, reward functions, several of them with commas between;
 for any other field that takes a function, one. Data is named by its file: ``--tasks.sums.validation
-held_out.jsonl``.
+held_out.jsonl``. ``None`` takes a part out where the config may do without it.
 
 Options that set fields of the part follow as for any other, and make a part that the config leaves
-out. ``config/options.py`` reads these: it knows what the config holds by then.
+out. ``config/options.py`` reads these: it knows what the config holds by then. The config that is
+given never changes: each function returns a copy, which shares the parts that no option touched.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -41,150 +42,247 @@ from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.task import Task
 
+NONE = ("None", "none")
+"""Words that stand for no part."""
+EMPTY = "[]"
+"""Word that stands for an empty list."""
 
-def take_named_parts(config: Any, overrides: list[str]) -> list[str]:
-    """Put the parts that ``overrides`` name into ``config``; return the other overrides.
+
+# ---- overrides
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """Option of a command line, with the words behind it that say its value."""
+
+    option: str
+    """As it was typed, such as ``--tasks.sum_digits.algorithm``."""
+    values: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Path of a field as the help writes it, such as ``tasks.sum-digits.algorithm``."""
+        return option_name([self.option.removeprefix("--")])
+
+    @property
+    def value(self) -> str:
+        return " ".join(self.values)
+
+    def sets_inside(self, part: "Override") -> bool:
+        """Return True if this sets a field of the part that another override names."""
+        return self.name.startswith(f"{part.name}.")
+
+
+def option_name(keys: Sequence[Any]) -> str:
+    """Return the path of a value as options write it, by the keys that lead to the value."""
+    return ".".join(map(str, keys)).replace("_", "-")
+
+
+def split(words: Sequence[str]) -> list[Override]:
+    """Return the overrides that the words of a command line say.
+
+    Raises:
+        ConfigError: a word stands behind no option.
+    """
+    found: list[Override] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise ConfigError("overrides", word, "belongs to no option: write --field value")
+        option, equals, value = word.partition("=")
+        values = [value] if equals else []
+        while not equals and rest and not rest[0].startswith("--"):
+            values.append(rest.pop(0))
+        found.append(Override(option, tuple(values)))
+    return found
+
+
+def value_at(config: Any, keys: Sequence[Any]) -> Any:
+    """Return the value to which names of fields, keys of dicts and places in lists lead."""
+    for key in keys:
+        indexed = isinstance(config, Mapping | list | tuple)
+        config = config[key] if indexed else getattr(config, key)
+    return config
+
+
+def replaced(config: Any, keys: Sequence[Any], value: Any) -> Any:
+    """Return a copy of the config in which ``keys`` lead to ``value``.
+
+    Parts that the keys do not pass are shared with the original. The last key may be new to a dict.
+    """
+    if not keys:
+        return value
+    key, *inner = keys
+    if isinstance(config, Mapping):
+        return {**config, key: replaced(config.get(key), inner, value)}
+    if isinstance(config, list | tuple):
+        items = list(config)
+        items[key] = replaced(items[key], inner, value)
+        return type(config)(items)
+    return dataclasses.replace(config, **{key: replaced(getattr(config, key), inner, value)})
+
+
+# ---- named parts
+
+
+def take_named_parts(config: Any, overrides: Sequence[Override]) -> tuple[Any, list[Override]]:
+    """Return a copy of the config with the parts that overrides name, and the other overrides.
 
     Raises:
         ConfigError: there is no such file, module or name, or what is there does not fit the field.
     """
-    left: list[str] = []
-    words = list(overrides)
-    while words:
-        word = words.pop(0)
-        option, equals, value = word.partition("=")
-        given = value if equals else next(iter(words), "-")
-        valued = not given.startswith("-")
-        place = _find(config, option.removeprefix("--"), given) if option.startswith("--") else None
-        if place is None or not (_choose(place) if valued else place.make()):
-            left.append(word)
+    others: list[Override] = []
+    for override in overrides:
+        config = _with_parts_on_the_way(config, override)
+        place = _find(config, override)
+        changed = None if place is None else _choose(place) if override.values else place.made()
+        if place is None or changed is None:
+            others.append(override)
             continue
-        if valued and not equals:
-            words.pop(0)
-            if words and not words[0].startswith("-"):
-                raise place.refusal(
-                    f"takes one word, and {words[0]!r} follows: several names have commas between"
-                )
-        if place.value is None:
-            left = _outside(place.field, left)
-    return left
-
-
-def _outside(field: str, words: list[str]) -> list[str]:
-    """Return the words less those that set fields of a part which a later word takes out."""
-    kept: list[str] = []
-    inside = False
-    for word in words:
-        if word.startswith("--"):
-            inside = word.replace("_", "-").startswith(f"--{field.replace('_', '-')}.")
-        if not inside:
-            kept.append(word)
-    return kept
+        if len(override.values) > 1:
+            raise place.refusal(
+                f"takes one word, and {override.values[1]!r} follows: several names have commas "
+                "between"
+            )
+        config = changed
+        if value_at(config, place.keys) is None:
+            others = [other for other in others if not other.sets_inside(override)]
+    return config, others
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Place of a part: a field or an entry of a dict, and what an option puts there."""
+    """Field or dict entry that an override names, in the config that holds it."""
 
-    holder: Any
-    key: str
-    field: str
-    """Path of the field, as the option has it."""
-    given: str
-    """Value of the option."""
+    config: Any
+    keys: tuple[str, ...]
+    """Names of fields and keys of dicts that lead to the value."""
+    override: Override
+
+    @property
+    def holder(self) -> Any:
+        return value_at(self.config, self.keys[:-1])
 
     @property
     def value(self) -> Any:
-        return (
-            self.holder[self.key]
-            if isinstance(self.holder, dict)
-            else getattr(self.holder, self.key)
-        )
+        return value_at(self.config, self.keys)
 
-    def put(self, part: Any) -> None:
-        if isinstance(self.holder, dict):
-            self.holder[self.key] = part
-        else:
-            setattr(self.holder, self.key, part)
+    @property
+    def given(self) -> str:
+        """Word that names the part; empty where the option stands alone."""
+        return next(iter(self.override.values), "")
 
-    def refusal(self, cure: str) -> ConfigError:
-        return ConfigError(self.field, self.given, cure)
+    @property
+    def field(self) -> str:
+        """Path of the field, as it was typed."""
+        return self.override.option.removeprefix("--")
 
     @property
     def type(self) -> Any:
         """Type that the field declares; None for an entry of a dict."""
-        holder: Any = type(self.holder)
-        return None if holder is dict else declared(field_annotations(holder).get(self.key)).type
+        return _declared_type(self.holder, self.keys[-1])
+
+    @property
+    def may_be_none(self) -> bool:
+        return types.NoneType in get_args(self.type)
 
     @property
     def optional_kind(self) -> Any:
         """Class of the part that the field may hold or leave out; None for any other field."""
-        kinds = [kind for kind in get_args(self.type) if dataclasses.is_dataclass(kind)]
-        may_be_left_out = types.NoneType in get_args(self.type)
-        return kinds[0] if len(kinds) == 1 and may_be_left_out and not self.is_data else None
-
-    def make(self) -> bool:
-        """Put in the part with its defaults, for an option without a value.
-
-        Returns:
-            False if the field holds no part that may be left out.
-        """
-        kind = self.optional_kind
-        if kind is not None and self.value is None:
-            self.put(kind())
-        return kind is not None
+        kind = _only_kind(self.type)
+        return kind if self.may_be_none and not self.is_data else None
 
     @property
     def is_data(self) -> bool:
-        return isinstance(self.holder, Task.Config) and self.key in ("dataset", "validation")
+        return isinstance(self.holder, Task.Config) and self.keys[-1] in ("dataset", "validation")
 
     @property
     def takes_function(self) -> bool:
         return any(get_origin(option) is Callable for option in (self.type, *get_args(self.type)))
 
+    def put(self, part: Any) -> Any:
+        """Return a copy of the config with a part in this place."""
+        return replaced(self.config, self.keys, part)
 
-def _find(config: Any, field: str, given: str) -> _Place | None:
-    """Return the place of a part by its option; None where there is no part.
+    def made(self) -> Any | None:
+        """Return the config with the part that an option without a value asks for.
 
-    A part that the config leaves out is made where an option sets a field of it, such as
-    ``--trainer.lora.rank 16``.
-    """
-    holder, place, path = config, None, field.split(".")
-    for number, word in enumerate(path, start=1):
-        key = _like(word, _names(holder))
+        The part has its defaults if the config leaves it out. None: the field holds no part that
+        may be left out.
+        """
+        if self.optional_kind is None:
+            return None
+        return self.put(self.optional_kind()) if self.value is None else self.config
+
+    def refusal(self, cure: str) -> ConfigError:
+        return ConfigError(self.field, self.given, cure)
+
+
+def _declared_type(holder: Any, name: str) -> Any:
+    """Return the type of a field of a config; None for an entry of a dict."""
+    if isinstance(holder, Mapping):
+        return None
+    config_class: Any = type(holder)
+    return declared(field_annotations(config_class).get(name)).type
+
+
+def _only_kind(annotation: Any) -> Any:
+    """Return the class of the configs that a field may hold; None if it is no union with one."""
+    kinds = [kind for kind in get_args(annotation) if dataclasses.is_dataclass(kind)]
+    return kinds[0] if len(kinds) == 1 else None
+
+
+def _keys(config: Any, name: str) -> tuple[str, ...] | None:
+    """Return the names of fields and keys of dicts that a path leads by; None if there are none."""
+    keys: list[str] = []
+    for word in name.split("."):
+        key = _like(word, _names(value_at(config, keys)))
         if key is None:
             return None
-        place = _Place(holder, key, field, given)
-        kinds: list[Any] = [kind for kind in get_args(place.type) if dataclasses.is_dataclass(kind)]
-        if (
-            place.value is None
-            and len(kinds) == 1
-            and number < len(path)
-            and _like(path[number], _names(kinds[0]))
-        ):
-            place.put(kinds[0]())
-        holder = place.value
-    if place is None:
+        keys.append(key)
+    return tuple(keys)
+
+
+def _with_parts_on_the_way(config: Any, override: Override) -> Any:
+    """Return a copy of the config with the parts that it leaves out and an override sets fields of.
+
+    Such as ``trainer.lora`` for ``--trainer.lora.rank 16``.
+    """
+    words = override.name.split(".")
+    for length in range(1, len(words)):
+        keys = _keys(config, ".".join(words[:length]))
+        if keys is None:
+            return config
+        kind = _only_kind(_declared_type(value_at(config, keys[:-1]), keys[-1]))
+        left_out = value_at(config, keys) is None and kind is not None
+        if left_out and _like(words[length], _names(kind)):
+            config = replaced(config, keys, kind())
+    return config
+
+
+def _find(config: Any, override: Override) -> _Place | None:
+    """Return the place that an override names; None where there is no part."""
+    keys = _keys(config, override.name)
+    if keys is None:
         return None
-    has_part = isinstance(holder, Configurable.Config | JobConfig | list)
+    place = _Place(config, keys, override)
+    has_part = isinstance(place.value, Configurable.Config | JobConfig | list)
     takes_part = has_part or place.takes_function or place.is_data
     return place if takes_part or place.optional_kind is not None else None
 
 
-def options_inside(config: Any, option: str) -> list[str]:
-    """Return the options of the fields of a part that the config leaves out, by its option."""
-    holder, place = config, None
-    for word in option.split("."):
-        if (key := _like(word, _names(holder))) is None:
-            return []
-        place = _Place(holder, key, option, "")
-        holder = place.value
-    kinds: list[Any] = [] if place is None else [*get_args(place.type)]
+def options_of_absent_part(config: Any, name: str) -> list[str]:
+    """Return the options of the fields of a part that the config leaves out, by its own option."""
+    keys = _keys(config, name)
+    if keys is None:
+        return []
+    annotation = _declared_type(value_at(config, keys[:-1]), keys[-1])
     return [
-        f"--{option}.{name.replace('_', '-')}"
-        for kind in kinds
+        f"--{name}.{field.replace('_', '-')}"
+        for kind in get_args(annotation)
         if dataclasses.is_dataclass(kind)
-        for name in _names(kind)
+        for field in _names(kind)
     ]
 
 
@@ -200,45 +298,53 @@ def _like(word: str, names: Collection[str]) -> str | None:
     )
 
 
-def _choose(place: _Place) -> bool:
-    """Put the part that is given in its place; return False if it is a field's plain value."""
+def _choose(place: _Place) -> Any | None:
+    """Return the config with the part that is named in its place; None for a field's plain value.
+
+    Raises:
+        ConfigError: the name is none of a part that fits the field.
+    """
     kind, held, given = place.type, place.value, place.given
-    if place.optional_kind is not None and not isinstance(held, Configurable.Config):
-        if given == "None":
-            place.put(None)
-        return given == "None"
+    if given in NONE and place.may_be_none:
+        return place.put(None)
     if isinstance(held, list):
-        kinds = [kind for kind in get_args(kind) if inspect.isclass(kind)]
-        if len(kinds) != 1 or not parts_that_fit(kinds[0]):
-            return False
-        names = [] if given in ("", "[]", "none", "None") else given.split(",")
-        place.put([_config_named(place, name, kinds[0]) for name in names])
-    elif ":" in given:
-        place.put(_at_place(place))
-    elif place.is_data:
-        # A file, or a dataset of the hub, that is read as the task's dataset is.
-        rows = held or place.holder.dataset
-        if not isinstance(rows, RowDataset.Config):
-            return False
-        split = "train" if held is None else rows.split
-        place.put(
-            None
-            if given in ("none", "None")
-            else dataclasses.replace(rows, path=given, rows=None, split=split)
-        )
-    elif isinstance(held, Rubric.Config):
+        return _choose_several(place)
+    is_plain = place.optional_kind is not None and not isinstance(held, Configurable.Config)
+    if ":" in given and not is_plain:
+        return place.put(_at_place(place))
+    if place.is_data:
+        return _choose_data(place)
+    if isinstance(held, Rubric.Config):
         cure = (
             "a rubric is reward functions and their place: a file or a module, a colon, names: "
             f"my_rewards.py:{given}"
         )
         raise place.refusal(f"{cure}; each is fn(completion, example)")
-    elif inspect.isclass(kind) and parts_that_fit(kind):
+    if inspect.isclass(kind) and parts_that_fit(kind):  # so it is no union, and never left out
         part = _config_named(place, given, kind)
-        if type(held) is not type(part):  # of the same kind, it keeps what the config says of it
-            place.put(part)
-    else:
-        return False
-    return True
+        # A part of the same kind keeps what the config says of it.
+        return place.config if type(held) is type(part) else place.put(part)
+    return None
+
+
+def _choose_several(place: _Place) -> Any | None:
+    """Return the config with a list of parts that are named with commas between."""
+    kinds = [kind for kind in get_args(place.type) if inspect.isclass(kind)]
+    if len(kinds) != 1 or not parts_that_fit(kinds[0]):
+        return None
+    names = [] if place.given in ("", EMPTY, *NONE) else place.given.split(",")
+    return place.put([_config_named(place, name, kinds[0]) for name in names])
+
+
+def _choose_data(place: _Place) -> Any | None:
+    """Return the config with a file or a dataset of the hub, read as the task's dataset is."""
+    rows = place.value or place.holder.dataset
+    if not isinstance(rows, RowDataset.Config):
+        return None
+    if place.given in NONE:
+        raise place.refusal("a task can't do without it: name a file, or a dataset of the hub")
+    split_name = "train" if place.value is None else rows.split
+    return place.put(dataclasses.replace(rows, path=place.given, rows=None, split=split_name))
 
 
 def _config_named(place: _Place, name: str, wanted: type[Any]) -> Any:
