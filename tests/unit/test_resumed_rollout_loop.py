@@ -226,6 +226,58 @@ async def test_a_failure_of_what_rollouts_depend_on_leaves_their_groups_open(tmp
     assert loop.ledger.counts()["stub/untrained"] == 2
 
 
+async def test_groups_of_a_step_that_failed_are_taken_again_by_the_resumed_run(tmp_path):
+    loop = Loop(DatasetTask(100), rollouts_per_step=4, max_offpolicy_steps=1, steps=3)
+    loop.fill()
+    assert ids(await loop.batch()) == [0, 1]  # and the trainer fails
+    await settle()
+    state, groups = await saved(loop, tmp_path)
+    await loop.close()
+
+    loop = await resumed(DatasetTask(100), state, groups, 0, steps=3)
+    trained = []
+    for _ in range(3):
+        batch = await loop.batch()
+        trained += ids(batch)
+        loop.step_taken(batch)
+    assert sorted(trained) == [0, 1, 2, 3, 4, 5]
+    await loop.close()
+    assert loop.ledger.counts() == {"stub/dispatched": 12, "stub/trained": 12, "stub/open": 0}
+
+
+class BrokenAtSecond(Filter):
+    """Drops the first rollout of a group, and fails on the second group that it sees."""
+
+    seen = 0
+
+    def matches(self, group):
+        self.seen += 1
+        if self.seen == 2:
+            raise ValueError("no")
+        return [rollout.index_in_group == 0 for rollout in group.rollouts]
+
+
+async def test_groups_of_a_step_whose_filter_failed_are_taken_again_by_the_resumed_run(tmp_path):
+    loop = Loop(DatasetTask(100), post_filters=[BrokenAtSecond.Config()], steps=1)
+    loop.fill()
+    with pytest.raises(RunError, match="failed on group stub-1"):
+        await loop.batch()
+    state, groups = await saved(loop, tmp_path)
+    await loop.close()
+
+    loop = await resumed(DatasetTask(100), state, groups, 0, steps=1)
+    batch = await loop.batch()
+    assert [rollout.rollout_id for group in batch.groups for rollout in group.rollouts] == [
+        "stub-0/1",
+        "stub-1/0",
+        "stub-1/1",
+    ]
+    loop.step_taken(batch)
+    await loop.close()
+    counts = loop.ledger.counts()
+    assert counts["stub/trained"] == 3 and counts["stub/filtered/post/broken_at_second"] == 1
+
+
 async def test_a_group_that_a_filter_failed_on_is_no_state_to_resume(tmp_path):
     class Broken(Filter):
         def matches(self, group):

@@ -204,6 +204,9 @@ class OpenGroups:
     def __iter__(self) -> Iterator[str]:
         return iter(self._groups)
 
+    def __contains__(self, group_id: str) -> bool:
+        return group_id in self._groups
+
     def dispatch(self, task: Task, group_id: str, example: SharedExample) -> None:
         """Open a group, and a ledger record for each of its rollouts."""
         rollout_ids = {f"{group_id}/{index}" for index in range(rollouts_per_group(task))}

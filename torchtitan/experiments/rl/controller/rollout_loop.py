@@ -163,6 +163,8 @@ class RolloutLoop:
         self._batcher = batcher
         self._steps_left = steps
         """Number of steps that have not taken their groups."""
+        self._trained_version = 0
+        """Version that the trainer holds: the number of steps that were trained on."""
         self._replay = replay
         self._watchers = watchers
         self._open = OpenGroups(ledger or Ledger(), recorder, lambda: policy.version)
@@ -234,6 +236,7 @@ class RolloutLoop:
             self.ledger.replay(group.task_name, len(group.rollouts))
         if self._replay is not None:
             self._replay.add(step.groups)
+        self._trained_version += 1
         self._open.check()
 
     def live(self, version: int, *, fill: bool = True) -> None:
@@ -564,8 +567,8 @@ class RolloutLoop:
     ) -> tuple[RolloutLoopState, list[RolloutGroup], Captured]:
         """Capture what a resumed run continues from. Call `fill` after it.
 
-        Call it between two steps, when no step holds groups. Groups go on running meanwhile, but
-        none starts, ends or is filtered.
+        Groups go on running meanwhile, but none starts, ends or is filtered. If a step has taken
+        groups and failed, a resumed run has them to take again.
 
         Args:
             at_once: called within the snapshot, to capture what else belongs to this moment.
@@ -583,7 +586,11 @@ class RolloutLoop:
             state = RolloutLoopState(
                 started=self._started,
                 groups=self._open.states(),
-                paced=self._pacer.state(),
+                paced=[
+                    group
+                    for group in self._pacer.state(self._trained_version)
+                    if group.group_id in self._open
+                ],
                 pick=None if self._pick is None else self._pick.state(),
                 ledger=self.ledger.state(),
                 stall=None,  # the alarms' state: the caller adds it
@@ -616,6 +623,7 @@ class RolloutLoop:
         if state.pick is not None:
             self._restore_pick(state.pick, examples.get(state.pick.task, {}))
         self._started = state.started
+        self._trained_version = version
         self._next_step = StepGroups(
             dropped_groups=state.dropped_groups,
             filter_matches=Counter(state.filter_matches),
