@@ -61,7 +61,8 @@ class RunReports(RunEvents):
         """The evaluation before the first step has ended; one of no task has no reward."""
         self._console.waits.begin(FIRST_STEP)
         self._console.waits.end(FIRST_VALIDATION)
-        self._report(report, "before the first step")
+        self._metrics.log(report.step, report.metrics)
+        self._note(report, "before the first step")
 
     def step_taken(self, record: StepRecord) -> None:
         """A step was taken.
@@ -84,10 +85,10 @@ class RunReports(RunEvents):
         """There is nothing left to learn; ``reports`` are of no step's report."""
         self.why_ended_early = why
         for report in reports:
-            self._report(report, f"after step {report.step}")
+            self._metrics.log_more(report.metrics)
+            self._note(report, f"after step {report.step}")
 
-    def _report(self, report: ValidationReport, when: str) -> None:
-        self._metrics.log(report.step, report.metrics)
+    def _note(self, report: ValidationReport, when: str) -> None:
         if report.reward is not None:
             self._count_validation(report)
             self._console.note(f"validation {when}: reward {report.reward:.3f}")

@@ -81,7 +81,7 @@ class CheckedSession:
             completion = checked_completion(answer)
             self._check_ids(completion.token_ids, "a completion has")
         except BaseException as error:  # noqa: BLE001 - an engine may be the user's own
-            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             self.unanswered -= 1
             raise UserCodeError(f"generator: {cause_of(error)}") from error
@@ -111,7 +111,7 @@ class CheckedSession:
             logger.warning("a session's close failed: %s", cause_of(error))
 
 
-def _is_cancelled() -> bool:
+def is_cancelled() -> bool:
     """Return True if someone has cancelled the running asyncio task.
 
     A CancelledError that an engine raises by itself is a failure of the engine.
