@@ -116,7 +116,9 @@ class FirstInFirstOut(Pacer):
     """The same places; a batch takes the oldest groups, and waits for them."""
 
     def take_groups(self, base_version: int) -> list[str] | None:
-        oldest = list(self._untaken.values())[:GROUPS_PER_STEP]
+        untaken = self._untaken_ids()
+        waiting = [group for name, group in self._groups.items() if name in untaken]
+        oldest = waiting[:GROUPS_PER_STEP]
         if len(oldest) < GROUPS_PER_STEP or not all(group.finished for group in oldest):
             return None
         return self._take(oldest, base_version)

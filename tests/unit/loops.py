@@ -51,5 +51,8 @@ def loops_of(
 class _NoEvaluations:
     """Validator of tasks that have no validation set."""
 
+    def stop(self) -> None:
+        pass
+
     async def close(self) -> None:
         pass

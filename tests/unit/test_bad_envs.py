@@ -12,6 +12,7 @@ from tests.unit.loops import loops_of
 from tests.unit.rollout_stubs import FAILURES, BrokenEnv, ScriptedPolicy, TalkingEnv, answer_with
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.controller.groups import RunningGroup
 from torchtitan.experiments.rl.controller.loop import Schedule
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput
@@ -234,9 +235,7 @@ async def test_env_that_hangs_holds_up_no_other(loop):
     ).__next__
     loop.fill()
     async with asyncio.timeout(20):
-        while len(
-            [group_id for group_id in loop._open if loop._open[group_id].group is None]
-        ) > len(hanging):
+        while sum(isinstance(group, RunningGroup) for group in loop._open) > len(hanging):
             await asyncio.sleep(0.01)
     await loop.close()
     loop.recorder.close()

@@ -155,7 +155,7 @@ async def test_a_thousand_groups_leave_by_every_way_and_the_ledger_balances(rend
     assert all(env.closed == 1 for env in task.made) and all(
         session.closed == 1 for session in policy.sessions
     )
-    assert pacer.free_places + 2 * len(pacer._untaken) + 2 * len(pacer._taken) == 4
+    assert pacer.free_places + 2 * len(pacer._groups) == 4
 
 
 async def test_places_are_all_free_when_everything_dispatched_was_trained(renderer, tokenizer):

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import pickle
+from collections import OrderedDict, UserDict
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.unit.test_reference_algorithms import TEACHER, Scorer
 from tests.unit.test_samples import turn_of
 from tests.unit.test_task import ListTask, build, run  # noqa: F401 - build is a fixture
 from torchtitan.experiments.rl.algorithms import GRPO, SFT
+from torchtitan.experiments.rl.envs.messages import checked_messages
 from torchtitan.experiments.rl.frozen import read_only
 from torchtitan.experiments.rl.rollouts.records import encode_rollout
 from torchtitan.experiments.rl.rollouts.samples import checked_completion
@@ -497,6 +499,29 @@ def frozen_group() -> RolloutGroup:
     return RolloutGroup(
         group_id="g", task_name="t", data_sample=example, rollouts=[rollout]
     ).freeze()
+
+
+def test_a_message_is_read_only_whatever_mappings_and_lists_it_has():
+    class Part(UserDict):
+        pass
+
+    arguments = OrderedDict(steps=[{"x": 1}])
+    function = Part(name="move", arguments=arguments)
+    (message,) = checked_messages(
+        [{"role": "assistant", "content": "é", "tool_calls": [{"function": function}]}], "messages"
+    )
+    seen = message["tool_calls"][0]["function"]
+    assert seen == {"name": "move", "arguments": {"steps": [{"x": 1}]}}
+    for changed in (
+        lambda: seen.update(name="other"),
+        lambda: seen["arguments"].pop("steps"),
+        lambda: seen["arguments"]["steps"].append(2),
+        lambda: seen["arguments"]["steps"][0].clear(),
+    ):
+        with pytest.raises(TypeError, match="read-only"):
+            changed()
+    arguments["steps"].append("the env's own")
+    assert seen["arguments"] == {"steps": [{"x": 1}]}
 
 
 def test_a_copy_of_a_read_only_record_can_be_changed():

@@ -96,6 +96,15 @@ def test_a_resumed_run_goes_on_with_the_record_that_its_checkpoint_has(tmp_path)
     ]
 
 
+def test_evaluations_that_end_after_the_last_step_are_a_line_more_of_it(tmp_path):
+    metrics = jsonl_only(tmp_path)
+    with pytest.raises(ValueError, match="no step was logged"):
+        metrics.log_more({"validation/reward": 0.5})
+    metrics.log(7, {"loss": 1.0})
+    metrics.log_more({"validation/reward": 0.5})
+    assert lines(tmp_path)[1:] == ['{"step": 7, "validation/reward": 0.5}']
+
+
 def test_a_new_run_starts_a_new_record(tmp_path):
     for loss in (1.0, 2.0):
         jsonl_only(tmp_path).log(1, {"loss": loss})

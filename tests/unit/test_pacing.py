@@ -133,8 +133,21 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def resume(self):
-        """Go on from a checkpoint: the generators hold the trainer's version, and nothing is lost."""
-        state = self.pacer.state()
+        """Go on from a checkpoint: the generators hold the trainer's version; nothing is lost."""
+        self.restore(self.pacer.state(self.trainer))
+
+    @rule()
+    def step_fails(self):
+        """Go on from a checkpoint that was taken after a step had its groups and was not taken."""
+        finished = list(self.finished)
+        if self.take() is not None:
+            self.finished = finished
+            self.restore(self.pacer.state(self.trainer))
+
+    def restore(self, state):
+        names = [group.group_id for group in state]
+        untaken = {*self.running, *self.finished}
+        assert names == [name for name in self.groups if name in untaken]
         self.pacer = Pacer(rollouts_per_step=self.size, max_offpolicy_steps=self.bound)
         assert self.pacer.restore(state, self.trainer) == []
         self.generators, self.taken = self.trainer, {}

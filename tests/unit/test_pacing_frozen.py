@@ -1,4 +1,6 @@
-"""Groups sampled from a frozen model: no deadline, nobody waits for them, and they neither starve nor make others late.
+"""Groups sampled from a frozen model: no deadline, and they neither starve nor make others late.
+
+An asynchronous step does not wait for them. Nothing may run between two steps of a synchronous run.
 
 That the bound holds and no run stalls, whatever is frozen, is proved in test_pacing.py.
 """
@@ -29,6 +31,16 @@ def test_nobody_waits_for_a_frozen_group():
     pacer.finish("next")
     # A group of the policy's, admitted at 0, would be due now.
     assert pacer.take_groups(1) == ["next"]
+
+
+def test_a_step_of_a_synchronous_run_waits_for_a_frozen_group_too():
+    pacer = Pacer(rollouts_per_step=2, max_offpolicy_steps=0)
+    pacer.admit("frozen", 0, rollouts=1, frozen=True)
+    pacer.admit("live", 0, rollouts=2)  # one place was free
+    pacer.finish("live")
+    assert pacer.take_groups(0) is None
+    pacer.finish("frozen")
+    assert pacer.take_groups(0) == ["frozen", "live"]
 
 
 def test_a_finished_frozen_group_takes_its_turn_and_frees_its_places():

@@ -9,12 +9,13 @@ import pytest
 from tests.unit.test_rollout_loop import Loop, StubTask, ids, settle
 from tests.unit.test_saved_state import through_json
 from tests.unit.waiting import LIMIT_S, iterations
+from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.groups import read_finished_groups, write_groups
 from torchtitan.experiments.rl.controller.rollout_loop import SnapshotLock
 from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.rollouts.filters import Filter
+from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 
 
@@ -224,6 +225,150 @@ async def test_a_failure_of_what_rollouts_depend_on_leaves_their_groups_open(tmp
     assert [group.group_id for group in state.groups] == ["stub-0"] and not groups
     await loop.close()
     assert loop.ledger.counts()["stub/untrained"] == 2
+
+
+async def test_groups_of_a_step_that_failed_are_taken_again_by_the_resumed_run(tmp_path):
+    loop = Loop(DatasetTask(100), rollouts_per_step=4, max_offpolicy_steps=1, steps=3)
+    loop.fill()
+    assert ids(await loop.batch()) == [0, 1]  # and the trainer fails
+    await settle()
+    state, groups = await saved(loop, tmp_path)
+    await loop.close()
+
+    loop = await resumed(DatasetTask(100), state, groups, 0, steps=3)
+    trained = []
+    for _ in range(3):
+        batch = await loop.batch()
+        trained += ids(batch)
+        loop.step_taken(batch)
+    assert sorted(trained) == [0, 1, 2, 3, 4, 5]
+    await loop.close()
+    assert loop.ledger.counts() == {"stub/dispatched": 12, "stub/trained": 12, "stub/open": 0}
+
+
+class Objects(RunEvents):
+    """Raises in one event, once."""
+
+    def __init__(self, event: str):
+        self.event = event
+        setattr(self, event, self.object_to)
+
+    def object_to(self, *args, **options):
+        delattr(self, self.event)
+        raise RunError(f"an observer of {self.event}")
+
+
+@pytest.mark.parametrize(
+    "event", ["group_arrived", "group_scored", "group_kept", "group_dropped", "groups_taken"]
+)
+async def test_whatever_an_observer_raises_in_the_state_is_that_of_a_run_that_goes_on(
+    tmp_path, event
+):
+    """Group 0 is filtered whole, 1 and 2 fill the first step."""
+
+    def outcome(number):
+        return [0.0, 0.0] if number == 0 else [0.0, 1.0]
+
+    options = {"filters": [ZeroAdvantage.Config()], "rollouts_per_step": 4, "steps": 2}
+    loop = Loop(DatasetTask(100, outcome), watchers=[Objects(event)], **options)
+    loop.fill()
+    with pytest.raises(RunError, match=f"an observer of {event}"):
+        await loop.batch()
+    state, groups = await saved(loop, tmp_path)
+    await loop.close()
+
+    loop = await resumed(DatasetTask(100, outcome), state, groups, 0, **options)
+    trained = []
+    for _ in range(2):
+        batch = await loop.batch()
+        trained += ids(batch)
+        loop.step_taken(batch)
+    assert sorted(trained) == [1, 2, 3, 4]
+    await loop.close()
+    counts = loop.ledger.counts()
+    assert counts["stub/trained"] == 8 and counts["stub/filtered/pre/zero_advantage"] == 2
+    assert counts["stub/dispatched"] == 10 and counts["stub/open"] == 0
+
+
+class DropsFirst(Filter):
+    """Drops the groups 0 and 1."""
+
+    def matches(self, group):
+        return [group.group_id in ("stub-0", "stub-1")] * len(group.rollouts)
+
+
+async def test_an_observer_that_objects_to_an_emptied_step_leaves_none_of_its_groups_open(tmp_path):
+    options = {"post_filters": [DropsFirst.Config()], "rollouts_per_step": 4, "steps": 1}
+    loop = Loop(DatasetTask(100), watchers=[Objects("group_dropped")], **options)
+    loop.fill()
+    with pytest.raises(RunError, match="an observer of group_dropped"):
+        await loop.batch()
+    state, groups = await saved(loop, tmp_path)
+    assert not {"stub-0", "stub-1"} & {group.group_id for group in state.groups}
+    await loop.close()
+
+    loop = await resumed(DatasetTask(100), state, groups, 0, **options)
+    loop.step_taken(await loop.batch())
+    await loop.close()
+    counts = loop.ledger.counts()
+    assert counts["stub/trained"] == 4 and counts["stub/filtered/post/drops_first"] == 4
+
+
+async def test_rollouts_of_one_pick_have_one_example_in_the_resumed_run_too(tmp_path):
+    """No coroutine has run, so the sampler has given none. One rollout of the pick has not started."""
+
+    def singles():
+        task = DatasetTask(100, lambda number: [1.0], group_size=4)
+        task.needs_group = False
+        return task
+
+    options = {"rollouts_per_step": 3, "max_offpolicy_steps": 0}
+    loop = Loop(singles(), steps=2, **options)
+    loop.fill()
+    state, groups = await saved(loop, tmp_path)
+    assert [group.example for group in state.groups] == [None] * 3 and state.pick.groups_left == 1
+    await loop.close()
+
+    task = singles()
+    loop = await resumed(task, state, groups, 0, steps=2, **options)
+    loop.step_taken(await loop.batch())
+    await loop.batch()
+    await loop.close()
+    examples = [task.examples[number] for number in range(6)]
+    assert len({*examples[:4]}) == 1 and examples[4] == examples[5] != examples[0]
+
+
+class BrokenAtSecond(Filter):
+    """Drops the first rollout of a group, and fails on the second group that it sees."""
+
+    seen = 0
+
+    def matches(self, group):
+        self.seen += 1
+        if self.seen == 2:
+            raise ValueError("no")
+        return [rollout.index_in_group == 0 for rollout in group.rollouts]
+
+
+async def test_groups_of_a_step_whose_filter_failed_are_taken_again_by_the_resumed_run(tmp_path):
+    loop = Loop(DatasetTask(100), post_filters=[BrokenAtSecond.Config()], steps=1)
+    loop.fill()
+    with pytest.raises(RunError, match="failed on group stub-1"):
+        await loop.batch()
+    state, groups = await saved(loop, tmp_path)
+    await loop.close()
+
+    loop = await resumed(DatasetTask(100), state, groups, 0, steps=1)
+    batch = await loop.batch()
+    assert [rollout.rollout_id for group in batch.groups for rollout in group.rollouts] == [
+        "stub-0/1",
+        "stub-1/0",
+        "stub-1/1",
+    ]
+    loop.step_taken(batch)
+    await loop.close()
+    counts = loop.ledger.counts()
+    assert counts["stub/trained"] == 3 and counts["stub/filtered/post/broken_at_second"] == 1
 
 
 async def test_a_group_that_a_filter_failed_on_is_no_state_to_resume(tmp_path):

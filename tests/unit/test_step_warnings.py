@@ -7,7 +7,9 @@ import pytest
 
 from torchtitan.experiments.rl.controller.saved_state import ValidationReport
 from torchtitan.experiments.rl.observability.console import Console
+from torchtitan.experiments.rl.observability.metrics import MetricsLogger, read_metrics
 from torchtitan.experiments.rl.operations.reports import RunReports, StepWarnings
+from torchtitan.experiments.rl.rollouts.record_file import METRICS_FILE
 
 HEALTHY = {
     "perf/event_loop_lag_max_s": 0.1,
@@ -73,6 +75,19 @@ def test_a_healthy_run_and_one_that_learns_from_no_reward_are_not_warned_of():
     assert warned({}, {}, {}, {}) == []
     one = {"rollout/reward_std": 0.0}
     assert warned(one, one, one, compares_rewards=False) == []
+
+
+def test_a_run_that_ends_early_reports_its_final_evaluation_at_the_last_step(tmp_path):
+    text = io.StringIO()
+    metrics = MetricsLogger.Config(tensorboard=False).build(run_dir=tmp_path)
+    context = SimpleNamespace(console=Console(text), restarts=None)
+    reports = RunReports(context, metrics=metrics, compares_rewards=True)
+    metrics.log(3, {"loss/total": 0.5})  # the line of the last step
+    report = ValidationReport(step=3, reward=0.5, metrics={"validation/reward": 0.5})
+    reports.ended_early("nothing left to learn", [report])
+    assert reports.first_and_last_validation() == (0.5, None)
+    assert read_metrics(tmp_path / METRICS_FILE)[1] == {"step": 3, "validation/reward": 0.5}
+    assert "validation after step 3: reward 0.500" in text.getvalue()
 
 
 def test_the_examples_of_the_last_evaluation_are_counted_over_its_tasks():

@@ -15,6 +15,9 @@ from tests.unit.rollout_stubs import (
 )
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.ask.call import ask
+from torchtitan.experiments.rl.controller.group_runner import GroupRequest, LocalRunner
+from torchtitan.experiments.rl.controller.groups import SharedExample
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
@@ -285,10 +288,72 @@ async def test_one_env_for_several_rollouts_is_refused_and_closed_once(build, to
         assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.ERROR}
         for rollout in group.rollouts:
             assert (
-                "Sharing.make_envs returned the same TalkingEnv for several rollouts: make a new env"
-                in rollout.error
-            )
+                "the same TalkingEnv for several rollouts: make a new env"
+                if group_size > 1
+                else "a TalkingEnv that another rollout has had: make a new env"
+            ) in rollout.error
+            assert rollout.error.startswith("Sharing.make_envs returned ")
         assert_all_closed_once(task, policy)
+
+
+async def test_a_call_inside_a_turn_loop_that_is_late_is_named_and_not_the_rollouts_limit(
+    build, tokenizer
+):
+    class Judging(ListTask):
+        async def run_rollout(self, env, policy):
+            await env.initial_prompt()
+            await ask(hang, timeout_s=0.1, owner="Judge.compare")
+
+    task, policy = build(kind=Judging, group_size=1, max_retries=0), ScriptedPolicy(tokenizer)
+    (rollout,) = (await run(task, policy)).rollouts
+    assert rollout.status is RolloutStatus.TIMEOUT
+    assert rollout.error.startswith("Judging.run_rollout: Judge.compare: no answer within 0.1 s")
+    assert "; it waits in hang (rollout_stubs.py:" in rollout.error
+    assert_all_closed_once(task, policy)
+
+
+@pytest.mark.parametrize("of_task, of_call, limit", [(4, 9, 4), (9, 4, 4)])
+async def test_a_completion_longer_than_was_asked_for_fails_by_the_name_of_the_generator(
+    build, tokenizer, of_task, of_call, limit
+):
+    class Unlimited(ScriptedPolicy):
+        def session(self, *, sampling, **options):
+            session = super().session(sampling=SamplingConfig(max_tokens=99), **options)
+            generate = session.generate
+
+            async def unlimited(prompt_token_ids, *, max_tokens, **options):
+                return await generate(prompt_token_ids, max_tokens=99, **options)
+
+            session.generate = unlimited
+            return session
+
+    class Asking(ListTask):
+        async def run_rollout(self, env, policy):
+            await env.initial_prompt()
+            await env.step_completion(
+                await policy.generate(env.prompt_token_ids, max_tokens=of_call)
+            )
+
+    sampling = SamplingConfig(max_tokens=of_task)
+    task = build(kind=Asking, group_size=1, max_retries=0, sampling=sampling)
+    (rollout,) = (await run(task, Unlimited(tokenizer, "xy" * 20))).rollouts
+    assert rollout.status is RolloutStatus.ERROR and not rollout.samples
+    assert "generator: a completion has " in rollout.error
+    assert rollout.error.endswith(f"tokens, and at most {limit} were asked for")
+
+
+async def test_an_example_that_contains_itself_fails_its_group_by_name(build, tokenizer):
+    row: dict = {"question": "2 + 2?"}
+    row["self"] = row
+    request = GroupRequest(
+        data_sample=DataSample(sample_id="7", env_input=row), group_id="g", group_size=2
+    )
+    group = await LocalRunner(ScriptedPolicy(tokenizer), seed=0).run(build(), request)
+    cause = "task 'talk': example 7: its env_input or info contains itself, or is nested too deep"
+    assert group.failure == cause and [rollout.error for rollout in group.rollouts] == [cause] * 2
+    assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.ERROR}
+    # A checkpoint may be taken while the group is open.
+    assert not SharedExample(request.data_sample).state(build()).example_is_json
 
 
 async def test_env_that_an_earlier_group_had_is_refused_and_not_closed_again(build, tokenizer):
@@ -302,7 +367,7 @@ async def test_env_that_an_earlier_group_had_is_refused_and_not_closed_again(bui
     assert {rollout.status for rollout in first.rollouts} == {RolloutStatus.COMPLETED}
     assert {rollout.status for rollout in second.rollouts} == {RolloutStatus.ERROR}
     assert all(
-        "Pooling.make_envs returned the same TalkingEnv" in rollout.error
+        "Pooling.make_envs returned a TalkingEnv that another rollout has had" in rollout.error
         for rollout in second.rollouts
     )
     assert len(policy.sessions) == 6, "they are not run again"

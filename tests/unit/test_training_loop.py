@@ -68,6 +68,9 @@ class Parts:
         reports, self.reports = self.reports, []
         return reports
 
+    def stop(self):
+        self.events.append(("stop",))
+
     async def close(self):
         self.events.append(("closed",))
 
@@ -219,7 +222,51 @@ async def test_first_and_final_policy_are_evaluated_with_nothing_changing_under_
     )
 
 
-async def test_run_that_is_stopped_ends_after_its_step_with_a_final_evaluation():
+@pytest.mark.parametrize("bound", [0, 1])
+@pytest.mark.parametrize("evaluation", ["first", "last"])
+async def test_a_stop_is_not_held_up_by_an_evaluation(bound, evaluation):
+    run = build(steps=2, bound=bound)
+    stopped = asyncio.Event()
+    under_way = ("evaluate", 0, "due") if evaluation == "first" else ("evaluate", 2, "final")
+
+    async def wait():
+        if under_way in run.parts.events:
+            await stopped.wait()
+
+    run.parts.wait = wait
+    run.parts.stop = stopped.set
+    running = asyncio.create_task(run.loop.run())
+    async with asyncio.timeout(LIMIT_S):
+        while under_way not in run.parts.events:
+            await settle()
+    await settle()
+    assert not running.done()
+    run.loop.stop()
+    await asyncio.wait_for(running, LIMIT_S)
+    await run.rollouts.close()
+    steps = [record.step for record in run.records]
+    assert steps == ([] if evaluation == "first" else [1, 2])
+    assert len(run.starts) == (evaluation == "last"), "an evaluation that was cut short is none"
+
+
+async def test_the_error_that_ends_a_step_is_the_first_though_its_record_fails_too():
+    run = build(steps=3, bound=0)
+
+    async def update(copied):
+        raise RunError("generators disagree")
+
+    def step_taken(record):
+        raise OSError("the disk is full")
+
+    run.parts.update = update
+    run.noted.step_taken = step_taken
+    with pytest.raises(RunError, match="generators disagree"):
+        await asyncio.wait_for(run.loop.run(), LIMIT_S)
+    await run.rollouts.close()
+    await run.loop.close()
+
+
+async def test_run_that_is_stopped_ends_after_its_step():
     run = build(steps=100)
     running = asyncio.create_task(run.loop.run())
     while run.loop.steps_done < 2:

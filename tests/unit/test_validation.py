@@ -2,12 +2,13 @@
 
 import asyncio
 import itertools
+import re
 from dataclasses import dataclass, field
 
 import pytest
 
 from tests.unit.rollout_stubs import BrokenEnv, ScriptedPolicy, TalkingEnv, raise_value_error
-from tests.unit.waiting import iterations, until
+from tests.unit.waiting import LIMIT_S, iterations, until
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import check_config
@@ -15,7 +16,7 @@ from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.saved_state import ValidationReport
 from torchtitan.experiments.rl.controller.validation import Validator, evaluation_metrics, pass_at_k
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import (
@@ -161,7 +162,7 @@ async def test_each_evaluations_rollouts_are_recorded_under_ids_of_their_own_and
     validator = validator_of(
         ScriptedPolicy(tokenizer, answers(1, 2)), build(), recorder=recorder, examples=2, every=10
     )
-    for step, final in ((0, False), (10, False), (10, True)):
+    for step, final in ((0, False), (10, False), (20, True)):
         validator.start(step, final=final)
         await validator.wait()
     trained = RolloutGroup(
@@ -181,7 +182,7 @@ async def test_each_evaluations_rollouts_are_recorded_under_ids_of_their_own_and
     ]
     records = list(read_rollouts(tmp_path, "validation"))
     ids = [
-        f"validation-ask-{index}@{label}" for label in ("0", "10", "10.final") for index in (0, 1)
+        f"validation-ask-{index}@{label}" for label in ("0", "10", "20.final") for index in (0, 1)
     ]
     assert [record.rollout.group_id for record in records] == ids
     assert [record.rollout.reward for record in records] == [1.0, 2.0] * 3
@@ -284,6 +285,86 @@ async def test_each_example_is_tried_k_times_with_seeds_of_its_own(build, tokeni
     report = await run(policy, build(), attempts=3, temperature=0.8)
     assert len(policy.sessions) == 12 and len({session.seed for session in policy.sessions}) == 12
     assert "validation/ask/avg@3" in report.metrics
+
+
+# ---- failures, and an end from outside
+
+
+class Held(ScriptedPolicy):
+    """Answers when it is released. ``failing`` are examples whose session can't be opened."""
+
+    def __init__(self, tokenizer, failing=()):
+        super().__init__(tokenizer)
+        self.released, self.failing = asyncio.Event(), failing
+
+    def session(self, *, rollout_id, **options):
+        number = int(rollout_id.split("/")[0].rsplit("-", 1)[1])
+        if number in self.failing:
+            raise self.failing[number]
+        session = super().session(rollout_id=rollout_id, **options)
+        generate = session.generate
+
+        async def held(*args, **kwargs):
+            await self.released.wait()
+            return await generate(*args, **kwargs)
+
+        session.generate = held
+        return session
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (RunError("no such adapter"), "^no such adapter$"),
+        (asyncio.CancelledError(), "^validation of task 'ask' was cancelled, and not by the run$"),
+    ],
+    ids=["raises", "is cancelled"],
+)
+async def test_a_group_that_ends_in_an_error_ends_the_evaluation_and_the_groups_beside_it(
+    build, tokenizer, error, said
+):
+    policy, failures = Held(tokenizer, failing={3: error}), []
+    validator = Validator(
+        {"ask": build()},
+        LocalRunner(policy, seed=0),
+        ValidationConfig(),
+        on_failure=failures.append,
+    )
+    validator.start(0)
+    await asyncio.wait_for(validator.wait(), LIMIT_S)
+    (failure,) = failures
+    assert isinstance(failure, RunError) and re.search(said, str(failure))
+    assert len(policy.sessions) == 3 and validator.take() == []
+    assert all(session.closed == 1 for session in policy.sessions)
+
+
+async def test_a_stop_ends_the_wait_and_a_checkpoint_has_the_evaluation_as_running(
+    build, tokenizer
+):
+    validator = validator_of(Held(tokenizer), build())
+    validator.start(0)
+    waiting = asyncio.create_task(validator.wait())
+    await iterations(20)
+    assert not waiting.done()
+    validator.stop()
+    await asyncio.wait_for(waiting, LIMIT_S)
+    validator.start(1, final=True)  # begins nothing
+    assert validator.state().running == ["ask"] and validator.state().begun == 0
+    await validator.close()
+
+
+async def test_the_final_policy_is_not_tried_again_where_its_evaluation_was_due(build, tokenizer):
+    often, seldom = build("often", validation_schedule=ValidationConfig(every=2)), build("seldom")
+    validator = validator_of(ScriptedPolicy(tokenizer), often, seldom, every=3)
+    validator.start(4)
+    await validator.wait()
+    validator.start(4, final=True)
+    await validator.wait()
+    tried = [
+        [name.split("/")[1] for name in report.metrics if name.endswith("/examples")]
+        for report in validator.take()
+    ]
+    assert tried == [["often"], ["seldom"]]
 
 
 # ---- schedules

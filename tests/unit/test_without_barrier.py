@@ -33,7 +33,7 @@ def test_a_resumed_run_that_lost_rollouts_fills_its_places_up():
     for number in range(4):
         state.admit(f"g{number}", 0, rollouts=1)
     pacer = Pacer(rollouts_per_step=4, max_offpolicy_steps=0)
-    assert pacer.restore(state.state()[:3], 0) == []
+    assert pacer.restore(state.state(0)[:3], 0) == []
     assert pacer.free_places == 1
     pacer.admit("new", 0, rollouts=1)
     for group in ("g0", "g1", "g2", "new"):

@@ -14,7 +14,7 @@ Copies can be changed: ``dataclasses.replace``, ``copy.copy``, ``copy.deepcopy``
 plain records, dicts and lists.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, NoReturn, Self
 
@@ -80,6 +80,21 @@ def read_only(value: Any) -> Any:  # noqa: ANN401 - anything that a record may h
     if freeze is not None:
         return freeze(value)
     return value.freeze() if isinstance(value, Freezable) else value
+
+
+def read_only_data(value: Any) -> Any:  # noqa: ANN401 - a user's data
+    """Return a copy of data that can't be changed in place, whatever its containers are.
+
+    Data is what JSON holds, such as a message. Any Mapping, such as an OrderedDict, becomes a
+    read-only dict, and any list a read-only list.
+    """
+    if isinstance(value, Mapping):
+        return ReadOnlyDict({key: read_only_data(entry) for key, entry in value.items()})
+    if isinstance(value, list):
+        return ReadOnlyList(map(read_only_data, value))
+    if isinstance(value, tuple):
+        return tuple(map(read_only_data, value))
+    return read_only(value)
 
 
 def _freeze_array(array: np.ndarray) -> np.ndarray:

@@ -1,8 +1,27 @@
-"""Events of a run, for its observers: one method each, called in order.
+"""Events of a run, for its observers.
 
-An observer extends ``RunEvents`` and overrides the methods that it needs. If a method raises, the
-run ends with that error. A method of the rollout loop's events may raise NothingLeftToLearn: the
-run then ends as complete.
+An observer extends ``RunEvents`` and overrides the methods that it needs::
+
+    started                       version 0 was evaluated
+    step_begins          <--+
+      groups_taken          |     the step has its groups, none of which may be dropped any more
+      step_trained          |     the optimizer step was taken
+      step_published        |     its weights are being sent, or are loaded
+      step_taken            |     its record is complete
+      step_ended            |     nothing is left to do for it
+    step_over            ---+
+    ended_early                   only if nothing is left to learn
+
+    meanwhile, for each group that has settled:
+
+    group_arrived ──▶ group_scored ──▶ group_kept, or group_dropped
+                 └──▶ group_dropped    it failed
+                      group_dropped    later: a step took it, and its filters emptied the step
+
+Each event is told to all observers, in their order, once the change that it tells of is whole. So
+the run's state is consistent whatever an observer raises. If a method raises, the observers after
+it do not hear of the event, and the run ends with that error. A method of the rollout loop's events
+may raise NothingLeftToLearn: the run then ends as complete.
 """
 
 from collections.abc import Sequence

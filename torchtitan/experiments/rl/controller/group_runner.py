@@ -32,7 +32,12 @@ from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.process.trace import LoopLag
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
+from torchtitan.experiments.rl.rollouts.types import (
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+)
 from torchtitan.experiments.rl.tasks.task import Task, frozen_sample
 from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, reported_endpoint
 
@@ -178,6 +183,29 @@ def with_own_adapter(policy: PolicyClient, task: Task) -> PolicyClient:
     )
 
 
+def _group_without_example(task: Task, request: GroupRequest, cause: str) -> RolloutGroup:
+    """Return a group whose rollouts have failed, because no env can be given its example."""
+    sample = DataSample(sample_id=request.data_sample.sample_id, env_input=None)
+    rollouts = [
+        Rollout(
+            group_id=request.group_id,
+            index_in_group=index,
+            task_name=task.name,
+            data_sample=sample,
+            status=RolloutStatus.ERROR,
+            error=cause,
+        )
+        for index in range(request.group_size or task.config.group_size)
+    ]
+    return RolloutGroup(
+        group_id=request.group_id,
+        task_name=task.name,
+        data_sample=sample,
+        rollouts=rollouts,
+        failure=cause,
+    ).freeze()
+
+
 class LocalRunner(GroupRunner):
     """Runs groups on this process's event loop."""
 
@@ -198,9 +226,13 @@ class LocalRunner(GroupRunner):
                 with trace.span("score"):
                     await task.credit_group(request.uncredited)
                 return request.uncredited
+            try:
+                example = frozen_sample(request.data_sample)
+            except UserCodeError as error:
+                return _group_without_example(task, request, f"task {task.name!r}: {error}")
             policy = with_own_adapter(self._policy, task)
             group = await task.run_group(
-                frozen_sample(request.data_sample),
+                example,
                 policy,
                 group_id=request.group_id,
                 seed=self._seed,

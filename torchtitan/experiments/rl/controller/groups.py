@@ -1,12 +1,14 @@
 """Tracks open groups: those dispatched, and not yet trained on or dropped.
 
-A group is dispatched, runs, is scored, and settles: filters keep some of its rollouts. Then a step
-trains on it, or it is dropped. The ledger records for each rollout in which column it ended.
+    DispatchedGroup ──example──▶ RunningGroup ──scored, filtered──▶ SettledGroup ──▶ trained
+                                                                         └─────────▶ dropped
+
+The ledger records for each rollout in which column it ended.
 
 A checkpoint keeps the open groups in two files. ``controller.json`` has an ``OpenGroupState`` for
-each. ``groups.jsonl.gz`` has the rollouts of the finished ones, in the format of the recorded
-rollouts: a gzip member for each group, and in it a line for each rollout. Of an unfinished group
-only its id and its example are saved, and a resumed run runs it again.
+each. ``groups.jsonl.gz`` has the rollouts of the settled ones, in the format of the recorded
+rollouts: a gzip member for each group, and in it a line for each rollout. Of another group only its
+id and its example are saved, and a resumed run runs it again.
 """
 
 import asyncio
@@ -14,9 +16,11 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.saved_state import (
@@ -60,9 +64,16 @@ def rollouts_per_group(task: Task) -> int:
 class SharedExample:
     """The example of a group, or of several groups. The first that needs it asks the sampler."""
 
-    def __init__(self, value: DataSample | None = None):
+    def __init__(self, value: DataSample | None = None, *, key: str = ""):
+        """Make an example that the sampler has not given, unless ``value`` is it.
+
+        Args:
+            key: id of the first group that has the example, by which a checkpoint tells the groups
+                that share one; "" if no group has started.
+        """
         self.value = value
         """The example; None before the sampler returns it."""
+        self.key = key
         self._lock = asyncio.Lock()
 
     async def get(self, ask: Callable[[], Awaitable[DataSample]]) -> DataSample:
@@ -72,12 +83,16 @@ class SharedExample:
                 self.value = await ask()
             return self.value
 
-    def as_json(self) -> tuple[Any, bool]:
-        """Return the example as JSON, and True if JSON holds the whole of it."""
-        if self.value is None:
-            return None, False
-        example = plain_example(self.value)
-        return example, example == dataclasses.asdict(self.value)
+    def state(self, task: Task) -> ExampleState:
+        """Return what a checkpoint keeps of the example."""
+        example = None if self.value is None else plain_example(self.value)
+        try:
+            is_json = self.value is not None and example == dataclasses.asdict(self.value)
+        except RecursionError:  # it contains itself, and its group fails for that
+            is_json = False
+        return ExampleState(
+            task=task.name, example=example, example_is_json=is_json, example_key=self.key
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,67 +109,79 @@ class Pick:
     example: SharedExample = field(default_factory=SharedExample)
     """Example of all groups of the pick, if the task repeats its examples."""
 
-    def start(self) -> SharedExample:
+    def start(self, group_id: str) -> SharedExample:
         """Count one group as started, and return its example."""
         self.groups_left -= 1
-        return self.example if self.task.repeats_example else SharedExample()
+        if not self.task.repeats_example:
+            return SharedExample(key=group_id)
+        self.example.key = self.example.key or group_id
+        return self.example
 
     def state(self) -> PickState:
         """Return what a checkpoint keeps of the pick."""
-        example, example_is_json = self.example.as_json()
-        return PickState(
-            task=self.task.name,
-            example=example,
-            example_is_json=example_is_json,
-            groups_left=self.groups_left,
-        )
+        example = self.example.state(self.task)
+        return PickState(**msgspec.structs.asdict(example), groups_left=self.groups_left)
 
 
 @dataclass(kw_only=True, slots=True)
 class OpenGroup:
-    """A group from its dispatch until it leaves."""
+    """Base class of the states of a group, from its dispatch until it leaves."""
 
+    group_id: str
     task: Task
     rollout_ids: set[str]
     """Ids of the rollouts that have not ended in a column of the ledger."""
-    example: SharedExample = field(default_factory=SharedExample)
+    example: SharedExample
     """The example that the rollouts are made from."""
-    group: RolloutGroup | None = None
-    """The group with all its rollouts; None until they were scored."""
-    settling: bool = False
-    """True while the scored group settles; it stays True if a filter, sampler or observer fails."""
-    signal: bool = False
-    """True if the scored group has a learning signal."""
+
+    def state(self) -> OpenGroupState:
+        """Return what a checkpoint keeps of the group."""
+        example = self.example.state(self.task)
+        return OpenGroupState(
+            **msgspec.structs.asdict(example),
+            group_id=self.group_id,
+            rollout_ids=sorted(self.rollout_ids),
+            outcomes={},
+            finished=False,
+            signal=False,
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class DispatchedGroup(OpenGroup):
+    """A group that waits for its example."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunningGroup(OpenGroup):
+    """A group that has its example, until all its rollouts were scored and filtered."""
+
+    data_sample: DataSample
+
+
+@dataclass(kw_only=True, slots=True)
+class SettledGroup(OpenGroup):
+    """A scored group of which filters have kept something, or nothing. A step may take it."""
+
+    group: RolloutGroup
+    """The group with all its rollouts."""
+    signal: bool
+    """True if the group has a learning signal."""
     outcomes: dict[str, str] = field(default_factory=dict)
     """Ledger column of each rollout that has ended, by its id."""
 
     def remaining(self) -> RolloutGroup:
-        """Return the scored group with only the rollouts that have not ended."""
-        assert self.group is not None, "the group was not scored yet"
+        """Return the group with only the rollouts that have not ended."""
         remaining = [
             rollout for rollout in self.group.rollouts if rollout.rollout_id in self.rollout_ids
         ]
         return replace(self.group, rollouts=remaining).freeze()
 
-    def state(self, group_id: str) -> OpenGroupState:
-        """Return what a checkpoint keeps of the group.
-
-        Raises:
-            RunError: the group failed while it settled, so it is neither running nor finished.
-        """
-        if self.settling:
-            raise RunError(
-                f"group {group_id} failed while it settled: the state of the run can't be saved"
-            )
-        example, example_is_json = self.example.as_json()
-        return OpenGroupState(
-            group_id=group_id,
-            task=self.task.name,
-            example=example,
-            example_is_json=example_is_json,
-            rollout_ids=sorted(self.rollout_ids),
+    def state(self) -> OpenGroupState:
+        return msgspec.structs.replace(
+            OpenGroup.state(self),
             outcomes=dict(self.outcomes),
-            finished=self.group is not None,
+            finished=True,
             signal=self.signal,
         )
 
@@ -198,42 +225,66 @@ class OpenGroups:
         self._version = version
         self._groups: dict[str, OpenGroup] = {}
 
-    def __getitem__(self, group_id: str) -> OpenGroup:
-        return self._groups[group_id]
+    def __iter__(self) -> Iterator[OpenGroup]:
+        return iter(self._groups.values())
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._groups)
+    def __contains__(self, group_id: str) -> bool:
+        return group_id in self._groups
 
-    def dispatch(self, task: Task, group_id: str, example: SharedExample) -> None:
+    def dispatch(self, task: Task, group_id: str, example: SharedExample) -> DispatchedGroup:
         """Open a group, and a ledger record for each of its rollouts."""
-        rollout_ids = {f"{group_id}/{index}" for index in range(rollouts_per_group(task))}
-        self._groups[group_id] = OpenGroup(task=task, rollout_ids=rollout_ids, example=example)
-        self.ledger.dispatch(task.name, rollout_ids, version=self._version())
+        group = DispatchedGroup(
+            group_id=group_id,
+            task=task,
+            rollout_ids={f"{group_id}/{index}" for index in range(rollouts_per_group(task))},
+            example=example,
+        )
+        self._groups[group_id] = group
+        self.ledger.dispatch(task.name, group.rollout_ids, version=self._version())
+        return group
+
+    def run(self, dispatched: OpenGroup, data_sample: DataSample) -> RunningGroup:
+        """Give a dispatched group its example: it runs from now on."""
+        running = RunningGroup(**_common(dispatched), data_sample=data_sample)
+        self._groups[running.group_id] = running
+        return running
+
+    def settle(self, running: RunningGroup, group: RolloutGroup, *, signal: bool) -> SettledGroup:
+        """Give a running group its scored rollouts, none of which has ended yet."""
+        settled = SettledGroup(**_common(running), group=group, signal=signal)
+        self._groups[settled.group_id] = settled
+        return settled
+
+    def settled(self, group_id: str) -> SettledGroup:
+        """Return a group that has settled, as all have that a step takes."""
+        group = self._groups[group_id]
+        assert isinstance(group, SettledGroup)
+        return group
 
     def end_rollout(
-        self, open_group: OpenGroup, rollout_id: str, column: str, why: str | None = None
+        self, group: OpenGroup, rollout_id: str, column: str, why: str | None = None
     ) -> None:
         """End a rollout in a column of the ledger, and log why if a reason is given."""
-        open_group.rollout_ids.remove(rollout_id)
-        open_group.outcomes[rollout_id] = column
+        group.rollout_ids.remove(rollout_id)
+        if isinstance(group, SettledGroup):
+            group.outcomes[rollout_id] = column
         self.ledger.end(rollout_id, column, version=self._version())
         if why is not None:
             logger.info("%s: rollout %s: %s", column, rollout_id, why)
 
-    def leave(self, group_id: str, column: str | None = None) -> OpenGroup:
+    def leave(self, group_id: str, column: str | None = None) -> None:
         """Close a group, and record it if it was scored.
 
         Args:
             column: column of the ledger in which its remaining rollouts end; None if all have
-            ended.
+                ended.
         """
-        open_group = self._groups.pop(group_id)
+        group = self._groups.pop(group_id)
         if column is not None:
-            for rollout_id in sorted(open_group.rollout_ids):
-                self.end_rollout(open_group, rollout_id, column)
-        if self._recorder is not None and open_group.group is not None:
-            self._recorder.record(open_group.group, open_group.outcomes)
-        return open_group
+            for rollout_id in sorted(group.rollout_ids):
+                self.end_rollout(group, rollout_id, column)
+        if self._recorder is not None and isinstance(group, SettledGroup):
+            self._recorder.record(group.group, group.outcomes)
 
     def check(self) -> None:
         """Compare the ledger's open rollouts with those of the open groups.
@@ -241,40 +292,27 @@ class OpenGroups:
         Raises:
             RunError: they differ, so a rollout was lost or counted twice.
         """
-        self.ledger.check(
-            {
-                rollout_id
-                for open_group in self._groups.values()
-                for rollout_id in open_group.rollout_ids
-            }
-        )
+        self.ledger.check({rollout_id for group in self for rollout_id in group.rollout_ids})
 
-    def finished(self) -> list[RolloutGroup]:
-        """Return the scored groups."""
-        return [
-            open_group.group for open_group in self._groups.values() if open_group.group is not None
-        ]
+    def settled_groups(self) -> list[RolloutGroup]:
+        """Return the groups that have settled, with all their rollouts."""
+        return [group.group for group in self if isinstance(group, SettledGroup)]
 
     def states(self) -> list[OpenGroupState]:
-        """Return what a checkpoint keeps of each group.
-
-        Raises:
-            RunError: a group failed while it settled.
-        """
-        return [open_group.state(group_id) for group_id, open_group in self._groups.items()]
+        """Return what a checkpoint keeps of each group."""
+        return [group.state() for group in self]
 
     def restore(
         self,
         states: Sequence[OpenGroupState],
         finished: Mapping[str, RolloutGroup],
         tasks: Mapping[str, Task],
-        examples: Mapping[str, Mapping[str, DataSample]],
+        examples: "SavedExamples",
     ) -> list[str]:
         """Open the groups of a checkpoint again. The ledger has their rollouts already.
 
         Args:
             finished: the scored groups by id.
-            examples: examples of each task's dataset, by task and sample id.
 
         Returns:
             Ids of groups that can't be run again, because their example can't be recovered.
@@ -289,23 +327,56 @@ class OpenGroups:
                     f"the checkpoint lacks the rollouts of group {state.group_id}: "
                     "resume from another checkpoint"
                 )
-            example = example_of(state, examples.get(state.task, {}), copy_is_enough=state.finished)
-            group = finished[state.group_id] if state.finished else None
-            if group is not None and example is not None:
-                group.amend(data_sample=example)
-                for rollout in group.rollouts:
-                    rollout.amend(data_sample=example)
-            self._groups[state.group_id] = OpenGroup(
+            example = examples.restore(state, copy_is_enough=state.finished)
+            group: OpenGroup = DispatchedGroup(
+                group_id=state.group_id,
                 task=tasks[state.task],
                 rollout_ids=set(state.rollout_ids),
-                example=SharedExample(example),
-                group=group,
-                signal=state.signal,
-                outcomes=dict(state.outcomes),
+                example=example,
             )
-            if state.example is not None and example is None:
+            if state.finished:
+                scored = finished[state.group_id]
+                if example.value is not None:
+                    scored.amend(data_sample=example.value)
+                    for rollout in scored.rollouts:
+                        rollout.amend(data_sample=example.value)
+                group = SettledGroup(
+                    **_common(group),
+                    group=scored,
+                    signal=state.signal,
+                    outcomes=dict(state.outcomes),
+                )
+            elif state.example is not None and example.value is None:
                 lost.append(state.group_id)
+            self._groups[state.group_id] = group
         return lost
+
+
+def _common(group: OpenGroup) -> dict[str, Any]:
+    """Return the fields that a group keeps from one state to the next."""
+    return {entry.name: getattr(group, entry.name) for entry in fields(OpenGroup)}
+
+
+class SavedExamples:
+    """Examples of a checkpoint's open groups and of its pick."""
+
+    def __init__(self, dataset_examples: Mapping[str, Mapping[str, DataSample]]):
+        """Begin with the examples of each task's dataset, by task and sample id."""
+        self._dataset_examples = dataset_examples
+        self._not_given: dict[str, SharedExample] = {}
+        """Examples that the sampler had not given, by their key."""
+
+    def restore(self, state: ExampleState, *, copy_is_enough: bool) -> SharedExample:
+        """Return the example of a group or a pick, without a value if it can't be recovered.
+
+        Groups that waited for one example share it again. See `example_of` for the rest.
+        """
+        dataset_examples = self._dataset_examples.get(state.task, {})
+        value = example_of(state, dataset_examples, copy_is_enough=copy_is_enough)
+        example = SharedExample(value, key=state.example_key)
+        if state.example is None and state.example_key:
+            return self._not_given.setdefault(state.example_key, example)
+        return example
 
 
 def write_groups(folder: Path, groups: Iterable[RolloutGroup]) -> None:

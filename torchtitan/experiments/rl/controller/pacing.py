@@ -11,7 +11,8 @@ for being stale, because three rules keep every deadline possible:
 2. A step takes finished groups, earliest deadline first, until it has ``rollouts_per_step``
    rollouts, and only if the groups that it leaves behind can still meet their deadlines. Otherwise
    the trainer waits until enough of the unfinished groups with near deadlines have finished.
-3. A group sampled from a frozen model has no deadline, and the trainer never waits for it. A
+3. A group sampled from a frozen model has no deadline. A step waits for it only if it has too few
+   rollouts without it, or if the run is synchronous: there nothing may run between two steps. A
    finished one is taken in the order of admission like the others, so that it does not keep its
    places for the rest of the run. It is passed over if taking it would make another group late.
 
@@ -33,11 +34,28 @@ stays true
 - when a group is dropped, because fewer rollouts are due then;
 - when a step takes groups, by rule 2.
 
+An example: ``rollouts_per_step`` is 4 and ``max_offpolicy_steps`` 1, which gives 8 places, and
+groups have 2 rollouts.
+
+- At version 0 the groups a, b, c and d start, and no place is left. All are due by base version 1,
+  which is the base version of step 2. Steps 1 and 2 have not started: a, b and c, which are all but
+  the last, have 6 rollouts, and 6 < 4 * 2.
+- c and d finish first. Step 1 starts from version 0 and would leave a and b. Only step 2 is left
+  for these: a, which is all but the last, has 2 rollouts, and 2 < 4 * 1. So step 1 takes c and d.
+- The generators hold version 1 now. The 4 places of c and d are free, and e and f start, due by
+  base version 2. They finish, but a and b still run. If step 2, from version 1, took e and f, no
+  step would be left whose base version is at most 1: a has 2 rollouts, and 2 < 4 * 0 is false. So
+  the trainer waits for a and b.
+- b is dropped, because filters leave nothing of it, and g starts in its places. Step 2 waits for a
+  alone: it is the last of those due by 1, so nothing comes before it, but 0 < 4 * 0 is false too.
+  When a has finished, step 2 takes a and e. f and g are left, due by 2, and step 3 can take both:
+  f has 2 rollouts, and 2 < 4 * 1.
+
 The pacer is bookkeeping alone: it has no clock, and starts and stops nothing.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 
 from torchtitan.experiments.rl.controller.saved_state import PacedGroup
@@ -52,11 +70,10 @@ class Pacer:
         self.untaken_rollouts = 0
         """Number of rollouts of the groups that no step has taken."""
         self._max_offpolicy_steps = max_offpolicy_steps
-        self._untaken: dict[str, PacedGroup] = {}
-        """Groups that no step has taken, by id, in the order of their admission."""
-        self._taken: dict[str, tuple[int, int]] = {}
-        """Groups that a step has taken, by id: the version that the step makes, and their number of
-        rollouts."""
+        self._groups: dict[str, PacedGroup] = {}
+        """Groups that hold places, by id, in the order of their admission."""
+        self._made: dict[str, int] = {}
+        """Version that the step makes which has taken the group, by the group's id."""
         # Running sums. `take_groups` is called whenever a group has finished, and looking at all
         # groups each time would be quadratic in the groups of a step.
         self._finished_rollouts = 0
@@ -91,7 +108,7 @@ class Pacer:
 
     def finish(self, group_id: str) -> None:
         """Mark the group as finished, so that a step may take it."""
-        group = self._untaken[group_id]
+        group = self._groups[group_id]
         assert not group.finished
         self._unfinished.remove(group_id, self._deadline(group))
         group.finished = True
@@ -103,14 +120,14 @@ class Pacer:
         A step may have taken the group already. If all groups of a step are dropped, the step takes
         others in their place.
         """
-        if group_id in self._taken:
+        if group_id in self._made:
             self._release_taken(group_id)
         else:
-            self._remove_untaken(group_id)
+            self._leave_untaken(self._groups.pop(group_id))
 
     def live(self, version: int) -> None:
         """Free the places of groups whose step made ``version``, or an earlier version."""
-        released = [group_id for group_id, (made, _) in self._taken.items() if made <= version]
+        released = [group_id for group_id, made in self._made.items() if made <= version]
         for group_id in released:
             self._release_taken(group_id)
 
@@ -125,20 +142,26 @@ class Pacer:
             return None
         if not self._unfinished.fit_after(base_version):
             return None
+        if self._max_offpolicy_steps == 0 and self._unfinished:
+            return None
         # The first of the two batches is preferred. Without groups of frozen models they are equal.
         for order in (_admitted_version, self._deadline):
             batch = self._first_finished(order)
-            left_behind = self._untaken.keys() - {group.group_id for group in batch}
+            left_behind = self._untaken_ids() - {group.group_id for group in batch}
             if self._fit_after(base_version, left_behind):
                 return self._take(batch, base_version)
         return None
 
-    def state(self) -> list[PacedGroup]:
-        """Return the groups that a checkpoint keeps: those that no step has taken.
+    def state(self, version: int) -> list[PacedGroup]:
+        """Return the groups that a checkpoint of ``version`` keeps: no step up to it took them.
 
-        Those that a step has taken are in the weights of the checkpoint's version.
+        Among them are those that the step after it has taken, which may have failed.
         """
-        return [copy(group) for group in self._untaken.values()]
+        return [
+            copy(group)
+            for group_id, group in self._groups.items()
+            if self._made.get(group_id, version + 1) > version
+        ]
 
     def restore(self, groups: Sequence[PacedGroup], version: int) -> list[str]:
         """Admit the groups of a checkpoint of ``version`` again.
@@ -151,7 +174,7 @@ class Pacer:
         for group in groups:
             self._admit(copy(group))
             # No step has started from ``version`` yet, so that step too may take them.
-            if not self._fit_after(version - 1, self._untaken):
+            if not self._fit_after(version - 1, self._untaken_ids()):
                 self.drop(group.group_id)
                 too_late.append(group.group_id)
         return too_late
@@ -160,7 +183,12 @@ class Pacer:
         """Return the first finished groups, in this order, that fill a step."""
         batch: list[PacedGroup] = []
         rollouts = 0
-        finished = [group for group in self._untaken.values() if group.finished]
+        untaken = self._untaken_ids()
+        finished = [
+            group
+            for group_id, group in self._groups.items()
+            if group.finished and group_id in untaken
+        ]
         for group in sorted(finished, key=order):
             if rollouts >= self.rollouts_per_step:
                 break
@@ -175,8 +203,8 @@ class Pacer:
             assert base_version <= self._deadline(group), (
                 f"group {group.group_id} is {age} versions old at version {base_version}"
             )
-            self._remove_untaken(group.group_id)
-            self._taken[group.group_id] = (base_version + 1, group.rollouts)
+            self._leave_untaken(group)
+            self._made[group.group_id] = base_version + 1
             self._taken_rollouts += group.rollouts
         return [group.group_id for group in batch]
 
@@ -184,38 +212,41 @@ class Pacer:
         """Return the last base version for the group; infinity if it never goes stale."""
         return math.inf if group.frozen else group.admitted_version + self._max_offpolicy_steps
 
-    def _fit_after(self, base_version: int, group_ids: Iterable[str]) -> bool:
+    def _untaken_ids(self) -> set[str]:
+        """Return the ids of the groups that no step has taken."""
+        return self._groups.keys() - self._made.keys()
+
+    def _fit_after(self, base_version: int, group_ids: Collection[str]) -> bool:
         """Return True if the steps after the one from ``base_version`` can take all these groups.
 
         Each group counts only for steps up to its deadline.
         """
         due = DueGroups(self.rollouts_per_step)
-        chosen = set(group_ids)
-        for group in self._untaken.values():
-            if group.group_id in chosen:
-                due.add(group.group_id, self._deadline(group), group.rollouts)
+        for group_id, group in self._groups.items():
+            if group_id in group_ids:
+                due.add(group_id, self._deadline(group), group.rollouts)
         return due.fit_after(base_version)
 
     def _admit(self, group: PacedGroup) -> None:
-        assert group.group_id not in self._untaken and group.group_id not in self._taken
-        self._untaken[group.group_id] = group
+        assert group.group_id not in self._groups
+        self._groups[group.group_id] = group
         self.untaken_rollouts += group.rollouts
         if group.finished:
             self._finished_rollouts += group.rollouts
         else:
             self._unfinished.add(group.group_id, self._deadline(group), group.rollouts)
 
-    def _remove_untaken(self, group_id: str) -> None:
-        group = self._untaken.pop(group_id)
+    def _leave_untaken(self, group: PacedGroup) -> None:
+        """Take a group, which a step takes or which is dropped, out of the sums of the untaken."""
         self.untaken_rollouts -= group.rollouts
         if group.finished:
             self._finished_rollouts -= group.rollouts
         else:
-            self._unfinished.remove(group_id, self._deadline(group))
+            self._unfinished.remove(group.group_id, self._deadline(group))
 
     def _release_taken(self, group_id: str) -> None:
-        _, rollouts = self._taken.pop(group_id)
-        self._taken_rollouts -= rollouts
+        del self._made[group_id]
+        self._taken_rollouts -= self._groups.pop(group_id).rollouts
 
 
 class DueGroups:
@@ -230,6 +261,9 @@ class DueGroups:
         """Number of rollouts of each group by deadline and id."""
         self._rollouts: dict[float, int] = {}
         """Sum of these numbers by deadline."""
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
 
     def add(self, group_id: str, deadline: float, rollouts: int) -> None:
         self._groups.setdefault(deadline, {})[group_id] = rollouts

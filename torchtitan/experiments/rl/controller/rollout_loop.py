@@ -22,7 +22,8 @@ The life of a group:
 
 The pacer (`pacing.py`) decides which groups may start and which groups a step takes. Wherever a
 group leaves, its places free exactly once, and each of its rollouts ends in one column of the
-ledger (`ledger.py`). Observers of all this extend ``RunEvents`` (`events.py`).
+ledger (`ledger.py`). Observers of all this extend ``RunEvents`` (`events.py`). They are told of a
+change once all of it is made: whatever they raise, the state that is saved then is consistent.
 
 A task whose rollouts are not compared has groups of one rollout. When the mix picks it, it starts
 ``group_size`` of them, of one example, as places free up (`groups.Pick`).
@@ -42,12 +43,13 @@ from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
 from torchtitan.experiments.rl.controller.group_runner import GroupRequest, GroupRunner
 from torchtitan.experiments.rl.controller.groups import (
-    OpenGroup,
+    DispatchedGroup,
     OpenGroups,
     Pick,
-    SharedExample,
+    RunningGroup,
+    SavedExamples,
+    SettledGroup,
     StepGroups,
-    example_of,
     groups_per_pick,
     has_signal,
     rollouts_per_group,
@@ -66,7 +68,7 @@ from torchtitan.experiments.rl.rollouts.filters import FilterResult
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +165,8 @@ class RolloutLoop:
         self._batcher = batcher
         self._steps_left = steps
         """Number of steps that have not taken their groups."""
+        self._trained_version = 0
+        """Version that the trainer holds: the number of steps that were trained on."""
         self._replay = replay
         self._watchers = watchers
         self._open = OpenGroups(ledger or Ledger(), recorder, lambda: policy.version)
@@ -178,6 +182,9 @@ class RolloutLoop:
         self._changed = asyncio.Event()
         """Wakes `next_groups`: a group has settled, or the run ends."""
         self._failure: Exception | None = None
+        self._half_settled: str | None = None
+        """Id of a group that a sampler or the task mix has observed, or a filter has seen, and that
+        could not settle because one of them failed."""
         self._rollouts_failing = False
         """True if rollouts fail because something that they depend on has failed."""
         self._stopping = False
@@ -212,18 +219,20 @@ class RolloutLoop:
         while True:
             group_ids = await self._take_groups(base_version)
             self._steps_left -= 1
-            sampled = [self._open[group_id].remaining() for group_id in group_ids]
-            for group_id in group_ids:
-                filtered = await self._selection.filter("post", self._open[group_id].remaining())
-                self._end_filtered(filtered, self._open[group_id])
-            groups = [self._open[group_id].remaining() for group_id in group_ids]
-            if any(group.rollouts for group in groups):
-                return self._make_step(groups, sampled, base_version)
+            taken = [self._open.settled(group_id) for group_id in group_ids]
+            sampled = [group.remaining() for group in taken]
+            for group in taken:
+                filtered = await self._selection.filter("post", group.remaining())
+                self._end_filtered(filtered, group)
+            if any(group.rollout_ids for group in taken):
+                return self._make_step(taken, sampled, base_version)
             # The post-batch filters left nothing to train on, so the step takes other groups.
             self._steps_left += 1
-            for group_id in group_ids:
-                self._pacer.drop(group_id)
-                self._drop(group_id, taken=True)
+            for group in taken:
+                self._pacer.drop(group.group_id)
+                self._drop(group)
+            for group in taken:
+                self._tell_dropped(group, taken=True)
             self.fill()
 
     def trained(self, step: StepGroups) -> None:
@@ -234,6 +243,7 @@ class RolloutLoop:
             self.ledger.replay(group.task_name, len(group.rollouts))
         if self._replay is not None:
             self._replay.add(step.groups)
+        self._trained_version += 1
         self._open.check()
 
     def live(self, version: int, *, fill: bool = True) -> None:
@@ -281,8 +291,8 @@ class RolloutLoop:
                     logger.warning(
                         "%d groups ignored their cancellation and were abandoned", len(late)
                     )
-            for group_id in list(self._open):
-                self._open.leave(group_id, "untrained")
+            for group in list(self._open):
+                self._open.leave(group.group_id, "untrained")
             self._open.check()
         finally:
             self.ledger.close()
@@ -301,25 +311,26 @@ class RolloutLoop:
             await self._changed.wait()
 
     def _make_step(
-        self, groups: list[RolloutGroup], sampled: list[RolloutGroup], base_version: int
+        self, taken: list[SettledGroup], sampled: list[RolloutGroup], base_version: int
     ) -> StepGroups:
         """Drop the groups of which nothing is left, and return what the step trains on.
 
         Args:
-            groups: groups after the post-batch filters.
+            taken: groups after the post-batch filters.
             sampled: the same groups before them.
         """
-        for watcher in self._watchers:
-            watcher.groups_taken()
-        for group in groups:
-            if not group.rollouts:  # its places free with those of the others of the step
-                self._drop(group.group_id, tell_watchers=False)
+        kept = [group.remaining() for group in taken if group.rollout_ids]
+        for group in taken:
+            if not group.rollout_ids:  # its places free with those of the others of the step
+                self._drop(group)
         step = self._next_step
         self._next_step = StepGroups()
-        step.groups = [group for group in groups if group.rollouts]
+        step.groups = kept
         step.sampled = sampled
         if self._replay is not None:
             step.replayed = self._replay.draw(base_version)
+        for watcher in self._watchers:
+            watcher.groups_taken()
         return step
 
     # Starting groups.
@@ -381,8 +392,8 @@ class RolloutLoop:
             rollouts=rollouts_per_group(task),
             frozen=not task.goes_stale,
         )
-        self._open.dispatch(task, group_id, pick.start())
-        self._start_coroutine(self._run_group(group_id), group_id)
+        group = self._open.dispatch(task, group_id, pick.start(group_id))
+        self._start_coroutine(self._run_group(group), group_id)
         if not pick.groups_left:
             self._pick = None
 
@@ -404,10 +415,11 @@ class RolloutLoop:
 
     # Running a group.
 
-    async def _run_group(self, group_id: str) -> None:
+    async def _run_group(self, dispatched: DispatchedGroup) -> None:
         """Run a group until it has settled. A failure that is not a rollout's ends the run."""
+        group_id = dispatched.group_id
         try:
-            await self._run_until_settled(group_id)
+            await self._run_until_settled(dispatched)
         except asyncio.CancelledError:
             raise
         except NothingLeftToLearn as end:
@@ -423,25 +435,34 @@ class RolloutLoop:
             self._end_run(error)
         self._changed.set()
 
-    async def _run_until_settled(self, group_id: str) -> None:
+    async def _run_until_settled(self, dispatched: DispatchedGroup) -> None:
         """Get the group's example, run and score its rollouts, and settle it."""
-        open_group = self._open[group_id]
-        if open_group.example.value is None:
+        example = dispatched.example.value
+        if example is None:
             async with self._snapshots.change():
-                await open_group.example.get(partial(self._selection.next_example, open_group.task))
+                example = await dispatched.example.get(
+                    partial(self._selection.next_example, dispatched.task)
+                )
+        running = self._open.run(dispatched, example)
 
-        group, filtered = await self._run_rollouts(group_id, open_group)
+        group, filtered = await self._run_rollouts(running)
         if self._rollouts_failing:
             # The run ends, and these rollouts say nothing about their envs and rewards.
             return
         async with self._snapshots.change():
-            open_group.settling = True
-            await self._selection.observe(group, open_group.task)
-            await self._settle(group, open_group, filtered)
-            open_group.settling = False
+            try:
+                await self._selection.observe(group, running.task)
+                if filtered is None and group.failure is None:
+                    filtered = await self._selection.filter("pre", group)
+            except BaseException:
+                self._half_settled = running.group_id
+                raise
+            settled = self._settle(running, group, filtered)
+            self._tell_settled(settled)
+            self.fill()
 
     async def _run_rollouts(
-        self, group_id: str, open_group: OpenGroup
+        self, running: RunningGroup
     ) -> tuple[RolloutGroup, FilterResult | None]:
         """Run the rollouts of a group, score them, and give their tokens credit.
 
@@ -451,18 +472,16 @@ class RolloutLoop:
         Returns:
             The group, and the result of the pre-batch filters if they have looked at it already.
         """
-        task = open_group.task
+        task = running.task
         credit_is_late = self._selection.credit_is_late(task)
-        example = open_group.example.value
-        assert example is not None
         request = GroupRequest(
-            data_sample=example,
-            group_id=group_id,
+            data_sample=running.data_sample,
+            group_id=running.group_id,
             group_size=None if task.needs_group else 1,
             credit=not credit_is_late,
         )
         group = await self._runner.run(task, request)
-        check_whole(group, open_group.rollout_ids, task)
+        check_whole(group, running.rollout_ids, task)
         refuse_future_versions(group, self._policy.version)
         if not credit_is_late:
             return group, None
@@ -479,77 +498,78 @@ class RolloutLoop:
 
     # Settling a group.
 
-    async def _settle(
-        self, group: RolloutGroup, open_group: OpenGroup, filtered: FilterResult | None
-    ) -> None:
+    def _settle(
+        self, running: RunningGroup, group: RolloutGroup, filtered: FilterResult | None
+    ) -> SettledGroup:
         """Keep the rollouts of a scored group that may be trained on, and end the others.
 
-        If some are left, a step may take the group; else it is dropped.
+        If some are left, a step may take the group; else it is dropped. All of it is done at once:
+        nothing is awaited, and no code of users or observers is called.
 
         Args:
-            filtered: result of the pre-batch filters, if they have looked at the group already.
+            filtered: result of the pre-batch filters; None if the group failed and they have not
+                looked at it.
         """
-        open_group.group = group
-        for watcher in self._watchers:
-            watcher.group_arrived(group)
+        signal = group.failure is None and has_signal(group)
+        settled = self._open.settle(running, group, signal=signal)
         for rollout in group.rollouts:
             if rollout.reward is None:
                 column = f"failed/{rollout.status.value}"
-                self._open.end_rollout(open_group, rollout.rollout_id, column, rollout.error)
-        if group.failure is None:
-            await self._select_rollouts(group, open_group, filtered)
-        else:
+                self._open.end_rollout(settled, rollout.rollout_id, column, rollout.error)
+        if group.failure is not None or filtered is None:
             for rollout in group.scored:
                 column = "failed/group_too_small"
-                self._open.end_rollout(open_group, rollout.rollout_id, column, group.failure)
-        if open_group.rollout_ids:
+                self._open.end_rollout(settled, rollout.rollout_id, column, group.failure)
+        else:
+            self._end_filtered(filtered, settled)
+            self._end_oversized(settled)
+        if settled.rollout_ids:
             self._pacer.finish(group.group_id)
+        else:
+            self._pacer.drop(group.group_id)
+            self._drop(settled)
+        return settled
+
+    def _end_oversized(self, settled: SettledGroup) -> None:
+        """End the rollouts that are too long for a row."""
+        for rollout in settled.remaining().rollouts:
+            if self._is_oversized(rollout):
+                why = "longer than batcher.row_length"
+                self._open.end_rollout(settled, rollout.rollout_id, "oversized", why)
+
+    def _tell_settled(self, settled: SettledGroup) -> None:
+        """Tell the observers of a group that has settled."""
+        group = settled.group
+        for watcher in self._watchers:
+            watcher.group_arrived(group)
+        if group.failure is None:
+            for watcher in self._watchers:
+                watcher.group_scored(group, signal=settled.signal)
+        if settled.rollout_ids:
             for watcher in self._watchers:
                 watcher.group_kept()
         else:
-            self._pacer.drop(group.group_id)
-            self._drop(group.group_id)
-        self.fill()
+            self._tell_dropped(settled, taken=False)
 
-    async def _select_rollouts(
-        self, group: RolloutGroup, open_group: OpenGroup, filtered: FilterResult | None
-    ) -> None:
-        """End the rollouts that the pre-batch filters drop, and those too long for a row."""
-        open_group.signal = has_signal(group)
+    def _tell_dropped(self, dropped: SettledGroup, *, taken: bool) -> None:
+        columns = list(dropped.outcomes.values())
         for watcher in self._watchers:
-            watcher.group_scored(group, signal=open_group.signal)
-        if filtered is None:
-            filtered = await self._selection.filter("pre", group)
-        self._end_filtered(filtered, open_group)
-        for rollout in open_group.remaining().rollouts:
-            if self._is_oversized(rollout):
-                why = "longer than batcher.row_length"
-                self._open.end_rollout(open_group, rollout.rollout_id, "oversized", why)
+            watcher.group_dropped(columns, dropped.group, signal=dropped.signal, taken=taken)
 
     def _is_oversized(self, rollout: Rollout) -> bool:
         return self._batcher.oversized(rollout.samples)
 
-    def _end_filtered(self, filtered: FilterResult, open_group: OpenGroup) -> None:
+    def _end_filtered(self, filtered: FilterResult, settled: SettledGroup) -> None:
         """End the rollouts that filters dropped, and count matches for the next step."""
         self._next_step.filter_matches.update(filtered.matched)
         self._next_step.filter_tokens.update(filtered.tokens)
         for rollout, name in filtered.dropped:
-            self._open.end_rollout(open_group, rollout.rollout_id, f"filtered/{name}")
+            self._open.end_rollout(settled, rollout.rollout_id, f"filtered/{name}")
 
-    def _drop(self, group_id: str, *, taken: bool = False, tell_watchers: bool = True) -> None:
-        """Close a group of which nothing is left to train on.
-
-        Args:
-            taken: True if a step had taken the group.
-            tell_watchers: False for a group of a step that trains on others.
-        """
-        open_group = self._open.leave(group_id)
+    def _drop(self, group: SettledGroup) -> None:
+        """Close a group of which nothing is left to train on."""
+        self._open.leave(group.group_id)
         self._next_step.dropped_groups += 1
-        if not tell_watchers or open_group.group is None:
-            return
-        columns = list(open_group.outcomes.values())
-        for watcher in self._watchers:
-            watcher.group_dropped(columns, open_group.group, signal=open_group.signal, taken=taken)
 
     def _end_run(self, error: Exception) -> None:
         """Have `next_groups` raise the error, unless an earlier one ends the run already."""
@@ -564,8 +584,8 @@ class RolloutLoop:
     ) -> tuple[RolloutLoopState, list[RolloutGroup], Captured]:
         """Capture what a resumed run continues from. Call `fill` after it.
 
-        Call it between two steps, when no step holds groups. Groups go on running meanwhile, but
-        none starts, ends or is filtered.
+        Groups go on running meanwhile, but none starts, ends or is filtered. If a step has taken
+        groups and failed, a resumed run has them to take again.
 
         Args:
             at_once: called within the snapshot, to capture what else belongs to this moment.
@@ -578,12 +598,21 @@ class RolloutLoop:
             RunError: a sampler, the task mix or a filter failed, now or before.
         """
         async with self._snapshots.snapshot():
+            if self._half_settled is not None:
+                raise RunError(
+                    f"group {self._half_settled} failed while it settled: the state of the run "
+                    "can't be saved"
+                )
             samplers, mix = await self._selection.states()
             self.ledger.flush()
             state = RolloutLoopState(
                 started=self._started,
                 groups=self._open.states(),
-                paced=self._pacer.state(),
+                paced=[
+                    group
+                    for group in self._pacer.state(self._trained_version)
+                    if group.group_id in self._open  # and not one that filters have emptied
+                ],
                 pick=None if self._pick is None else self._pick.state(),
                 ledger=self.ledger.state(),
                 stall=None,  # the alarms' state: the caller adds it
@@ -595,7 +624,7 @@ class RolloutLoop:
                 replay=[] if self._replay is None else self._replay.state(),
             )
             stored = [] if self._replay is None else self._replay.groups()
-            return state, [*self._open.finished(), *stored], at_once()
+            return state, [*self._open.settled_groups(), *stored], at_once()
 
     async def restore(
         self, state: RolloutLoopState, finished: Mapping[str, RolloutGroup], version: int
@@ -610,12 +639,15 @@ class RolloutLoop:
             RunError: a sampler, the task mix or a dataset failed, or differs from the checkpoint's.
         """
         await self._selection.restore(state.samplers, state.mix)
-        examples = await self._selection.examples_of(
-            state.groups if state.pick is None else [*state.groups, state.pick]
+        examples = SavedExamples(
+            await self._selection.examples_of(
+                state.groups if state.pick is None else [*state.groups, state.pick]
+            )
         )
         if state.pick is not None:
-            self._restore_pick(state.pick, examples.get(state.pick.task, {}))
+            self._restore_pick(state.pick, examples)
         self._started = state.started
+        self._trained_version = version
         self._next_step = StepGroups(
             dropped_groups=state.dropped_groups,
             filter_matches=Counter(state.filter_matches),
@@ -634,18 +666,14 @@ class RolloutLoop:
             )
             self._open.leave(group_id, "lost")
         self._open.check()
-        for group_id in self._open:
-            if self._open[group_id].group is None:
-                self._start_coroutine(self._run_group(group_id), group_id)
+        for group in self._open:
+            if isinstance(group, DispatchedGroup):
+                self._start_coroutine(self._run_group(group), group.group_id)
 
-    def _restore_pick(self, state: PickState, examples: Mapping[str, DataSample]) -> None:
-        """Continue a pick of a checkpoint, unless its example can't be recovered.
-
-        Args:
-            examples: examples of the task's dataset, by sample id.
-        """
-        example = example_of(state, examples, copy_is_enough=False)
-        if state.example is not None and example is None:
+    def _restore_pick(self, state: PickState, examples: SavedExamples) -> None:
+        """Continue a pick of a checkpoint, unless its example can't be recovered."""
+        example = examples.restore(state, copy_is_enough=False)
+        if state.example is not None and example.value is None:
             logger.warning(
                 "%d groups of task %s of the checkpoint can't be started: their example is gone",
                 state.groups_left,
@@ -655,5 +683,5 @@ class RolloutLoop:
         self._pick = Pick(
             task=self._tasks[state.task],
             groups_left=state.groups_left,
-            example=SharedExample(example),
+            example=example,
         )

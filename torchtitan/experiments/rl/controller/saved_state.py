@@ -105,7 +105,7 @@ class StallState(Record):
     mastery: MasteryState
 
 
-class ExampleState(Record):
+class ExampleState(Record, kw_only=True):
     """The example of a group that is open, or of groups that have not started."""
 
     task: str
@@ -113,16 +113,19 @@ class ExampleState(Record):
     """The DataSample as JSON; None if the sampler had not given it yet."""
     example_is_json: bool
     """True if JSON holds the whole example; else only its dataset can give it again."""
+    example_key: str = ""
+    """Id of the first group that has the example. Groups of one pick share theirs. "" if no group
+    has started, and in older files."""
 
 
-class PickState(ExampleState):
+class PickState(ExampleState, kw_only=True):
     """A task that the mix picked, some of whose groups have not started (`groups.py`)."""
 
     groups_left: int
     """Number of groups that have not started. They have the same example if it is given."""
 
 
-class OpenGroupState(ExampleState):
+class OpenGroupState(ExampleState, kw_only=True):
     """A group that was dispatched and has not left. It is run again unless it has finished."""
 
     group_id: str

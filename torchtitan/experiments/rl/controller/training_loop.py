@@ -10,7 +10,9 @@ Rollouts, their scoring, weight updates and evaluations run at the same time as 
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
 from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
@@ -24,6 +26,8 @@ from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.trace import LoopLag, Stopwatch
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport, WeightSync
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingLoop:
@@ -101,9 +105,13 @@ class TrainingLoop:
             self._lag.stop()
 
     def stop(self) -> None:
-        """End after the step in progress, or give it up if it still waits for groups."""
+        """End after the step in progress, or give it up if it still waits for groups.
+
+        Evaluations are not waited for. A resumed run begins them again.
+        """
         self._stopping = True
         self._rollouts.stop()
+        self._validator.stop()
 
     async def close(self) -> None:
         """Cancel the evaluation and the weight update that are under way."""
@@ -135,30 +143,39 @@ class TrainingLoop:
                 await self._weights.sleep()
             metrics = await self._trainer.step(packed, step)
         self._rollouts.trained(taken)
+        self.steps_done = step
 
+        record = partial(self._record_step, step, taken, packed, metrics, started_at, tokens_before)
         try:
-            for watcher in self._watchers:
-                watcher.step_trained(step, metrics)
-            with self._stopwatch.span("sync"):
-                await self._publish(step)
-            if step == self._steps:
-                await self._evaluate_last_version(step)
-            elif self._synchronous:
-                with self._stopwatch.span("validate"):
-                    await self._validator.wait()
-            for watcher in self._watchers:
-                await watcher.step_published(step, metrics)
-        finally:
+            await self._finish_step(step, metrics)
+        except BaseException:
             # The optimizer step was taken, even if its weights can't be published.
-            self.steps_done = step
-            generated_tokens = self._generated_tokens() - tokens_before
-            self._record_step(step, taken, packed, metrics, started_at, generated_tokens)
+            try:
+                record()
+            except Exception:  # the error that ends the run is the first
+                logger.exception("step %d can't be recorded", step)
+            raise
+        record()
 
         # The step is recorded already, so this span is in the record of the next one.
         with self._stopwatch.span("checkpoint"):
             for watcher in self._watchers:
                 await watcher.step_ended(step)
         self._rollouts.fill()
+
+    async def _finish_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Publish the version that a step has made, and evaluate it where a step waits for that."""
+        for watcher in self._watchers:
+            watcher.step_trained(step, metrics)
+        with self._stopwatch.span("sync"):
+            await self._publish(step)
+        if step == self._steps:
+            await self._evaluate_last_version(step)
+        elif self._synchronous:
+            with self._stopwatch.span("validate"):
+                await self._validator.wait()
+        for watcher in self._watchers:
+            await watcher.step_published(step, metrics)
 
     async def _pack(self, taken: StepGroups) -> BatchPlan:
         """Pack the samples of a step into rows, split across the trainer's data-parallel ranks."""
@@ -181,7 +198,7 @@ class TrainingLoop:
         packed: BatchPlan,
         metrics: dict[str, float],
         started_at: float,
-        generated_tokens: int,
+        tokens_before: int,
     ) -> None:
         """Tell the watchers what the step did, and where its seconds went."""
         runner_lag_s, blocking_calls = self._runner.lap()
@@ -194,7 +211,7 @@ class TrainingLoop:
             seconds=asyncio.get_running_loop().time() - started_at,
             spans=self._stopwatch.lap(),
             last_sync=self._last_sync,
-            generated_tokens=generated_tokens,
+            generated_tokens=self._generated_tokens() - tokens_before,
             event_loop_lag_s=max(self._lag.lap(), runner_lag_s),
             blocking_calls=blocking_calls,
             ledger=self._rollouts.ledger.counts(),
@@ -240,6 +257,8 @@ class TrainingLoop:
         if not self._synchronous:
             self._rollouts.fill()
         await self._validator.wait()
+        if self._stopping:
+            raise RunStopped
         reports = self._validator.take()
         report = reports[0] if reports else ValidationReport(step=0, reward=None, metrics={})
         for watcher in self._watchers:

@@ -20,8 +20,10 @@ from torchtitan.experiments.rl.controller.group_runner import GroupRequest, Grou
 from torchtitan.experiments.rl.controller.saved_state import ValidationReport, ValidatorState
 from torchtitan.experiments.rl.controller.step_metrics import mean
 from torchtitan.experiments.rl.data.dataset import count_examples, read_example
+from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+from torchtitan.experiments.rl.tasks.session import is_cancelled
 from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
 
 
@@ -72,6 +74,11 @@ class Validator:
         """Number of evaluations left out, by task."""
         self._begun = 0
         """Latest step whose evaluations were begun."""
+        self._begun_of_task: dict[str, int] = {}
+        """Latest step whose evaluation of a task was begun, and not left out."""
+        self._stopping = False
+        self._changed = asyncio.Event()
+        """Wakes `wait`: an evaluation has ended, or `stop` was called."""
 
     def due(self, step: int) -> list[str]:
         """Return the names of the tasks whose schedule names this step."""
@@ -84,19 +91,36 @@ class Validator:
     def start(self, step: int, *, final: bool = False) -> None:
         """Begin the evaluations that are due at a step.
 
-        At step 0, and at the final step, these are all tasks that are ever evaluated.
+        Args:
+            final: True to evaluate each task that is ever evaluated, unless its evaluation at this
+                step was begun already.
         """
+        if self._stopping:
+            return
         self._begun = step
         if final:
-            names = [name for name, config in self._configs.items() if config.every > 0]
+            names = [
+                name
+                for name, config in self._configs.items()
+                if config.every > 0 and self._begun_of_task.get(name) != step
+            ]
             self._start(names, step, alone=True, label=f"{step}.final")
         else:
             self._start(self.due(step), step, alone=step == 0, label=str(step))
 
     async def wait(self) -> None:
-        """Wait until no evaluation is under way."""
-        while self._evaluations:
-            await asyncio.wait(set(self._evaluations))
+        """Wait until no evaluation is under way, or `stop` was called."""
+        while self._evaluations and not self._stopping:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def stop(self) -> None:
+        """Begin no more evaluations, and have `wait` return. Those under way go on until `close`.
+
+        A checkpoint has them as running, so that a resumed run begins them again.
+        """
+        self._stopping = True
+        self._changed.set()
 
     def take(self) -> list[ValidationReport]:
         """Return the evaluations that have ended since the last call, oldest first."""
@@ -145,11 +169,16 @@ class Validator:
         if not begun:
             return
         self._running += begun
+        self._begun_of_task |= dict.fromkeys(begun, step)
         evaluation = asyncio.create_task(
             self._evaluate(begun, step, alone=alone, label=label), name=f"validation-{step}"
         )
         self._evaluations.add(evaluation)
-        evaluation.add_done_callback(self._evaluations.discard)
+        evaluation.add_done_callback(self._ended)
+
+    def _ended(self, evaluation: "asyncio.Task[None]") -> None:
+        self._evaluations.discard(evaluation)
+        self._changed.set()
 
     async def _evaluate(self, names: Sequence[str], step: int, *, alone: bool, label: str) -> None:
         """Evaluate tasks side by side, and make one report of them all."""
@@ -157,7 +186,7 @@ class Validator:
 
         async def measure(name: str) -> None:
             try:
-                metrics.update(await contained(self._measure(name, alone=alone, label=label)))
+                metrics.update(await self._measure(name, alone=alone, label=label))
             finally:
                 self._running.remove(name)
 
@@ -166,7 +195,7 @@ class Validator:
                 for name in names:
                     evaluations.create_task(measure(name), name=f"validation-{name}-{step}")
         except ExceptionGroup as failed:
-            self._on_failure(failed.exceptions[0])
+            self._on_failure(_first_error(failed))
             return
 
         rewards = [value for name, value in metrics.items() if name.endswith("/reward")]
@@ -200,11 +229,19 @@ class Validator:
                     sampling=sampling,
                     credit=False,
                 )
-                group = await self._runner.run(task, request)
+                try:
+                    group = await self._runner.run(task, request)
+                except asyncio.CancelledError:
+                    if is_cancelled():
+                        raise
+                    raise RunError(f"{owner} was cancelled, and not by the run") from None
                 self._on_group(group)
                 return group
 
-        groups = await asyncio.gather(*(run(index) for index in range(examples)))
+        # If one fails, the others are cancelled.
+        async with asyncio.TaskGroup() as attempts:
+            runs = [attempts.create_task(contained(run(index))) for index in range(examples)]
+        groups = [run.result() for run in runs]
         metrics = evaluation_metrics(name, groups, config)
         if self._recorder is not None:
             # Only now that all have ended: a checkpoint has all the records of an evaluation, or
@@ -226,6 +263,12 @@ def labelled(group: RolloutGroup, label: str) -> RolloutGroup:
     for rollout in group.rollouts:
         rollout.amend(group_id=group.group_id)
     return group
+
+
+def _first_error(failed: ExceptionGroup) -> Exception:
+    """Return the first error of nested groups."""
+    first = failed.exceptions[0]
+    return _first_error(first) if isinstance(first, ExceptionGroup) else first
 
 
 def evaluation_metrics(

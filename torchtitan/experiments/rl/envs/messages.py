@@ -19,7 +19,7 @@ from renderers import (
 )
 
 from torchtitan.experiments.rl.batching.sample_checks import finite_float
-from torchtitan.experiments.rl.frozen import read_only
+from torchtitan.experiments.rl.frozen import read_only, read_only_data
 from torchtitan.experiments.rl.printable import printable_line, shown
 from torchtitan.experiments.rl.types import ROLES
 
@@ -114,7 +114,7 @@ def _checked_message(message: Any, field: str) -> Message:  # noqa: ANN401 - an 
     if not all(type(value) is str and value.isascii() for value in checked.values()):
         try:
             check_unicode(checked, field)
-            checked = read_only(checked)
+            checked = read_only_data(checked)
         except RecursionError:
             raise TypeError(f"{field} contains itself, or is nested too deep") from None
     return cast(Message, read_only(checked))

@@ -1,7 +1,7 @@
 """A step's metrics, to every place the config names: a JSON-lines file, TensorBoard, and trackers (`trackers.py`).
 
-The JSON-lines file is the record of the run: one line per step, ``step`` first, the other keys sorted, so that two runs with
-the same seed give the same file once `without_timing` has taken out what depends on the clock.
+The JSON-lines file is the record of the run: one line per step, ``step`` first, the other keys sorted, and one more of
+the final evaluation where a run ends early. So two runs with the same seed give the same file once `without_timing` has taken out what depends on the clock.
 """
 
 import json
@@ -168,6 +168,23 @@ class MetricsLogger(Configurable):
             raise ValueError(
                 f"step {step} after step {self._last_step}: each step is logged once, in order"
             )
+        self._log(step, metrics)
+        self._last_step = step
+
+    def log_more(self, metrics: Mapping[str, float]) -> None:
+        """Record further metrics of the last step, in a line of their own.
+
+        They are those of evaluations that end after it, where no later step has them in its line.
+
+        Raises:
+            ValueError: no step was logged, or a metric is called `step`.
+            OSError: as `log` raises it.
+        """
+        if self._last_step is None:
+            raise ValueError("no step was logged that these metrics could be added to")
+        self._log(self._last_step, metrics)
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         if "step" in metrics:
             raise ValueError("a metric may not be called step: that key holds the step itself")
         values = {key: _plain_number(metrics[key]) for key in sorted(metrics)}
@@ -181,7 +198,6 @@ class MetricsLogger(Configurable):
         self._to_tensorboard(lambda writer: _add_scalars(writer, finite, step))
         for tracker in self._trackers:
             tracker.put(lambda own: own.log(step, finite))
-        self._last_step = step
 
     def log_samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Show some conversations of a step that was logged, where the turn of a table has come."""

@@ -62,6 +62,7 @@ class RunReports(RunEvents):
         """Show the evaluation before the first step."""
         self._console.waits.begin(FIRST_STEP)
         self._console.waits.end(FIRST_VALIDATION)
+        self._metrics.log(report.step, report.metrics)
         self._show(report, "before the first step")
 
     def step_taken(self, record: StepRecord) -> None:
@@ -85,6 +86,7 @@ class RunReports(RunEvents):
         """Show the evaluations that no step has reported."""
         self.why_ended_early = why
         for report in reports:
+            self._metrics.log_more(report.metrics)
             self._show(report, f"after step {report.step}")
 
     def first_and_last_validation(self) -> tuple[float | None, float | None]:
@@ -99,7 +101,6 @@ class RunReports(RunEvents):
         return first, last
 
     def _show(self, report: ValidationReport, when: str) -> None:
-        self._metrics.log(report.step, report.metrics)
         if report.reward is not None:
             self._count(report)
             self._console.note(f"validation {when}: reward {report.reward:.3f}")

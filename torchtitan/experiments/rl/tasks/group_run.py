@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 from renderers import Renderer
 
-from torchtitan.experiments.rl.ask.call import ask
+from torchtitan.experiments.rl.ask.call import ask, sentence
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
@@ -57,10 +57,14 @@ def derive_seed(
 
 
 class SharedEnv(UserCodeError):
-    """A task gave one env to several rollouts.
+    """A task gave an env to several rollouts.
 
     The rollouts are not run again: that would hide a fault of the task.
     """
+
+
+class LateInside(UserCodeTimeout):
+    """A call that a turn loop made was late, and the loop let that pass; the message names it."""
 
 
 _OWNER = "_used_by_rollout"
@@ -186,8 +190,8 @@ class GroupRun:
         had_failed = False
         try:
             await ask(
-                self.task.run_rollout,
-                cast(Any, env),
+                self._turn_loop,
+                env,
                 session,
                 timeout_s=self.task.config.env.rollout_timeout_s,
             )
@@ -215,6 +219,17 @@ class GroupRun:
                 "env.finish(status)"
             )
 
+    async def _turn_loop(self, env: OpenRollout, session: CheckedSession) -> None:
+        """Run the task's turn loop.
+
+        Raises:
+            LateInside: a call inside it was late, which is not told as the rollout's own limit.
+        """
+        try:
+            await self.task.run_rollout(cast(Any, env), session)
+        except UserCodeTimeout as late:
+            raise LateInside(sentence(late)) from late
+
     @property
     def _loop_name(self) -> str:
         return f"{type(self.task).__name__}.run_rollout"
@@ -222,8 +237,9 @@ class GroupRun:
     def _set_failure(
         self, rollout: Rollout, failure: UserCodeError, session: CheckedSession
     ) -> None:
-        if not isinstance(failure, UserCodeTimeout):
-            rollout.status = RolloutStatus.ERROR
+        is_inside = isinstance(failure, LateInside)
+        if is_inside or not isinstance(failure, UserCodeTimeout):
+            rollout.status = RolloutStatus.TIMEOUT if is_inside else RolloutStatus.ERROR
             rollout.error = f"{self._loop_name}: {failure}"
             rollout.traceback = users_traceback(failure)
             return
@@ -268,6 +284,12 @@ class GroupRun:
                 f"{name} returned the same {kinds} for several rollouts: make a new env for each, "
                 "because each rollout closes its own"
             )
+            if len({id(env) for env in made}) == n:
+                cause = (
+                    f"{name} returned a {kinds} that another rollout has had: make a new env for "
+                    "each, and keep what takes long to build in a pool, to which its close returns "
+                    "it"
+                )
             return [SharedEnv(cause)] * n
         cause = f"{name} returned {len(made)} of {kinds}, want a list of {n} MessageEnv"
         return [UserCodeError(cause)] * n

@@ -79,14 +79,23 @@ class CheckedSession:
             with trace.span("generate", prompt_tokens=len(prompt)):
                 answer = await self._session.generate(prompt, max_tokens=max_tokens, **options)
             completion = checked_completion(answer)
+            self._check_length(completion, max_tokens)
             self._check_ids(completion.token_ids, "a completion has")
         except BaseException as error:  # noqa: BLE001 - an engine may be the user's own
-            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             self.unanswered -= 1
             raise UserCodeError(f"generator: {cause_of(error)}") from error
         self.unanswered -= 1
         return completion
+
+    def _check_length(self, completion: Completion, max_tokens: int) -> None:
+        limit = min(max_tokens, self.sampling.max_tokens)
+        if len(completion.token_ids) > limit:
+            raise UserCodeError(
+                f"a completion has {len(completion.token_ids)} tokens, and at most {limit} were "
+                "asked for"
+            )
 
     def _check_ids(self, token_ids: np.ndarray, what: str) -> None:
         if self._vocab_size is None or not len(token_ids):
@@ -111,7 +120,7 @@ class CheckedSession:
             logger.warning("a session's close failed: %s", cause_of(error))
 
 
-def _is_cancelled() -> bool:
+def is_cancelled() -> bool:
     """Return True if someone has cancelled the running asyncio task.
 
     A CancelledError that an engine raises by itself is a failure of the engine.

@@ -318,9 +318,10 @@ class Task(UserConfigurable):
         raise NotImplementedError(f"{type(self).__name__}.make_env")
 
     async def make_envs(self, sample: DataSample, n: int) -> list[MessageEnv]:
-        """Return one env for each of ``n`` rollouts of ``sample``, fresh or from a pool.
+        """Return a new env for each of ``n`` rollouts of ``sample``.
 
-        Each is closed once, by its rollout. The call may take ``env.rollout_timeout_s``.
+        Each is closed once, by its rollout. What takes long to build may come from a pool, to which
+        the env's ``close`` returns it. The call may take ``env.rollout_timeout_s``.
         """
         envs: list[MessageEnv] = []
         try:
@@ -635,8 +636,17 @@ def frozen_sample(sample: DataSample) -> DataSample:
     """Return a read-only copy of an example, which its group may share.
 
     Objects that JSON does not have are shared with the dataset: they may be large.
+
+    Raises:
+        UserCodeError: the example contains itself, so no copy of it is whole.
     """
-    return sample if sample.frozen else replace(sample).freeze()
+    try:
+        return sample if sample.frozen else replace(sample).freeze()
+    except RecursionError:
+        raise UserCodeError(
+            f"example {sample.sample_id}: its env_input or info contains itself, or is nested too "
+            "deep"
+        ) from None
 
 
 def _fail(group: RolloutGroup, cause: str, error: BaseException) -> None:
