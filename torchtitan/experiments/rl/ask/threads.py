@@ -80,8 +80,9 @@ class ThreadCall(Future[Outcome]):
 class WorkerThreads:
     """At most ``size`` threads that take calls in the order in which they were submitted."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, *, name: str = "user-code"):
         self._size = size
+        self._name = name
         self._running = 0
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[ThreadCall] = queue.SimpleQueue()
@@ -137,7 +138,7 @@ class WorkerThreads:
             self._start_thread()
 
     def _start_thread(self) -> None:
-        threading.Thread(target=self._work, name="user-code", daemon=True).start()
+        threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
     def _work(self) -> None:
         while True:
