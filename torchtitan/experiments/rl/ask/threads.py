@@ -7,6 +7,7 @@ call does not fit either: under a busy event loop it took 6 ms a call, against 0
 
 import asyncio
 import contextvars
+import logging
 import queue
 import threading
 import time
@@ -17,6 +18,8 @@ from typing import Any
 
 from torchtitan.experiments.rl.ask.stacks import frames_of_thread, place_in, with_owner
 from torchtitan.experiments.rl.errors import UserCodeTimeout
+
+logger = logging.getLogger(__name__)
 
 TIMER_S = 0.001
 """Seconds by which a timer of an event loop may be early."""
@@ -50,6 +53,8 @@ class ThreadCall(Future[Outcome]):
         """Name of the code, for the error of a call around this one."""
         self.is_abandoned = False
         """True if nobody waits for the call any more."""
+        self.is_replaced = False
+        """True if another thread was started in the place of the one that runs the call."""
 
     def run(self) -> Outcome:
         try:
@@ -88,14 +93,21 @@ class WorkerThreads:
         self._calls: queue.SimpleQueue[ThreadCall] = queue.SimpleQueue()
 
     def submit(self, function: Callable[..., object], *args: object) -> ThreadCall:
-        """Queue a call. A thread runs it when one is free."""
+        """Queue a call. A thread runs it when one is free.
+
+        The call fails if the process can't start a thread and has none that could run it.
+        """
         call = ThreadCall(function, args)
-        self._calls.put(call)
         with self._lock:
-            needs_thread = self._running < self._size
-            self._running += needs_thread
-        if needs_thread:
-            self._start_thread()
+            if self._running < self._size:
+                try:
+                    self._start_thread()
+                    self._running += 1
+                except RuntimeError as error:
+                    if not self._running:
+                        call.set_result(Outcome(error=error))
+                        return call
+        self._calls.put(call)
         return call
 
     async def outcome(self, call: ThreadCall, timeout_s: float | None) -> Outcome:
@@ -133,11 +145,19 @@ class WorkerThreads:
         call.cancel()
         with self._lock:
             call.is_abandoned = True
-            runs_on = call.running() and call.ended_at is None
-        if runs_on:
-            self._start_thread()
+            if call.running() and call.ended_at is None:
+                try:
+                    self._start_thread()
+                    call.is_replaced = True
+                except RuntimeError as error:  # its thread stays, should the call ever end
+                    logger.warning("no thread in place of one that hangs: %s", error)
 
     def _start_thread(self) -> None:
+        """Start a thread.
+
+        Raises:
+            RuntimeError: the process may have no more threads.
+        """
         threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
     def _work(self) -> None:
@@ -150,8 +170,7 @@ class WorkerThreads:
             outcome = call.run()
             with self._lock:
                 call.ended_at = time.monotonic()
-                is_abandoned = call.is_abandoned
             call.set_result(outcome)
-            if is_abandoned:  # another thread was started in its place
+            if call.is_replaced:
                 return
             del call, outcome  # an idle thread would keep the call's arguments alive
