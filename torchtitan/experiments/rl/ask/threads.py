@@ -51,8 +51,6 @@ class ThreadCall(Future[Outcome]):
         self.thread_id: int | None = None
         self.owner = ""
         """Name of the code, for the error of a call around this one."""
-        self.is_abandoned = False
-        """True if nobody waits for the call any more."""
         self.is_replaced = False
         """True if another thread was started in the place of the one that runs the call."""
 
@@ -132,7 +130,7 @@ class WorkerThreads:
                         raise late
         finally:
             future.cancel()
-            self._abandon(call)
+            self.abandon(call)
         outcome = future.result()
         if timeout_s is not None and outcome.error is None:
             took_s = (call.ended_at or 0.0) - (call.began_at or 0.0)
@@ -140,12 +138,14 @@ class WorkerThreads:
                 raise UserCodeTimeout(f"no answer within {timeout_s:g} s, but after {took_s:.3g} s")
         return outcome
 
-    def _abandon(self, call: ThreadCall) -> None:
-        """Take back a queued call; have another thread take the place of one that runs on."""
+    def abandon(self, call: ThreadCall) -> None:
+        """Take back a queued call; have another thread take the place of one that runs on.
+
+        Nothing happens to a call that has ended.
+        """
         call.cancel()
         with self._lock:
-            call.is_abandoned = True
-            if call.running() and call.ended_at is None:
+            if call.running() and call.ended_at is None and not call.is_replaced:
                 try:
                     self._start_thread()
                     call.is_replaced = True
