@@ -54,6 +54,18 @@ INHERITED = (*foreign.INHERITED, *_SETTINGS, *ENVIRONMENT, *SPAWNED_ENVIRONMENT)
 """Environment variables of the run that a server gets. The others may hold keys."""
 
 
+def pickled(value: object) -> bytes:
+    """Return a function, or the arguments of a call, as they are sent to a server.
+
+    Raises:
+        UserCodeError: the value has a part that can't be pickled, such as a lock or a connection.
+    """
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:  # noqa: BLE001 - of a user's class
+        raise UserCodeError(f"can't be sent to another process: {cause_of(error)}") from error
+
+
 class IsolatedCalls:
     """Runs functions in processes of their own, at most ``max_workers`` at a time.
 
@@ -110,11 +122,9 @@ class IsolatedCalls:
             UserCodeError: it raised, its process died or used too much, its answer is no JSON, or
                 it can't be sent to another process.
         """
-        try:
-            pickles = cloudpickle.dumps(function), cloudpickle.dumps(args)
-        except Exception as error:  # noqa: BLE001 - of a user's class
-            raise UserCodeError(f"can't be sent to another process: {cause_of(error)}") from error
-        request = Request(*pickles, timeout_s=timeout_s, memory=self._memory)
+        request = Request(
+            pickled(function), pickled(args), timeout_s=timeout_s, memory=self._memory
+        )
         caller = caller or _Caller()
         server = self._places.get()
         try:
