@@ -77,6 +77,45 @@ async def test_threads_never_run_more_than_their_size_at_once():
     assert max(most) == 2
 
 
+def no_thread(thread):
+    raise RuntimeError("can't start new thread")
+
+
+async def test_call_that_no_thread_can_be_started_for_fails_and_the_next_one_runs():
+    threads = WorkerThreads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(UserCodeError, match="^RuntimeError: can't start new thread"):
+            await in_thread(threads, lambda: "ran", timeout_s=30)
+    assert await in_thread(threads, lambda: "ran", timeout_s=30) == "ran"
+
+
+async def test_calls_run_in_the_threads_there_are_where_no_other_can_be_started(monkeypatch):
+    threads = WorkerThreads(2)
+    assert await in_thread(threads, lambda: "ran", timeout_s=30) == "ran"
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    answers = await asyncio.gather(*(in_thread(threads, lambda: "ran", 30) for _ in range(3)))
+    assert answers == ["ran"] * 3
+
+
+async def test_thread_of_a_late_call_that_none_could_replace_takes_the_next_one(monkeypatch):
+    threads, release = WorkerThreads(1), threading.Event()
+    late = threads.submit(release.wait)
+    with monkeypatch.context() as patch, pytest.raises(UserCodeTimeout):
+        patch.setattr(threading.Thread, "start", no_thread)
+        await ask_in_thread(threads, late, 0.1)
+    queued = asyncio.create_task(in_thread(threads, lambda: "ran", timeout_s=30))
+    await asyncio.sleep(0)
+    release.set()
+    assert await queued == "ran"
+
+
+async def test_limit_holds_where_the_thread_that_watches_the_loop_can_not_be_started(monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(UserCodeTimeout, match="no answer within 0.05 s"):
+        await ask(asyncio.sleep, 30, timeout_s=0.05)
+
+
 async def test_an_awaitable_answer_of_a_sync_function_is_awaited():
     async def later():
         return 7

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.ask import child_server
 from torchtitan.experiments.rl.ask.child import IsolatedCalls
 from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout
@@ -152,6 +153,15 @@ def test_memory_is_bounded(calls, grader):
         calls.call(grader.grade, (eats,), timeout_s=60)
 
 
+def test_what_the_server_has_imported_does_not_count_as_the_calls_memory(grader):
+    folder = Path(grader.__file__).parent
+    code = "import time; WEIGHTS = b'x' * (400 << 20)\ndef linger(): time.sleep(1); return len(WEIGHTS)"
+    (folder / "heavy.py").write_text(code)
+    import heavy
+
+    assert IsolatedCalls(1, memory_gib=0.1).call(heavy.linger, (), timeout_s=60) == 400 << 20
+
+
 def test_the_number_of_processes_is_bounded(calls, grader):
     many = "import subprocess, time; [subprocess.Popen(['sleep', '3600.25']) for _ in range(80)]; time.sleep(60)"
     with pytest.raises(UserCodeError, match="it had more than 64 processes; they were killed"):
@@ -246,3 +256,30 @@ async def test_a_call_is_awaited_and_a_caller_that_is_cancelled_is_cancelled(cal
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert await calls.ask(grader.grade, "42", timeout_s=30) == 1.0
+
+
+async def test_a_call_whose_caller_is_cancelled_gives_its_place_up_with_all_that_it_has_started(
+    calls, grader
+):
+    hangs = "import subprocess, time; subprocess.Popen(['sleep', '3600.25']); time.sleep(3600)"
+    hung = asyncio.create_task(calls.ask(grader.grade, hangs, timeout_s=3600))
+    async with asyncio.timeout(LIMIT_S):
+        while not sleepers():
+            await asyncio.sleep(0.05)
+        hung.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hung
+        assert await calls.ask(grader.grade, "42", timeout_s=30) == 1.0
+        while sleepers():
+            await asyncio.sleep(0.05)
+
+
+async def test_a_call_that_is_given_up_before_it_begins_never_runs(calls, grader, tmp_path):
+    trace = tmp_path / "ran"
+    running = asyncio.create_task(calls.ask(time.sleep, 0.5, timeout_s=30))
+    queued = asyncio.create_task(calls.ask(trace.touch, timeout_s=30))
+    await asyncio.sleep(0.1)
+    queued.cancel()
+    await running
+    assert await calls.ask(grader.grade, "42", timeout_s=30) == 1.0
+    assert queued.cancelled() and not trace.exists()

@@ -99,6 +99,58 @@ async def test_async_function_is_awaited():
     assert await ordered.call(later, owner="x") == 5
 
 
+class AsyncSampler:
+    """Counts the calls that are inside it at once, as a sampler that awaits a database might be."""
+
+    def __init__(self):
+        self.inside = 0
+        self.order = []
+
+    async def next(self, name, rounds=3):
+        self.inside += 1
+        for _ in range(rounds):
+            assert self.inside == 1, "two calls of one sampler run at once"
+            await asyncio.sleep(0)
+        self.inside -= 1
+        self.order.append(name)
+
+    def observe(self, name):
+        assert self.inside == 0, "a sync call runs within an async one"
+        self.order.append(name)
+
+
+async def test_async_calls_run_one_after_another_and_sync_ones_behind_them_in_order():
+    ordered, sampler = OrderedCalls(), AsyncSampler()
+    calls = [ordered.start(sampler.next, n, owner="next") for n in range(3)]
+    calls.append(ordered.start(sampler.observe, 3, owner="observe"))
+    calls.append(ordered.start(sampler.next, 4, owner="next"))
+    await asyncio.gather(*(call.value() for call in reversed(calls)))
+    assert sampler.order == [0, 1, 2, 3, 4]
+    assert ordered.start(sampler.observe, 5, owner="observe").answered
+
+
+async def test_call_behind_one_that_is_cancelled_in_the_queue_waits_for_the_one_that_runs():
+    ordered, sampler = OrderedCalls(), AsyncSampler()
+    running = ordered.start(sampler.next, "running", 50, owner="next")
+    queued = asyncio.create_task(ordered.call(sampler.next, "queued", owner="next"))
+    behind = asyncio.create_task(ordered.call(sampler.next, "behind", owner="next"))
+    await iterations(5)
+    queued.cancel()
+    await behind
+    await running.value()
+    assert sampler.order == ["running", "behind"]
+
+
+async def test_call_that_is_cancelled_before_its_first_step_keeps_the_thread_from_nobody():
+    ordered, release = OrderedCalls(), threading.Event()
+    hung = asyncio.create_task(ordered.call(release.wait, owner="x"))
+    asyncio.get_running_loop().call_soon(hung.cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await hung
+    assert await ordered.call(lambda: 1, owner="x") == 1
+    release.set()
+
+
 async def test_hung_call_does_not_stop_those_behind_it():
     ordered, release = OrderedCalls(timeout_s=0.1), threading.Event()
     hung = asyncio.create_task(ordered.call(release.wait, owner="hung"))

@@ -20,6 +20,8 @@ from tests.unit.rollout_stubs import (
     stepped,
 )
 from tests.unit.waiting import until
+from torchtitan.experiments.rl.envs import yield_queue
+from torchtitan.experiments.rl.envs.conversation import LARGE_TEXT
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.renderer import (
     RendererConfig,
@@ -701,6 +703,19 @@ async def test_closing_early_closes_once(wrap):
     await env.close()
     await env.close()
     assert inner.closed == 1
+
+
+async def test_renderer_that_hangs_over_a_large_text_is_late_by_its_name(
+    wrap, renderer, monkeypatch
+):
+    release = threading.Event()
+    monkeypatch.setattr(yield_queue, "LARGE_WORK_S", 0.1)
+    monkeypatch.setattr(renderer, "render", lambda *args, **options: release.wait())
+    env = wrap(TalkingEnv(opening="a" * (LARGE_TEXT + 1)), max_rollout_tokens=100_000)
+    await env.initial_prompt()
+    release.set()
+    assert env.status is RolloutStatus.TIMEOUT
+    assert env.error == f"{type(renderer).__name__}.render: no answer within 0.1 s"
 
 
 async def test_env_that_answers_with_done_as_a_numpy_bool_is_fine(wrap, tokenizer):

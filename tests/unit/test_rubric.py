@@ -1,6 +1,7 @@
 """Rubrics: weighted means, short circuits, and failures that are never a silent 0."""
 
 import asyncio
+import functools
 import json
 import math
 import os
@@ -381,6 +382,67 @@ async def test_isolated_functions_run_hang_and_crash_in_a_process_that_is_replac
     assert reward.reward is None and reward.components == {"alarmed": 7.0}
     assert "'spins': no answer within 0.5 s; its process was killed" in rollout.error
     assert "'crashes': its process died (SIGSEGV)" in rollout.error
+
+
+async def test_isolated_functions_may_be_lambdas_and_closures_over_values():
+    limit = 3
+
+    def long(completion, example):
+        return float(len(completion) > limit)
+
+    rubric = Rubric.Config(
+        reward_fns=[
+            RewardFn(long, isolate=True),
+            RewardFn(lambda completion, example: len(completion), name="length", isolate=True),
+        ],
+        isolated_workers=1,
+    ).build()
+    (reward,) = await rubric.score_group([rollout_of("abcd")], None)
+    assert reward.components == {"long": 1.0, "length": 4.0}
+
+
+class OwnMethod(Rubric):
+    def score(self, completion, example):
+        return 1.0
+
+    def register_funcs(self):
+        return [RewardFn(self.score, isolate=True)]
+
+
+LOCK = threading.Lock()
+
+
+def guarded(completion, example, *, lock):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (OwnMethod.Config(), "score"),
+        (
+            Rubric.Config(
+                reward_fns=[
+                    RewardFn(functools.partial(guarded, lock=LOCK), name="holder", isolate=True)
+                ]
+            ),
+            "holder",
+        ),
+        (
+            Rubric.Config(
+                reward_fns=[RewardFn(lambda text, row, lock=LOCK: 1.0, name="lambda", isolate=True)]
+            ),
+            "lambda",
+        ),
+    ],
+    ids=["a method of the rubric", "a partial of a lock", "a lambda with a lock"],
+)
+def test_isolated_function_that_can_not_be_sent_to_a_process_is_refused_with_the_cure(config, name):
+    with pytest.raises(ConfigError) as refused:
+        config.build()
+    text = str(refused.value)
+    assert text.startswith(f"rubric.reward_fns = {name!r}: isolate=True: it can't be sent to ")
+    assert "want a function outside of the class, with the values that it needs" in text
 
 
 # ---- configs

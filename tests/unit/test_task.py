@@ -1,6 +1,7 @@
 """Tasks: groups of rollouts, every one with a terminal status, every env and session closed once."""
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,8 +14,10 @@ from tests.unit.rollout_stubs import (
     hang,
     raise_value_error,
 )
+from tests.unit.waiting import until
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.ask import call
 from torchtitan.experiments.rl.ask.call import ask
 from torchtitan.experiments.rl.controller.group_runner import GroupRequest, LocalRunner
 from torchtitan.experiments.rl.controller.groups import SharedExample
@@ -526,6 +529,48 @@ async def test_cancelled_group_closes_everything_and_raises(build, tokenizer, wh
     with pytest.raises(asyncio.CancelledError):
         await running
     assert len(policy.sessions) == 3
+    assert_all_closed_once(task, policy)
+
+
+class SlowToClose(TalkingEnv):
+    """Hangs in ``reset``, and is closed ``close_s`` after it was asked to."""
+
+    close_s = 0.3
+
+    async def reset(self):
+        await hang()
+
+    async def close(self):
+        await asyncio.sleep(self.close_s)
+        await super().close()
+
+
+async def test_envs_that_no_rollout_began_close_side_by_side(build, tokenizer):
+    class Generous(ListTask):
+        async def make_envs(self, sample, n):
+            return [*await super().make_envs(sample, n), TalkingEnv()]
+
+    config = RendererEnvConfig(step_timeout_s=30.0)
+    envs = [SlowToClose() for _ in range(8)]
+    task = build(envs=envs, kind=Generous, env=config, group_size=8, max_retries=0)
+    began = time.monotonic()
+    await run(task, ScriptedPolicy(tokenizer))
+    assert time.monotonic() - began < 4 * SlowToClose.close_s
+    assert [env.closed for env in envs] == [1] * 8
+
+
+async def test_env_that_takes_its_time_to_close_is_waited_for_when_its_group_is_cancelled(
+    build, tokenizer, monkeypatch
+):
+    monkeypatch.setattr(call, "CANCEL_GRACE_S", 0.05)
+    config = RendererEnvConfig(step_timeout_s=30.0)
+    task = build(envs=[SlowToClose() for _ in range(3)], env=config)
+    running = asyncio.create_task(run(task, policy := ScriptedPolicy(tokenizer)))
+    await until(lambda: len(task.made) == 3)
+    await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     assert_all_closed_once(task, policy)
 
 

@@ -1,9 +1,16 @@
 """Bursts of rendering are spread over iterations of the event loop."""
 
 import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
 
 from tests.unit.waiting import LIMIT_S
-from torchtitan.experiments.rl.envs.yield_queue import Line, YieldQueue, yield_queue
+from torchtitan.experiments.rl.envs import yield_queue as module
+from torchtitan.experiments.rl.envs.yield_queue import Line, YieldQueue, compute, yield_queue
+from torchtitan.experiments.rl.errors import UserCodeTimeout
 
 
 async def iterations(counter: list[int]) -> None:
@@ -88,3 +95,29 @@ def test_every_event_loop_has_its_own():
 
     asyncio.run(abandoned())
     assert asyncio.run(mine()) is not asyncio.run(mine())
+
+
+async def test_large_call_that_hangs_is_late_and_holds_up_no_other(monkeypatch):
+    monkeypatch.setattr(module, "LARGE_WORK_S", 0.1)
+    release = threading.Event()
+
+    def renders_for_ever():
+        release.wait()
+
+    with pytest.raises(UserCodeTimeout, match="^no answer within 0.1 s$") as late:
+        await compute(renders_for_ever, large=True)
+    assert late.value.where.startswith("renders_for_ever (test_yield_queue.py:")
+    assert await compute(lambda: 7, large=True) == 7
+    release.set()
+
+
+def test_large_call_that_hangs_does_not_keep_the_process_from_ending():
+    code = (
+        "import asyncio, threading\n"
+        "from torchtitan.experiments.rl.envs.yield_queue import compute\n"
+        "async def main():\n"
+        "    hung = asyncio.create_task(compute(threading.Event().wait, large=True))\n"
+        "    await asyncio.wait({hung}, timeout=0.1)\n"
+        "asyncio.run(main())\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_S)

@@ -164,13 +164,13 @@ async def _ask_on_loop(
 
 
 async def _stop(task: asyncio.Task[Outcome]) -> None:
-    """Cancel user code, and abandon it if it ignores that."""
+    """Cancel user code, and abandon it if it takes longer than `CANCEL_GRACE_S` to end."""
     if task.done():
         return
     task.cancel()
     _, running = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
     if running:
-        logger.warning("user code ignored its cancellation and was abandoned: %s", task)
+        logger.warning("user code was cancelled, did not end and was abandoned: %s", task)
 
 
 class _Place(Protocol):

@@ -19,12 +19,14 @@ The forkserver of `multiprocessing` does not fit: it imports the program's main 
 fork, fixes what is imported when it starts, and leaves processes behind.
 """
 
+import asyncio
 import json
 import logging
 import os
 import queue
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from multiprocessing import Pipe
@@ -52,6 +54,18 @@ INHERITED = (*foreign.INHERITED, *_SETTINGS, *ENVIRONMENT, *SPAWNED_ENVIRONMENT)
 """Environment variables of the run that a server gets. The others may hold keys."""
 
 
+def pickled(value: object) -> bytes:
+    """Return a function, or the arguments of a call, as they are sent to a server.
+
+    Raises:
+        UserCodeError: the value has a part that can't be pickled, such as a lock or a connection.
+    """
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:  # noqa: BLE001 - of a user's class
+        raise UserCodeError(f"can't be sent to another process: {cause_of(error)}") from error
+
+
 class IsolatedCalls:
     """Runs functions in processes of their own, at most ``max_workers`` at a time.
 
@@ -76,18 +90,30 @@ class IsolatedCalls:
     async def ask(self, function: Callable[..., object], *args: object, timeout_s: float) -> Any:  # noqa: ANN401 - JSON
         """Return ``function(*args)`` as JSON holds it. Waiting for a free place takes no time.
 
+        If the caller is cancelled, the call's processes are killed and its place is free again.
+
         Raises:
             UserCodeTimeout: it took longer than its limit; its processes were killed.
             UserCodeError: anything else went wrong; see `call`.
         """
+        caller = _Caller()
 
         def in_child() -> object:
-            return self.call(function, args, timeout_s=timeout_s)
+            return self.call(function, args, timeout_s=timeout_s, caller=caller)
 
-        return await ask_in_thread(self._threads, self._threads.submit(in_child), None)
+        try:
+            return await ask_in_thread(self._threads, self._threads.submit(in_child), None)
+        except asyncio.CancelledError:
+            caller.give_up()
+            raise
 
     def call(
-        self, function: Callable[..., object], args: tuple[object, ...], *, timeout_s: float
+        self,
+        function: Callable[..., object],
+        args: tuple[object, ...],
+        *,
+        timeout_s: float,
+        caller: "_Caller | None" = None,
     ) -> Any:  # noqa: ANN401 - JSON
         """Return ``function(*args)`` as JSON holds it. Blocks the calling thread.
 
@@ -96,18 +122,19 @@ class IsolatedCalls:
             UserCodeError: it raised, its process died or used too much, its answer is no JSON, or
                 it can't be sent to another process.
         """
-        try:
-            pickles = cloudpickle.dumps(function), cloudpickle.dumps(args)
-        except Exception as error:  # noqa: BLE001 - of a user's class
-            raise UserCodeError(f"can't be sent to another process: {cause_of(error)}") from error
-        request = Request(*pickles, timeout_s=timeout_s, memory=self._memory)
+        request = Request(
+            pickled(function), pickled(args), timeout_s=timeout_s, memory=self._memory
+        )
+        caller = caller or _Caller()
         server = self._places.get()
         try:
             if server is None:
                 server = _Server()
                 self._servers.append(server)
+            caller.wait_for(server)
             return server.call(request)
         finally:
+            caller.wait_for(None)
             self._give_back(server)
 
     def _give_back(self, server: "_Server | None") -> None:
@@ -119,6 +146,33 @@ class IsolatedCalls:
         self._places.put(None)
         self._servers.remove(server)
         server.kill()
+
+
+class _Caller:
+    """Caller of one call, who may give it up while a thread waits for the answer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._server: _Server | None = None
+        self._has_given_up = False
+
+    def wait_for(self, server: "_Server | None") -> None:
+        """Note which server has the call now. Called by the thread.
+
+        Raises:
+            UserCodeError: the call was given up before it began.
+        """
+        with self._lock:
+            self._server = server
+            if server is not None and self._has_given_up:
+                raise UserCodeError("its caller has given it up")
+
+    def give_up(self) -> None:
+        """End the server that has the call, if one has: the thread then hears that it died."""
+        with self._lock:
+            self._has_given_up = True
+            if self._server is not None:
+                self._server.end()
 
 
 class _Server:
@@ -167,6 +221,10 @@ class _Server:
         if outcome.failure:
             raise UserCodeError(outcome.failure)
         return _value_of(outcome.answer)
+
+    def end(self) -> None:
+        """End the server. Its caller hears of it, and then kills what its call has started."""
+        self._process.kill()
 
     def kill(self) -> None:
         """End the server and all that its calls have started."""

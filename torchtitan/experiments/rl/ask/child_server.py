@@ -4,9 +4,9 @@
                                   └─ wait: read answer and output, look at time and memory
 
 A call runs in a main thread, where `signal.alarm` works. Memory is limited for each process of a
-call, and the number of its processes and their memory together are looked at every `WATCH_S`, so a
-burst passes. The answer is JSON: to load a pickle of a process that ran what a model wrote could
-run that code in the caller.
+call. Every `WATCH_S` the server counts the processes of the call and sums the memory that each has
+to itself, so a burst passes. The answer is JSON: to load a pickle of a process that ran what a
+model wrote could run that code in the caller.
 """
 
 import asyncio
@@ -218,8 +218,8 @@ class _WatchedCall:
         used = 0
         for pid in pids:
             with contextlib.suppress(psutil.Error):
-                # Of the proportional set sizes: pages that several processes share count once.
-                used += psutil.Process(pid).memory_full_info().pss
+                # Pages of its own alone: a fork shares those of the server until it writes to them.
+                used += psutil.Process(pid).memory_full_info().uss
         if used > self.memory:
             limit_gib = self.memory / 2**30
             return f"it used more than {limit_gib:.3g} GiB of memory; its processes were killed"

@@ -12,6 +12,7 @@ Both run only while a call with a limit is open. They take about 0.1 % of a core
 """
 
 import asyncio
+import logging
 import math
 import threading
 import time
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torchtitan.experiments.rl.ask.stacks import frames_of_thread, place_in
+
+logger = logging.getLogger(__name__)
 
 TICK_S = 0.02
 """Seconds between two ticks, and between two looks of the thread: a shorter block may go unseen."""
@@ -57,9 +60,10 @@ class LoopWatch:
         """Observations since the last tick."""
         self._loop_thread = threading.get_ident()
         self._lock = threading.Lock()
-        """Guards the two fields below."""
+        """Guards the fields below."""
         self._users = 0
         self._watcher: threading.Thread | None = None
+        self._has_warned = False
 
     def time(self) -> float:
         """Return the time of the clock that limits are measured with."""
@@ -82,18 +86,25 @@ class LoopWatch:
         """Watch the loop until `end` was called as often as this."""
         with self._lock:
             self._users += 1
-            watched = self._watcher is not None
-            if not watched:
-                self._watcher = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
+            if self._watcher is None:
+                self._start_watcher()
         if self._due == math.inf:
             self._schedule_tick()
-        if not watched:
-            assert self._watcher is not None
-            self._watcher.start()
 
     def end(self) -> None:
         with self._lock:
             self._users -= 1
+
+    def _start_watcher(self) -> None:
+        """Start the thread. Without it limits hold all the same, and nobody is blamed for lag."""
+        watcher = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
+        try:
+            watcher.start()
+            self._watcher = watcher
+        except RuntimeError as error:  # the process may have no more threads
+            if not self._has_warned:
+                logger.warning("calls that block the event loop are not seen: %s", error)
+            self._has_warned = True
 
     def _schedule_tick(self) -> None:
         self._due = time.monotonic() + TICK_S

@@ -1,7 +1,8 @@
 """Asks code that has to be called in order: samplers, datasets, task mix, filters, tasks' builds.
 
-One thread runs the calls in the order in which they were made. Such objects are written for one
-caller at a time, and some, such as a database connection, work only in the thread that made them.
+One call runs at a time, in the order in which they were made, and all in one thread. Such objects
+are written for one caller at a time, and some, such as a database connection, work only in the
+thread that made them. What an async function awaits runs on the event loop, in its turn.
 
     event loop   start ─ wait in place ─▶ answer at once
                                      └─▶ the call takes longer: await its answer
@@ -12,13 +13,14 @@ than to be woken, and leaves the order of the loop's events as it is. A call tha
 awaited, and those behind it are not waited for in place.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
 from torchtitan.experiments.rl.ask.call import ask_in_thread, log_first, sentence
-from torchtitan.experiments.rl.ask.threads import ThreadCall, WorkerThreads
+from torchtitan.experiments.rl.ask.threads import Outcome, ThreadCall, WorkerThreads
 from torchtitan.experiments.rl.errors import RunError, UserCodeError
 
 T = TypeVar("T")
@@ -51,7 +53,10 @@ class OrderedCalls:
         self._timeout_s = timeout_s
         self._in_place_s = IN_PLACE_SYNCHRONOUS_S if synchronous else IN_PLACE_S
         self._thread = thread or WorkerThreads(1)
-        self._last: ThreadCall | None = None
+        self._turn = asyncio.Lock()
+        """Held by the call that runs, if it was not answered in place. The others come in order."""
+        self._open: set[asyncio.Task[Outcome]] = set()
+        """Calls that have not ended, but for one that is answered in place."""
 
     async def call(
         self,
@@ -80,30 +85,53 @@ class OrderedCalls:
     ) -> "OrderedCall[T]":
         """Begin a call, and wait for it in place for a moment; see `call`."""
         limit_s = timeout_s or self._timeout_s
-        is_behind_another = self._last is not None and not (
-            self._last.done() or self._last.is_abandoned
-        )
-        call = self._thread.submit(function, *args)
-        self._last = call
-        if not is_behind_another:
-            with contextlib.suppress(TimeoutError):
-                call.result(min(self._in_place_s, limit_s))
-        return OrderedCall(self._thread, call, owner, limit_s)
+
+        def submit() -> ThreadCall:
+            return self._thread.submit(function, *args)
+
+        if self._open:
+            return OrderedCall(owner, self._in_turn(submit, limit_s, owner))
+        begun = submit()
+        with contextlib.suppress(TimeoutError):
+            outcome = begun.result(min(self._in_place_s, limit_s))
+            if not isinstance(outcome.value, Awaitable):
+                return OrderedCall(owner, outcome)
+        task = self._in_turn(lambda: begun, limit_s, owner)
+        # A task that is cancelled before its first step never runs, and would leave the call be.
+        task.add_done_callback(lambda _: self._thread.abandon(begun))
+        return OrderedCall(owner, task)
+
+    def _in_turn(
+        self, submit: Callable[[], ThreadCall], limit_s: float, owner: str
+    ) -> asyncio.Task[Outcome]:
+        """Run a call behind those that are open, in a task of its own."""
+
+        async def run() -> Outcome:
+            async with self._turn:
+                try:
+                    value = await ask_in_thread(self._thread, submit(), limit_s, owner)
+                    return Outcome(value=value)
+                except UserCodeError as error:
+                    return Outcome(error=error)
+
+        task = asyncio.create_task(run())
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+        return task
 
 
 @dataclass(frozen=True, slots=True)
 class OrderedCall(Generic[T]):
-    """A call that has begun or waits for its turn."""
+    """A call that is answered, or runs, or waits for its turn."""
 
-    thread: WorkerThreads
-    call: ThreadCall
     owner: str
-    timeout_s: float
+    outcome: Outcome | asyncio.Task[Outcome]
+    """Outcome of a call that was answered in place, or the task that ends with it."""
 
     @property
     def answered(self) -> bool:
         """True if the function has returned or raised, and nothing has to be awaited."""
-        return self.call.done() and not isinstance(self.call.result().value, Awaitable)
+        return isinstance(self.outcome, Outcome)
 
     def value_now(self) -> T:
         """Return the value of a call that is answered.
@@ -111,22 +139,22 @@ class OrderedCall(Generic[T]):
         Raises:
             RunError: the function raised anything.
         """
-        outcome = self.call.result()
-        if outcome.error is not None:
-            log_first(outcome.error)
-            raise RunError(f"{self.owner}: {sentence(outcome.error)}") from outcome.error
-        return cast(T, outcome.value)
+        assert isinstance(self.outcome, Outcome), "the call is answered"
+        return self._value_of(self.outcome)
 
     async def value(self) -> T:
         """Return the value, without going round the event loop if the call is answered.
 
+        A caller that is cancelled cancels the call.
+
         Raises:
             RunError: the function took longer than its limit, or raised anything.
         """
-        if self.answered:
-            return self.value_now()
-        try:
-            value = await ask_in_thread(self.thread, self.call, self.timeout_s, self.owner)
-        except UserCodeError as error:
-            raise RunError(f"{self.owner}: {sentence(error)}") from error
-        return cast(T, value)
+        outcome = self.outcome
+        return self._value_of(outcome if isinstance(outcome, Outcome) else await outcome)
+
+    def _value_of(self, outcome: Outcome) -> T:
+        if outcome.error is not None:
+            log_first(outcome.error)
+            raise RunError(f"{self.owner}: {sentence(outcome.error)}") from outcome.error
+        return cast(T, outcome.value)

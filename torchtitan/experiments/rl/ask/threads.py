@@ -7,6 +7,7 @@ call does not fit either: under a busy event loop it took 6 ms a call, against 0
 
 import asyncio
 import contextvars
+import logging
 import queue
 import threading
 import time
@@ -17,6 +18,8 @@ from typing import Any
 
 from torchtitan.experiments.rl.ask.stacks import frames_of_thread, place_in, with_owner
 from torchtitan.experiments.rl.errors import UserCodeTimeout
+
+logger = logging.getLogger(__name__)
 
 TIMER_S = 0.001
 """Seconds by which a timer of an event loop may be early."""
@@ -48,8 +51,8 @@ class ThreadCall(Future[Outcome]):
         self.thread_id: int | None = None
         self.owner = ""
         """Name of the code, for the error of a call around this one."""
-        self.is_abandoned = False
-        """True if nobody waits for the call any more."""
+        self.is_replaced = False
+        """True if another thread was started in the place of the one that runs the call."""
 
     def run(self) -> Outcome:
         try:
@@ -80,21 +83,29 @@ class ThreadCall(Future[Outcome]):
 class WorkerThreads:
     """At most ``size`` threads that take calls in the order in which they were submitted."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, *, name: str = "user-code"):
         self._size = size
+        self._name = name
         self._running = 0
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[ThreadCall] = queue.SimpleQueue()
 
     def submit(self, function: Callable[..., object], *args: object) -> ThreadCall:
-        """Queue a call. A thread runs it when one is free."""
+        """Queue a call. A thread runs it when one is free.
+
+        The call fails if the process can't start a thread and has none that could run it.
+        """
         call = ThreadCall(function, args)
-        self._calls.put(call)
         with self._lock:
-            needs_thread = self._running < self._size
-            self._running += needs_thread
-        if needs_thread:
-            self._start_thread()
+            if self._running < self._size:
+                try:
+                    self._start_thread()
+                    self._running += 1
+                except RuntimeError as error:
+                    if not self._running:
+                        call.set_result(Outcome(error=error))
+                        return call
+        self._calls.put(call)
         return call
 
     async def outcome(self, call: ThreadCall, timeout_s: float | None) -> Outcome:
@@ -119,7 +130,7 @@ class WorkerThreads:
                         raise late
         finally:
             future.cancel()
-            self._abandon(call)
+            self.abandon(call)
         outcome = future.result()
         if timeout_s is not None and outcome.error is None:
             took_s = (call.ended_at or 0.0) - (call.began_at or 0.0)
@@ -127,17 +138,27 @@ class WorkerThreads:
                 raise UserCodeTimeout(f"no answer within {timeout_s:g} s, but after {took_s:.3g} s")
         return outcome
 
-    def _abandon(self, call: ThreadCall) -> None:
-        """Take back a queued call; have another thread take the place of one that runs on."""
+    def abandon(self, call: ThreadCall) -> None:
+        """Take back a queued call; have another thread take the place of one that runs on.
+
+        Nothing happens to a call that has ended.
+        """
         call.cancel()
         with self._lock:
-            call.is_abandoned = True
-            runs_on = call.running() and call.ended_at is None
-        if runs_on:
-            self._start_thread()
+            if call.running() and call.ended_at is None and not call.is_replaced:
+                try:
+                    self._start_thread()
+                    call.is_replaced = True
+                except RuntimeError as error:  # its thread stays, should the call ever end
+                    logger.warning("no thread in place of one that hangs: %s", error)
 
     def _start_thread(self) -> None:
-        threading.Thread(target=self._work, name="user-code", daemon=True).start()
+        """Start a thread.
+
+        Raises:
+            RuntimeError: the process may have no more threads.
+        """
+        threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
     def _work(self) -> None:
         while True:
@@ -149,8 +170,7 @@ class WorkerThreads:
             outcome = call.run()
             with self._lock:
                 call.ended_at = time.monotonic()
-                is_abandoned = call.is_abandoned
             call.set_result(outcome)
-            if is_abandoned:  # another thread was started in its place
+            if call.is_replaced:
                 return
             del call, outcome  # an idle thread would keep the call's arguments alive

@@ -261,16 +261,17 @@ class Conversation:
         """Return what the renderer makes.
 
         Raises:
-            UserCodeError: the renderer failed; names it.
+            UserCodeError: the renderer failed, or was late; names it.
         """
+        owner = f"{type(self._renderer).__name__}.{method}"
         try:
             with trace.span(method):
                 return await work
+        except UserCodeError as error:
+            raise error.of(owner) from error
         except BaseException as error:  # noqa: BLE001 - a renderer may be the user's own
             running = asyncio.current_task()
             is_cancelled = running is not None and running.cancelling() > 0
             if isinstance(error, asyncio.CancelledError) and is_cancelled:
                 raise
-            raise UserCodeError(
-                f"{type(self._renderer).__name__}.{method}: {cause_of(error)}"
-            ) from error
+            raise UserCodeError(f"{owner}: {cause_of(error)}") from error

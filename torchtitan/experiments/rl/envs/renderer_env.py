@@ -95,6 +95,8 @@ class RendererEnv:
         )
         self._started = False
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
+        """Task that closes the MessageEnv, once it has begun."""
         self._reset_s = 0.0
 
     @property
@@ -161,27 +163,29 @@ class RendererEnv:
         self.traceback = traceback
 
     async def close(self) -> None:
-        """Ask the MessageEnv for its metadata, and close it; do nothing the second time.
+        """Ask the MessageEnv for its metadata, and close it; the second time, wait for the first.
 
-        A failure of the env's ``close`` is logged: it can't undo the rollout.
+        A caller that is cancelled interrupts the question, but not the closing. A failure of the
+        env's ``close`` is logged: it can't undo the rollout.
         """
-        if self._closed:
-            return
-        self._closed = True
-        self._conversation.end()
-        ended_well = self.status.is_terminal() and not self.status.is_error()
-        try:
-            if ended_well and type(self._env).metadata is not MessageEnv.metadata:
-                await self._take_metadata()
-        finally:  # also if the rollout is cancelled while the env is asked for its metadata
-            await self._close_env()
+        if not self._closed:
+            self._closed = True
+            self._conversation.end()
+            ended_well = self.status.is_terminal() and not self.status.is_error()
+            try:
+                if ended_well and type(self._env).metadata is not MessageEnv.metadata:
+                    await self._take_metadata()
+            finally:
+                if type(self._env).close is not MessageEnv.close:
+                    self._closing = asyncio.create_task(self._close_env())
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
 
     async def _close_env(self) -> None:
-        if type(self._env).close is not MessageEnv.close:
-            try:
-                await ask(self._env.close, timeout_s=self._config.step_timeout_s)
-            except UserCodeError as error:
-                logger.warning("%s.close failed: %s", self._name, error)
+        try:
+            await ask(self._env.close, timeout_s=self._config.step_timeout_s)
+        except UserCodeError as error:
+            logger.warning("%s.close failed: %s", self._name, error)
 
     async def _take_metadata(self) -> None:
         try:

@@ -11,14 +11,18 @@ import asyncio
 import heapq
 import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
-from typing import TypeVar
+from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
+
+from torchtitan.experiments.rl.ask.call import ask_in_thread
+from torchtitan.experiments.rl.ask.threads import WorkerThreads
 
 T = TypeVar("T")
 
-_LARGE_WORK = ThreadPoolExecutor(1, thread_name_prefix="render")
+LARGE_WORK_S = 60.0
+"""Limit in seconds of a call in the thread. A text of a million characters takes one or two."""
+_LARGE_WORK = WorkerThreads(1, name="render")
 """One thread for large texts: several would keep the interpreter from the event loop."""
 
 
@@ -98,9 +102,14 @@ async def compute(call: Callable[[], T], *, large: bool, line: Line = Line.ANSWE
         large: if True, the call runs in a thread. Otherwise it runs on the event loop, in an
             iteration in which no other rollout computes.
         line: order in which the caller's turn comes.
+
+    Raises:
+        UserCodeTimeout: a large call took longer than `LARGE_WORK_S`.
+        UserCodeError: a large call raised anything.
+        Exception: whatever a call on the event loop raised.
     """
     if large:
-        return await asyncio.get_running_loop().run_in_executor(_LARGE_WORK, call)
+        return cast(T, await ask_in_thread(_LARGE_WORK, _LARGE_WORK.submit(call), LARGE_WORK_S))
     queue = yield_queue()
     if not queue.held:
         await queue.wait(line)

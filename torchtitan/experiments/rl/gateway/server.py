@@ -287,7 +287,7 @@ async def _answer(call: Call) -> ModelReply:
         Refusal: it was refused, or lost.
     """
     try:
-        return (await asyncio.shield(call.answer))[1]
+        return (await asyncio.shield(call.answer)).reply
     except asyncio.CancelledError:
         if call.answer.cancelled():  # and not this reader
             raise Refusal(

@@ -1,14 +1,20 @@
 """One rollout of an agent: what its calls are answered with, and what becomes of them.
 
-A call is matched against what the rollout has said (`chains.py`), rendered, sampled, and answered. It is one turn of the
-rollout, whoever asked. A turn is trained if its answer was delivered, and if the model that was asked for is the trained one.
+    begin(request) ─▶ match a turn ─▶ render ─▶ sample ─▶ parse, record as a turn ─▶ reply
+    leave(call)    ◀─ a connection was sent the reply, or has gone
+
+1. `chains.py` finds the turn that a request goes on from. What it adds is rendered behind that
+   turn's own tokens; a request that goes on from none begins a chain.
+2. A chain has a session with the model that was asked for: the policy, or a frozen model.
+3. What was sampled is a turn of the rollout, whoever asked for it. It is trained on if its answer
+   was delivered, and if the model that was asked for is the trained one.
+4. A client that sends a request again joins the call that answers it already.
 """
 
 import asyncio
 import contextlib
 import hashlib
 import logging
-import re
 import time
 import uuid
 from collections import Counter
@@ -21,7 +27,6 @@ from renderers import Message, Renderer
 
 from torchtitan.experiments.rl.envs.conversation import Conversation
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts
-from torchtitan.experiments.rl.envs.renderer import control_token_in
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import (
     RunError,
@@ -32,33 +37,39 @@ from torchtitan.experiments.rl.errors import (
 from torchtitan.experiments.rl.gateway.chains import Chains, Match
 from torchtitan.experiments.rl.gateway.request import (
     MODEL_FAILED,
-    TASKS_OWN,
-    WISHES,
     ModelReply,
     ModelRequest,
     Refusal,
     cut_at_stop,
-    is_unmet,
     reply_of,
-    unavailable,
 )
-from torchtitan.experiments.rl.printable import shown
+from torchtitan.experiments.rl.gateway.rules import RequestRules, check_stop
 from torchtitan.experiments.rl.rollouts.policy import PolicySession, SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
+from torchtitan.experiments.rl.rollouts.types import (
+    Completion,
+    DataSample,
+    RolloutStatus,
+    RolloutTurn,
+)
 
 logger = logging.getLogger(__name__)
 
-POLICY, AUXILIARY = "policy", "auxiliary"
-"""What the names of models that an agent asks for may stand for: the policy, and the policy in calls that are not trained."""
+POLICY = "policy"
+"""Model that is trained."""
+AUXILIARY = "auxiliary"
+"""The policy, in calls that are not trained."""
 
 UNDELIVERED = "undelivered"
+"""Reason why a turn is not trained: its answer has reached no client."""
 CLOSE_S = 1.0
-"""How long the end of a rollout waits for calls that are cancelled, and for answers that are being sent."""
+"""Seconds that the end of a rollout waits for cancelled calls, and for answers on their way."""
 KEEP_S = 15.0
-"""Seconds that a call goes on after its last reader has left. A client that timed out asks again, OpenAI's and Anthropic's own
-within 8 s."""
+"""Seconds that a call goes on after its last reader has left. A client that timed out asks again,
+OpenAI's and Anthropic's own within 8 s."""
 CONTEXT_EXCEEDED = "context_length_exceeded"
+"""Code of a refusal: the prompt leaves no room for an answer."""
 BUDGET_EXCEEDED = "call_budget_exceeded"
+"""Code of a refusal: the rollout has no calls or no tokens left."""
 LIMITS = {
     CONTEXT_EXCEEDED: RolloutStatus.TRUNCATED_PROMPT_OVERFLOW,
     BUDGET_EXCEEDED: RolloutStatus.TRUNCATED_MAX_TURNS,
@@ -73,7 +84,7 @@ class Sampler(PolicySession, Protocol):
     """Sampling settings of the rollout: the task's, or those of a validation."""
 
     def branch(self, key: str) -> PolicySession:
-        """Another session of the same rollout. Its seed follows from the rollout's and the key."""
+        """Return another session of the rollout, with a seed of the rollout's and the key."""
 
     def branch_seed(self, key: str) -> int:
         """Return the seed that a branch with this key has."""
@@ -83,13 +94,15 @@ class Sampler(PolicySession, Protocol):
 class Call:
     """A request that is being answered, or was."""
 
-    answer: "asyncio.Task[tuple[Said, ModelReply]]" = field(init=False)
+    answer: "asyncio.Task[Answer]" = field(init=False)
+    """Task that answers the request. Its readers shield it: it may have several."""
     readers: int = 1
-    """Connections that wait for it, or are being sent it."""
+    """Number of connections that wait for the answer, or are being sent it."""
     delivered: bool = False
     """True if a client was sent all of the answer."""
     prompted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the model is asked, or the call has ended. Until then a request may be refused for what it says."""
+    """Set when the model is asked, or the call has ended. Until then the request may be refused for
+    what it says."""
     end: asyncio.TimerHandle | None = None
     """Timer that ends the call, started when the last reader left."""
 
@@ -99,32 +112,63 @@ class Call:
         if self.end is not None:
             self.end.cancel()
 
+    @property
+    def has_failed(self) -> bool:
+        """True if the call has ended without an answer."""
+        task = self.answer
+        return task.done() and (task.cancelled() or task.exception() is not None)
+
 
 @dataclass(eq=False, slots=True)
-class Said:
-    """A turn, and what goes on from it."""
+class SampledTurn:
+    """A turn in the tree of the rollout, and what a request needs to go on from it."""
 
     call: Call
     turn: RolloutTurn
     chain: int
+    """Number of the turn's chain: turns that one session sampled."""
     conversation: Conversation | None
-    """As it stands after the turn; None: a request has gone on from it."""
+    """Conversation as it stands after the turn; None if a request has gone on from it."""
     session: PolicySession
-    cut: bool = False
+    is_cut: bool = False
     """True if a limit of the run cut the policy's answer, and the client did not ask for that."""
 
     @property
     def is_cut_for_a_client(self) -> bool:
         """True if a client has the cut answer, or is being sent it."""
-        return self.cut and (self.call.delivered or self.call.readers > 0)
+        return self.is_cut and (self.call.delivered or self.call.readers > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Result of a call."""
+
+    sampled: SampledTurn
+    reply: ModelReply
+
+
+@dataclass(kw_only=True, slots=True)
+class _Branch:
+    """Place in the tree where a request is answered, with its prompt rendered."""
+
+    model: str
+    """POLICY, AUXILIARY or the name of a frozen model."""
+    match: "Match[SampledTurn]"
+    """Turn that the request goes on from."""
+    new: list[Message]
+    """Messages of the request that no turn before it has."""
+    conversation: Conversation
+    """Conversation up to the prompt that is sampled from."""
+    session: PolicySession
+    chain: int
 
 
 class AgentRollout:
-    """Takes calls from ``open`` to ``close``."""
+    """Rollout of an agent. It takes calls from `open` to `close`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a task decides for a rollout
         self,
-        sample: Any,
+        sample: DataSample,
         *,
         renderer: Renderer,
         config: RendererEnvConfig,
@@ -135,85 +179,111 @@ class AgentRollout:
         group: GroupPrompts,
         refused_fields: Sequence[str] = (),
     ):
-        """
+        """Take no calls yet.
+
         Args:
-            sample: the example it is of.
-            config: ``max_turns`` is how many answers it may have, ``max_rollout_tokens`` how long each chain may be.
-            max_sampled_tokens: of all calls together; None: as many as the calls give.
-            models: what the names that an agent asks for stand for: POLICY, AUXILIARY, or else a name that ``frozen`` is called
-                with. Others stand for the policy.
-            frozen: opens a session of the frozen model of this name, with this seed.
-            noise: patterns by name; what they match in a system message is left out.
-            refused_fields: those of request.WISHES that are refused.
+            sample: example that the agent works on.
+            config: ``max_turns`` is the maximum number of answers, ``max_rollout_tokens`` the
+                maximum number of tokens of each chain.
+            max_sampled_tokens: maximum number of tokens of all answers together; None for none.
+            models: model by the name that an agent asks for: POLICY, AUXILIARY, or a name that
+                ``frozen`` is called with. Other names stand for the policy.
+            frozen: opens a session with the frozen model of this name, with this seed.
+            noise: see `RequestRules`.
+            group: prompts that were rendered for other rollouts of the group.
+            refused_fields: see `RequestRules`.
         """
         self.sample = sample
         self.status = RolloutStatus.ONGOING
         self.error: str | None = None
+        """Cause of a status that is an error, in one line."""
         self.traceback = ""
-        """See Rollout."""
+        """See `Rollout.traceback`."""
         self.answer: Any = None
+        """Value that the agent returned."""
         self.counts: Counter[str] = Counter()
-        """See Rollout.calls."""
-        self._renderer, self._config, self._group = renderer, config, group
+        """See `Rollout.calls`."""
+        self._renderer = renderer
+        self._config = config
+        self._group = group
         self._max_sampled_tokens = max_sampled_tokens
-        self._models, self._frozen = models, frozen
-        self._refused_fields = refused_fields
-        self._noise = {name: re.compile(pattern) for name, pattern in noise.items()}
-        self._chains: Chains[Said] = Chains()
-        self._calls: dict[bytes, Call] = {}
-        """By digest of the body, the last of each."""
+        self._models = models
+        self._frozen = frozen
+        self._rules = RequestRules(
+            renderer=renderer, noise=noise, refused_fields=refused_fields, counts=self.counts
+        )
+
         self._policy: Sampler | None = None
-        self._sampling: SamplingConfig | None = None
-        self._keys: Counter[str] = Counter()
+        """The policy while the rollout is open."""
+        self._opened_at = 0.0
+        self._frozen_sessions: list[PolicySession] = []
+        """Sessions with frozen models, which the rollout closes."""
+        self._session_keys: Counter[str] = Counter()
+        """Number of sessions that began with a prompt, by its digest."""
+
+        self._chains: Chains[SampledTurn] = Chains()
+        self._chain_count = 0
+
+        self._calls: dict[bytes, Call] = {}
+        """Latest call with each body, by the body's digest."""
         self._open_calls: set[Call] = set()
-        self._begun = self._answered_calls = self._sampled = self._chain_count = 0
-        self._began_at = 0.0
+        self._begun_calls = 0
+        self._ended_calls = 0
+        """Number of calls that count against ``max_turns``: neither refused nor cancelled."""
+        self._sampled_tokens = 0
         self._refusal_code = ""
-        """Code that the last call was refused with; "" if it was answered."""
+        """Code that the last call was refused with; empty if it was answered."""
         self._budget_spent = False
         """True if a call to the policy was refused because the rollout's budget was spent."""
-        self._sessions: list[PolicySession] = []
+
         self._readers = 0
-        """Of all calls together."""
-        self._left = asyncio.Event()
+        """Number of readers of all calls together."""
+        self._all_left = asyncio.Event()
         """Set when the last of them has left."""
 
     @property
     def turns(self) -> list[RolloutTurn]:
-        """Chain by chain, so that a turn follows the one that it extends."""
+        """Turns chain by chain, so that a turn follows the one that it extends."""
         return [node.value.turn for node in self._chains.in_order()]
 
     @property
     def was_asked(self) -> bool:
         """True if a call has reached the rollout."""
-        return self._begun > 0 or bool(self.counts["refused"])
+        return self._begun_calls > 0 or bool(self.counts["refused"])
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Of a prompt that leaves room for an answer."""
+        """Maximum number of tokens of a prompt that leaves room for an answer."""
         return self._config.max_rollout_tokens - 1
+
+    # Life of the rollout, which the task calls.
 
     def open(self, policy: Sampler) -> None:
         """Take calls from now on."""
         self._policy = policy
-        self._sampling = policy.sampling
-        self._began_at = time.perf_counter()
+        self._rules.sampling = policy.sampling
+        self._opened_at = time.perf_counter()
 
     def finish(
         self, status: RolloutStatus, error: str | None = None, *, traceback: str = ""
     ) -> None:
-        """The first terminal status stays."""
+        """End the rollout. The first terminal status stays."""
         if not self.status.is_terminal():
-            self.status, self.error, self.traceback = status, error, traceback
+            self.status = status
+            self.error = error
+            self.traceback = traceback
 
     def ended(self, failure: UserCodeError | None) -> None:
-        """Set the status of a rollout whose agent has returned or failed (docs/agents.md says when it is truncated)."""
+        """Set the status of a rollout whose agent has returned or failed.
+
+        docs/agents.md says when such a rollout is truncated.
+        """
         limit = LIMITS.get(self._refusal_code) if failure is not None else self._truncation()
         if isinstance(failure, UserCodeTimeout):
             self.finish(RolloutStatus.TIMEOUT, str(failure))
         elif failure is not None and limit is None:
             self.finish(RolloutStatus.ERROR, str(failure), traceback=users_traceback(failure))
-        elif not self._begun:
+        elif not self._begun_calls:
             self.finish(RolloutStatus.ERROR, "the agent ended and had not asked the model anything")
         elif limit is None and not self.turns:
             self.finish(
@@ -225,7 +295,7 @@ class AgentRollout:
     def _truncation(self) -> RolloutStatus | None:
         """Return how the run's limits cut short an agent that has returned; None if they did not.
 
-        An agent that went on from a cut answer has dealt with it, and so has one that caught a refusal
+        An agent that went on from a cut answer has dealt with it. So has one that caught a refusal
         and had an answer of the policy's already.
         """
         nodes = list(self._chains.in_order())
@@ -239,117 +309,154 @@ class AgentRollout:
 
     async def close(self) -> None:
         """Take no more calls. Those that are open end in the engine, and are not trained."""
-        open_calls = [call.answer for call in self._open_calls]
         self._policy = None
+        answers = [call.answer for call in self._open_calls]
         for call in self._open_calls:
             call.answer.cancel()
             if call.end is not None:
                 call.end.cancel()
-        if open_calls:
-            await asyncio.wait(open_calls, timeout=CLOSE_S)
-        # An agent may end with its last answer in hand, before the server has seen that it was delivered.
+        if answers:
+            await asyncio.wait(answers, timeout=CLOSE_S)
         if self._readers:
-            self._left.clear()
+            # An agent may end with its last answer in hand, before the server has seen that it was
+            # delivered.
+            self._all_left.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._left.wait(), CLOSE_S)
+                await asyncio.wait_for(self._all_left.wait(), CLOSE_S)
         self._calls.clear()
         for node in self._chains.in_order():
             node.value.conversation = None
-        for session in self._sessions:
+        for session in self._frozen_sessions:
             session.close()
-        self._sessions.clear()
+        self._frozen_sessions.clear()
 
-    # ---- what the server calls
+    # Calls, which the server begins and leaves.
 
     def begin(self, request: ModelRequest, *, digest: bytes, retry: bool, dialect: str) -> Call:
         """Return a new call, or the one that a client repeats.
 
-        A repeat joins the equal call before it if the client says that it is one, or if that call's answer
-        has reached nobody and nobody waits for it: its client has gone, and asks again.
+        A repeat joins the equal call before it if the client says that it is one, or if that call's
+        answer has reached nobody and nobody waits for it: its client has gone, and asks again.
+
+        Args:
+            digest: digest of the request's path and body.
+            retry: True if the client says that it repeats a request.
+            dialect: name of the dialect, for the turn's record.
 
         Raises:
             Refusal: the rollout takes no more calls.
         """
         known = self._calls.get(digest)
-        if known is not None and (_failed(known.answer) or known.answer.cancelling()):
-            known = None
-        if known is not None and (retry or not (known.readers or known.delivered)):
-            self.counts["retried"] += 1
-            known.join()
-            self._readers += 1
-            return known
-        if self._policy is None:
-            raise Refusal("the rollout of this key has ended", status=401, code="rollout_ended")
-        spent = self._spent_budget()
-        if spent is not None:
-            self._budget_spent |= self._models.get(request.model, POLICY) == POLICY
-            raise self._refused(Refusal(f"the rollout has {spent}", code=BUDGET_EXCEEDED))
-        self._begun += 1
+        if known is not None and not (known.has_failed or known.answer.cancelling()):
+            reached_nobody = not (known.readers or known.delivered)
+            if retry or reached_nobody:
+                self.counts["retried"] += 1
+                self._readers += 1
+                known.join()
+                return known
+        self._check_open(request)
+        self._begun_calls += 1
         self._readers += 1
         call = Call()
         call.answer = asyncio.create_task(
-            self._answered(call, request, dialect, first=self._begun == 1)
+            self._answer(call, request, dialect, is_first=self._begun_calls == 1)
         )
-        call.answer.add_done_callback(lambda answer: self._has_ended(call))
+        call.answer.add_done_callback(lambda _: self._call_ended(call))
         self._open_calls.add(call)
         self._calls[digest] = call
         return call
 
-    def _has_ended(self, call: Call) -> None:
-        """Take a call from the open ones, and count it against ``env.max_turns`` unless it was refused or cancelled."""
+    def _check_open(self, request: ModelRequest) -> None:
+        """Raise Refusal if the rollout has ended, or has spent its calls or its tokens."""
+        if self._policy is None:
+            raise Refusal("the rollout of this key has ended", status=401, code="rollout_ended")
+        calls = self._ended_calls + len(self._open_calls)
+        if calls >= self._config.max_turns:
+            spent = f"made its {calls} calls (env.max_turns)"
+        elif (
+            self._max_sampled_tokens is not None
+            and self._sampled_tokens >= self._max_sampled_tokens
+        ):
+            spent = f"sampled its {self._sampled_tokens} tokens (max_sampled_tokens)"
+        else:
+            return
+        if self._model_of(request) == POLICY:
+            self._budget_spent = True
+        refusal = Refusal(f"the rollout has {spent}", code=BUDGET_EXCEEDED)
+        self._count_refusal(refusal)
+        raise refusal
+
+    def _call_ended(self, call: Call) -> None:
+        """Take a call from the open ones, and count it unless it was refused or cancelled."""
         self._open_calls.discard(call)
         call.prompted.set()
         if call.answer.cancelled():
             return
         failure = call.answer.exception()
-        if not (isinstance(failure, Refusal) and failure.status < 500):
-            self._answered_calls += 1
+        was_refused = isinstance(failure, Refusal) and failure.status < 500
+        if not was_refused:
+            self._ended_calls += 1
 
     def leave(self, call: Call, *, delivered: bool) -> None:
-        """Take note that a connection has been sent the answer, or has gone."""
+        """Note that a connection was sent the answer, or has gone."""
         call.readers -= 1
         call.delivered |= delivered
         self._readers -= 1
         if not self._readers:
-            self._left.set()
+            self._all_left.set()
         if not call.answer.done():
             if not call.readers:
                 call.end = asyncio.get_running_loop().call_later(KEEP_S, call.answer.cancel)
-        elif not _failed(call.answer):
-            said, _ = call.answer.result()
-            if said.turn.untrained != UNDELIVERED:
-                return
-            if delivered:
-                said.turn.untrained = None
+        elif delivered and not call.has_failed:
+            turn = call.answer.result().sampled.turn
+            if turn.untrained == UNDELIVERED:
+                turn.untrained = None
                 self.counts[UNDELIVERED] -= 1
                 self.counts["answered"] += 1
 
     async def count_tokens(self, request: ModelRequest) -> int:
-        """Of the request's prompt."""
+        """Return the number of tokens of the request's prompt.
+
+        Raises:
+            Refusal: the prompt can't be rendered.
+        """
         conversation = Conversation(self._renderer, max_tokens=self._config.max_rollout_tokens)
         try:
-            await conversation.open(self._quiet(request.messages), request.tools)
+            await conversation.open(self._rules.without_noise(request.messages), request.tools)
         except UserCodeError as error:
             raise Refusal(str(error)) from error
-        return (
-            len(conversation.prompt.ids) if conversation.prompt else self._config.max_rollout_tokens
-        )
+        if conversation.prompt is None:
+            return self._config.max_rollout_tokens
+        return len(conversation.prompt.ids)
 
-    async def _answered(
-        self, call: Call, request: ModelRequest, dialect: str, *, first: bool
-    ) -> tuple[Said, ModelReply]:
+    # Answering a call.
+
+    async def _answer(
+        self, call: Call, request: ModelRequest, dialect: str, *, is_first: bool
+    ) -> Answer:
+        """Answer a request, and count how that ends.
+
+        Raises:
+            Refusal: the request is refused, or no model answered it.
+        """
         about = {
-            "at_s": round(time.perf_counter() - self._began_at, 4),
+            "at_s": round(time.perf_counter() - self._opened_at, 4),
             "dialect": dialect,
             "model": request.model,
         }
         try:
-            return await self._sampled_for(call, request, about, first=first)
+            branch = await self._prompted(request, is_first=is_first)
+            check_stop(request, branch.session)
+            call.prompted.set()
+            completion = await self._sample(branch, request)
+            sampled, message, stopped_at = await self._record(
+                call, branch, completion, request, about
+            )
         except asyncio.CancelledError:
             self.counts["aborted"] += 1
             raise
         except Refusal as refusal:
-            self._refused(refusal)
+            self._count_refusal(refusal)
             raise
         except UserCodeError as error:
             self.counts["lost"] += 1
@@ -357,102 +464,77 @@ class AgentRollout:
         except RunError as error:  # of a frozen model, which has tried its servers again
             self.counts["lost"] += 1
             raise Refusal(str(error), status=MODEL_FAILED, code="model_failed") from error
-
-    async def _sampled_for(
-        self, call: Call, request: ModelRequest, about: dict[str, Any], *, first: bool
-    ) -> tuple[Said, ModelReply]:
-        kind = self._models.get(request.model, POLICY)
-        self._check_fields(request, kind)
-        messages = self._quiet(request.messages)
-        match = self._chains.match((kind, request.tools), messages)
-        new = messages[match.known :]
-        self._count_control_tokens(new)
-        conversation, session, chain = await self._prompted(match, new, request)
-        prompt = conversation.prompt
-        assert prompt is not None
-        if session is None:
-            chain, self._chain_count = self._chain_count, self._chain_count + 1
-            session = self._session(kind, prompt.token_ids, first=first)
-        room = conversation.max_completion_tokens
-        wanted = min(room, request.max_tokens or room)
-        options: dict[str, Any] = {} if request.seed is None else {"seed": request.seed}
-        if request.stop:
-            _check_stop(request, session)
-            options["stop"] = request.stop
-        call.prompted.set()
-        completion = await session.generate(prompt.token_ids, max_tokens=wanted, **options)
-        self._sampled += len(completion.token_ids)
-        self._refusal_code = ""
-        # What was sampled is in the record whatever comes next: parsing may fail, and the client go meanwhile.
-        untrained = "aborted"
-        answer = None
-        shown_answer = None
-        try:
-            turn = await conversation.add_completion(completion)
-            if completion.finish_reason == "abort":
-                raise UserCodeError("the generator aborted the completion")
-            # Until the answer has left, where it would be trained at all.
-            untrained = {POLICY: UNDELIVERED, AUXILIARY: AUXILIARY}.get(kind, "frozen model")
-            self.counts[untrained] += 1
-            answer = turn.assistant_message
-            seen, stopped_at = cut_at_stop(
-                answer["content"], request.stop, at_text=self._ended_at_text(completion)
-            )
-            shown_answer = cast(Message, answer | {"content": seen})
-        except UserCodeError:
-            untrained = "lost"
-            raise
-        finally:
-            turn = conversation.turns[-1]
-            turn.untrained = untrained
-            turn.call = about | {
-                "chain": chain,
-                "depth": len(match.node.path()) if match.node else 0,
-            }
-            said = Said(call, turn, chain, conversation, session)
-            self._chains.add(match, new, shown_answer, said, extends=prompt.extends, kept=answer)
         reply = reply_of(
-            shown_answer,
+            message,
             stopped_at=stopped_at,
             length=completion.finish_reason == "length",
             request=request,
             id=uuid.uuid4().hex,
             created=int(time.time()),
-            prompt_tokens=len(prompt.ids),
+            prompt_tokens=len(sampled.turn.prompt_token_ids),
             completion_tokens=len(completion.token_ids),
         )
-        self._count_wishes(request, reply)
-        if kind == POLICY and reply.finish == "length":
-            assert self._sampling is not None
-            said.cut = wanted >= min(room, self._sampling.max_tokens)
-        return said, reply
+        self._rules.count_wishes(request, reply)
+        if branch.model == POLICY and reply.finish == "length":
+            sampled.is_cut = not self._asked_for_less(request, sampled.turn)
+        return Answer(sampled, reply)
 
-    async def _prompted(
-        self, match: "Match[Said]", new: list[Message], request: ModelRequest
-    ) -> tuple[Conversation, PolicySession | None, int]:
-        """The conversation up to this call's prompt, and the session and number of the chain that it goes on with.
+    def _model_of(self, request: ModelRequest) -> str:
+        return self._models.get(request.model, POLICY)
+
+    async def _prompted(self, request: ModelRequest, *, is_first: bool) -> _Branch:
+        """Find the request's place in the tree, and render its prompt there.
+
+        Raises:
+            Refusal: a field wants another sampling than the rollout's, or the prompt leaves no room
+                for an answer or can't be rendered.
+        """
+        model = self._model_of(request)
+        self._rules.check_fields(request, asks_policy=model in (POLICY, AUXILIARY))
+        messages = self._rules.without_noise(request.messages)
+        match = self._chains.match((model, request.tools), messages)
+        new = messages[match.known :]
+        self._rules.count_control_tokens(new)
+
+        # The first request that goes on from a turn takes its session. Another one begins a chain.
+        node = match.node
+        goes_on = node is not None and not node.taken
+        if node is not None:
+            node.taken = True
+        conversation = await self._rendered(match, new, request)
+        if node is not None and goes_on:
+            session = node.value.session
+            chain = node.value.chain
+        else:
+            assert conversation.prompt is not None
+            chain = self._chain_count
+            self._chain_count += 1
+            session = self._new_session(model, conversation.prompt.token_ids, is_first=is_first)
+        return _Branch(
+            model=model,
+            match=match,
+            new=new,
+            conversation=conversation,
+            session=session,
+            chain=chain,
+        )
+
+    async def _rendered(
+        self, match: "Match[SampledTurn]", new: list[Message], request: ModelRequest
+    ) -> Conversation:
+        """Return the conversation up to the request's prompt.
 
         Raises:
             Refusal: the prompt leaves no room for an answer, or can't be rendered.
         """
-        node, session, chain = match.node, None, -1
         try:
-            if node is None:
+            if match.node is None:
                 conversation = Conversation(
                     self._renderer, max_tokens=self._config.max_rollout_tokens, group=self._group
                 )
                 fits = await conversation.open(list(new), request.tools)
             else:
-                said = node.value
-                if not node.taken:
-                    node.taken, session, chain = True, said.session, said.chain
-                if said.conversation is None:
-                    turns = [before.turn for before in node.path()]
-                    conversation = Conversation.after(
-                        turns, self._renderer, max_tokens=self._config.max_rollout_tokens
-                    )
-                else:
-                    conversation, said.conversation = said.conversation, None
+                conversation = self._conversation_after(match)
                 conversation.messages.extend(new)
                 fits = await conversation.add_messages(new)
         except UserCodeError as error:
@@ -460,125 +542,128 @@ class AgentRollout:
         if not fits:
             tokens = len(conversation.prompt.ids) if conversation.prompt else 0
             seen = f"{tokens} tokens" if tokens > self.max_prompt_tokens else "more tokens"
-            cure = "compact the conversation, or begin a new one"
-            message = f"{seen} > {self.max_prompt_tokens} maximum (env.max_rollout_tokens): {cure}"
-            raise Refusal(message, code=CONTEXT_EXCEEDED, field="messages")
-        return conversation, session, chain
-
-    def _session(self, kind: str, prompt: np.ndarray, *, first: bool) -> PolicySession:
-        """For a chain that begins. Its seed follows from what it begins with: calls side by side come in any order."""
-        assert self._policy is not None
-        if first and kind == POLICY:
-            return self._policy
-        key = hashlib.blake2b(prompt.tobytes(), digest_size=8).hexdigest()
-        self._keys[key] += 1
-        key = f"{key}/{self._keys[key]}"
-        if kind in (POLICY, AUXILIARY):
-            return self._policy.branch(key)
-        self._sessions.append(self._frozen(kind, self._policy.branch_seed(f"{kind}/{key}")))
-        return self._sessions[-1]
-
-    def _check_fields(self, request: ModelRequest, kind: str) -> None:
-        """Raise Refusal if the client wants another sampling than the task's."""
-        if request.seed is not None and kind in (POLICY, AUXILIARY):
-            cure = "leave it out: the seeds of the policy follow from the run's"
-            raise Refusal(f"seed = {request.seed}: {cure}", code="unsupported_value", field="seed")
-        for name, value in request.sampling.items():
-            if value != self._own_value(name, value):
-                raise unavailable(name, value, TASKS_OWN[name][1])
-        for name in self._refused_fields:
-            value = request.wishes.get(name)
-            if value is not None and value != self._own_value(name, value):
-                raise unavailable(name, value, WISHES[name][1])
-
-    def _count_control_tokens(self, new: list[Message]) -> None:
-        """Count a call whose messages have a text that the prompt holds as a control token, and log the first one.
-
-        A tool's answer or a web page with "<|im_end|>" ends its message early and may write the assistant's. The call is
-        answered all the same: an agent shows the policy's own words again, and the policy can sample such tokens.
-        """
-        said = [message for message in new if message["role"] in ("user", "tool")]
-        if (token := control_token_in(said, self._renderer)) is not None:
-            if not self.counts["control_tokens"]:
-                cure = "change the text before the agent sends it"
-                logger.warning(
-                    "an agent's message has %r, which becomes a control token of the prompt: %s",
-                    token,
-                    cure,
-                )
-            self.counts["control_tokens"] += 1
-
-    def _count_wishes(self, request: ModelRequest, reply: ModelReply) -> None:
-        for name, value in request.wishes.items():
-            if value != self._own_value(name, value):
-                self.counts[f"wish/{name}"] += 1
-                self.counts[f"unmet/{name}"] += is_unmet(name, value, reply)
-
-    def _own_value(self, name: str, value: Any) -> Any:
-        """Return the rollout's own value of a field of TASKS_OWN or WISHES, or None where it has none.
-
-        The field of a template's arguments holds several: their own values come back for the keys of ``value``.
-        """
-        settings = getattr(self._renderer, "config", None)
-        if name == "chat_template_kwargs":
-            return (
-                {key: getattr(settings, key, None) for key in value}
-                if isinstance(value, dict)
-                else {}
+            raise Refusal(
+                f"{seen} > {self.max_prompt_tokens} maximum (env.max_rollout_tokens): compact the "
+                "conversation, or begin a new one",
+                code=CONTEXT_EXCEEDED,
+                field="messages",
             )
-        return getattr(self._sampling, name, getattr(settings, name, None))
+        return conversation
+
+    def _conversation_after(self, match: "Match[SampledTurn]") -> Conversation:
+        """Return the conversation as it stands after the turn that a request goes on from.
+
+        The first request takes the turn's own; for another one it is made again from the turns.
+        """
+        assert match.node is not None
+        before = match.node.value
+        if before.conversation is not None:
+            conversation = before.conversation
+            before.conversation = None
+            return conversation
+        turns = [sampled.turn for sampled in match.node.path()]
+        return Conversation.after(turns, self._renderer, max_tokens=self._config.max_rollout_tokens)
+
+    def _new_session(self, model: str, prompt: np.ndarray, *, is_first: bool) -> PolicySession:
+        """Return the session of a chain that begins.
+
+        Its seed follows from the prompt, because calls side by side come in any order.
+        """
+        assert self._policy is not None
+        if is_first and model == POLICY:
+            return self._policy
+        digest = hashlib.blake2b(prompt.tobytes(), digest_size=8).hexdigest()
+        self._session_keys[digest] += 1
+        key = f"{digest}/{self._session_keys[digest]}"
+        if model in (POLICY, AUXILIARY):
+            return self._policy.branch(key)
+        session = self._frozen(model, self._policy.branch_seed(f"{model}/{key}"))
+        self._frozen_sessions.append(session)
+        return session
+
+    async def _sample(self, branch: _Branch, request: ModelRequest) -> Completion:
+        """Ask the model for the completion of the prompt."""
+        prompt = branch.conversation.prompt
+        assert prompt is not None
+        options: dict[str, Any] = {}
+        if request.seed is not None:
+            options["seed"] = request.seed
+        if request.stop:
+            options["stop"] = request.stop
+        room = branch.conversation.max_completion_tokens
+        completion = await branch.session.generate(
+            prompt.token_ids, max_tokens=min(room, request.max_tokens or room), **options
+        )
+        self._sampled_tokens += len(completion.token_ids)
+        self._refusal_code = ""
+        return completion
+
+    async def _record(
+        self,
+        call: Call,
+        branch: _Branch,
+        completion: Completion,
+        request: ModelRequest,
+        about: dict[str, Any],
+    ) -> tuple[SampledTurn, Message, str | None]:
+        """Record a completion as a turn of the rollout.
+
+        The turn is in the tree whatever happens: parsing may fail, and the client go meanwhile.
+
+        Returns:
+            The turn, its message without the client's stop text, and that text if one ended it.
+
+        Raises:
+            UserCodeError: the completion can't be parsed, or the generator aborted it.
+        """
+        conversation = branch.conversation
+        assert conversation.prompt is not None
+        extends = conversation.prompt.extends
+        untrained = "aborted"
+        whole: Message | None = None
+        without_stop: Message | None = None
+        stopped_at: str | None = None
+        try:
+            turn = await conversation.add_completion(completion)
+            if completion.finish_reason == "abort":
+                raise UserCodeError("the generator aborted the completion")
+            # Until the answer has left, if it would be trained on at all.
+            reasons = {POLICY: UNDELIVERED, AUXILIARY: AUXILIARY}
+            untrained = reasons.get(branch.model, "frozen model")
+            self.counts[untrained] += 1
+            whole = turn.assistant_message
+            content, stopped_at = cut_at_stop(
+                whole["content"], request.stop, at_text=self._ended_at_text(completion)
+            )
+            without_stop = cast(Message, whole | {"content": content})
+        except UserCodeError:
+            untrained = "lost"
+            raise
+        finally:
+            turn = conversation.turns[-1]
+            turn.untrained = untrained
+            node = branch.match.node
+            depth = len(node.path()) if node is not None else 0
+            turn.call = about | {"chain": branch.chain, "depth": depth}
+            sampled = SampledTurn(call, turn, branch.chain, conversation, branch.session)
+            self._chains.add(
+                branch.match, branch.new, without_stop, sampled, extends=extends, kept=whole
+            )
+        assert without_stop is not None, "the completion was parsed"
+        return sampled, without_stop, stopped_at
 
     def _ended_at_text(self, completion: Completion) -> bool:
-        """Return whether a text ended the completion, and not the model's own end of turn."""
+        """Return True if a text ended the completion, and not the model's own end of turn."""
         last = completion.token_ids[-1:]
-        return (
-            completion.finish_reason == "stop"
-            and not np.isin(last, self._renderer.get_stop_token_ids()).any()
-        )
+        ended_itself = np.isin(last, self._renderer.get_stop_token_ids()).any()
+        return completion.finish_reason == "stop" and not ended_itself
 
-    def _quiet(self, messages: list[Message]) -> list[Message]:
-        """The messages without what the task calls noise."""
-        if not self._noise:
-            return messages
-        quiet = list(messages)
-        for index, message in enumerate(messages):
-            for name, pattern in (
-                self._noise.items() if message["role"] in ("system", "developer") else ()
-            ):
-                rest, count = pattern.subn("", quiet[index]["content"])
-                if count:
-                    if not self.counts[f"noise/{name}"]:
-                        logger.info(
-                            "noise %r: left out %s", name, shown(pattern.search(message["content"]))
-                        )
-                    self.counts[f"noise/{name}"] += count
-                    quiet[index] = quiet[index] | {"content": rest}
-        return quiet
+    def _asked_for_less(self, request: ModelRequest, turn: RolloutTurn) -> bool:
+        """Return True if the client's own limit of tokens is below the limits of the run."""
+        assert self._rules.sampling is not None
+        room = self._config.max_rollout_tokens - len(turn.prompt_token_ids)
+        return (request.max_tokens or room) < min(room, self._rules.sampling.max_tokens)
 
-    def _spent_budget(self) -> str | None:
-        """Return which budget of the rollout is spent; None if it may make another call."""
-        calls = self._answered_calls + len(self._open_calls)
-        if calls >= self._config.max_turns:
-            return f"made its {calls} calls (env.max_turns)"
-        if self._max_sampled_tokens is not None and self._sampled >= self._max_sampled_tokens:
-            return f"sampled its {self._sampled} tokens (max_sampled_tokens)"
-        return None
-
-    def _refused(self, refusal: Refusal) -> Refusal:
+    def _count_refusal(self, refusal: Refusal) -> None:
         self.counts["refused"] += 1
         self._refusal_code = refusal.code
-        return refusal
-
-
-def _check_stop(request: ModelRequest, session: PolicySession) -> None:
-    """Raise Refusal if the engine of the model that is asked does not look for the client's stop texts."""
-    if not session.stops_at_texts:
-        cure = "the run's engine does not look for texts: leave it out, or name tokens in the task's sampling.stop_token_ids"
-        name = request.stop_field
-        raise Refusal(
-            f"{name} = {shown(request.stop)}: {cure}", code="unsupported_value", field=name
-        )
-
-
-def _failed(answer: "asyncio.Task[Any]") -> bool:
-    return answer.done() and (answer.cancelled() or answer.exception() is not None)

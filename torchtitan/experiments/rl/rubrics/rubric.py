@@ -27,7 +27,7 @@ from annotated_types import Ge
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.ask.call import ask
-from torchtitan.experiments.rl.ask.child import IsolatedCalls
+from torchtitan.experiments.rl.ask.child import IsolatedCalls, pickled
 from torchtitan.experiments.rl.batching.sample_checks import finite_float
 from torchtitan.experiments.rl.bounds import (
     Changeable,
@@ -132,6 +132,8 @@ class Rubric(UserConfigurable):
             config.isolated_workers, memory_gib=config.isolated_memory_gib
         )
         self._warned_unweighed = False
+        for name, entry in named:
+            _check_isolated(entry, name)
 
     def _registered(self) -> list[RewardFn]:
         owner = f"{type(self).__name__}.register_funcs"
@@ -414,6 +416,24 @@ def _check_arguments(entry: RewardFn, name: str) -> None:
             'write RewardFn(fn, takes="rollout")'
         )
         raise ConfigError("rubric.reward_fns", f"{name}{signature}", cure)
+
+
+def _check_isolated(entry: RewardFn, name: str) -> None:
+    """Raise if a function that is to run in another process can't be sent there.
+
+    Raises:
+        ConfigError: it is a method of the rubric, or refers to what can't be pickled.
+    """
+    if not entry.isolate:
+        return
+    try:
+        pickled(entry.fn)
+    except UserCodeError as error:
+        cure = (
+            f"isolate=True: it {error}; want a function outside of the class, with the values that "
+            "it needs as in functools.partial(score, limit=self.config.limit)"
+        )
+        raise ConfigError("rubric.reward_fns", name, cure) from error
 
 
 def looks_for_thoughts(entry: RewardFn) -> bool:

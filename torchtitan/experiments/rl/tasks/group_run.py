@@ -135,8 +135,7 @@ class GroupRun:
             # branches of an agent's conversation.
             for session in self._sessions:
                 session.close()
-            for env in self._envs:
-                await env.close()
+            await asyncio.gather(*(env.close() for env in self._envs))
 
     async def _run_to_status(
         self, rollout: Rollout, env: OpenRollout | UserCodeError, session: CheckedSession

@@ -1,0 +1,148 @@
+"""Rules of an agent's rollout for requests: what it refuses, leaves out and counts."""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from renderers import Message, Renderer
+
+from torchtitan.experiments.rl.envs.renderer import control_token_in
+from torchtitan.experiments.rl.gateway.request import (
+    TASKS_OWN,
+    WISHES,
+    ModelReply,
+    ModelRequest,
+    Refusal,
+    is_unmet,
+    unavailable,
+)
+from torchtitan.experiments.rl.printable import shown
+from torchtitan.experiments.rl.rollouts.policy import PolicySession, SamplingConfig
+
+logger = logging.getLogger(__name__)
+
+
+class RequestRules:
+    """Rules of one rollout for the requests of its agent."""
+
+    def __init__(
+        self,
+        *,
+        renderer: Renderer,
+        noise: Mapping[str, str],
+        refused_fields: Sequence[str],
+        counts: Counter[str],
+    ):
+        """Compile the patterns of noise.
+
+        Args:
+            noise: patterns by name. What one matches in a system message is left out.
+            refused_fields: fields of `request.WISHES` that a request is refused for.
+            counts: counts of the rollout (`Rollout.calls`), to which the rules add theirs.
+        """
+        self.sampling: SamplingConfig | None = None
+        """Sampling settings of the rollout, once it is open."""
+        self._renderer = renderer
+        self._noise = {name: re.compile(pattern) for name, pattern in noise.items()}
+        self._refused_fields = refused_fields
+        self._counts = counts
+
+    def check_fields(self, request: ModelRequest, *, asks_policy: bool) -> None:
+        """Refuse a request whose fields want another sampling than the rollout's.
+
+        Args:
+            asks_policy: True if the request is for the policy, whose seeds follow from the run's.
+
+        Raises:
+            Refusal: names the field, the value and the cure.
+        """
+        if request.seed is not None and asks_policy:
+            cure = "leave it out: the seeds of the policy follow from the run's"
+            raise Refusal(f"seed = {request.seed}: {cure}", code="unsupported_value", field="seed")
+        for name, value in request.sampling.items():
+            if value != self._own_value(name, value):
+                raise unavailable(name, value, TASKS_OWN[name][1])
+        for name in self._refused_fields:
+            value = request.wishes.get(name)
+            if value is not None and value != self._own_value(name, value):
+                raise unavailable(name, value, WISHES[name][1])
+
+    def without_noise(self, messages: list[Message]) -> list[Message]:
+        """Return the messages without what the patterns of noise match in system messages."""
+        if not self._noise:
+            return messages
+        return [
+            self._quiet(message) if message["role"] in ("system", "developer") else message
+            for message in messages
+        ]
+
+    def _quiet(self, message: Message) -> Message:
+        """Return a message without noise. Count what is left out, and log the first of a kind."""
+        quiet = message
+        for name, pattern in self._noise.items():
+            rest, count = pattern.subn("", quiet["content"])
+            if not count:
+                continue
+            key = f"noise/{name}"
+            if not self._counts[key]:
+                example = pattern.search(message["content"])
+                logger.info("noise %r: left out %s", name, shown(example))
+            self._counts[key] += count
+            quiet = quiet | {"content": rest}
+        return quiet
+
+    def count_control_tokens(self, new: list[Message]) -> None:
+        """Count a request whose new messages have a text that becomes a control token.
+
+        A tool's answer or a web page with "<|im_end|>" ends its message early and may write the
+        assistant's. The call is answered all the same: an agent shows the policy's own words again,
+        and the policy can sample such tokens. The first one is logged.
+        """
+        others = [message for message in new if message["role"] in ("user", "tool")]
+        token = control_token_in(others, self._renderer)
+        if token is None:
+            return
+        if not self._counts["control_tokens"]:
+            logger.warning(
+                "an agent's message has %r, which becomes a control token of the prompt: change "
+                "the text before the agent sends it",
+                token,
+            )
+        self._counts["control_tokens"] += 1
+
+    def count_wishes(self, request: ModelRequest, reply: ModelReply) -> None:
+        """Count the wishes of a request, and those that its answer does not meet."""
+        for name, value in request.wishes.items():
+            if value != self._own_value(name, value):
+                self._counts[f"wish/{name}"] += 1
+                self._counts[f"unmet/{name}"] += is_unmet(name, value, reply)
+
+    def _own_value(self, name: str, value: object) -> object:
+        """Return the rollout's own value of a field of TASKS_OWN or WISHES; None if it has none.
+
+        The field of a template's arguments holds several: the rollout's values for the keys of
+        ``value`` are returned.
+        """
+        settings = getattr(self._renderer, "config", None)
+        if name == "chat_template_kwargs":
+            keys = value if isinstance(value, dict) else {}
+            return {key: getattr(settings, key, None) for key in keys}
+        return getattr(self.sampling, name, getattr(settings, name, None))
+
+
+def check_stop(request: ModelRequest, session: PolicySession) -> None:
+    """Refuse a client's stop texts if the engine of the model does not look for texts.
+
+    Raises:
+        Refusal: names the field, the texts and the cure.
+    """
+    if request.stop and not session.stops_at_texts:
+        name = request.stop_field
+        cure = (
+            "the run's engine does not look for texts: leave it out, or name tokens in the task's "
+            "sampling.stop_token_ids"
+        )
+        raise Refusal(
+            f"{name} = {shown(request.stop)}: {cure}", code="unsupported_value", field=name
+        )
