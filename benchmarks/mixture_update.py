@@ -107,7 +107,7 @@ def measure(folder: str, versions: int) -> None:
     from torchtitan.experiments.rl.generation.engine import check_held
     from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
     from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
-    from torchtitan.experiments.rl.training.learner import HubTensors
+    from torchtitan.experiments.rl.training.hub_tensors import HubTensors
     from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
     from torchtitan.experiments.rl.weights.snapshot import Manifest
 

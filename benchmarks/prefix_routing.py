@@ -28,14 +28,14 @@ from torchtitan.experiments.rl.config.placement import (
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.fleet.spawn import spawn_on  # noqa: E402
-from torchtitan.experiments.rl.generation import client as generator_client  # noqa: E402
+from torchtitan.experiments.rl.generation import router  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_logging, set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 
 REPLICAS = 2
-BOUNDS = {"anywhere": 0, "together": generator_client.AHEAD, "no bound": 1_000_000}
+BOUNDS = {"anywhere": 0, "together": router.AHEAD, "no bound": 1_000_000}
 
 
 async def turn(
@@ -94,7 +94,7 @@ async def compare(args: argparse.Namespace, run_dir: str) -> None:
             seconds: dict[str, list[float]] = {name: [] for name in BOUNDS}
             for repeat in range(args.repeats + 1):
                 for name, bound in BOUNDS.items():
-                    generator_client.AHEAD, seed = bound, seed + 1
+                    router.AHEAD, seed = bound, seed + 1
                     took = await turn(
                         client,
                         groups=groups,

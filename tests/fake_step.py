@@ -43,6 +43,7 @@ from torchtitan.experiments.rl.models import decoder
 from torchtitan.experiments.rl.models.policy import policy_spec
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training import learner as learning
+from torchtitan.experiments.rl.training import model as building
 from torchtitan.experiments.rl.types import TrainingBatch
 
 ATEN = torch.ops.aten
@@ -222,7 +223,7 @@ def stand_in(patch: pytest.MonkeyPatch, watch: Watch, fake: FakeTensorMode, seen
     Args:
         seen: places that the tokens of a microbatch see, in all.
     """
-    materialize = learning.materialize
+    materialize = building.materialize
 
     def flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> Any:
         heads, size = query.shape[1], query.shape[3]
@@ -242,10 +243,10 @@ def stand_in(patch: pytest.MonkeyPatch, watch: Watch, fake: FakeTensorMode, seen
             blocks, torch.empty((*blocks.shape, length // 128), dtype=torch.int32)
         )
 
-    patch.setattr(learning, "materialize", materialized)
+    patch.setattr(building, "materialize", materialized)
     patch.setattr(learning, "TrainerCheckpoints", lambda **_: None)
     patch.setattr(
-        learning,
+        building,
         "policy_spec",
         lambda model, *, device, **rest: policy_spec(model, device="cuda", **rest),
     )

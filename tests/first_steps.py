@@ -46,6 +46,7 @@ from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.models.policy import policy_spec
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training import learner as learning
+from torchtitan.experiments.rl.training import model as building
 from torchtitan.experiments.rl.training.config import Parallelism
 from torchtitan.experiments.rl.training.reference import ReferenceConfig
 from torchtitan.experiments.rl.types import TrainingBatch
@@ -229,12 +230,12 @@ def _stand_ins(device: str, backend: str) -> Iterator[None]:
         patch.setitem(qwen3.qwen3_configs, TINY, _tiny_model)
         patch.setitem(qwen3.qwen3_configs, TINY_MIXTURE, _tiny_mixture)
         patch.setattr(
-            learning,
+            building,
             "policy_spec",
             lambda model, *, device, **rest: policy_spec(model, device="cuda", **rest),
         )
         patch.setattr(learning, "TrainerCheckpoints", _no_checkpoints)
-        patch.setattr(learning, "CompileConfig", functools.partial(CompileConfig, backend=backend))
+        patch.setattr(building, "CompileConfig", functools.partial(CompileConfig, backend=backend))
         patch.setattr(
             logprob_head,
             "_compiled",

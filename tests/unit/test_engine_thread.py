@@ -33,7 +33,7 @@ from torchtitan.experiments.rl.generation.engine import (
     RequestFailed,
     Result,
 )
-from torchtitan.experiments.rl.generation.generator import EngineThread
+from torchtitan.experiments.rl.generation.engine_thread import EngineThread
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion

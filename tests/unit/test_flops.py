@@ -9,8 +9,8 @@ import torch
 from tests.unit.loss_batches import batch_of
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
-from torchtitan.experiments.rl.training import learner as learner_module
-from torchtitan.experiments.rl.training.learner import ModelFlops, peak_flops
+from torchtitan.experiments.rl.training import flops as flops_module
+from torchtitan.experiments.rl.training.flops import ModelFlops, peak_flops
 from torchtitan.experiments.rl.types import PrefixTrees
 
 # Two samples of 4 and 3 tokens that share 2, and a token of padding: as PrefixTrees' docstring shows them.
@@ -40,7 +40,7 @@ def test_utilisation_is_of_the_time_since_the_last_lap_and_of_a_ranks_share_of_t
     monkeypatch,
 ):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(learner_module.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(flops_module.time, "monotonic", lambda: clock.now)
     counted = ModelFlops(per_token=10, per_place=1, peak=100.0, ranks=2)
     counted.add(BATCH)
     counted.add(BATCH)

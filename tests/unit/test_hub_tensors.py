@@ -9,7 +9,7 @@ import torch
 from tests.integration.learners import assert_same, by_hub_name
 from tests.integration.models import MOE_MODEL
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
-from torchtitan.experiments.rl.training.learner import HubTensors
+from torchtitan.experiments.rl.training.hub_tensors import HubTensors
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.snapshot import stack_name
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
-from torchtitan.experiments.rl.training.learner import materialize
+from torchtitan.experiments.rl.training.model import materialize
 
 
 @pytest.mark.parametrize("offload, parameters_on", [(False, "meta"), (True, "cpu")])

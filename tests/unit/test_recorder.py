@@ -27,13 +27,21 @@ from torchtitan.experiments.rl.rollouts.recorder import (
     RolloutRecorder,
     read_rollouts,
 )
-from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
+from torchtitan.experiments.rl.rollouts.records import (
+    ExampleFields,
+    PromptArrays,
+    RolloutFields,
+    TurnFields,
+    decode_rollout,
+    encode_rollout,
+)
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import (
     DataSample,
     Rollout,
     RolloutGroup,
     RolloutStatus,
+    RolloutTurn,
 )
 from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component
 from torchtitan.experiments.rl.tasks.task import Task
@@ -169,6 +177,24 @@ async def test_group_that_was_run_and_scored_is_read_as_it_was(tmp_path, rendere
     for record, rollout in zip(records, group.rollouts, strict=True):
         assert_same(record.rollout, rollout)
         assert all(turn.generate_s > 0 and turn.env_s > 0 for turn in record.rollout.turns[:2])
+
+
+def test_every_field_of_a_rollout_is_in_its_record():
+    written = {
+        Rollout: {*RolloutFields.__struct_fields__, "data_sample", "turns", "samples"},
+        DataSample: {*ExampleFields.__struct_fields__},
+        RolloutTurn: {
+            *TurnFields.__struct_fields__,
+            *PromptArrays.__struct_fields__,
+            "completion",
+        },
+    }
+    assert written == {kind: {field.name for field in fields(kind)} for kind in written}
+
+
+def test_a_reward_of_numpy_is_a_number(tmp_path):
+    rollout = rollout_of(reward=np.float32(0.5))
+    assert round_trip(tmp_path, rollout).rollout.reward == 0.5
 
 
 def test_streams_an_algorithm_wrote_are_read_again_and_derived_ones_are_not_written(tmp_path):

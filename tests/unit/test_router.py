@@ -9,12 +9,13 @@ from tests.scripted_engine import ScriptedEngine, ScriptedEngineConfig, counting
 from torchtitan.experiments.rl.envs.yield_queue import Line, yield_queue
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation import client as generator_client
-from torchtitan.experiments.rl.generation.client import AHEAD, FULL_MESSAGE, GeneratorClient, Router
+from torchtitan.experiments.rl.generation.client import FULL_MESSAGE, GeneratorClient
 from torchtitan.experiments.rl.generation.engine import (
     GenerateRequest,
     GeneratorFailed,
     RequestFailed,
 )
+from torchtitan.experiments.rl.generation.router import AHEAD, Router
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 
 PROMPT = np.array([6, 7, 0], np.int32)

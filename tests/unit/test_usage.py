@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchtitan.experiments.rl.generation.engine import Occupancy
-from torchtitan.experiments.rl.generation.generator import EngineUsage
+from torchtitan.experiments.rl.generation.engine_thread import EngineUsage
 from torchtitan.experiments.rl.operations import profile
 from torchtitan.experiments.rl.operations.profile import lap_usage
 from torchtitan.experiments.rl.process import lifetime

@@ -350,7 +350,7 @@ def conversation(rollout: Rollout) -> str:
         shown_message(message, 0)
         for message in (*last.prompt_messages, last.assistant_message, *last.env_messages)
     ]
-    text = printable("\n\n".join(f"{message['role']}: {spoken(message)}" for message in messages))
+    text = printable("\n\n".join(f"{message.role}: {spoken(message)}" for message in messages))
     if len(text) <= MOST_CHARACTERS:
         return text
     left_out = f"\n... cut from {len(text):,} characters ...\n"

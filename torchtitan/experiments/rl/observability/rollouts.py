@@ -1,14 +1,51 @@
-"""A recorded rollout as people read it: as lines of text for ``rl-play``, and as JSON's values for the report's pages."""
+"""A recorded rollout as people read it: lines of text for ``rl-play``, structs for the report."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout
-from torchtitan.experiments.rl.rollouts.types import Completion, Rollout
+from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutTurn
 from torchtitan.experiments.rl.types import TrainingSample
 
 WIDTH = 100
+"""Columns of a rollout's header."""
+
+
+class ShownCall(msgspec.Struct):
+    """Tool call of a message."""
+
+    name: str
+    arguments: str
+
+
+class ShownMessage(msgspec.Struct):
+    """Role and texts of a message, each text cut at some length."""
+
+    role: str
+    text: str
+    thought: str
+    calls: list[ShownCall]
+
+
+class ShownTurn(msgspec.Struct, kw_only=True):
+    """One turn, with the messages of its prompt that are new."""
+
+    rewritten: bool
+    """True if the prompt does not continue the turn before."""
+    messages: list[ShownMessage]
+    reply: ShownMessage
+    tokens: int
+    finish_reason: str
+    generate_s: float
+    env_s: float
+    reward_components: dict[str, float]
+    versions: list[int]
+    tools: list[Any] | None
+    """Tools of the rollout's first turn; None in a later one."""
 
 
 def lines_of(
@@ -18,44 +55,26 @@ def lines_of(
     typed: Collection[int] = (),
     policy: str | None = None,
 ) -> list[str]:
-    """One rollout as text: a header, the conversation that the model was given, and the rewards.
+    """Return one rollout as text: a header, the conversation as the model saw it, the rewards.
 
     Args:
-        tokens: each completion's token ids too, with their log-probabilities.
-        typed: turns whose tokens no model has sampled: these have none.
-        policy: name of what sampled the rollout, in place of the versions; "" leaves it out.
+        tokens: True for each completion's token ids too, with their log-probabilities.
+        typed: indices of turns whose tokens no model has sampled: they have no log-probabilities.
+        policy: name of what sampled the rollout, in place of the versions; "" leaves them out.
     """
-    rollout, shown = record.rollout, shown_turns(record.rollout, 0)
-    versions = sorted({version for turn in shown for version in turn["versions"]})
-    sampled_at = record.admitted_version if len(versions) < 2 else f"{versions[0]}-{versions[-1]}"
-    facts = [
-        rollout.rollout_id,
-        rollout.status.value,
-        "no reward" if rollout.reward is None else f"reward {rollout.reward:.3g}",
-        record.outcome or "not counted",
-        *filter(None, [f"policy {sampled_at}" if policy is None else policy]),
-    ]
-    lines = [f"━━ {' · '.join(facts)} ".ljust(WIDTH, "━")]
+    rollout = record.rollout
+    shown = shown_turns(rollout, 0)
+    lines = [_header(record, shown, policy)]
     lines += [f"   {line}" for line in calls_of(rollout)]
-    for number, (turn, made) in enumerate(zip(shown, rollout.turns, strict=True)):
-        of_agent = made.call is not None
-        if turn["rewritten"]:
-            lines.append(
-                "   (from the beginning)" if of_agent else "   (the conversation was rewritten)"
-            )
-        for message in turn["messages"]:
-            lines += _message(message)
-        note = f"{turn['tokens']} tokens, {turn['generate_s']:.2f} s, {turn['finish_reason']}"
-        lines += _message(turn["reply"])
-        lines[-1] += f"   [turn {number + 1}, {note}]" if of_agent else f"   [{note}]"
+    for index, (shown_turn, turn) in enumerate(zip(shown, rollout.turns, strict=True)):
+        lines += _turn_lines(index, shown_turn, turn)
         if tokens:
-            lines.append(f"   tokens {_tokens(made.completion, typed=number in typed)}")
-        if turn["reward_components"]:
-            lines.append(
-                f"   env rewards {_components(turn['reward_components'])} ({turn['env_s']:.2f} s)"
-            )
+            lines.append(f"   tokens {_tokens(turn.completion, typed=index in typed)}")
+        if turn.reward_components:
+            rewards = _components(turn.reward_components)
+            lines.append(f"   env rewards {rewards} ({turn.env_s:.2f} s)")
     for message in last_messages(rollout, 0):
-        lines += _message(message)
+        lines += _message_lines(message)
     if record.left_out:
         lines.append(f"   left out: {record.left_out}")
     if rollout.error:
@@ -63,136 +82,175 @@ def lines_of(
         lines += [f"   {line}" for line in rollout.traceback.splitlines()]
     if rollout.reward_components:
         lines.append(f"   rewards {_components(rollout.reward_components)}")
-    made_from = rollout.data_sample.env_input if rollout.data_sample else None
-    return [*lines, f"   {_samples(record.rollout.samples)}; made from {cut(made_from, 200)}", ""]
+    row = rollout.data_sample.env_input if rollout.data_sample else None
+    lines.append(f"   {_samples(rollout.samples)}; made from {cut(row, 200)}")
+    lines.append("")
+    return lines
 
 
-def shown_turns(rollout: Rollout, most: int) -> list[dict[str, Any]]:
-    """The turns as people read them, each with those of its prompt's messages that are new. Values are JSON's.
+def shown_turns(rollout: Rollout, max_length: int) -> list[ShownTurn]:
+    """Return the turns as people read them.
 
     Args:
-        most: characters of a text; 0: all.
+        max_length: maximum number of characters of a text; 0 for all.
     """
-    turns: list[dict[str, Any]] = []
+    shown: list[ShownTurn] = []
     seen: list[int] = []
+    """Ids of the messages of the conversation so far: the turns hold the same objects."""
     for turn in rollout.turns:
         conversation = [id(message) for message in turn.prompt_messages]
         continues = conversation[: len(seen)] == seen
         new = turn.prompt_messages[len(seen) :] if continues else turn.prompt_messages
-        turns.append(
-            {
-                "rewritten": not continues,
-                "messages": [shown_message(message, most) for message in new],
-                "reply": shown_message(turn.assistant_message, most),
-                "tokens": len(turn.completion.token_ids),
-                "finish_reason": turn.completion.finish_reason,
-                "generate_s": turn.generate_s,
-                "env_s": turn.env_s,
-                "reward_components": turn.reward_components,
-                "versions": sorted({int(v) for v in turn.completion.policy_versions}),
-                "tools": None if turns else turn.tools,
-            }
+        shown.append(
+            ShownTurn(
+                rewritten=not continues,
+                messages=[shown_message(message, max_length) for message in new],
+                reply=shown_message(turn.assistant_message, max_length),
+                tokens=len(turn.completion.token_ids),
+                finish_reason=turn.completion.finish_reason,
+                generate_s=turn.generate_s,
+                env_s=turn.env_s,
+                reward_components=turn.reward_components,
+                versions=np.unique(turn.completion.policy_versions).tolist(),
+                tools=None if shown else turn.tools,
+            )
         )
         seen = [*conversation, id(turn.assistant_message)]
-    return turns
+    return shown
 
 
 def calls_of(rollout: Rollout) -> list[str]:
-    """Who called when, of an agent's rollout: a line for each turn, a step further in for each turn that it goes on from.
+    """Return a line for each call of an agent: when it was made, and by what.
 
-    turn 1  0.02 s  chat, policy
-      turn 2  0.31 s  chat, policy
-      turn 3  0.30 s  chat, policy, undelivered
+    A call is indented below the call whose conversation it continues::
+
+        turn 1  0.02 s  chat, policy
+          turn 2  0.31 s  chat, policy
+          turn 3  0.30 s  chat, policy, undelivered
     """
     lines = []
     for number, turn in enumerate(rollout.turns, start=1):
-        if turn.call is not None:
-            facts = [
-                turn.call["dialect"],
-                turn.call["model"],
-                *([turn.untrained] if turn.untrained else []),
-            ]
-            lines.append(
-                f"{'  ' * turn.call['depth']}turn {number}  {turn.call['at_s']:.2f} s  {', '.join(facts)}"
-            )
+        if turn.call is None:
+            continue
+        facts = [turn.call["dialect"], turn.call["model"]]
+        if turn.untrained:
+            facts.append(turn.untrained)
+        indent = "  " * turn.call["depth"]
+        lines.append(f"{indent}turn {number}  {turn.call['at_s']:.2f} s  {', '.join(facts)}")
     return lines
 
 
-def last_messages(rollout: Rollout, most: int) -> list[dict[str, Any]]:
-    """The env's last messages, which are in no prompt."""
-    return [
-        shown_message(message, most)
-        for message in (rollout.turns[-1].env_messages if rollout.turns else [])
-    ]
+def last_messages(rollout: Rollout, max_length: int) -> list[ShownMessage]:
+    """Return the env's last messages, which are in no prompt."""
+    if not rollout.turns:
+        return []
+    return [shown_message(message, max_length) for message in rollout.turns[-1].env_messages]
 
 
-def shown_message(message: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """A message's role and texts, each of at most ``most`` characters."""
+def shown_message(message: Mapping[str, Any], max_length: int) -> ShownMessage:
+    """Return a message's role and texts, each of at most ``max_length`` characters; 0 for all."""
     functions = [call.get("function", call) for call in message.get("tool_calls") or []]
-    return {
-        "role": str(message.get("role")),
-        "text": cut(message.get("content"), most),
-        "thought": cut(message.get("reasoning_content"), most),
-        "calls": [
-            {"name": str(call.get("name")), "arguments": cut(call.get("arguments"), most)}
-            for call in functions
+    return ShownMessage(
+        role=str(message.get("role")),
+        text=cut(message.get("content"), max_length),
+        thought=cut(message.get("reasoning_content"), max_length),
+        calls=[
+            ShownCall(
+                name=str(function.get("name")),
+                arguments=cut(function.get("arguments"), max_length),
+            )
+            for function in functions
         ],
-    }
-
-
-def cut(value: Any, most: int) -> str:
-    """A value as text, without what is beyond ``most`` characters; 0: all of it. "" of None."""
-    text = (
-        ""
-        if value is None
-        else value
-        if isinstance(value, str)
-        else json.dumps(value, ensure_ascii=False)
-    )
-    return (
-        text
-        if not most or len(text) <= most
-        else f"{text[:most]}… ({len(text) - most:,} characters more)"
     )
 
 
-def spoken(shown: Mapping[str, Any]) -> str:
-    """What a ``shown_message`` thinks, says and calls."""
-    parts = [f"(thinks) {shown['thought']}"] if shown["thought"] else []
-    parts += [shown["text"]] if shown["text"] or not shown["calls"] else []
-    return "\n".join(
-        [*parts, *(f"(calls) {call['name']}({call['arguments']})" for call in shown["calls"])]
-    )
+def cut(value: object, max_length: int) -> str:
+    """Return a value as text of at most ``max_length`` characters; 0 for all. None is "".
+
+    What is cut off is counted at the end.
+    """
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if max_length == 0 or len(text) <= max_length:
+        return text
+    return f"{text[:max_length]}… ({len(text) - max_length:,} characters more)"
 
 
-def _message(shown: Mapping[str, Any]) -> list[str]:
-    first, *others = spoken(shown).split("\n")
-    return [f"{shown['role']:>9} │ {first}", *(f"{'':>9} │ {line}" for line in others)]
+def spoken(message: ShownMessage) -> str:
+    """Return what a message thinks, says and calls, as text."""
+    lines = []
+    if message.thought:
+        lines.append(f"(thinks) {message.thought}")
+    if message.text or not message.calls:
+        lines.append(message.text)
+    lines += [f"(calls) {call.name}({call.arguments})" for call in message.calls]
+    return "\n".join(lines)
+
+
+def _header(record: RecordedRollout, shown: Sequence[ShownTurn], policy: str | None) -> str:
+    rollout = record.rollout
+    if policy is None:
+        versions = sorted({version for turn in shown for version in turn.versions})
+        several = len(versions) > 1
+        sampled_at = f"{versions[0]}-{versions[-1]}" if several else str(record.admitted_version)
+        policy = f"policy {sampled_at}"
+    facts = [
+        rollout.rollout_id,
+        rollout.status.value,
+        "no reward" if rollout.reward is None else f"reward {rollout.reward:.3g}",
+        record.outcome or "not counted",
+    ]
+    if policy:
+        facts.append(policy)
+    return f"━━ {' · '.join(facts)} ".ljust(WIDTH, "━")
+
+
+def _turn_lines(index: int, shown: ShownTurn, turn: RolloutTurn) -> list[str]:
+    is_agents = turn.call is not None
+    lines = []
+    if shown.rewritten:
+        lines.append(
+            "   (from the beginning)" if is_agents else "   (the conversation was rewritten)"
+        )
+    for message in shown.messages:
+        lines += _message_lines(message)
+    lines += _message_lines(shown.reply)
+    note = f"{shown.tokens} tokens, {shown.generate_s:.2f} s, {shown.finish_reason}"
+    lines[-1] += f"   [turn {index + 1}, {note}]" if is_agents else f"   [{note}]"
+    return lines
+
+
+def _message_lines(message: ShownMessage) -> list[str]:
+    first, *others = spoken(message).split("\n")
+    return [f"{message.role:>9} │ {first}", *(f"{'':>9} │ {line}" for line in others)]
 
 
 def _samples(samples: Sequence[TrainingSample]) -> str:
+    """Return the number of samples, and the range of their credit over the sampled tokens."""
     text = f"{len(samples)} training sample{'s' * (len(samples) != 1)}"
-    for name in ("advantages", "rl_weights", "ce_weights", "ref_kl_weights"):
-        # Smallest and largest over the sampled tokens.
-        parts = [
-            values[s.loss_mask]
-            for s in samples
-            if (values := getattr(s, name)) is not None and s.loss_mask.any()
+    for stream in ("advantages", "rl_weights", "ce_weights", "ref_kl_weights"):
+        values = [
+            getattr(sample, stream)[sample.loss_mask]
+            for sample in samples
+            if getattr(sample, stream) is not None and sample.loss_mask.any()
         ]
-        if parts:
-            ends = (min(part.min() for part in parts), max(part.max() for part in parts))
-            text += f", {name.replace('advantages', 'advantage')} {' to '.join(dict.fromkeys(f'{end:.3g}' for end in ends))}"
+        if values:
+            smallest = f"{min(part.min() for part in values):.3g}"
+            largest = f"{max(part.max() for part in values):.3g}"
+            name = "advantage" if stream == "advantages" else stream
+            text += f", {name} {smallest}"
+            text += f" to {largest}" if largest != smallest else ""
     return text
 
 
 def _tokens(completion: Completion, *, typed: bool) -> str:
-    ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
-    return " ".join(
-        map(str, ids)
-        if typed
-        else (f"{token}:{logprob:.2f}" for token, logprob in zip(ids, logprobs, strict=True))
-    )
+    ids = completion.token_ids.tolist()
+    if typed:
+        return " ".join(map(str, ids))
+    logprobs = completion.logprobs.tolist()
+    return " ".join(f"{token}:{logprob:.2f}" for token, logprob in zip(ids, logprobs, strict=True))
 
 
-def _components(components: dict[str, float]) -> str:
+def _components(components: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.3g}" for name, value in components.items())

@@ -1,11 +1,13 @@
-"""The file of recorded rollouts: gzip members one after the other, one for each group, with a line for each of its rollouts.
+"""The files to which a run appends its records.
 
-A member is read without those before it, so a group's offset is enough to find it again. The whole is a gzip file too::
+``rollouts.jsonl.gz`` is a sequence of gzip members, one for each group, with a line for each of its
+rollouts. A member is read without those before it, so the offset of a group is enough to find it
+again. The whole is a gzip file too::
 
     zcat rollouts.jsonl.gz | jq -c '[.rollout_id, .outcome, .rollout.reward]'
 
-gzip, because every machine and every Python read it. On conversations of 32 turns of 1,000 tokens, zstd would take a fifth less
-space and 0.1 ms less CPU a turn. Level 1, because level 6 takes three times its CPU to save an eighth.
+It is gzip because every machine and every Python read it. On conversations of 32 turns of 1,000
+tokens, zstd would take a fifth less space and 0.1 ms less CPU a turn.
 """
 
 import logging
@@ -21,26 +23,28 @@ logger = logging.getLogger(__name__)
 ROLLOUTS_FILE = "rollouts.jsonl.gz"
 METRICS_FILE = "metrics.jsonl"
 LEDGER_FILE = "ledger.jsonl"
-"""The files of a run that a `RecordFile` appends to."""
 
 LEVEL = 1
+"""Level of compression. Level 6 takes three times the CPU and saves an eighth of the space."""
 
 GZIP = zlib.MAX_WBITS + 16
-"""The ``wbits`` that mean gzip's header and checksum around deflated data."""
+"""``wbits`` that ask zlib for gzip's header and checksum around the deflated data."""
 
 MEMBER_START = b"\x1f\x8b\x08" + bytes(5)
-"""gzip, deflate, no flags, no time: 8 bytes that compressed data holds by chance once in 2^64 places."""
+"""First bytes of a member: gzip, deflate, no flags, no time. Compressed data holds these 8 bytes by
+chance once in 2^64 places."""
 
 CHUNK = 2**16
+"""Bytes that are read at a time."""
 
 
 def compress(lines: bytes) -> bytes:
-    """A group's member. Other threads run meanwhile."""
+    """Return the member of a group. Other threads run while it compresses."""
     return zlib.compress(lines, LEVEL, wbits=GZIP)
 
 
 class RecordFile:
-    """Appends whole records (members or lines) or nothing."""
+    """A file to which records are appended, members or lines, each whole or not at all."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -48,9 +52,11 @@ class RecordFile:
         self.size = self._file.seek(0, os.SEEK_END)
 
     def append(self, data: bytes) -> None:
-        """
+        """Append a record.
+
         Raises:
-            OSError: the disk is full, or failed; it is named. It is as it was, or holds a torn record readers pass over.
+            OSError: the disk is full, or failed; the error names the file. The file is as it was,
+                or ends with a torn record, which readers pass over.
         """
         rest = memoryview(data)
         try:
@@ -60,7 +66,7 @@ class RecordFile:
             error.filename = error.filename or str(self._path)
             try:
                 self._file.truncate(self.size)
-            except OSError:  # what made the write fail is what its caller should see
+            except OSError:  # the caller should see what made the write fail
                 pass
             raise
         self.size += len(data)
@@ -70,13 +76,14 @@ class RecordFile:
 
 
 def read_group(file: BinaryIO, offset: int) -> tuple[bytes, int]:
-    """The lines of the group at ``offset``, and the offset of what follows it.
+    """Return the lines of the group at an offset, and the offset at which it ends.
 
     Raises:
         ValueError: no whole member begins there.
     """
     file.seek(offset)
-    decoder, pieces = zlib.decompressobj(wbits=GZIP), []
+    decoder = zlib.decompressobj(wbits=GZIP)
+    pieces = []
     while not decoder.eof:
         chunk = file.read(CHUNK)
         if not chunk:
@@ -89,7 +96,11 @@ def read_group(file: BinaryIO, offset: int) -> tuple[bytes, int]:
 
 
 def next_group(file: BinaryIO, offset: int) -> tuple[int, bytes, int] | None:
-    """Offset, lines and end of the first whole group at ``offset`` or behind it. None: there is none, or none yet."""
+    """Find the first whole group that begins at an offset or behind it.
+
+    Returns:
+        Its offset, lines and end; None if there is no such group, or none yet.
+    """
     while offset >= 0:
         try:
             lines, end = read_group(file, offset)
@@ -101,24 +112,32 @@ def next_group(file: BinaryIO, offset: int) -> tuple[int, bytes, int] | None:
 
 
 def read_groups(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Offset and lines of each group. Passes over what is torn, with a warning where something follows or nothing comes before.
+    """Yield the offset and the lines of each group.
+
+    A torn group is passed over. If it is the last one, as where the run was killed, that is not
+    worth a warning.
 
     Raises:
         FileNotFoundError: there is no such file.
     """
     with path.open("rb") as file:
-        size, end = os.fstat(file.fileno()).st_size, 0
-        while end < size and (found := next_group(file, end)) is not None:
-            if found[0] > end:
+        size = os.fstat(file.fileno()).st_size
+        end = 0
+        while end < size:
+            group = next_group(file, end)
+            if group is None:
+                break
+            offset, lines, next_end = group
+            if offset > end:
                 logger.warning("%s, byte %d: a group is torn", path, end)
-            yield found[:2]
-            end = found[2]
+            yield offset, lines
+            end = next_end
         if size and not end:
             logger.warning("%s: a group is torn, or none begins there", path)
 
 
 def end_of_last_member(path: Path) -> int:
-    """Where the whole members at the start of the file end."""
+    """Return the offset at which the whole members at the beginning of the file end."""
     with path.open("rb") as file:
         end = 0
         while True:
@@ -129,6 +148,6 @@ def end_of_last_member(path: Path) -> int:
 
 
 def _next_member(file: BinaryIO, offset: int) -> int:
-    """Where the next member begins; -1: nowhere."""
+    """Return the offset of the next member; -1 if there is none."""
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return data.find(MEMBER_START, offset)

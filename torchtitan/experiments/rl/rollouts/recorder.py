@@ -1,7 +1,10 @@
-"""Writes rollouts to ``rollouts.jsonl.gz`` in the run folder (`record_file.py`), a line each (`records.py`), and reads them.
+"""Records rollouts in the run folder, and reads them again.
 
-Recording never holds up or ends a run. A thread of its own encodes and writes; what it can't keep up with is dropped and
-counted, and a disk that fails ends the recording with one line in the log.
+    group that has ended ──record──▶ queue ──thread──▶ rollouts.jsonl.gz ──read_rollouts──▶
+
+A rollout is a line (`records.py`), a group is a member of the file (`record_file.py`). Recording
+never holds up or ends a run: a thread of its own encodes and writes. Groups that it can't keep up
+with are dropped and counted, and a disk that fails ends the recording with one line in the log.
 """
 
 import hashlib
@@ -37,80 +40,107 @@ from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 logger = logging.getLogger(__name__)
 
 QUEUED_GROUPS = 1024
-"""Groups that may wait for the thread. A step ends all of its groups at once."""
+"""Maximum number of groups that wait for the thread. A step ends all of its groups at once."""
 
 CLOSE_LIMIT_S = 120.0
-"""How long the end of a run waits for what is queued; a network disk may hang."""
+"""Maximum time that the end of a run waits for queued groups, because a network disk may hang."""
 
 RECORD_NOTHING = Cure("to record nothing set fraction to 0")
 
 
-_Item = tuple[RolloutGroup, dict[str, str], RecordKind]
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EndedGroup:
+    """Group that waits to be written."""
+
+    group: RolloutGroup
+    outcomes: dict[str, str]
+    kind: RecordKind
 
 
 class RolloutRecorder(Configurable):
+    """Writer of a run's rollouts. The loop hands it groups, and its thread writes them."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         fraction: Share = 1.0
-        """Share of the groups that are recorded, each whole or not at all; 0 records none. Which ones follows from their ids,
-        so two runs record the same. A run of 512 rollouts of 32k tokens a step writes 110 MB a step: there, 0.05 is plenty."""
+        """Share of the groups that are recorded, each whole or not at all; 0 records none. A
+        group's id decides, so two runs record the same ones. A run of 512 rollouts of 32k tokens a
+        step writes 110 MB a step: there, 0.05 is plenty."""
         trainer_logprobs: bool = False
-        """Record the trainer's log-probability of each sampled token beside the generator's: the report shows their ratio.
-        The file grows by a third, and each step brings 4 bytes a token from the trainer."""
+        """True to record the trainer's log-probability of each sampled token beside the
+        generator's: the report shows their ratio. The file grows by a third, and each step brings 4
+        bytes a token from the trainer."""
         max_rollout_bytes: Annotated[int, Ge(1), RECORD_NOTHING] = 4 * 2**20
-        """Maximum length of a rollout's line before compression; some 150k tokens fit. A longer line loses the largest columns
-        of its row, and where that is not enough its turns and samples. How the rollout ended, and its rewards, stay."""
+        """Maximum length of a rollout's line before compression; some 150k tokens fit. A longer
+        line loses the largest columns of its row, and where that is not enough its turns and
+        samples. It keeps how the rollout ended, and its rewards."""
         max_file_bytes: Annotated[int, Ge(1), RECORD_NOTHING] = 4 * 2**30
-        """Recording ends when the file would become larger."""
+        """Maximum size of the file. Recording ends before a group that would exceed it."""
 
     def __init__(self, config: Config, *, run_dir: Path):
-        """Appends to the file of an earlier run in the same folder."""
+        """Start the thread. An earlier run's file in the same folder is appended to."""
         check_fields(config, field="recorder")
         self.config = config
         self.path = Path(run_dir) / ROLLOUTS_FILE
         self.recorded = 0
-        """Rollouts written."""
-        self._late = self._lost = 0
-        self._ended: str | None = None
-        self._queue: queue.Queue[_Item | Future[int] | None] = queue.Queue(QUEUED_GROUPS)
+        """Number of rollouts written."""
+        self._dropped = 0
+        """Number of rollouts dropped because the queue was full."""
+        self._unwritten = 0
+        """Number of rollouts that the thread did not write, because of the disk, the file's size or
+        the rollout itself."""
+        self._has_ended = False
+        """True once the disk has failed or the file is full: the thread writes nothing more."""
+        self._queue: queue.Queue[EndedGroup | Future[int] | None] = queue.Queue(QUEUED_GROUPS)
         self._thread: threading.Thread | None = None
         if config.fraction > 0:
-            self._thread = threading.Thread(target=self._work, name="rollout-recorder", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="rollout-recorder", daemon=True)
             self._thread.start()
 
     @property
     def not_recorded(self) -> int:
-        """Rollouts of chosen groups that are not in the file: the thread was late, the file full, or the disk failed."""
-        return self._late + self._lost
+        """Number of rollouts of chosen groups that are not in the file.
+
+        The thread was late, the file was full, or the disk failed.
+        """
+        return self._dropped + self._unwritten
 
     def chosen(self, group_id: str) -> bool:
-        """Whether a group is among the recorded share. Each evaluation records the same examples, to be compared."""
+        """Return True if the group is among the recorded share.
+
+        Every evaluation records the same examples, so that they can be compared.
+        """
         example = re.sub(r"@[^@-]*$", "", group_id)
-        draw = int.from_bytes(hashlib.blake2b(example.encode(), digest_size=8).digest(), "big")
-        return draw < self.config.fraction * 2**64
+        digest = hashlib.blake2b(example.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") < self.config.fraction * 2**64
 
     def record(
         self, group: RolloutGroup, outcomes: Mapping[str, str], *, kind: RecordKind = "training"
     ) -> None:
-        """Have a group that has left written, if it is chosen. Returns at once; nothing may change the group afterwards.
+        """Have a group written, if it is chosen, and return at once.
+
+        The loop calls it when the group has ended. Nothing may change the group afterwards.
 
         Args:
-            outcomes: column of the ledger by rollout id; "validation" of a validation group's.
+            outcomes: column of the ledger by rollout id; "validation" for a validation's group.
         """
         if self._thread is None or not self.chosen(group.group_id):
             return
         try:
-            self._queue.put_nowait((group, dict(outcomes), kind))
+            self._queue.put_nowait(EndedGroup(group=group, outcomes=dict(outcomes), kind=kind))
         except queue.Full:
-            if not self._late:
+            if not self._dropped:
                 logger.warning(
                     "%s can't keep up: groups are dropped from it; lower recorder.fraction",
                     self.path,
                 )
-            self._late += len(group.rollouts)
+            self._dropped += len(group.rollouts)
 
     def size_by_now(self) -> Future[int] | None:
-        """Size of the file in bytes, once everything recorded so far is in it. None: nothing is recorded."""
+        """Return the file's size in bytes once every group handed over so far is in it.
+
+        A checkpoint stores the size. None if nothing is recorded.
+        """
         if self._thread is None:
             return None
         size: Future[int] = Future()
@@ -121,10 +151,11 @@ class RolloutRecorder(Configurable):
         return size
 
     def close(self) -> None:
-        """Write what is queued. Blocks until then; a second call does nothing."""
+        """Write what is queued, and wait for it. A second call does nothing."""
         if self._thread is None:
             return
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         try:
             self._queue.put(None, timeout=CLOSE_LIMIT_S)
             thread.join(CLOSE_LIMIT_S)
@@ -135,66 +166,79 @@ class RolloutRecorder(Configurable):
                 "%s is not complete: its disk took more than %.0f s", self.path, CLOSE_LIMIT_S
             )
 
-    def _work(self) -> None:
-        file = None
-        while (item := self._queue.get()) is not None:
+    # ---- the thread
+
+    def _run(self) -> None:
+        file: RecordFile | None = None
+        while True:
+            item = self._queue.get()
+            if item is None:
+                break
             if isinstance(item, Future):
-                try:
-                    item.set_result(self.path.stat().st_size if self.path.exists() else 0)
-                except OSError as error:
-                    item.set_exception(error)
+                self._answer_size(item)
                 continue
-            group = item[0]
-            written = False
+            is_written = False
             try:
-                if self._ended is None:
+                if not self._has_ended:
                     file = file or RecordFile(self.path)
-                    written = self._write(file, *item)
+                    is_written = self._write(file, item)
             except OSError as error:
                 self._end(f"{type(error).__name__}: {error}")
-            except Exception:  # no record of a rollout is worth the run
-                if not self._lost:
-                    logger.exception("group %s can't be recorded", group.group_id)
-            if written:
-                self.recorded += len(group.rollouts)
+            except Exception:  # noqa: BLE001 - no record of a rollout is worth the run
+                if not self._unwritten:
+                    logger.exception("group %s can't be recorded", item.group.group_id)
+            if is_written:
+                self.recorded += len(item.group.rollouts)
             else:
-                self._lost += len(group.rollouts)
+                self._unwritten += len(item.group.rollouts)
         if file is not None:
             file.close()
 
-    def _write(
-        self, file: RecordFile, group: RolloutGroup, outcomes: dict[str, str], kind: RecordKind
-    ) -> bool:
-        lines = (
+    def _answer_size(self, size: Future[int]) -> None:
+        try:
+            size.set_result(self.path.stat().st_size if self.path.exists() else 0)
+        except OSError as error:
+            size.set_exception(error)
+
+    def _write(self, file: RecordFile, ended: EndedGroup) -> bool:
+        """Append a group. Return False if the file would become too large."""
+        lines = [
             encode_rollout(
                 rollout,
-                outcome=outcomes.get(rollout.rollout_id),
-                admitted_version=group.admitted_version,
+                outcome=ended.outcomes.get(rollout.rollout_id),
+                admitted_version=ended.group.admitted_version,
                 max_bytes=self.config.max_rollout_bytes,
-                kind=kind,
+                kind=ended.kind,
             )
-            for rollout in group.rollouts
-        )
+            for rollout in ended.group.rollouts
+        ]
         data = compress(b"".join(lines))
-        if file.size + len(data) > self.config.max_file_bytes:
+        limit = self.config.max_file_bytes
+        if file.size + len(data) > limit:
             self._end(
-                f"it has reached recorder.max_file_bytes ({self.config.max_file_bytes:,}); lower recorder.fraction"
+                f"it has reached recorder.max_file_bytes ({limit:,}); lower recorder.fraction"
             )
             return False
         file.append(data)
         return True
 
-    def _end(self, why: str) -> None:
-        self._ended = why
-        logger.warning("%s: no further rollouts are recorded: %s", self.path, why)
+    def _end(self, reason: str) -> None:
+        self._has_ended = True
+        logger.warning("%s: no further rollouts are recorded: %s", self.path, reason)
 
 
 def read_rollouts(
     path: str | Path, kind: RecordKind | None = "training"
 ) -> Iterator[RecordedRollout]:
-    """The rollouts of a file, or of a run folder, in the order in which they ended; one group at a time, for large files.
+    """Yield the recorded rollouts in the order in which they ended.
 
-    Those of one kind; None: all. Passes over a group torn by a process that was killed, with a warning unless it is the last.
+    One group is read at a time, so a file may be larger than memory. A group that was torn when its
+    process was killed is passed over, with a warning unless it is the last one; so is a group of
+    another format.
+
+    Args:
+        path: a run folder, or its file of rollouts.
+        kind: purpose of the rollouts; None for all.
 
     Raises:
         FileNotFoundError: nothing was recorded there.
@@ -203,8 +247,8 @@ def read_rollouts(
     path = path / ROLLOUTS_FILE if path.is_dir() else path
     for offset, lines in read_groups(path):
         try:
-            yield from [
-                r for r in map(decode_rollout, lines.splitlines()) if kind in (None, r.kind)
-            ]
+            records = [decode_rollout(line) for line in lines.splitlines()]
         except ValueError as error:
             logger.warning("%s, group at byte %d: %s", path, offset, error)
+            continue
+        yield from [record for record in records if kind in (None, record.kind)]

@@ -47,8 +47,8 @@ from torchtitan.experiments.rl.gateway.session import AUXILIARY, POLICY, AgentRo
 from torchtitan.experiments.rl.generation.references import ModelReference
 from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.process import foreign
+from torchtitan.experiments.rl.rollouts.json_values import json_value
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient, PolicySession
-from torchtitan.experiments.rl.rollouts.records import json_value
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn
 from torchtitan.experiments.rl.tasks.questions import fill, row_task

@@ -1,4 +1,12 @@
-"""The PolicyTrainer actor: one rank of the trainer mesh. Endpoints hand work to one compute thread, so messages flow."""
+"""The PolicyTrainer actor: one rank of the trainer.
+
+Consumes:  microbatches of its data-parallel rank, one optimizer step at a time.
+Produces:  metrics of the whole step; versions of the weights, and what proves them; checkpoints.
+Knows no task, env or algorithm.
+
+Endpoints hand their work to one compute thread, one after the other, so the actor's event loop
+stays free to answer. Most endpoints are collective: the other ranks must be called too.
+"""
 
 import asyncio
 import logging
@@ -13,7 +21,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import portpicker
@@ -46,23 +54,26 @@ from torchtitan.experiments.rl.weights.snapshot import fingerprint
 logger = logging.getLogger(__name__)
 
 FIRST_STEPS = 3
-"""They may compile, and so take long."""
+"""Number of steps that may compile, and so take long."""
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""Ranks may compile, and write checkpoints, at different speeds. A rank that hangs is noticed and killed long before."""
+"""Maximum time that ranks wait for each other: they may compile, and write checkpoints, at
+different speeds. A rank that hangs is noticed and killed long before."""
+
+Result = TypeVar("Result")
 
 
 class PolicyTrainer(WatchedActor):
-    """Consumes the microbatches of its data-parallel coordinate, produces metrics and published weights.
+    """Trains the policy, as one rank of the trainer."""
 
-    Knows no task, env or algorithm.
-    """
-
-    # Made by setup, copy_weights and begin_checkpoint.
     _learner: Learner
+    """Set by ``setup``."""
     _publisher: SnapshotPublisher
+    """Set by ``setup``."""
     _canary: asyncio.Future[np.ndarray]
+    """Canary's log-probabilities under the version that ``copy_weights`` copied last."""
     _saving: Future[Any]
+    """Checkpoint that ``begin_checkpoint`` began last."""
 
     def __init__(
         self,
@@ -73,16 +84,20 @@ class PolicyTrainer(WatchedActor):
         generator_dtype: torch.dtype,
         yields_memory: bool = False,
         weights_on_device: bool = False,
-        **learner: Any,
+        **learner_options: Any,  # noqa: ANN401 - Learner checks them
     ):
-        """
+        """Prepare the process. ``setup`` builds the model.
+
         Args:
-            yields_memory: an engine on its GPU takes what a step has used, as soon as the weights are copied out.
-            weights_on_device: published versions stay where the rank computes.
-            learner: more of a Learner's arguments.
+            generator_dtype: dtype of the published weights.
+            yields_memory: True if an engine on this rank's GPU takes the memory that a step has
+                used, as soon as the weights are copied out.
+            weights_on_device: True if published versions stay on this rank's device.
+            learner_options: further arguments of the Learner.
         """
         super().__init__()
-        self._rank, self._world_size = current_rank().rank, math.prod(current_size().values())
+        self._rank = current_rank().rank
+        self._world_size = math.prod(current_size().values())
         self.part = f"trainer {self._rank}"
         self._device = device
         self._steps_taken = 0
@@ -91,18 +106,23 @@ class PolicyTrainer(WatchedActor):
         self._generator_dtype = generator_dtype
         self._published_on = torch.device(device) if weights_on_device else None
         self._yields_memory = yields_memory and device == "cuda"
-        self._build = partial(
+        self._build_learner = partial(
             Learner,
             config,
             device=device,
             run_dir=run_dir,
-            on_microbatch=lambda: self.heartbeat.beat(slow=self._steps_taken < FIRST_STEPS),
-            **learner,
+            on_microbatch=self._beat,
+            **learner_options,
         )
+
+    # ---- set-up
 
     @reported_endpoint
     async def meeting_points(self) -> tuple[str, str, str]:
-        """Its host's identity, and URLs where ranks may meet it: of a free port, and of a file on this host."""
+        """Return this rank's host, and two URLs at which ranks may meet it.
+
+        The first URL is of a free port, the second of a file, for ranks on the same host.
+        """
         folder = tempfile.mkdtemp(prefix="rendezvous-")
         return (
             host_identity(),
@@ -115,14 +135,14 @@ class PolicyTrainer(WatchedActor):
         """Join the process group and load the model. Collective.
 
         Args:
-            rendezvous: URL of rank 0.
+            rendezvous: URL at which the ranks meet rank 0.
         """
 
         def build() -> None:
             init_process_group(
                 device=self._device, rank=self._rank, world_size=self._world_size, url=rendezvous
             )
-            self._learner = self._build()
+            self._learner = self._build_learner()
             self._publisher = SnapshotPublisher(
                 rank=self._rank,
                 host=host_identity(),
@@ -136,24 +156,29 @@ class PolicyTrainer(WatchedActor):
 
     @reported_endpoint
     async def data_parallel(self) -> DataParallel:
-        """This rank's data-parallel coordinate. Known after ``setup``."""
+        """Return this rank's share of a step's rows. It is known after ``setup``."""
         return self._learner.data_parallel
+
+    # ---- steps
 
     @reported_endpoint
     async def train_step(self, microbatches: bytes, policy_version: int) -> dict[str, float]:
-        """Take an optimizer step on this coordinate's microbatches. Collective. Returns metrics of the whole step.
+        """Take an optimizer step, and return metrics of the whole step. Collective.
 
         Args:
-            microbatches: ``client.pickled``, for the first rank of the coordinate. It gives them to the others.
+            microbatches: rows of this data-parallel rank, pickled (`client.pickled`). Of several
+                processes with the same rows, the first is given them and hands them on; the others
+                are given b"".
+            policy_version: version of the weights that are trained.
 
         Raises:
-            RunError: the loss or the gradient is not finite; the step is not taken. A loss with an infinite constant has a
-                finite gradient.
+            RunError: the loss or the gradient is not finite; the step is not taken.
         """
 
         def accumulate() -> dict[str, float]:
-            own = pickle.loads(self._learner.of_first_rank(microbatches))
-            metrics = self._learner.forward_backward(own, policy_version).compute()
+            rows = pickle.loads(self._learner.of_first_rank(microbatches))
+            metrics = self._learner.forward_backward(rows, policy_version).compute()
+            # A loss with an infinite constant has a finite gradient.
             check_finite("loss", metrics["loss/total"], self._learner.config.loss)
             return metrics
 
@@ -164,64 +189,25 @@ class PolicyTrainer(WatchedActor):
 
     @reported_endpoint
     async def logprobs(self) -> list[np.ndarray]:
-        """float32 [B, L] of each microbatch of the last step: log-probabilities of sampled tokens, 0 elsewhere."""
+        """Return the log-probabilities of the last step's microbatches, each float32 [B, L].
+
+        They are 0 on tokens that were not sampled.
+        """
         return self._learner.logprobs()
 
-    @reported_endpoint
-    async def begin_checkpoint(self, folder: Path, step: int) -> None:
-        """Copy model, optimizer and schedule as they are after ``step``; write the copy beside what follows. Collective.
-
-        A state that can't be copied is an error of ``finish_checkpoint``, like one that can't be
-        written.
-
-        Raises:
-            RunError: the trainer's state is not that after ``step``.
-        """
-
-        def begin() -> Future[Any]:
-            if self._learner.steps_taken != step:
-                taken = (
-                    "an unknown number of"
-                    if self._learner.steps_taken is None
-                    else self._learner.steps_taken
-                )
-                raise RunError(
-                    f"trainer rank {self._rank} has taken {taken} steps, and can't save the state after {step}"
-                )
-            with trace.span("copy the state", step=step):
-                return self._learner.checkpoints.begin(folder, step)
-
-        self._saving = await self._submit(begin)
-
-    @reported_endpoint
-    async def finish_checkpoint(self) -> None:
-        """Wait until this rank's files of the checkpoint that was begun last are written.
-
-        Raises:
-            RunError: they can't be: a rank could not copy its state, or the disk is full, or failed.
-        """
-        error = await asyncio.to_thread(self._saving.exception)
-        if isinstance(error, StagingError):
-            raise error
-        if (
-            error is not None
-        ):  # torch's is no Exception, and can't always be sent to another process
-            logger.info(
-                "trainer rank %d: a checkpoint can't be written", self._rank, exc_info=error
-            )
-            raise RunError(
-                f"trainer rank {self._rank} can't write its part of the checkpoint: {write_error(error)}"
-            )
+    # ---- versions of the weights
 
     @reported_endpoint
     async def copy_weights(
         self, version: int, canary_token_ids: np.ndarray, remote_readers: bool
     ) -> None:
-        """Copy the weights into the snapshot of ``version``, put it where the generators find it, and start to score the canary
-        with them. Collective.
+        """Publish the weights as a version, and start to score the canary with them. Collective.
+
+        When it returns, the next step may change the weights: the copy is where generators find it.
 
         Args:
-            remote_readers: some generator is on a host without trainer ranks.
+            canary_token_ids: fixed text whose log-probabilities prove a delivery.
+            remote_readers: True if some generator is on a host without trainer ranks.
         """
 
         def copy_out() -> None:
@@ -240,20 +226,70 @@ class PolicyTrainer(WatchedActor):
 
     @reported_endpoint
     async def proof(self) -> tuple[str, np.ndarray]:
-        """What a receipt of the version that was copied last has to agree with: the fingerprint of its digests, and float32
-        [adapters * L] log-probabilities of the canary, with each adapter in turn. Collective."""
+        """Return what a generator's receipt of the last version has to agree with. Collective.
+
+        Returns:
+            The fingerprint of the version's digests, and the canary's log-probabilities, float32
+            [adapters * L], with each adapter in turn.
+        """
         with trace.lane("digests"):
             manifest = await self._publisher.prove()
         return fingerprint(manifest.digests), await self._canary
 
     @reported_endpoint
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        """float32 [adapters * L]: log-probabilities at temperature 1, with each adapter in turn. Collective."""
+        """Return log-probabilities at temperature 1, float32 [adapters * L]. Collective."""
         return await self._submit(lambda: self._learner.canary(token_ids))
+
+    # ---- checkpoints
+
+    @reported_endpoint
+    async def begin_checkpoint(self, folder: Path, step: int) -> None:
+        """Copy the state after ``step``, and start to write the copy. Collective.
+
+        Steps may follow at once. A state that can't be copied is an error of ``finish_checkpoint``,
+        like one that can't be written.
+
+        Raises:
+            RunError: the trainer's state is not the one after ``step``.
+        """
+
+        def begin() -> Future[Any]:
+            taken = self._learner.steps_taken
+            if taken != step:
+                count = "an unknown number of" if taken is None else taken
+                raise RunError(
+                    f"trainer rank {self._rank} has taken {count} steps, and can't save the state "
+                    f"after {step}"
+                )
+            with trace.span("copy the state", step=step):
+                return self._learner.checkpoints.begin(folder, step)
+
+        self._saving = await self._submit(begin)
+
+    @reported_endpoint
+    async def finish_checkpoint(self) -> None:
+        """Wait until this rank has written its files of the checkpoint that was begun last.
+
+        Raises:
+            RunError: it can't write them: a rank could not copy its state, or the disk is full, or
+                failed.
+        """
+        error = await asyncio.to_thread(self._saving.exception)
+        if error is None:
+            return
+        if isinstance(error, StagingError):
+            raise error
+        # torch's error is no Exception, and can't always be sent to another process.
+        logger.info("trainer rank %d: a checkpoint can't be written", self._rank, exc_info=error)
+        raise RunError(
+            f"trainer rank {self._rank} can't write its part of the checkpoint: "
+            f"{write_error(error)}"
+        )
 
     @reported_endpoint
     async def save_final(self, step: int) -> Path | None:
-        """Write the policy as a hub folder, and return it. Collective."""
+        """Write the policy as a hub folder, and return the folder. Collective."""
         return await self._submit(lambda: self._learner.save_final(step))
 
     @reported_endpoint
@@ -263,23 +299,31 @@ class PolicyTrainer(WatchedActor):
         def close() -> None:
             if hasattr(self, "_learner"):
                 self._learner.close()
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
         await self._submit(close)
+
+    # ---- the compute thread
 
     def _more_usage(self) -> dict[str, float]:
         utilisation = self._learner.flops.lap_utilisation() if hasattr(self, "_learner") else None
         return {} if utilisation is None else {"mfu": utilisation}
 
-    def _submit(self, work: Callable[[], Any], *, quick: bool = False) -> asyncio.Future[Any]:
-        """
+    def _beat(self) -> None:
+        """Note that a microbatch begins: the rank is at work, and does not hang."""
+        self.heartbeat.beat(slow=self._steps_taken < FIRST_STEPS)
+
+    def _submit(self, work: Callable[[], Result], *, quick: bool = False) -> asyncio.Future[Result]:
+        """Have the compute thread do some work after all that was submitted before.
+
         Args:
-            quick: no part of it takes longer than a microbatch, once the first steps have compiled what they need.
+            quick: True if the work beats at least once a microbatch, so that a pause means that it
+                hangs. The first steps are never quick, because they may compile.
         """
         slow = not quick or self._steps_taken < FIRST_STEPS
 
-        def run() -> Any:
+        def run() -> Result:
             try:
                 with self.heartbeat.work("a computation of the trainer", slow=slow):
                     return work()
@@ -291,8 +335,11 @@ class PolicyTrainer(WatchedActor):
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, torch computes with one thread: for what runs beside a load on the same cores. With two threads on two cores it
-    made the load of a 500 MB model last 350 to 470 ms, and with one 290 to 320: each waits for the slowest of its threads."""
+    """Compute with one thread of torch inside, for work beside a load on the same cores.
+
+    With two threads on two cores the canary made the load of a 500 MB model last 350 to 470 ms, and
+    with one thread 290 to 320 ms: each waits for the slowest of its threads.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -306,25 +353,27 @@ def init_process_group(
 ) -> None:
     """Join the trainer's process group.
 
+    The store behind a port listens on all interfaces and asks nobody who they are. Ranks that meet
+    in a file use the loopback interface alone; others use the interface that leads to rank 0,
+    unless GLOO_SOCKET_IFNAME names another.
+
     Args:
-        url: where the ranks meet: ``tcp://host:port`` of rank 0, or on one host ``file:///path`` of a new file.
-            The store behind a port listens on all interfaces and asks nobody who they are; ranks that meet in a file use the
-            loopback interface alone. Others use the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME names another.
+        url: ``tcp://host:port`` of rank 0, or on one host ``file:///path`` of a new file.
     """
     if device == "cuda":
         torch.cuda.set_device(0)  # the only one this process sees: fleet/spawn.py
-    # gloo beside NCCL: parameters that are kept in the host's memory, and objects that ranks compare.
-    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    interface = (
-        LOOPBACK
-        if url.startswith("file:")
-        else interface_towards(url.removeprefix("tcp://").rpartition(":")[0])
-    )
+    if url.startswith("file:"):
+        interface = LOOPBACK
+    else:
+        interface = interface_towards(url.removeprefix("tcp://").rpartition(":")[0])
     if interface in (name for _, name in socket.if_nameindex()):
-        # gloo takes the interface that the host's own name leads to, which may be the loopback one.
+        # gloo would take the interface of the host's own name, which may be the loopback one.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if interface == LOOPBACK:  # NCCL knows itself which interfaces lead to other hosts
+    if interface == LOOPBACK:  # NCCL finds out itself which interfaces lead to other hosts
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
+    # gloo beside NCCL, for parameters that are kept in the host's memory, and for objects that
+    # ranks compare.
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend, init_method=url, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
     )

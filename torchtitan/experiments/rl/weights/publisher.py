@@ -1,5 +1,8 @@
-"""The trainer's side of weight synchronisation: each rank's shards of the parameters to its buffers, in the host's memory or on
-its device.
+"""The trainer's side of weight synchronisation: each rank publishes its shards of the parameters.
+
+    write      shards ──▶ the rank's buffer, in its host's memory or on its device
+    announce   manifest, without digests ──▶ torchstore; generators load
+    prove      manifest, with digests    ──▶ torchstore; generators compare
 
 From a GPU tensors are copied to the host without the CPU's help, into memory that is page-locked.
 """
@@ -38,70 +41,80 @@ T = TypeVar("T")
 
 
 class Tensors(Protocol):
-    """Tensors by hub name, or stacks of them, DTensors or plain, the same on every rank in one order.
+    """Tensors by hub name, or stacks of them, the same on every rank and in one order.
 
-    ``items`` may make a tensor when it is read, and need not keep it: hold no more than one.
+    They are DTensors or plain. ``items`` may make a tensor when it is read, and need not keep it:
+    hold no more than one.
     """
 
     def items(self) -> Iterable[tuple[str, torch.Tensor]]: ...
 
 
 class SnapshotPublisher:
-    """Writes versions to two buffers alternately, so that generators may read one version while the next is written.
+    """Writes versions of the weights, as one rank of the trainer.
 
-    Every rank copies its own shards into its own buffers, in memory that the processes of its host share. Of several ranks that
-    hold the same shard, the lowest writes it. Each rank digests what it writes where that lies: shares of a tensor's digest add
-    up.
+    Two buffers take turns, so that generators may read one version while the next is written. Every
+    rank copies its own shards into its own buffers, in memory that the processes of its host share.
+    Of several ranks that hold the same shard, the lowest writes it. Each rank digests what it
+    writes where that lies: shares of a tensor's digest add up.
 
-    With a ``device`` each rank that writes has one buffer, there. A second would take memory that GPUs lack, so a version is
-    written when nobody reads the one before (``weights/sync.py``).
+    With a ``device`` each rank that writes has one buffer, on the device. A second buffer would
+    take memory that GPUs lack, so a version is written when nobody reads the one before
+    (`weights/sync.py`).
     """
 
     def __init__(
         self, *, rank: int, host: str, dtype: torch.dtype, device: torch.device | None = None
     ):
-        """
+        """Prepare to publish; buffers are made by the first `write`.
+
         Args:
-            host: its identity. Ranks of one host share memory.
-            device: where versions stay. None: in the host's memory.
+            host: identity of the rank's host. Ranks of one host share memory.
+            dtype: dtype of the published tensors.
+            device: device on which versions stay; None if they lie in the host's memory.
         """
         self._rank = rank
         self._host = host
         self._dtype = dtype
         self._device = device
         self._source = torch.device("cpu")
-        """Where copies have to be waited for."""
+        """Device whose copies have to be waited for."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._mine: dict[str, Shard] = {}
-        """What this rank writes."""
+        """Shard that this rank writes of each tensor."""
         self._buffers: list[SharedBuffer] = []
-        """Of this rank, where they are the host's memory."""
+        """Buffers of this rank. Empty if versions stay on a device."""
         self._targets: list[dict[str, torch.Tensor]] = [{}, {}]
-        """By buffer and name: where this rank copies its part of a tensor. Found once: it takes a tenth of the copying."""
+        """Views of each buffer, by tensor: this rank copies its shard there. They are made once,
+        because making them takes a tenth of the copying."""
         self._parts: list[tuple[RankParts, ...]] = []
-        """By buffer: of each rank that writes."""
+        """Shards and buffers of all ranks that write, for each of the two buffers."""
         self._life = ""
-        """The same on all ranks, and of no other trainer."""
-        self._written, self._version = 0, -1
-        """How often ``write`` was called, and the version that it wrote last."""
+        """Random name, the same on all ranks, that no other trainer has."""
+        self._writes = 0
+        """Number of calls of `write`."""
+        self._version = -1
+        """Version that was written last."""
         self._shares: dict[str, int] = {}
-        """Shares of the digests of what was written last, by name: those that a GPU took."""
+        """This rank's shares of the last version's digests, by tensor, as far as a GPU took
+        them."""
         self._gloo: dist.ProcessGroup | None = None
-        """All ranks, for a thread beside the trainer's own. None where there is one."""
+        """Group of all ranks, for a thread beside the trainer's own. None if there is one rank."""
         self._manifest: Manifest
         self._offered = False
-        """Whether readers of other hosts can read this rank's buffers."""
+        """True if readers on other hosts can read this rank's buffers."""
 
     @torch.no_grad()
     def write(self, version: int, tensors: Tensors) -> None:
-        """Copy ``tensors`` into this version's buffer. Collective: every rank calls it.
+        """Copy the tensors into this version's buffer. Collective.
 
         When it returns, a GPU has copied and digested them, and nothing of this version is asked of
         it again. A question that came later would wait for the kernels of the next step.
         """
         if not self._parts:
             self._lay_out(tensors)
-        self._written, self._version = self._written + 1, version
+        self._writes += 1
+        self._version = version
         targets = self._targets[version % 2]
         taken: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
@@ -113,25 +126,24 @@ class SnapshotPublisher:
         wait_for_copies(self._source)
 
     async def announce(self, remote_readers: bool) -> None:
-        """Put what was written last into torchstore, without its digests: every rank calls it, and generators may read when all
-        have returned.
+        """Put the manifest of what was written last into torchstore, without digests.
 
-        It replaces version ``v - 2``, which had the same buffer: every generator has answered for it.
+        Every rank calls it. Generators may read the version when all have returned. It replaces
+        version ``v - 2``, which had the same buffer: every generator has answered for that.
 
         Args:
-            remote_readers: some generator is on a host without trainer ranks.
+            remote_readers: True if some generator is on a host without trainer ranks.
         """
         self._manifest = Manifest(
             version=self._version,
             shapes=self._shapes,
             dtype=self._dtype,
             parts=self._parts[self._version % 2],
-            publication=f"{self._life}-{self._written}",
+            publication=f"{self._life}-{self._writes}",
             digests={},
         )
-        if (
-            remote_readers or len({own.host for own in self._manifest.parts}) > 1
-        ) and not self._offered:
+        hosts = {part.host for part in self._manifest.parts}
+        if (remote_readers or len(hosts) > 1) and not self._offered:
             for buffer in self._buffers:
                 await offer(self._host, buffer)
             self._offered = True
@@ -140,16 +152,14 @@ class SnapshotPublisher:
     async def prove(self) -> Manifest:
         """Put the digests of what was announced last into torchstore. Collective.
 
-        Generators load it meanwhile, and the trainer may take its next step: what lies in the host's memory is digested in a
-        thread.
+        Generators load the version meanwhile, and the trainer may take its next step: what lies in
+        the host's memory is digested in a thread.
 
         Returns:
-            What is published, the same on every rank.
+            The manifest that is published, the same on every rank.
         """
-        manifest = self._manifest
-        self._manifest = replace(
-            manifest, digests=await asyncio.to_thread(self._digests, manifest.version)
-        )
+        digests = await asyncio.to_thread(self._digests, self._manifest.version)
+        self._manifest = replace(self._manifest, digests=digests)
         await self._put()
         return self._manifest
 
@@ -185,66 +195,71 @@ class SnapshotPublisher:
             self._shapes[name] = tuple(tensor.shape)
             held[name] = shard_of(tensor)
             self._source = self._device or local_of(tensor).device
-        own_answer = self._host, held, uuid.uuid4().hex
-        hosts, everyones, lives = zip(*_of_every_rank(own_answer), strict=True)
-        self._life, written = lives[0], written_by_rank(everyones, self._shapes)
+        answers = _of_every_rank((self._host, held, uuid.uuid4().hex))
+        hosts, shards_held, lives = zip(*answers, strict=True)
+        self._life = lives[0]
+        written = written_by_rank(shards_held, self._shapes)
         self._mine = written[self._rank]
         handles = _of_every_rank(self._make_buffers() if self._mine else [])
         self._parts = [
             tuple(
-                RankParts(host, own[index], shards)
-                for host, own, shards in zip(hosts, handles, written, strict=True)
-                if own
+                RankParts(host, of_rank[buffer], shards)
+                for host, of_rank, shards in zip(hosts, handles, written, strict=True)
+                if of_rank
             )
-            for index in range(2)
+            for buffer in range(2)
         ]
 
     def _make_buffers(self) -> list[Handle]:
-        """The handle of each version's buffer, by the version's parity."""
+        """Make this rank's buffers, and return the handle of each version's, by its parity."""
         nbytes = buffer_bytes(self._mine, self._dtype)
         if self._device is not None and self._device.type == "cuda":
-            torch.cuda.empty_cache()  # what is cut out of a cached block keeps all of that block, and readers map all of it
+            # A buffer that is cut out of a cached block keeps all of that block, and readers map
+            # all of it.
+            torch.cuda.empty_cache()
             memory = [torch.empty(nbytes, dtype=torch.uint8, device=self._device)]
             handles: list[Handle] = [offered_memory(memory[0])]
         else:
             self._buffers = [
                 SharedBuffer.create(nbytes) for _ in range(2 if self._device is None else 1)
             ]
-            memory, handles = (
-                [buffer.bytes for buffer in self._buffers],
-                [buffer.path for buffer in self._buffers],
-            )
+            memory = [buffer.bytes for buffer in self._buffers]
+            handles = [buffer.path for buffer in self._buffers]
             if self._source.type == "cuda":
                 page_lock(memory)
-        each = 2 // len(memory)
-        self._targets = [views(buffer, self._mine, self._dtype) for buffer in memory] * each
-        return handles * each
+        versions_each = 2 // len(memory)
+        targets = [views(buffer, self._mine, self._dtype) for buffer in memory]
+        self._targets = targets * versions_each
+        return handles * versions_each
 
 
 def written_by_rank(
     held: Sequence[Mapping[str, Shard]], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[dict[str, Shard]]:
-    """What each rank writes of what it holds, by name: of ranks that hold the same shard, the lowest writes it.
+    """Return what each rank writes of what it holds, by tensor.
+
+    Of ranks that hold the same shard, the lowest writes it.
 
     Args:
-        held: of each rank the shard that it holds of each tensor. Shards of a tensor are equal or apart.
+        held: shard of each tensor that each rank holds. Shards of a tensor are equal or apart.
+        shapes: shape of each tensor.
 
     Raises:
         AssertionError: they hold less than a tensor.
     """
     taken: set[tuple[str, Shard]] = set()
-    written = []
-    for own in held:
+    written: list[dict[str, Shard]] = []
+    for shards in held:
         written.append(
             {
                 name: shard
-                for name, shard in own.items()
+                for name, shard in shards.items()
                 if volume(shard) and (name, shard) not in taken
             }
         )
-        taken |= own.items()
+        taken |= shards.items()
     for name, shape in shapes.items():
-        size = sum(volume(own[name]) for own in written if name in own)
+        size = sum(volume(shards[name]) for shards in written if name in shards)
         assert size == math.prod(shape), (
             f"the ranks write {size} values of {name}, which has {math.prod(shape)}"
         )
@@ -257,7 +272,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_of(tensor: torch.Tensor) -> Shard:
-    """Return this rank's part of a tensor: all of one that is not shared out."""
+    """Return this rank's shard of a tensor; all of one that is not shared out."""
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape)
     offset, shape = local_shard(tensor)
@@ -269,7 +284,7 @@ def _many_ranks() -> bool:
 
 
 def _of_every_rank(value: T) -> list[T]:
-    """What each rank has given, by rank. Collective."""
+    """Return what each rank has given, by rank. Collective."""
     if not _many_ranks():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -278,10 +293,12 @@ def _of_every_rank(value: T) -> list[T]:
 
 
 def copy_out(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Copy as the target's dtype. From or to a GPU it may return before the copy is done: ``wait_for_copies``.
+    """Copy a tensor in the target's dtype.
+
+    From or to a GPU it may return before the copy is done (`wait_for_copies`).
 
     Returns:
-        What was copied, in that dtype, on a GPU where one of the two lies there.
+        What was copied, in that dtype; on the GPU if one of the two lies there.
     """
     if source.device.type == "cpu" or not target.is_cpu:
         return target.copy_(source)
@@ -292,6 +309,6 @@ def copy_out(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def wait_for_copies(device: torch.device) -> None:
-    """Return when every copy from ``device`` is done."""
+    """Return when every copy from the device is done."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -1,7 +1,10 @@
-"""Where versions are found, and a generator host's copy of each, for the hosts that are not the trainer's.
+"""Finds published versions, and copies them to generator hosts that are not the trainer's.
 
-torchstore has the manifests and how a host's memory is read, and no weights. Other hosts read it by Monarch's RDMA buffers,
-which use InfiniBand or RoCE where the hosts have it, and TCP elsewhere. One process of each host fetches a version.
+    trainer's host ──RDMA──▶ WeightReader of a generator host ──shared memory──▶ its engines
+
+torchstore has the manifests, and how a host's memory is read, but no weights. Other hosts read that
+memory by Monarch's RDMA buffers, which use InfiniBand or RoCE where the hosts have it, and TCP
+elsewhere. One process of each host fetches a version.
 """
 
 import asyncio
@@ -32,25 +35,38 @@ from torchtitan.experiments.rl.weights.snapshot import (
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 8 * 2**20
-"""Of one read from another host. Over TCP, 256 MB took 0.2 s in reads of 8 MB side by side, and 0.7 s in reads of 32 MB."""
+"""Bytes of one read from another host. Over TCP, 256 MB took 0.2 s in reads of 8 MB side by side,
+and 0.7 s in reads of 32 MB."""
+
 READS_AT_ONCE = 16
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.2
-"""Between looks for digests that are still being taken. Each pause is twice the one before."""
+"""Maximum number of reads side by side."""
+
+FIRST_PAUSE_S = 0.002
+LONGEST_PAUSE_S = 0.2
+"""Pauses between looks for digests that are still being taken. Each is twice the one before."""
+
 READ_TIMEOUT_S = 600
-"""Of one read. A host that is gone is noticed by others first; Monarch's own 60 s are short on a network that is busy."""
+"""Maximum time of one read. A host that is gone is noticed by others first, and Monarch's own 60 s
+are short on a busy network."""
 
 
 class OneVolume(torchstore.SingletonStrategy):
-    """Gives the store's only volume without a slice of its mesh, and for calls that keep little (``compat.monarch.ask``)."""
+    """Returns the store's only volume as one actor, whose calls keep little memory.
 
-    def get_storage_volume(self, volume_id: str) -> Any:
+    torchstore's own strategy takes a slice of the volume's mesh for each call (`compat.monarch.ask`
+    says what that keeps).
+    """
+
+    def get_storage_volume(self, volume_id: str) -> Any:  # noqa: ANN401 - torchstore's
         return OneActor(self.storage_volumes)
 
 
 async def start_store(mesh: ProcMesh) -> None:
-    """Start the run's store, its one volume on ``mesh`` (the trainer's first process: what is published stays where it is).
+    """Start the run's store. A store that this process has started before is given up.
 
-    A store that this process has started before is given up; the process of its volume may have ended.
+    Args:
+        mesh: process of the store's only volume: the trainer's first, so that what is published
+            stays where it is.
     """
     use_async_controller()
     await torchstore.shutdown()
@@ -58,73 +74,85 @@ async def start_store(mesh: ProcMesh) -> None:
 
 
 def manifest_key(version: int) -> str:
-    """Of a Manifest. Two keys alternate, as the buffers do: nothing has to be deleted."""
+    """Return the key of a version's Manifest.
+
+    Two keys alternate, as the buffers do, so nothing has to be deleted.
+    """
     return f"policy/manifest/{version % 2}"
 
 
 def memory_key(host: str, handle: Handle) -> str:
-    """Of the RDMABuffers of a SharedBuffer."""
+    """Return the key of the RDMABuffers of a SharedBuffer."""
     return f"policy/memory/{host}{handle}"
 
 
 def copy_key(host: str) -> str:
-    """Of the HostCopy of a generator host."""
+    """Return the key of the HostCopy of a generator host."""
     return f"policy/copy/{host}"
 
 
 async def published(version: int) -> Manifest:
-    """The manifest of a version, of which the next is not published yet.
+    """Return the manifest of a version. Of the versions after it none is published yet.
 
     Raises:
-        RunError: its place has another version's.
+        RunError: the store has the manifest of another version.
     """
     manifest: Manifest = await torchstore.get(manifest_key(version))
     if manifest.version != version:
         raise RunError(
-            f"the store has the manifest of version {manifest.version}, and not of version {version}"
+            f"the store has the manifest of version {manifest.version}, and not of version "
+            f"{version}"
         )
     return manifest
 
 
 async def proven(manifest: Manifest) -> Mapping[str, str]:
-    """Digests of a published version, which the trainer takes while generators load it. Waits until it has.
+    """Return the digests of a published version, once the trainer has taken them.
+
+    The trainer takes them while generators load.
 
     Raises:
         RunError: another version is in its place.
         Exception: the store is gone.
     """
     pause = FIRST_PAUSE_S
-    while (
-        found := await published(manifest.version)
-    ).publication != manifest.publication or not found.digests:
+    while True:
+        current = await published(manifest.version)
+        if current.publication == manifest.publication and current.digests:
+            return current.digests
         await asyncio.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_S)
-    return found.digests
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class HostCopy:
-    """A version, all of whose parts are in one generator host's memory."""
+    """A version that lies whole in one generator host's memory.
+
+    Engines prove what they load of it.
+    """
 
     version: int
     publication: str
-    """An engine proves what it makes of the copy."""
+    """Name of the manifest's publication."""
     parts: tuple[RankParts, ...]
 
 
 async def on_this_host(manifest: Manifest) -> Manifest:
-    """The manifest with parts that processes of this host can open: the trainer's own, or what this host's reader has copied.
+    """Return the manifest with parts that processes of this host can open.
+
+    They are the trainer's own, or what this host's reader has copied.
 
     Raises:
-        RunError: there are none.
+        RunError: this host has no copy of the version.
     """
     host = host_identity()
-    if all(own.host == host for own in manifest.parts):
+    if all(part.host == host for part in manifest.parts):
         return manifest
     copy: HostCopy = await torchstore.get(copy_key(host))
     if copy.publication != manifest.publication:
         raise RunError(
-            f"host {host} has a copy of version {copy.version}, and not of version {manifest.version}"
+            f"host {host} has a copy of version {copy.version}, and not of version "
+            f"{manifest.version}"
         )
     return replace(manifest, parts=copy.parts)
 
@@ -136,7 +164,8 @@ async def offer(host: str, buffer: SharedBuffer) -> None:
     def handles() -> list[Any]:
         return [RDMABuffer(part) for part in buffer.bytes.split(READ_BYTES)]
 
-    # In a thread: it takes 0.3 ms for each 8 MB. The thread has the actor's context, which Monarch needs.
+    # In a thread, because it takes 0.3 ms for each 8 MB. The thread has the actor's context, which
+    # Monarch needs.
     await torchstore.put(memory_key(host, buffer.path), await asyncio.to_thread(handles))
 
 
@@ -144,11 +173,11 @@ async def fetch(handles: Sequence[Any], target: torch.Tensor) -> None:
     """Read what another host has offered into a buffer of the same size.
 
     Raises:
-        Exception: what Monarch raises where the other host can't be read. No read goes on then.
+        Exception: the other host can't be read. No read goes on then.
     """
     seats = asyncio.Semaphore(READS_AT_ONCE)
 
-    async def read(handle: Any, part: torch.Tensor) -> None:
+    async def read(handle: Any, part: torch.Tensor) -> None:  # noqa: ANN401 - Monarch's
         async with seats:
             await handle.read_into(part, timeout=READ_TIMEOUT_S)
 
@@ -162,15 +191,20 @@ async def fetch(handles: Sequence[Any], target: torch.Tensor) -> None:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Fetched:
+    """What it took to have a version in this host's memory."""
+
     source: str
     """This host, if other readers may read the version from it; "" if not."""
     nbytes: int
-    """Read from other hosts; 0 where the host had the version."""
+    """Number of bytes read from other hosts; 0 if the host had the version."""
     seconds: float
 
 
 class WeightReader(WatchedActor):
-    """Fetches versions into this host's memory, into two sets of buffers alternately, as the trainer writes them."""
+    """Fetches versions into the memory of its host, one process for each generator host.
+
+    Two sets of buffers take turns, as the trainer's do.
+    """
 
     def __init__(self, *, run_dir: str, index: int):
         super().__init__()
@@ -178,24 +212,26 @@ class WeightReader(WatchedActor):
         set_up_logging(run_dir, f"weight-reader-{index}")
         self._host = host_identity()
         self._buffers: dict[int, list[SharedBuffer]] = {}
-        """Of each part that is not in this host's memory."""
+        """Buffers of the parts that are not in this host's memory, by the version's parity."""
         self._offered: set[int] = set()
         """Inodes of buffers that other readers can read."""
         self._copy: HostCopy | None = None
+        """Version that was fetched last."""
         self._running: asyncio.Task[None] | None = None
+        """Reads of the fetch that began last."""
 
     @reported_endpoint
     async def setup(self) -> str:
-        """Its host's identity."""
+        """Return the identity of the reader's host."""
         return self._host
 
     @reported_endpoint
     async def fetch(self, version: int, source: str = "", serves: bool = False) -> Fetched:
-        """Return when this host has all parts of a published version, and its generators can find them.
+        """Fetch a published version, and put it where this host's generators find it.
 
         Args:
-            source: host of a reader that has the version; "": read from the trainer's hosts.
-            serves: other readers will read from this one.
+            source: host of a reader that has the version; "" to read from the trainer's hosts.
+            serves: True if other readers will read from this one.
 
         Raises:
             PeerGone: a host can't be read.
@@ -204,20 +240,21 @@ class WeightReader(WatchedActor):
 
     @reported_endpoint
     async def shutdown(self) -> None:
-        """Nothing is left behind: the memory is gone with its last process."""
+        """Do nothing: the memory is freed with its last process."""
 
     async def bring(self, version: int, source: str = "", serves: bool = False) -> Fetched:
-        """``fetch``, in this process."""
+        """Fetch a version; `fetch` calls it."""
         started = time.perf_counter()
         manifest = await published(version)
-        own = [part for part in manifest.parts if part.host == self._host]
-        if len(own) == len(manifest.parts):
+        local = [part for part in manifest.parts if part.host == self._host]
+        if len(local) == len(manifest.parts):
             return Fetched(source="", nbytes=0, seconds=0.0)
-        if own:  # the rest is the trainer's, and what is fetched here is no whole version
-            source, serves = "", False
+        if local:  # other parts are the trainer's, and what is fetched here is no whole version
+            source = ""
+            serves = False
         nbytes = 0
         if self._copy is None or self._copy.publication != manifest.publication:
-            nbytes = await self._fetch(manifest, own, source)
+            nbytes = await self._fetch(manifest, local, source)
         await torchstore.put(copy_key(self._host), self._copy)
         if serves:  # each buffer is offered once
             for buffer in self._buffers[version % 2]:
@@ -230,16 +267,16 @@ class WeightReader(WatchedActor):
             seconds=time.perf_counter() - started,
         )
 
-    async def _fetch(self, manifest: Manifest, own: Sequence[RankParts], source: str) -> int:
-        """Make ``_copy``. Returns the bytes that were read."""
-        if (
-            self._running is not None and not self._running.done()
-        ):  # nobody waits for it any more: its caller was cancelled
+    async def _fetch(self, manifest: Manifest, local: Sequence[RankParts], source: str) -> int:
+        """Copy the parts that are not local. Return the number of bytes that were read."""
+        if self._running is not None and not self._running.done():
+            # Nobody waits for it any more: its caller was cancelled.
             self._running.cancel()
             await asyncio.wait({self._running})
-        remote = [part for part in manifest.parts if part not in own]
+        remote = [part for part in manifest.parts if part not in local]
         sizes = [buffer_bytes(part.shards, manifest.dtype) for part in remote]
-        # Taken out while they are written: what is interrupted may still be written to, and is not used again.
+        # Taken out while they are written: if the fetch is interrupted, they may still be written
+        # to, and are not used again.
         buffers = self._buffers.pop(manifest.version % 2, [])
         if [buffer.bytes.nbytes for buffer in buffers] != sizes:
             buffers = [await asyncio.to_thread(SharedBuffer.create, size) for size in sizes]
@@ -251,7 +288,7 @@ class WeightReader(WatchedActor):
             for part, buffer in zip(remote, buffers, strict=True)
         ]
         self._copy = HostCopy(
-            version=manifest.version, publication=manifest.publication, parts=(*own, *copied)
+            version=manifest.version, publication=manifest.publication, parts=(*local, *copied)
         )
         return sum(sizes)
 
@@ -266,7 +303,8 @@ class WeightReader(WatchedActor):
             copy: HostCopy = await torchstore.get(copy_key(source))
             if copy.publication != manifest.publication:
                 raise PeerGone(
-                    f"version {manifest.version} can't be read from host {source}: it has version {copy.version}"
+                    f"version {manifest.version} can't be read from host {source}: it has version "
+                    f"{copy.version}"
                 )
             remote = copy.parts
         for part, buffer in zip(remote, buffers, strict=True):

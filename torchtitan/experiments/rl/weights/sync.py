@@ -1,4 +1,12 @@
-"""One version from the trainer to every generator, and the proof that it arrived."""
+"""Brings each version of the weights from the trainer to every generator, and proves that it came.
+
+    copy_out   trainer copies its weights into a snapshot; training may go on
+    update     hosts fetch the snapshot, generators load it between two of their steps
+               trainer and generators each say what they hold, and score the canary; both must agree
+
+The fingerprint of a version says which weights an engine holds. The canary says that the engine
+computes with them: it is the beginning of a text that trainer and generators both score.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -16,52 +24,67 @@ from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
 T = TypeVar("T")
 
 CANARY_TOKENS = 8
-"""Enough to tell stale weights from new ones, few enough that scoring them costs a fraction of loading a model."""
+"""Number of tokens of the canary: enough to tell stale weights from new ones, and few enough that
+scoring them costs a fraction of loading a model."""
+
 FIRST_VERSIONS = 5
-"""That the bound in bfloat16 is derived from."""
+"""Number of versions from which the bound in bfloat16 is derived."""
 
 
 class CanaryBound:
-    """How far a canary token's log-probability may differ, trainer to generator, in nats.
+    """Bound on the difference of a canary token's log-probability, trainer to generator, in nats.
 
-    float32 agrees to some 1e-5, whatever the model. In bfloat16 two stacks of kernels differ by what the model's depth makes of
-    the last of 8 bits, so the first versions say what is usual. Their weights are proven by digests, as all others are.
+    float32 agrees to some 1e-5, whatever the model. In bfloat16 two stacks of kernels differ by
+    what the model's depth makes of the last of 8 bits, so the first versions say what is usual.
+    Their weights are proven by digests, as all others are.
     """
 
     def __init__(self, generator_dtype: Literal["float32", "bfloat16"]):
-        self._learned = generator_dtype == "bfloat16"
+        self._is_learned = generator_dtype == "bfloat16"
         self._first: list[float] = []
+        """Largest difference of each of the first versions."""
 
     @property
     def nats(self) -> float:
-        """1e-3 in float32. In bfloat16 10 for the first versions, then five times the largest of these, and at least 1."""
-        if not self._learned:
+        """1e-3 in float32.
+
+        In bfloat16 it is 10 for the first versions, then five times the largest of these, and at
+        least 1.
+        """
+        if not self._is_learned:
             return 1e-3
-        return 10.0 if len(self._first) < FIRST_VERSIONS else max(1.0, 5 * max(self._first))
+        if len(self._first) < FIRST_VERSIONS:
+            return 10.0
+        return max(1.0, 5 * max(self._first))
 
     def passed(self, difference: float) -> None:
-        """The largest difference of a version, which was within the bound."""
+        """Learn from the largest difference of a version, which was within the bound."""
         if len(self._first) < FIRST_VERSIONS:
             self._first.append(difference)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SyncReport:
+    """What one update took, and how well trainer and generators agree."""
+
     version: int
     canary_max_diff: float
-    """Largest difference of a canary token's log-probability, trainer to generator, over all replicas."""
+    """Largest difference of a canary token's log-probability, trainer to generator, over all
+    replicas."""
     copy_out_s: float
-    """Trainer: gather, copy and announce. Training waits for it."""
+    """Seconds that the trainer took to gather, copy and announce. Training waits for them."""
     load_s: float
-    """Generators: get, map, the engine's reload, verify, canary. Beside them the trainer's digests and canary."""
+    """Seconds that the generators took to get, map, load and verify the version, and to score the
+    canary. The trainer takes its digests and scores its canary meanwhile."""
     verify_s: float
-    """Part of load_s: the slowest replica's mapping and digests."""
+    """Part of load_s that the slowest replica took to map the version and take digests."""
     reload_s: float
-    """Part of load_s: the slowest replica's engine."""
+    """Part of load_s that the slowest replica's engine took."""
     fetched_bytes: dict[str, int] = field(default_factory=dict)
-    """By generator host that is not the trainer's: what it has read from other hosts since the last report."""
+    """Bytes that each generator host which is not the trainer's has read from other hosts since the
+    last report."""
     fetch_s: float = 0.0
-    """Part of load_s: until the slowest of these hosts had the version in its memory."""
+    """Part of load_s until the slowest of these hosts had the version in its memory."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -70,6 +93,7 @@ class CopiedOut:
 
     version: int
     seconds: float
+    """Time that the copy took."""
 
 
 class Generators(Protocol):
@@ -83,29 +107,76 @@ class Generators(Protocol):
 
 
 class HostCopies(Protocol):
-    """Of each generator host that does not share the trainer's memory: fleet/weight_readers.py."""
+    """Copies of the snapshots on generator hosts that do not share the trainer's memory.
+
+    fleet/weight_readers.py implements it.
+    """
 
     @property
     def lost(self) -> int:
-        """How often a host has lost its copies so far."""
+        """Number of times that a host has lost its copies so far."""
 
     async def fetch(self, version: int) -> None:
         """Return when every such host has a published version in its memory."""
 
     def take_fetched_bytes(self) -> dict[str, int]:
-        """By host, since the last call."""
+        """Return the bytes that each host has read since the last call."""
+
+
+class VersionLock:
+    """Keeps replicas from joining while the generators change versions.
+
+    Replicas join side by side, and an update waits until none does. An update may exclude them
+    early, by `hold`: from then on it is theirs to wait, until the update that follows has ended.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        """Held by an update, or for all replicas that join side by side."""
+        self._joining = 0
+        """Number of replicas that join."""
+        self._entrance = asyncio.Lock()
+        """Held while a replica waits to join, so that only the first of them takes the lock."""
+        self._is_held = False
+        """True from `hold` until the next update begins."""
+
+    @asynccontextmanager
+    async def joining(self) -> AsyncIterator[None]:
+        """Shared section: no update begins until the last replica has left it."""
+        async with self._entrance:
+            if not self._joining:
+                await self._lock.acquire()
+            self._joining += 1
+        try:
+            yield
+        finally:
+            self._joining -= 1
+            if not self._joining:
+                self._lock.release()
+
+    async def hold(self) -> None:
+        """Let no replica join from now on, until an update has ended."""
+        if not self._is_held:
+            await self._lock.acquire()
+            self._is_held = True
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        """Exclusive section: no replica joins from `hold` until it ends."""
+        await self.hold()
+        self._is_held = False
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 class WeightSync:
-    """Publishes versions and has the generators load them, those that were there before and those that come later.
-
-    The canary is the beginning of a text that trainer and generators both score after every update: a fingerprint says which
-    weights the engine holds, the canary that it computes with them.
-    """
+    """Publishes versions, and has replicas load them: those that are there, and those that join."""
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: Any,  # noqa: ANN401 - Monarch's
         generators: Generators,
         *,
         text: np.ndarray,
@@ -113,88 +184,91 @@ class WeightSync:
         copies: HostCopies | None = None,
         one_buffer: bool = False,
     ):
-        """
+        """Start with the weights of the model's hub folder as version 0, which is not published.
+
         Args:
-            text: int32 [at least 2], a text in the model's own chat format. Tokens that no text has next to each other have
-                log-probabilities that rounding moves furthest.
-            copies: None where every generator shares the trainer's memory.
-            one_buffer: the trainer writes a version where the one before is, so it waits for the replicas that load that.
+            trainer: mesh of the trainer's ranks.
+            text: int32 [at least 2], a text in the model's own chat format. Tokens that no text has
+                next to each other have log-probabilities that rounding moves furthest.
+            copies: None if every generator shares the trainer's memory.
+            one_buffer: True if the trainer writes a version where the version before is. It then
+                waits for the replicas that load that one. Of two buffers the trainer writes over
+                one two versions later, and so after the update between.
         """
-        self._trainer, self._generators, self._bound = trainer, generators, bound
+        self._trainer = trainer
         self._ranks = ranks_of(trainer)
-        self._copies, self._one_buffer = copies, one_buffer
+        self._generators = generators
+        self._bound = bound
+        self._copies = copies
+        self._one_buffer = one_buffer
         self.canary_token_ids = text[:CANARY_TOKENS]
         self._version = 0
-        """The last that the generators were told to load."""
+        """Last version that the generators were told to load."""
         self._published = False
-        """Whether replicas load it; a new one holds the weights of the model's hub folder."""
+        """True if a replica that joins has to load that version. A new replica holds the weights of
+        the model's hub folder."""
         self._canary: np.ndarray | None = None
-        """The trainer's, of that version."""
+        """Trainer's log-probabilities of the canary under that version; None until they are
+        needed."""
         self._fingerprint = ""
-        """Of that version."""
+        """Fingerprint of that version."""
         self._scoring = asyncio.Lock()
         """Held while the trainer scores its first canary."""
-        self._updating = asyncio.Lock()
-        """Held while replicas load: by an update, or for all replicas that are admitted side by side. Of two buffers the
-        trainer writes over one two versions later, and so after the update between."""
-        self._admissions, self._joining = 0, asyncio.Lock()
-        self._held = False
-        """``_updating`` is, until the next update: a replica that is made again waits for it."""
+        self._lock = VersionLock()
 
     async def admit(
-        self, replica: int, actor: Any, take_requests: Callable[[], Awaitable[None]]
+        self,
+        replica: int,
+        actor: Any,  # noqa: ANN401 - Monarch's
+        take_requests: Callable[[], Awaitable[None]],
     ) -> None:
-        """Have a new replica load the current version and prove it, and then call ``take_requests``. No update comes between.
+        """Have a new replica load the current version and prove it, and then take requests.
+
+        No update comes between.
 
         Args:
-            actor: holds the weights of the model's hub folder.
+            actor: the replica, which holds the weights of the model's hub folder.
+            take_requests: has the client send the replica requests.
 
         Raises:
-            RunError: it loaded something else than the trainer has, or computes something else with it.
+            RunError: the replica loaded something else than the trainer has, or computes something
+                else with it.
         """
-        async with self._no_update():
-            if not self._published:
-                async with self._scoring:
-                    if self._canary is None:
-                        self._canary = next(
-                            iter((await self._trainer.score.call(self.canary_token_ids)).values())
-                        )
-                logprobs = await actor.canary.call_one(self.canary_token_ids)
+        async with self._lock.joining():
+            if self._published:
+                logprobs = await self._load_current(replica, actor)
             else:
-
-                async def load() -> WeightReceipt:
-                    return await actor.update_weights.call_one(self._version, self.canary_token_ids)
-
-                receipt = await self._with_copies(self._version, load)
-                self._check_receipt(replica, self._version, receipt)
-                logprobs = receipt.canary_logprobs
+                await self._score_first_canary()
+                logprobs = await actor.canary.call_one(self.canary_token_ids)
             self._compare(self._version, self._canary, {replica: logprobs})
             await take_requests()
 
     async def publish_start(self, version: int) -> None:
-        """Have replicas load what the trainer holds, as ``version``: it starts from other weights than the model's hub folder.
+        """Publish what the trainer holds as ``version``, for the replicas that join.
 
-        Call it before ``admit``.
+        Call it before ``admit``, if the trainer starts from other weights than the model's hub
+        folder.
         """
         await self.copy_out(version)
-        async with self._the_update():
+        async with self._lock.updating():
             self._fingerprint, self._canary = await self._trainers_proof()
-            self._version, self._published = version, True
+            self._set_version(version)
 
     async def sleep(self) -> None:
         """Have the generators free their memory until ``update``."""
-        await self._hold()
+        await self._lock.hold()
         await self._generators.sleep()
 
     async def copy_out(self, version: int) -> CopiedOut:
-        """Copy the trainer's weights out as ``version``; training may go on when this returns."""
-        started = asyncio.get_running_loop().time()
+        """Copy the trainer's weights out as ``version``. Training may go on when this returns."""
+        clock = asyncio.get_running_loop().time
+        started = clock()
         if self._one_buffer:
-            await self._hold()
+            await self._lock.hold()
         await ask_each(
             self._ranks, "copy_weights", version, self.canary_token_ids, self._copies is not None
         )
-        return CopiedOut(version=version, seconds=asyncio.get_running_loop().time() - started)
+        return CopiedOut(version=version, seconds=clock() - started)
 
     async def update(self, copied: CopiedOut) -> SyncReport:
         """Return when every generator samples with a version that was copied out.
@@ -203,25 +277,25 @@ class WeightSync:
             RunError: a generator loaded something else, or computes something else with it.
         """
         version = copied.version
-        async with self._the_update():
-            started, fetched = asyncio.get_running_loop().time(), 0.0
+        clock = asyncio.get_running_loop().time
+        async with self._lock.updating():
+            started = clock()
+            fetched = started
 
             async def load() -> dict[int, WeightReceipt]:
                 nonlocal fetched
-                fetched = asyncio.get_running_loop().time()
+                fetched = clock()
                 return await self._generators.update_weights(version, self.canary_token_ids)
 
-            with trace.span(
-                "generators load"
-            ):  # the trainer takes digests and scores its canary meanwhile
+            with trace.span("generators load"):
                 receipts, proof = await asyncio.gather(
                     self._with_copies(version, load), self._trainers_proof()
                 )
             self._fingerprint, self._canary = proof
             for replica, receipt in receipts.items():
                 self._check_receipt(replica, version, receipt)
-            loaded = asyncio.get_running_loop().time()
-            self._version, self._published = version, True
+            loaded = clock()
+            self._set_version(version)
         canaries = {replica: receipt.canary_logprobs for replica, receipt in receipts.items()}
         return SyncReport(
             version=version,
@@ -234,43 +308,27 @@ class WeightSync:
             fetch_s=fetched - started,
         )
 
-    @asynccontextmanager
-    async def _no_update(self) -> AsyncIterator[None]:
-        """Shared by the replicas that are admitted: no update begins until the last of them has left."""
-        async with self._joining:
-            if not self._admissions:
-                await self._updating.acquire()
-            self._admissions += 1
-        try:
-            yield
-        finally:
-            self._admissions -= 1
-            if not self._admissions:
-                self._updating.release()
+    # ---- loading
 
-    async def _hold(self) -> None:
-        """Nobody is admitted from now on until an update has ended."""
-        if not self._held:
-            await self._updating.acquire()
-            self._held = True
+    def _set_version(self, version: int) -> None:
+        self._version = version
+        self._published = True
 
-    @asynccontextmanager
-    async def _the_update(self) -> AsyncIterator[None]:
-        """Nobody is admitted meanwhile, nor was since ``_hold``."""
-        await self._hold()
-        self._held = False
-        try:
-            yield
-        finally:
-            self._updating.release()
+    async def _load_current(self, replica: int, actor: Any) -> np.ndarray:  # noqa: ANN401 - Monarch's
+        """Have a new replica load the current version, and return its canary."""
 
-    async def _trainers_proof(self) -> tuple[str, np.ndarray]:
-        """Fingerprint and canary of the version that was copied out last. Generators wait for its digests, and training not."""
-        proof, *_ = await ask_each(self._ranks, "proof")
-        return proof
+        async def load() -> WeightReceipt:
+            return await actor.update_weights.call_one(self._version, self.canary_token_ids)
+
+        receipt = await self._with_copies(self._version, load)
+        self._check_receipt(replica, self._version, receipt)
+        return receipt.canary_logprobs
 
     async def _with_copies(self, version: int, load: Callable[[], Awaitable[T]]) -> T:
-        """What ``load`` returns, once every host has the version; again where a host lost it before its engines mapped it."""
+        """Return what ``load`` returns, once every host has the version.
+
+        If a host lost the version before its engines mapped it, it is fetched and loaded again.
+        """
         if self._copies is None:
             return await load()
         await self._copies.fetch(version)
@@ -279,33 +337,57 @@ class WeightSync:
             try:
                 return await load()
             except RunError:
-                await self._copies.fetch(
-                    version
-                )  # a reader that is dead is noticed now, at the latest
+                # A reader that is dead is noticed now, at the latest.
+                await self._copies.fetch(version)
                 if self._copies.lost == lost:
                     raise
+
+    # ---- proof
+
+    async def _trainers_proof(self) -> tuple[str, np.ndarray]:
+        """Return the fingerprint and the canary of the version that was copied out last.
+
+        Generators wait for its digests, but training does not.
+        """
+        proof, *_ = await ask_each(self._ranks, "proof")
+        return proof
+
+    async def _score_first_canary(self) -> None:
+        """Have the trainer score the canary with the weights of the model's hub folder, once."""
+        async with self._scoring:
+            if self._canary is None:
+                of_ranks = await self._trainer.score.call(self.canary_token_ids)
+                self._canary = next(iter(of_ranks.values()))
 
     def _check_receipt(self, replica: int, version: int, receipt: WeightReceipt) -> None:
         if receipt.version != version:
             raise RunError(
-                f"generator {replica} answered version {version} with the weights of version {receipt.version}"
+                f"generator {replica} answered version {version} with the weights of version "
+                f"{receipt.version}"
             )
         if receipt.fingerprint not in ("", self._fingerprint):
             raise RunError(
-                f"generator {replica} holds weights of fingerprint {receipt.fingerprint} as version {version}; the trainer "
-                f"published {self._fingerprint}"
+                f"generator {replica} holds weights of fingerprint {receipt.fingerprint} as "
+                f"version {version}; the trainer published {self._fingerprint}"
             )
 
     def _compare(
         self, version: int, trainer: np.ndarray | None, generators: Mapping[int, np.ndarray]
     ) -> float:
-        worst, bound = 0.0, self._bound.nats
+        """Return the largest difference between the trainer's canary and the generators'.
+
+        Raises:
+            RunError: a difference is beyond the bound, or not a number.
+        """
+        worst = 0.0
+        bound = self._bound.nats
         for replica, canary in generators.items():
             difference = float(np.abs(trainer - canary).max())
             if not difference <= bound:
                 raise RunError(
-                    f"generator {replica} and trainer disagree on version {version}: the canary's log-probabilities differ by "
-                    f"{difference:.2g}, more than {bound:.3g}; the engine does not compute with the published weights"
+                    f"generator {replica} and trainer disagree on version {version}: the canary's "
+                    f"log-probabilities differ by {difference:.2g}, more than {bound:.3g}; the "
+                    "engine does not compute with the published weights"
                 )
             worst = max(worst, difference)
         if generators:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
@@ -176,8 +177,8 @@ def rollout(run: ReportedRun, place: int, line: int, *, whole: bool = False) -> 
     most = 0 if whole else MOST_CHARACTERS
     sample = recorded.rollout.data_sample
     return _head(recorded, place, line) | {
-        "turns": shown_turns(recorded.rollout, most),
-        "last_messages": last_messages(recorded.rollout, most),
+        "turns": msgspec.to_builtins(shown_turns(recorded.rollout, most)),
+        "last_messages": msgspec.to_builtins(last_messages(recorded.rollout, most)),
         "calls": calls_of(recorded.rollout),
         "left_out": recorded.left_out,
         "samples": [
