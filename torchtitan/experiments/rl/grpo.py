@@ -33,7 +33,6 @@ from torchtitan.experiments.rl.process.setup import (
     set_up_process,
 )
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_left_over
-from torchtitan.experiments.rl.process.terminal import share_terminal
 
 
 @of_command()
@@ -144,7 +143,6 @@ def _run(config: Any, start: Any, config_name: str) -> int:
     temporary = TemporaryFolder()
     if line := other_users_line():
         write_line(sys.stderr, printable_line(line))
-    share_terminal()
     try:
         return run_to_end(config, start, config_name, temporary)
     finally:

@@ -17,6 +17,7 @@ from torchtitan.experiments.rl.observability.console import RunSummary, near
 from torchtitan.experiments.rl.operations.assembly import Run
 from torchtitan.experiments.rl.operations.checkpoints import Resumed, cut_back, resume
 from torchtitan.experiments.rl.operations.context import RunContext
+from torchtitan.experiments.rl.operations.notes import print_notes
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.process.setup import ENDS_THE_RUN, set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
@@ -67,6 +68,7 @@ class Controller(Actor):
         started = time.perf_counter()
         self._loop = asyncio.get_running_loop()
         drawing = asyncio.create_task(self._draw())
+        notes = print_notes(self._console)
         failure: BaseException | None
         try:
             set_up_logging(self._context.run_dir, "controller")
@@ -95,6 +97,7 @@ class Controller(Actor):
         summary.steps_before = self._steps_before
         self._console.summary(summary)
         faults = await self._built.close()
+        notes.cancel()
         failure = failure or next(iter(faults), None)
         if failure is not None:
             raise failure

@@ -22,14 +22,18 @@ from torchtitan.experiments.rl.compat.monarch import (
 from torchtitan.experiments.rl.config.start import Ready
 from torchtitan.experiments.rl.errors import OWN_LENGTH, RunError
 from torchtitan.experiments.rl.hosts.pool import HostPool
-from torchtitan.experiments.rl.observability.console import near, typed_command, write_line
+from torchtitan.experiments.rl.observability.console import (
+    end_status_line,
+    near,
+    typed_command,
+    write_line,
+)
 from torchtitan.experiments.rl.operations.actor import Controller
 from torchtitan.experiments.rl.operations.provision import take_hosts
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.lifetime import descendants, kill_descendants
 from torchtitan.experiments.rl.process.setup import quiet_libraries
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
-from torchtitan.experiments.rl.process.terminal import end_live_line
 
 SIGNAL_POLL_S = 0.2
 SHARED_MEMORY_EVERY_S = 30.0
@@ -153,7 +157,7 @@ def _say_what_is_left(start: Ready) -> None:
 
 def _stop_at_once(why: str, code: int, start: Ready, temporary: TemporaryFolder) -> NoReturn:
     """Without a word to any actor: one may hang. A checkpoint that is being written is absent afterwards."""
-    end_live_line()
+    end_status_line()
     write_line(sys.stderr, f"{why}: what follows the last checkpoint is lost")
     _say_what_is_left(start)
     kill_descendants()
