@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,27 @@ def test_a_progress_bar_is_shown_in_its_newest_state_above_the_status(terminal, 
     assert Screen().feed(terminal.getvalue()).rows[:2] == ["resumed", "100%"]
     console.close()
     assert Screen().feed(terminal.getvalue()).rows == ["resumed", "100%", "more", ""]
+
+
+def test_lines_that_threads_print_at_once_are_not_mixed(terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", terminal)
+    Console(terminal).draw()
+    begun, ended = threading.Event(), threading.Event()
+
+    def print_slowly() -> None:
+        sys.stdout.write("one ")
+        begun.set()
+        ended.wait()
+        sys.stdout.write("line\n")
+
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(print_slowly)
+        begun.wait()
+        print("another", "line")
+        ended.set()
+        slow.result()
+    end_status_line()
+    assert Screen().feed(terminal.getvalue()).rows == ["another line", "one line", ""]
 
 
 def test_the_status_is_of_now_whatever_is_printed(terminal):

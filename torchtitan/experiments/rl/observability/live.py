@@ -76,8 +76,7 @@ class LiveTerminal:
         """
         if not self._is_shown:
             return Group()
-        unfinished = [_shown(stream.unfinished) for stream in self._streams.values()]
-        shown = [text for text in (*unfinished, Text(self._status())) if text]
+        shown = [text for text in (*self._unfinished(), Text(self._status())) if text]
         for text in shown:
             text.no_wrap = True
             text.overflow = "crop"
@@ -125,15 +124,23 @@ class LiveTerminal:
             for name, stream in self._streams.items():
                 if getattr(sys, name) is stream:
                     setattr(sys, name, stream.proxied)
-                if stream.unfinished:
-                    self._write(stream, "\n")
+            unfinished = self._unfinished()
+            for stream in self._streams.values():
+                stream.unfinished.clear()
+            if unfinished:
+                self._draw(*unfinished)
             self._is_shown = False
             self._try(self._live.stop)
 
     def write(self, stream: "LineStream", text: str) -> None:
         """Print the lines of a stream that ``text`` ends."""
+        thread = threading.get_ident()
         with self._held():
-            self._write(stream, text)
+            *lines, line = (stream.unfinished.pop(thread, "") + text).split("\n")
+            if line:
+                stream.unfinished[thread] = line[line.rstrip("\r").rfind("\r") + 1 :]
+            if lines:
+                self._draw(*map(_shown, lines))
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -151,11 +158,11 @@ class LiveTerminal:
                 "the terminal can't be written any more (%s); the run goes on", self._failure
             )
 
-    def _write(self, stream: "LineStream", text: str) -> None:
-        *lines, unfinished = (stream.unfinished + text).split("\n")
-        stream.unfinished = unfinished[unfinished.rstrip("\r").rfind("\r") + 1 :]
-        if lines:
-            self._draw(*map(_shown, lines))
+    def _unfinished(self) -> list[Text]:
+        """Return the lines that have not ended, in their newest states."""
+        return [
+            _shown(line) for stream in self._streams.values() for line in stream.unfinished.values()
+        ]
 
     def _start(self) -> None:
         for name in ("stdout", "stderr"):
@@ -190,8 +197,9 @@ class LineStream(io.TextIOBase):
     def __init__(self, terminal: LiveTerminal, proxied: TextIO):
         self.proxied = proxied
         """Stream that this one stands in for."""
-        self.unfinished = ""
-        """Newest state of the line that has not ended."""
+        self.unfinished: dict[int, str] = {}
+        """Lines that have not ended, in their newest states, by the thread that writes them. One
+        ``print`` writes a line in several pieces, beside other threads."""
         self._terminal = terminal
 
     def write(self, text: str, /) -> int:
@@ -200,7 +208,7 @@ class LineStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Show the line that has not ended, if there is one."""
+        """Show the lines that have not ended, if there are any."""
         if self.unfinished:
             self._terminal.show()
 
