@@ -209,8 +209,16 @@ ours.warning("another thing")
         "WARNING trainer-0: another thing",
     ]
     assert len(records) >= 4, "the file has all"
-    spawned = f"from torchtitan.experiments.rl.process.terminal import print_to; print_to(Path({str(tmp_path / 'x.txt')!r}))"
-    assert run(spawned + meet)[1] == "WARNING trainer-0: another thing\n"
+    spawned = f"""
+from torchtitan.experiments.rl.process.output import print_to, send_notes_to
+class Port:
+    def send(self, note):
+        print(note)
+print_to(Path({str(tmp_path / "x.txt")!r}))
+send_notes_to(Port())
+"""
+    assert run(spawned + meet)[1] == ""
+    assert (tmp_path / "x.txt").read_text() == "WARNING trainer-0: another thing\n"
 
 
 def test_a_traceback_from_another_process_is_one_sentence_on_the_terminal(run):

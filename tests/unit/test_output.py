@@ -1,5 +1,6 @@
 """What processes print: into files of their own, and a crash's last words among it."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SETUP = """
 import logging, os, subprocess, sys
 from pathlib import Path
-from torchtitan.experiments.rl.process.terminal import print_to
+from torchtitan.experiments.rl.process.output import print_to, send_notes_to
 from torchtitan.experiments.rl.process.setup import set_up_logging
 folder = Path(sys.argv[1])
 print("before")
@@ -33,22 +34,46 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_what_a_process_and_its_children_print_is_in_its_file_and_its_warnings_are_on_the_terminal(
-    tmp_path,
-):
+def test_what_a_process_and_its_children_print_is_in_its_file_and_nothing_on_the_terminal(tmp_path):
     done = run(
         """
 print("by Python", flush=True)
 print("to stderr", file=sys.stderr)
 os.write(1, b"by C\\n")
 subprocess.run(["sh", "-c", "echo by a child; echo to its stderr >&2"])
-logging.getLogger("torchtitan.experiments.rl.x").warning("a warning")
 """,
         tmp_path,
     )
-    assert (done.stdout, done.stderr) == ("before\n", "WARNING generator-0: a warning\n")
+    assert (done.stdout, done.stderr) == ("before\n", "")
     printed = (tmp_path / "logs/generator_0_0.txt").read_text()
     assert printed.splitlines() == ["by Python", "to stderr", "by C", "by a child", "to its stderr"]
+
+
+def test_warnings_of_a_process_go_where_its_notes_are_sent_and_those_before_it_knew_go_first(
+    tmp_path,
+):
+    run(
+        """
+class Port:
+    def send(self, note):
+        print(repr(note), flush=True)
+
+ours = logging.getLogger("torchtitan.experiments.rl.x")
+ours.warning("early")
+print("nothing is sent yet")
+send_notes_to(Port())
+exec(compile("def fail(): return {}['x']", "/home/me/mine.py", "exec"))
+try: fail()
+except KeyError: ours.exception("late")
+""",
+        tmp_path,
+    )
+    lines = (tmp_path / "logs/generator_0_0.txt").read_text().splitlines()
+    assert lines[:2] == ["nothing is sent yet", repr("WARNING generator-0: early")]
+    late = ast.literal_eval(lines[2])
+    assert late.startswith("ERROR generator-0: late (KeyError: 'x'; traceback in ")
+    assert '\n  File "/home/me/mine.py", line 1, in fail\n' in late, "a note has the user's frames"
+    assert late.endswith("\nKeyError: 'x'") and len(lines) == 3
 
 
 def test_the_last_words_of_a_crash_are_in_the_file(tmp_path):

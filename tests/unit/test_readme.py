@@ -1,5 +1,6 @@
 """What the README shows works as written."""
 
+import io
 import re
 import subprocess
 import sys
@@ -7,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.screen import Screen
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command, starting_line
 from torchtitan.experiments.rl.observability.console import (
+    Console,
     Progress,
     RunSummary,
-    header_lines,
-    summary_lines,
     title_line,
 )
 
@@ -44,12 +45,26 @@ async def test_the_task_in_twenty_lines_runs_and_scores(my_tasks, renderer, toke
     assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.5, 0.0]
 
 
+def lines_at_a_terminal(method, *args, **kwargs) -> list[str]:
+    """What the console's method prints at a terminal of 80 columns, which breaks no command that is longer."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    method(Console(terminal := Terminal()), *args, **kwargs)
+    return Screen(200).feed(terminal.getvalue()).rows[:-1]
+
+
 def test_what_the_demo_prints_is_shown_as_the_console_prints_it(monkeypatch):
     """The numbers are read from the README, as they are one run's; words, widths and order are the console's."""
     block, live = re.findall(r"```\n(starting .*?)```|```\n( +16/100 .*?)\n```", README, re.DOTALL)
     shown = block[0].splitlines()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
     folder = Path("outputs/rl_grpo_qwen3_debug-...")
-    header = header_lines(
+    header = lines_at_a_terminal(
+        Console.header,
         folder,
         config="rl_grpo_qwen3_debug",
         model="assets/tiny_qwen3 (0.9M parameters)",
@@ -70,7 +85,8 @@ def test_what_the_demo_prints_is_shown_as_the_console_prints_it(monkeypatch):
         "sum_digits left out (zero advantage)": "sum_digits/filtered/post/zero_advantage",
         "sum_digits trained on": "sum_digits/trained",
     }
-    counts = re.findall(r"([\d,]+) (sum_digits [\w ()]+)", block[0])
+    whole = re.sub(r"\n {12}", " ", block[0])  # lines that a terminal breaks
+    counts = re.findall(r"([\d,]+) (sum_digits [\w ()]+)", whole)
     ledger = {said[column]: int(count.replace(",", "")) for count, column in counts}
     assert 2 * ledger["sum_digits/dispatched"] == sum(ledger.values())
     names = "metrics.jsonl rollouts.jsonl.gz ledger.jsonl logs policy/step-100 checkpoints/step-000100".split()
@@ -87,11 +103,12 @@ def test_what_the_demo_prints_is_shown_as_the_console_prints_it(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("sys.argv", [str(ROOT / ".venv/bin/rl-train")])  # as Makefile starts it
     monkeypatch.setenv("PATH", "/usr/bin")
+    end = lines_at_a_terminal(Console.summary, summary)
     starting = starting_line(parse_command(["--config", "rl_grpo_qwen3_debug"]))
     middle = ["validation before the first step: reward 0.320", title_line()]
     assert shown[: len(header) + 3] == [starting, *header, *middle]
-    assert shown[-len(summary_lines(summary)) :] == summary_lines(summary)
-    steps = shown[len(header) + 3 : -len(summary_lines(summary))]
+    assert shown[-len(end) :] == end
+    steps = shown[len(header) + 3 : -len(end)]
     assert {len(line) for line in steps if line.strip() != "..."} == {len(title_line())}
     progress = Progress(lambda: clock[0])
     clock = [0.0]

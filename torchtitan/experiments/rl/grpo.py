@@ -35,7 +35,6 @@ from torchtitan.experiments.rl.process.setup import (
     set_up_process,
 )
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_left_over
-from torchtitan.experiments.rl.process.terminal import share_terminal
 
 if TYPE_CHECKING:  # imported after the process is set up
     from torchtitan.experiments.rl.config.resume import ResumedRun
@@ -165,7 +164,6 @@ def _run(config: "RunConfig", start: "Ready", config_name: str) -> int:
     temporary = TemporaryFolder()
     if line := other_users_line():
         write_line(sys.stderr, printable_line(line))
-    share_terminal()
     try:
         return run_to_end(config, start, config_name, temporary)
     finally:

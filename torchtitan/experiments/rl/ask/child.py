@@ -20,6 +20,7 @@ fork, fixes what is imported when it starts, and leaves processes behind.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from multiprocessing import Pipe
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 
@@ -48,6 +49,9 @@ START_S = 120.0
 """Limit in seconds for starting a server, and for importing what a function needs."""
 ORPHAN_S = 10.0
 """Seconds beyond a call's limit after which its server, which should end it, is taken for dead."""
+PRINT_S = 1.0
+"""Seconds in which the last lines of a server that was ended are printed. A process without its
+mark may hold the output open for longer."""
 _FOLDERS = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "HF_HOME", "NLTK_DATA")
 _SETTINGS = (*_FOLDERS, "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONUTF8")
 INHERITED = (*foreign.INHERITED, *_SETTINGS, *ENVIRONMENT, *SPAWNED_ENVIRONMENT)
@@ -195,12 +199,19 @@ class _Server:
         self._process = subprocess.Popen(
             foreign.marked([sys.executable, "-c", code], self._mark),
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what calls print goes to this process's standard error
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="backslashreplace",
             pass_fds=[theirs.fileno()],
             start_new_session=True,
             env=inherited | paths | foreign.variables_of(self._mark),
         )
         theirs.close()
+        self._printing = threading.Thread(
+            target=_print_lines, args=(self._process.stdout,), daemon=True
+        )
+        self._printing.start()
 
     def call(self, request: Request) -> Any:  # noqa: ANN401 - JSON
         self.is_usable = False
@@ -231,6 +242,7 @@ class _Server:
         self._process.kill()  # it may have no mark yet
         foreign.kill_marked(self._mark)
         self._process.wait()
+        self._printing.join(PRINT_S)
         self._connection.close()
 
     def _load(self, request: Request) -> None:
@@ -257,6 +269,18 @@ class _Server:
             return child_server.died(self._process.wait(timeout=5))
         except subprocess.TimeoutExpired:
             return "its process died (its output was closed)"
+
+
+def _print_lines(output: IO[str]) -> None:
+    """Print on stderr what a server and its calls print, whole lines at a time, until they end.
+
+    A server that wrote there by itself could write into a line of this process.
+    """
+    with output:
+        for line in output:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                sys.stderr.write(line)
+                sys.stderr.flush()
 
 
 def _kill_all(servers: list[_Server]) -> None:

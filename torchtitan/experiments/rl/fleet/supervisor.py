@@ -214,6 +214,8 @@ class Supervisor:
         identity: ProcessIdentity = await life.call(actor.identity.call_one())
         if identity.host == host_identity():
             life.watch(identity.pid, identity.output)
+        if self._console.notes is not None:
+            await life.call(actor.send_notes_to.call_one(self._console.notes))
         self._run_beside(
             self._hangs.watch(actor, life, stacks=identity.stacks, blocks=runs_user_code)
         )

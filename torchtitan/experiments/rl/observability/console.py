@@ -1,7 +1,11 @@
-"""What a run prints: a header, one line a step, what it waits for, a summary. All but the paths of users fits 80 columns.
+"""What a run prints: a header, one line a step, what it waits for, a summary.
 
-The `*_lines` functions turn records into text and print nothing; `Console` prints them. ASCII only, because a terminal's
-encoding is not ours to choose. Colours, and a line that is drawn again in place, only on a terminal.
+The functions ``header_facts``, ``step_line`` and ``summary_facts`` turn records into text and print
+nothing; ``Console`` prints them. What the library writes is ASCII, because a terminal's encoding is
+not ours to choose, and a step's line fits 80 columns.
+
+A terminal gets colours, lists that are broken between words, and a status line that is drawn again
+in place (`observability/live.py`). Anything else gets whole lines without escape codes.
 """
 
 import logging
@@ -9,7 +13,6 @@ import os
 import shlex
 import shutil
 import sys
-import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -17,21 +20,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.modules import module_words
-from torchtitan.experiments.rl.process.terminal import LiveLine, can_redraw, columns, has_colours
+from torchtitan.experiments.rl.process.output import NotePort, can_redraw, has_colours
 
-BOLD, GREEN, RESET = "\033[1m", "\033[32m", "\033[0m"
+if TYPE_CHECKING:
+    from torchtitan.experiments.rl.observability.live import LiveTerminal
+
 logger = logging.getLogger(__name__)
 
 FEW_EXAMPLES = 30
-"""Number of examples below which an evaluation's reward says little: of 30 right or wrong answers it is off by up to 0.18."""
+"""Number of examples below which an evaluation's reward says little: of 30 right or wrong answers
+it is off by up to 0.18."""
 WIDTH = 80
+"""Number of columns of a step's line, and of a line about waiting."""
 LABEL_WIDTH = 12
+"""Number of columns of a fact's label, the blank behind it included."""
+NOTE_INDENT = 2
+"""Number of blanks before the second line of a note."""
 TITLE_EVERY = 40
-"""Steps between two rows of column titles, so that titles are always on the screen."""
+"""Number of steps between two rows of titles, so that titles are always on the screen."""
 _COLUMNS = {
     "step": 11,
     "reward": 7,
@@ -42,57 +52,85 @@ _COLUMNS = {
     "train s": 7,
     "sync s": 6,
     "dropped": 7,
-}  # title: width
+}
+"""Widths of the columns by their titles."""
 RECENT = 20
-"""Steps that the estimate is made of: answers grow longer as a policy learns, so older ones say little."""
+"""Number of steps behind an estimate: replies grow longer as a policy learns, so older steps say
+little."""
 BASIS = 3
-"""Steps before there is an estimate."""
+"""Minimum number of steps behind an estimate."""
 BAR = 20
-"""Columns of the bar."""
-LABEL = "waiting for "
+"""Number of columns of the progress bar."""
 FIRST_AT_S = (5.0, 15.0, 30.0)
-"""Seconds after which a line is printed; after these it is every ``THEN_EVERY_S``."""
+"""Seconds into a wait at which lines say what is waited for; then ``THEN_EVERY_S`` apart."""
 THEN_EVERY_S = 60.0
+
+Facts = dict[str, str | list[str]]
+"""Facts by their labels. A list is broken between words where a terminal ends. A text stays whole,
+because it may be a path or a command, which people copy."""
 
 
 class Progress:
+    """Estimates how long a training takes."""
+
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        """``clock`` gives seconds."""
+        """Begin with no step.
+
+        Args:
+            clock: returns seconds.
+        """
+        self.total = 0
+        """Number of steps of the run; 0 before training begins."""
         self._clock = clock
         self._durations: deque[float] = deque(maxlen=RECENT)
-        self._steps = self.total = 0
+        self._steps = 0
         self._last_at: float | None = None
 
     def begin(self, steps_done: int, total_steps: int) -> None:
-        """Training begins, or begins again after ``steps_done`` steps. Its first step compiles and warms up: it is left out."""
-        self._steps, self.total, self._last_at = steps_done, total_steps, None
+        """Begin training, or begin it again, after ``steps_done`` steps.
+
+        The first step compiles and warms up, so its duration does not count.
+        """
+        self._steps = steps_done
+        self.total = total_steps
+        self._last_at = None
 
     def step(self, step: int) -> None:
+        """Count a step that has ended now."""
         now = self._clock()
         if self._last_at is not None:
             self._durations.append(now - self._last_at)
-        self._steps, self._last_at = step, now
+        self._steps = step
+        self._last_at = now
 
     def step_s(self) -> float | None:
-        """Median of the recent steps, in which evaluations and checkpoints do not count; None before there is a basis."""
+        """Return the median duration of the recent steps; None if they are too few.
+
+        It is a median because evaluations and checkpoints make single steps longer.
+        """
         return median(self._durations) if len(self._durations) >= BASIS else None
 
     def seconds_left(self) -> float | None:
-        """None before there is a basis."""
-        step_s, left = self.step_s(), self.total - self._steps
+        """Return an estimate of the time until the last step ends; None if there is no basis."""
+        step_s = self.step_s()
         if step_s is None or self._last_at is None:
             return None
-        # The step that is under way may take longer than the median: the others are still to come.
-        return max(0.0, step_s * (left - 1), step_s * left - (self._clock() - self._last_at))
+        steps_left = self.total - self._steps
+        spent_s = self._clock() - self._last_at
+        # The step under way may take longer than the median: the others are still to come.
+        return max(0.0, step_s * (steps_left - 1), step_s * steps_left - spent_s)
 
     def line(self) -> str:
-        """At most 79 columns; "" before training begins."""
+        """Return a line of at most 79 columns; empty before training begins."""
         if not self.total:
             return ""
         done = BAR * min(self._steps, self.total) // self.total
         line = f"{f'{self._steps}/{self.total}':>11} [{'#' * done}{'-' * (BAR - done)}]"
-        if (left_s := self.seconds_left()) and (step_s := self.step_s()):
-            line += f"  {step_s:.{'2g' if step_s < 10 else '0f'}} s a step, about {_duration(left_s)} left"
+        step_s = self.step_s()
+        left_s = self.seconds_left()
+        if step_s and left_s:
+            digits = ".2g" if step_s < 10 else ".0f"
+            line += f"  {step_s:{digits}} s a step, about {_duration(left_s)} left"
         return line
 
 
@@ -100,14 +138,22 @@ class Waits:
     """What the run waits for, and since when."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        """``clock`` gives seconds."""
+        """Begin with nothing to wait for.
+
+        Args:
+            clock: returns seconds.
+        """
         self._clock = clock
         self._began: dict[str, float] = {}
-        self._since, self._said = 0.0, 0
+        """Times at which waits began, by what is waited for."""
+        self._since = 0.0
+        """Time since which something has been waited for without a pause."""
+        self._lines = 0
+        """Number of lines about this time that were due."""
 
     @contextmanager
     def wait(self, what: str) -> Iterator[None]:
-        """The block waits for ``what``."""
+        """Wait for ``what`` in the block."""
         self.begin(what)
         try:
             yield
@@ -115,37 +161,44 @@ class Waits:
             self.end(what)
 
     def begin(self, what: str) -> None:
-        """``what`` completes the words "waiting for"."""
+        """Begin to wait for ``what``, which completes the words "waiting for"."""
         now = self._clock()
         if not self._began:
-            self._since, self._said = now, 0
+            self._since = now
+            self._lines = 0
         self._began[what] = now
 
     def end(self, what: str) -> None:
-        """It is there, or nobody waits for it any more. What was never begun may end."""
+        """Stop waiting for ``what``, which need not have been waited for."""
         self._began.pop(what, None)
 
     def close(self) -> None:
-        """Nothing is waited for any more."""
+        """Stop waiting for anything."""
         self._began.clear()
 
     def due(self) -> bool:
-        """Whether to print ``line`` now: some seconds after the wait began, and then each minute. Ask it each second."""
-        later = self._said - len(FIRST_AT_S)
-        at_s = FIRST_AT_S[self._said] if later < 0 else THEN_EVERY_S * (later + 1)
-        due = bool(self._began) and self._clock() - self._since >= at_s
-        self._said += due
-        return due
+        """Return whether to print ``line`` now: after some seconds of waiting, then each minute.
+
+        Call it each second. It returns True once for each time.
+        """
+        minutes = self._lines - len(FIRST_AT_S)
+        at_s = FIRST_AT_S[self._lines] if minutes < 0 else THEN_EVERY_S * (minutes + 1)
+        is_due = bool(self._began) and self._clock() - self._since >= at_s
+        self._lines += is_due
+        return is_due
 
     def line(self) -> str:
-        """What is waited for, the longest wait first, in one line of at most 80 columns where one name is not longer. "" where
-        that is nothing.
+        """Return what is waited for, the longest wait first; empty if that is nothing.
+
+        The line has at most 80 columns, unless the first name alone is longer.
         """
-        now, line = self._clock(), ""
-        items = [f"{what} ({now - began:.0f} s)" for what, began in self._began.items()]
+        now = self._clock()
+        # A copy, because another thread may begin or end a wait.
+        items = [f"{what} ({now - began:.0f} s)" for what, began in list(self._began.items())]
+        line = ""
         for shown in range(len(items), 0, -1):
             more = len(items) - shown
-            line = LABEL + ", ".join(items[:shown]) + (f" and {more} more" if more else "")
+            line = f"waiting for {', '.join(items[:shown])}" + (f" and {more} more" if more else "")
             if len(line) <= WIDTH:
                 break
         return line
@@ -153,57 +206,66 @@ class Waits:
 
 @dataclass(kw_only=True, slots=True)
 class RunSummary:
+    """What a run says at its end."""
+
     steps: int
     total_steps: int
     wall_time_s: float
-    """Of this command, which may have resumed the run."""
+    """Duration of this command, which may have resumed the run."""
     start_val_reward: float | None
     final_val_reward: float | None
     ledger: Mapping[str, int]
-    """Rollouts dispatched and the columns they ended in, in reading order. Columns that are 0 are left out."""
+    """Number of rollouts dispatched, and in each column that they ended in, in reading order.
+    Columns that are 0 are left out of the text."""
     files: Mapping[str, Path]
-    """Files by what they hold: metrics, checkpoints, logs. Those in the run's folder are named from there."""
+    """Files by what they hold: metrics, checkpoints, logs. Those in the run's folder are named from
+    there."""
     stopped_by: str | None = None
-    """Why the run ended before its last step; None where it did not."""
+    """Reason that the run ended before its last step; None if it did not."""
     not_saved: str | None = None
-    """Why the last state is in no checkpoint; None where it is in one."""
+    """Reason that no checkpoint has the last state; None if one has it."""
     run_dir: Path | None = None
     val_examples: int | None = None
-    """Number of examples in the last evaluation; None where there was none."""
+    """Number of examples in the last evaluation; None if there was none."""
     steps_before: int = 0
-    """Of ``steps``, those that the run had when this command resumed it."""
+    """Number of the ``steps`` that the run had when this command resumed it."""
 
 
-def header_lines(
-    run_dir: Path, *, config: str, model: str, sizes: Mapping[str, object]
-) -> list[str]:
-    """
+def header_facts(run_dir: Path, *, config: str, model: str, sizes: Mapping[str, object]) -> Facts:
+    """Return what a run says at its beginning.
+
     Args:
-        config: its name.
-        model: where its weights come from, and its parameters.
-        sizes: of the run by name, in the order they are printed: steps, rollouts a step, trainer ranks, generators.
+        run_dir: folder of the run.
+        config: name of the config.
+        model: folder of the model's weights, and its number of parameters.
+        sizes: sizes of the run by name, in the order in which they are printed: steps, rollouts a
+            step, trainer ranks, generators.
     """
-    return [
-        _labelled("run", run_dir.name),
-        _labelled("config", config),
-        _labelled("model", model),
-        *_wrapped("sizes", [f"{name} {value}" for name, value in sizes.items()]),
-        _labelled("folder", near(run_dir)),
-        "",
-    ]
+    return {
+        "run": run_dir.name,
+        "config": config,
+        "model": model,
+        "sizes": [f"{name} {value}" for name, value in sizes.items()],
+        "folder": near(run_dir),
+    }
 
 
 def title_line() -> str:
+    """Return the titles of a step's columns."""
     return " ".join(title.rjust(width) for title, width in _COLUMNS.items())
 
 
 def step_line(
     step: int, total: int, metrics: Mapping[str, float], val: tuple[float, int] | None = None
 ) -> str:
-    """
+    """Return the line of a step.
+
     Args:
-        metrics: of the step. No reward: none is given (distillation, supervised).
-        val: reward of an evaluation that ended in the step, and the version of the policy that it began with.
+        step: number of the step.
+        total: number of steps of the run.
+        metrics: metrics of the step. Without a reward none is given (distillation, supervised).
+        val: reward of an evaluation that ended in the step, and the version of the policy that it
+            began with.
     """
     cells = (
         f"{step}/{total}",
@@ -219,48 +281,51 @@ def step_line(
     ).rstrip()
 
 
-def summary_lines(summary: RunSummary) -> list[str]:
+def summary_facts(summary: RunSummary) -> Facts:
+    """Return what a run says at its end, with the commands that come next."""
     end = f"stopped by {summary.stopped_by}" if summary.stopped_by else "done"
-    own = f", {summary.steps - summary.steps_before} of them" if summary.steps_before else ""
-    took = f"{summary.steps} of {summary.total_steps}{own} in {_duration(summary.wall_time_s)}"
-    facts = {"steps": f"{took}, {end}"}
-    first, last = summary.start_val_reward, summary.final_val_reward
+    resumed = f", {summary.steps - summary.steps_before} of them" if summary.steps_before else ""
+    steps = f"{summary.steps} of {summary.total_steps}{resumed}"
+    facts: Facts = {"steps": f"{steps} in {_duration(summary.wall_time_s)}, {end}"}
+    first = summary.start_val_reward
+    last = summary.final_val_reward
     if first is not None and last is not None:
-        facts["validation"] = f"reward {_reward(first)} -> {_reward(last)} ({last - first:+.3f})"
+        validation = f"reward {_reward(first)} -> {_reward(last)} ({last - first:+.3f})"
         if summary.val_examples is not None and summary.val_examples < FEW_EXAMPLES:
-            facts["validation"] += f" ({counted_examples(summary.val_examples)})"
-    lines = ["", *(_labelled(*fact) for fact in facts.items())]
-    lines += _wrapped(
-        "rollouts",
-        [f"{count:,} {_in_words(column)}" for column, count in summary.ledger.items() if count],
-    )
-    facts = {} if summary.run_dir is None else {"folder": near(summary.run_dir)}
+            validation += f" ({counted_examples(summary.val_examples)})"
+        facts["validation"] = validation
+    columns = [f"{count:,} {_in_words(name)}" for name, count in summary.ledger.items() if count]
+    if columns:
+        facts["rollouts"] = columns
+    if summary.run_dir is not None:
+        facts["folder"] = near(summary.run_dir)
     facts |= {name: str(_within(summary.run_dir, path)) for name, path in summary.files.items()}
     if summary.not_saved is not None:
         facts["not saved"] = one_sentence(summary.not_saved)
-    return [*lines, *(_labelled(*fact) for fact in (facts | _next_commands(summary)).items())]
+    return facts | _next_commands(summary)
 
 
 def counted_examples(count: int) -> str:
+    """Return a number of examples in words."""
     return f"{count} example{'s' * (count != 1)}"
 
 
 def _in_words(column: str) -> str:
-    """A task's column of the ledger, ``<task>/<column>``: "sum_digits trained on"."""
+    """Return the words of a task's column of the ledger, such as "sum_digits trained on"."""
     task, _, name = column.partition("/")
     kind, _, detail = name.partition("/")
     detail = detail.rpartition("/")[2].replace("_", " ")
-    said = {
+    words = {
         "trained": "trained on",
         "filtered": f"left out ({detail})",
         "failed": f"failed ({detail})",
         "untrained": "not finished at the end",
     }
-    return f"{task} {said.get(kind, name)}"
+    return f"{task} {words.get(kind, name)}"
 
 
 def _next_commands(summary: RunSummary) -> dict[str, str]:
-    """What the person who runs it can do next, by label."""
+    """Return what the person who runs it can do next, by label."""
     if summary.run_dir is None:
         return {}
     folder = shlex.quote(near(summary.run_dir))
@@ -276,97 +341,145 @@ def _next_commands(summary: RunSummary) -> dict[str, str]:
 
 
 class Console:
-    """Prints a run to a stream, a line at a time. On a terminal the last line is live: it says what the run waits for, or how
-    far it is, and is erased in the end.
+    """Prints a run to a stream, a line at a time.
+
+    On a terminal the last line is a status: it says what the run waits for, or how far it is.
     """
 
+    _newest: "Console | None" = None
+
     def __init__(self, stream: TextIO | None = None):
-        self._stream = stream if stream is not None else sys.stdout
-        self._colours = has_colours(self._stream)
-        self._live = LiveLine(self._stream) if can_redraw(self._stream) else None
+        """Print nothing yet.
+
+        Args:
+            stream: None is this process's stdout.
+        """
         self.waits = Waits()
+        self.notes: NotePort | None = None
+        """Port that other processes of the run send their notes to; None if nobody reads them."""
+        self._stream = stream if stream is not None else sys.stdout
+        self._terminal = self._live_terminal()
         self._progress = Progress()
         self._steps_printed = 0
+        Console._newest = self
 
     def draw(self) -> None:
-        """Show what the run waits for, or how far it is where that is nothing: in the live line, or in lines now and then where
-        there is no live line. Call it each second.
+        """Show what the run waits for, or else how far it is. Call it each second.
+
+        A terminal shows either in its status. Elsewhere a line now and then says what the run waits
+        for.
         """
-        waiting = self.waits.line()
-        if self._live is not None:
-            self._live.show(printable_line(waiting or self._progress.line()))
+        if self._terminal is not None:
+            self._terminal.show()
         elif self.waits.due():
-            self.note(waiting)
+            self.note(self.waits.line())
 
     def close(self) -> None:
-        """Erase the live line. Nothing is drawn afterwards."""
-        if self._live is not None:
-            self._live.end()
+        """Erase the status. None is shown again."""
+        if self._terminal is not None:
+            self._terminal.close()
 
     def begin(self, steps_done: int, total_steps: int) -> None:
+        """Begin to estimate how long the training takes."""
         self._progress.begin(steps_done, total_steps)
 
     def header(
         self, run_dir: Path, *, config: str, model: str, sizes: Mapping[str, object]
     ) -> None:
-        self._print(
-            *map(printable_line, header_lines(run_dir, config=config, model=model, sizes=sizes))
-        )
+        """Print the header of a run; see ``header_facts``."""
+        self._print_facts(header_facts(run_dir, config=config, model=model, sizes=sizes))
+        self._print("")
 
     def step(
         self, step: int, metrics: Mapping[str, float], val: tuple[float, int] | None = None
     ) -> None:
+        """Print the line of a step, in green if an evaluation ended in it; see ``step_line``."""
         if self._steps_printed % TITLE_EVERY == 0:
-            self._print(self._coloured(title_line(), BOLD))
+            self._print(title_line(), style="bold")
         self._steps_printed += 1
         self._progress.step(step)
         line = step_line(step, self._progress.total, metrics, val)
-        self._print(line if val is None else self._coloured(line, GREEN))
+        self._print(line, style="" if val is None else "green")
 
     def note(self, text: str, traceback: str = "") -> None:
-        """Print a line outside the table, such as that a run was resumed, and a traceback under it."""
-        text, width = printable_line(text), columns(self._stream)
-        if (
-            self._live is not None and len(text) > width
-        ):  # elsewhere it stays whole: a line is a message there
-            text = textwrap.fill(
-                text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-            )
-        self._print(text, *map(printable_line, traceback.splitlines()))
+        """Print a line outside the table, such as that a run was resumed, and a traceback.
+
+        On a terminal the line is broken between words. Elsewhere it stays whole: a line is a
+        message there.
+        """
+        text = printable_line(text)
+        if self._terminal is not None:
+            self._terminal.print_wrapped(text, indent=NOTE_INDENT)
+        else:
+            self._print(text)
+        if traceback:
+            self._print("\n".join(map(printable_line, traceback.splitlines())))
 
     def summary(self, summary: RunSummary) -> None:
+        """Erase the status, and print the summary of a run; see ``summary_facts``."""
         self.close()
-        self._print(*map(printable_line, summary_lines(summary)))
+        self._print("")
+        self._print_facts(summary_facts(summary))
 
-    def _coloured(self, text: str, colour: str) -> str:
-        return f"{colour}{text}{RESET}" if self._colours else text
+    def _live_terminal(self) -> "LiveTerminal | None":
+        """Return the terminal behind the stream; None if it is none that can be redrawn."""
+        if not can_redraw(self._stream):
+            return None
+        # The import takes 60 ms, and is of no use elsewhere.
+        from torchtitan.experiments.rl.observability.live import LiveTerminal
 
-    def _print(self, *lines: str) -> None:
-        write_line(self._stream, "\n".join(lines))
-        if self._live is not None:
-            self.draw()
+        return LiveTerminal(self._stream, self._status_line, has_colours=has_colours(self._stream))
+
+    def _status_line(self) -> str:
+        return printable_line(self.waits.line() or self._progress.line())
+
+    def _print_facts(self, facts: Facts) -> None:
+        for label, fact in facts.items():
+            text = printable_line(fact if isinstance(fact, str) else ", ".join(fact))
+            column = f"{printable_line(label):<{LABEL_WIDTH - 1}} "
+            if self._terminal is not None and isinstance(fact, list):
+                self._terminal.print_wrapped(text, label=column, indent=LABEL_WIDTH)
+            else:
+                self._print(column + text)
+
+    def _print(self, text: str, style: str = "") -> None:
+        if self._terminal is not None:
+            self._terminal.print(text, style=style)
+        else:
+            write_line(self._stream, text)
+
+
+def end_status_line() -> None:
+    """Erase the status line of this process, which is about to end, if it has one."""
+    if Console._newest is not None:
+        Console._newest.close()
 
 
 def write_line(stream: TextIO, text: str) -> None:
-    """Write ``text`` and a line end. A stream that can't be written (a closed pipe or terminal, a full disk) is sent to nowhere
-    from then on, with a line in the log: no run ends because nobody reads what it prints.
+    """Write ``text`` and a line end.
+
+    A stream that can't be written (a closed pipe or terminal, a full disk) is sent to nowhere from
+    then on, with a line in the log: no run ends because nobody reads what it prints.
     """
     try:
-        # One write and a flush: lines stay whole beside other processes' output, and appear when piped through tee.
+        # One write and a flush: lines stay whole beside other processes' output, and appear when
+        # they are piped through tee.
         stream.write(text + "\n")
         stream.flush()
     except (OSError, ValueError) as error:  # ValueError: it is closed
         logger.warning("the console can't be written any more (%s); the run goes on", error)
         try:
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), stream.fileno()
-            )  # else Python fails at exit, on what is still buffered
+            # Python would fail at exit, on what is still buffered.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         except (OSError, ValueError):
             pass
 
 
 def typed_command(module: str) -> str:
-    """Return the command line that starts a command of the library ("grpo", "report"), as this process was started."""
+    """Return how a command of the library, such as "grpo" or "report", is started here.
+
+    It is started as this process was, by an installed script or by an interpreter.
+    """
     script = Path(sys.argv[0])
     if script.name.startswith("rl-"):  # of src/torchtitan_rl/commands.py
         return _typed(script.with_name("rl-train" if module == "grpo" else f"rl-{module}"))
@@ -374,7 +487,7 @@ def typed_command(module: str) -> str:
 
 
 def _typed(program: Path) -> str:
-    """A program as people type it: by its name where PATH has it, else by its path."""
+    """Return a program as people type it: by its name if PATH has it, else by its path."""
     found = shutil.which(program.name)
     if found is not None and os.path.abspath(found) == os.path.abspath(program):
         return program.name
@@ -382,7 +495,7 @@ def _typed(program: Path) -> str:
 
 
 def near(path: Path | str) -> str:
-    """A path as people write it: from the current folder where it is in there."""
+    """Return a path as people write it: from the current folder if it is in there."""
     return str(_within(Path.cwd(), Path(path)))
 
 
@@ -390,47 +503,30 @@ def _within(folder: Path | None, path: Path) -> Path:
     return path.relative_to(folder) if folder is not None and path.is_relative_to(folder) else path
 
 
-def _labelled(label: str, text: str) -> str:
-    return f"{label:<{LABEL_WIDTH - 1}} {text}"
-
-
-def _wrapped(label: str, items: list[str]) -> list[str]:
-    """Items after a label, broken between them and continued under the first."""
-    lines = textwrap.wrap(
-        ", ".join(item.replace(" ", "\xa0") for item in items),  # at which textwrap does not break
-        WIDTH,
-        initial_indent=_labelled(label, ""),
-        subsequent_indent=" " * LABEL_WIDTH,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return [line.replace("\xa0", " ") for line in lines]
-
-
 def _reward(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
 def _seconds(value: float) -> str:
-    """Three significant digits until 100 s: a 20 ms sync and a 20-minute step share the column."""
+    """Return seconds with three significant digits until 100 s.
+
+    So a sync of 20 ms and a step of 20 minutes share the column.
+    """
     return f"{value:.{2 - (value >= 10) - (value >= 100)}f}"
 
 
 def _count(value: float) -> str:
-    return (
-        f"{value / 1e6:.1f}M"
-        if value >= 1e6
-        else f"{value / 1e3:.1f}k"
-        if value >= 1e3
-        else f"{value:.0f}"
-    )
+    if value >= 1e6:
+        return f"{value / 1e6:.1f}M"
+    return f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
 
 
 def _duration(seconds: float) -> str:
-    """The two largest units that it has."""
-    left, parts = round(seconds), list[str]()
+    """Return a duration in the two largest units that it has."""
+    left = round(seconds)
     if left < 60:
         return f"{seconds:.3g} s"
+    parts: list[str] = []
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
         count, left = divmod(left, size)
         if count or parts:

@@ -20,6 +20,7 @@ from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.observability.console import RunSummary, near
 from torchtitan.experiments.rl.operations.checkpoints import Resumed, resume
+from torchtitan.experiments.rl.operations.notes import print_notes
 from torchtitan.experiments.rl.operations.run import Run
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.process.setup import ENDS_THE_RUN, set_up_logging
@@ -80,6 +81,7 @@ class Controller(Actor):
         started = time.perf_counter()
         self._loop = asyncio.get_running_loop()
         drawing = asyncio.create_task(self._draw())
+        notes = print_notes(self._console)
         try:
             failure = await self._run_to_the_end()
         except Exception as error:
@@ -100,6 +102,7 @@ class Controller(Actor):
         summary.steps_before = self._steps_before
         self._console.summary(summary)
         faults = await self._run.close()
+        notes.cancel()
         if failure is None and faults:
             failure = faults[0]
         if failure is not None:

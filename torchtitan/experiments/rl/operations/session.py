@@ -32,13 +32,17 @@ from torchtitan.experiments.rl.config.start import Ready
 from torchtitan.experiments.rl.errors import OWN_LENGTH, RunError
 from torchtitan.experiments.rl.fleet.hosts import take_hosts
 from torchtitan.experiments.rl.hosts.pool import HostPool
-from torchtitan.experiments.rl.observability.console import near, typed_command, write_line
+from torchtitan.experiments.rl.observability.console import (
+    end_status_line,
+    near,
+    typed_command,
+    write_line,
+)
 from torchtitan.experiments.rl.operations.actor import Controller
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.lifetime import descendants, kill_descendants
 from torchtitan.experiments.rl.process.setup import quiet_libraries
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
-from torchtitan.experiments.rl.process.terminal import end_live_line
 
 SIGNAL_POLL_S = 0.2
 """Seconds between two looks at the signals that were received."""
@@ -187,7 +191,7 @@ class _Command:
 
         A checkpoint that is being written is absent afterwards.
         """
-        end_live_line()
+        end_status_line()
         write_line(sys.stderr, f"{why}: what follows the last checkpoint is lost")
         _say_what_is_left(self.start)
         kill_descendants()

@@ -42,12 +42,7 @@ from torchtitan.experiments.rl.process.host import (
     mask_of,
     pci_addresses,
 )
-from torchtitan.experiments.rl.process.terminal import (
-    print_to,
-    printed_file,
-    share_terminal,
-    terminal,
-)
+from torchtitan.experiments.rl.process.output import print_to, printed_file, tell
 
 ENVIRONMENT = {
     **monarch.ENVIRONMENT,
@@ -120,18 +115,20 @@ class RunFileHandler(RotatingFileHandler):
             )
             if worth_a_line(line):
                 with contextlib.suppress(OSError, ValueError):
-                    print(printable_line(one_sentence(line)), file=terminal(), flush=True)
+                    tell(printable_line(one_sentence(line)))
 
 
-class TerminalHandler(logging.StreamHandler):
-    """Writes to ``terminal`` as it is at each record: process launchers and tests replace it."""
+class NoteHandler(logging.Handler):
+    """Tells people what they are to see of the log: a line for each record, and the frames of the
+    user's code."""
 
     def __init__(self, path: Path, process_name: str):
-        super().__init__(terminal())
-        self._path, self._process_name = path, process_name
+        super().__init__()
+        self._path = path
+        self._process_name = process_name
         self._shown: set[str] = set()
-        """Tracebacks that were written."""
-        self.addFilter(worth_the_terminal)
+        """Tracebacks that were told."""
+        self.addFilter(worth_a_note)
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{record.levelname} {self._process_name}: {one_sentence(_message(record))}"
@@ -143,11 +140,12 @@ class TerminalHandler(logging.StreamHandler):
         line = self.format(record)
         if not worth_a_line(line):
             return
-        line = "" if hasattr(record, "ends_the_run") else f"{line}\n"
-        self.stream = terminal()
+        lines = [] if hasattr(record, "ends_the_run") else [line]
         try:
-            self.stream.write(f"{line}{self._traceback(record)}")
-            self.flush()
+            if traceback := self._traceback(record):
+                lines.append(traceback)
+            if lines:
+                tell("\n".join(lines))
         except Exception:
             self.handleError(record)
 
@@ -158,7 +156,7 @@ class TerminalHandler(logging.StreamHandler):
         if not shown or shown in self._shown or len(self._shown) >= MOST_TRACEBACKS:
             return ""
         self._shown.add(shown)
-        return f"{shown}\n"
+        return shown
 
 
 def worth_a_line(line: str) -> bool:
@@ -186,7 +184,7 @@ def _text(error: BaseException | None) -> str:
         return "its message can't be read"
 
 
-def worth_the_terminal(record: logging.LogRecord) -> bool:
+def worth_a_note(record: logging.LogRecord) -> bool:
     ours = record.name == "__main__" or record.name == OURS or record.name.startswith(OURS + ".")
     return record.levelno >= (logging.WARNING if ours else logging.ERROR)
 
@@ -307,7 +305,6 @@ def set_up_spawned_process(
 def set_up_isolated_process() -> None:
     """Set up a child process that runs a user's function. It has no log file: libraries' errors alone reach the terminal."""
     logging.getLogger().setLevel(logging.ERROR)
-    share_terminal()
 
 
 HTTP_CLIENTS = ("httpx", "httpx2", "openai", "anthropic")
@@ -335,10 +332,10 @@ def set_up_logging(run_dir: Path | str, process_name: str) -> Path:
         logging.getLogger(library).setLevel(logging.WARNING)
     root = logging.getLogger()
     for handler in root.handlers[:]:
-        if isinstance(handler, (RunFileHandler, TerminalHandler)):
+        if isinstance(handler, (RunFileHandler, NoteHandler)):
             root.removeHandler(handler)
             handler.close()
-    for handler in (RunFileHandler(path, process_name), TerminalHandler(path, process_name)):
+    for handler in (RunFileHandler(path, process_name), NoteHandler(path, process_name)):
         root.addHandler(handler)
         monarch.keep_messages_as_written(handler)
     root.setLevel(logging.INFO)

@@ -32,6 +32,7 @@ from torchtitan.experiments.rl.generation.references import FrozenModel, hosted_
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.observability.console import Console, write_line
 from torchtitan.experiments.rl.operations.alarms import FirstFailures
+from torchtitan.experiments.rl.operations.notes import print_notes
 from torchtitan.experiments.rl.operations.session import SIGNAL_POLL_S, Signals, cause
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.host import raise_descriptor_limit
@@ -175,7 +176,8 @@ class Evaluation:
 
     def __init__(self, model: Candidate):
         self._model = model
-        self._context = RunContext(model.plan, model.run_dir, console=Console(sys.stderr))
+        self.console = Console(sys.stderr)
+        self._context = RunContext(model.plan, model.run_dir, console=self.console)
         self._failures: list[Exception] = []
         self.fleet = Fleet(self._context, on_failure=self._failures.append)
         self._result = Result(examples={name: [] for name in model.config.tasks})
@@ -272,7 +274,11 @@ class Evaluator(Actor):
         """See ``Evaluation.run``."""
         self._loop = asyncio.get_running_loop()
         set_up_logging(self._run_dir, "evaluator")
-        return await self._evaluation.run()
+        notes = print_notes(self._evaluation.console)
+        try:
+            return await self._evaluation.run()
+        finally:
+            notes.cancel()
 
     @reported_endpoint
     async def request_stop(self) -> None:

@@ -32,6 +32,7 @@ from torchtitan.experiments.rl.generation.judge import Reply
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.observability.console import Console, write_line
 from torchtitan.experiments.rl.observability.rollouts import lines_of
+from torchtitan.experiments.rl.operations.notes import print_notes
 from torchtitan.experiments.rl.printable import printable, printable_line
 from torchtitan.experiments.rl.process.host import other_users_line
 from torchtitan.experiments.rl.process.setup import set_up_logging
@@ -78,7 +79,8 @@ class ModelServer(Actor):
     """See ``reported_endpoint``."""
 
     def __init__(self, plan: RunPlan, run_dir: Path):
-        context = RunContext(plan, run_dir, console=Console(sys.stderr))
+        self._console = Console(sys.stderr)
+        context = RunContext(plan, run_dir, console=self._console)
         self._run_dir = run_dir
         # A failure needs no handler: the next request is answered with it.
         self._fleet = Fleet(context, on_failure=lambda failure: None)
@@ -90,6 +92,7 @@ class ModelServer(Actor):
         """Spawn and connect the generator; stop what was spawned if that fails."""
         self._loop = asyncio.get_running_loop()
         set_up_logging(self._run_dir, "player")
+        self._notes = print_notes(self._console)
         try:
             await self._fleet.supervisor.unless_failed(self._fleet.start_generators())
         except BaseException:
@@ -117,6 +120,7 @@ class ModelServer(Actor):
     async def end(self) -> None:
         """Stop the generator's process."""
         await self._fleet.close()
+        self._notes.cancel()
 
     def __supervise__(self, failure: Any) -> bool:
         """See Controller.__supervise__."""

@@ -17,18 +17,18 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, Port, concurrent_endpoint
 
 from torchtitan.experiments.rl.compat.monarch import original, process_death_behind
 from torchtitan.experiments.rl.errors import PeerGone, RunError, cause_of, users_traceback
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.lifetime import Heartbeat, Pulse
+from torchtitan.experiments.rl.process.output import printed_file, send_notes_to
 from torchtitan.experiments.rl.process.setup import (
     end_without_finalizing,
     ignore_signals_of_the_command,
 )
-from torchtitan.experiments.rl.process.terminal import printed_file
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +119,13 @@ class WatchedActor(Actor):
         pid = os.getpid()
         stacks = f"/proc/{pid}/fd/{self._stacks}"
         return ProcessIdentity(host=host_identity(), pid=pid, stacks=stacks, output=printed_file())
+
+    @reported_endpoint
+    async def send_notes_to(self, port: Port[str]) -> None:
+        """Send what this process has to say to people to ``port`` from now on."""
+        # Once the run has ended nobody reads them, and the process need not hear of that.
+        port.return_undeliverable = False
+        send_notes_to(port)
 
     @reported_endpoint
     async def pulse(self) -> Pulse:
