@@ -86,7 +86,7 @@ class Watching:
 
 
 def console_of(lines: list[str]) -> SimpleNamespace:
-    return SimpleNamespace(note=lines.append, waits=Waits())
+    return SimpleNamespace(note=lines.append, waits=Waits(), notes=None)
 
 
 async def refuse() -> None:
