@@ -639,8 +639,7 @@ class Run:
         watchers.append(checkpoints)  # a step that could not be reported is not saved
         if resumed is not None:
             await rollouts.restore(resumed.state.rollouts, resumed.groups, step)
-            assert resumed.state.rollouts.stall is not None, "every checkpoint has it"
-            stall.restore(resumed.state.rollouts.stall)
+            stall.restore(resumed.state.stall)
             validator.restore(resumed.state.validator, step)
             alarm.restore(resumed.state.mismatch)
             checkpoints.resumed(resumed.checkpoint, step)
