@@ -10,7 +10,7 @@ from tests.unit.test_rollout_loop import Loop, StubTask, ids, settle
 from tests.unit.test_saved_state import through_json
 from tests.unit.waiting import LIMIT_S, iterations
 from torchtitan.experiments.rl.controller.events import RunEvents
-from torchtitan.experiments.rl.controller.groups import read_finished_groups, write_groups
+from torchtitan.experiments.rl.controller.groups import read_saved_groups, write_groups
 from torchtitan.experiments.rl.controller.rollout_loop import SnapshotLock
 from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
@@ -42,7 +42,7 @@ async def saved(loop: Loop, folder) -> tuple[RolloutLoopState, dict]:
     """What a checkpoint of the loop holds, read again."""
     state, groups, _ = await loop.capture(lambda: None)
     write_groups(folder, groups)
-    return through_json(state, RolloutLoopState), read_finished_groups(folder)
+    return through_json(state, RolloutLoopState), read_saved_groups(folder)
 
 
 async def resumed(task: DatasetTask, state, groups, version: int, *, steps: int, **options) -> Loop:

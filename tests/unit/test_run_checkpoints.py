@@ -50,7 +50,7 @@ class Saved:
             ),
             rollouts=SimpleNamespace(capture=capture),
             validator=SimpleNamespace(state=lambda: state.validator),
-            stall=SimpleNamespace(state=lambda: state.rollouts.stall),
+            stall=SimpleNamespace(state=lambda: state.stall),
             alarm=SimpleNamespace(state=lambda: state.mismatch),
             trainer=self.trainer,
             metrics=SimpleNamespace(flush=lambda: None),

@@ -15,7 +15,7 @@ from torchtitan.experiments.rl.controller.groups import (
     Pick,
     SharedExample,
     example_of,
-    read_finished_groups,
+    read_saved_groups,
     write_groups,
 )
 from torchtitan.experiments.rl.controller.ledger import Ledger
@@ -259,7 +259,7 @@ def test_a_finished_group_comes_back_with_every_bit_of_its_samples(tmp_path_fact
         rollout.data_sample = DataSample(sample_id="3", env_input=(1, 2), info={"x": 1})
     group.rollouts[0].samples, group.rollouts[0].reward = kept, reward
     write_groups(folder, [group])
-    (back,) = read_finished_groups(folder).values()
+    (back,) = read_saved_groups(folder).values()
     assert (back.group_id, back.task_name, back.admitted_version) == ("a-7", "a", 5)
     assert [rollout.reward for rollout in back.rollouts] == [reward, 0.0]
     assert len(back.rollouts[0].samples) == len(kept)
@@ -280,7 +280,7 @@ def test_a_torn_file_of_groups_is_not_taken_for_fewer_groups(tmp_path):
     write_groups(tmp_path, [group])
     path = tmp_path / GROUPS_FILE
     path.write_bytes(path.read_bytes()[:-4])
-    assert read_finished_groups(tmp_path) == {}  # the open group that names it is refused then
+    assert read_saved_groups(tmp_path) == {}  # the open group that names it is refused then
 
 
 # ---- examples of open groups
@@ -338,7 +338,6 @@ def run_state() -> RunState:
             example=SharedExample(DataSample(sample_id="7", env_input=[1.5])),
         ).state(),
         ledger=Ledger().state(),
-        stall=StallDetectors(4, {"a": 1}).state(),
         dropped_groups=1,
         filter_matches={"pre/x": 2},
         filter_tokens={"pre/x": 31},
@@ -351,6 +350,7 @@ def run_state() -> RunState:
         step=2,
         seed=7,
         rollouts=rollouts,
+        stall=StallDetectors(4, {"a": 1}).state(),
         validator=validator,
         mismatch=[MismatchState(age=1, distances=[0.25])],
         first_validation=0.1,

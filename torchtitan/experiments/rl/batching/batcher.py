@@ -122,12 +122,14 @@ class Batcher(Configurable):
         padding. Samples of different adapters are planned apart, and a rank's microbatches of each
         adapter stand side by side.
 
+        Each sample is checked here, because for some this is the only door: those of a task with a
+        ``score_group`` of its own, and those of a caller outside a run.
+
         Raises:
             ValueError: a sample does not fit, is empty, or has streams of different lengths; a
-            token
-                has an rl weight and no advantage, or a ref_kl weight and no reference; a token that
-                was not sampled has a ref_kl weight; or a first token has a weight, which has no
-                log-probability. The message names the rollout.
+                token has an rl weight and no advantage, or a ref_kl weight and no reference; a
+                token that was not sampled has a ref_kl weight; or a first token has a weight,
+                which has no log-probability. The message names the rollout.
         """
         for sample in samples:
             self._check(sample)

@@ -1,7 +1,7 @@
 """Checks of training samples. Errors name the stream, the value and what is wanted.
 
-`check_trainable` checks a sample after its algorithm has given it credit. The batcher repeats
-`check_sample` when it packs a step's samples.
+`check_trainable` checks a sample after its algorithm has given it credit. The batcher calls
+`check_sample` on each sample of a step, because not all of them had such an algorithm.
 """
 
 import math
@@ -127,8 +127,7 @@ def check_sample(sample: TrainingSample) -> None:
 
     Raises:
         ValueError: the sample has no tokens, its streams are not aligned, or credit is missing or
-        on
-            the wrong tokens. Names the rollout.
+            on the wrong tokens. Names the rollout.
     """
     length = len(sample.token_ids)
     if not length:

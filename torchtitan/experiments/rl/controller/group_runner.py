@@ -224,7 +224,7 @@ class LocalRunner(GroupRunner):
         with trace.lane("group", group=request.group_id):
             if request.uncredited is not None:
                 with trace.span("score"):
-                    await task.credit_group(request.uncredited)
+                    await task.credit_late(request.uncredited)
                 return request.uncredited
             try:
                 example = frozen_sample(request.data_sample)

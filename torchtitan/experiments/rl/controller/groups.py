@@ -43,7 +43,7 @@ from torchtitan.experiments.rl.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 GROUPS_FILE = "groups.jsonl.gz"
-"""Name of the file of finished groups in a checkpoint's folder."""
+"""Name of the file in a checkpoint's folder that has the rollouts of groups."""
 UNLIMITED = 2**62
 """Size limit in bytes that no rollout reaches: a checkpoint never shortens a rollout."""
 
@@ -142,7 +142,7 @@ class OpenGroup:
             group_id=self.group_id,
             rollout_ids=sorted(self.rollout_ids),
             outcomes={},
-            finished=False,
+            settled=False,
             signal=False,
         )
 
@@ -181,7 +181,7 @@ class SettledGroup(OpenGroup):
         return msgspec.structs.replace(
             OpenGroup.state(self),
             outcomes=dict(self.outcomes),
-            finished=True,
+            settled=True,
             signal=self.signal,
         )
 
@@ -305,37 +305,37 @@ class OpenGroups:
     def restore(
         self,
         states: Sequence[OpenGroupState],
-        finished: Mapping[str, RolloutGroup],
+        saved: Mapping[str, RolloutGroup],
         tasks: Mapping[str, Task],
         examples: "SavedExamples",
     ) -> list[str]:
         """Open the groups of a checkpoint again. The ledger has their rollouts already.
 
         Args:
-            finished: the scored groups by id.
+            saved: the checkpoint's groups with rollouts, by id.
 
         Returns:
             Ids of groups that can't be run again, because their example can't be recovered.
 
         Raises:
-            RunError: a finished group is not among ``finished``.
+            RunError: a group that had settled is not among ``saved``.
         """
         lost = []
         for state in states:
-            if state.finished and state.group_id not in finished:
+            if state.settled and state.group_id not in saved:
                 raise RunError(
                     f"the checkpoint lacks the rollouts of group {state.group_id}: "
                     "resume from another checkpoint"
                 )
-            example = examples.restore(state, copy_is_enough=state.finished)
+            example = examples.restore(state, copy_is_enough=state.settled)
             group: OpenGroup = DispatchedGroup(
                 group_id=state.group_id,
                 task=tasks[state.task],
                 rollout_ids=set(state.rollout_ids),
                 example=example,
             )
-            if state.finished:
-                scored = finished[state.group_id]
+            if state.settled:
+                scored = saved[state.group_id]
                 if example.value is not None:
                     scored.amend(data_sample=example.value)
                     for rollout in scored.rollouts:
@@ -380,7 +380,7 @@ class SavedExamples:
 
 
 def write_groups(folder: Path, groups: Iterable[RolloutGroup]) -> None:
-    """Write finished groups into a checkpoint's folder. Nothing may change them meanwhile."""
+    """Write groups with their rollouts into a checkpoint's folder. Nothing may change them then."""
     with (folder / GROUPS_FILE).open("wb") as file:
         for group in groups:
             lines = [
@@ -395,8 +395,8 @@ def write_groups(folder: Path, groups: Iterable[RolloutGroup]) -> None:
             file.write(compress(b"".join(lines)))
 
 
-def read_finished_groups(folder: Path) -> dict[str, RolloutGroup]:
-    """Read the finished groups of a checkpoint, by id.
+def read_saved_groups(folder: Path) -> dict[str, RolloutGroup]:
+    """Read the groups with rollouts of a checkpoint, by id.
 
     Raises:
         RunError: the file is damaged.
@@ -431,7 +431,7 @@ def example_of(
 
     Args:
         dataset_examples: examples of the task's dataset, by sample id.
-        copy_is_enough: True if the group has finished. It is not run again, so a copy that lost its
+        copy_is_enough: True if the group has settled. It is not run again, so a copy that lost its
         types will do.
 
     Returns:

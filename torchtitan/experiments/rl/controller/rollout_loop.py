@@ -591,7 +591,7 @@ class RolloutLoop:
             at_once: called within the snapshot, to capture what else belongs to this moment.
 
         Returns:
-            The loop's state, the groups that have finished or are stored for replay, and what
+            The loop's state, the groups that have settled or are stored for replay, and what
             ``at_once`` returned.
 
         Raises:
@@ -615,7 +615,6 @@ class RolloutLoop:
                 ],
                 pick=None if self._pick is None else self._pick.state(),
                 ledger=self.ledger.state(),
-                stall=None,  # the alarms' state: the caller adds it
                 dropped_groups=self._next_step.dropped_groups,
                 filter_matches=dict(self._next_step.filter_matches),
                 filter_tokens=dict(self._next_step.filter_tokens),
@@ -627,12 +626,14 @@ class RolloutLoop:
             return state, [*self._open.settled_groups(), *stored], at_once()
 
     async def restore(
-        self, state: RolloutLoopState, finished: Mapping[str, RolloutGroup], version: int
+        self, state: RolloutLoopState, saved: Mapping[str, RolloutGroup], version: int
     ) -> None:
-        """Continue from a checkpoint, and run unfinished groups again. Call `fill` after it.
+        """Continue from a checkpoint, and run groups that had not settled again.
+
+        Call `fill` after it.
 
         Args:
-            finished: the checkpoint's finished groups by id.
+            saved: the checkpoint's groups with rollouts, by id.
             version: the checkpoint's version, which the generators hold.
 
         Raises:
@@ -654,9 +655,9 @@ class RolloutLoop:
             filter_tokens=Counter(state.filter_tokens),
         )
         if self._replay is not None:
-            self._replay.restore(state.replay, finished)
+            self._replay.restore(state.replay, saved)
         self.ledger.restore(state.ledger)
-        lost = self._open.restore(state.groups, finished, self._tasks, examples)
+        lost = self._open.restore(state.groups, saved, self._tasks, examples)
         lost += self._pacer.restore(
             [group for group in state.paced if group.group_id not in lost], version
         )

@@ -1,7 +1,7 @@
 """Records of ``controller.json``: the state of a checkpoint that is not the trainer's.
 
 Each component of a run makes a record of its own (``state``) and continues from it (``restore``).
-The rollouts of finished groups are in a file beside it (`groups.py`).
+The rollouts of settled groups are in a file beside it (`groups.py`).
 """
 
 import json
@@ -14,7 +14,7 @@ import msgspec
 from torchtitan.experiments.rl.errors import RunError
 
 CONTROLLER_FILE = "controller.json"
-FORMAT = 4
+FORMAT = 5
 """Version of the records below. Raise it when a change makes older files unreadable."""
 
 
@@ -126,15 +126,15 @@ class PickState(ExampleState, kw_only=True):
 
 
 class OpenGroupState(ExampleState, kw_only=True):
-    """A group that was dispatched and has not left. It is run again unless it has finished."""
+    """A group that was dispatched and has not left. It is run again unless it has settled."""
 
     group_id: str
     rollout_ids: list[str]
     """Ids of the rollouts that have not ended in a column of the ledger."""
     outcomes: dict[str, str]
     """Column of each rollout that has ended, by its id."""
-    finished: bool
-    """True if the group was scored: its rollouts are in the file of finished groups."""
+    settled: bool
+    """True if the group was scored and filtered: its rollouts are in the file of groups."""
     signal: bool
     """True if the scored group has a learning signal."""
 
@@ -151,8 +151,6 @@ class RolloutLoopState(Record):
     pick: PickState | None
     """The task whose groups start next; None if the mix is to pick one."""
     ledger: LedgerState
-    stall: StallState | None
-    """State of the alarms. The loop leaves None, and what takes the checkpoint fills it in."""
     dropped_groups: int
     """Number of groups dropped since the last step."""
     filter_matches: dict[str, int]
@@ -165,7 +163,7 @@ class RolloutLoopState(Record):
     """State of the task mix, as its ``state_dict`` gave it."""
     replay: list[tuple[str, int, int]] = []
     """Groups stored for replay, oldest first: id, oldest version, number of replays. Their rollouts
-    are in the file of finished groups."""
+    are in the file of groups."""
 
 
 class ValidationReport(Record):
@@ -212,6 +210,7 @@ class RunState(Record):
     """Number of optimizer steps taken, which is the policy version of the trainer's weights."""
     seed: int
     rollouts: RolloutLoopState
+    stall: StallState
     validator: ValidatorState
     mismatch: list[MismatchState]
     first_validation: float | None

@@ -29,7 +29,7 @@ from torchtitan.experiments.rl.compat.monarch import original
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.run_folder import COMMAND_FILE, CONFIG_FILE
 from torchtitan.experiments.rl.controller.events import RunEvents
-from torchtitan.experiments.rl.controller.groups import read_finished_groups, write_groups
+from torchtitan.experiments.rl.controller.groups import read_saved_groups, write_groups
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.controller.saved_state import (
     FORMAT,
@@ -159,9 +159,13 @@ class RunCheckpoints(RunEvents):
 
     async def _capture(self, step: int) -> _Captured:
         rollouts, groups, (rest, recorded) = await self.rollouts.capture(self._capture_the_rest)
-        rollouts.stall = self.stall.state()
         state = RunState(
-            format=FORMAT, step=step, seed=self.context.config.seed, rollouts=rollouts, **rest
+            format=FORMAT,
+            step=step,
+            seed=self.context.config.seed,
+            rollouts=rollouts,
+            stall=self.stall.state(),
+            **rest,
         )
         return _Captured(state=state, groups=groups, recorded=recorded)
 
@@ -271,7 +275,7 @@ def resume(checkpoint: Path, *, run_dir: Path, config: RunConfig) -> Resumed:
         raise RunError(
             f"seed is {config.seed}, and the checkpoint's is {state.seed}: resume with that"
         )
-    groups = read_finished_groups(checkpoint)
+    groups = read_saved_groups(checkpoint)
     for line in cut_back(run_dir, state.offsets):
         logger.warning("%s", line)
     CheckpointFolder(run_dir, config.checkpoint.keep).drop_after(state.step)

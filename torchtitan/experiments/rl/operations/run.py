@@ -299,9 +299,8 @@ class Run:
         watchers.append(checkpoints)
         if resumed is not None:
             state = resumed.state
-            assert state.rollouts.stall is not None, "every checkpoint has it"
             await loops.rollouts.restore(state.rollouts, resumed.groups, step)
-            stall.restore(state.rollouts.stall)
+            stall.restore(state.stall)
             loops.validator.restore(state.validator, step)
             alarm.restore(state.mismatch)
             checkpoints.resumed(resumed.checkpoint, step)

@@ -8,6 +8,18 @@ What becomes of a group, in order:
 2. Each rollout that ends becomes training samples, and ``Algorithm.score_rollout`` sees it.
 3. ``score_group`` has the rubric give rewards, then ``Algorithm.score_group`` credit.
 
+Rewards are a rubric's numbers for whole rollouts, and credit is what an algorithm makes of them for
+each token. A task has a method for each of the user's functions::
+
+    credit_rollout       Algorithm.score_rollout    as each rollout ends
+    score_group
+      score_rewards      Rubric.score_group         when all have ended
+      give_credit        Algorithm.score_group      after that
+
+Where credit is expensive, groups run and are rewarded without it (``run_group(credit=False)``,
+``score_rewards``), and ``credit_late`` makes the two calls of the algorithm for those that filters
+keep.
+
 User code that fails on the way ends in a rollout's status, and is named there; nothing but
 cancellation is raised. From the rubric on, rollouts are read-only (`frozen.py`).
 """
@@ -447,7 +459,7 @@ class Task(UserConfigurable):
             sampling: sampling settings; None for the task's.
             group_size: number of rollouts; None for the task's.
             credit: if False, the rollouts are the policy's and the algorithm doesn't see them. Call
-                ``score_rewards`` next, and ``credit_group`` unless it is for validation.
+                ``score_rewards`` next, and ``credit_late`` unless it is for validation.
         """
         sample = frozen_sample(sample)
         rollouts = [
@@ -528,8 +540,8 @@ class Task(UserConfigurable):
         await self.score_rewards(group)
         return await self._credit(group)
 
-    async def credit_group(self, group: RolloutGroup) -> str | None:
-        """Give credit to a group that was run without, and rewarded.
+    async def credit_late(self, group: RolloutGroup) -> str | None:
+        """Have the algorithm give credit to a group that was run without it, and rewarded.
 
         Set ``group.failure`` and return it as ``score_group`` does.
         """
