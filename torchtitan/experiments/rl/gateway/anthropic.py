@@ -1,4 +1,4 @@
-"""Anthropic's messages: ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
+"""The dialect of Anthropic's messages: ``POST /v1/messages``, also to count their tokens."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,11 @@ KEEP_ALIVE = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
 def parse(body: Mapping[str, Any]) -> ModelRequest:
-    """Raises Refusal."""
+    """Return the request of a body.
+
+    Raises:
+        Refusal: the body asks for what the model can't be given.
+    """
     output = body.get("output_config")
     wanted = output if isinstance(output, dict) else {}
     messages: list[dict[str, Any]] = []
@@ -31,10 +35,13 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
     for index, message in enumerate(listed(body.get("messages"), "messages")):
         messages += _messages(message, f"messages[{index}]")
     if messages and messages[-1]["role"] == "assistant":
-        # Here such a message is the beginning of the answer, whose tokens the model would not have sampled.
-        cure = "end with a message of the user's or with a tool's result: the model begins its answer itself"
+        # In this dialect such a message begins the answer: the model would not have sampled it.
+        cure = (
+            "end with a message of the user's or with a tool's result: the model begins its answer "
+            "itself"
+        )
         raise Refusal(f"messages end with the assistant: {cure}", field="messages")
-    # A tool without a schema is one that the provider would run itself: the model is not told of it.
+    # A tool without a schema is one that the provider would run. The model is not told of it.
     tools = [
         function_tool(tool, "input_schema")
         for tool in listed(body.get("tools"), "tools")
@@ -53,7 +60,7 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
     )
 
 
-def _tool_choice(choice: Any) -> dict[str, Any]:
+def _tool_choice(choice: object) -> dict[str, Any]:
     """Return a choice of tools as the fields that OpenAI's chat completions have for it."""
     if not isinstance(choice, dict):
         return {"tool_choice": choice}
@@ -69,52 +76,65 @@ def _tool_choice(choice: Any) -> dict[str, Any]:
 
 
 def _messages(message: Mapping[str, Any], field: str) -> Iterator[dict[str, Any]]:
-    """The messages that one is elsewhere: results of tools are a tool's there, and a user's here."""
-    role, content = message.get("role"), message.get("content")
-    blocks = (
-        [{"type": "text", "text": content}]
-        if isinstance(content, str)
-        else listed(content, f"{field}.content")
-    )
-    texts_, reasoning, calls = [], [], []
+    """Yield a message of this dialect as messages of OpenAI's chat completions.
+
+    The results of tools are parts of a user's message here, and messages of their own there.
+
+    Raises:
+        Refusal: a part is neither text nor a call of a tool, nor the result of one.
+    """
+    role = message.get("role")
+    content = message.get("content")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    blocks = listed(content, f"{field}.content")
+    said: list[str] = []
+    reasoning: list[str] = []
+    calls: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
-        at = f"{field}.content[{index}]"
+        place = f"{field}.content[{index}]"
         match block.get("type"):
             case "text":
-                texts_.append(text([{"type": "text", "text": block.get("text")}], at))
+                said.append(text([{"type": "text", "text": block.get("text")}], place))
             case "thinking":
                 reasoning.append(str(block.get("thinking", "")))
             case "redacted_thinking":
                 pass
             case "tool_use":
-                function = {
-                    "name": block.get("name"),
-                    "arguments": json.dumps(block.get("input"), ensure_ascii=False),
-                }
-                calls.append({"id": block.get("id"), "type": "function", "function": function})
+                calls.append(_call(block))
             case "tool_result":
-                said = text(block.get("content"), f"{at}.content")
-                yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
+                result = text(block.get("content"), f"{place}.content")
+                yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
             case kind:
                 raise Refusal(
-                    f"{at} has the type {kind!r}: only text and calls of tools reach the model; leave it out",
-                    field=at,
+                    f"{place} has the type {kind!r}: only text and calls of tools reach the model; "
+                    "leave it out",
+                    field=place,
                 )
     if role == "assistant":
-        said_: dict[str, Any] = {"role": role, "content": "\n".join(texts_)}
-        yield (
-            said_
-            | ({"reasoning_content": "\n".join(reasoning)} if reasoning else {})
-            | ({"tool_calls": calls} if calls else {})
-        )
-    elif texts_ or not blocks or role != "user":
-        yield {"role": role, "content": "\n".join(texts_)}
+        answer: dict[str, Any] = {"role": role, "content": "\n".join(said)}
+        if reasoning:
+            answer["reasoning_content"] = "\n".join(reasoning)
+        if calls:
+            answer["tool_calls"] = calls
+        yield answer
+    elif said or not blocks or role != "user":
+        yield {"role": role, "content": "\n".join(said)}
+
+
+def _call(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call of a tool as OpenAI's chat completions have it."""
+    arguments = json.dumps(block.get("input"), ensure_ascii=False)
+    function = {"name": block.get("name"), "arguments": arguments}
+    return {"id": block.get("id"), "type": "function", "function": function}
 
 
 FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+"""Reasons for the end of an answer, by the word of OpenAI's chat completions."""
 
 
 def reply(answer: ModelReply) -> dict[str, Any]:
+    """Return the body of a response with the reply."""
     blocks: list[dict[str, Any]] = []
     if answer.reasoning:
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
@@ -143,7 +163,7 @@ def reply(answer: ModelReply) -> dict[str, Any]:
 
 
 def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
-    """The reply as the events of a stream."""
+    """Yield the events of a stream with the reply."""
     whole = reply(answer)
     yield typed_event(
         "message_start", message=whole | {"content": [], "stop_reason": None, "stop_sequence": None}
@@ -157,7 +177,8 @@ def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
                 "partial_json": json.dumps(block["input"]),
             }
         else:
-            empty, delta = {kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
+            empty = {kind: ""}
+            delta = {"type": f"{kind}_delta", kind: block[kind]}
         yield typed_event("content_block_start", index=index, content_block=block | empty)
         yield typed_event("content_block_delta", index=index, delta=delta)
         yield typed_event("content_block_stop", index=index)
@@ -169,6 +190,7 @@ def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
 
 
 def error(refusal: Refusal) -> dict[str, Any]:
+    """Return the body of a response with a refusal."""
     kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
     kind = (
         "api_error" if refusal.status >= 500 else kinds.get(refusal.status, "invalid_request_error")
@@ -179,4 +201,4 @@ def error(refusal: Refusal) -> dict[str, Any]:
 
 
 error_event = error
-"""The same in a stream that has begun."""
+"""Event of a refusal in a stream that has begun: it has the same form."""

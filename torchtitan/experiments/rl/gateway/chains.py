@@ -1,16 +1,17 @@
-"""Which turn of a rollout a request goes on from. Pure: no tokens, no I/O.
+"""Finds the turn of a rollout that a request goes on from. Pure: no tokens, no I/O.
 
-A client sends its whole history with each request. The histories of a rollout are a tree, whose branches are what the model
-said::
+A client sends its whole history with each request. The histories of a rollout are a tree, whose
+branches are what the model said:
 
     request 1   S U1                 turn 1 says A1: a root
     request 2   S U1 A1 T1           turn 2 goes on from turn 1, with T1 new
     request 3   S U1 A1 T2           turn 3 goes on from turn 1 too, with T2 new: a fork
-    request 4   S' U9                turn 4: another root, such as a sub-agent or a compacted history
+    request 4   S' U9                turn 4: another root, such as of a sub-agent
 
-A request goes on from the deepest turn whose messages and answer begin its own. What the client sends back of an answer is
-compared by what it means: a client may write the arguments of a call as other JSON of the same value, and may leave the
-reasoning out. Where it goes on, the turn's own messages are the history, not the client's copies of them.
+A request goes on from the deepest turn whose messages and answer begin its own. What the client
+sends back of an answer is compared by its meaning: a client may write the arguments of a call as
+other JSON of the same value, and may leave the reasoning out. Behind that turn, its own messages
+are the history, not the client's copies of them.
 """
 
 import json
@@ -29,14 +30,15 @@ class Node(Generic[T]):
 
     value: T
     parent: "Node[T] | None"
+    """Turn that this one goes on from; None for a root."""
     extends: bool
-    """Whether its prompt starts with its parent's prompt and completion, token for token."""
+    """True if the turn's prompt starts with the parent's prompt and completion, token for token."""
     children: "list[Node[T]]" = field(default_factory=list)
     taken: bool = False
-    """Whether a request has gone on from it, or is about to."""
+    """True if a request has gone on from the turn, or is about to."""
 
     def path(self) -> list[T]:
-        """From the root to this turn."""
+        """Return the values from the root to this turn."""
         nodes: list[T] = []
         node: Node[T] | None = self
         while node is not None:
@@ -50,31 +52,43 @@ class _Place(Generic[T]):
     """A message of some history, with all before it."""
 
     nodes: list[Node[T]] = field(default_factory=list)
-    """Turns that said it; none where the client wrote it."""
+    """Turns that said the message; none if the client wrote it."""
     after: "dict[Hashable, dict[str, _Place[T]]]" = field(default_factory=dict)
-    """The messages that followed it: by meaning, then by reasoning."""
-    sent: Message | None = None
-    means: Hashable = None
-    """The message that was looked up last, and its meaning: in a long history it is the one that is looked for again."""
+    """Messages that followed, by their meaning and then by their reasoning."""
+    last_message: Message | None = None
+    """Message that was looked up last. In a long history the same one is looked up again."""
+    last_meaning: Hashable = None
+    """Meaning of that message."""
 
     def find(self, message: Message) -> "list[_Place[T]]":
-        """Where a history goes on with the message: in several places where answers differ in nothing but their reasoning, and
-        the client leaves it out. First the answer that has none."""
-        if self.sent != message:
-            self.sent, self.means = message, meaning(message)
-        known, reasoning = self.after.get(self.means, {}), _reasoning(message)
-        return [known[own] for own in sorted(known, key=bool) if own == reasoning or not reasoning]
+        """Return the places where a history goes on with the message.
+
+        There are several if answers differ in nothing but their reasoning, and the client leaves it
+        out. The answer without reasoning comes first.
+        """
+        if self.last_message != message:
+            self.last_message = message
+            self.last_meaning = meaning(message)
+        known = self.after.get(self.last_meaning, {})
+        reasoning = _reasoning(message)
+        return [
+            known[other] for other in sorted(known, key=bool) if other == reasoning or not reasoning
+        ]
 
     def add(self, message: Message) -> "_Place[T]":
-        return self.after.setdefault(meaning(message), {}).setdefault(_reasoning(message), _Place())
+        """Return the place behind the message, made if there is none."""
+        by_reasoning = self.after.setdefault(meaning(message), {})
+        return by_reasoning.setdefault(_reasoning(message), _Place())
 
 
 @dataclass(slots=True)
 class Match(Generic[T]):
+    """Place of a request in the tree."""
+
     node: Node[T] | None
-    """The turn that the request goes on from; None: it is a root."""
+    """Turn that the request goes on from; None if it begins a history."""
     known: int
-    """Messages of the request up to that turn's answer, which is the last of them; the others are new."""
+    """Number of the request's messages up to and with that turn's answer. The others are new."""
     place: _Place[T]
 
 
@@ -83,29 +97,41 @@ class Chains(Generic[T]):
 
     def __init__(self) -> None:
         self.roots: list[Node[T]] = []
-        self._scopes: list[tuple[Any, _Place[T]]] = []
+        """Turns that go on from no other."""
+        self._scopes: list[tuple[object, _Place[T]]] = []
+        """Root of the histories of each scope."""
 
-    def match(self, scope: Any, messages: Sequence[Message]) -> Match[T]:
-        """Where a request goes on.
+    def match(self, scope: object, messages: Sequence[Message]) -> Match[T]:
+        """Return the turn that a request goes on from.
 
         Args:
-            scope: what else a history has to agree in, compared with ``==``: tools, and the model that is asked.
+            scope: what histories have to agree in beside their messages, compared with ``==``: the
+                tools, and the model that is asked.
         """
-        place = next((root for known, root in self._scopes if known == scope), None)
-        if place is None:
-            place = _Place()
-            self._scopes.append((scope, place))
-        match, places = Match(None, 0, place), [place]
+        root = self._root_of(scope)
+        match = Match(None, 0, root)
+        places = [root]
         for index, message in enumerate(messages):
-            places = [found for place in places for found in place.find(message)]
+            places = [after for place in places for after in place.find(message)]
             if not places:
                 break
-            if said := next((place for place in places if place.nodes), None):
-                # Of equal answers, one that nobody has gone on from. They are siblings: it does not matter which.
-                match = Match(min(said.nodes, key=lambda node: node.taken), index + 1, said)
+            said = next((place for place in places if place.nodes), None)
+            if said is not None:
+                # Of equal answers, take one that nobody has gone on from. They are siblings, so it
+                # does not matter which.
+                node = min(said.nodes, key=lambda node: node.taken)
+                match = Match(node, index + 1, said)
         return match
 
-    def add(
+    def _root_of(self, scope: object) -> _Place[T]:
+        for known, root in self._scopes:
+            if known == scope:
+                return root
+        root = _Place()
+        self._scopes.append((scope, root))
+        return root
+
+    def add(  # noqa: PLR0913 - a turn, and how it was reached
         self,
         match: Match[T],
         new: Sequence[Message],
@@ -115,30 +141,35 @@ class Chains(Generic[T]):
         extends: bool,
         kept: Message | None = None,
     ) -> Node[T]:
-        """A turn that has ended.
+        """Add a turn that has ended.
 
         Args:
-            new: the request's messages after ``match.known``.
-            said: the turn's answer; None: no client has it, so none goes on from it.
-            extends: see ``Node``.
-            kept: the answer with the stop text that ended it, which some clients put back.
+            match: place of the turn's request.
+            new: messages of the request after ``match.known``.
+            said: answer of the turn; None if no client has it, so that none goes on from it.
+            extends: see `Node`.
+            kept: answer with the stop text that ended it, which some clients put back.
         """
         node = Node(value, match.node, extends and match.node is not None)
-        (self.roots if match.node is None else match.node.children).append(node)
-        if said is not None:
-            place = match.place
-            for message in new:
-                place = place.add(message)
-            for answer in (said, kept):
-                ended = None if answer is None else place.add(answer)
-                if ended is not None and node not in ended.nodes:
-                    ended.nodes.append(node)
+        siblings = self.roots if match.node is None else match.node.children
+        siblings.append(node)
+        if said is None:
+            return node
+        place = match.place
+        for message in new:
+            place = place.add(message)
+        for answer in (said, kept):
+            if answer is not None:
+                nodes = place.add(answer).nodes
+                if node not in nodes:
+                    nodes.append(node)
         return node
 
     def in_order(self) -> Iterator[Node[T]]:
-        """Every turn once, chain by chain: after a turn comes the one that extends it, if any, then its other branches.
+        """Yield every turn once, chain by chain.
 
-        So training samples, which join a turn to the one before it, need to know nothing of trees.
+        After a turn comes the one that extends it, if any, and then its other branches. So training
+        samples, which join a turn to the one before it, need to know nothing of trees.
         """
         waiting = self.roots[::-1]
         while waiting:
@@ -153,8 +184,12 @@ class Chains(Generic[T]):
 
 
 def meaning(message: Message) -> Hashable:
-    """What two messages that mean the same have in common, reasoning aside. Their contents are texts: dialects join parts."""
-    role, content = message["role"], message["content"]
+    """Return what messages of the same meaning have in common, reasoning aside.
+
+    Contents are texts, because the dialects join parts.
+    """
+    role = message["role"]
+    content = message["content"]
     if role != "assistant":
         return role, content
     calls = message.get("tool_calls") or ()
@@ -167,7 +202,7 @@ def meaning(message: Message) -> Hashable:
 
 
 def arguments_of(function: Mapping[str, Any]) -> str:
-    """The arguments that a tool is called with, as canonical JSON; as they are where they are no JSON."""
+    """Return the arguments of a call as canonical JSON, or as they are if they are no JSON."""
     arguments = function.get("arguments")
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments

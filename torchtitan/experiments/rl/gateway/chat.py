@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: ``POST /v1/chat/completions``."""
+"""The dialect of OpenAI's chat completions: ``POST /v1/chat/completions``."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,7 +20,11 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 def parse(body: Mapping[str, Any]) -> ModelRequest:
-    """Raises Refusal."""
+    """Return the request of a body.
+
+    Raises:
+        Refusal: the body asks for what the model can't be given.
+    """
     messages = []
     for index, message in enumerate(listed(body.get("messages"), "messages")):
         kept = {
@@ -29,10 +33,11 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
             if value is not None and name not in ("refusal", "audio")
         }
         kept["content"] = text(message.get("content"), f"messages[{index}].content")
-        if "reasoning" in kept:  # vLLM's name of it
+        if "reasoning" in kept:  # vLLM's name of the field
             kept.setdefault("reasoning_content", kept.pop("reasoning"))
         messages.append(kept)
-    options, limit = body.get("stream_options"), body.get("max_completion_tokens")
+    options = body.get("stream_options")
+    limit = body.get("max_completion_tokens")
     return checked_request(
         body,
         messages,
@@ -44,10 +49,11 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
 
 
 def reply(answer: ModelReply) -> dict[str, Any]:
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": answer.content or None if answer.tool_calls else answer.content,
-    }
+    """Return the body of a response with the reply."""
+    content: str | None = answer.content
+    if answer.tool_calls and not answer.content:
+        content = None
+    message: dict[str, Any] = {"role": "assistant", "content": content}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
@@ -57,7 +63,7 @@ def reply(answer: ModelReply) -> dict[str, Any]:
 
 
 def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
-    """The reply as the events of a stream."""
+    """Yield the events of a stream with the reply."""
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     if answer.reasoning:
         deltas.append({"reasoning_content": answer.reasoning})

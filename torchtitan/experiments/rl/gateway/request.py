@@ -1,9 +1,17 @@
-"""What every dialect turns a request into, what it makes its reply of, and what it refuses."""
+"""Requests and replies in no dialect, and the fields of requests that are refused or only counted.
+
+    body ─ dialect.parse ─ checked_request ─▶ ModelRequest
+    body ◀─ dialect.reply ◀─ ModelReply
+
+The model is trained on what it samples, with the probabilities that the trainer computes. So a
+field is refused if it would change these (`UNAVAILABLE`), unless the rollout has the same value
+(`TASKS_OWN`). Fields that frameworks send by themselves are counted instead (`WISHES`).
+"""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from renderers import Message, ToolSpec
 
@@ -23,57 +31,77 @@ class Refusal(Exception):
         code: str = "invalid_request",
         field: str | None = None,
     ):
-        """
+        """Say what is wrong, and what to do about it.
+
         Args:
-            code: what is wrong, in a word; "context_length_exceeded" is the one that clients act on.
-            field: of the request.
+            code: fault in one word. Clients act on "context_length_exceeded" alone.
+            field: name of the field at fault.
         """
         super().__init__(message)
-        self.status, self.code, self.field = status, code, field
+        self.status = status
+        self.code = code
+        self.field = field
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelRequest:
+    """A request to a model, in no dialect."""
+
     messages: list[Message]
-    """Conversation so far. The policy answers it with a message of its own, also after the assistant's."""
+    """Conversation so far. The policy answers it with a message of its own, also if the last one is
+    the assistant's."""
     tools: list[ToolSpec] | None
     model: str
+    """Name of the model, as the client calls it."""
     max_tokens: int | None = None
+    """Maximum number of tokens of the answer; None if the client sets none."""
     seed: int | None = None
-    """Seed that the client wants; None: it sent none."""
+    """Seed that the client wants; None if it sent none."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Values of TASKS_OWN that change something, unless the rollout has the same."""
+    """Values of the fields in TASKS_OWN that change something unless the rollout has the same."""
     wishes: dict[str, Any] = field(default_factory=dict)
-    """Values of WISHES that ask for something, by field."""
+    """Values of the fields in WISHES that ask for something."""
     stop: list[str] = field(default_factory=list)
     """Texts at which the model ends its answer. The client does not see them."""
     stop_field: str = "stop"
     """Name of that field in the client's dialect."""
     stream: bool = False
     stream_usage: bool = False
-    """Whether a stream of chat completions ends with the usage."""
+    """True if a stream of chat completions ends with the usage."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelReply:
+    """Reply of a model, in no dialect."""
+
     id: str
     created: int
+    """Time of the reply, in seconds since 1970."""
     model: str
-    """As the client called it."""
+    """Name of the model, as the client called it."""
     content: str
     reasoning: str
     tool_calls: list[dict[str, Any]]
-    """As OpenAI's chat completions have them."""
+    """Calls as OpenAI's chat completions have them."""
     finish: str
-    """"stop", "length" or "tool_calls"."""
+    """Reason for the end: "stop", "length" or "tool_calls"."""
     stopped_at: str | None
-    """The text of ``stop`` that ended it."""
+    """Text of the request's ``stop`` that ended the answer."""
     prompt_tokens: int
     completion_tokens: int
 
 
+class FieldRule(NamedTuple):
+    """Rule for a field of requests."""
+
+    harmless: tuple[Any, ...]
+    """Values that change nothing. None is always one."""
+    cure: str
+    """Advice to a client that sends another value."""
+
+
 def cut_at_stop(content: str, stops: Sequence[str], *, at_text: bool) -> tuple[str, str | None]:
-    """Return what comes before the first stop text, and that text; all of it and None if there is none.
+    """Return what comes before the first stop text, and that text; all and None without one.
 
     Args:
         at_text: True if the model ended at a text. Renderers strip the space around an answer, and
@@ -91,7 +119,12 @@ def cut_at_stop(content: str, stops: Sequence[str], *, at_text: bool) -> tuple[s
 
 
 def reply_of(
-    message: Message, *, length: bool, request: ModelRequest, stopped_at: str | None, **fields: Any
+    message: Message,
+    *,
+    length: bool,
+    request: ModelRequest,
+    stopped_at: str | None,
+    **fields: Any,  # noqa: ANN401 - typed by ModelReply
 ) -> ModelReply:
     """Make the reply of an answer.
 
@@ -102,13 +135,15 @@ def reply_of(
         fields: the other fields of a ModelReply.
     """
     calls = list(message.get("tool_calls") or ())
-    length = length and stopped_at is None
+    finish = "tool_calls" if calls else "stop"
+    if length and stopped_at is None:
+        finish = "length"
     return ModelReply(
         model=request.model,
         content=message["content"],
         reasoning=message.get("reasoning_content") or "",
         tool_calls=calls,
-        finish="length" if length else "tool_calls" if calls else "stop",
+        finish=finish,
         stopped_at=stopped_at,
         **fields,
     )
@@ -120,143 +155,136 @@ WHOLE = "send the whole input with each request"
 TEMPLATE = "leave it out: the run's renderer makes the prompt (the config's `renderer`)"
 UNTRUNCATED = "leave it out: the task samples from the whole distribution"
 NO_END = "leave it out: an answer ends where the model ends it, or at `stop`"
-UNAVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "ask once for each answer"),
-    "logit_bias": (({},), "leave it out"),
-    "frequency_penalty": ((0,), "leave it out, or 0"),
-    "presence_penalty": ((0,), "leave it out, or 0"),
-    "logprobs": ((False,), RECORDED),
-    "top_logprobs": ((0,), RECORDED),
-    "functions": (([],), "send them as tools"),
-    "function_call": (("auto", "none"), 'send tools, and tool_choice "auto"'),
-    "previous_response_id": ((), WHOLE),
-    "conversation": ((), WHOLE),
-    "background": ((False,), "leave it out, and wait for the answer"),
-    "prompt": ((), "send instructions and input"),
+UNAVAILABLE: dict[str, FieldRule] = {
+    "n": FieldRule((1,), "ask once for each answer"),
+    "logit_bias": FieldRule(({},), "leave it out"),
+    "frequency_penalty": FieldRule((0,), "leave it out, or 0"),
+    "presence_penalty": FieldRule((0,), "leave it out, or 0"),
+    "logprobs": FieldRule((False,), RECORDED),
+    "top_logprobs": FieldRule((0,), RECORDED),
+    "functions": FieldRule(([],), "send them as tools"),
+    "function_call": FieldRule(("auto", "none"), 'send tools, and tool_choice "auto"'),
+    "previous_response_id": FieldRule((), WHOLE),
+    "conversation": FieldRule((), WHOLE),
+    "background": FieldRule((False,), "leave it out, and wait for the answer"),
+    "prompt": FieldRule((), "send instructions and input"),
     # vLLM's and SGLang's names.
-    "best_of": ((1,), "ask once for each answer"),
-    "use_beam_search": ((False,), "leave it out"),
-    "length_penalty": ((1,), "leave it out, or 1"),
-    "repetition_penalty": ((1,), "leave it out, or 1"),
-    "min_p": ((0,), UNTRUNCATED),
-    "typical_p": ((1,), UNTRUNCATED),
-    "bad_words": (([],), UNTRUNCATED),
-    "allowed_token_ids": ((), UNTRUNCATED),
-    "logits_processors": (([],), UNTRUNCATED),
-    "min_tokens": ((0,), NO_END),
-    "ignore_eos": ((False,), NO_END),
-    "include_stop_str_in_output": ((False,), "leave it out, and add the stop text yourself"),
-    "thinking_token_budget": ((), "leave it out, and send max_tokens"),
-    "structured_outputs": (({},), FORM),
-    "guided_json": ((), FORM),
-    "guided_regex": ((), FORM),
-    "guided_choice": ((), FORM),
-    "guided_grammar": ((), FORM),
-    "structural_tag": ((), FORM),
-    "json_schema": ((), FORM),
-    "regex": ((), FORM),
-    "ebnf": ((), FORM),
-    "prompt_logprobs": ((), RECORDED),
-    "echo": ((False,), RECORDED),
-    "chat_template": ((), TEMPLATE),
-    "add_generation_prompt": ((True,), TEMPLATE),
-    "continue_final_message": ((False,), TEMPLATE),
-    "truncate_prompt_tokens": ((), TEMPLATE),
+    "best_of": FieldRule((1,), "ask once for each answer"),
+    "use_beam_search": FieldRule((False,), "leave it out"),
+    "length_penalty": FieldRule((1,), "leave it out, or 1"),
+    "repetition_penalty": FieldRule((1,), "leave it out, or 1"),
+    "min_p": FieldRule((0,), UNTRUNCATED),
+    "typical_p": FieldRule((1,), UNTRUNCATED),
+    "bad_words": FieldRule(([],), UNTRUNCATED),
+    "allowed_token_ids": FieldRule((), UNTRUNCATED),
+    "logits_processors": FieldRule(([],), UNTRUNCATED),
+    "min_tokens": FieldRule((0,), NO_END),
+    "ignore_eos": FieldRule((False,), NO_END),
+    "include_stop_str_in_output": FieldRule(
+        (False,), "leave it out, and add the stop text yourself"
+    ),
+    "thinking_token_budget": FieldRule((), "leave it out, and send max_tokens"),
+    "structured_outputs": FieldRule(({},), FORM),
+    "guided_json": FieldRule((), FORM),
+    "guided_regex": FieldRule((), FORM),
+    "guided_choice": FieldRule((), FORM),
+    "guided_grammar": FieldRule((), FORM),
+    "structural_tag": FieldRule((), FORM),
+    "json_schema": FieldRule((), FORM),
+    "regex": FieldRule((), FORM),
+    "ebnf": FieldRule((), FORM),
+    "prompt_logprobs": FieldRule((), RECORDED),
+    "echo": FieldRule((False,), RECORDED),
+    "chat_template": FieldRule((), TEMPLATE),
+    "add_generation_prompt": FieldRule((True,), TEMPLATE),
+    "continue_final_message": FieldRule((False,), TEMPLATE),
+    "truncate_prompt_tokens": FieldRule((), TEMPLATE),
 }
-"""By field: the values that change nothing, None aside, and the way out. With others the answer's probabilities would not be
-those that the trainer computes, or nothing here serves them."""
-TASKS_OWN: dict[str, tuple[tuple[Any, ...], str]] = {
-    "top_p": ((1,), UNTRUNCATED),
-    "top_k": ((-1, 0), UNTRUNCATED),
-    "stop_token_ids": (([],), NO_END),
-    "chat_template_kwargs": (({},), TEMPLATE),
+"""Rules of fields that are refused. With other values the answer's probabilities would not be those
+that the trainer computes, or nothing here serves them."""
+TASKS_OWN: dict[str, FieldRule] = {
+    "top_p": FieldRule((1,), UNTRUNCATED),
+    "top_k": FieldRule((-1, 0), UNTRUNCATED),
+    "stop_token_ids": FieldRule(([],), NO_END),
+    "chat_template_kwargs": FieldRule(({},), TEMPLATE),
 }
-"""Fields that a client may also send with the value that the rollout has, beside those that change nothing: as UNAVAILABLE."""
+"""Rules of fields that a client may also send with the value that the rollout has."""
 
 TEXT = {"type": "text"}
 FORMS = ("response_format", "text", "output_config", "output_format")
 """Fields that ask for JSON, as the dialects call them."""
 FORM_TYPES = ("json_schema", "json_object")
+"""Types of forms that are taken for a wish. Others are refused."""
 TOOL = 'send "auto", or "none" with no tools, and say in the prompt which tool to call'
 ONE_CALL = "leave it out, and say in the prompt to call one tool at a time"
-WISHES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tool_choice": (("auto", "none"), TOOL),
-    **dict.fromkeys(FORMS, ((TEXT,), FORM)),
-    "parallel_tool_calls": ((True,), ONE_CALL),
-    "temperature": ((), "leave it out: it is the task's (sampling.temperature)"),
-    "reasoning_effort": ((), TEMPLATE),
-    "reasoning": (({},), TEMPLATE),
-    "thinking": ((), TEMPLATE),
-    "effort": ((), TEMPLATE),
-    "verbosity": ((), FORM),
+WISHES: dict[str, FieldRule] = {
+    "tool_choice": FieldRule(("auto", "none"), TOOL),
+    **dict.fromkeys(FORMS, FieldRule((TEXT,), FORM)),
+    "parallel_tool_calls": FieldRule((True,), ONE_CALL),
+    "temperature": FieldRule((), "leave it out: it is the task's (sampling.temperature)"),
+    "reasoning_effort": FieldRule((), TEMPLATE),
+    "reasoning": FieldRule(({},), TEMPLATE),
+    "thinking": FieldRule((), TEMPLATE),
+    "effort": FieldRule((), TEMPLATE),
+    "verbosity": FieldRule((), FORM),
 }
-"""Fields that frameworks send by themselves, where their users can't leave them out, as UNAVAILABLE has them.
+"""Rules of fields that frameworks send by themselves, and that their users can't leave out.
 
-The call is answered as if the field were not there: its tools are offered, and the text is the policy's. The rollout
-counts how often each was sent, and how often the answer was another than what it asks for. A task may refuse them
-(``refused_fields``).
+The call is answered as if the field were not there: its tools are offered, and the text is the
+policy's. The rollout counts how often each field was sent, and how often the answer was another
+than the field asks for. A task may refuse them (``refused_fields``).
 """
 
 
-def unavailable(name: str, value: Any, cure: str) -> Refusal:
+def unavailable(name: str, value: object, cure: str) -> Refusal:
     """Return the refusal of a field that would change what the model is trained on."""
     why = "not available here, where the model is trained on what it samples"
     return Refusal(f"{name} = {shown(value)}: {why}; {cure}", code="unsupported_value", field=name)
 
 
 def checked_request(
-    body: Mapping[str, Any], messages: list[Any], tools: list[Any], **fields: Any
+    body: Mapping[str, Any],
+    messages: list[Any],
+    tools: list[Any],
+    **fields: Any,  # noqa: ANN401 - typed by ModelRequest
 ) -> ModelRequest:
-    """
+    """Return the request that a dialect has parsed, with every field checked.
+
     Args:
-        body: the request; where a dialect nests what UNAVAILABLE names, with the value itself.
-        fields: of the ModelRequest.
+        body: the request. What a dialect nests of UNAVAILABLE, it has taken out.
+        messages: conversation as OpenAI's chat completions have it.
+        tools: tools in the same form.
+        fields: the other fields of a ModelRequest.
 
     Raises:
-        Refusal: messages or tools that the model can't be given, and values of other fields; by field, value and cure.
+        Refusal: messages or tools can't be given to the model, or another field has a value that
+            can't be met; names field, value and cure.
     """
-    for name, (harmless, cure) in UNAVAILABLE.items():
-        if (value := body.get(name)) is not None and value not in harmless:
-            raise unavailable(name, value, cure)
-    sampling, wishes = _asked_for(body, TASKS_OWN), _asked_for(body, WISHES)
-    # Templates know one system message, at the beginning. What the clients' developers say is one.
-    begin = next(
-        (
-            i
-            for i, message in enumerate(messages)
-            if message.get("role") not in ("system", "developer")
-        ),
-        len(messages),
-    )
-    if begin:
-        said = [text(message.get("content"), "messages") for message in messages[:begin]]
-        messages = [{"role": "system", "content": "\n\n".join(said)}, *messages[begin:]]
-    messages = [
-        message | {"role": "system"} if message.get("role") == "developer" else message
-        for message in messages
-    ]
-    model, limit, seed = body.get("model"), fields.get("max_tokens"), body.get("seed")
+    for name, rule in UNAVAILABLE.items():
+        value = body.get(name)
+        if value is not None and value not in rule.harmless:
+            raise unavailable(name, value, rule.cure)
+    sampling = _asked_for(body, TASKS_OWN)
+    wishes = _asked_for(body, WISHES)
+    model = body.get("model")
+    messages = _with_one_system_message(messages)
     try:
         checked = checked_messages(messages, "messages")
         known_tools = checked_tools(tools, "tools") if body.get("tool_choice") != "none" else None
         check_unicode(model, "model")
     except (TypeError, ValueError) as error:
         raise Refusal(str(error), field=str(error).split()[0].partition("[")[0]) from None
-    if not checked:
-        raise Refusal("messages are empty: send at least one of the user's", field="messages")
-    if checked[-1].get("tool_calls"):
-        raise Refusal(
-            "messages end with calls of tools: send a tool's message with the result of each",
-            field="messages",
-        )
+    _check_messages(checked)
     _check_wishes(wishes, known_tools or [])
     if not isinstance(model, str):
         raise Refusal(f'model is {shown(model)}, want a name such as "policy"', field="model")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+    limit = fields.get("max_tokens")
+    if limit is not None and (not _is_integer(limit) or limit < 1):
         raise Refusal(
             f"max_tokens is {shown(limit)}, want an integer from 1 up", field="max_tokens"
         )
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+    seed = body.get("seed")
+    if seed is not None and not _is_integer(seed):
         raise Refusal(f"seed is {shown(seed)}, want an integer", field="seed")
     return ModelRequest(
         messages=_with_tool_names(checked),
@@ -268,6 +296,40 @@ def checked_request(
         stream=bool(body.get("stream")),
         **fields,
     )
+
+
+def _with_one_system_message(messages: list[Any]) -> list[Any]:
+    """Return the messages with those of system and developer at the beginning joined to one.
+
+    Templates know one system message, and no developer's.
+    """
+    roles = ("system", "developer")
+    count = 0
+    while count < len(messages) and messages[count].get("role") in roles:
+        count += 1
+    rest = [
+        message | {"role": "system"} if message.get("role") == "developer" else message
+        for message in messages[count:]
+    ]
+    if not count:
+        return rest
+    said = [text(message.get("content"), "messages") for message in messages[:count]]
+    return [{"role": "system", "content": "\n\n".join(said)}, *rest]
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    """Raise Refusal if the model has nothing to answer."""
+    if not messages:
+        raise Refusal("messages are empty: send at least one of the user's", field="messages")
+    if messages[-1].get("tool_calls"):
+        raise Refusal(
+            "messages end with calls of tools: send a tool's message with the result of each",
+            field="messages",
+        )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _with_tool_names(messages: Sequence[Message]) -> list[Message]:
@@ -287,20 +349,18 @@ def _with_tool_names(messages: Sequence[Message]) -> list[Message]:
     return named
 
 
-def _asked_for(
-    body: Mapping[str, Any], fields: Mapping[str, tuple[tuple[Any, ...], str]]
-) -> dict[str, Any]:
+def _asked_for(body: Mapping[str, Any], fields: Mapping[str, FieldRule]) -> dict[str, Any]:
     """Return the values of these fields that ask for something."""
     sent = {name: body.get(name) for name in fields}
     return {
         name: value
         for name, value in sent.items()
-        if value is not None and value not in fields[name][0]
+        if value is not None and value not in fields[name].harmless
     }
 
 
 def _check_wishes(wishes: Mapping[str, Any], tools: Sequence[ToolSpec]) -> None:
-    """Raise Refusal for a tool that is forced and not offered, and for forms that are none of JSON."""
+    """Raise Refusal if a tool is forced and not offered, or a form is not JSON."""
     for name, value in wishes.items():
         kind = value.get("type") if isinstance(value, dict) else None
         if name in FORMS and kind not in FORM_TYPES:
@@ -312,12 +372,19 @@ def _check_wishes(wishes: Mapping[str, Any], tools: Sequence[ToolSpec]) -> None:
             raise unavailable(name, value, TOOL)
         offered = [tool.get("function", tool)["name"] for tool in tools]
         if not offered or wanted not in ("", *offered):
-            cure = f"the request offers {', '.join(offered) or 'no tools'}: offer what it is to call in `tools`"
-            raise Refusal(f"{name} = {shown(value)}: {cure}", code="invalid_value", field=name)
+            raise Refusal(
+                f"{name} = {shown(value)}: the request offers {', '.join(offered) or 'no tools'}: "
+                "offer what it is to call in `tools`",
+                code="invalid_value",
+                field=name,
+            )
 
 
-def forced_tool(choice: Any) -> str | None:
-    """Return the tool that a tool_choice forces; "" for any of those offered; None if it is in no form of a forced call."""
+def forced_tool(choice: object) -> str | None:
+    """Return the tool that a tool_choice forces; "" for any of those offered.
+
+    None if the choice is in no form of a forced call.
+    """
     if choice == "required":
         return ""
     if not isinstance(choice, dict) or choice.get("type") != "function":
@@ -327,7 +394,7 @@ def forced_tool(choice: Any) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def is_unmet(name: str, value: Any, reply: ModelReply) -> bool:
+def is_unmet(name: str, value: object, reply: ModelReply) -> bool:
     """Return True if the policy's answer shows by itself that it is not what the wish asks for."""
     called = [call["function"]["name"] for call in reply.tool_calls]
     if name == "tool_choice":
@@ -346,10 +413,10 @@ def _is_json_object(content: str) -> bool:
 
 
 def function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
-    """A tool as the model is told of it.
+    """Return a tool as the model is told of it.
 
     Args:
-        parameters: where ``tool`` has their schema.
+        parameters: name of the field in which ``tool`` has the schema of its parameters.
     """
     about = {
         "name": tool.get("name"),
@@ -362,11 +429,14 @@ def function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
     }
 
 
-def text(content: Any, field: str, types: tuple[str, ...] = ("text",)) -> str:
-    """A content that is a text, nothing, or a list of parts.
+def text(content: object, field: str, types: tuple[str, ...] = ("text",)) -> str:
+    """Return a content as one text. It may be a text, nothing, or a list of parts.
+
+    Args:
+        types: types of parts that are texts.
 
     Raises:
-        Refusal: something else, such as a picture.
+        Refusal: the content has something else, such as a picture.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -376,16 +446,18 @@ def text(content: Any, field: str, types: tuple[str, ...] = ("text",)) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in types or not isinstance(part.get("text"), str):
             raise Refusal(
-                f"{field} has a part of type {shown(kind)}: only text reaches the model; leave it out",
+                f"{field} has a part of type {shown(kind)}: only text reaches the model; leave it "
+                "out",
                 field=field,
             )
     return "\n".join(part["text"] for part in content)
 
 
-def listed(value: Any, field: str) -> list[dict[str, Any]]:
-    """
+def listed(value: object, field: str) -> list[dict[str, Any]]:
+    """Return a list of objects; an empty one for None.
+
     Raises:
-        Refusal: not a list of dicts.
+        Refusal: the value is no list of objects.
     """
     if value is None:
         return []
@@ -394,15 +466,18 @@ def listed(value: Any, field: str) -> list[dict[str, Any]]:
     return value
 
 
-def texts(value: Any, field: str) -> list[str]:
-    """
+def texts(value: object, field: str) -> list[str]:
+    """Return a text, or a list of texts, as a list.
+
     Raises:
-        Refusal: neither a text nor a list of them; an empty text.
+        Refusal: the value is something else, or a text is empty.
     """
-    given = [value] if isinstance(value, str) else value or []
-    if not isinstance(given, list) or not all(isinstance(entry, str) and entry for entry in given):
+    entries = [value] if isinstance(value, str) else value or []
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, str) and entry for entry in entries
+    ):
         raise Refusal(f"{field} is {shown(value)}, want texts that are not empty", field=field)
-    return given
+    return entries
 
 
 MODEL_FAILED = 502
@@ -410,6 +485,7 @@ MODEL_FAILED = 502
 
 
 def openai_error(refusal: Refusal) -> dict[str, Any]:
+    """Return the body of a refusal, or the event of a stream, in OpenAI's dialects."""
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"
     return {
         "error": {
@@ -422,18 +498,18 @@ def openai_error(refusal: Refusal) -> dict[str, Any]:
 
 
 def event(fields: dict[str, Any], kind: str | None = None) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     head = f"event: {kind}\n" if kind else ""
     return f"{head}data: {json.dumps(fields)}\n\n".encode()
 
 
-def typed_event(kind: str, **fields: Any) -> bytes:
-    """An event that says of which kind it is."""
+def typed_event(kind: str, **fields: Any) -> bytes:  # noqa: ANN401 - JSON
+    """Return an event with its kind in its data."""
     return event({"type": kind, **fields}, kind)
 
 
 def json_object(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object; another value as the only entry of one."""
+    """Return a call's arguments as an object. Another value is the only entry of one."""
     try:
         value = json.loads(arguments)
     except ValueError:

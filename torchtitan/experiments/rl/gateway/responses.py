@@ -1,4 +1,7 @@
-"""OpenAI's responses: ``POST /v1/responses``. Nothing is stored: a client sends the whole input with each request."""
+"""The dialect of OpenAI's responses: ``POST /v1/responses``.
+
+Nothing is stored: a client sends the whole input with each request.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,19 +27,24 @@ REASONING = ("reasoning_text", "summary_text")
 
 
 def parse(body: Mapping[str, Any]) -> ModelRequest:
-    """Raises Refusal."""
-    wanted = body.get("text")
-    form = wanted.get("format") if isinstance(wanted, dict) else None
+    """Return the request of a body.
+
+    Raises:
+        Refusal: the body asks for what the model can't be given.
+    """
+    options = body.get("text")
+    if not isinstance(options, dict):
+        options = {}
     messages: list[dict[str, Any]] = []
     if instructions := text(body.get("instructions"), "instructions"):
         messages.append({"role": "system", "content": instructions})
-    given = body.get("input")
-    items = (
-        [{"role": "user", "content": given}] if isinstance(given, str) else listed(given, "input")
-    )
+    items = body.get("input")
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    items = listed(items, "input")
     for index, item in enumerate(items):
         _add(messages, item, f"input[{index}]")
-    # Tools that the provider would run itself, such as its web search, are not there: the model is not told of them.
+    # The model is not told of tools that the provider would run, such as its web search.
     tools = [
         function_tool(tool, "parameters")
         for tool in listed(body.get("tools"), "tools")
@@ -44,28 +52,28 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
     ]
     # OpenAI's API has no stop texts here; vLLM's has.
     stops = texts(body.get("stop"), "stop")
-    body = {
-        **body,
-        "text": form,
-        "verbosity": wanted.get("verbosity") if isinstance(wanted, dict) else None,
-    }
+    body = {**body, "text": options.get("format"), "verbosity": options.get("verbosity")}
     return checked_request(
         body, messages, tools, max_tokens=body.get("max_output_tokens"), stop=stops
     )
 
 
 def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], field: str) -> None:
-    """One item of the input. What the model said in one turn is several items, and one message."""
+    """Add an item of the input to the messages.
+
+    What the model said in one turn is several items here: reasoning, text and calls in this order.
+    They become one message.
+
+    Raises:
+        Refusal: the item is of another kind.
+    """
     kind = item.get("type", "message")
     said = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if kind == "message":
-        role, content = item.get("role"), text(item.get("content"), f"{field}.content", PARTS)
-        if (
-            role == "assistant"
-            and said is not None
-            and not said["content"]
-            and "tool_calls" not in said
-        ):
+        role = item.get("role")
+        content = text(item.get("content"), f"{field}.content", PARTS)
+        has_reasoning_alone = said is not None and not said["content"] and "tool_calls" not in said
+        if said is not None and role == "assistant" and has_reasoning_alone:
             said["content"] = content
         else:
             messages.append({"role": role, "content": content})
@@ -85,12 +93,14 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], field: str) ->
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     else:
         raise Refusal(
-            f"{field} has the type {kind!r}: leave it out; messages, reasoning and function calls are known",
+            f"{field} has the type {kind!r}: leave it out; messages, reasoning and function calls "
+            "are known",
             field=field,
         )
 
 
 def reply(answer: ModelReply) -> dict[str, Any]:
+    """Return the body of a response with the reply."""
     cut = answer.finish == "length"
     usage = {
         "input_tokens": answer.prompt_tokens,
@@ -120,6 +130,7 @@ def reply(answer: ModelReply) -> dict[str, Any]:
 
 
 def _items(answer: ModelReply) -> list[dict[str, Any]]:
+    """Return the items of the reply's output: reasoning, text and calls."""
     status = "incomplete" if answer.finish == "length" else "completed"
     items: list[dict[str, Any]] = []
     if answer.reasoning:
@@ -152,12 +163,13 @@ def _items(answer: ModelReply) -> list[dict[str, Any]]:
 
 
 def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
-    """The reply as the events of a stream."""
+    """Yield the events of a stream with the reply."""
     for sequence_number, (kind, fields) in enumerate(_events(reply(answer))):
         yield typed_event(f"response.{kind}", sequence_number=sequence_number, **fields)
 
 
 def _events(whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield kind and fields of each event of a response."""
     begun = {
         "response": whole
         | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
@@ -165,31 +177,32 @@ def _events(whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "created", begun
     yield "in_progress", begun
     for index, item in enumerate(whole["output"]):
-        at: dict[str, Any] = {"output_index": index, "item_id": item["id"]}
+        place: dict[str, Any] = {"output_index": index, "item_id": item["id"]}
         if item["type"] == "function_call":
-            yield "output_item.added", at | {"item": item | {"arguments": ""}}
-            yield "function_call_arguments.delta", at | {"delta": item["arguments"]}
+            yield "output_item.added", place | {"item": item | {"arguments": ""}}
+            yield "function_call_arguments.delta", place | {"delta": item["arguments"]}
             yield (
                 "function_call_arguments.done",
-                at | {"arguments": item["arguments"], "name": item["name"]},
+                place | {"arguments": item["arguments"], "name": item["name"]},
             )
         else:
-            (part,), at_part = item["content"], at | {"content_index": 0}
-            yield "output_item.added", at | {"item": item | {"content": []}}
+            (part,) = item["content"]
+            part_place = place | {"content_index": 0}
+            yield "output_item.added", place | {"item": item | {"content": []}}
             if item["type"] == "reasoning":
-                yield "reasoning_text.delta", at_part | {"delta": part["text"]}
-                yield "reasoning_text.done", at_part | {"text": part["text"]}
+                yield "reasoning_text.delta", part_place | {"delta": part["text"]}
+                yield "reasoning_text.done", part_place | {"text": part["text"]}
             else:
-                yield "content_part.added", at_part | {"part": part | {"text": ""}}
-                yield "output_text.delta", at_part | {"delta": part["text"], "logprobs": []}
-                yield "output_text.done", at_part | {"text": part["text"], "logprobs": []}
-                yield "content_part.done", at_part | {"part": part}
-        yield "output_item.done", at | {"item": item}
+                yield "content_part.added", part_place | {"part": part | {"text": ""}}
+                yield "output_text.delta", part_place | {"delta": part["text"], "logprobs": []}
+                yield "output_text.done", part_place | {"text": part["text"], "logprobs": []}
+                yield "content_part.done", part_place | {"part": part}
+        yield "output_item.done", place | {"item": item}
     yield whole["status"], {"response": whole}
 
 
 def error_event(refusal: Refusal) -> dict[str, Any]:
-    """The same in a stream that has begun."""
+    """Return the event of a refusal in a stream that has begun."""
     return {
         "type": "error",
         "sequence_number": 0,

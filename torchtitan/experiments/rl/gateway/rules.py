@@ -62,11 +62,11 @@ class RequestRules:
             raise Refusal(f"seed = {request.seed}: {cure}", code="unsupported_value", field="seed")
         for name, value in request.sampling.items():
             if value != self._own_value(name, value):
-                raise unavailable(name, value, TASKS_OWN[name][1])
+                raise unavailable(name, value, TASKS_OWN[name].cure)
         for name in self._refused_fields:
             value = request.wishes.get(name)
             if value is not None and value != self._own_value(name, value):
-                raise unavailable(name, value, WISHES[name][1])
+                raise unavailable(name, value, WISHES[name].cure)
 
     def without_noise(self, messages: list[Message]) -> list[Message]:
         """Return the messages without what the patterns of noise match in system messages."""

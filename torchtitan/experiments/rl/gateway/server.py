@@ -1,7 +1,11 @@
 """The HTTP server through which agents reach the policy: one in each process that runs rollouts.
 
-A rollout has one key. It is the API key that its agent's client sends, opens that rollout and no other, and is refused
-when the rollout has ended. A call's answer counts as delivered when all of it was handed to a connection that was open.
+    agent's client ─▶ Gateway ─▶ dialect.parse ─▶ AgentRollout.begin
+                   ◀─ dialect.reply, or dialect.stream ◀─ answer
+
+Each rollout has a key. It is the API key that the agent's client sends, opens that rollout and no
+other, and is refused when the rollout has ended. An answer counts as delivered when all of it was
+handed to a connection that was open.
 """
 
 import asyncio
@@ -16,6 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from torchtitan.experiments.rl.gateway import anthropic as messages
@@ -32,22 +37,23 @@ from torchtitan.experiments.rl.gateway.session import AgentRollout, Call
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 0.5
-"""Seconds between a stream's signs of life, from the moment the model is asked until its turn is sampled. Few clients wait for
-less."""
+"""Seconds between a stream's signs of life, from the moment the model is asked until its turn is
+sampled. Few clients wait for less."""
 MAX_BODY = 64 << 20
-"""Bytes of a request. A prompt that a model has room for has far less."""
+"""Maximum number of bytes of a request. A prompt that a model has room for has far less."""
 LARGE_BODY = 1 << 18
-"""Bytes above which JSON is parsed off the event loop."""
+"""Number of bytes from which on JSON is parsed off the event loop."""
 ROUTES = {"chat/completions": chat, "responses": responses, "messages": messages}
-OF_ANTHROPIC = "anthropic-version"
-"""A header of Anthropic's clients."""
+"""Dialects by their path under /v1."""
+ANTHROPIC_HEADER = "anthropic-version"
+"""Header that Anthropic's clients send."""
 
 
 class SharedConnections(DefaultAsyncHttpxClient):
-    """Connections of all clients of an event loop. One client that is closed leaves them open."""
+    """Connections that all clients of an event loop share. They outlive each of the clients."""
 
     async def aclose(self) -> None:
-        """Do nothing."""
+        """Do nothing: a client that is closed leaves the connections open."""
 
     async def close_all(self) -> None:
         """Close the connections."""
@@ -56,33 +62,35 @@ class SharedConnections(DefaultAsyncHttpxClient):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Endpoint:
-    """Where an agent reaches the model, for one rollout."""
+    """Address at which an agent reaches the model, for one rollout."""
 
     url: str
-    """For OpenAI's clients: their base_url."""
+    """Base URL for OpenAI's clients."""
     anthropic_url: str
-    """For Anthropic's clients: their base_url."""
+    """Base URL for Anthropic's clients."""
     key: str
+    """API key, which opens the rollout."""
     model: str = "policy"
 
     def client(self) -> AsyncOpenAI:
         """Return an OpenAI client of this rollout.
 
-        Clients of the event loop that serves the rollouts share connections, at most 1,000: a client that makes its own takes
-        0.1 s of the loop for it. In a loop of the agent's own each client has connections of its own, which end with that loop.
-        Proxies of the environment are not asked.
+        Clients of the event loop that serves the rollouts share connections, at most 1,000: a
+        client that makes its own takes 0.1 s of the loop for it. In a loop of the agent's own each
+        client has connections of its own, which end with that loop. Proxies of the environment are
+        not asked.
 
         Raises:
-            RuntimeError: no event loop runs in this thread, as in an agent that is a plain function.
+            RuntimeError: no event loop runs in this thread: the agent is a plain function.
         """
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            cure = "in a plain function make one openai.OpenAI, and share it by with_options(base_url=..., api_key=...)"
-            raise RuntimeError(f"endpoint.client() is for agents that are async: {cure}") from None
-        if (
-            loop not in _GATEWAYS
-        ):  # nothing would close shared connections at the end of such a loop
+            raise RuntimeError(
+                "endpoint.client() is for agents that are async: in a plain function make one "
+                "openai.OpenAI, and share it by with_options(base_url=..., api_key=...)"
+            ) from None
+        if loop not in _GATEWAYS:  # nothing would close shared connections at the end of the loop
             return AsyncOpenAI(
                 base_url=self.url,
                 api_key=self.key,
@@ -93,7 +101,7 @@ class Endpoint:
         return AsyncOpenAI(base_url=self.url, api_key=self.key, http_client=_CONNECTIONS[loop])
 
     def variables(self) -> dict[str, str]:
-        """The environment variables in which clients look for them."""
+        """Return the environment variables in which clients look for URL, key and model."""
         return {
             "OPENAI_BASE_URL": self.url,
             "OPENAI_API_KEY": self.key,
@@ -105,7 +113,7 @@ class Endpoint:
 
 
 class Gateway:
-    """``acquire`` and ``release`` it; it listens while somebody has it."""
+    """Server of one event loop at one address. It listens while a task has acquired it."""
 
     def __init__(self, host: str):
         self.host = host
@@ -117,11 +125,12 @@ class Gateway:
 
     @property
     def is_in_use(self) -> bool:
-        """True while somebody has it."""
+        """True while a task has acquired the server."""
         return self._users > 0
 
     async def acquire(self) -> None:
-        """
+        """Listen, if nobody else has begun to.
+
         Raises:
             OSError: nothing can listen at this address.
         """
@@ -132,22 +141,25 @@ class Gateway:
                 )
                 await runner.setup()
                 await web.TCPSite(runner, self.host, 0).start()
-                self._runner, self._port = runner, runner.addresses[0][1]
+                self._runner = runner
+                self._port = runner.addresses[0][1]
             self._users += 1
 
     async def release(self) -> None:
+        """Undo one `acquire`. After the last, the server and its clients' connections close."""
         async with self._lock:
             self._users -= 1
             if not self._users and self._runner is not None:
-                runner, self._runner = self._runner, None
+                runner = self._runner
+                self._runner = None
                 await runner.cleanup()
         await _close_connections()
 
     def admit(self, rollout: AgentRollout, *, name: str | None = None) -> Endpoint:
-        """Give a rollout a key; ``forget`` takes it back.
+        """Give a rollout a key.
 
         Args:
-            name: of this host, for agents; None: the address that the server listens at.
+            name: name of this host, for agents elsewhere; None for the address of the server.
         """
         key = f"rl-{secrets.token_urlsafe(24)}"
         self._rollouts[key] = rollout
@@ -155,6 +167,7 @@ class Gateway:
         return Endpoint(url=f"{root}/v1", anthropic_url=root, key=key)
 
     def forget(self, key: str) -> None:
+        """Refuse a key from now on."""
         self._rollouts.pop(key, None)
 
     def _app(self) -> web.Application:
@@ -167,9 +180,13 @@ class Gateway:
         return app
 
     def _rollout(self, request: web.Request) -> AgentRollout:
-        key = request.headers.get("x-api-key") or request.headers.get(
-            "Authorization", ""
-        ).removeprefix("Bearer ")
+        """Return the rollout that a request's key opens.
+
+        Raises:
+            Refusal: it opens none.
+        """
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = request.headers.get("x-api-key") or bearer
         rollout = self._rollouts.get(key)
         if rollout is None:
             raise Refusal(
@@ -180,13 +197,17 @@ class Gateway:
         return rollout
 
     async def _body(self, request: web.Request) -> tuple[bytes, dict[str, Any]]:
+        """Return a request's body, as bytes and as an object.
+
+        Raises:
+            Refusal: the body is no JSON object.
+        """
         raw = await request.read()
         try:
-            body = (
-                json.loads(raw)
-                if len(raw) < LARGE_BODY
-                else await asyncio.to_thread(json.loads, raw)
-            )
+            if len(raw) < LARGE_BODY:
+                body = json.loads(raw)
+            else:
+                body = await asyncio.to_thread(json.loads, raw)
         except (ValueError, RecursionError) as error:
             raise Refusal(f"the request is not JSON: {error}", code="invalid_json") from None
         if not isinstance(body, dict):
@@ -194,7 +215,7 @@ class Gateway:
         return raw, body
 
     async def _handle(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
-        """One call, from its request to the last byte of its answer."""
+        """Answer a call, from its request to the last byte of the answer."""
         rollout = self._rollout(request)
         raw, body = await self._body(request)
         try:
@@ -224,9 +245,10 @@ class Gateway:
         return web.json_response({"input_tokens": await rollout.count_tokens(messages.parse(body))})
 
     async def _models(self, request: web.Request) -> web.Response:
+        """Answer a question for the models: there is one, by whatever name it is asked for."""
         limit = self._rollout(request).max_prompt_tokens + 1
         name = request.match_info.get("name", "policy")
-        if OF_ANTHROPIC in request.headers:
+        if ANTHROPIC_HEADER in request.headers:
             model = {
                 "id": name,
                 "type": "model",
@@ -245,46 +267,49 @@ class Gateway:
                 "max_model_len": limit,
             }
             listed = {"object": "list"}
-        return web.json_response(
-            model if "name" in request.match_info else {"data": [model]} | listed
-        )
+        if "name" in request.match_info:
+            return web.json_response(model)
+        return web.json_response({"data": [model]} | listed)
 
 
 @web.middleware
-async def _refused_in_words(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Whatever goes wrong with a request is an answer in the form that its client knows."""
+async def _refused_in_words(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer whatever goes wrong with a request in the form that its client knows."""
     try:
         return await handler(request)
     except Refusal as error:
         refusal = error
     except ConnectionError:  # while it was written: the client has gone
         return web.Response()
-    except web.HTTPException as error:  # no such route, or a body above MAX_BODY
-        cure = (
-            ""
-            if error.status == 413
-            else f"; the routes are {', '.join(f'/v1/{path}' for path in ROUTES)}"
-        )
-        code = error.reason.lower().replace(" ", "_")
-        refusal = Refusal(
-            f"{request.method} {request.path}: {error.text}{cure}", status=error.status, code=code
-        )
-    except Exception as error:
+    except web.HTTPException as error:
+        refusal = _refusal_of(error, request)
+    except Exception as error:  # noqa: BLE001 - a fault of the library's ends one call alone
         logger.exception("%s %s", request.method, request.path)
         refusal = Refusal(f"the run's server failed: {error!r}", status=500, code="server_error")
-    of_anthropic = request.path.startswith("/v1/messages") or OF_ANTHROPIC in request.headers
-    # The run has asked a failing model's servers again, for as long as the config says: clients need not.
-    headers = {"x-should-retry": "false"} if refusal.status == MODEL_FAILED else None
-    return web.json_response(
-        (messages if of_anthropic else chat).error(refusal), status=refusal.status, headers=headers
-    )
+    is_of_anthropic = request.path.startswith("/v1/messages") or ANTHROPIC_HEADER in request.headers
+    dialect = messages if is_of_anthropic else chat
+    headers = None
+    if refusal.status == MODEL_FAILED:
+        # The run has asked the failing model's servers again, as often as the config says.
+        headers = {"x-should-retry": "false"}
+    return web.json_response(dialect.error(refusal), status=refusal.status, headers=headers)
+
+
+def _refusal_of(error: web.HTTPException, request: web.Request) -> Refusal:
+    """Return the refusal of a request that has no route, or a body above MAX_BODY."""
+    text = f"{request.method} {request.path}: {error.text}"
+    if error.status != 413:
+        text += f"; the routes are {', '.join(f'/v1/{path}' for path in ROUTES)}"
+    return Refusal(text, status=error.status, code=error.reason.lower().replace(" ", "_"))
 
 
 async def _answer(call: Call) -> ModelReply:
-    """The call's own end is not its readers': one may go while another still waits.
+    """Return the reply of a call.
+
+    A reader that goes does not end the call: another one may wait for it.
 
     Raises:
-        Refusal: it was refused, or lost.
+        Refusal: the call was refused, or lost.
     """
     try:
         return (await asyncio.shield(call.answer)).reply
@@ -299,10 +324,10 @@ async def _answer(call: Call) -> ModelReply:
 async def _streamed(
     dialect: ModuleType, request: web.Request, asked: ModelRequest, call: Call
 ) -> web.StreamResponse:
-    """Send the answer as a stream. It begins with a sign of life when the model is asked.
+    """Send the answer of a call as a stream, which begins with a sign of life.
 
     Raises:
-        Refusal: it was refused, or lost, before the stream began.
+        Refusal: the call was refused, or lost, before the model was asked.
     """
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -332,17 +357,19 @@ def _is_open(request: web.Request) -> bool:
 
 
 _CONNECTIONS: WeakKeyDictionary[asyncio.AbstractEventLoop, SharedConnections] = WeakKeyDictionary()
+"""Connections of the clients of each event loop."""
 _GATEWAYS: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Gateway]] = WeakKeyDictionary()
+"""Servers of each event loop, by address."""
 
 
 def gateway_at(host: str) -> Gateway:
-    """The running event loop's server at this address."""
+    """Return the running event loop's server at this address."""
     servers = _GATEWAYS.setdefault(asyncio.get_running_loop(), {})
     return servers.setdefault(host, Gateway(host))
 
 
 async def _close_connections() -> None:
-    """Close the connections of the running event loop's clients, unless a server of the loop is in use."""
+    """Close the connections of the running event loop's clients once no server is in use."""
     loop = asyncio.get_running_loop()
     in_use = any(gateway.is_in_use for gateway in _GATEWAYS.get(loop, {}).values())
     if not in_use and loop in _CONNECTIONS:
