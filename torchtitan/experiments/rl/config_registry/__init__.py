@@ -1,6 +1,7 @@
-"""Named configs: each a function that composes a RunConfig. ``--list`` prints them, ``--config NAME`` runs one.
+"""Named configs: functions that return a RunConfig.
 
-A registry of your own is any module with such functions, named by ``--module my_package.configs``.
+``--list`` prints each with the first line of its docstring, and ``--config NAME`` runs it. A
+registry of your own is any module with such functions, named by ``--module my_package.configs``.
 """
 
 from torchtitan.experiments.rl.config_registry.debug import (
@@ -150,4 +151,4 @@ GROUPS = {
         "rl_grpo_qwen3_debug_hosts",
     ),
 }
-"""For ``--list``. A module of your own may have one too."""
+"""Names under a title of ``--list``. A registry of your own may have such groups too."""

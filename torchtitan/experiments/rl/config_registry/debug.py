@@ -47,14 +47,21 @@ from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerCo
 from torchtitan.experiments.rl.training.reference import ReferenceConfig
 
 TINY_MODEL = str(Path(__file__).parents[4] / "assets" / "tiny_qwen3")
+"""Folder of a Qwen3 of 1M parameters that can add some digits (scripts/make_tiny_qwen3.py)."""
 TINY_MOE = TINY_MODEL + "_moe"
-"""As TINY_MODEL, a mixture of 8 experts."""
+"""Folder of a model like TINY_MODEL that is a mixture of 8 experts."""
 TINY_TEACHER = TINY_MODEL + "_teacher"
-"""As TINY_MODEL, trained on right demonstrations only (scripts/make_tiny_teachers.py)."""
+"""Folder of a model like TINY_MODEL whose demonstrations were all right.
+
+scripts/make_tiny_teachers.py has trained it.
+"""
 TINY_READER = TINY_MODEL + "_reader"
-"""As TINY_MODEL, and follows a demonstration where the prompt has one."""
+"""Folder of a model like TINY_MODEL that follows a demonstration in its prompt."""
 TINY_CONVERSATIONS = TINY_MODEL + "_conversations"
-"""As TINY_MODEL, with first skills in alphabet_sort, calculator and guess_number (scripts/make_tiny_conversations.py)."""
+"""Folder of a model like TINY_MODEL that has begun to learn conversations.
+
+scripts/make_tiny_conversations.py has trained it on alphabet_sort, calculator and guess_number.
+"""
 
 
 def rl_grpo_qwen3_debug() -> RunConfig:
@@ -73,12 +80,12 @@ def rl_grpo_qwen3_debug() -> RunConfig:
         },
         model=ModelConfig(hf_assets_path=TINY_MODEL),
         trainer=TrainerConfig(
-            # A small model needs large steps at first. Near the end few groups have a gradient; the decay and the slow second
-            # moment keep the steps small then.
+            # A small model needs large steps at first. Near the end few groups have a gradient; the
+            # decay and the slow second moment keep the steps small then.
             optimizer=OptimizerConfig(lr=1.5e-4, betas=(0.9, 0.99)),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10),
         ),
-        # A quarter GiB is 131,072 tokens of the tiny model, twice what 256 sequences of 256 tokens take.
+        # A quarter GiB is 131,072 tokens of the tiny model: twice 256 sequences of 256 tokens.
         generator=GeneratorConfig(
             engine=VLLMEngineConfig(max_model_len=256, cpu_kv_cache_gib=0.25)
         ),
@@ -97,9 +104,14 @@ def rl_moe_qwen3_debug() -> RunConfig:
 
 
 def rl_grpo_qwen3_debug_hosts() -> RunConfig:
-    """rl_grpo_qwen3_debug on three hosts, which are processes of this machine: two train, two generate, one runs rollouts."""
+    """As rl_grpo_qwen3_debug, on three hosts, which are processes of this machine.
+
+    Two of them train, two generate, and one runs rollouts.
+    """
     config = rl_grpo_qwen3_debug()
-    config.trainer.ranks, config.generator.replicas, config.rollout_workers = 2, 2, 1
+    config.trainer.ranks = 2
+    config.generator.replicas = 2
+    config.rollout_workers = 1
     hosts: dict[str, Any] = {
         "trainer_hosts": (0, 1),
         "generator_hosts": (1, 2),
@@ -120,7 +132,7 @@ def rl_opd_qwen3_debug() -> RunConfig:
 
 
 def rl_opsd_qwen3_debug() -> RunConfig:
-    """On-policy self-distillation of digit sums: the policy scores its own samples after seeing the right answer."""
+    """Self-distillation of digit sums: the policy sees the answer, and scores its own samples."""
     return replace(
         _debug(40, sum_digits=_sum_digits(OPSD.Config())),
         model=ModelConfig(hf_assets_path=TINY_READER),
@@ -164,7 +176,7 @@ def rl_alphabet_sort_qwen3_debug() -> RunConfig:
 
 
 def rl_calculator_qwen3_debug() -> RunConfig:
-    """Arithmetic with a calculator tool that has to be called, with the 1M-parameter model on two CPU cores."""
+    """Arithmetic with a calculator tool, with the 1M-parameter model on two CPU cores."""
     sizes: dict[str, Any] = {"max_operands": 2, "max_operand": 99}
     return _conversation(
         20,
@@ -179,7 +191,7 @@ def rl_calculator_qwen3_debug() -> RunConfig:
 
 
 def rl_agent_calculator_qwen3_debug() -> RunConfig:
-    """As rl_calculator_qwen3_debug, by an agent: a child process with its own loop, which asks the policy over HTTP."""
+    """As rl_calculator_qwen3_debug, by an agent: a child process that asks the policy over HTTP."""
     config = rl_calculator_qwen3_debug()
     config.tasks = {
         "calculator": AgentCommandTask.Config(
@@ -190,16 +202,16 @@ def rl_agent_calculator_qwen3_debug() -> RunConfig:
 
 
 def rl_agent_forks_qwen3_debug() -> RunConfig:
-    """As rl_agent_calculator_qwen3_debug, by an agent that forks: three branches answer, and most votes win."""
+    """As rl_agent_calculator_qwen3_debug, by an agent that forks: three branches vote."""
     config = rl_calculator_qwen3_debug()
-    same = _fields_of(config.tasks["calculator"], rubric=VotedRubric.Config())
-    config.tasks = {"calculator": ForkingCalculatorTask.Config(**same)}
+    fields_of_task = _fields_of(config.tasks["calculator"], rubric=VotedRubric.Config())
+    config.tasks = {"calculator": ForkingCalculatorTask.Config(**fields_of_task)}
     config.tasks["calculator"].env.max_turns = 1 + ForkingCalculatorTask.branches
     return config
 
 
 def rl_guess_number_qwen3_debug() -> RunConfig:
-    """A guessing game of up to four turns, rewarded at its end, with the 1M-parameter model on two CPU cores."""
+    """Guessing a number in up to four turns, with the 1M-parameter model on two CPU cores."""
     sizes: dict[str, Any] = {"numbers": 15, "max_number": 99, "guesses": 4}
     return _conversation(
         40,
@@ -215,9 +227,10 @@ def rl_guess_number_qwen3_debug() -> RunConfig:
 
 
 def rl_difficulty_pool_qwen3_debug() -> RunConfig:
-    """Digit sums, nine in ten too long for the 1M-parameter model: a difficulty pool finds the others."""
+    """Digit sums, nine in ten too long for the tiny model: a difficulty pool finds the others."""
     config = _debug(150, sum_digits=_sum_digits(GRPO.Config()))
-    config.rollouts_per_step, config.max_offpolicy_steps = 128, 0
+    config.rollouts_per_step = 128
+    config.max_offpolicy_steps = 0
     config.trainer.optimizer.lr = 1e-4
     config.validation.every = 5
     task = config.tasks["sum_digits"]
@@ -230,14 +243,17 @@ def rl_difficulty_pool_qwen3_debug() -> RunConfig:
 
 
 def rl_shuffled_cursor_qwen3_debug() -> RunConfig:
-    """As rl_difficulty_pool_qwen3_debug, with a shuffled cursor: benchmarks/difficulty_pool.py compares the two."""
+    """As rl_difficulty_pool_qwen3_debug, with a shuffled cursor, to compare the two.
+
+    benchmarks/difficulty_pool.py does.
+    """
     config = rl_difficulty_pool_qwen3_debug()
     config.tasks["sum_digits"].sampler = ShuffledCursor.Config()
     return config
 
 
 def rl_questions_qwen3_debug() -> RunConfig:
-    """Your own questions and reward function with the 1M-parameter model, to try them out on two CPU cores."""
+    """Your own questions and reward function with the 1M-parameter model on two CPU cores."""
     env = RendererEnvConfig(max_turns=1, max_rollout_tokens=256)
     config = _debug(
         20, questions=QuestionTask.Config(env=env, sampling=SamplingConfig(max_tokens=16))
@@ -249,25 +265,25 @@ def rl_questions_qwen3_debug() -> RunConfig:
 
 
 def _debug(steps: int, **tasks: Task.Config) -> RunConfig:
-    """rl_grpo_qwen3_debug with other tasks."""
+    """Return rl_grpo_qwen3_debug with other tasks."""
     return replace(rl_grpo_qwen3_debug(), steps=steps, tasks=tasks)
 
 
 def _conversation(steps: int, **tasks: Task.Config) -> RunConfig:
-    """rl_grpo_qwen3_debug with tasks of several turns, and a model that was trained on them."""
+    """Return rl_grpo_qwen3_debug with tasks of several turns, and a model that has begun them."""
     config = _debug(steps, **tasks)
     config.model = ModelConfig(hf_assets_path=TINY_CONVERSATIONS)
     config.generator.engine.max_model_len = 384
     return config
 
 
-def _fields_of(task: Task.Config, **others: Any) -> dict[str, Any]:
-    """A task's fields, for one of another class."""
-    return {field.name: getattr(task, field.name) for field in fields(Task.Config)} | others
+def _fields_of(task: Task.Config, **changes: object) -> dict[str, Any]:
+    """Return the fields of a task's config, for a task of another class."""
+    return {field.name: getattr(task, field.name) for field in fields(Task.Config)} | changes
 
 
 def _sum_digits(algorithm: Algorithm.Config) -> Task.Config:
-    """rl_grpo_qwen3_debug's task by another algorithm."""
+    """Return rl_grpo_qwen3_debug's task with another algorithm."""
     return replace(rl_grpo_qwen3_debug().tasks["sum_digits"], algorithm=algorithm)
 
 
@@ -294,7 +310,7 @@ def rl_demonstrations_qwen3_debug() -> RunConfig:
 
 
 def rl_replay_qwen3_debug() -> RunConfig:
-    """As rl_grpo_qwen3_debug, up to half of each step replayed: groups of earlier steps, with the credit they had."""
+    """As rl_grpo_qwen3_debug, with up to half of each step replayed from earlier steps."""
     return replace(
         rl_grpo_qwen3_debug(),
         steps=60,
@@ -312,10 +328,11 @@ def rl_judge_qwen3_debug() -> RunConfig:
 
 
 def rl_opsd_ema_qwen3_debug() -> RunConfig:
-    """As rl_opsd_qwen3_debug, for longer: an exponential mean of the policy scores the samples, seeing the right answer."""
+    """As rl_opsd_qwen3_debug, for longer: an exponential mean of the policy scores the samples."""
     config = rl_opsd_qwen3_debug()
     config.steps = 150
     config.tasks["sum_digits"].algorithm = OPSD.Config(reference="trainer")
-    # Slow: a mean over 50 steps is pulled along by its student, and at step 150 both have lost what they had learned.
+    # A mean over 50 steps is pulled along by its student: at step 150 both have lost what they had
+    # learned. This one is slower.
     config.trainer.reference = ReferenceConfig(kind="ema", decay=0.998)
     return config

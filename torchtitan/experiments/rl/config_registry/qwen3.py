@@ -35,7 +35,10 @@ from torchtitan.experiments.rl.training.config import (
 )
 
 HUB_FOLDER = "assets/hf"
-"""Folder of the real models, relative to where the command runs; torchtitan's download script writes them there."""
+"""Folder of the real models, relative to where the command runs.
+
+torchtitan's download script writes them there.
+"""
 
 
 def rl_grpo_qwen3_0_6b() -> RunConfig:
@@ -70,7 +73,7 @@ def rl_grpo_qwen3_8b() -> RunConfig:
 
 
 def rl_grpo_qwen3_14b() -> RunConfig:
-    """Qwen3-14B on 8 GPUs of 80 GB: four train, in pairs that share each layer; two generators of two."""
+    """Qwen3-14B on 8 GPUs of 80 GB: four train, in pairs; two generators of two."""
     return _qwen3(
         "14B",
         trainer_ranks=4,
@@ -81,7 +84,7 @@ def rl_grpo_qwen3_14b() -> RunConfig:
 
 
 def rl_grpo_qwen3_14b_16() -> RunConfig:
-    """Qwen3-14B on 16 GPUs of 80 GB: eight train, four generators of two. 2 hosts of Slurm: docs/clusters.md."""
+    """Qwen3-14B on 16 GPUs of 80 GB, 2 hosts of Slurm: eight train, four generators of two."""
     return _on_hosts(_qwen3("14B", trainer_ranks=8, replicas=4, tensor_parallel_degree=2))
 
 
@@ -91,7 +94,7 @@ def rl_grpo_qwen3_32b() -> RunConfig:
 
 
 def rl_grpo_qwen3_32b_32() -> RunConfig:
-    """Qwen3-32B on 32 GPUs of 80 GB: sixteen train, in fours; eight generators of two. 4 hosts of Slurm: docs/clusters.md."""
+    """Qwen3-32B on 32 GPUs of 80 GB, 4 hosts of Slurm: 16 train, in fours; 8 generators of two."""
     return _on_hosts(
         _qwen3(
             "32B",
@@ -104,7 +107,7 @@ def rl_grpo_qwen3_32b_32() -> RunConfig:
 
 
 def rl_grpo_qwen3_32b_64() -> RunConfig:
-    """Qwen3-32B on 64 GPUs of 80 GB: 32 train, in fours; sixteen generators of two. 8 hosts of Slurm: docs/clusters.md."""
+    """Qwen3-32B on 64 GPUs of 80 GB, 8 hosts of Slurm: 32 train, in fours; 16 generators of two."""
     return _on_hosts(
         _qwen3(
             "32B",
@@ -117,13 +120,15 @@ def rl_grpo_qwen3_32b_64() -> RunConfig:
 
 
 def rl_grpo_qwen3_30b_a3b() -> RunConfig:
-    """Qwen3-30B-A3B, a mixture of experts, on 8 GPUs of 141 GB: four train, two generators of two."""
+    """Qwen3-30B-A3B, a mixture of experts, on 8 GPUs of 141 GB: 4 train, 2 generators of two."""
     return _qwen3("30B-A3B", trainer_ranks=4, replicas=2, tensor_parallel_degree=2)
 
 
 def rl_grpo_qwen3_30b_a3b_16() -> RunConfig:
-    """Qwen3-30B-A3B on 16 GPUs of 80 GB, 2 hosts of Slurm: eight train and share out the experts, four generators of two.
-    docs/clusters.md."""
+    """Qwen3-30B-A3B on 16 GPUs of 80 GB, 2 hosts of Slurm: 8 train, 4 generators of two.
+
+    The trainer ranks divide the experts.
+    """
     return _on_hosts(
         _qwen3(
             "30B-A3B",
@@ -136,12 +141,16 @@ def rl_grpo_qwen3_30b_a3b_16() -> RunConfig:
 
 
 def rl_questions_qwen3(size: str = "0.6b") -> RunConfig:
-    """Your own questions: name the data (README, "Your own data"). Qwen3-0.6B on 2 GPUs; or --size. Right is what equals the
-    column `answer`, or what a reward function of yours says."""
+    """Your own questions: name the data. Qwen3-0.6B on 2 GPUs; or --size.
+
+    README's "Your own data" shows how. A reply is right if its answer equals the column `answer`,
+    or if a reward function of yours says so.
+    """
     questions = QuestionTask.Config(
         group_size=16,
-        template='{question}\n\nEnd your reply with the line "Answer: ...", which holds nothing but the answer.',
-        # The answer's line may be cut in two: a reply that was cut off is wrong.
+        template="{question}\n\n"
+        'End your reply with the line "Answer: ...", which holds nothing but the answer.',
+        # The answer's line may be cut in two, so a reply that was cut off is wrong.
         rubric=Rubric.Config(reward_fns=[right_answer], truncation_reward=0.0),
         sampling=SamplingConfig(max_tokens=512),
     )
@@ -155,39 +164,44 @@ def rl_math_qwen3(size: str = "1.7b") -> RunConfig:
         "name": "main",
         "demonstration_column": "answer",
     }
-    train, test = RowDataset.Config(**gsm8k), RowDataset.Config(split="test", **gsm8k)
-    rubric = MathRubric.Config(answer_marker="####")
-    return _of_size(
-        size, math=MathTask.Config(group_size=16, dataset=train, validation=test, rubric=rubric)
+    math = MathTask.Config(
+        group_size=16,
+        dataset=RowDataset.Config(**gsm8k),
+        validation=RowDataset.Config(split="test", **gsm8k),
+        rubric=MathRubric.Config(answer_marker="####"),
     )
+    return _of_size(size, math=math)
 
 
 def rl_reasoning_gym_qwen3_1_7b() -> RunConfig:
-    """A mixture of four reasoning_gym puzzles with Qwen3-1.7B on 4 GPUs."""
+    """Four kinds of puzzles of reasoning_gym, mixed, with Qwen3-1.7B on 4 GPUs."""
     generators = {
         "chain_sum": PuzzleGenerator(config={"max_terms": 6, "max_digits": 4}),
         "leg_counting": PuzzleGenerator(),
         "spell_backward": PuzzleGenerator(),
         "letter_counting": PuzzleGenerator(weight=0.5),
     }
-    train = ReasoningGymDataset.Config(generators=generators, count=100_000)
-    test = ReasoningGymDataset.Config(generators=generators, count=256, seed=1_000_000)
-    return _of_size(
-        "1.7b",
-        puzzles=ReasoningGymTask.Config(
-            algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test
-        ),
+    puzzles = ReasoningGymTask.Config(
+        algorithm=GRPO.Config(),
+        group_size=16,
+        dataset=ReasoningGymDataset.Config(generators=generators, count=100_000),
+        validation=ReasoningGymDataset.Config(generators=generators, count=256, seed=1_000_000),
     )
+    return _of_size("1.7b", puzzles=puzzles)
 
 
 def _on_hosts(config: RunConfig) -> RunConfig:
-    """On as many hosts of 8 GPUs as it needs, from Slurm where ``--provision.job`` names nothing else."""
+    """Take as many hosts of 8 GPUs from Slurm as the run needs (docs/clusters.md)."""
     config.provision.job = SlurmJob()
     return config
 
 
 def _of_size(size: str, **tasks: Task.Config) -> RunConfig:
-    """The GRPO config of that size with other tasks."""
+    """Return the GRPO config of a size with other tasks.
+
+    Raises:
+        ConfigError: there is no config of that size.
+    """
     if size not in SIZES:
         raise ConfigError(
             "--size",
@@ -208,7 +222,15 @@ def _qwen3(
     tensor_parallel_degree: int = 1,
     expert_parallel_degree: int = 1,
 ) -> RunConfig:
-    """A real model on GPUs, in bfloat16 with float32 master weights. Its sums are longer than the demo's."""
+    """Return the config of a real model on GPUs, in bfloat16 with float32 master weights.
+
+    The sums of its task are longer than the demo's.
+
+    Args:
+        trainer_tensor_parallel_degree: trainer ranks that share each layer.
+        tensor_parallel_degree: GPUs of a generator.
+        expert_parallel_degree: trainer ranks that divide the experts.
+    """
     return RunConfig(
         tasks={
             "sum_digits": SumDigitsTask.Config(
@@ -222,7 +244,7 @@ def _qwen3(
                 sampling=SamplingConfig(max_tokens=3072),
             )
         },
-        # Thinking takes several times the tokens: docs/tasks.md, "Thinking", says which limits to raise with it.
+        # Thinking takes several times the tokens: docs/tasks.md says which limits to raise with it.
         renderer=RendererConfig(name="qwen3", enable_thinking=False),
         model=ModelConfig(hf_assets_path=f"{HUB_FOLDER}/Qwen3-{flavor}", flavor=f"qwen3/{flavor}"),
         trainer=TrainerConfig(
@@ -246,7 +268,8 @@ def _qwen3(
         steps=200,
         rollouts_per_step=512,
         max_offpolicy_steps=2,
-        # One Python thread serves some 1,300 turns a second (docs/measured.md); the engines of 4 GPUs ask for fewer.
+        # One Python thread serves some 1,300 turns a second (docs/measured.md). The engines of 4
+        # GPUs ask for fewer.
         rollout_workers=(trainer_ranks + replicas * tensor_parallel_degree) // 4,
         recorder=RolloutRecorder.Config(fraction=1 / 16),
         provision=ProvisionConfig(device="cuda"),
@@ -261,4 +284,4 @@ SIZES: dict[str, Callable[[], RunConfig]] = {
     "14b": rl_grpo_qwen3_14b,
     "32b": rl_grpo_qwen3_32b,
 }
-"""What ``--size`` may name, with the GPUs that each takes."""
+"""Config function of each name that ``--size`` takes."""

@@ -1,4 +1,7 @@
-"""Configs of a real model that two CPU cores can train: SmolLM2-135M-Instruct, which scripts/get_smollm2.py brings here."""
+"""Configs of a real model that two CPU cores can train, SmolLM2-135M-Instruct.
+
+scripts/get_smollm2.py downloads it.
+"""
 
 import random
 import re
@@ -23,15 +26,15 @@ from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 
 SMOLLM2 = "outputs/models/SmolLM2-135M-Instruct"
-"""Where scripts/get_smollm2.py puts the model, relative to the checkout."""
+"""Folder that scripts/get_smollm2.py puts the model into, relative to the checkout."""
 LARGEST = 20
-"""Operand of the sums."""
+"""Largest operand of the sums."""
 HELD_OUT = 100
-"""Of the LARGEST² sums."""
+"""Number of the LARGEST² sums that are not trained on."""
 
 
 def rl_sums_smollm2() -> RunConfig:
-    """Sums of two numbers with SmolLM2-135M-Instruct on two CPU cores: what `make real` runs."""
+    """Adding two numbers with SmolLM2-135M-Instruct on two CPU cores: what `make real` runs."""
     training, held_out = sums()
     task = question_task(
         training, last_number_is_answer, validation=held_out, sampling=_sampling(16)
@@ -40,7 +43,7 @@ def rl_sums_smollm2() -> RunConfig:
 
 
 def rl_boxed_smollm2() -> RunConfig:
-    """As rl_sums_smollm2, with the number in a box: the form is what is learned, and what most rewards of real data ask for."""
+    """As rl_sums_smollm2, with the number in a box, a form that most real rewards ask for."""
     training, held_out = sums()
     task = question_task(
         training,
@@ -54,7 +57,7 @@ def rl_boxed_smollm2() -> RunConfig:
 
 
 def rl_running_sums_smollm2() -> RunConfig:
-    """Sums over two user turns, each worth half of the reward: "What is 7 + 8?", then "Now add 5."."""
+    """Adding over two user turns, each half of the reward: "What is 7 + 8?", then "Now add 5."."""
     training, held_out = sums()
     for row in (*training, *held_out):
         row["more"] = 1 + row["answer"] % 9
@@ -64,31 +67,31 @@ def rl_running_sums_smollm2() -> RunConfig:
 
 
 class RunningSumEnv(MessageEnv):
-    """Asks for a sum, then for that sum and ``more``."""
+    """Asks for a sum, and then for that sum and the row's ``more``."""
 
     turns = 0
+    """Number of turns that were answered."""
 
     async def reset(self) -> ResetOutput:
         return ResetOutput(messages=[{"role": "user", "content": self.row["question"]}])
 
     async def step_message(self, message: Message) -> StepOutput:
         self.turns += 1
-        name, answer = (
-            ("first", self.row["answer"])
-            if self.turns == 1
-            else ("second", self.row["answer"] + self.row["more"])
-        )
-        earned = {
-            name: float(last_number_is_answer(str(message.get("content")), {"answer": answer}))
-        }
-        if self.turns == 2:
-            return StepOutput(env_messages=[], done=True, reward_components=earned)
-        more: Message = {"role": "user", "content": f"Now add {self.row['more']}."}
-        return StepOutput(env_messages=[more], done=False, reward_components=earned)
+        reply = str(message.get("content"))
+        total = self.row["answer"]
+        if self.turns == 1:
+            reward = float(last_number_is_answer(reply, {"answer": total}))
+            question: Message = {"role": "user", "content": f"Now add {self.row['more']}."}
+            return StepOutput(
+                env_messages=[question], done=False, reward_components={"first": reward}
+            )
+        reward = float(last_number_is_answer(reply, {"answer": total + self.row["more"]}))
+        return StepOutput(env_messages=[], done=True, reward_components={"second": reward})
 
 
 def _sampling(max_tokens: int) -> SamplingConfig:
-    """Below 1: at 1 a model of this size errs in most words, and of 64 rollouts two or three are right."""
+    # At a temperature of 1 a model of this size errs in most words: of 64 rollouts two or three are
+    # right.
     return SamplingConfig(max_tokens=max_tokens, temperature=0.7)
 
 
@@ -104,7 +107,7 @@ def _smollm2(**tasks: Task.Config) -> RunConfig:
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
         ),
         generator=GeneratorConfig(engine=VLLMEngineConfig(max_model_len=256, cpu_kv_cache_gib=0.5)),
-        # One long row: prompts begin alike, and what rollouts of a row share is computed once.
+        # Prompts begin alike, and what rollouts of a row share is computed once: one long row.
         batcher=Batcher.Config(row_length=1024, rows_per_microbatch=1),
         steps=40,
         rollouts_per_step=64,
@@ -112,13 +115,18 @@ def _smollm2(**tasks: Task.Config) -> RunConfig:
         validation=ValidationConfig(every=5, examples=HELD_OUT),
         provision=ProvisionConfig(device="cpu"),
     )
-    # Rewards normalised over the step: a model that has sharpened gives one answer to a prompt, and GRPO learns nothing from
-    # four equal wrong ones. Held out, the sums came to 0.84 by GRPO and to 0.94 so.
+    # Rewards are normalised over the step. A model that has sharpened gives one answer to a prompt,
+    # and GRPO learns nothing from four equal wrong ones: held out, the sums came to 0.84 by GRPO
+    # and to 0.94 by this.
     return reinforce_pp(config)
 
 
 def sums() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Every sum of two operands from 1 to LARGEST: those to train on, and HELD_OUT others."""
+    """Return every sum of two operands from 1 to LARGEST, divided at random.
+
+    Returns:
+        The rows to train on, and HELD_OUT others.
+    """
     numbers = range(1, LARGEST + 1)
     rows = [{"question": f"What is {a} + {b}?", "answer": a + b} for a in numbers for b in numbers]
     random.Random(0).shuffle(rows)
@@ -126,16 +134,16 @@ def sums() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def last_number_is_answer(completion: str, example: dict[str, Any]) -> bool:
-    """Whether the last number that the model wrote is the sum."""
+    """Return True if the last number that the model wrote is the sum."""
     numbers = re.findall(r"\d+", completion)
     return bool(numbers) and int(numbers[-1]) == example["answer"]
 
 
 def number_in_a_box(completion: str, example: dict[str, Any]) -> bool:
-    """Whether the reply has a box with a number, right or wrong."""
+    """Return True if the reply has a box with a number, right or wrong."""
     return (last_boxed(completion) or "").isdecimal()
 
 
 def right_number_in_a_box(completion: str, example: dict[str, Any]) -> bool:
-    """Whether the number in the last box is the sum."""
+    """Return True if the number in the last box is the sum."""
     return last_boxed(completion) == str(example["answer"])

@@ -1,1 +1,4 @@
-"""Tools around runs: evaluation, play and the report. The commands that start them are at the root."""
+"""Tools around runs: evaluation, play and the report.
+
+The commands that start them are modules beside this folder.
+"""

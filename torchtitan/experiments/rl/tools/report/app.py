@@ -1,6 +1,10 @@
-"""The server: pages that are plain files, and a JSON API over runs that are named by their number.
+"""The report's server: pages that are plain files, and a JSON API over runs.
 
-Nothing in a request is ever a path: a run is a number, a rollout is its place in the records, a trace is one of a list.
+    report_app   answers requests, from the runs' folders
+    exported     puts the answers that a page asks for into one HTML file that needs no server
+
+A request never names a file by its path. It names a run by its number, a rollout by its place in
+the records, and a trace by its name in a list.
 """
 
 import asyncio
@@ -12,7 +16,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import quote, urlencode
 
 import httpx
@@ -26,33 +30,38 @@ from torchtitan.experiments.rl.tools.report.run import Json, ReportedRun
 
 STATIC = Path(__file__).parent / "static"
 SCRIPTS = ("charts.js", "pages.js", "evaluations.js", "rollouts.js", "report.js")
-"""In the order that they are loaded in."""
+"""Scripts of the page, in the order that they are loaded in."""
 PAGES: dict[str, Callable[[ReportedRun], Json]] = {
     "overview": pages.overview,
     "ledger": pages.ledger,
     "evaluations": pages.evaluations,
     "timeline": pages.timeline,
 }
+Ask = Callable[[str], Awaitable[Json]]
+"""Function that asks the server for an address, and keeps the answer for the exported file."""
 HEADERS = {
-    # Whatever a model or env said, the browser runs and loads nothing but the two files of this server.
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    # Whatever a model or env said, the browser runs and loads nothing but this server's own files.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
 LOCAL_NAMES = {"127.0.0.1", "localhost", "[::1]"}
+"""Names of this host that a request may have in its Host header, if no token is asked for."""
 COOKIE = "report-token"
 EXPORTED_CHANGES = 10
-"""Examples won, and lost, whose rollouts are in the file."""
+"""Number of examples that were won, and that were lost, whose rollouts are exported."""
 
 
 def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> FastAPI:
-    """
+    """Return the server's application.
+
     Args:
-        token: asked of every request. None: every request is answered that names this host as a local one, which a page of
-            another site in the same browser can't.
+        token: secret that every request has to give. None answers every request that names this
+            host by a local name, which a page of another site in the same browser can't.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
 
@@ -77,44 +86,42 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
     tokenizer = cache(tokenizer_of)
     Text = Annotated[str, Query(max_length=MOST_TEXT)]
 
-    # Plain functions: FastAPI calls each in a thread, and one that reads a large file holds up no other.
+    # FastAPI calls a plain function in a thread: one that reads a large file holds up no other.
     @app.get("/api/runs")
     def all_runs() -> Response:
-        shown = [
-            {"number": n, "name": run.name, "state": run.state(), "tasks": run.tasks()}
-            for n, run in enumerate(runs)
+        rows = [
+            {"number": number, "name": run.name, "state": run.state(), "tasks": run.tasks()}
+            for number, run in enumerate(runs)
         ]
-        return answered({"runs": shown, "config": pages.config_differences(runs)})
+        return as_json({"runs": rows, "config": pages.config_differences(runs)})
 
     @app.get("/api/runs/{number}/page/{name}")
     def page(run: Run, name: str) -> Response:
         if name not in PAGES:
             raise HTTPException(404, f"pages: {', '.join(PAGES)}")
-        return answered(PAGES[name](run))
+        return as_json(PAGES[name](run))
 
     @app.get("/api/runs/{number}/metrics")
     def metrics(run: Run, name: Text) -> Response:
-        return answered({"points": pages.chart_line(run, name)})
+        return as_json({"points": pages.chart_line(run, name)})
 
     @app.get("/api/changes")
     def between(before_run: int, after_run: int, before: Text, after: Text) -> Response:
-        return answered(
-            pages.changes(
-                (run_of(before_run), before_run, before), (run_of(after_run), after_run, after)
-            )
-        )
+        first = (run_of(before_run), before_run, before)
+        second = (run_of(after_run), after_run, after)
+        return as_json(pages.changes(first, second))
 
     @app.get("/api/runs/{number}/rollouts")
     def list_rollouts(run: Run, wanted: Annotated[rollouts.Wanted, Query()]) -> Response:
-        return answered(rollouts.listed(run, wanted) | {"choices": rollouts.choices(run)})
+        return as_json(rollouts.listed(run, wanted) | {"choices": rollouts.choices(run)})
 
     @app.get("/api/runs/{number}/groups/{place}")
     def one_group(run: Run, place: int) -> Response:
-        return answered(rollouts.group(run, place))
+        return as_json(rollouts.group(run, place))
 
     @app.get("/api/runs/{number}/rollouts/{place}-{line}")
     def one_rollout(run: Run, place: int, line: int, whole: bool = False) -> Response:
-        return answered(rollouts.rollout(run, place, line, whole=whole))
+        return as_json(rollouts.rollout(run, place, line, whole=whole))
 
     @app.get("/api/runs/{number}/rollouts/{place}-{line}/raw")
     def raw(run: Run, place: int, line: int) -> Response:
@@ -124,7 +131,7 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
     def tokens(
         run: Run, place: int, line: int, sample: int = 0, offset: rollouts.Count = 0
     ) -> Response:
-        return answered(token_streams(run, place, line, sample, offset, tokenizer(run)))
+        return as_json(token_streams(run, place, line, sample, offset, tokenizer(run)))
 
     @app.get("/api/runs/{number}/traces/{name}")
     def trace(run: Run, name: str) -> Response:
@@ -137,8 +144,11 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
     return app
 
 
-def answered(value: Any) -> Response:
-    """JSON in ASCII, because a model may say half a character; a number that JSON does not have is null."""
+def as_json(value: object) -> Response:
+    """Return a response of JSON in ASCII, because a model may say half a character.
+
+    A number that JSON does not have, such as an infinite one, becomes null.
+    """
     try:
         text = json.dumps(value, allow_nan=False)
     except ValueError:
@@ -147,13 +157,13 @@ def answered(value: Any) -> Response:
 
 
 def _refusal(request: Request, token: str | None) -> Response | None:
-    """None: the request is answered."""
+    """Return the response to a request that is not answered; None if it is."""
     if token is None:
         local = re.sub(r":\d+$", "", request.headers.get("host", "")) in LOCAL_NAMES
         return None if local else Response("this report answers on the loopback address only", 400)
     given = request.query_params.get("token")
     if given is not None and hmac.compare_digest(given.encode(), token.encode()):
-        # Into a cookie, and out of the address that is seen and shared.
+        # A cookie keeps the token from here on: the address is seen and shared.
         response = RedirectResponse(request.url.path, 303)
         response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
         return response
@@ -163,92 +173,98 @@ def _refusal(request: Request, token: str | None) -> Response | None:
 
 
 def exported(runs: Sequence[ReportedRun], *, sample: int) -> str:
-    """
+    """Return the HTML file with all that its pages show.
+
     Args:
-        sample: rollouts of each run: half of the highest and half of the lowest rewards, the newest of each.
+        sample: number of rollouts of each run: half of them with the highest and half with the
+            lowest rewards, the newest of each.
     """
-    held = asyncio.run(answers(runs, sample))
+    answers = asyncio.run(exported_answers(runs, sample))
     # In a script element only "<" could end it or begin a comment.
-    data = json.dumps(held).replace("<", "\\u003c")
+    data = json.dumps(answers).replace("<", "\\u003c")
     page, style, *scripts = (
         (STATIC / name).read_text(encoding="utf-8")
         for name in ("index.html", "report.css", *SCRIPTS)
     )
     script = "\n".join(scripts)
     policy = (
-        f"default-src 'none'; script-src 'sha256-{_digest(script)}'; style-src 'sha256-{_digest(style)}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src 'sha256-{_digest(script)}'; "
+        f"style-src 'sha256-{_digest(style)}'; img-src data:; base-uri 'none'; form-action 'none'"
     )
     charset = '<meta charset="utf-8">'
-    instead = {
+    replacements = {
         charset: f'{charset}\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
         '<link rel="stylesheet" href="report.css">': f"<style>{style}</style>",
         **{f'<script src="{name}" defer></script>\n': "" for name in SCRIPTS},
-        "</body>": f'<script type="application/json" id="data">{data}</script>\n<script>{script}</script>\n</body>',
+        "</body>": f'<script type="application/json" id="data">{data}</script>\n'
+        f"<script>{script}</script>\n</body>",
     }
-    for tag, new in instead.items():
+    for tag, new in replacements.items():
         page = page.replace(tag, new)
     return page
 
 
-async def answers(runs: Sequence[ReportedRun], sample: int) -> Json:
-    """What the server answers, by the address that the page asks for."""
-    held: Json = {}
+async def exported_answers(runs: Sequence[ReportedRun], sample: int) -> Json:
+    """Return what the server answers to a page, by the address that the page asks for."""
+    answers: Json = {}
     transport = httpx.ASGITransport(report_app(runs))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
 
-        async def hold(address: str) -> Any:
-            held[address] = (await client.get(address)).json()
-            return held[address]
+        async def ask(address: str) -> Json:
+            answers[address] = (await client.get(address)).json()
+            return answers[address]
 
-        await hold("api/runs")
+        await ask("api/runs")
         for number, run in enumerate(runs):
             base = f"api/runs/{number}"
-            metrics = {*pages.metric_names(run), "validation/reward", "rollout/reward_mean"}
-            for page in (
-                *(f"metrics?name={quote(metric, safe='')}" for metric in metrics),
-                *(f"page/{name}" for name in PAGES),
-            ):
-                await hold(f"{base}/{page}")
-            some = f"limit={min(max(1, sample // 2), rollouts.MOST_ROWS)}"
-            lists = [
-                await hold(f"{base}/rollouts?sort={order}&{some}")
-                for order in ("highest", "lowest")
-            ]
-            rows = {row["key"]: row for one in lists for row in one["rows"]}
-            held[f"{base}/rollouts?"] = lists[0] | {
-                "rows": list(rows.values()),
-                "total": len(rows),
-                "next": None,
-            }
-            keys = set(rows)
-            if (
-                len(labels := [one["label"] for one in pages.recorded(run)]) > 1
-            ):  # what the page Evaluations compares at first
-                query = {
-                    "before_run": number,
-                    "before": labels[0],
-                    "after_run": number,
-                    "after": labels[-1],
-                }
-                found = await hold(f"api/changes?{urlencode(query)}")
-                for kind in ("won", "lost"):
-                    found[kind] = found[kind][:EXPORTED_CHANGES]
-                    keys |= {
-                        key
-                        for row in found[kind]
-                        for side in ("before", "after")
-                        for key in row[side]["keys"]
-                    }
-            for key in keys:
-                one = await hold(f"{base}/rollouts/{key}")
-                tokens = [
-                    f"rollouts/{key}/tokens?sample={sample}&offset=0"
-                    for sample in range(len(one["samples"]))
-                ]
-                for place in (f"rollouts/{key}/raw", f"groups/{key.partition('-')[0]}", *tokens):
-                    await hold(f"{base}/{place}")
-    return held
+            for metric in {*pages.metric_names(run), "validation/reward", "rollout/reward_mean"}:
+                await ask(f"{base}/metrics?name={quote(metric, safe='')}")
+            for name in PAGES:
+                await ask(f"{base}/page/{name}")
+            listed = await _sampled_rollouts(ask, base, sample)
+            answers[f"{base}/rollouts?"] = listed
+            keys = {row["key"] for row in listed["rows"]}
+            for key in keys | await _changed_rollouts(ask, run, number):
+                await _ask_for_rollout(ask, base, key)
+    return answers
+
+
+async def _sampled_rollouts(ask: Ask, base: str, sample: int) -> Json:
+    """Return the list of the exported rollouts, as the server's list of all."""
+    limit = min(max(1, sample // 2), rollouts.MOST_ROWS)
+    highest = await ask(f"{base}/rollouts?sort=highest&limit={limit}")
+    lowest = await ask(f"{base}/rollouts?sort=lowest&limit={limit}")
+    rows = {row["key"]: row for row in [*highest["rows"], *lowest["rows"]]}
+    return highest | {"rows": list(rows.values()), "total": len(rows), "next": None}
+
+
+async def _changed_rollouts(ask: Ask, run: ReportedRun, number: int) -> set[str]:
+    """Return the keys of rollouts behind what the page Evaluations compares at first."""
+    labels = [evaluation["label"] for evaluation in pages.recorded(run)]
+    if len(labels) < 2:
+        return set()
+    query = {
+        "before_run": number,
+        "before": labels[0],
+        "after_run": number,
+        "after": labels[-1],
+    }
+    changes = await ask(f"api/changes?{urlencode(query)}")
+    keys: set[str] = set()
+    for kind in ("won", "lost"):
+        changes[kind] = changes[kind][:EXPORTED_CHANGES]
+        for row in changes[kind]:
+            keys |= {*row["before"]["keys"], *row["after"]["keys"]}
+    return keys
+
+
+async def _ask_for_rollout(ask: Ask, base: str, key: str) -> None:
+    """Ask for all that the page of one rollout shows."""
+    rollout = await ask(f"{base}/rollouts/{key}")
+    await ask(f"{base}/rollouts/{key}/raw")
+    await ask(f"{base}/groups/{key.partition('-')[0]}")
+    for sample in range(len(rollout["samples"])):
+        await ask(f"{base}/rollouts/{key}/tokens?sample={sample}&offset=0")
 
 
 def _digest(text: str) -> str:

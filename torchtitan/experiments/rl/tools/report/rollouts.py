@@ -1,9 +1,13 @@
-"""The page Rollouts: which ones match, a group side by side, and one rollout as a conversation."""
+"""The page Rollouts: a list with filters, a group side by side, and one rollout as a conversation.
+
+The token view of a rollout's training samples is here too.
+"""
 
 import contextlib
 import functools
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,17 +30,17 @@ from torchtitan.experiments.rl.tools.report.run import Json, ReportedRun
 from torchtitan.experiments.rl.types import ROLES, STREAMS, TrainingSample
 
 MOST_TEXT = 1_000
-"""Characters of a filter."""
+"""Maximum number of characters of a filter."""
 Text = Annotated[str, Field(max_length=MOST_TEXT)] | None
 Count = Annotated[int, Field(ge=0, le=2**40)]
 MOST_ROWS = 200
-"""Of a list."""
+"""Maximum number of rows of a list."""
 MOST_CHARACTERS = 20_000
-"""Of one message; the rest is asked for by itself."""
+"""Number of characters of a message that are shown, until the page asks for the whole."""
 BEGINNING = 80
-"""Characters of a message in the list."""
+"""Number of characters of a message that the list shows."""
 SEARCH_S = 2.0
-"""A search in texts ends after it, and says where it goes on."""
+"""Seconds after which a search in texts ends, and says where to go on."""
 SORTS = {
     "newest": "evaluation IS NOT NULL, place DESC, line",
     "oldest": "evaluation IS NOT NULL, place, line",
@@ -44,8 +48,7 @@ SORTS = {
     "lowest": "reward IS NULL, reward, place DESC",
     "longest": "tokens DESC, place DESC",
 }
-
-
+"""Order of the list, by its name."""
 CONDITIONS = {
     "task": "task = :task",
     "step": "step = :step",
@@ -55,70 +58,84 @@ CONDITIONS = {
     "max_reward": "reward <= :max_reward",
     "outcome": "(outcome = :outcome OR substr(outcome, 1, length(:outcome) + 1) = :outcome || '/')",
 }
+"""Condition on a row of the index, by the filter that sets it."""
 
 
 class Wanted(BaseModel):
-    """Filters of the list; None: any."""
+    """Filters of the list. None passes every rollout."""
 
     task: Text = None
     step: Count | None = None
     status: Text = None
     outcome: Text = None
-    """A column of the ledger, or the beginning of one up to a slash: "failed" means "failed/error" too."""
+    """Column of the ledger, or its beginning up to a slash: "failed" takes "failed/error" too."""
     group: Text = None
     min_reward: float | None = None
     max_reward: float | None = None
     text: Text = None
-    """In any message, whatever its case."""
-    sort: Literal[tuple(SORTS)] = "newest"  # type: ignore[valid-type]  # mypy takes written words only
+    """Text that any message of the rollout has, in upper or lower case."""
+    sort: Literal[tuple(SORTS)] = "newest"  # type: ignore[valid-type]  # mypy wants written words
     limit: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 50
     offset: Count = 0
-    """Of the rows that the other filters leave."""
+    """Number of rows to pass over, of those that the filters but ``text`` leave."""
 
 
 def listed(run: ReportedRun, wanted: Wanted) -> Json:
-    """
+    """Return the rows of the list that match.
+
     Returns:
-        ``rows``; ``total``: rows that match without ``text``; ``next``: the offset to go on from, None at the end.
+        ``rows``; ``total``: number of rows that match without ``text``; ``next``: the offset to go
+        on from, None at the end.
     """
-    asked, text, offset = wanted.model_dump(), (wanted.text or "").casefold(), wanted.offset
-    where = " AND ".join(
-        [sql for name, sql in CONDITIONS.items() if asked[name] is not None] or "1"
+    filters = wanted.model_dump()
+    conditions = [sql for name, sql in CONDITIONS.items() if filters[name] is not None]
+    where = " AND ".join(conditions or ["1"])
+    total = run.rows(f"SELECT COUNT(*) FROM rollouts WHERE {where}", filters)[0][0]
+    query = (
+        f"SELECT * FROM rollouts WHERE {where} ORDER BY {SORTS[wanted.sort]} "
+        "LIMIT :limit OFFSET :offset"
     )
-    total = run.rows(f"SELECT COUNT(*) FROM rollouts WHERE {where}", asked)[0][0]
-    query = f"SELECT * FROM rollouts WHERE {where} ORDER BY {SORTS[wanted.sort]} LIMIT :limit OFFSET :offset"
-    # A text that JSON writes as it is must be in the line: most lines need not be decoded.
-    in_line = (
-        text.encode()
-        if text.isascii() and text.isprintable() and not set(text) & {'"', "\\"}
-        else b""
-    )
-    records = functools.lru_cache(1)(run.records)  # rollouts of a group come one after the other
+    text = (wanted.text or "").casefold()
+    needle = _literal_in_json(text)
+    records = functools.lru_cache(1)(run.records)  # rollouts of a group follow each other
+    offset = wanted.offset
     rows: list[Json] = []
-    ends = time.monotonic() + SEARCH_S
-    while len(rows) < wanted.limit and (page := run.rows(query, asked | {"offset": offset})):
+    deadline = time.monotonic() + SEARCH_S
+    while page := run.rows(query, filters | {"offset": offset}):
         for row in page:
             offset += 1
             turns: list[RolloutTurn] = []
-            with contextlib.suppress(
-                LookupError, ValueError
-            ):  # the file was cut back, or the record is no rollout's
+            # The file may have been cut back, or the record may be no rollout's.
+            with contextlib.suppress(LookupError, ValueError):
                 line = records(row["place"])[row["line"]]
-                turns = decode_rollout(line).rollout.turns if in_line in line.lower() else []
-            if not text or any(
-                text in _text_of(message).casefold()
-                for turn in turns
-                for message in _messages(turn)
-            ):
+                if needle in line.lower():
+                    turns = decode_rollout(line).rollout.turns
+            if not text or _is_said(text, turns):
                 rows.append({**row, "key": f"{row['place']}-{row['line']}"} | _beginnings(turns))
-            late = text and time.monotonic() > ends
-            if late or len(rows) == wanted.limit:
+            is_late = bool(text) and time.monotonic() > deadline
+            if is_late or len(rows) == wanted.limit:
                 return {"rows": rows, "total": total, "next": offset if offset < total else None}
     return {"rows": rows, "total": total, "next": None}
 
 
+def _literal_in_json(text: str) -> bytes:
+    """Return the bytes of a text that JSON writes as it is; empty if JSON would escape it.
+
+    A line without these bytes need not be decoded for a search.
+    """
+    is_literal = text.isascii() and text.isprintable() and not set(text) & {'"', "\\"}
+    return text.encode() if is_literal else b""
+
+
+def _is_said(text: str, turns: list[RolloutTurn]) -> bool:
+    """Return True if a message of the turns has ``text``, which is casefolded."""
+    return any(
+        text in _text_of(message).casefold() for turn in turns for message in _messages(turn)
+    )
+
+
 def choices(run: ReportedRun) -> dict[str, list[str]]:
-    """Values that the filters can take."""
+    """Return the values that the filters can take."""
     taken = "SELECT DISTINCT {0} FROM rollouts WHERE {0} IS NOT NULL ORDER BY 1"
     columns = ("task", "status", "outcome")
     return {name: [row[0] for row in run.rows(taken.format(name))] for name in columns} | {
@@ -127,36 +144,35 @@ def choices(run: ReportedRun) -> dict[str, list[str]]:
 
 
 def group(run: ReportedRun, place: int) -> Json:
-    """The rollouts of the group at ``place``: rewards by component, their advantages, and the last message of the first prompt.
+    """Return the rollouts of the group at ``place``, side by side.
+
+    Each has its rewards by component, its advantages and its last message; the group has the last
+    message of its first prompt.
 
     Raises:
-        LookupError: there is none.
+        LookupError: there is no such group.
     """
-    found = [decode_rollout(record) for record in run.records(place)]
-    if not found:
+    records = [decode_rollout(line) for line in run.records(place)]
+    if not records:
         raise LookupError(f"no group at {place}")
-    members = [
-        _head(one, place, line) | {"last": _last_text(one)} for line, one in enumerate(found)
-    ]
-    examples = [
-        str(one.rollout.data_sample.sample_id)
-        for one in found
-        if one.rollout.data_sample is not None
-    ]
-    first = [
-        message
-        for one in found
-        for turn in one.rollout.turns[:1]
-        for message in turn.prompt_messages[-1:]
-    ]
+    members = []
+    sample_ids = []
+    first_messages = []
+    for line, record in enumerate(records):
+        members.append(_head(record, place, line) | {"last": _last_text(record)})
+        if record.rollout.data_sample is not None:
+            sample_ids.append(str(record.rollout.data_sample.sample_id))
+        for turn in record.rollout.turns[:1]:
+            first_messages += turn.prompt_messages[-1:]
     rewards = [member["reward"] for member in members if member["reward"] is not None]
-    usual = statistics.median(rewards or [0.0])
-    odd_first = sorted(members, key=lambda member: -abs((member["reward"] or 0.0) - usual))
+    median = statistics.median(rewards or [0.0])
+    odd_first = sorted(members, key=lambda member: -abs((member["reward"] or 0.0) - median))
+    prompt = cut(first_messages[0].get("content"), MOST_CHARACTERS) if first_messages else None
     return {
         "place": place,
         "group_id": members[0]["group_id"],
-        "sample_id": next(iter(examples), None),
-        "prompt": cut(first[0].get("content"), MOST_CHARACTERS) if first else None,
+        "sample_id": next(iter(sample_ids), None),
+        "prompt": prompt,
         "mean": float(np.mean(rewards)) if rewards else None,
         "std": float(np.std(rewards)) if rewards else None,
         "members": members,
@@ -165,40 +181,41 @@ def group(run: ReportedRun, place: int) -> Json:
 
 
 def rollout(run: ReportedRun, place: int, line: int, *, whole: bool = False) -> Json:
-    """One rollout as a conversation.
+    """Return one rollout as a conversation.
 
     Args:
-        whole: texts are not cut.
+        whole: True if long texts are not cut.
 
     Raises:
-        LookupError: there is none.
+        LookupError: there is no such rollout.
     """
     recorded = decode_rollout(run.record(place, line))
-    most = 0 if whole else MOST_CHARACTERS
+    length = 0 if whole else MOST_CHARACTERS
     sample = recorded.rollout.data_sample
+    example = None
+    if sample is not None:
+        example = {"sample_id": sample.sample_id, "env_input": cut(sample.env_input, length)}
     return _head(recorded, place, line) | {
-        "turns": msgspec.to_builtins(shown_turns(recorded.rollout, most)),
-        "last_messages": msgspec.to_builtins(last_messages(recorded.rollout, most)),
+        "turns": msgspec.to_builtins(shown_turns(recorded.rollout, length)),
+        "last_messages": msgspec.to_builtins(last_messages(recorded.rollout, length)),
         "calls": calls_of(recorded.rollout),
         "left_out": recorded.left_out,
         "samples": [
             {"tokens": len(s), "trained": int(_members(s).sum())} for s in recorded.rollout.samples
         ],
-        "example": None
-        if sample is None
-        else {"sample_id": sample.sample_id, "env_input": cut(sample.env_input, most)},
+        "example": example,
         "advantage_is": _advantage_note(recorded),
     }
 
 
 def _beginnings(turns: list[RolloutTurn]) -> dict[str, str]:
-    """Of the last message that the model was first shown, and of its last answer."""
-    asked = [message for turn in turns[:1] for message in turn.prompt_messages[-1:]]
-    shown = {"asked": asked, "answered": [turn.assistant_message for turn in turns[-1:]]}
-    return {
-        name: "".join(map(_text_of, messages)).strip()[:BEGINNING]
-        for name, messages in shown.items()
-    }
+    """Return the beginnings of the first prompt's last message, and of the last answer."""
+    asked = ""
+    answered = ""
+    if turns:
+        asked = "".join(map(_text_of, turns[0].prompt_messages[-1:]))
+        answered = _text_of(turns[-1].assistant_message)
+    return {"asked": asked.strip()[:BEGINNING], "answered": answered.strip()[:BEGINNING]}
 
 
 def _messages(turn: RolloutTurn) -> list[Any]:
@@ -206,47 +223,46 @@ def _messages(turn: RolloutTurn) -> list[Any]:
 
 
 def _head(recorded: RecordedRollout, place: int, line: int) -> Json:
-    own = recorded.rollout
-    members = [
-        sample.advantages[_members(sample)]
-        for sample in own.samples
-        if sample.advantages is not None
-    ]
-    values = np.concatenate([*members, np.zeros(0)])
-    advantage = (
-        {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
-        if len(values)
-        else None
-    )
-    plainly = ("rollout_id", "group_id", "status", "reward", "reward_components", "error")
-    return {name: getattr(own, name) for name in plainly} | {
+    """Return what every view of a rollout shows of it."""
+    rollout = recorded.rollout
+    names = ("rollout_id", "group_id", "status", "reward", "reward_components", "error")
+    return {name: getattr(rollout, name) for name in names} | {
         "key": f"{place}-{line}",
         "place": place,
         "line": line,
-        "task": own.task_name,
+        "task": rollout.task_name,
         "outcome": recorded.outcome,
         "step": recorded.admitted_version,
-        "tokens": own.completion_tokens,
-        "advantage": advantage,
+        "tokens": rollout.completion_tokens,
+        "advantage": _advantage_range(rollout.samples),
     }
 
 
+def _advantage_range(samples: Sequence[TrainingSample]) -> dict[str, float] | None:
+    """Return the range of the advantages of tokens that are trained on; None without any."""
+    trained = [
+        sample.advantages[_members(sample)] for sample in samples if sample.advantages is not None
+    ]
+    values = np.concatenate([*trained, np.zeros(0)])
+    if not len(values):
+        return None
+    return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
+
+
 def _members(sample: TrainingSample) -> np.ndarray:
-    """bool [T]: tokens with a weight in any component of the loss."""
-    found = np.zeros(len(sample), bool)
-    rl = sample.loss_mask if sample.rl_weights is None else sample.rl_weights != 0
-    for weights in (
-        rl if sample.advantages is not None else None,
-        sample.ce_weights,
-        sample.ref_kl_weights,
-    ):
+    """Return the mask [T] of tokens with a weight in any component of the loss."""
+    members = np.zeros(len(sample), bool)
+    if sample.advantages is not None:
+        rl_weights = sample.loss_mask if sample.rl_weights is None else sample.rl_weights
+        members |= np.asarray(rl_weights) != 0
+    for weights in (sample.ce_weights, sample.ref_kl_weights):
         if weights is not None:
-            found |= np.asarray(weights) != 0
-    return found
+            members |= np.asarray(weights) != 0
+    return members
 
 
 def _advantage_note(recorded: RecordedRollout) -> str | None:
-    """Why nothing of the rollout was trained on, where that follows from its outcome."""
+    """Return why nothing of the rollout was trained on, if its outcome says so."""
     kind, _, filtered_by = (recorded.outcome or "").partition("/")
     slot, _, name = filtered_by.partition("/")
     notes = {
@@ -257,7 +273,8 @@ def _advantage_note(recorded: RecordedRollout) -> str | None:
     return notes.get(kind)
 
 
-def _text_of(message: Any) -> str:
+def _text_of(message: Any) -> str:  # noqa: ANN401 - a record may hold any JSON
+    """Return all that a message says: its content, its reasoning and its calls' arguments."""
     parts = [cut(message.get("content"), 0), cut(message.get("reasoning_content"), 0)]
     parts += [
         cut(call.get("function", call).get("arguments"), 0)
@@ -272,17 +289,17 @@ def _last_text(recorded: RecordedRollout) -> str:
 
 
 MOST_TOKENS = 4_000
-"""Of one answer of the token view."""
+"""Maximum number of tokens of one answer of the token view."""
 
 
 def tokenizer_of(run: ReportedRun) -> Tokenizer | None:
-    """That of the run's final policy, else of the model that its config names."""
+    """Return the tokenizer of the run's final policy, or else of its config's model."""
     model: Any = (read_config(run.folder) or {}).get("model")
     named = model.get("hf_assets_path") if isinstance(model, dict) else None
     for folder in [*policies(run.folder), *([Path(named)] if isinstance(named, str) else [])]:
         try:
             return Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception:  # the library's own type, for no file and for a file of any content
+        except Exception:  # noqa: BLE001 - tokenizers raises Exception itself, for any bad file
             continue
     return None
 
@@ -290,8 +307,10 @@ def tokenizer_of(run: ReportedRun) -> Tokenizer | None:
 def token_streams(
     run: ReportedRun, place: int, line: int, sample: int, offset: int, tokenizer: Tokenizer | None
 ) -> Json:
-    """A part of the token streams of one training sample of a rollout, NaN where a ratio has no meaning. ``texts`` of its ids,
-    special tokens too, are None where there is no tokenizer.
+    """Return the token streams of one training sample of a rollout, from ``offset`` on.
+
+    A ratio of a token that was not sampled is NaN. ``texts`` are those of the ids, special tokens
+    included; None without a tokenizer.
 
     Raises:
         LookupError: there is no such sample.
@@ -319,14 +338,16 @@ def token_streams(
     shown = {name: values[part].tolist() for name, values in streams.items() if values is not None}
     if "role_ids" in shown:
         shown["role_ids"] = [ROLES[role] if role >= 0 else None for role in shown["role_ids"]]
-    added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+    added = {}
+    texts = None
+    if tokenizer is not None:
+        added = tokenizer.get_added_tokens_decoder()
+        texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
     return {
         "length": len(chosen),
         "offset": offset,
         "ids": ids,
-        "texts": None
-        if tokenizer is None
-        else [tokenizer.decode([token], skip_special_tokens=False) for token in ids],
+        "texts": texts,
         "special": [token in added and added[token].special for token in ids],
         "streams": shown,
     }

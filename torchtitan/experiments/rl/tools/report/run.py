@@ -1,8 +1,11 @@
-"""A run folder as the pages see it: its state, its config without secrets, and an index of its files, in SQLite.
+"""A run folder as the pages see it: its state, its config without secrets, an index of its files.
 
-Pages query the index, so that nothing is read whole for a page. ``refresh`` reads what was appended since the last time. It
-remembers, for each file, how far it has read and the bytes before that place: a run that is resumed cuts its files back and
-writes others in their place, and then all is read again. No link is read.
+Pages query the index, which is in SQLite, so that no file is read whole for a page. ``refresh``
+reads what was appended to the files since the last time. For each file it remembers how far it has
+read, and the bytes before that place. A run that is resumed cuts its files back and writes other
+bytes there: then the whole file is read again.
+
+No symbolic link is read.
 """
 
 import json
@@ -38,74 +41,100 @@ from torchtitan.experiments.rl.rollouts.record_file import (
 logger = logging.getLogger(__name__)
 
 TAIL = 64
-"""Bytes before the place that was read to, by which a file is known again: the end of a line, or of a compressed group."""
+"""Number of bytes before the place that was read to, by which a file is known again.
+
+They are the end of a line, or of a compressed group.
+"""
 BATCH_BYTES = 2**20
-"""Of a file in one ``refresh``, for which queries wait: some 100 ms."""
+"""Bytes of a file that one ``refresh`` reads, in some 100 ms, for which queries wait."""
 TABLES = """
-CREATE TABLE metrics (name TEXT, step INTEGER, value REAL, PRIMARY KEY (name, step)) WITHOUT ROWID;
-CREATE TABLE ledger (rollout_id TEXT, task TEXT, dispatched INTEGER, column_ TEXT, ended INTEGER);
+CREATE TABLE metrics (
+    name TEXT, step INTEGER, value REAL, PRIMARY KEY (name, step)
+) WITHOUT ROWID;
+CREATE TABLE ledger (
+    rollout_id TEXT, task TEXT, dispatched INTEGER, column_ TEXT, ended INTEGER
+);
 CREATE INDEX ledger_ends ON ledger (task, column_, ended);
 CREATE TABLE rollouts (
-    place INTEGER, line INTEGER, rollout_id TEXT, group_id TEXT, task TEXT, status TEXT, outcome TEXT, step INTEGER,
-    reward REAL, turns INTEGER, tokens INTEGER, error TEXT, sample_id TEXT, evaluation TEXT, PRIMARY KEY (place, line)
+    place INTEGER, line INTEGER, rollout_id TEXT, group_id TEXT, task TEXT, status TEXT,
+    outcome TEXT, step INTEGER, reward REAL, turns INTEGER, tokens INTEGER, error TEXT,
+    sample_id TEXT, evaluation TEXT, PRIMARY KEY (place, line)
 ) WITHOUT ROWID;
 CREATE INDEX rollouts_groups ON rollouts (group_id);
 CREATE INDEX rollouts_chosen ON rollouts (task, outcome, step, reward);
 CREATE INDEX rollouts_evaluated ON rollouts (evaluation, task) WHERE evaluation IS NOT NULL;
 CREATE VIEW points AS
-    SELECT m.name, coalesce(CAST(v.value AS INTEGER), m.step) AS step, m.step AS reported, m.value
-    FROM metrics m LEFT JOIN metrics v ON m.name LIKE 'validation/%' AND v.name = 'validation/step' AND v.step = m.step;
+    SELECT
+        m.name, coalesce(CAST(v.value AS INTEGER), m.step) AS step, m.step AS reported, m.value
+    FROM metrics m
+    LEFT JOIN metrics v
+    ON m.name LIKE 'validation/%' AND v.name = 'validation/step' AND v.step = m.step;
 """
-"""``points``: metrics as they are drawn. A validation is reported with a later step than that of the policy it measured."""
+"""Tables of the index, which are named like the files.
 
+``points`` has the metrics as they are drawn. A validation is reported with a later step than that
+of the policy that it measured.
+"""
 
 Json = dict[str, Any]
 """An object of JSON."""
 Rows = Sequence[tuple]
-
-
+"""Rows of a table of the index."""
 REFRESH_EVERY_S = 1.0
+"""Seconds between two looks at the files, once all of them was read."""
 STALLED_AFTER_S = 120.0
-"""At least; slower runs have ten times their usual step."""
+"""Seconds without new metrics after which a run is stalled.
+
+A run whose steps are slow has ten times as long as its mean step takes.
+"""
 HIDDEN = "(hidden)"
+"""Text that stands in the place of a secret."""
 _SECRET = re.compile(r"(api_?key|secret|token|password|credential)s?$", re.IGNORECASE)
-"""Names of fields whose text is not shown. A field that names an environment variable (..._env) is no secret."""
+"""Ends of the names of fields whose text is hidden.
+
+A field that names an environment variable (..._env) holds no secret.
+"""
 
 
 class ReportedRun:
-    """One run folder. Safe to use from several threads; ``start`` follows the files until ``close``."""
+    """Run folder with the index of its files. Any thread may use it."""
 
     def __init__(self, folder: Path):
-        """
+        """Make an empty index of the files in ``folder``.
+
         Raises:
             RunError: there is no run in the folder.
         """
         self.folder = folder.resolve()
-        if not any(
-            (self.folder / name).is_file() for name in (METRICS_FILE, ROLLOUTS_FILE, "config.json")
-        ):
+        files = (METRICS_FILE, ROLLOUTS_FILE, CONFIG_FILE)
+        if not any((self.folder / name).is_file() for name in files):
             raise RunError(
-                f"{folder}: no run: it has no {METRICS_FILE}, {ROLLOUTS_FILE} or config.json"
+                f"{folder}: no run: it has no {METRICS_FILE}, {ROLLOUTS_FILE} or {CONFIG_FILE}"
             )
         if (self.folder / MANIFEST_FILE).is_file() or any(self.folder.glob("*.safetensors")):
             raise RunError(
-                f"{folder}: no run, but a checkpoint or a model: name the folder of its run, which has {METRICS_FILE}"
+                f"{folder}: no run, but a checkpoint or a model: "
+                f"name the folder of its run, which has {METRICS_FILE}"
             )
         self.name = self.folder.name
         self._lock = threading.RLock()
-        # A database without a name is this connection's; what outgrows its memory is in a file that goes with it.
+        # A database without a name belongs to this connection. SQLite keeps what outgrows its
+        # memory in a file that goes with the connection.
         self._connection = sqlite3.connect("", check_same_thread=False)
         self._connection.row_factory = sqlite3.Row
         self._connection.executescript(TABLES)
         self._read: dict[str, tuple[int, bytes]] = {}
-        """Of each file: how far it was read, and the bytes before."""
+        """Place that each file was read to, and the bytes before that place."""
         self._problem: str | None = None
-        """Why the files can't be read at the moment."""
+        """Error that keeps the files from being read at the moment."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"index-{self.name}", daemon=True)
 
     def start(self) -> None:
-        """Index in a thread, from now on. What is not indexed yet is missing from the pages, which say so."""
+        """Index the files in a thread until ``close``.
+
+        Records that are not indexed yet are missing from the pages, which say so.
+        """
         self._thread.start()
 
     def close(self) -> None:
@@ -118,92 +147,95 @@ class ReportedRun:
     def _follow(self) -> None:
         while not self._closed.is_set():
             try:
-                read_all, self._problem = self.refresh(), None
-            except Exception as error:  # a disk that fails, a file that someone changes: it may be over the next time
-                self._problem, read_all = f"{type(error).__name__}: {error}", True
-            if read_all:
+                is_all_read = self.refresh()
+                self._problem = None
+            except Exception as error:  # noqa: BLE001 - of the disk, of SQLite or of a record
+                self._problem = f"{type(error).__name__}: {error}"
+                is_all_read = True  # the next try, a second later, may succeed
+            if is_all_read:
                 self._closed.wait(REFRESH_EVERY_S)
 
     def config(self) -> Json:
-        """The resolved config, by dotted path of each field; what may be a secret is hidden."""
-        whole = _flat(self._read_config(), "")
+        """Return the resolved config by the dotted path of each field, with secrets hidden."""
+        values = _flat(self._read_config(), "")
         return {
             name: HIDDEN if _is_secret(name, value) else value
-            for name, value in sorted(whole.items())
+            for name, value in sorted(values.items())
         }
 
     def _read_config(self) -> Json:
         return {} if (self.folder / CONFIG_FILE).is_symlink() else read_config(self.folder) or {}
 
     def without_secrets(self, text: str) -> str:
-        """The text with what the config hides taken out."""
+        """Return ``text`` with the config's secrets hidden."""
         for name, value in _flat(self._read_config(), "").items():
-            text = text.replace(value, HIDDEN) if _is_secret(name, value) else text
+            if _is_secret(name, value):
+                text = text.replace(value, HIDDEN)
         return text
 
     def tasks(self) -> list[str]:
-        """By name."""
+        """Return the names of the tasks: the config's, and others that the records name."""
         rows = self.rows("SELECT task FROM ledger UNION SELECT task FROM rollouts ORDER BY task")
-        config = self._read_config().get("tasks")
-        return list(
-            dict.fromkeys(
-                [*(config if isinstance(config, dict) else ()), *(row[0] for row in rows)]
-            )
-        )
+        tasks = self._read_config().get("tasks")
+        configured = tasks if isinstance(tasks, dict) else {}
+        return list(dict.fromkeys([*configured, *(row[0] for row in rows)]))
 
     def state(self) -> Json:
-        """What the run is doing, as far as its files say.
+        """Return what the run does, as far as its files say.
 
         Returns:
-            ``state``: "running", "stalled", "done", "stopped" or "starting". ``step``, ``steps``: taken, and to take.
-            ``silent_s``: since its metrics were written.
+            ``state``: "running", "stalled", "done", "stopped" or "starting". ``step`` and
+            ``steps``: number of steps taken, and to take. ``silent_s``: seconds since metrics were
+            written.
         """
         config = self._read_config()
         step = self.rows("SELECT MAX(step) FROM metrics")[0][0]
-        usual = self.rows("SELECT AVG(value) FROM metrics WHERE name = 'time/step_s'")[0][0]
         steps = config["steps"] if isinstance(config.get("steps"), int) else None
-        silent = _age_s(self.folder / METRICS_FILE)
-        if steps is not None and step is not None and step >= steps:
-            state = "done"
-        elif is_locked(self.folder / LOCK_FILE):
-            late = silent is not None and silent > max(STALLED_AFTER_S, 10 * (usual or 0))
-            state = "stalled" if late else "running" if step is not None else "starting"
-        else:
-            state = "stopped"
+        silent_s = _age_s(self.folder / METRICS_FILE)
         command = read_command(self.folder)
+        started = command.started if command else None
         return {
-            "state": state,
+            "state": self._state_name(step, steps, silent_s),
             "step": step,
             "steps": steps,
-            "silent_s": silent,
+            "silent_s": silent_s,
             "config_name": command.config_name if command else None,
-            "started": command.started
-            if command and isinstance(command.started, int | float)
-            else None,
+            "started": started if isinstance(started, int | float) else None,
             "unread_bytes": self.unread_bytes(),
             "problem": self._problem,
         }
+
+    def _state_name(self, step: int | None, steps: int | None, silent_s: float | None) -> str:
+        if steps is not None and step is not None and step >= steps:
+            return "done"
+        if not is_locked(self.folder / LOCK_FILE):
+            return "stopped"
+        mean_s = self.rows("SELECT AVG(value) FROM metrics WHERE name = 'time/step_s'")[0][0]
+        if silent_s is not None and silent_s > max(STALLED_AFTER_S, 10 * (mean_s or 0)):
+            return "stalled"
+        return "starting" if step is None else "running"
 
     def refresh(self) -> bool:
         """Read on in each file, for at most ``BATCH_BYTES`` and a record.
 
         Returns:
-            Whether all was read.
+            True if all of the files was read.
         """
-        files: Json = {
+        readers: dict[str, Reader] = {
             METRICS_FILE: partial(_lines, metrics_rows),
             LEDGER_FILE: partial(_lines, ledger_rows),
             ROLLOUTS_FILE: _groups,
         }
-        return False not in [self._read_on(name, records) for name, records in files.items()]
+        are_read = [self._read_on(name, reader) for name, reader in readers.items()]
+        return all(are_read)
 
     def rows(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[sqlite3.Row]:
-        """Of a SELECT, with ``values`` for its marks."""
+        """Return the rows of a SELECT, with ``values`` in the place of its marks."""
         with self._lock:
             return self._connection.execute(query, values).fetchall()
 
     def unread_bytes(self) -> int:
-        """Of the rollouts' file."""
+        """Return the bytes of the rollouts' file that are not indexed yet."""
         try:
             size = (self.folder / ROLLOUTS_FILE).stat().st_size
         except OSError:
@@ -211,10 +243,10 @@ class ReportedRun:
         return max(0, size - self._read.get(ROLLOUTS_FILE, (0, b""))[0])
 
     def record(self, place: int, line: int) -> bytes:
-        """The line of a rollout.
+        """Return the line of a rollout: line ``line`` of the group at ``place``.
 
         Raises:
-            LookupError: there is none in that place any more.
+            LookupError: there is no rollout there any more.
         """
         lines = self.records(place)
         if not 0 <= line < len(lines):
@@ -222,10 +254,10 @@ class ReportedRun:
         return lines[line]
 
     def records(self, place: int) -> list[bytes]:
-        """The lines of the group at ``place``.
+        """Return the lines of the group at ``place``.
 
         Raises:
-            LookupError: as ``record``.
+            LookupError: there is no group there any more.
         """
         try:
             with self._opened(ROLLOUTS_FILE) as file:
@@ -239,9 +271,8 @@ class ReportedRun:
             raise OSError(f"{name} is a link")
         return path.open("rb")
 
-    def _read_on(
-        self, name: str, records: Callable[[BinaryIO, int], Iterator[tuple[int, Rows]]]
-    ) -> bool:
+    def _read_on(self, name: str, reader: "Reader") -> bool:
+        """Index what was appended to a file, and return True if all of it was read."""
         try:
             file = self._opened(name)
         except OSError:
@@ -253,10 +284,11 @@ class ReportedRun:
             if file.read(len(tail)) != tail:
                 self._connection.execute(f"DELETE FROM {table}")
                 place = 0
-            begun, added = place, list[Sequence[Any]]()
-            for place, rows in records(file, begun):
+            start = place
+            added: list[tuple] = []
+            for place, rows in reader(file, start):
                 added += rows
-                if place - begun >= BATCH_BYTES:
+                if place - start >= BATCH_BYTES:
                     break
             if added:
                 marks = ", ".join("?" * len(added[0]))
@@ -265,13 +297,20 @@ class ReportedRun:
                 )
             file.seek(max(0, place - TAIL))
             self._read[name] = place, file.read(min(TAIL, place))
-        return place - begun < BATCH_BYTES
+        return place - start < BATCH_BYTES
+
+
+Reader = Callable[[BinaryIO, int], Iterator[tuple[int, Rows]]]
+"""Function that reads a file on from a place.
+
+For each whole record it yields the place of the record's end and the record's rows.
+"""
 
 
 def _lines(
     rows_of: Callable[[bytes], Rows], file: BinaryIO, place: int
 ) -> Iterator[tuple[int, Rows]]:
-    """Of each whole line from ``place`` on: where it ends, and its rows. One that is being written is read the next time."""
+    """Read whole lines (a Reader). A line that is being written is read the next time."""
     file.seek(place)
     for line in file:
         if line.endswith(b"\n"):
@@ -280,26 +319,22 @@ def _lines(
 
 
 def _groups(file: BinaryIO, place: int) -> Iterator[tuple[int, Rows]]:
-    """The same of each whole group of rollouts."""
+    """Read whole groups of rollouts (a Reader)."""
     size = file.seek(0, 2)
     while place < size and (group := next_group(file, place)) is not None:
         offset, lines, place = group
-        yield (
-            place,
-            [
-                row
-                for n, line in enumerate(lines.splitlines())
-                for row in rollout_rows(offset, n, line)
-            ],
-        )
+        rows: list[tuple] = []
+        for number, line in enumerate(lines.splitlines()):
+            rows += rollout_rows(offset, number, line)
+        yield place, rows
 
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""What SQLite holds."""
+"""Integer that SQLite holds."""
 
 
 class _End(msgspec.Struct):
-    """Of a rollout: a line of the ledger."""
+    """Line of the ledger: the end of a rollout."""
 
     rollout_id: str
     task: str
@@ -321,7 +356,7 @@ class _Example(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """What the index has of a rollout's record; the decoder passes over the rest."""
+    """Fields of a rollout's record that are indexed; the decoder passes over the others."""
 
     rollout_id: str
     outcome: str | None
@@ -337,7 +372,7 @@ _DECODE = msgspec.json.Decoder(_Line).decode
 
 
 def metrics_rows(line: bytes) -> Rows:
-    """Of the table metrics: name, step, value."""
+    """Return the rows of the table ``metrics`` that a line of the metrics makes."""
     record = _parsed(line)
     step = record.pop("step", None) if isinstance(record, dict) else None
     if not isinstance(step, int) or abs(step) >= 2**63:
@@ -353,7 +388,7 @@ def metrics_rows(line: bytes) -> Rows:
 
 
 def ledger_rows(line: bytes) -> Rows:
-    """Of the table ledger."""
+    """Return the row of the table ``ledger`` that a line of the ledger makes."""
     try:
         return [msgspec.structs.astuple(msgspec.convert(_parsed(line), _End))]
     except msgspec.MsgspecError as error:
@@ -362,43 +397,39 @@ def ledger_rows(line: bytes) -> Rows:
 
 
 def rollout_rows(place: int, number: int, line: bytes) -> Rows:
-    """Of the table rollouts: line ``number`` of the group at ``place``."""
+    """Return the row of the table ``rollouts`` for line ``number`` of the group at ``place``."""
     try:
         try:
             record = _DECODE(line)
-        except msgspec.MsgspecError:  # half a character, which msgspec refuses
+        except msgspec.MsgspecError:  # msgspec refuses halves of characters
             record = msgspec.convert(_parsed(line), _Line)
     except msgspec.MsgspecError as error:
         logger.info("%s at %d, line %d: %s", ROLLOUTS_FILE, place, number, error)
         return []
-    own, example = record.rollout, record.data_sample
-    ids = (
-        place,
-        number,
-        record.rollout_id,
-        own.group_id,
-        own.task_name,
-        own.status,
-        record.outcome,
-        record.admitted_version,
-    )
-    evaluation = own.group_id.rpartition("@")[2] if record.kind == "validation" else None
-    sample_id = str(example.sample_id) if example else None
+    rollout = record.rollout
+    is_validation = record.kind == "validation"
     return [
         (
-            *ids,
-            own.reward,
+            place,
+            number,
+            record.rollout_id,
+            rollout.group_id,
+            rollout.task_name,
+            rollout.status,
+            record.outcome,
+            record.admitted_version,
+            rollout.reward,
             record.turn_count,
             record.completion_tokens,
-            own.error,
-            sample_id,
-            evaluation,
+            rollout.error,
+            str(record.data_sample.sample_id) if record.data_sample else None,
+            rollout.group_id.rpartition("@")[2] if is_validation else None,
         )
     ]
 
 
-def _parsed(line: bytes) -> Any:
-    """None: it is no JSON."""
+def _parsed(line: bytes) -> Any:  # noqa: ANN401 - JSON
+    """Return the value of a line; None if it is no JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -406,7 +437,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _stored(row: Sequence[Any]) -> list[Any]:
-    """SQLite takes no halves of characters."""
+    """Return a row as SQLite takes it: with halves of characters escaped."""
     return [
         value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
         for value in row
@@ -414,7 +445,10 @@ def _stored(row: Sequence[Any]) -> list[Any]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process of this host holds the lock of a run folder. Looked up, and not tried: a run may want to take it."""
+    """Return True if a process of this host holds the lock of a run folder.
+
+    The lock is looked up and not tried, because a run may want to take it at this moment.
+    """
     try:
         entry = path.stat()
         lines = Path("/proc/locks").read_text().splitlines()
@@ -431,14 +465,17 @@ def _age_s(path: Path) -> float | None:
         return None
 
 
-def _flat(value: Any, path: str) -> Json:
+def _flat(value: object, path: str) -> Json:
+    """Return the values in nested dicts by their dotted path."""
     if not isinstance(value, dict):
         return {path: json.dumps(value) if isinstance(value, list) else value}
-    below = [_flat(entry, f"{path}.{name}" if path else name) for name, entry in value.items()]
-    return {name: found for entries in below for name, found in entries.items()} or (
-        {path: "{}"} if path else {}
-    )
+    values: Json = {}
+    for name, entry in value.items():
+        values |= _flat(entry, f"{path}.{name}" if path else name)
+    if not values and path:
+        return {path: "{}"}
+    return values
 
 
-def _is_secret(name: str, value: Any) -> bool:
+def _is_secret(name: str, value: object) -> bool:
     return isinstance(value, str) and bool(value and _SECRET.search(name))
