@@ -1,7 +1,8 @@
-"""Places that metrics and sample conversations go to: Weights & Biases, trackio, or a class of your own.
+"""Sends metrics and sample conversations to Weights & Biases, trackio, or a class of your own.
 
-Subclass ``Tracker`` in your own module and name its Config in ``config.metrics.trackers``. TensorBoard is not one of them, but
-a file of the run (`metrics.py`): a checkpoint waits until it is on the disk.
+Subclass ``Tracker`` in your own module and name its Config in ``config.metrics.trackers``.
+TensorBoard is no tracker, but a file of the run (`metrics.py`): a checkpoint waits until it is on
+the disk.
 """
 
 import contextlib
@@ -22,61 +23,86 @@ from torchtitan.experiments.rl.errors import ConfigError, MissingError
 logger = logging.getLogger(__name__)
 
 LAST_STEP_FILE = "trackio-last-step"
-"""In the run folder. trackio can't cut a run back, and shows a step that is logged twice as two points."""
+"""File in the run folder with the last step that trackio got. trackio can't cut a run back, and
+shows a step that is logged twice as two points."""
 WANDB_ID_FILE = "wandb-run-id"
-"""In the run folder: a resumed run goes on with the same W&B run."""
+"""File in the run folder with the id of the W&B run, which a resumed run goes on with."""
 WandbMode = Literal["offline", "online", "disabled"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedRun:
+    """The run that a tracker shows."""
+
     folder: Path
-    """Its name is the name of the run."""
+    """Folder of the run. Its name is the name of the run."""
     config: Mapping[str, Any]
-    """The whole config as plain JSON. It holds no keys: these are in the environment only."""
+    """Whole config as plain JSON. It holds no secrets: these are in the environment only."""
     resume_step: int | None = None
-    """The run goes on after this step: what was logged of later ones is logged again. None: it is new."""
+    """Step of the checkpoint that the run goes on from; None if it is new. Later steps are logged
+    again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
+    """Sample conversations of a step."""
+
     name: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str | int | float | None]]
-    """Texts have no character that acts on a terminal, and an end."""
+    """Cells of each row. Texts are of limited length, and no character in them acts on a
+    terminal."""
 
 
 class Tracker(UserConfigurable):
-    """Each call comes in a thread of the tracker's own, one at a time, so it may wait for a network. What raises, or is so far
-    behind that its queue is full, gets nothing more; the run goes on.
+    """Place that metrics are sent to. Override `log`, and the other methods if you need them.
+
+    A thread of the tracker's own makes each call, one at a time, so a call may wait for a network.
+    A tracker that raises, or whose queue is full, gets nothing more; the run goes on.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(UserConfigurable.Config):
+        """Settings of a tracker."""
+
         def validate(self, *, field: str) -> None:
-            """Raises ConfigError, or MissingError where this machine lacks something. ``field``: where this config sits in the
-            whole one."""
+            """Check the settings before anything is started.
+
+            Args:
+                field: place of this config in the whole config.
+
+            Raises:
+                ConfigError: a setting is wrong.
+                MissingError: this machine lacks something.
+            """
 
     def __init__(self, config: Config, *, run: TrackedRun):
-        self.config, self.run = config, run
+        """Begin to track a run, or go on with it."""
+        self.config = config
+        self.run = run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One step's metrics, all finite. Steps rise."""
+        """Log the metrics of one step, which are all finite. Steps rise."""
         raise NotImplementedError(f"{type(self).__name__}.log")
 
     def log_table(self, step: int, table: Table) -> None:
-        """A table of the step, after its metrics. A tracker that shows no tables does nothing."""
+        """Log a table of a step, after its metrics. A tracker without tables does nothing."""
 
     def close(self) -> None:
-        """Nothing follows. The run waits for it, for some time."""
+        """Send what is left. The run waits for the return, for some time; no call follows."""
 
 
 class TrackioTracker(Tracker):
+    """Logs to trackio, a local database with a dashboard."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Tracker.Config):
+        """Settings of trackio."""
+
         project: NonEmptyStr = "torchtitan-rl"
 
         def validate(self, *, field: str) -> None:
+            """Check that trackio is installed."""
             if importlib.util.find_spec("trackio") is None:
                 raise MissingError(
                     f"{field}.project",
@@ -85,10 +111,13 @@ class TrackioTracker(Tracker):
                 )
 
     def __init__(self, config: Config, *, run: TrackedRun):
+        """Begin a run of trackio, or go on with it."""
         super().__init__(config, run=run)
         import trackio
 
-        self._trackio, self._last = trackio, -1
+        self._trackio = trackio
+        self._last = -1
+        """Last step that an earlier command of this run has logged."""
         self._last_path = run.folder / LAST_STEP_FILE
         if run.resume_step is not None and self._last_path.exists():
             self._last = int(self._last_path.read_text(encoding="utf-8"))
@@ -104,11 +133,13 @@ class TrackioTracker(Tracker):
             )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step, unless an earlier command has."""
         if step > self._last:
             self._run.log(dict(metrics), step=step)
             self._last_path.write_text(f"{step}\n", encoding="utf-8")
 
     def log_table(self, step: int, table: Table) -> None:
+        """Log a table of a step, unless an earlier command has."""
         if step > self._last:
             shown = self._trackio.Table(
                 columns=list(table.columns), data=[list(row) for row in table.rows]
@@ -116,37 +147,49 @@ class TrackioTracker(Tracker):
             self._run.log({table.name: shown}, step=step)
 
     def close(self) -> None:
+        """End the run of trackio."""
         with _printed_to_the_log():
             self._run.finish()
 
 
 @contextlib.contextmanager
 def _printed_to_the_log() -> Iterator[None]:
-    """trackio prints how to show the dashboard, and no option prevents that. The console keeps the stream that it has."""
+    """Log what the block prints on stdout.
+
+    trackio prints how to show the dashboard, and no option prevents that. The console keeps the
+    stream that it has.
+    """
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         yield
     logger.info("trackio: %s", printed.getvalue())
 
 
 class WandbTracker(Tracker):
+    """Logs to Weights & Biases."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Tracker.Config):
+        """Settings of Weights & Biases."""
+
         project: NonEmptyStr = "torchtitan-rl"
         mode: WandbMode = "offline"
-        """`offline` needs no network and can be uploaded later; `online` needs WANDB_API_KEY."""
+        """Whether to upload: `offline` needs no network and can be uploaded later; `online` needs
+        WANDB_API_KEY."""
 
         def validate(self, *, field: str) -> None:
+            """Check that there is a key if one is needed."""
             if self.mode == "online" and not os.environ.get("WANDB_API_KEY"):
                 raise ConfigError(
                     f"{field}.mode", "online", "WANDB_API_KEY is not set: set it, or use offline"
                 )
 
     def __init__(self, config: Config, *, run: TrackedRun):
+        """Begin a W&B run, or go on with it after the step of the checkpoint."""
         super().__init__(config, run=run)
         import wandb
 
         self._wandb = wandb
-        run_id = self._id()
+        run_id = self._run_id()
         arguments: dict[str, Any] = dict(
             project=config.project,
             name=run.folder.name,
@@ -163,7 +206,8 @@ class WandbTracker(Tracker):
                 return
             except wandb.errors.Error as error:  # not every server can; it needs the step too
                 logger.warning(
-                    "W&B can't cut its run %s back to step %d (%s): it keeps what it has of later steps",
+                    "W&B can't cut its run %s back to step %d (%s): it keeps what it has of "
+                    "later steps",
                     run_id,
                     run.resume_step,
                     error,
@@ -171,18 +215,21 @@ class WandbTracker(Tracker):
         self.wandb_run = wandb.init(id=run_id, resume="allow", **arguments)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step."""
         self.wandb_run.log(dict(metrics), step=step)
 
     def log_table(self, step: int, table: Table) -> None:
+        """Log a table of a step."""
         shown = self._wandb.Table(
             columns=list(table.columns), data=[list(row) for row in table.rows]
         )
         self.wandb_run.log({table.name: shown}, step=step)
 
     def close(self) -> None:
+        """End the W&B run."""
         self.wandb_run.finish()
 
-    def _id(self) -> str:
+    def _run_id(self) -> str:
         path = self.run.folder / WANDB_ID_FILE
         if self.run.resume_step is None or not path.exists():
             path.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")

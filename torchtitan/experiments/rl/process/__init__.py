@@ -1,1 +1,1 @@
-"""What a process of a run is set up with: `setup.py` changes the process, `logs.py` has the log's handlers and formats."""
+"""Processes of a run: how each is set up, where it prints, what it records, and how it ends."""

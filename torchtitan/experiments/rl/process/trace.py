@@ -1,15 +1,19 @@
-"""What this process does and for how long: seconds by name, its event loop's lag and, while steps are profiled, each span.
+"""Records what this process does and for how long.
+
+It records seconds by name, the lag of the event loop and, while steps are profiled, each span.
 ``operations/reports.py`` collects the spans of every process.
 
-    with lane("rollout"):              # in a row of its own, beside other rollouts that run at the same time
+    with lane("rollout"):              # in a row of its own, beside other rollouts of that time
         with span("env", name="Maze"): # inside that row
             ...
 
-Each block is recorded as two events of Chrome's trace format. A lane and the spans inside it are nestable async events (``b``,
-``e``) with one id; a span of a thread without an event loop is in the row of that thread (``B``, ``E``). What an event loop
-runs outside of every lane is not recorded: it would overlap with what the loop runs meanwhile. So what had begun before the
-recording is not in it; what goes on after it has no second event. While nothing is recorded, ``span`` and ``lane`` return an
-object that does nothing.
+Each block is recorded as two events of Chrome's trace format. A lane and the spans inside it are
+nestable async events (``b``, ``e``) with one id. A span of a thread without an event loop is in the
+row of that thread (``B``, ``E``). A span that an event loop runs outside of every lane is not
+recorded, because it would overlap with the other work of the loop.
+
+A block that began before the recording is not in it, and a block that ends after it has no second
+event. While nothing is recorded, ``span`` and ``lane`` return an object that does nothing.
 """
 
 import asyncio
@@ -23,19 +27,22 @@ from contextvars import ContextVar
 from typing import Any
 
 INTERVAL_S = 0.01
-"""Between two measurements of an event loop's lag. A shorter block may fall between them."""
+"""Seconds between two measurements of an event loop's lag. What blocks the loop for less may fall
+between two of them."""
 Event = dict[str, Any]
-"""As the format has it, but without ``pid``, and with ``ts`` in nanoseconds since the epoch, so that processes, and hosts as
-far as their clocks agree, can be compared."""
+"""Event of the trace format, but without ``pid``, and with ``ts`` in nanoseconds since the epoch.
+So processes can be compared, and hosts as far as their clocks agree."""
 _events: list[Event] | None = None
+"""Events that were recorded; None while nothing is recorded."""
 _lane: ContextVar[dict[str, str] | None] = ContextVar("lane", default=None)
-"""What all events of the lane have."""
+"""Fields that every event of the current lane has; None outside of every lane."""
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def span(name: str, **details: Any) -> AbstractContextManager[None]:
-    """What happens in the block, as a part of what the lane or the thread does."""
-    if (events := _events) is None:
+def span(name: str, **details: Any) -> AbstractContextManager[None]:  # noqa: ANN401 - JSON
+    """Record the block as a part of the current lane, or of this thread."""
+    events = _events  # another thread may stop the recording
+    if events is None:
         return _NOTHING
     if _lane.get() is None:
         with contextlib.suppress(RuntimeError):
@@ -44,14 +51,12 @@ def span(name: str, **details: Any) -> AbstractContextManager[None]:
     return _recorded(events, name, _lane.get(), details)
 
 
-def lane(kind: str, **details: Any) -> AbstractContextManager[None]:
-    """What happens in the block runs beside others of its kind, and has a row of its own for that time."""
+def lane(kind: str, **details: Any) -> AbstractContextManager[None]:  # noqa: ANN401 - JSON
+    """Record the block in a row of its own, because it runs beside others of its kind."""
     events = _events  # another thread may stop the recording
-    return (
-        _NOTHING
-        if events is None
-        else _recorded(events, kind, {"cat": kind, "id": os.urandom(7).hex()}, details)
-    )
+    if events is None:
+        return _NOTHING
+    return _recorded(events, kind, {"cat": kind, "id": os.urandom(7).hex()}, details)
 
 
 @contextlib.contextmanager
@@ -70,22 +75,28 @@ def _recorded(
 
 
 def recording() -> bool:
-    """Whether spans are recorded now."""
+    """Return True while spans are recorded."""
     return _events is not None
 
 
 def start() -> None:
-    """Record what begins from now on."""
+    """Record the blocks that begin from now on."""
     global _events
     _events = []
 
 
 def stop() -> list[Event]:
-    """Record no more. Returns what was recorded, and the names of the threads that did it and still run."""
+    """Stop recording.
+
+    Returns:
+        The events that were recorded, and one with the name of each of their threads that still
+        runs.
+    """
     global _events
-    recorded, _events = [*(_events or ())], None  # threads go on ending theirs
-    tids = {event["tid"] for event in recorded}
-    return recorded + [
+    recorded = list(_events or ())  # a copy: threads go on ending their blocks
+    _events = None
+    thread_ids = {event["tid"] for event in recorded}
+    names = [
         {
             "ph": "M",
             "name": "thread_name",
@@ -94,21 +105,25 @@ def stop() -> list[Event]:
             "args": {"name": thread.name},
         }
         for thread in threading.enumerate()
-        if thread.native_id in tids
+        if thread.native_id in thread_ids
     ]
+    return recorded + names
 
 
 class Stopwatch:
-    """Adds up the seconds spent under each name, until the lap is read. The running event loop tells the time.
+    """Adds up the seconds spent under each name, until the lap is read.
 
-    Spans of one name add up; spans of different names may overlap, and then each counts its own seconds.
+    The running event loop tells the time. Spans of one name add up. Spans of different names may
+    overlap, and then each counts its own seconds.
     """
 
     def __init__(self) -> None:
+        """Begin the first lap."""
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
+        """Count the seconds of the block, and record it as a ``span``."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -118,13 +133,17 @@ class Stopwatch:
             self._seconds[name] = self._seconds.get(name, 0.0) + loop.time() - began
 
     def lap(self) -> dict[str, float]:
-        """Seconds per name since the last lap, and a fresh start."""
-        lap, self._seconds = self._seconds, {}
+        """Return the seconds under each name since the last lap, and begin a new one."""
+        lap = self._seconds
+        self._seconds = {}
         return lap
 
 
 class LoopLag:
-    """Sleeps, and measures how late it wakes up. A measurement takes about 10 us of CPU."""
+    """Measures how late the event loop wakes a sleeping task.
+
+    A measurement takes about 10 us of processor time.
+    """
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
         """Measure nothing before `start`.
@@ -135,17 +154,19 @@ class LoopLag:
         self._interval_s = interval_s
         self._task: asyncio.Task | None = None
         self.lags_s: list[float] = []
-        """Of each measurement since the last lap."""
+        """Lags that were measured since the last lap, in seconds."""
 
     def start(self) -> None:
+        """Measure the running event loop from now on."""
         self._task = asyncio.create_task(self._look(), name="loop-lag")
 
     def stop(self) -> None:
+        """Stop measuring."""
         if self._task is not None:
             self._task.cancel()
 
     def lap(self) -> float:
-        """Longest lag in seconds since the last lap; 0 when it was not measuring."""
+        """Return the longest lag since the last lap in seconds; 0 if nothing was measured."""
         longest = max(self.lags_s, default=0.0)
         self.lags_s = []
         return longest
