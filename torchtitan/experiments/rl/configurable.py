@@ -1,22 +1,39 @@
-"""Base of the classes users subclass: tasks, datasets, samplers, rubrics, algorithms, filters, losses."""
+"""Base of the classes users subclass: tasks, datasets, samplers, rubrics, algorithms, filters."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from renderers import Renderer
+
 from torchtitan.config import Configurable
+from torchtitan.experiments.rl.compat.torchtitan import built_class
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildContext:
+    """Facts of a run that its tasks, algorithms and filters may need beside their configs."""
+
+    renderer: Renderer
+    """Renderer of the policy's tokenizer, which makes prompts of messages."""
+    vocab_size: int
+    """Number of token ids that the policy's model has."""
+    seed: int = 0
+    """Seed of the run."""
 
 
 class UserConfigurable(Configurable):
     """A Configurable whose every subclass has a Config that builds that subclass.
 
-    A Configurable that defines no Config inherits its parent's, and ``Sub.Config().build()`` silently makes the parent.
-    Here such a subclass gets an empty Config of its own, so a subclass that only overrides a method is complete.
+    A Configurable that defines no Config inherits its parent's, and ``Sub.Config().build()``
+    silently makes the parent. Here such a subclass gets an empty Config of its own, so a subclass
+    that only overrides a method is complete.
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any):  # noqa: ANN401 - the Config of any subclass
         self.config = config
 
-    def __init_subclass__(cls, **kwargs):
+    def __init_subclass__(cls, **kwargs: Any) -> None:  # noqa: ANN401 - passed on
         if "Config" not in cls.__dict__:
             namespace = {
                 "__module__": cls.__module__,
@@ -28,3 +45,33 @@ class UserConfigurable(Configurable):
             )
             cls.Config = config  # type: ignore[misc]  # what a class statement in the body would do
         super().__init_subclass__(**kwargs)
+
+
+def build_with(config: Configurable.Config, context: BuildContext) -> Any:  # noqa: ANN401 - any part
+    """Build an algorithm or a filter, with the context if its constructor has that parameter.
+
+    A part that needs the renderer or the size of the vocabulary takes it there::
+
+        def __init__(self, config: Config, *, context: BuildContext):
+            super().__init__(config)
+            self._renderer = context.renderer
+    """
+    return config.build(context=context) if takes_context(built_class(config)) else config.build()
+
+
+def takes_context(part: type) -> bool:
+    """Return True if the constructor of a class has the parameter ``context``.
+
+    A constructor that passes on all it is given (``**arguments``) has those of the next class.
+    """
+    for base in part.__mro__:
+        constructor = vars(base).get("__init__")
+        if constructor is None:
+            continue
+        parameters = inspect.signature(constructor).parameters
+        if "context" in parameters:
+            return True
+        kinds = [parameter.kind for parameter in parameters.values()]
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            return False
+    return False

@@ -21,6 +21,7 @@ from torchtitan.experiments.rl.ask.call import ask, contained, sentence
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.placement import Place, Placement
 from torchtitan.experiments.rl.config.resume import save_config
+from torchtitan.experiments.rl.configurable import build_with
 from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.group_runner import (
     GroupRunner,
@@ -35,14 +36,13 @@ from torchtitan.experiments.rl.controller.loop import Parts, Schedule, build_loo
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
-from torchtitan.experiments.rl.envs.renderer import build_renderer
+from torchtitan.experiments.rl.envs.renderer import build_context
 from torchtitan.experiments.rl.errors import RunError, UserCodeError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.endpoint import FrozenClients
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.references import hosted_models
-from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.policy import model_positions
 from torchtitan.experiments.rl.observability.console import RunSummary
 from torchtitan.experiments.rl.operations.alarms import StallDetectors, mismatch_alarm
@@ -465,9 +465,7 @@ class Run:
         self._failure: Exception | None = None
         self._actors = RunActors(context, on_failure=self._fail)
         self.supervisor = self._actors.supervisor
-        self._tasks = TaskSet(
-            config.tasks, ordered=context.ordered, limits=config.user_code, seed=config.seed
-        )
+        self._tasks = TaskSet(config.tasks, ordered=context.ordered, limits=config.user_code)
         self._built: _Built | None = None
         self._building: asyncio.Task[_Built] | None = None
         self._closing = Closing()
@@ -552,24 +550,25 @@ class Run:
             resume_step=None if resumed is None else step,
         )
         self._to_close.append(("the metrics", partial(asyncio.to_thread, metrics.close)))
-        renderer = build_renderer(config.renderer, config.model.hf_assets_path)
-        vocab_size = HubConfig.read(config.model.hf_assets_path).size("vocab_size")
-        await self._tasks.build(renderer, vocab_size=vocab_size)
+        known = build_context(config.renderer, config.model.hf_assets_path, seed=config.seed)
+        await self._tasks.build(known)
         tasks, batcher = (
             self._tasks.tasks,
             config.batcher.build(positions=model_positions(config.model)),
         )
         selection = Selection(
             context.ordered,
-            mix=await self._user_part(
-                config.task_mix,
+            mix=await self._user_call(
+                partial(
+                    config.task_mix.build,
+                    weights={name: task.weight for name, task in config.tasks.items()},
+                ),
                 "task_mix",
-                weights={name: task.weight for name, task in config.tasks.items()},
             ),
             tasks=tasks,
             **{
                 slot: [
-                    await self._user_part(entry, f"{slot}[{i}]")
+                    await self._user_call(partial(build_with, entry, known), f"{slot}[{i}]")
                     for i, entry in enumerate(getattr(config, slot))
                 ]
                 for slot in ("pre_batch_filters", "post_batch_filters")
@@ -577,9 +576,7 @@ class Run:
         )
         for line in selection.without_state():
             context.console.note(line)
-        for entry, _ in itertools.chain(*selection.filters.values()):
-            entry.vocab_size = vocab_size
-        text = np.array(renderer.render_ids(CANARY_MESSAGES), np.int32)
+        text = np.array(known.renderer.render_ids(CANARY_MESSAGES), np.int32)
         await self._actors.start(text, trainer_start(resumed, self._init_from))
         with context.console.waits.wait("the tasks to be set up"):
             runner = await self._actors.start_runner(self._tasks)
@@ -650,10 +647,9 @@ class Run:
         self._built = _Built(training, rollouts, checkpoints, reports, profile)
         return self._built
 
-    async def _user_part(self, part: Any, field: str, **arguments: Any) -> Any:
-        """What a config that users may have written builds; the error of one that fails names its field."""
+    async def _user_call(self, build: Callable[[], Any], field: str) -> Any:
+        """Return what a config that users may have written builds; an error names its field."""
         timeout_s = self._context.config.user_code.setup_timeout_s
-        build = partial(part.build, **arguments)
         return await self._context.ordered.call(
             build, owner=f"{field} can't be built", timeout_s=timeout_s
         )

@@ -23,11 +23,10 @@ from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner, TaskSet
 from torchtitan.experiments.rl.controller.validation import Validator, labelled, pass_at_k
-from torchtitan.experiments.rl.envs.renderer import build_renderer
+from torchtitan.experiments.rl.envs.renderer import build_context
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError, users_traceback
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
 from torchtitan.experiments.rl.generation.references import FrozenModel, hosted_models
-from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.observability.console import Console, write_line
 from torchtitan.experiments.rl.operations.alarms import FirstFailures
 from torchtitan.experiments.rl.operations.assembly import RunActors
@@ -200,7 +199,7 @@ class Evaluation:
             self.actors,
             self._context.ordered,
         )
-        tasks = TaskSet(config.tasks, ordered=ordered, limits=config.user_code, seed=config.seed)
+        tasks = TaskSet(config.tasks, ordered=ordered, limits=config.user_code)
         recorder = config.recorder.build(run_dir=self._model.run_dir)
         policy = None if endpoint is None else EndpointPolicy(endpoint, actors.policy)
         validator: Validator | None = None
@@ -223,10 +222,8 @@ class Evaluation:
             recorder.record(group, outcomes, kind="validation")
 
         try:
-            renderer = build_renderer(config.renderer, config.model.hf_assets_path)
-            await tasks.build(
-                renderer, vocab_size=HubConfig.read(config.model.hf_assets_path).size("vocab_size")
-            )
+            path = config.model.hf_assets_path
+            await tasks.build(build_context(config.renderer, path, seed=config.seed))
             await actors.supervisor.unless_failed(actors.start_generators(policy=policy is None))
             if policy is None:
                 runner = await actors.start_runner(tasks)
