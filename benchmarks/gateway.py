@@ -21,6 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from torchtitan.experiments.rl.algorithms import GRPO  # noqa: E402
 from torchtitan.experiments.rl.config_registry import TINY_MODEL  # noqa: E402
+from torchtitan.experiments.rl.configurable import BuildContext  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer  # noqa: E402
 from torchtitan.experiments.rl.gateway.chains import Chains  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
@@ -138,8 +139,12 @@ async def compare(options) -> None:
         "algorithm": GRPO.Config(),
         "env": RendererEnvConfig(max_turns=options.turns, max_rollout_tokens=100_000),
     }
-    env = EnvTask.Config(**same, message_env=Talk).build(name="env", renderer=renderer)
-    agent = Agent.Config(**same).build(name="agent", renderer=renderer)
+    env = EnvTask.Config(**same, message_env=Talk).build(
+        name="env", context=BuildContext(renderer=renderer, vocab_size=1 << 31)
+    )
+    agent = Agent.Config(**same).build(
+        name="agent", context=BuildContext(renderer=renderer, vocab_size=1 << 31)
+    )
     agent.waiting = {}
     agent.clients = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--clients", stdin=-1, stdout=-1

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from torchtitan.experiments.rl.algorithms import GRPO  # noqa: E402
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.batching.batcher import Batcher  # noqa: E402
+from torchtitan.experiments.rl.configurable import BuildContext  # noqa: E402
 from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
 from torchtitan.experiments.rl.controller.ledger import Ledger  # noqa: E402
@@ -199,7 +200,7 @@ async def run_ours(
         rubric=Rubric.Config(reward_fns=[RewardFn(alternating, takes="rollout")]),
     )
     task.env.max_rollout_tokens = task.sampling.max_tokens = 4096
-    task = task.build(name="sum", renderer=renderer)
+    task = task.build(name="sum", context=BuildContext(renderer=renderer, vocab_size=1 << 31))
     schedule = Schedule(
         steps=steps, rollouts_per_step=GROUPS_PER_STEP * GROUP_SIZE, max_offpolicy_steps=bound
     )

@@ -25,6 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from torchtitan.experiments.rl.algorithms import GRPO  # noqa: E402
 from torchtitan.experiments.rl.config_registry import TINY_MODEL  # noqa: E402
+from torchtitan.experiments.rl.configurable import BuildContext  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.process.trace import INTERVAL_S, LoopLag  # noqa: E402
@@ -156,7 +157,7 @@ async def run(
         rubric=Rubric.Config(reward_fns=[env_component("calls")]),
         env=RendererEnvConfig(max_turns=options.turns, max_rollout_tokens=100_000),
         group_size=GROUP_SIZE,
-    ).build(name="tools", renderer=timed)
+    ).build(name="tools", context=BuildContext(renderer=timed, vocab_size=1 << 31))
     policy = StubPolicy(tokenizer, turns=options.turns, latency_s=latency_s)
     recorder = None
     if options.record:

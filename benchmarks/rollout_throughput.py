@@ -34,6 +34,7 @@ from torchtitan.experiments.rl.ask.ordered import OrderedCalls  # noqa: E402
 from torchtitan.experiments.rl.config.placement import place  # noqa: E402
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
+from torchtitan.experiments.rl.configurable import BuildContext  # noqa: E402
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
 from torchtitan.experiments.rl.controller.ledger import Ledger  # noqa: E402
 from torchtitan.experiments.rl.controller.loop import Parts, Schedule, build_loop  # noqa: E402
@@ -276,7 +277,9 @@ async def compare_load(
         task_config = replace(
             task_config, sampling=replace(task_config.sampling, max_tokens=tokens)
         )
-    task = task_config.build(name="sum_digits", renderer=renderer, seed=0)
+    task = task_config.build(
+        name="sum_digits", context=BuildContext(renderer=renderer, vocab_size=1 << 31)
+    )
     path = RolloutPath(config, client, task, rollouts_per_step=args.rollouts)
     speeds, differing, rollouts, total = [], 0, 0, 0
     for turn in range(args.warmup + args.repeats):

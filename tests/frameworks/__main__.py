@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.contexts import context_of
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
@@ -219,7 +220,9 @@ async def run_hub(name: str, python: Path) -> Row:
 async def run_rollout(config: Task.Config, replies: list[str]) -> Rollout:
     """Run one rollout of the task's first example, in which the policy's calls get the replies."""
     config.group_size, config.max_retries, config.env.rollout_timeout_s = 1, 0, LONGEST_S
-    task = config.build(name="agent", renderer=build_renderer(RendererConfig(), TINY_MODEL))
+    task = config.build(
+        name="agent", context=context_of(build_renderer(RendererConfig(), TINY_MODEL))
+    )
     # By calls and not by turns of a conversation: a program that rewrites its history begins a conversation with each call.
     following = itertools.chain(replies, itertools.repeat("I have said all."))
     policy: Any = ScriptedPolicy(TINY_MODEL, lambda rollout, turn: next(following))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.contexts import context_of
 from tests.integration.learners import learner_of
 from tests.integration.models import MODEL
 from torchtitan.experiments.rl.algorithms import GRPO
@@ -73,7 +74,7 @@ async def conversations(
         env=RendererEnvConfig(max_turns=ROUNDS, max_rollout_tokens=400),
         sampling=SamplingConfig(max_tokens=16, temperature=temperature),
         group_size=GROUP_SIZE,
-    ).build(name="rounds", renderer=build_renderer(RendererConfig(**renderer), MODEL))
+    ).build(name="rounds", context=context_of(build_renderer(RendererConfig(**renderer), MODEL)))
     client = GeneratorClient()
     await client.admit(0, generator)
     recorder = RolloutRecorder.Config().build(run_dir=folder)

@@ -6,6 +6,7 @@ import json
 import aiohttp
 import numpy as np
 
+from tests.contexts import context_of
 from torchtitan.experiments.rl.tasks import (
     AgentTask,
     MemoryRows,
@@ -46,7 +47,7 @@ def config_of(task_class, *, rows=(), tokens=2048, calls=64, sampled=256, timeou
 
 async def run_task(config, policy, renderer, *, seed=0):
     """One group of the first example, scored; the task is closed."""
-    task = config.build(name="agent", renderer=renderer)
+    task = config.build(name="agent", context=context_of(renderer))
     await task.setup(policy)
     try:
         group = await task.run_group(task.dataset[0], policy, group_id="g", seed=seed)

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from tests.contexts import context_of
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.configurable import build_with
 from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.ledger import Ledger
@@ -31,8 +33,8 @@ def loops_of(
         OrderedCalls(),
         tasks={task.name: task for task in tasks},
         mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0 for task in tasks}),
-        pre_batch_filters=[entry.build() for entry in filters],
-        post_batch_filters=[entry.build() for entry in post_filters],
+        pre_batch_filters=[build_with(entry, context_of(None)) for entry in filters],
+        post_batch_filters=[build_with(entry, context_of(None)) for entry in post_filters],
     )
     given = Parts(
         selection=selection,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.agents import config_of, run_task
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
@@ -251,7 +252,7 @@ async def test_the_calculator_program_earns_what_the_env_gives(places):
         AutoTokenizer.from_pretrained(str(path)), lambda rollout_id, turn: [call, "42"][turn]
     )
     config = config_of(AgentCommandTask, command=PROGRAM, rubric=CalculatorRubric.Config())
-    task = config.build(name="agent", renderer=build_renderer(RendererConfig(), path))
+    task = config.build(name="agent", context=context_of(build_renderer(RendererConfig(), path)))
     sample = task.dataset[0]
     sample.env_input = "12 + 30"
     await task.setup(policy)

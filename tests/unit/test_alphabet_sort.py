@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.errors import ConfigError
@@ -28,7 +29,7 @@ def config(**changes):
 
 async def play(renderer, tokenizer, replies, **changes):
     """One rollout on ROUNDS with these replies."""
-    task = config(**changes).build(name="sort", renderer=renderer)
+    task = config(**changes).build(name="sort", context=context_of(renderer))
     policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: replies[turn])
     sample = DataSample(sample_id="0", env_input=ROUNDS)
     group = await task.run_group(sample, policy, group_id="g", seed=0, group_size=1)

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
@@ -103,7 +104,7 @@ async def test_replies_earn_what_a_person_would_give_them(
     config.rubric.isolated_workers = 1
     config.env = RendererEnvConfig(max_turns=4, max_rollout_tokens=8192)
     renderer = build_renderer(RendererConfig(enable_thinking=True), tokenizer_path)
-    task = config.build(name=name, renderer=renderer)
+    task = config.build(name=name, context=context_of(renderer))
     first = [CALL] if name == "calculator" else []
 
     async def rewarded(reply):

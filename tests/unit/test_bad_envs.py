@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.loops import loops_of
 from tests.unit.rollout_stubs import FAILURES, BrokenEnv, ScriptedPolicy, TalkingEnv, answer_with
 from torchtitan.experiments.rl.algorithms import GRPO
@@ -140,7 +141,7 @@ class BadTask(Task):
 
 @pytest.fixture
 def loop(renderer, tokenizer, tmp_path):
-    task = BadTask.Config().build(name="bad", renderer=renderer)
+    task = BadTask.Config().build(name="bad", context=context_of(renderer))
     task.made = []
     # In the order of KINDS.
     task.sampler.next = iter(task.dataset[index] for index in range(len(KINDS))).__next__
@@ -210,7 +211,7 @@ async def test_opening_prompt_that_overflows_is_in_no_statistic_even_with_a_trun
         rubric=Rubric.Config(
             reward_fns=[RewardFn(good_is_better, takes="rollout")], truncation_reward=-1.0
         )
-    ).build(name="bad", renderer=renderer)
+    ).build(name="bad", context=context_of(renderer))
     task.made = []
     index = list(KINDS).index("a million characters in reset")
     group = await task.run_group(

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.blocked import blocked_s
 from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
@@ -58,7 +59,7 @@ async def test_rollout_whose_env_blocks_beyond_its_limit_is_a_timeout_by_name_an
         env=RendererEnvConfig(step_timeout_s=0.2),
         group_size=2,
         max_retries=0,
-    ).build(name="blocks", renderer=renderer)
+    ).build(name="blocks", context=context_of(renderer))
     task.where = where
     runner = LocalRunner(ScriptedPolicy(tokenizer), seed=0)
     BLOCKING.lap()

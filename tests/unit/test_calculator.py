@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.data.dataset import split_of_text
@@ -29,7 +30,7 @@ def config(**changes):
 
 async def play(renderer, tokenizer, *replies):
     """One rollout on "47 * 86", which is 4042, with these replies."""
-    task = config().build(name="calculator", renderer=renderer)
+    task = config().build(name="calculator", context=context_of(renderer))
     policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: replies[turn])
     sample = DataSample(sample_id="0", env_input="47 * 86")
     group = await task.run_group(sample, policy, group_id="g", seed=0, group_size=1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.rollout_stubs import TalkingEnv
 from tests.unit.test_rollout_loop import Loop, StubTask, settle
 from torchtitan.experiments.rl.algorithms.base import Algorithm
@@ -89,7 +90,7 @@ def task_set(*, hangs=False, **configs) -> TaskSet:
     limits = UserCodeLimits(
         call_timeout_s=limit_s, setup_timeout_s=limit_s, close_timeout_s=limit_s
     )
-    return TaskSet(configs, ordered=OrderedCalls(timeout_s=limit_s), limits=limits, seed=0)
+    return TaskSet(configs, ordered=OrderedCalls(timeout_s=limit_s), limits=limits)
 
 
 CAUSES = {
@@ -101,7 +102,7 @@ CAUSES = {
 
 async def test_tasks_are_closed_once_each(renderer):
     tasks = task_set(a=NotedTask.Config(), b=NotedTask.Config())
-    await tasks.build(renderer)
+    await tasks.build(context_of(renderer))
     await tasks.setup(None)
     assert await tasks.close() == [] and await tasks.close() == []
     assert sorted(CALLS) == [("a", "close"), ("a", "setup"), ("b", "close"), ("b", "setup")]
@@ -109,7 +110,7 @@ async def test_tasks_are_closed_once_each(renderer):
 
 async def test_task_that_was_never_set_up_is_not_closed(renderer):
     tasks = task_set(a=NotedTask.Config(on_close="raises"))
-    await tasks.build(renderer)
+    await tasks.build(context_of(renderer))
     assert await tasks.close() == [] and CALLS == []
 
 
@@ -121,7 +122,7 @@ async def test_setup_that_fails_names_its_task_and_only_those_set_up_are_closed(
         b=NotedTask.Config(on_setup=what),
         c=NotedTask.Config(),
     )
-    await tasks.build(renderer)
+    await tasks.build(context_of(renderer))
     with pytest.raises(RunError) as caught:
         await tasks.setup(None)
     assert str(caught.value).startswith(f"task 'b': NotedTask.setup: {CAUSES[what]}")
@@ -132,7 +133,7 @@ async def test_setup_that_fails_names_its_task_and_only_those_set_up_are_closed(
 @pytest.mark.parametrize("what", CAUSES)
 async def test_close_that_fails_is_reported_and_the_others_are_closed(renderer, what):
     tasks = task_set(hangs=what == "hangs", a=NotedTask.Config(on_close=what), b=NotedTask.Config())
-    await tasks.build(renderer)
+    await tasks.build(context_of(renderer))
     await tasks.setup(None)
     (fault,) = await tasks.close()
     assert fault.startswith(f"task 'a': NotedTask.close: {CAUSES[what]}")
@@ -147,7 +148,7 @@ async def test_dataset_that_fails_while_it_is_built_names_its_task(renderer, wha
         b=NotedTask.Config(dataset=Rows.Config(broken=what)),
     )
     with pytest.raises(RunError) as caught:
-        await tasks.build(renderer)
+        await tasks.build(context_of(renderer))
     assert str(caught.value).startswith("task 'b' can't be built: ") and CAUSES[what] in str(
         caught.value
     )
@@ -159,7 +160,7 @@ async def test_dataset_whose_length_fails_is_named(renderer):
         RunError,
         match=r"^task 'b' can't be built: dataset = 'Rows': .*: ValueError: no luck \(.*:\d+\)$",
     ):
-        await tasks.build(renderer)
+        await tasks.build(context_of(renderer))
 
 
 async def test_fault_of_one_keeps_no_other_from_closing_and_the_last_built_closes_first():
@@ -202,7 +203,7 @@ class HangingRubric(Rubric):
 
 async def test_setup_that_hangs_names_the_part_that_hangs(renderer):
     tasks = task_set(hangs=True, a=NotedTask.Config(rubric=HangingRubric.Config()))
-    await tasks.build(renderer)
+    await tasks.build(context_of(renderer))
     with pytest.raises(RunError) as caught:
         await tasks.setup(None)
     wanted = "task 'a': NotedTask.setup: no answer within 0.2 s; it waits in HangingRubric.setup (test_closing.py:"

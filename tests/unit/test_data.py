@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchtitan.config import Configurable
 
+from tests.contexts import context_of
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
@@ -209,6 +210,6 @@ def test_tasks_with_equal_datasets_walk_them_in_different_orders(renderer):
 
     def walk(name, seed=0):
         config = LettersTask.Config(algorithm=GRPO.Config(), dataset=Letters.Config(count=20))
-        return ids(config.build(name=name, renderer=renderer, seed=seed).sampler, 20)
+        return ids(config.build(name=name, context=context_of(renderer, seed=seed)).sampler, 20)
 
     assert walk("a") != walk("b") and walk("a") == walk("a") and walk("a") != walk("a", seed=1)

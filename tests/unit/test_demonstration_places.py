@@ -2,9 +2,11 @@
 
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.test_algorithms import rollout
 from tests.unit.test_reference_algorithms import checked
 from torchtitan.experiments.rl.algorithms import OPSD
+from torchtitan.experiments.rl.configurable import build_with
 from torchtitan.experiments.rl.rollouts.types import DataSample
 
 EXAMPLE = DataSample(
@@ -28,7 +30,11 @@ def test_info_comes_before_a_field_of_the_example_and_that_before_a_field_of_the
 ):
     ended = rollout(0.0)
     ended.data_sample, ended.error = EXAMPLE, "of the rollout"
-    assert OPSD.Config(demonstration_key=key).build().demonstration(ended) == found
+    assert opsd(key).demonstration(ended) == found
+
+
+def opsd(key: str) -> OPSD:
+    return build_with(OPSD.Config(demonstration_key=key), context_of(None))
 
 
 def test_a_field_that_holds_no_text_is_no_demonstration():
@@ -38,7 +44,7 @@ def test_a_field_that_holds_no_text_is_no_demonstration():
         with pytest.raises(
             ValueError, match=f"data sample '7' has no text in info.'{key}'.: the dataset must"
         ):
-            OPSD.Config(demonstration_key=key).build().demonstration(ended)
+            opsd(key).demonstration(ended)
 
 
 def test_a_field_of_rollouts_is_not_asked_for_before_there_is_one(renderer):

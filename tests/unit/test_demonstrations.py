@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from tests.unit.test_rollout_loop import Loop, StubTask
 from torchtitan.experiments.rl.algorithms import GRPO, StaticSFT
@@ -59,7 +60,7 @@ def task_of(renderer, *rows, **changes) -> DemonstrationTask:
     config = DemonstrationTask.Config(
         dataset=RowDataset.Config(rows=MemoryRows(list(rows))), **changes
     )
-    return config.build(name="chats", renderer=renderer)
+    return config.build(name="chats", context=context_of(renderer))
 
 
 def trained(renderer, tokenizer, row, roles=("assistant",)) -> list[str]:

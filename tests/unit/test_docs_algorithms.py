@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.contexts import context_of
 from tests.unit.loss_batches import ONE, batch_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl import algorithms, config_registry, losses
@@ -50,7 +51,7 @@ def config_of(*words: str):
 async def test_the_algorithm_in_twenty_lines_gives_its_credit(my_algorithms, renderer, tokenizer):
     config = config_of("--tasks.sum-digits.algorithm.least-reward", "1.0")
     checked_plan(config)
-    task = config.tasks["sum_digits"].build(name="sum_digits", renderer=renderer)
+    task = config.tasks["sum_digits"].build(name="sum_digits", context=context_of(renderer))
     right = str(sum(task.dataset[0].env_input))
     policy = ScriptedPolicy(
         tokenizer, lambda rollout_id, turn: right if rollout_id.endswith("0") else "x"
@@ -103,7 +104,7 @@ async def test_the_filter_shown_drops_what_it_matches(tmp_path, monkeypatch, ren
     checked_plan(config)
     long_answer = config.post_batch_filters[3].build()
     assert long_answer.name == "long_answer" and long_answer.config.most_tokens == 5
-    task = config.tasks["sum_digits"].build(name="sum_digits", renderer=renderer)
+    task = config.tasks["sum_digits"].build(name="sum_digits", context=context_of(renderer))
     policy = ScriptedPolicy(
         tokenizer, lambda rollout_id, turn: "1 2 3 4" if rollout_id.endswith("0") else "12"
     )

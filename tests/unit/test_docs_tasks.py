@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contexts import context_of
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
@@ -38,7 +39,7 @@ def sandbox_task(modules, renderer, **changes):
     return (
         modules["sandboxes"]
         .SandboxTask.Config(algorithm=GRPO.Config(), **changes)
-        .build(name="phonebook", renderer=renderer)
+        .build(name="phonebook", context=context_of(renderer))
     )
 
 
@@ -84,7 +85,7 @@ async def test_the_shorter_task_has_less_than_thirty_lines_and_is_the_same(modul
     call, broken = modules["test_phonebook"].CALL, modules["test_phonebook"].CALL.replace('"}}', "")
     config = modules["short_phonebook"].rl_phonebook()
     checked_plan(config)
-    task = config.tasks["phonebook"].build(name="phonebook", renderer=renderer)
+    task = config.tasks["phonebook"].build(name="phonebook", context=context_of(renderer))
     looks_up, stumbles, makes_up = (
         [call, "It is 5514."],
         [broken, call, "It is 5514."],
@@ -169,7 +170,7 @@ async def test_what_was_said_can_be_read_as_shown(modules, renderer, tmp_path):
     task = (
         modules["phonebook"]
         .PhonebookTask.Config(algorithm=GRPO.Config())
-        .build(name="phonebook", renderer=renderer)
+        .build(name="phonebook", context=context_of(renderer))
     )
     task.make_env = lambda sample: SlowEnv(sample.env_input)
     policy = ScriptedPolicy(TINY_MODEL, ["It is 1234."])

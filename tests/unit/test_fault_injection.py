@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+from tests.contexts import context_of
 from tests.unit.loops import loops_of
 from tests.unit.rollout_stubs import BrokenEnv, ScriptedPolicy, TalkingEnv, hang, raise_value_error
 from torchtitan.experiments.rl.algorithms.base import Algorithm
@@ -89,7 +90,7 @@ class FatedTask(Task):
 
 
 def build(renderer, tokenizer, *, steps):
-    task = FatedTask.Config().build(name="fated", renderer=renderer)
+    task = FatedTask.Config().build(name="fated", context=context_of(renderer))
     task.made = []
 
     def reply(rollout_id: str, turn: int):

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.test_samples import samples_of, turn_of
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.configurable import build_with
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage, combine, matches_of
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 
@@ -42,7 +44,7 @@ class Everything(Filter):
 
 
 def filters(*configs):
-    return [config.build() for config in configs]
+    return [build_with(config, context_of(None)) for config in configs]
 
 
 def apply_filters(entries, group):
@@ -153,7 +155,7 @@ def test_a_config_of_ones_own_counts_before_the_batch_and_drops_from_it():
         (config.pre_batch_filters, "monitor"),
         (config.post_batch_filters, "enforce"),
     ):
-        assert [entry.build().name for entry in slot] == [
+        assert [entry.name for entry in filters(*slot)] == [
             "gibberish",
             "repetition",
             "zero_advantage",
@@ -178,6 +180,6 @@ def test_every_shipped_config_has_the_default_filters(name):
         (config.pre_batch_filters, "monitor"),
         (config.post_batch_filters, "enforce"),
     ):
-        assert [entry.build().name for entry in slot] == names and {
+        assert [entry.name for entry in filters(*slot)] == names and {
             entry.mode for entry in slot
         } == {mode}

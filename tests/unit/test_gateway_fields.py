@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.agents import client_of, config_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.tasks import AgentTask, SamplingConfig
@@ -76,7 +77,7 @@ async def rollout_of(agent, renderer, tokenizer, **options):
                 await agent(ask)
 
     policy = ScriptedPolicy(tokenizer, "ok")
-    task = config_of(Agent, calls=1_000).build(name="agent", renderer=renderer)
+    task = config_of(Agent, calls=1_000).build(name="agent", context=context_of(renderer))
     await task.setup(policy)
     try:
         group = await task.run_group(task.dataset[0], policy, group_id="g", seed=0, **options)

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from tests.contexts import context_of
 from tests.unit.agents import client_of, config_of
 from tests.unit.rollout_stubs import ScriptedPolicy, ScriptedSession
 from torchtitan.experiments.rl.generation.references import FrozenModel
@@ -45,7 +46,7 @@ async def seeds_of(agent, renderer, tokenizer, *, epochs=1, rollouts=1, run_seed
 
     policy = Policy(tokenizer)
     task = config_of(Agent, models=MODELS, group_size=rollouts).build(
-        name="agent", renderer=renderer
+        name="agent", context=context_of(renderer)
     )
     await task.setup(policy)
     try:

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv, completion_of
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.data.dataset import Dataset
@@ -136,7 +137,7 @@ async def test_first_requests_leave_before_the_envs_of_many_other_groups_are_mad
     config = TalkTask.Config(
         algorithm=GRPO.Config(), dataset=OneExample.Config(), rubric=RUBRIC, group_size=2
     )
-    task = config.build(name="talk", renderer=renderer)
+    task = config.build(name="talk", context=context_of(renderer))
     noted = task.noted = []
 
     def reply(rollout_id, turn):

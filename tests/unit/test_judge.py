@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
@@ -203,7 +204,7 @@ async def judged_group(renderer, tokenizer, server: Server, replies: list[str], 
         algorithm=GRPO.Config(),
         group_size=len(replies),
         rubric=JudgedSumDigitsRubric.Config(judge=judge, **config),
-    ).build(name="judged", renderer=renderer)
+    ).build(name="judged", context=context_of(renderer))
     policy = Replying(
         tokenizer, lambda rollout_id, turn: replies[int(rollout_id.rpartition("/")[2])]
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.config_registry import rl_math_qwen3
@@ -187,7 +188,9 @@ def test_data_that_cannot_be_asked_is_refused_in_one_line_before_a_run(
     task_config.validate(field="tasks.t")  # a plan needs no data
     with pytest.raises(ConfigError) as error:
         task_config.check_present(field="tasks.t")
-        task_config.build(name="tasks.t", renderer=renderer).check_examples(field="tasks.t")
+        task_config.build(name="tasks.t", context=context_of(renderer)).check_examples(
+            field="tasks.t"
+        )
     assert "\n" not in str(error.value)
     for part in parts:
         assert part in str(error.value)
@@ -202,7 +205,7 @@ def test_a_row_without_an_answer_is_refused_in_the_validation_too(file, renderer
         ConfigError,
         match=r"tasks.t.rubric.answer_column = 'answer': line 1 of .*held_out.jsonl ends ''",
     ):
-        task_config.build(name="t", renderer=renderer).check_examples(field="tasks.t")
+        task_config.build(name="t", context=context_of(renderer)).check_examples(field="tasks.t")
 
 
 def test_a_missing_file_is_named_and_so_is_that_of_the_validation(file):
@@ -340,7 +343,7 @@ def test_answers_are_compared_as_mathematics(expected, given, same):
 
 
 async def run(task_config, renderer, tokenizer, replies, *, index=0):
-    task = task_config.build(name="math", renderer=renderer)
+    task = task_config.build(name="math", context=context_of(renderer))
     policy = ScriptedPolicy(
         tokenizer, lambda rollout_id, turn: replies[int(rollout_id.rpartition("/")[2])]
     )

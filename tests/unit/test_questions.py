@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.command_line import assert_one_line
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import GRPO, MaxRL
@@ -50,7 +51,7 @@ def folder(tmp_path, monkeypatch):
 
 
 async def rewards_of(config, renderer, tokenizer, answer):
-    task = config.build(name="mine", renderer=renderer)
+    task = config.build(name="mine", context=context_of(renderer))
     group = await task.run_group(
         task.dataset[0], ScriptedPolicy(tokenizer, answer), group_id="g", seed=0, group_size=2
     )
@@ -71,7 +72,7 @@ async def test_any_form_of_the_rows_gives_the_same_task(kind, folder, renderer, 
     group, rewards = await rewards_of(config, renderer, tokenizer, "42")
     assert isinstance(config.algorithm, GRPO.Config) and rewards == [1.0, 1.0]
     assert group.rollouts[0].turns[0].prompt_messages == [{"role": "user", "content": "6 * 7?"}]
-    task = config.build(name="mine", renderer=renderer)
+    task = config.build(name="mine", context=context_of(renderer))
     assert [task.dataset[i].env_input for i in range(len(task.dataset))] == ROWS
 
 
@@ -88,7 +89,7 @@ async def test_bare_functions_and_reward_fns_mix_and_may_be_async(renderer, toke
 async def test_the_template_and_the_system_prompt_make_the_prompt(renderer):
     template = "{question} Answer in \\boxed{}, not {{}}."
     task = question_task(ROWS, exact, template=template, system_prompt="Be brief.").build(
-        name="mine", renderer=renderer
+        name="mine", context=context_of(renderer)
     )
     env = task.make_env(task.dataset[1])
     asked = [("system", "Be brief."), ("user", "2 + 2? Answer in \\boxed{}, not {{}}.")]
@@ -172,14 +173,14 @@ def test_a_missing_value_is_refused_with_the_field_that_gives_it_a_text(renderer
         ConfigError,
         match="row 1 has no 'input': .* or set mine.missing_text = '' to ask an empty text there",
     ):
-        task.build(name="mine", renderer=renderer)
+        task.build(name="mine", context=context_of(renderer))
     task = question_task(ALPACA, exact, template=template, missing_text="").build(
-        name="mine", renderer=renderer
+        name="mine", context=context_of(renderer)
     )
     assert [task.asked(row) for row in ALPACA] == ["Add.\n1 2", "Name a color.\n"]
     lacking = [ALPACA[0], {"instruction": "Name a color.", "answer": "red"}]
     task = question_task(lacking, exact, template=template, missing_text="").build(
-        name="mine", renderer=renderer
+        name="mine", context=context_of(renderer)
     )
     assert [task.asked(task.dataset[index].env_input) for index in range(2)] == [
         "Add.\n1 2",
@@ -227,7 +228,9 @@ def test_a_column_of_any_name_fills_its_braces_and_other_braces_are_text(
     renderer, template, prompt
 ):
     rows = [{"question": "6 * 7?", "answer": "42", "q-2": "hyphen", "a b": "space", "x.y": "dot"}]
-    task = question_task(rows, exact, template=template).build(name="mine", renderer=renderer)
+    task = question_task(rows, exact, template=template).build(
+        name="mine", context=context_of(renderer)
+    )
     assert task.asked(rows[0]) == prompt
 
 
@@ -238,7 +241,7 @@ def test_braces_that_look_like_a_column_and_are_none_are_refused(renderer, name)
     message = re.escape(f"the data has no column {name!r}; it has question, answer")
     with pytest.raises(ConfigError, match=message):
         question_task(ROWS, exact, template=f"{{question}}{{{name}}}").build(
-            name="mine", renderer=renderer
+            name="mine", context=context_of(renderer)
         )
 
 
@@ -255,7 +258,7 @@ def test_a_value_that_is_no_text_is_refused_by_its_row_and_never_asked(renderer,
     rows = [ROWS[0], {"question": value, "answer": "1"}]
     for data in (rows, pandas.DataFrame(rows)):
         with pytest.raises(ConfigError, match=message):
-            question_task(data, exact).build(name="mine", renderer=renderer)
+            question_task(data, exact).build(name="mine", context=context_of(renderer))
 
 
 def test_columns_of_a_frame_that_are_no_texts_are_refused():
@@ -372,7 +375,7 @@ def test_a_dry_run_says_where_no_known_answer_was_tried(
 def test_a_column_of_numbers_and_texts_is_warned_of_by_the_row_of_the_rarer_kind(renderer):
     answers = ["1", "2", 3, "4", None]
     rows = [{"question": f"{index}?", "answer": answer} for index, answer in enumerate(answers)]
-    task = question_task(rows, exact).build(name="mine", renderer=renderer)
+    task = question_task(rows, exact).build(name="mine", context=context_of(renderer))
     task.check_examples(field="tasks.mine")
     assert task.examples_warning is not None
     wanted = "1 have a number as 'answer' where the others have a text, which are never equal (first: row 2)"
@@ -392,7 +395,7 @@ def test_rows_that_are_chats_are_answered_as_they_stand(renderer):
         system_prompt="Be brief.",
     )
     config.validate(field="tasks.mine")
-    task = config.build(name="mine", renderer=renderer)
+    task = config.build(name="mine", context=context_of(renderer))
     task.check_examples(field="tasks.mine")
     assert task.examples_warning is None
     assert asyncio.run(task.make_env(task.dataset[0]).reset()).messages == [
@@ -418,7 +421,7 @@ def test_rows_that_are_chats_are_answered_as_they_stand(renderer):
 )
 def test_a_chat_that_can_not_be_answered_is_refused_by_its_row(renderer, messages, fault):
     task = question_task([{"messages": messages}], exact, messages_column="messages").build(
-        name="mine", renderer=renderer
+        name="mine", context=context_of(renderer)
     )
     with pytest.raises(
         ConfigError, match=f"^tasks.mine.messages_column = 'messages': {re.escape(fault)}"
@@ -511,7 +514,7 @@ def test_each_kind_of_rows_of_the_page_is_the_same_task_by_flag_and_in_python(
     in_python = eval(code, {"question_task": question_task, "exact": exact})
     for name in ("dataset", "validation", "system_prompt", "template", "messages_column"):
         assert getattr(by_flag, name) == getattr(in_python, name), name
-    task = in_python.build(name="mine", renderer=renderer)
+    task = in_python.build(name="mine", context=context_of(renderer))
     task.check_examples(field="tasks.mine")
     assert task.examples_warning is None
 

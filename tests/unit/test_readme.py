@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contexts import context_of
 from tests.screen import Screen
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.config.checks import checked_plan
@@ -36,7 +37,7 @@ def my_tasks(tmp_path, monkeypatch):
 async def test_the_task_in_twenty_lines_runs_and_scores(my_tasks, renderer, tokenizer):
     config = load_config(parse_command(["--module", "my_tasks", "--config", "rl_larger"]))
     checked_plan(config)
-    task = config.tasks["larger"].build(name="larger", renderer=renderer)
+    task = config.tasks["larger"].build(name="larger", context=context_of(renderer))
     larger = max(task.dataset[49].env_input)
     replies = [str(larger), str(larger + 1), "no digit"]
     policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: replies[int(rollout_id[-1])])

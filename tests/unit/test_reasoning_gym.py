@@ -5,6 +5,7 @@ import pytest
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
+from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.errors import ConfigError
@@ -33,7 +34,7 @@ def config(**changes):
 
 async def run(task_config, renderer, tokenizer, reply):
     """One group on the first puzzle; ``reply(entry)`` gives what each rollout says."""
-    task = task_config.build(name="gym", renderer=renderer)
+    task = task_config.build(name="gym", context=context_of(renderer))
     sample = task.dataset[0]
     replies = reply(sample.env_input.entry)
     policy = ScriptedPolicy(
@@ -223,7 +224,7 @@ def test_what_the_package_refuses_is_refused_in_one_line_when_the_task_is_built(
 ):
     task_config = config(**{part: dataset({name: PuzzleGenerator(config=own)}, seed=100)})
     with pytest.raises(ConfigError) as error:
-        task_config.build(name="gym", renderer=renderer)
+        task_config.build(name="gym", context=context_of(renderer))
     cure = "want a name of reasoning_gym.factory.DATASETS, and fields of its config but seed and size, which are the dataset's"
     assert str(error.value).startswith(f"{part}.generators.{name} = {own}: {cure}: {cause}")
     assert "\n" not in str(error.value)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
 from tests.unit.test_samples import turn_of
 from torchtitan.experiments.rl.algorithms import GRPO
@@ -143,7 +144,7 @@ async def test_group_that_was_run_and_scored_is_read_as_it_was(tmp_path, rendere
         dataset=Numbers.Config(),
         rubric=Rubric.Config(reward_fns=[env_component("steps")]),
     )
-    task = config.build(name="talk", renderer=renderer)
+    task = config.build(name="talk", context=context_of(renderer))
     replies = [
         "first",
         'hm\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',

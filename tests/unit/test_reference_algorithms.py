@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
 from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo
 from torchtitan.experiments.rl.algorithms.echo import tool_names
 from torchtitan.experiments.rl.batching.sample_checks import check_sample
 from torchtitan.experiments.rl.bounds import check_config
+from torchtitan.experiments.rl.configurable import build_with
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
@@ -83,7 +85,9 @@ class Talk(Task):
 @pytest.fixture
 def run(renderer):
     async def run(algorithm, policy, *, credit=True, sample=SAMPLE, **changes):
-        task = Talk.Config(algorithm=algorithm, **changes).build(name="talk", renderer=renderer)
+        task = Talk.Config(algorithm=algorithm, **changes).build(
+            name="talk", context=context_of(renderer)
+        )
         await task.setup(policy)
         group = await task.run_group(sample, policy, group_id="g", seed=0, credit=credit)
         if credit:
@@ -160,7 +164,9 @@ async def test_a_teacher_that_does_not_answer_ends_the_run_at_setup(run, tokeniz
 
 
 async def test_a_teacher_that_is_gone_later_ends_the_rollout_with_the_cause(renderer, tokenizer):
-    task = Talk.Config(algorithm=OPD.Config(teacher=TEACHER)).build(name="talk", renderer=renderer)
+    task = Talk.Config(algorithm=OPD.Config(teacher=TEACHER)).build(
+        name="talk", context=context_of(renderer)
+    )
     policy = Scorer(tokenizer, frozen=DeafLater(tokenizer))
     await task.setup(policy)
     group = await task.run_group(SAMPLE, policy, group_id="g", seed=0)
@@ -218,7 +224,9 @@ async def test_opsd_leaves_the_sample_as_it_is_behind_a_system_message(
         RendererConfig(enable_thinking=True, thinking_retention=retention), tokenizer_path
     )
     algorithm = OPSD.Config(place="system", template="\n\nHint: {demonstration}")
-    task = Talk.Config(algorithm=algorithm, turns=turns).build(name="talk", renderer=renderer)
+    task = Talk.Config(algorithm=algorithm, turns=turns).build(
+        name="talk", context=context_of(renderer)
+    )
     policy = Scorer(tokenizer, "<think>\nhm\n</think>\n\nok")
     await task.setup(policy)
     group = await task.run_group(SAMPLE, policy, group_id="g", seed=0)
@@ -271,7 +279,7 @@ def test_opsd_counts_the_system_message_against_the_context(renderer, tokenizer)
 
 async def test_opsd_without_a_demonstration_says_which_sample_has_none(renderer, tokenizer):
     task = Talk.Config(algorithm=OPSD.Config(demonstration_key="proof")).build(
-        name="talk", renderer=renderer
+        name="talk", context=context_of(renderer)
     )
     policy = Scorer(tokenizer)
     await task.setup(policy)
@@ -286,7 +294,7 @@ class TooLong(Scorer):
 
 async def test_opsd_names_a_rollout_whose_demonstration_is_too_long_to_score(renderer, tokenizer):
     task = Talk.Config(algorithm=OPSD.Config(template=" Hint: {demonstration}")).build(
-        name="talk", renderer=renderer
+        name="talk", context=context_of(renderer)
     )
     policy = TooLong(tokenizer)
     await task.setup(policy)
@@ -305,8 +313,7 @@ async def test_opsd_names_a_rollout_whose_demonstration_is_too_long_to_score(ren
 
 
 def checked(algorithm, example, renderer, **limits):
-    built = algorithm.build()
-    built.renderer = renderer
+    built = build_with(algorithm, context_of(renderer))
     built.check_example(
         example, field="tasks.t", **({"max_rollout_tokens": 100, "max_model_len": 256} | limits)
     )
@@ -347,7 +354,7 @@ async def test_opsd_bounds_what_it_asks_at_once(run, tokenizer):
 
 
 def test_opsd_adds_to_the_last_user_message_whatever_its_form():
-    algorithm = OPSD.Config(template=" ({demonstration})").build()
+    algorithm = build_with(OPSD.Config(template=" ({demonstration})"), context_of(None))
     system, user, tool = ({"role": role, "content": role} for role in ("system", "user", "tool"))
     said = algorithm.demonstrated([system, user, user, tool], "{d}")
     assert [message["content"] for message in said] == [
@@ -485,7 +492,9 @@ async def test_echo_weighs_what_tools_answer_by_their_names(
 ):
     algorithm = Echo.Config(**options)
     check_config(algorithm, field="a", group_size=2, temperature=1.0)
-    task = TalkOfTools.Config(algorithm=algorithm, turns=3).build(name="talk", renderer=renderer)
+    task = TalkOfTools.Config(algorithm=algorithm, turns=3).build(
+        name="talk", context=context_of(renderer)
+    )
     group = await task.run_group(SAMPLE, ScriptedPolicy(tokenizer), group_id="g", seed=0)
     assert await task.score_group(group) is None
     spoken = [
@@ -547,7 +556,9 @@ async def test_a_mask_of_another_shape_or_type_fails_the_rollout(
     renderer, tokenizer, mask, message
 ):
     algorithm = Echo.Config(alpha={"user": 0.5}, keep=lambda rollout, turn: mask)
-    task = Talk.Config(algorithm=algorithm, turns=2).build(name="talk", renderer=renderer)
+    task = Talk.Config(algorithm=algorithm, turns=2).build(
+        name="talk", context=context_of(renderer)
+    )
     group = await task.run_group(SAMPLE, ScriptedPolicy(tokenizer), group_id="g", seed=0)
     for rollout in group.rollouts:
         assert rollout.status is RolloutStatus.ERROR and re.search(
@@ -563,13 +574,13 @@ def test_what_weighs_tokens_by_role_is_refused_with_a_renderer_that_attributes_n
         (GRPO.Config(length_penalty="tokens"), "tool_token_weight"),
     ):
         with pytest.raises(ConfigError, match=f"algorithm.{name} = .*{cure}"):
-            Talk.Config(algorithm=algorithm).build(name="talk", renderer=default)
+            Talk.Config(algorithm=algorithm).build(name="talk", context=context_of(default))
     for algorithm in (
         GRPO.Config(),
         GRPO.Config(length_penalty="turns"),
         GRPO.Config(length_penalty="tokens", tool_token_weight=0),
     ):
-        Talk.Config(algorithm=algorithm).build(name="talk", renderer=default)
+        Talk.Config(algorithm=algorithm).build(name="talk", context=context_of(default))
 
 
 async def test_echos_credit_is_grpos(run, tokenizer):

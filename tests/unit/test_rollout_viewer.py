@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
@@ -18,7 +19,7 @@ async def run_folder(tmp_path, tokenizer_path, tokenizer):
     """Three rollouts: right by the tool, wrong without it, and one whose generator failed."""
     renderer = build_renderer(RendererConfig(enable_thinking=True), tokenizer_path)
     task = CalculatorTask.Config(algorithm=GRPO.Config(), max_retries=0).build(
-        name="calculator", renderer=renderer
+        name="calculator", context=context_of(renderer)
     )
 
     def reply(rollout_id, turn):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.tasks.sum_digits import (
@@ -19,7 +20,7 @@ def task(renderer):
         SumDigitsRubric.Config(exact=True),
     )  # the tiny models' form
     config.validate(field="tasks.sum_digits")
-    return config.build(name="sum_digits", renderer=renderer)
+    return config.build(name="sum_digits", context=context_of(renderer))
 
 
 @pytest.mark.parametrize(

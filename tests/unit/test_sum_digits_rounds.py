@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import Echo
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
@@ -24,7 +25,7 @@ async def test_env_names_the_sum_whatever_was_answered_and_pays_for_each_right_r
     renderer, tokenizer, right
 ):
     task = SumDigitsRoundsTask.Config(algorithm=Echo.Config(alpha={"user": 0.5})).build(
-        name="rounds", renderer=renderer
+        name="rounds", context=context_of(renderer)
     )
     data = task.dataset[0]
     sums = [str(sum(digits)) for digits in data.env_input]

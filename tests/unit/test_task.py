@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.rollout_stubs import (
     FAILURES,
     BrokenEnv,
@@ -19,6 +20,7 @@ from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.ask import call
 from torchtitan.experiments.rl.ask.call import ask
+from torchtitan.experiments.rl.configurable import build_with
 from torchtitan.experiments.rl.controller.group_runner import GroupRequest, LocalRunner
 from torchtitan.experiments.rl.controller.groups import SharedExample
 from torchtitan.experiments.rl.data.dataset import Dataset
@@ -79,7 +81,7 @@ class ListTask(Task):
 @pytest.fixture
 def build(renderer):
     def make(config=None, *, envs=(), kind=ListTask, **changes):
-        task = (config or kind.Config(**changes)).build(name="talk", renderer=renderer)
+        task = (config or kind.Config(**changes)).build(name="talk", context=context_of(renderer))
         task.prepared, task.made = list(envs), []
         return task
 
@@ -600,7 +602,33 @@ def test_task_without_an_env_is_refused_when_built(renderer):
         make_env = Task.make_env
 
     with pytest.raises(TypeError, match="NoEnv makes no env"):
-        NoEnv.Config().build(name="t", renderer=renderer)
+        NoEnv.Config().build(name="t", context=context_of(renderer))
+
+
+def test_a_task_is_not_built_from_a_renderer_alone(renderer):
+    with pytest.raises(TypeError, match="ListTask is built from a context, which holds renderer"):
+        ListTask.Config().build(name="t", renderer=renderer)
+
+
+@pytest.mark.parametrize("arguments", ["*, context", "**others"])
+def test_a_part_is_given_the_context_wherever_its_constructor_takes_it(renderer, arguments):
+    class Asks(Algorithm):
+        def __init__(self, config, *, context):
+            super().__init__(config)
+            self.context = context
+
+    class Passes(Asks):
+        def __init__(self, config, **others):
+            super().__init__(config, **others)
+
+    class Silent(Algorithm):
+        def __init__(self, config):
+            super().__init__(config)
+
+    context = context_of(renderer)
+    part = Asks if arguments == "*, context" else Passes
+    assert build_with(part.Config(), context).context is context
+    assert type(build_with(Silent.Config(), context)) is Silent
 
 
 def test_default_config_is_valid():

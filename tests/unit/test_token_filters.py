@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.contexts import context_of
 from tests.unit.test_filters import apply_filters
 from tests.unit.test_samples import turn_of
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.configurable import build_with
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.filters import (
     Filter,
@@ -44,9 +46,7 @@ def group_of(*rollouts: Rollout) -> RolloutGroup:
 
 
 def built(config: Filter.Config, *, vocab_size: int = 151_936) -> Filter:
-    made = config.build()
-    made.vocab_size = vocab_size
-    return made
+    return build_with(config, context_of(None, vocab_size=vocab_size))
 
 
 def matches(config: Filter.Config, *rollouts: Rollout, **vocabulary: int) -> list[bool]:
@@ -102,9 +102,9 @@ def test_gibberish_follows_the_vocabulary():
     assert matches(config, *rollouts, vocab_size=1000) == [True, False, False]
 
 
-def test_gibberish_without_a_vocabulary_says_what_it_lacks():
-    with pytest.raises(ValueError, match="vocab_size is not set"):
-        Gibberish.Config().build().matches(group_of(rollout_of(([5], [SURE]))))
+def test_gibberish_is_not_built_without_a_vocabulary():
+    with pytest.raises(TypeError, match="'context'"):
+        Gibberish.Config().build()
 
 
 # ---- repetition
@@ -259,7 +259,7 @@ def test_each_is_counted_under_its_name():
 )
 def test_filter_that_cannot_be_is_refused(config, field):
     with pytest.raises(ConfigError) as error:
-        config.build()
+        build_with(config, context_of(None))
     assert error.value.field == field
 
 

@@ -125,6 +125,26 @@ PARTS = {
         "config.tasks = {'t': Bad.Config(algorithm=GRPO.Config(), dataset=Rows.Config(), env=SHORT)}",
         "tasks.t = 'Bad': it can't be built: AttributeError: 'Bad' object has no attribute 'pool' (",
     ),
+    "task that takes a renderer": (
+        "class Bad(Own):\n    def __init__(self, config, *, name, renderer, seed=0): ...",
+        "config.tasks = {'t': Bad.Config(algorithm=GRPO.Config(), dataset=Rows.Config(), env=SHORT)}",
+        "tasks.t = 'Bad': it can't be built: TypeError: Bad is built from a context, which holds "
+        "renderer, vocab_size and seed: build(name=..., context=BuildContext(...)), "
+        "__init__(self, config, *, name, context)",
+    ),
+    "filter that takes the context and raises": (
+        "class Bad(Filter):\n"
+        "    def __init__(self, config, *, context): raise LookupError(str(context.vocab_size))\n"
+        "    def matches(self, group): ...",
+        "config.pre_batch_filters = [Bad.Config()]",
+        "pre_batch_filters[0] = 'Bad': it can't be built: LookupError: 768 (",
+    ),
+    "algorithm that takes the context and raises": (
+        "class Bad(GRPO):\n"
+        "    def __init__(self, config, *, context): raise LookupError(str(context.vocab_size))",
+        "task.algorithm = Bad.Config()",
+        "tasks.sum_digits.algorithm = 'Bad': it can't be built: LookupError: 768 (",
+    ),
     "filter raises": (
         "class Bad(Filter):\n    def __init__(self, config): raise LookupError('table')\n    def matches(self, group): ...",
         "config.pre_batch_filters = [Bad.Config()]",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.rollout_stubs import BrokenEnv, ScriptedPolicy, TalkingEnv, raise_value_error
 from tests.unit.waiting import LIMIT_S, iterations, until
 from torchtitan.experiments.rl.algorithms.base import Algorithm
@@ -84,7 +85,7 @@ class AskTask(Task):
 @pytest.fixture
 def build(renderer):
     def make(name="ask", *, broken=(), **changes):
-        task = AskTask.Config(**changes).build(name=name, renderer=renderer)
+        task = AskTask.Config(**changes).build(name=name, context=context_of(renderer))
         task.broken = broken
         return task
 

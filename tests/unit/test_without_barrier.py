@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.contexts import context_of
 from tests.unit.test_reference_algorithms import TEACHER, Scorer, Talk
 from tests.unit.test_resumed_rollout_loop import DatasetTask, resumed, saved
 from tests.unit.test_rollout_loop import Half, Loop, StubTask, ids, settle
@@ -326,7 +327,9 @@ class OwnCredit(OPD):
 def test_a_group_is_waited_for_where_something_compares_its_rollouts(
     renderer, algorithm, changes, needed
 ):
-    task = Talk.Config(algorithm=algorithm, **changes).build(name="talk", renderer=renderer)
+    task = Talk.Config(algorithm=algorithm, **changes).build(
+        name="talk", context=context_of(renderer)
+    )
     assert task.needs_group is needed
 
 
@@ -351,7 +354,7 @@ async def trained_with(renderer, tokenizer, filters):
         group_size=4,
         min_group_size=4,
         sampling=SamplingConfig(max_tokens=8),
-    ).build(name="talk", renderer=renderer)
+    ).build(name="talk", context=context_of(renderer))
     await task.setup(policy)
     teacher.scored.clear()
     sizes = dict(rollouts_per_step=4, max_offpolicy_steps=0, steps=1, row_length=256)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from tests.contexts import context_of
 from tests.zoo import world
 from tests.zoo.misbehaviour import Kind, meddled
 from tests.zoo.stand_ins import StandInFleet
@@ -233,7 +234,7 @@ def _in_this_process(stage: Stage) -> Iterator[None]:
     StandInFleet.policy_of = staticmethod(lambda: stage.policy_class(TOKENIZER))
     stage.policy_class.session_class = stage.session_class
     run.Fleet = StandInFleet
-    run.build_renderer = lambda *args, **kwargs: stage.renderer
+    run.build_context = lambda *args, **kwargs: context_of(stage.renderer)
     yield
 
 

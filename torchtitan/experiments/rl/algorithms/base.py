@@ -10,7 +10,6 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Ge
-from renderers import Renderer
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.batching.sample_checks import checked_stream
@@ -31,7 +30,8 @@ class Algorithm(UserConfigurable):
     A task has one instance. It is given each rollout as it arrives (`score_rollout`), then the
     whole group (`score_group`); the base class does nothing with either. The trainer knows no
     algorithm: it reads advantages, weights of the loss components, and log-probabilities of a
-    reference.
+    reference. One that writes a prompt of its own takes ``context`` in its constructor, which has
+    the renderer (`configurable.BuildContext`).
     """
 
     action_component: ClassVar[str] = "rl"
@@ -51,8 +51,6 @@ class Algorithm(UserConfigurable):
     replaces: ClassVar[tuple[str, ...]] = ()
     """Fields of a training sample that ``score_rollout`` replaces, beside its credit. To change any
     other field is an error."""
-    renderer: Renderer
-    """Renderer of the task, which sets it. For algorithms that write a prompt of their own."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):

@@ -13,6 +13,7 @@ from renderers import Message
 from torchtitan.experiments.rl.algorithms.base import Algorithm, set_ref_kl_streams
 from torchtitan.experiments.rl.ask.call import contained
 from torchtitan.experiments.rl.bounds import Changeable, NonEmptyStr, PositiveInt
+from torchtitan.experiments.rl.configurable import BuildContext
 from torchtitan.experiments.rl.envs.messages import check_unicode
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
@@ -72,6 +73,10 @@ class OPSD(Algorithm):
                 )
 
     config: Config
+
+    def __init__(self, config: Config, *, context: BuildContext):
+        super().__init__(config)
+        self.renderer = context.renderer
 
     async def setup(self, policy: PolicyClient) -> None:
         self._policy = policy

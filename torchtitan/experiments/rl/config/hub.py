@@ -7,14 +7,15 @@ import shlex
 import sys
 from pathlib import Path
 
-from torchtitan.experiments.rl.checkpointing.folder import (
-    CHECKPOINTS_FOLDER,
-    OLD_POLICY_FOLDER,
-    POLICY_FOLDER,
-    checkpoints,
-    policies,
-)
+from torchtitan.experiments.rl.checkpointing.folder import checkpoints, policies
 from torchtitan.experiments.rl.compat.huggingface_hub import hub_fault, push_folder, without_hub
+from torchtitan.experiments.rl.config.folder_kinds import (
+    AdapterFolder,
+    CheckpointFolder,
+    PolicyFolder,
+    RunFolder,
+    folder_kind,
+)
 from torchtitan.experiments.rl.config.run_folder import SavedCommand, read_command
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.models.hub import (
@@ -83,7 +84,8 @@ def adapter_folder(given: str) -> Path:
     Raises:
         ConfigError: there is no such folder, or it holds no adapters.
     """
-    path, option = Path(os.path.abspath(given)), "--init-adapter"
+    path = Path(os.path.abspath(given))
+    option = "--init-adapter"
     if is_adapter(path):
         return path
     if not path.is_dir():
@@ -106,56 +108,74 @@ def adapter_folder(given: str) -> Path:
 
 def command_of_run(model: str | None) -> SavedCommand | None:
     """Return the command that made the run in which ``model`` lies; None where it lies in none."""
-    run = None if model is None else _run_with(Path(os.path.abspath(model)))
-    return None if run is None else read_command(run)
+    if model is None:
+        return None
+    match folder_kind(Path(os.path.abspath(model))):
+        case RunFolder(run):
+            return read_command(run)
+        case CheckpointFolder() | PolicyFolder() as part:
+            return read_command(part.run)
+    return None
 
 
 def _policy_in(path: Path, option: str) -> Path:
-    if is_adapter(path):
-        if path.name == ADAPTER_FOLDER and has_config(str(path.parent)):
-            return path.parent
-        words = f"{typed_command('export')} {near(path)} --to FOLDER"
-        cure = (
-            f"a folder of PEFT, which has no whole model: this merges it into its base: {words} "
-            "(--init-adapter trains on)"
-        )
-        raise ConfigError(option, str(path), cure)
-    run = _run_with(path)
-    if run is None or path.parent.name in (POLICY_FOLDER, OLD_POLICY_FOLDER):
-        return path
-    found, saved = policies(run), checkpoints(run)
-    if path.parent.name == CHECKPOINTS_FOLDER:
-        step = path.name.removeprefix("step-").lstrip("0")
-        found, saved = [policy for policy in found if policy.name == f"step-{step}"], [path]
+    """Return the policy that a folder is or holds; a folder of no known kind as it is.
+
+    Raises:
+        ConfigError: it holds none, or several.
+    """
+    match folder_kind(path):
+        case AdapterFolder() as adapter:
+            return _merged_policy(adapter, option)
+        case RunFolder(run):
+            return _one_policy(path, policies(run), checkpoints(run), option)
+        case CheckpointFolder() as checkpoint:
+            step = path.name.removeprefix("step-").lstrip("0")
+            found = [policy for policy in policies(checkpoint.run) if policy.name == f"step-{step}"]
+            return _one_policy(path, found, [path], option)
+    return path
+
+
+def _merged_policy(adapter: AdapterFolder, option: str) -> Path:
+    """Return the whole model that has the adapters of a folder.
+
+    Raises:
+        ConfigError: no run has saved one beside it.
+    """
+    if adapter.merged is not None:
+        return adapter.merged
+    words = f"{typed_command('export')} {near(adapter.path)} --to FOLDER"
+    cure = (
+        f"a folder of PEFT, which has no whole model: this merges it into its base: {words} "
+        "(--init-adapter trains on)"
+    )
+    raise ConfigError(option, str(adapter.path), cure)
+
+
+def _one_policy(path: Path, found: list[Path], saved: list[Path], option: str) -> Path:
+    """Return the newest of the policies of a run or of a checkpoint.
+
+    Args:
+        path: folder that was named.
+        found: its policies.
+        saved: its checkpoints, one of which becomes a policy by ``rl-export``.
+
+    Raises:
+        ConfigError: there is none, or its tasks trained an adapter each.
+    """
     if found:
         if (one := next(found[-1].glob("*/config.json"), None)) is not None:
-            raise ConfigError(
-                option,
-                str(path),
-                f"its tasks trained an adapter each: name one of them, such as {near(one.parent)}",
+            cure = (
+                f"its tasks trained an adapter each: name one of them, such as {near(one.parent)}"
             )
+            raise ConfigError(option, str(path), cure)
         return found[-1]
     if not saved:
-        raise ConfigError(
-            option,
-            str(path),
-            "a run that has saved neither a policy nor a checkpoint: name another",
-        )
+        cure = "a run that has saved neither a policy nor a checkpoint: name another"
+        raise ConfigError(option, str(path), cure)
     words = f"{typed_command('export')} {near(saved[-1])} --to FOLDER"
-    raise ConfigError(
-        option, str(path), f"no policy was saved there; this makes one of the checkpoint: {words}"
-    )
-
-
-def _run_with(path: Path) -> Path | None:
-    """Return the folder of the run that ``path`` is, or whose policy or checkpoint it is."""
-    names = (POLICY_FOLDER, OLD_POLICY_FOLDER, CHECKPOINTS_FOLDER)
-    run = path
-    if path.name in names:
-        run = path.parent
-    elif path.parent.name in names:
-        run = path.parent.parent
-    return run if read_command(run) is not None else None
+    cure = f"no policy was saved there; this makes one of the checkpoint: {words}"
+    raise ConfigError(option, str(path), cure)
 
 
 def push(folder: Path, name: str) -> bool:

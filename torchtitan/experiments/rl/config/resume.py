@@ -13,10 +13,6 @@ import torch
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.bounds import declared, walk
 from torchtitan.experiments.rl.checkpointing.folder import (
-    CHECKPOINTS_FOLDER,
-    MANIFEST_FILE,
-    OLD_POLICY_FOLDER,
-    POLICY_FOLDER,
     TRAINER_FOLDER,
     CheckpointError,
     checkpoints,
@@ -29,6 +25,15 @@ from torchtitan.experiments.rl.checkpointing.folder import (
 from torchtitan.experiments.rl.compat.torch import check_pickles
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.command_line import Command
+from torchtitan.experiments.rl.config.folder_kinds import (
+    AdapterFolder,
+    CheckpointFolder,
+    HubFolder,
+    OtherFolder,
+    PolicyFolder,
+    RunFolder,
+    folder_kind,
+)
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.run_folder import (
     CONFIG_FILE,
@@ -40,7 +45,6 @@ from torchtitan.experiments.rl.config.run_folder import (
 )
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import hosted_models
-from torchtitan.experiments.rl.models.hub import is_adapter
 from torchtitan.experiments.rl.observability.console import near
 
 ABSENT = "(absent)"
@@ -388,40 +392,34 @@ def _opened(run_dir: Path, checkpoint: Path | None, given: str) -> ResumedRun:
 def _located(given: str, option: str) -> tuple[Path, Path | None]:
     """Return the run folder, and the checkpoint where ``given`` names one.
 
+    A folder of no known kind may be a run whose checkpoints are gone, and is refused as such later.
+
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: there is no such folder, or it is a model or an adapter.
     """
     path = Path(given)
     try:
         if not given or not path.is_dir():
             raise FileNotFoundError
-        path = path.resolve()
-        if path.name == CHECKPOINTS_FOLDER:
-            return path.parent, None
-        named = (path / MANIFEST_FILE).is_file() or path.parent.name == CHECKPOINTS_FOLDER
+        kind = folder_kind(path.resolve())
     except (OSError, ValueError):
-        raise ConfigError(
-            option, given, "no such folder; name a run's folder, or a checkpoint in it"
-        ) from None
-    run = path.parent.parent if path.parent.name in (POLICY_FOLDER, OLD_POLICY_FOLDER) else None
-    if run is not None and read_command(run) is not None:
-        raise ConfigError(
-            option,
-            given,
-            (
-                "a run's policy, and a hub folder already: --model takes it as it is, and the "
-                f"run is {near(run)}"
-            ),
-        )
-    if is_adapter(path):
-        raise ConfigError(
-            option,
-            given,
-            "a folder of PEFT, and no run: --init-adapter takes it, and rl-export merges it",
-        )
-    if not named and any(path.glob("*.safetensors")):
-        raise ConfigError(option, given, "a hub folder, and no run: --model takes it as it is")
-    return (path.parent.parent, path) if named else (path, None)
+        cure = "no such folder; name a run's folder, or a checkpoint in it"
+        raise ConfigError(option, given, cure) from None
+    match kind:
+        case CheckpointFolder() as checkpoint:
+            return checkpoint.run, checkpoint.path
+        case PolicyFolder() as policy:
+            cure = (
+                "a run's policy, and a hub folder already: --model takes it as it is, and the run "
+                f"is {near(policy.run)}"
+            )
+        case AdapterFolder():
+            cure = "a folder of PEFT, and no run: --init-adapter takes it, and rl-export merges it"
+        case HubFolder():
+            cure = "a hub folder, and no run: --model takes it as it is"
+        case RunFolder(run) | OtherFolder(run):
+            return run, None
+    raise ConfigError(option, given, cure)
 
 
 def _verified(

@@ -10,8 +10,9 @@ import copy
 import json
 import subprocess
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import IO, Any, ClassVar, cast
 
 import numpy as np
@@ -21,11 +22,12 @@ from torchtitan.experiments.rl.ask.call import ask, sentence
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.checks import call_part
 from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.configurable import BuildContext, build_with, takes_context
 from torchtitan.experiments.rl.data.dataset import fault_of_example
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.envs.renderer import (
     AUTO,
-    build_renderer,
+    build_context,
     control_tokens,
     load_tokenizer,
     renderer_name,
@@ -41,7 +43,6 @@ from torchtitan.experiments.rl.errors import (
     user_code,
     users_traceback,
 )
-from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
 from torchtitan.experiments.rl.observability.console import FEW_EXAMPLES, counted_examples
 from torchtitan.experiments.rl.printable import printable_line, text_of
 from torchtitan.experiments.rl.rollouts.filters import matches_of
@@ -63,13 +64,12 @@ def build_parts(config: RunConfig) -> None:
     Raises:
         ConfigError: one can't be built; the error names its field.
     """
-    for field, part in (("batcher", config.batcher), *config.filters()):
-        _built(field, part)
-    mix = _built(
-        "task_mix",
-        config.task_mix,
-        weights={name: task.weight for name, task in config.tasks.items()},
-    )
+    _built("batcher", config.batcher, config.batcher.build)
+    for field, entry in config.filters():
+        if not takes_context(built_class(entry)):
+            _built(field, entry, entry.build)
+    weights = {name: task.weight for name, task in config.tasks.items()}
+    mix = _built("task_mix", config.task_mix, partial(config.task_mix.build, weights=weights))
     if (first := call_part("task_mix", mix, "next")) not in config.tasks:
         raise ConfigError(
             "task_mix", type(mix).__name__, f"its next gave {first!r}, which is no task"
@@ -77,12 +77,14 @@ def build_parts(config: RunConfig) -> None:
     for name, task in config.tasks.items():
         with inside(f"tasks.{name}"):
             build_part("rubric", task.rubric)
-            build_part("algorithm", task.algorithm)
+            if not takes_context(built_class(task.algorithm)):
+                build_part("algorithm", task.algorithm)
 
 
-def _built(field: str, config: Any, **arguments: Any) -> Any:
+def _built(field: str, config: Any, build: Callable[[], Any]) -> Any:
+    """Return what ``build`` makes of a config that users may have written."""
     with user_code(field, built_class(config).__name__, "it can't be built"), inside(field):
-        return config.build(**arguments)
+        return build()
 
 
 def build_tasks(
@@ -99,15 +101,17 @@ def build_tasks(
     Raises:
         ConfigError: one can't be built; the error names its field.
     """
+    for field, entry in config.filters():
+        if takes_context(built_class(entry)):
+            _built(field, entry, partial(build_with, entry, policy.context))
     tasks: dict[str, Task] = {}
     texts = control_tokens(policy.tokenizer)
     for name, task_config in config.tasks.items():
         if name in left_out:
             continue
         field = f"tasks.{name}"
-        task = tasks[name] = _built(
-            field, task_config, name=name, renderer=policy.renderer, seed=config.seed
-        )
+        build = partial(task_config.build, name=name, context=policy.context)
+        task = tasks[name] = _built(field, task_config, build)
         if (
             type(task.algorithm).group_relative
             and type(task.rubric) is Rubric
@@ -145,7 +149,12 @@ class PolicyTokenizer:
     """Tokenizer of the policy and the renderer built of it, read once for all checks."""
 
     tokenizer: Any
-    renderer: Renderer
+    context: BuildContext
+    """What the run builds its tasks and filters with."""
+
+    @property
+    def renderer(self) -> Renderer:
+        return self.context.renderer
 
 
 def read_policy_tokenizer(config: RunConfig) -> PolicyTokenizer:
@@ -159,13 +168,14 @@ def read_policy_tokenizer(config: RunConfig) -> PolicyTokenizer:
     try:
         with user_code("model.hf_assets_path", path, "its tokenizer can't be loaded"):
             tokenizer = load_tokenizer(path)
-            renderer = build_renderer(config.renderer, path, tokenizer)
+            context = build_context(config.renderer, path, seed=config.seed, tokenizer=tokenizer)
             highest = max(tokenizer.get_vocab().values())
     except ConfigError as error:
         if error.field != "tokenizer_path":
             raise
         raise ConfigError("model.hf_assets_path", path, error.cure) from error
-    vocab_size = decoder_config(policy_spec(config.model, device="cpu", max_seq_len=1)).vocab_size
+    renderer = context.renderer
+    vocab_size = context.vocab_size
     for name, task in config.tasks.items():
         if (last := max(task.sampling.stop_token_ids, default=0)) >= vocab_size:
             raise ConfigError(
@@ -179,12 +189,7 @@ def read_policy_tokenizer(config: RunConfig) -> PolicyTokenizer:
     if highest >= vocab_size:
         cure = f"its tokenizer has the id {highest}, and the model a vocab_size of {vocab_size}: they are of different models"
         raise ConfigError("model.hf_assets_path", path, cure)
-    return PolicyTokenizer(tokenizer=tokenizer, renderer=renderer)
-
-
-def checked_renderer(config: RunConfig) -> Renderer:
-    """Return the renderer of the policy's tokenizer. Raises as ``read_policy_tokenizer`` does."""
-    return read_policy_tokenizer(config).renderer
+    return PolicyTokenizer(tokenizer=tokenizer, context=context)
 
 
 def _example(field: str, owner: Any, method: str, *arguments: Any) -> DataSample:
@@ -235,7 +240,7 @@ def try_tasks(
     with subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.PIPE, text=True) as shell:
         assert shell.stdin is not None
         found = {
-            name: Trial(config, task, f"tasks.{name}", shell.stdin, policy.tokenizer)
+            name: Trial(config, task, f"tasks.{name}", shell.stdin, policy)
             for name, task in tasks.items()
         }
         try:
@@ -260,8 +265,7 @@ class Trial:
     task: Task
     field: str
     words: IO[str]
-    tokenizer: Any
-    """Tokenizer of the policy."""
+    policy: PolicyTokenizer
     doing: str = ""
     """Name of the part that is tried now."""
     prompt: str = ""
@@ -332,13 +336,13 @@ class Trial:
     async def run(self) -> None:
         task = self.task
         self._try("its setup")
-        policy = ScriptedPolicy(self.tokenizer, lambda rollout, turn: REPLY)
+        policy = ScriptedPolicy(self.policy.tokenizer, lambda rollout, turn: REPLY)
         await ask(task.setup, policy, timeout_s=None)
         try:
             group = await self._rollout(policy)
             if group is not None:
                 await self._score(group)
-                self._filter(group, vocab_size=len(policy.tokenizer))
+                self._filter(group)
                 self.thoughts_warning = self._thoughts_fault(policy)
                 self.answers_warning = await self._answers_fault(policy)
                 try:
@@ -537,15 +541,13 @@ class Trial:
             return str(rollout.error)
         return None if rollout.status.is_truncated() else rollout.reward
 
-    def _filter(self, group: RolloutGroup, *, vocab_size: int) -> None:
+    def _filter(self, group: RolloutGroup) -> None:
         self._try("the filters")
         for field, entry in self.config.filters():
             with user_code(
                 field, built_class(entry).__name__, "it failed on a group of scripted replies"
             ):
-                built = entry.build()
-                built.vocab_size = vocab_size
-                matches_of(built, group)
+                matches_of(build_with(entry, self.policy.context), group)
 
     def _refusal(self, cause: str, part: str = "", *, traceback: str = "") -> ConfigError:
         """``part`` of the task is at fault; "": the task itself."""

@@ -15,18 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from renderers import Renderer
-
 from torchtitan.experiments.rl.ask.call import BLOCKING, ask, sentence
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.compat.monarch import ask as ask_actor
 from torchtitan.experiments.rl.config.run_config import UserCodeLimits
-from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
+from torchtitan.experiments.rl.configurable import BuildContext
+from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_context
 from torchtitan.experiments.rl.errors import RunError, UserCodeError, cause_of
 from torchtitan.experiments.rl.generation.client import AdaptedPolicy, GeneratorClient
 from torchtitan.experiments.rl.generation.endpoint import FrozenClients
 from torchtitan.experiments.rl.generation.references import hosted_models
-from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.process.setup import set_up_logging
@@ -60,35 +58,28 @@ class TaskSet:
         *,
         ordered: OrderedCalls,
         limits: UserCodeLimits,
-        seed: int,
     ):
         self.tasks: dict[str, Task] = {}
         self._configs = configs
         self._ordered = ordered
         self._limits = limits
-        self._seed = seed
         self._to_close: list[Task] = []
 
-    async def build(self, renderer: Renderer, *, vocab_size: int | None = None) -> None:
+    async def build(self, context: BuildContext) -> None:
         """Build every task, in the thread that calls samplers and datasets.
 
         Some of them, such as a database connection, work only in the thread that made them.
-
-        Args:
-            vocab_size: number of token ids that the policy's model has.
 
         Raises:
             RunError: a task, its dataset or another part of it failed, or took longer than its
                 limit; names the task.
         """
         for name, config in self._configs.items():
-            build = functools.partial(config.build, name=name, renderer=renderer, seed=self._seed)
+            build = functools.partial(config.build, name=name, context=context)
             owner = f"task {name!r} can't be built"
-            task = await self._ordered.call(
+            self.tasks[name] = await self._ordered.call(
                 build, owner=owner, timeout_s=self._limits.setup_timeout_s
             )
-            task.vocab_size = vocab_size
-            self.tasks[name] = task
 
     async def setup(self, policy: PolicyClient) -> None:
         """Set up every task.
@@ -372,10 +363,9 @@ class RolloutWorker(WatchedActor):
         )
         self._clients = {"": self._policy} | self._frozen.generators
         self._runner = LocalRunner(self._policy, seed=seed)
-        self._renderer = build_renderer(renderer, tokenizer_path)
-        self._vocab_size = HubConfig.read(tokenizer_path).size("vocab_size")
+        self._context = build_context(renderer, tokenizer_path, seed=seed)
         ordered = OrderedCalls(timeout_s=limits.call_timeout_s)
-        self._task_set = TaskSet(tasks, ordered=ordered, limits=limits, seed=seed)
+        self._task_set = TaskSet(tasks, ordered=ordered, limits=limits)
         self._running: set[asyncio.Task] = set()
         self._lag = LoopLag()
 
@@ -397,7 +387,7 @@ class RolloutWorker(WatchedActor):
         Raises:
             RunError: a task failed; names it.
         """
-        await self._task_set.build(self._renderer, vocab_size=self._vocab_size)
+        await self._task_set.build(self._context)
         await self._task_set.setup(self._policy)
         self._lag.start()
 

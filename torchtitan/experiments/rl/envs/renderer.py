@@ -13,7 +13,9 @@ import renderers
 from renderers import Message, ParsedResponse, RenderedTokens, Renderer, ToolSpec
 from transformers import AutoTokenizer
 
+from torchtitan.experiments.rl.configurable import BuildContext
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.models.hub import HubConfig
 
 AUTO = "auto"
 DEFAULT = "default"
@@ -119,6 +121,24 @@ def build_renderer(
     if tokens:
         _CONTROL_TOKENS[renderer] = re.compile("|".join(tokens))
     return renderer
+
+
+def build_context(
+    config: RendererConfig, model_path: str, *, seed: int, tokenizer: Any = None
+) -> BuildContext:
+    """Return what a run's tasks, algorithms and filters are built with, read from the policy's folder.
+
+    Args:
+        model_path: folder of the policy, with its tokenizer and its config.json.
+        seed: seed of the run.
+        tokenizer: what ``load_tokenizer`` has loaded from the folder; None loads it here.
+
+    Raises:
+        ConfigError: as ``build_renderer`` does, or config.json does not say the vocabulary's size.
+    """
+    renderer = build_renderer(config, model_path, tokenizer)
+    vocab_size = HubConfig.read(model_path).size("vocab_size")
+    return BuildContext(renderer=renderer, vocab_size=vocab_size, seed=seed)
 
 
 def control_tokens(tokenizer: Any) -> set[str]:

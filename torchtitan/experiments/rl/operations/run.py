@@ -12,27 +12,27 @@ A run whose trainer dies is attempted again, by another `Run` (`actor.py`).
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from torchtitan.experiments.rl.ask.call import ask, contained, sentence
 from torchtitan.experiments.rl.config.resume import save_config
+from torchtitan.experiments.rl.configurable import BuildContext, build_with
 from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner, TaskSet
 from torchtitan.experiments.rl.controller.groups import groups_per_pick
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.loop import Loops, Parts, Schedule, build_loop
 from torchtitan.experiments.rl.controller.selection import Selection
-from torchtitan.experiments.rl.envs.renderer import build_renderer
+from torchtitan.experiments.rl.envs.renderer import build_context
 from torchtitan.experiments.rl.errors import RunError, UserCodeError
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.fleet import Fleet
-from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.policy import model_positions
 from torchtitan.experiments.rl.observability.console import RunSummary
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
@@ -43,11 +43,13 @@ from torchtitan.experiments.rl.operations.mismatch import mismatch_alarm
 from torchtitan.experiments.rl.operations.profile import StepProfile
 from torchtitan.experiments.rl.operations.reports import RunReports
 from torchtitan.experiments.rl.process.setup import ENDS_THE_RUN
+from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE, ROLLOUTS_FILE
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CANARY_MESSAGES = [
     {"role": "user", "content": "What is 17 + 25? Think first, then give the number."}
@@ -81,9 +83,7 @@ class Run:
         self._context = context
         self._resumed = resumed
         self._init_from = init_from
-        self._tasks = TaskSet(
-            config.tasks, ordered=context.ordered, limits=config.user_code, seed=config.seed
-        )
+        self._tasks = TaskSet(config.tasks, ordered=context.ordered, limits=config.user_code)
         self._loops: Loops | None = None
         self._observers: Observers | None = None
         """Set, with the loops, when the set-up has succeeded."""
@@ -186,13 +186,12 @@ class Run:
         self._resources.push("the metrics", partial(asyncio.to_thread, metrics.close))
         self._resources.push("the actors", self.fleet.close)
 
-        renderer = build_renderer(config.renderer, config.model.hf_assets_path)
-        vocab_size = HubConfig.read(config.model.hf_assets_path).size("vocab_size")
-        await self._tasks.build(renderer, vocab_size=vocab_size)
+        known = build_context(config.renderer, config.model.hf_assets_path, seed=config.seed)
+        await self._tasks.build(known)
         self._resources.push("the tasks", self._tasks.close, timeout_s=None)
-        selection = await self._build_selection(vocab_size)
+        selection = await self._build_selection(known)
 
-        canary = np.array(renderer.render_ids(CANARY_MESSAGES), np.int32)
+        canary = np.array(known.renderer.render_ids(CANARY_MESSAGES), np.int32)
         await self.fleet.start(canary, trainer_start(self._resumed, self._init_from))
         with context.console.waits.wait("the tasks to be set up"):
             runner = await self.fleet.start_runner(self._tasks)
@@ -201,34 +200,34 @@ class Run:
         if self._failure is not None:  # it came before there were loops to tell
             self._fail(self._failure)
 
-    async def _build_selection(self, vocab_size: int) -> Selection:
+    async def _build_selection(self, known: BuildContext) -> Selection:
         """Build the task mix and the filters."""
         context = self._context
         config = context.config
         weights = {name: task.weight for name, task in config.tasks.items()}
         selection = Selection(
             context.ordered,
-            mix=await self._build_users(config.task_mix, "task_mix", weights=weights),
+            mix=await self._build_users(
+                partial(config.task_mix.build, weights=weights), "task_mix"
+            ),
             tasks=self._tasks.tasks,
-            pre_batch_filters=await self._build_filters("pre_batch_filters", vocab_size),
-            post_batch_filters=await self._build_filters("post_batch_filters", vocab_size),
+            pre_batch_filters=await self._build_filters("pre_batch_filters", known),
+            post_batch_filters=await self._build_filters("post_batch_filters", known),
         )
         for line in selection.without_state():
             context.console.note(line)
         return selection
 
-    async def _build_filters(self, field: str, vocab_size: int) -> list[Any]:
-        filters = []
-        for index, config in enumerate(getattr(self._context.config, field)):
-            built = await self._build_users(config, f"{field}[{index}]")
-            built.vocab_size = vocab_size
-            filters.append(built)
-        return filters
+    async def _build_filters(self, field: str, known: BuildContext) -> list[Filter]:
+        return [
+            await self._build_users(partial(build_with, config, known), f"{field}[{index}]")
+            for index, config in enumerate(getattr(self._context.config, field))
+        ]
 
-    async def _build_users(self, config: Any, field: str, **arguments: Any) -> Any:  # noqa: ANN401
+    async def _build_users(self, build: Callable[[], T], field: str) -> T:
         """Build what users may have written. An error names the field of its config."""
         return await self._context.ordered.call(
-            partial(config.build, **arguments),
+            build,
             owner=f"{field} can't be built",
             timeout_s=self._context.config.user_code.setup_timeout_s,
         )

@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Lt
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveInt, Share, check_config
-from torchtitan.experiments.rl.configurable import UserConfigurable
+from torchtitan.experiments.rl.configurable import BuildContext, UserConfigurable
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 from torchtitan.experiments.rl.types import TrainingSample
 
@@ -21,14 +21,14 @@ from torchtitan.experiments.rl.types import TrainingSample
 class Filter(UserConfigurable, abc.ABC):
     """Decides which rollouts of a group match.
 
-    The config's mode decides whether a match drops them.
+    The config's mode decides whether a match drops them. A filter that reads token ids may take
+    ``context`` in its constructor, which has the size of the vocabulary
+    (`configurable.BuildContext`).
     """
 
     reads_credit: ClassVar[bool] = True
     """True if the filter reads what an algorithm sets. If no filter before the batch does,
     algorithms that ask models (``Algorithm.asks_models``) see only what the filters keep."""
-    vocab_size: int | None = None
-    """Number of token ids that the policy's model has; the run sets it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -207,22 +207,18 @@ class Gibberish(Filter):
 
     config: Config
 
-    def matches(self, group: RolloutGroup) -> list[bool]:
-        if self.vocab_size is None:
-            raise ValueError(
-                "vocab_size is not set: how rare and how unlikely a token is depends on the "
-                "policy's vocabulary"
-            )
-        return [
-            self._gibberish(rollout, self.vocab_size) >= self.config.tokens
-            for rollout in group.scored
-        ]
+    def __init__(self, config: Config, *, context: BuildContext):
+        super().__init__(config)
+        self._vocab_size = context.vocab_size
 
-    def _gibberish(self, rollout: Rollout, vocab_size: int) -> int:
-        unlikely = -math.log(vocab_size) - self.config.margin
+    def matches(self, group: RolloutGroup) -> list[bool]:
+        return [self._gibberish(rollout) >= self.config.tokens for rollout in group.scored]
+
+    def _gibberish(self, rollout: Rollout) -> int:
+        unlikely = -math.log(self._vocab_size) - self.config.margin
         found = 0
         for turn in rollout.turns:
-            rare = turn.completion.token_ids >= self.config.rare_from * vocab_size
+            rare = turn.completion.token_ids >= self.config.rare_from * self._vocab_size
             if np.count_nonzero(rare):
                 found += int(np.count_nonzero(rare & (turn.completion.logprobs < unlikely)))
         return found

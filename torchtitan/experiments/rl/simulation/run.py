@@ -26,6 +26,7 @@ from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.config.costs import GPUS_PER_HOST
 from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.configurable import BuildContext, build_with
 from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner
 from torchtitan.experiments.rl.controller.ledger import Ledger
@@ -331,9 +332,12 @@ class Attempt(RunEvents):
         """Of replicas that died."""
         self._beside: set[asyncio.Task[None]] = set()
         ordered = OrderedCalls(thread=InlineThread())
+        # Nothing is rendered, and simulated ids are of no vocabulary, so that none is rare.
+        nothing: Any = None
+        context = BuildContext(renderer=nothing, vocab_size=1 << 31, seed=config.seed)
         self._tasks = simulated_tasks(
             config.tasks,
-            seed=config.seed,
+            context=context,
             lengths=whole._lengths,
             turn=self._turn,
         )
@@ -343,11 +347,9 @@ class Attempt(RunEvents):
                 weights={name: task.weight for name, task in config.tasks.items()}
             ),
             tasks=dict(self._tasks),
-            pre_batch_filters=[entry.build() for entry in config.pre_batch_filters],
-            post_batch_filters=[entry.build() for entry in config.post_batch_filters],
+            pre_batch_filters=[build_with(entry, context) for entry in config.pre_batch_filters],
+            post_batch_filters=[build_with(entry, context) for entry in config.post_batch_filters],
         )
-        for entry, _ in [*selection.filters["pre"], *selection.filters["post"]]:
-            entry.vocab_size = 1 << 31  # simulated ids are of no vocabulary, and none is rare
         step, run_dir = (0 if saved is None else saved.step), whole._run_dir
         self._metrics = None
         if run_dir is not None:

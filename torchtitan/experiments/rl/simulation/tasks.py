@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.configurable import BuildContext, build_with
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.errors import ConfigError
@@ -330,7 +331,7 @@ def _prompt(before: np.ndarray, tokens: int, family: int, own: int) -> np.ndarra
 def simulated_tasks(
     tasks: Mapping[str, Task.Config],
     *,
-    seed: int,
+    context: BuildContext,
     lengths: Lengths,
     turn: Callable[[float], Awaitable[None]],
 ) -> dict[str, SimulatedTask]:
@@ -341,7 +342,7 @@ def simulated_tasks(
     """
     built = {}
     for name, config in tasks.items():
-        algorithm = config.algorithm.build()
+        algorithm = build_with(config.algorithm, context)
         if config.algorithm.frozen_source() is not None or algorithm.asks_models:
             cure = f"asks another model than the policy, which is not simulated: give tasks.{name} another algorithm"
             raise ConfigError(f"tasks.{name}.algorithm", type(algorithm).__name__, cure)
@@ -357,7 +358,7 @@ def simulated_tasks(
             min_group_size=config.min_group_size,
             weight=config.weight,
             adapter=config.adapter,
-        ).build(name=name, renderer=None, seed=seed)
+        ).build(name=name, context=context)
         compares = algorithm.needs_group or type(algorithm).score_group is not Algorithm.score_group
         task.simulate(lengths, turn=turn, needs_group=compares)
         built[name] = task

@@ -1,5 +1,6 @@
 """Everything the author of a task imports. Worked tasks lie in folders beside this file; sum_digits is the smallest."""
 
+from torchtitan.experiments.rl.configurable import BuildContext
 from torchtitan.experiments.rl.data.dataset import Dataset, MadeDataset
 from torchtitan.experiments.rl.data.rows import MemoryRows, RowDataset
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
@@ -34,6 +35,7 @@ from torchtitan.experiments.rl.tasks.tools import MCPServer, ToolTask, tool_task
 __all__ = [
     "AgentCommandTask",
     "AgentTask",
+    "BuildContext",
     "CommandResult",
     "DataSample",
     "Dataset",

@@ -31,12 +31,12 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from annotated_types import MinLen
-from renderers import Renderer
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.ask.call import ask
 from torchtitan.experiments.rl.bounds import Changeable, Cure, NonEmptyStr, PositiveInt
+from torchtitan.experiments.rl.configurable import BuildContext
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts
@@ -110,12 +110,12 @@ class AgentTask(Task):
 
     config: Config
 
-    def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
+    def __init__(self, config: Config, *, name: str, context: BuildContext):
         if type(self).run_agent is AgentTask.run_agent:
             raise TypeError(
                 f"{type(self).__name__} runs no agent: define run_agent(sample, endpoint)"
             )
-        super().__init__(config, name=name, renderer=renderer, seed=seed)
+        super().__init__(config, name=name, context=context)
         self._gateway: Gateway | None = None
         self._frozen: dict[str, ModelClient] = {}
 
@@ -269,8 +269,8 @@ class AgentCommandTask(AgentTask):
 
     config: Config
 
-    def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
-        super().__init__(config, name=name, renderer=renderer, seed=seed)
+    def __init__(self, config: Config, *, name: str, context: BuildContext):
+        super().__init__(config, name=name, context=context)
         self._places = asyncio.Semaphore(config.max_processes)
         self._folders: set[Path] = set()
         self._started_in = Path.cwd()

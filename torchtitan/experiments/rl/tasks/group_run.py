@@ -87,7 +87,7 @@ class TaskOfRollouts(Protocol):
     config: Any
     """A `Task.Config`."""
     renderer: Renderer
-    vocab_size: int | None
+    vocab_size: int
 
     async def make_envs(self, sample: DataSample, n: int) -> list[MessageEnv]: ...
 

@@ -18,11 +18,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
-from renderers import Message, Renderer
+from renderers import Message
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import Cure, NonEmptyStr
+from torchtitan.experiments.rl.configurable import BuildContext
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.rows import RowDataset, Rows, is_missing, row_datasets
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
@@ -104,8 +105,8 @@ class QuestionTask(Task):
 
     config: Config
 
-    def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
-        super().__init__(config, name=name, renderer=renderer, seed=seed)
+    def __init__(self, config: Config, *, name: str, context: BuildContext):
+        super().__init__(config, name=name, context=context)
         chats = config.messages_column
         self._columns: list[str] = []
         of, value = ("template", config.template) if chats is None else ("messages_column", chats)

@@ -28,7 +28,7 @@ class CheckedSession:
         session: PolicySession,
         *,
         sampling: SamplingConfig,
-        vocab_size: int | None,
+        vocab_size: int,
         branch: Callable[[str], "CheckedSession"],
         branch_seed: Callable[[str], int],
     ):
@@ -36,7 +36,7 @@ class CheckedSession:
 
         Args:
             sampling: settings that the session was opened with.
-            vocab_size: number of token ids that the model has; None if not known.
+            vocab_size: number of token ids that the model has.
             branch: opens another session of the same rollout, for another branch of its
                 conversation. The seed follows from the rollout's seed and the key.
             branch_seed: returns the seed that a branch with this key has.
@@ -98,7 +98,7 @@ class CheckedSession:
             )
 
     def _check_ids(self, token_ids: np.ndarray, what: str) -> None:
-        if self._vocab_size is None or not len(token_ids):
+        if not len(token_ids):
             return
         highest = token_ids.item(token_ids.argmax())
         if highest >= self._vocab_size:

@@ -56,7 +56,12 @@ from torchtitan.experiments.rl.bounds import (
     check_fields,
 )
 from torchtitan.experiments.rl.compat.torchtitan import built_class
-from torchtitan.experiments.rl.configurable import UserConfigurable
+from torchtitan.experiments.rl.configurable import (
+    BuildContext,
+    UserConfigurable,
+    build_with,
+    takes_context,
+)
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor, sampler_seed
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
@@ -100,6 +105,7 @@ __all__ = [
     "MIN_TRAINING_TEMPERATURE",
     "Task",
     "ValidationConfig",
+    "build_algorithm",
     "build_part",
     "derive_seed",
     "first_use",
@@ -177,6 +183,12 @@ def build_part(part: str, config: Any, **arguments: Any) -> Any:  # noqa: ANN401
         return config.build(**arguments)
 
 
+def build_algorithm(config: Algorithm.Config, context: BuildContext) -> Algorithm:
+    """Build the algorithm of a task, and raise as `part_at_fault` does if its constructor fails."""
+    with part_at_fault("algorithm", built_class(config).__name__, "it can't be built"):
+        return build_with(config, context)
+
+
 class Task(UserConfigurable):
     """Base class of tasks. A subclass defines ``make_env`` or ``make_envs``."""
 
@@ -208,6 +220,25 @@ class Task(UserConfigurable):
         """Name of the adapter that the task samples with and trains, if tasks of a run have several
         (``trainer.lora``): then each of the run's tasks names one. If "", the tasks train one
         together."""
+
+        def build(self, **arguments: Any) -> Any:  # noqa: ANN401 - as the base class declares it
+            """Build the task: ``build(name=..., context=...)``.
+
+            ``name`` is the key of this config among the run's tasks, and ``context`` a
+            `BuildContext`, such as ``build_context`` (`envs/renderer.py`) returns.
+
+            Raises:
+                TypeError: the context is not given, or the constructor does not take it.
+                ConfigError: a part can't be built; the field is relative to the task.
+            """
+            task = built_class(self)
+            if "context" not in arguments or not takes_context(task):
+                raise TypeError(
+                    f"{task.__name__} is built from a context, which holds renderer, vocab_size "
+                    "and seed: build(name=..., context=BuildContext(...)), "
+                    "__init__(self, config, *, name, context)"
+                )
+            return super(Task.Config, self).build(**arguments)
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             """Refuse fields out of bounds, and fields that don't fit together.
@@ -279,21 +310,19 @@ class Task(UserConfigurable):
     repeats_example: ClassVar[bool] = True
     """True if rollouts that share a slot are of one example."""
 
-    def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
+    def __init__(self, config: Config, *, name: str, context: BuildContext):
         if type(self).make_env is Task.make_env and type(self).make_envs is Task.make_envs:
             raise TypeError(
                 f"{type(self).__name__} makes no env: define make_env(sample) or "
                 "make_envs(sample, n)"
             )
-        self._check_roles(config, renderer)
+        self._check_roles(config, context.renderer)
         self.config = config
         self.name = name
         self.examples_warning: str | None = None
         """What a person should know of the examples, in one line; ``check_examples`` sets it."""
-        self.vocab_size: int | None = None
-        """Number of token ids that the policy's model has; the run sets it. If None, prompts and
-        completions may hold any."""
-        self.renderer = renderer
+        self.vocab_size = context.vocab_size
+        self.renderer = context.renderer
         self.dataset: Dataset = build_part("dataset", config.dataset)
         self.validation: Dataset | None = None
         if config.validation:
@@ -302,11 +331,10 @@ class Task(UserConfigurable):
         with part_at_fault("dataset", kind, "its __len__ failed"):
             len(self.dataset)
         self.sampler: SampleStrategy = build_part(
-            "sampler", config.sampler, dataset=self.dataset, seed=sampler_seed(seed, name)
+            "sampler", config.sampler, dataset=self.dataset, seed=sampler_seed(context.seed, name)
         )
         self.rubric: Rubric = build_part("rubric", config.rubric)
-        self.algorithm: Algorithm = build_part("algorithm", config.algorithm)
-        self.algorithm.renderer = renderer
+        self.algorithm: Algorithm = build_algorithm(config.algorithm, context)
 
     @staticmethod
     def _check_roles(config: Config, renderer: Renderer) -> None:

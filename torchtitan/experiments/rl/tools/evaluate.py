@@ -23,13 +23,12 @@ from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner, TaskSet
 from torchtitan.experiments.rl.controller.validation import Validator, labelled, pass_at_k
-from torchtitan.experiments.rl.envs.renderer import build_renderer
+from torchtitan.experiments.rl.envs.renderer import build_context
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError, users_traceback
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.fleet import Fleet
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
 from torchtitan.experiments.rl.generation.references import FrozenModel, hosted_models
-from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.observability.console import Console, write_line
 from torchtitan.experiments.rl.operations.alarms import FirstFailures
 from torchtitan.experiments.rl.operations.notes import print_notes
@@ -202,7 +201,7 @@ class Evaluation:
             self.fleet,
             self._context.ordered,
         )
-        tasks = TaskSet(config.tasks, ordered=ordered, limits=config.user_code, seed=config.seed)
+        tasks = TaskSet(config.tasks, ordered=ordered, limits=config.user_code)
         recorder = config.recorder.build(run_dir=self._model.run_dir)
         policy = None if endpoint is None else EndpointPolicy(endpoint, fleet.policy)
         validator: Validator | None = None
@@ -225,10 +224,8 @@ class Evaluation:
             recorder.record(group, outcomes, kind="validation")
 
         try:
-            renderer = build_renderer(config.renderer, config.model.hf_assets_path)
-            await tasks.build(
-                renderer, vocab_size=HubConfig.read(config.model.hf_assets_path).size("vocab_size")
-            )
+            path = config.model.hf_assets_path
+            await tasks.build(build_context(config.renderer, path, seed=config.seed))
             await fleet.supervisor.unless_failed(fleet.start_generators(policy=policy is None))
             if policy is None:
                 runner = await fleet.start_runner(tasks)

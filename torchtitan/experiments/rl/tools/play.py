@@ -21,7 +21,7 @@ from torchtitan.experiments.rl.config import checks
 from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.resume import save_config
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
-from torchtitan.experiments.rl.config.trial import REPLY, checked_renderer
+from torchtitan.experiments.rl.config.trial import REPLY, read_policy_tokenizer
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.fleet import Fleet
@@ -445,7 +445,7 @@ def play(
     """
     own = config.tasks[name]
     own = replace(own, max_retries=0, env=replace(own.env, rollout_timeout_s=NO_LIMIT_S))
-    task = own.build(name=name, renderer=checked_renderer(config), seed=config.seed)
+    task = own.build(name=name, context=read_policy_tokenizer(config).context)
 
     async def run() -> RolloutGroup:
         signal.signal(
