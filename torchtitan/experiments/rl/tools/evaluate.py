@@ -1,10 +1,18 @@
-"""What an evaluation takes from a run's config, and every task evaluated once, as a run does of version 0."""
+"""Measures models on the validation sets of a config's tasks, as a run measures version 0.
+
+evaluated_config   the config with the tasks to measure, each with its schedule
+measure_all        each model in turn: its generators or its server, every task once
+task_figures       avg@k and pass@k of a task, with intervals, overall and by slice
+paired             two models compared on the examples that both were scored on
+result_lines       what a person reads of it
+"""
 
 import asyncio
 import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +29,7 @@ from torchtitan.experiments.rl.config import checks, trial
 from torchtitan.experiments.rl.config.placement import needed_gpus
 from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
-from torchtitan.experiments.rl.controller.group_runner import LocalRunner, TaskSet
+from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner, TaskSet
 from torchtitan.experiments.rl.controller.validation import Validator, labelled, pass_at_k
 from torchtitan.experiments.rl.envs.renderer import build_context
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError, users_traceback
@@ -39,6 +47,7 @@ from torchtitan.experiments.rl.process.lifetime import descendants, kill_descend
 from torchtitan.experiments.rl.process.setup import quiet_libraries, set_up_logging
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.task import ValidationConfig
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
@@ -48,27 +57,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Candidate:
-    """A model that is measured."""
+    """Model that is measured."""
 
     config: RunConfig
-    """Of ``evaluated_config``."""
+    """Config that ``evaluated_config`` returned, with this model."""
     plan: RunPlan
     endpoint: FrozenModel | None
-    """The policy is this server's model. None: generators on the config's model."""
+    """Server of the model. None starts generators on the config's model."""
     run_dir: Path
+    """Folder for the records and the logs of this model."""
 
     @property
     def label(self) -> str:
-        served = self.endpoint
-        return (
-            f"{served.name} at {', '.join(served.urls)}"
-            if served
-            else self.config.model.hf_assets_path
-        )
+        """Name of the model for people."""
+        if self.endpoint is None:
+            return self.config.model.hf_assets_path
+        return f"{self.endpoint.name} at {', '.join(self.endpoint.urls)}"
 
     @property
     def schedules(self) -> dict[str, ValidationConfig]:
-        """By task."""
+        """Schedule of each task."""
         return {
             name: task.validation_schedule or self.config.validation
             for name, task in self.config.tasks.items()
@@ -76,46 +84,39 @@ class Candidate:
 
 
 def evaluated_config(config: RunConfig, *, tasks: Sequence[str], attempts: int | None) -> RunConfig:
-    """The config with the tasks to measure, each with its schedule, on this host.
+    """Return the config with the tasks to measure, each with its schedule, on this host.
 
     Args:
-        tasks: by name; empty: every task that has a validation set.
-        attempts: of each example; None: the schedule's. Above 1 where a schedule is greedy, they are sampled at the task's
-            training temperature.
+        tasks: names of the tasks; all that have a validation set if empty.
+        attempts: rollouts of each example; None takes the schedule's number. Several attempts of a
+            greedy schedule are sampled at the task's training temperature.
 
     Raises:
-        ConfigError: no such task, or one without a validation set.
+        ConfigError: there is no such task, or it has no validation set.
     """
     if attempts is not None and attempts < 1:
         raise ConfigError("--attempts", attempts, "must be at least 1")
     if unknown := set(tasks) - set(config.tasks):
-        raise ConfigError(
-            "--tasks", min(unknown), f"no such task; the config has {', '.join(config.tasks)}"
-        )
+        cure = f"no such task; the config has {', '.join(config.tasks)}"
+        raise ConfigError("--tasks", min(unknown), cure)
     chosen = {
         name: task
         for name, task in config.tasks.items()
         if name in tasks or (not tasks and task.validation is not None)
     }
     if not chosen:
-        raise ConfigError(
-            "tasks", ", ".join(config.tasks), "none has a validation set; set tasks.NAME.validation"
-        )
+        cure = "none has a validation set; set tasks.NAME.validation"
+        raise ConfigError("tasks", ", ".join(config.tasks), cure)
     for name, task in chosen.items():
         if task.validation is None:
-            raise ConfigError(
-                f"tasks.{name}.validation",
-                None,
-                "the task has no validation set: set one, or leave it out",
-            )
-        schedule = task.validation_schedule or config.validation
-        k, temperature = attempts or schedule.attempts, schedule.temperature
-        if attempts is not None and k > 1 and temperature == 0:
-            temperature = task.sampling.temperature
-        chosen[name] = replace(
-            task,
-            validation_schedule=replace(schedule, every=1, attempts=k, temperature=temperature),
-        )
+            cure = "the task has no validation set: set one, or leave it out"
+            raise ConfigError(f"tasks.{name}.validation", None, cure)
+        schedule = replace(task.validation_schedule or config.validation, every=1)
+        if attempts is not None:
+            schedule.attempts = attempts
+            if attempts > 1 and schedule.temperature == 0:
+                schedule.temperature = task.sampling.temperature
+        chosen[name] = replace(task, validation_schedule=schedule)
     provision = ProvisionConfig(device=config.provision.device)
     return replace(config, tasks=chosen, provision=provision)
 
@@ -127,7 +128,7 @@ def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> RunPlan:
         ConfigError: the first problem.
     """
     if endpoint is not None and not hosted_models(config.tasks):
-        config.provision = ProvisionConfig(device="cpu")  # nothing here computes
+        config.provision = ProvisionConfig(device="cpu")  # no model computes on this host
         config.rollout_workers = 0
     checks.check(config)
     try:
@@ -149,29 +150,41 @@ def plan_of_generators(config: RunConfig) -> RunPlan:
     raise_descriptor_limit()
     device = config.provision.resolve()
     if device == "cpu":
-        return checks.plan_run(config)  # the run's own cores: figures repeat to the last bit
+        # On the cores that a run's generators have, figures repeat a run's to the last bit.
+        return checks.plan_run(config)
     return checks.plan_run(config, device=device, available=without_trainer(config))
 
 
 def without_trainer(config: RunConfig) -> list[int]:
-    """GPUs to plan with where no trainer runs: those of its ranks, which a plan gives out first, come before GPU 0."""
+    """Return the GPUs to plan with if no trainer runs.
+
+    A plan gives the first GPUs to the trainer's ranks. Here they have numbers below 0, so that the
+    generators have the GPUs from 0 on.
+    """
     ranks = config.trainer.ranks
     return list(range(-ranks, needed_gpus(config) - ranks))
 
 
 class EndpointPolicy(EndpointClient):
-    """Implements rollouts.policy.PolicyClient over a server. Its tokens have policy version -1, as a frozen model's."""
+    """Policy that a server samples (``rollouts.policy.PolicyClient``).
+
+    Its tokens have policy version -1, as those of any frozen model.
+    """
 
     version = 0
+    """Policy version that is measured."""
 
     def __init__(self, model: FrozenModel, hosted: PolicyClient):
-        """``hosted``: gives the frozen models that the tasks name."""
+        """Sample the policy from ``model``, and take the tasks' frozen models from ``hosted``."""
         super().__init__(model)
         self.frozen = hosted.frozen
 
 
 class Evaluation:
-    """``run`` evaluates every task once, as a run does of version 0, and stops everything it has started."""
+    """Evaluation of one model: every task once.
+
+    ``run`` stops all that it has started before it returns.
+    """
 
     def __init__(self, model: Candidate):
         self._model = model
@@ -183,6 +196,7 @@ class Evaluation:
         self._measuring: asyncio.Task[None] | None = None
 
     async def run(self) -> "Result":
+        """Return the result, without metrics if ``stop`` ended the evaluation early."""
         self._measuring = asyncio.create_task(self._measure())
         (error,) = await asyncio.gather(self._measuring, return_exceptions=True)
         if error is not None and not isinstance(error, asyncio.CancelledError):
@@ -190,59 +204,32 @@ class Evaluation:
         return self._result
 
     def stop(self) -> None:
-        """End ``run`` early. Groups that have ended are recorded."""
+        """End ``run`` early. The groups that have ended are recorded."""
         if self._measuring is not None:
             self._measuring.cancel()
 
     async def _measure(self) -> None:
-        config, endpoint, fleet, ordered = (
-            self._model.config,
-            self._model.endpoint,
-            self.fleet,
-            self._context.ordered,
-        )
+        config = self._model.config
+        ordered = self._context.ordered
         tasks = TaskSet(config.tasks, ordered=ordered, limits=config.user_code)
         recorder = config.recorder.build(run_dir=self._model.run_dir)
-        policy = None if endpoint is None else EndpointPolicy(endpoint, fleet.policy)
-        validator: Validator | None = None
         failures = FirstFailures(_note, log="logs/evaluator.jsonl")
-
-        def measured(group: RolloutGroup) -> None:
-            self._result.examples[group.task_name].append(example_of(group))
-            failures.group_arrived(group)
-            causes = [
-                rollout.error
-                for rollout in group.rollouts
-                if rollout.reward is None and rollout.error
-            ]
-            if cause := next(iter(causes), group.failure):
-                self._result.causes.setdefault(group.task_name, cause)
-            # Now, and not when all have ended as a run does: an evaluation may be stopped.
-            outcomes = {
-                rollout.rollout_id: "validation" for rollout in labelled(group, "0").rollouts
-            }
-            recorder.record(group, outcomes, kind="validation")
-
+        policy = None
+        if self._model.endpoint is not None:
+            policy = EndpointPolicy(self._model.endpoint, self.fleet.policy)
+        validator: Validator | None = None
         try:
-            path = config.model.hf_assets_path
-            await tasks.build(build_context(config.renderer, path, seed=config.seed))
-            await fleet.supervisor.unless_failed(fleet.start_generators(policy=policy is None))
-            if policy is None:
-                runner = await fleet.start_runner(tasks)
-            else:
-                await tasks.setup(policy)
-                runner = LocalRunner(policy, seed=config.seed)
-            on_failure = self._failures.append
+            runner = await self._start_runner(tasks, policy)
             validator = Validator(
                 tasks.tasks,
                 runner,
                 config.validation,
-                on_failure=on_failure,
+                on_failure=self._failures.append,
                 ordered=ordered,
-                on_group=measured,
+                on_group=partial(self._take_group, recorder, failures),
             )
             validator.start(0)
-            await fleet.supervisor.unless_failed(validator.wait())
+            await self.fleet.supervisor.unless_failed(validator.wait())
             reports = validator.take()
             if self._failures or not reports:
                 raise next(iter(self._failures), RunError("nothing was measured"))
@@ -250,21 +237,52 @@ class Evaluation:
         finally:
             if validator is not None:
                 await validator.close()
-            for fault in [*await tasks.close(), *await fleet.close()]:
+            for fault in [*await tasks.close(), *await self.fleet.close()]:
                 logger.warning("%s", fault)
             if policy is not None:
                 await policy.close()
             await asyncio.to_thread(recorder.close)
 
+    async def _start_runner(self, tasks: TaskSet, policy: EndpointPolicy | None) -> GroupRunner:
+        """Build the tasks, and start the generators and what runs the tasks' groups."""
+        config = self._model.config
+        path = config.model.hf_assets_path
+        await tasks.build(build_context(config.renderer, path, seed=config.seed))
+        starting = self.fleet.start_generators(policy=policy is None)
+        await self.fleet.supervisor.unless_failed(starting)
+        if policy is None:
+            return await self.fleet.start_runner(tasks)
+        await tasks.setup(policy)
+        return LocalRunner(policy, seed=config.seed)
+
+    def _take_group(
+        self, recorder: RolloutRecorder, failures: FirstFailures, group: RolloutGroup
+    ) -> None:
+        """Keep what a group that has ended was scored, and record it.
+
+        A run records its validation when all groups have ended. An evaluation may be stopped, so
+        each group is recorded at once.
+        """
+        self._result.examples[group.task_name].append(example_of(group))
+        failures.group_arrived(group)
+        causes = [
+            rollout.error for rollout in group.rollouts if rollout.reward is None and rollout.error
+        ]
+        if cause := next(iter(causes), group.failure):
+            self._result.causes.setdefault(group.task_name, cause)
+        outcomes = {rollout.rollout_id: "validation" for rollout in labelled(group, "0").rollouts}
+        recorder.record(group, outcomes, kind="validation")
+
 
 class Evaluator(Actor):
-    """An evaluation as an actor: the death of a process that it started is told to actors."""
+    """Actor that runs an evaluation: Monarch tells an actor of the death of what it spawned."""
 
     part = ""
     """See ``reported_endpoint``."""
 
     def __init__(self, model: Candidate):
-        self._evaluation, self._run_dir = Evaluation(model), model.run_dir
+        self._evaluation = Evaluation(model)
+        self._run_dir = model.run_dir
 
     @reported_endpoint
     async def measure(self) -> "Result":
@@ -282,7 +300,7 @@ class Evaluator(Actor):
         """See ``Evaluation.stop``."""
         self._evaluation.stop()
 
-    def __supervise__(self, failure: Any) -> bool:
+    def __supervise__(self, failure: Any) -> bool:  # noqa: ANN401 - Monarch's, without types
         """See Controller.__supervise__."""
         self._loop.call_soon_threadsafe(
             self._evaluation.fleet.supervisor.died, process_death(failure)
@@ -295,43 +313,18 @@ def _note(line: str, traceback: str = "") -> None:
 
 
 def measure_all(models: list[Candidate], temporary: TemporaryFolder) -> tuple[int, list["Result"]]:
-    """Returns the exit code, and the results of the models that were measured whole."""
+    """Measure each model in turn.
+
+    Returns:
+        The exit code, and the results of the models that were measured whole.
+    """
     signals = Signals()
     results: list[Result] = []
     try:
         for number, model in enumerate(models):
-            sizes = [
-                f"{name} (at most {plan.examples} x {plan.attempts})"
-                for name, plan in model.schedules.items()
-            ]
-            _note(f"measuring   {model.label} on {', '.join(sizes)}")
-            with printed_to(model.run_dir / MONARCH_OUTPUT):
-                here = this_proc()
-            evaluator = here.spawn(f"evaluator_{number}", Evaluator, model)
-            running, asked = evaluator.measure.call_one(), None
-            while True:
-                try:
-                    result: Result = running.get(timeout=SIGNAL_POLL_S)
-                    break
-                except TimeoutError:
-                    temporary.note_shared_memory(descendants())
-                    if len(signals.received) > 1:
-                        _note("stopped at once")
-                        kill_descendants()
-                        return 128 + signals.received[0], results
-                    if signals.received and asked is None:
-                        _note("stopping; once more stops at once")
-                        asked = evaluator.request_stop.call_one()
-                except Exception as error:
-                    _note(
-                        f"error: {cause(error)} (logs in {model.run_dir}/logs)",
-                        users_traceback(original(error)),
-                    )
-                    return 1, results
-            if result.metrics is None:
-                ended = sum(map(len, result.examples.values()))
-                _note(f"stopped: {ended} examples of it were measured, recorded in {model.run_dir}")
-                return 128 + signals.received[0], results
+            code, result = _measure(number, model, signals, temporary)
+            if result is None:
+                return code, results
             results.append(result)
         return 0, results
     finally:
@@ -339,8 +332,50 @@ def measure_all(models: list[Candidate], temporary: TemporaryFolder) -> tuple[in
             shutdown_context().get()
 
 
+def _measure(
+    number: int, model: Candidate, signals: Signals, temporary: TemporaryFolder
+) -> tuple[int, "Result | None"]:
+    """Measure a model in an actor of this process, and tell it of signals.
+
+    Returns:
+        The exit code, and the result; None if the evaluation failed or was stopped.
+    """
+    sizes = [
+        f"{name} (at most {schedule.examples} x {schedule.attempts})"
+        for name, schedule in model.schedules.items()
+    ]
+    _note(f"measuring   {model.label} on {', '.join(sizes)}")
+    with printed_to(model.run_dir / MONARCH_OUTPUT):
+        here = this_proc()
+    evaluator = here.spawn(f"evaluator_{number}", Evaluator, model)
+    measuring = evaluator.measure.call_one()
+    stop_request = None
+    while True:
+        try:
+            result: Result = measuring.get(timeout=SIGNAL_POLL_S)
+            break
+        except TimeoutError:
+            temporary.note_shared_memory(descendants())
+            if len(signals.received) > 1:
+                _note("stopped at once")
+                kill_descendants()
+                return 128 + signals.received[0], None
+            if signals.received and stop_request is None:
+                _note("stopping; once more stops at once")
+                stop_request = evaluator.request_stop.call_one()
+        except Exception as error:  # noqa: BLE001 - of any kind that Monarch brings from the actor
+            line = f"error: {cause(error)} (logs in {model.run_dir}/logs)"
+            _note(line, users_traceback(original(error)))
+            return 1, None
+    if result.metrics is None:
+        ended = sum(map(len, result.examples.values()))
+        _note(f"stopped: {ended} examples of it were measured, recorded in {model.run_dir}")
+        return 128 + signals.received[0], None
+    return 0, result
+
+
 Figures = dict[str, Any]
-"""By name, as ``--json`` prints them."""
+"""Figures by name, as ``--json`` prints them."""
 Interval = tuple[float | None, float | None]
 """Ends of a 95 % interval; None where it is unknown."""
 RESAMPLES = 10_000
@@ -348,43 +383,45 @@ RESAMPLES = 10_000
 BLOCK = 2**20
 """Number of draws that are in memory at once."""
 MOST_SLICES = 12
-"""Of one field of an example's info. A field with more values labels almost every example differently."""
+"""Maximum number of slices by one field of an example's info.
+
+A field with more values labels almost every example differently.
+"""
 
 
 @dataclass(kw_only=True, slots=True)
 class Example:
-    """What one model got for one example."""
+    """Rewards of one model for one example."""
 
     example: str
-    """Its group's id, which is the same for every model."""
+    """Id of the example's group, which is the same for every model."""
     rewards: list[float]
-    """Of the attempts that were scored."""
+    """Rewards of the attempts that were scored."""
     attempts: int
+    """Number of attempts."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Those fields of its info that may name a slice."""
+    """Fields of the example's info that may name a slice."""
 
     @property
     def mean(self) -> float:
+        """Mean reward of the attempts that were scored."""
         return float(np.mean(self.rewards))
 
 
 @dataclass(kw_only=True, slots=True)
 class Result:
-    """Of one model."""
+    """Result of one model's evaluation."""
 
     metrics: dict[str, float] | None = None
-    """Those of a run's validation. None: the evaluation was stopped."""
+    """Metrics as a run's validation reports them; None if the evaluation was stopped."""
     examples: dict[str, list[Example]]
-    """By task."""
+    """Examples of each task."""
     causes: dict[str, str] = field(default_factory=dict)
-    """By task, what the first attempt failed of that has no reward."""
+    """Cause of the first failure of each task."""
 
 
 def example_of(group: RolloutGroup) -> Example:
-    """
-    Returns:
-        Plain values only: the example's own may be of any class.
-    """
+    """Return what a group was scored, in plain values: those of its example may be of any class."""
     info = group.data_sample.info if isinstance(group.data_sample.info, dict) else {}
     facts = {
         str(name): value for name, value in info.items() if isinstance(value, str | bool | int)
@@ -398,34 +435,38 @@ def example_of(group: RolloutGroup) -> Example:
 
 
 def task_figures(examples: Sequence[Example], *, attempts: int, pass_reward: float) -> Figures:
-    """avg@k and pass@k of a task with 95 % intervals, overall and by slice: examples by each value of each field of their info
-    that divides them into at least two parts, and not one by one."""
+    """Return avg@k and pass@k of a task with 95 % intervals, overall and by slice.
 
-    def figures(part: Sequence[Example]) -> Figures:
-        scored = [example for example in part if example.rewards]
-        passed = [
-            (len(e.rewards), sum(reward >= pass_reward for reward in e.rewards)) for e in scored
-        ]
-        return {
-            "examples": len(part),
-            "failed": sum(example.attempts - len(example.rewards) for example in part),
-            f"avg@{attempts}": _estimate([example.mean for example in scored]),
-        } | {
-            f"pass@{k}": _estimate([pass_at_k(n, right, min(k, n)) for n, right in passed])
-            for k in sorted({1, attempts})
-        }
-
+    A slice is the examples with one value of a field of their info. A field makes slices if it
+    divides the examples into at least two, and not one by one.
+    """
     slices: dict[str, Figures] = {}
     for name in sorted({name for example in examples for name in example.facts}):
         values = {example.facts.get(name) for example in examples}
-        if 2 <= len(values) <= min(MOST_SLICES, len(examples) // 2):
-            slices[name] = {
-                str(value): figures(
-                    [example for example in examples if example.facts.get(name) == value]
-                )
-                for value in sorted(values, key=lambda value: (str(type(value)), value))
-            }
-    return figures(examples) | {"slices": slices}
+        if not 2 <= len(values) <= min(MOST_SLICES, len(examples) // 2):
+            continue
+        slices[name] = {}
+        for value in sorted(values, key=lambda value: (str(type(value)), value)):
+            chosen = [example for example in examples if example.facts.get(name) == value]
+            slices[name][str(value)] = _figures(chosen, attempts, pass_reward)
+    return _figures(examples, attempts, pass_reward) | {"slices": slices}
+
+
+def _figures(examples: Sequence[Example], attempts: int, pass_reward: float) -> Figures:
+    scored = [example for example in examples if example.rewards]
+    figures: Figures = {
+        "examples": len(examples),
+        "failed": sum(example.attempts - len(example.rewards) for example in examples),
+        f"avg@{attempts}": _estimate([example.mean for example in scored]),
+    }
+    for k in sorted({1, attempts}):
+        passes = []
+        for example in scored:
+            count = len(example.rewards)
+            passed = sum(reward >= pass_reward for reward in example.rewards)
+            passes.append(pass_at_k(count, passed, min(k, count)))
+        figures[f"pass@{k}"] = _estimate(passes)
+    return figures
 
 
 def _estimate(values: Sequence[float]) -> dict[str, float | None]:
@@ -441,18 +482,19 @@ def interval(values: Sequence[float]) -> Interval:
     values have the same interval.
 
     Returns:
-        None for both ends where all values are equal: every sample has the same mean then, which
-        says nothing about other examples.
+        None for both ends if all values are equal: every sample has the same mean then, which says
+        nothing about other examples.
     """
-    x = np.asarray(values, np.float64)
-    if not len(x) or x.min() == x.max():
+    array = np.asarray(values, np.float64)
+    size = len(array)
+    if not size or array.min() == array.max():
         return None, None
     random = np.random.default_rng(0)
-    rows = max(1, BLOCK // len(x))
-    means = [
-        x[random.integers(0, len(x), (min(rows, RESAMPLES - done), len(x)))].mean(axis=1)
-        for done in range(0, RESAMPLES, rows)
-    ]
+    rows = max(1, BLOCK // size)
+    means = []
+    for done in range(0, RESAMPLES, rows):
+        drawn = random.integers(0, size, (min(rows, RESAMPLES - done), size))
+        means.append(array[drawn].mean(axis=1))
     low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
     return float(low), float(high)
 
@@ -465,12 +507,9 @@ def paired(first: Sequence[Example], second: Sequence[Example]) -> Figures:
         interval over the examples' own differences (``low``, ``high``); and which examples the
         second model has ``won`` and ``lost``.
     """
-    before, after = (
-        {e.example: e.mean for e in examples if e.rewards} for examples in (first, second)
-    )
-    changes = {
-        example: after[example] - reward for example, reward in before.items() if example in after
-    }
+    before = {example.example: example.mean for example in first if example.rewards}
+    after = {example.example: example.mean for example in second if example.rewards}
+    changes = {name: after[name] - reward for name, reward in before.items() if name in after}
     differences = list(changes.values())
     low, high = interval(differences)
     return {
@@ -478,56 +517,62 @@ def paired(first: Sequence[Example], second: Sequence[Example]) -> Figures:
         "difference": float(np.mean(differences)) if differences else None,
         "low": low,
         "high": high,
-        "won": [example for example, change in changes.items() if change > 0],
-        "lost": [example for example, change in changes.items() if change < 0],
+        "won": [name for name, change in changes.items() if change > 0],
+        "lost": [name for name, change in changes.items() if change < 0],
     }
 
 
 def result_lines(result: Figures) -> list[str]:
-    """Of what ``--json`` prints."""
+    """Return the lines that a person reads of the result that ``--json`` prints."""
     lines: list[str] = []
     for model in result["models"]:
         lines.append(f"model       {model['model']}")
         for task, figures in model["tasks"].items():
-            failed = f", {figures['failed']} attempts failed" if figures["failed"] else ""
-            told = (
-                f"{figures['attempts']} attempts at temperature {figures['temperature']:g}{failed}"
-            )
-            lines += [
-                f"{task:<12}{figures['examples']} examples, {told}",
-                *_estimates(figures, " " * 12),
-            ]
-            for sliced_by, parts in figures["slices"].items():
-                for value, part in parts.items():
-                    lines += [
-                        f"{'':<12}{sliced_by} = {value} ({part['examples']})",
-                        *_estimates(part, " " * 14),
-                    ]
+            lines += _task_lines(task, figures)
         lines.append(f"records     {model['folder']}")
-    for task, compared in (result["comparison"] or {}).items():
-        told = "no example was scored for both"
-        if compared["difference"] is not None:
-            told = (
-                f"second less first {_shown(compared, '+.3f', of='difference', gap=' ')}; "
-                f"{len(compared['won'])} of {compared['examples']} examples better, {len(compared['lost'])} worse"
-            )
-        lines.append(f"compared    {task}: {told}")
+    for task, comparison in (result["comparison"] or {}).items():
+        lines.append(f"compared    {task}: {_comparison_text(comparison)}")
     return [*lines, "Intervals are of 95 %, by bootstrap over examples."]
 
 
+def _task_lines(task: str, figures: Figures) -> list[str]:
+    settings = f"{figures['attempts']} attempts at temperature {figures['temperature']:g}"
+    failed = f", {figures['failed']} attempts failed" if figures["failed"] else ""
+    lines = [f"{task:<12}{figures['examples']} examples, {settings}{failed}"]
+    lines += _estimates(figures, " " * 12)
+    for name, values in figures["slices"].items():
+        for value, part in values.items():
+            lines.append(f"{'':<12}{name} = {value} ({part['examples']})")
+            lines += _estimates(part, " " * 14)
+    return lines
+
+
+def _comparison_text(comparison: Figures) -> str:
+    if comparison["difference"] is None:
+        return "no example was scored for both"
+    ends = comparison["low"], comparison["high"]
+    difference = _with_interval(comparison["difference"], ends, "+.3f", gap=" ")
+    won = len(comparison["won"])
+    lost = len(comparison["lost"])
+    examples = comparison["examples"]
+    return f"second less first {difference}; {won} of {examples} examples better, {lost} worse"
+
+
 def _estimates(figures: Figures, indent: str) -> list[str]:
-    return [
-        f"{indent}{name:<9}{_shown(figure, '.3f')}"
-        for name, figure in figures.items()
-        if "@" in name
-    ]
+    """Return a line for each avg@k and pass@k."""
+    lines = []
+    for name, figure in figures.items():
+        if "@" not in name:
+            continue
+        text = "nothing was scored"
+        if figure["value"] is not None:
+            text = _with_interval(figure["value"], (figure["low"], figure["high"]), ".3f")
+        lines.append(f"{indent}{name:<9}{text}")
+    return lines
 
 
-def _shown(figure: Figures, places: str, *, of: str = "value", gap: str = "  ") -> str:
-    """A figure with its interval, where there is one."""
-    value, low, high = figure[of], figure["low"], figure["high"]
-    if value is None:
-        return "nothing was scored"
-    return f"{value:{places}}" + (
-        "" if low is None else f"{gap}({low:{places}} to {high:{places}})"
-    )
+def _with_interval(value: float, ends: Interval, places: str, *, gap: str = "  ") -> str:
+    low, high = ends
+    if low is None:
+        return f"{value:{places}}"
+    return f"{value:{places}}{gap}({low:{places}} to {high:{places}})"

@@ -1,12 +1,19 @@
-"""One session: a group of a task whose completions a person gives, or a model for some turns; and its record."""
+"""A session of ``rl-play``: a group of a task whose policy is a person, or a model for some turns.
+
+play           runs the group and scores it
+Player         the policy: shows prompts, reads what the person enters
+ServedModel    the model that ``/model`` asks, on a generator that is started then
+result_lines   rewards, and what would be trained
+save           the record, as a run's
+"""
 
 import asyncio
+import contextlib
 import itertools
 import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +21,7 @@ from typing import Any
 import numpy as np
 from monarch.actor import Actor, this_proc
 from renderers import Message
+from transformers import PreTrainedTokenizerBase
 
 from torchtitan.experiments.rl.checkpointing.folder import OLD_POLICY_FOLDER, POLICY_FOLDER
 from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, printed_to, process_death
@@ -41,6 +49,7 @@ from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_ro
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutGroup
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy, ScriptedSession
 from torchtitan.experiments.rl.tools.evaluate import plan_of_generators
+from torchtitan.experiments.rl.types import TrainingSample
 from torchtitan.experiments.rl.user_code.endpoint import cause_in, reported_endpoint
 
 HELP = """\
@@ -54,23 +63,24 @@ CALL_HELP = """\
 
 
 def help_beside(prompt: str) -> str:
-    """Return what may be entered; a tool call only where the prompt describes the format that /call writes."""
+    """Return what may be entered: also /call, if the prompt describes the format that it writes."""
     return f"{HELP}\n{CALL_HELP}" if "<tool_call>" in prompt else HELP
 
 
 class ModelAsked(Exception):
-    """The person lets the model answer this turn."""
+    """Raised if the person lets the model answer the turn."""
 
 
 LEFT = "the session was ended"
+"""Message of the error that ends a rollout whose person has left."""
 
 
 class Left(RunError):
-    """The person has ended the session."""
+    """Raised if the person has ended the session."""
 
 
 class ModelServer(Actor):
-    """Keeps the generator of a session, in a process of its own as in a run.
+    """Actor that keeps the generator of a session, in a process of its own as in a run.
 
     It is an actor because Monarch tells the death of a process to the actor that spawned it.
     """
@@ -93,20 +103,20 @@ class ModelServer(Actor):
         self._loop = asyncio.get_running_loop()
         set_up_logging(self._run_dir, "player")
         self._notes = print_notes(self._console)
-        try:
+        async with contextlib.AsyncExitStack() as on_error:
+            on_error.push_async_callback(self._fleet.close)
             await self._fleet.supervisor.unless_failed(self._fleet.start_generators())
-        except BaseException:
-            await self._fleet.close()
-            raise
+            on_error.pop_all()
 
     @reported_endpoint
     async def answer(self, request: GenerateRequest, *, tokens: int) -> GenerateResult | None:
         """Return the model's completion; None if ``withdraw`` ended the request."""
         sending = self._fleet.policy.send(request, tokens=tokens, last_replica=None)
-        task = self._answers[request.request_id] = asyncio.create_task(sending)
+        answering = asyncio.create_task(sending)
+        self._answers[request.request_id] = answering
         try:
-            await asyncio.wait([task])
-            return None if task.cancelled() else task.result()[0]
+            await asyncio.wait([answering])
+            return None if answering.cancelled() else answering.result()[0]
         finally:
             del self._answers[request.request_id]
 
@@ -122,7 +132,7 @@ class ModelServer(Actor):
         await self._fleet.close()
         self._notes.cancel()
 
-    def __supervise__(self, failure: Any) -> bool:
+    def __supervise__(self, failure: Any) -> bool:  # noqa: ANN401 - Monarch's, without types
         """See Controller.__supervise__."""
         self._loop.call_soon_threadsafe(self._fleet.supervisor.died, process_death(failure))
         return True
@@ -135,7 +145,8 @@ class ServedModel:
     """See GeneratorClient."""
 
     def __init__(self, plan: RunPlan, folder: Callable[[], Path]):
-        """
+        """Start nothing yet.
+
         Args:
             folder: makes the session's folder, for the logs.
         """
@@ -177,7 +188,7 @@ class ServedModel:
         except asyncio.CancelledError:
             server.withdraw.broadcast(request.request_id)
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - of any kind that Monarch brings from the actor
             raise RunError(f"the generator: {cause_in(error)}") from error
 
     def session_closed(self, group: str) -> None: ...
@@ -186,11 +197,11 @@ class ServedModel:
         """Stop the generator, or its start."""
         if self._starting is None:
             return
-        with suppress(RunError):
+        with contextlib.suppress(RunError):
             server = await self._starting
             await server.end.call_one()
 
-    async def _start(self) -> Any:
+    async def _start(self) -> Any:  # noqa: ANN401 - Monarch has no types
         if line := other_users_line():
             write_line(sys.stderr, printable_line(line))
         run_dir = self._folder()
@@ -198,13 +209,16 @@ class ServedModel:
             with printed_to(run_dir / MONARCH_OUTPUT):
                 server = this_proc().spawn("player", ModelServer, self._plan, run_dir)
             await server.start.call_one()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - of any kind that Monarch brings from the actor
             raise RunError(cause_in(error)) from error
         return server
 
 
 class PlayedSession(ScriptedSession):
-    """Implements rollouts.policy.PolicySession. A model's tokens stay as it sampled them, with its log-probabilities."""
+    """Session of a rollout whose turns a person or a model answers, a ``PolicySession``.
+
+    A model's tokens stay as it sampled them, with its log-probabilities.
+    """
 
     def __init__(
         self,
@@ -214,9 +228,16 @@ class PlayedSession(ScriptedSession):
         stops: list[int],
         ask: Callable[[], PolicySession],
     ):
-        """``ask`` opens the model's session, when it is asked first."""
+        """Open no session of a model yet.
+
+        Args:
+            stops: tokens that end a completion.
+            ask: opens the model's session, when a turn first wants it.
+        """
         super().__init__(player, index, sampling, stops[0])
-        self._player, self._stops, self._ask = player, stops, ask
+        self._player = player
+        self._stops = stops
+        self._ask = ask
         self._model: PolicySession | None = None
 
     async def generate(
@@ -227,38 +248,49 @@ class PlayedSession(ScriptedSession):
         stop: Sequence[str] = (),
         seed: int | None = None,
     ) -> Completion:
-        """See PolicySession.generate. A model that fails or is interrupted leaves the turn to the person."""
-        player = self._player
-        async with player.one_turn:  # the terminal shows one rollout at a time
+        """See PolicySession.generate.
+
+        A model that fails or is interrupted leaves the turn to the person.
+        """
+        async with self._player.one_turn:  # the terminal shows one rollout at a time
             while True:
                 try:
                     return await super().generate(
                         prompt_token_ids, max_tokens=max_tokens, stop=stop
                     )
                 except ModelAsked:
-                    answering = asyncio.ensure_future(
-                        self._of_model(prompt_token_ids, max_tokens, stop)
-                    )
-                loop = asyncio.get_running_loop()
-                loop.add_signal_handler(signal.SIGINT, answering.cancel)
-                player.say("(the model answers)")
-                try:
-                    completion = await answering
-                except (RunError, ConfigError, asyncio.CancelledError) as error:
-                    player.say(f"error: {printable_line(str(error) or 'it was interrupted')}")
-                    continue
-                finally:
-                    loop.remove_signal_handler(signal.SIGINT)  # Ctrl-C is a KeyboardInterrupt again
-                ids = completion.token_ids.tolist()
-                shown = ids[:-1] if ids and ids[-1] in self._stops else ids
-                self._turn += 1
-                player.by_model.add((self._index, len(player.replies.get(self._index, []))))
-                player.say(
-                    f"model> {player.answered(self._index, str(player.tokenizer.decode(shown)))}"
-                )
-                return completion
+                    pass
+                completion = await self._model_answer(prompt_token_ids, max_tokens, stop)
+                if completion is not None:
+                    return completion
 
-    async def _of_model(
+    async def _model_answer(
+        self, prompt_token_ids: np.ndarray, max_tokens: int, stop: Sequence[str]
+    ) -> Completion | None:
+        """Return the model's completion and show it; None, with a line, if there is none."""
+        player = self._player
+        answering = asyncio.ensure_future(self._ask_model(prompt_token_ids, max_tokens, stop))
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, answering.cancel)
+        player.say("(the model answers)")
+        try:
+            completion = await answering
+        except (RunError, ConfigError, asyncio.CancelledError) as error:
+            player.say(f"error: {printable_line(str(error) or 'it was interrupted')}")
+            return None
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)  # Ctrl-C is a KeyboardInterrupt again
+        ids = completion.token_ids.tolist()
+        if ids and ids[-1] in self._stops:
+            ids.pop()
+        text = str(player.tokenizer.decode(ids))
+        self._turn += 1
+        player.by_model.add((self._index, len(player.replies.get(self._index, []))))
+        player.note_reply(self._index, text)
+        player.say(f"model> {text}")
+        return completion
+
+    async def _ask_model(
         self, prompt_token_ids: np.ndarray, max_tokens: int, stop: Sequence[str]
     ) -> Completion:
         self._model = self._model or self._ask()
@@ -271,17 +303,15 @@ class PlayedSession(ScriptedSession):
 
 
 def step_of_policy(folder: Path) -> int | None:
-    """Return the step of a run's policy by its folder, ``policy/step-30``; None for any other model."""
-    found = re.fullmatch(r"step-(\d+)", folder.name)
-    return (
-        None
-        if found is None or folder.parent.name not in (POLICY_FOLDER, OLD_POLICY_FOLDER)
-        else int(found[1])
-    )
+    """Return the step of a run's policy by its folder, ``policy/step-30``; None for others."""
+    match = re.fullmatch(r"step-(\d+)", folder.name)
+    if match is None or folder.parent.name not in (POLICY_FOLDER, OLD_POLICY_FOLDER):
+        return None
+    return int(match[1])
 
 
 class Player(ScriptedPolicy):
-    """A person at a terminal, or a model that they ask. Implements rollouts.policy.PolicyClient."""
+    """Person at a terminal, or a model that they ask (``rollouts.policy.PolicyClient``)."""
 
     def __init__(
         self,
@@ -291,24 +321,30 @@ class Player(ScriptedPolicy):
         scripted: Sequence[str] = (),
         read: Callable[[], str] | None = None,
     ):
-        """
+        """Make no model yet.
+
         Args:
-            model: makes the model that answers for the person, when it is asked first; may raise ConfigError.
-            scripted: what is entered first, in order.
-            read: reads a line; by default of standard input.
+            model: makes the model that answers for the person, when it is first asked. It may raise
+                ConfigError.
+            scripted: lines that are entered first, in order.
+            read: reads a line; None reads standard input.
         """
         super().__init__(tokenizer_path, self.ask)
         self.one_turn = asyncio.Lock()
         self.replies: dict[int, list[str]] = {}
-        """What was answered, by the rollout's index."""
+        """Replies of each rollout, by its index."""
         self.by_model: set[tuple[int, int]] = set()
-        """Rollout and turn of each answer of the model's."""
+        """Rollout and turn of each reply of the model's."""
         self.left = False
+        """True if the person has ended the session."""
         self.version = step_of_policy(Path(tokenizer_path)) or 0
         self._policy = Path(tokenizer_path)
-        self._make, self._scripted, self._read = model, list(scripted), read or (lambda: input())
+        self._make_model = model
+        self._scripted = list(scripted)
+        self._read = read or (lambda: input())
         self._model: EndpointClient | ServedModel | None = None
         self._shown: dict[int, str] = {}
+        """Prompt of each rollout that was shown last, by the rollout's index."""
 
     def session(
         self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]
@@ -316,7 +352,7 @@ class Player(ScriptedPolicy):
         """See ModelClient.session."""
 
         def ask() -> PolicySession:
-            self._model = self._model or self._make()
+            self._model = self._model or self._make_model()
             return self._model.session(
                 rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids
             )
@@ -351,41 +387,51 @@ class Player(ScriptedPolicy):
         return isinstance(self._model, ServedModel)
 
     def sampled_by(self, rollout: int) -> str:
-        """Return what sampled turns of a rollout: a run's policy by its step, or a model; "" where the person typed all."""
+        """Return what sampled turns of a rollout: "policy 30" of a run, or "a model".
+
+        The text is empty if the person typed all of its turns.
+        """
         if not any(index == rollout for index, _ in self.by_model):
             return ""
         step = step_of_policy(self._policy)
-        return (
-            "a model"
-            if step is None or isinstance(self._model, EndpointClient)
-            else f"policy {step}"
-        )
+        if step is None or isinstance(self._model, EndpointClient):
+            return "a model"
+        return f"policy {step}"
 
     def ask(self, rollout: int, turn: int) -> str:
-        """The person's completion of a rollout's turn, after the part of its prompt that is new was shown.
+        """Show what is new in a rollout's prompt, and return the person's completion.
 
         Raises:
             Left: the person has ended the session.
+            ModelAsked: the person lets the model answer.
         """
-        prompt, before = self.prompts[-1], self._shown.get(rollout, "")
+        prompt = self.prompts[-1]
+        before = self._shown.get(rollout, "")
         new = prompt[len(before) :] if before and prompt.startswith(before) else prompt
-        if new and not self.left:  # else it is the same turn: the model did not answer it
+        # Nothing is new if the turn is asked for again, because the model did not answer it.
+        if new and not self.left:
             if not self._shown:
                 new += f"\n{help_beside(prompt)}"
             self._shown[rollout] = prompt
-            self.say(
-                f"── rollout {rollout}, turn {turn}: {'what is new in ' if before else ''}the prompt ──\n{new}"
-            )
-        return self.answered(rollout, self._answer(prompt))
-
-    def answered(self, rollout: int, text: str) -> str:
-        self.replies.setdefault(rollout, []).append(text)
+            title = "what is new in the prompt" if before else "the prompt"
+            self.say(f"── rollout {rollout}, turn {turn}: {title} ──\n{new}")
+        text = self._answer(prompt)
+        self.note_reply(rollout, text)
         return text
+
+    def note_reply(self, rollout: int, text: str) -> None:
+        self.replies.setdefault(rollout, []).append(text)
 
     def say(self, text: str, end: str = "\n") -> None:
         print(printable(text), end=end, flush=True)
 
     def _answer(self, prompt: str) -> str:
+        """Read lines until they are an answer.
+
+        Raises:
+            Left: the person has ended the session.
+            ModelAsked: the person lets the model answer.
+        """
         while True:
             line = self._line("you> ")
             if line == "<<<":
@@ -408,21 +454,27 @@ class Player(ScriptedPolicy):
                 self.say(prompt)
             elif command == "/call":
                 name, _, arguments = rest.partition(" ")
-                return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments or "{}"}}}\n</tool_call>'
+                call = f'{{"name": "{name}", "arguments": {arguments or "{}"}}}'
+                return f"<tool_call>\n{call}\n</tool_call>"
             else:
                 self.say(
-                    f"There is no {command}. An answer that begins with / goes between <<< and >>>.\n"
-                    + help_beside(prompt)
+                    f"There is no {command}. An answer that begins with / goes between "
+                    f"<<< and >>>.\n{help_beside(prompt)}"
                 )
 
-    def _line(self, before: str) -> str:
+    def _line(self, prompt: str) -> str:
+        """Return the next line: a scripted one, or else the person's.
+
+        Raises:
+            Left: the person has ended the session.
+        """
         if self._scripted and not self.left:
             line = self._scripted.pop(0)
-            self.say(before + line)
+            self.say(prompt + line)
             return line
         try:
             if not self.left:
-                self.say(before, end="")
+                self.say(prompt, end="")
                 return self._read()
         except (EOFError, KeyboardInterrupt):
             self.left = True
@@ -430,9 +482,9 @@ class Player(ScriptedPolicy):
 
 
 NO_LIMIT_S = 1e6
-"""A person takes longer than an env may."""
+"""Limit in seconds of a played rollout: a person takes longer than an env may."""
 OUTCOME = "played"
-"""Of the recorded rollouts."""
+"""Outcome of the rollouts in the record."""
 
 
 def play(
@@ -443,14 +495,14 @@ def play(
     Args:
         example: index in the task's dataset.
     """
-    own = config.tasks[name]
-    own = replace(own, max_retries=0, env=replace(own.env, rollout_timeout_s=NO_LIMIT_S))
-    task = own.build(name=name, context=read_policy_tokenizer(config).context)
+    task_config = config.tasks[name]
+    env = replace(task_config.env, rollout_timeout_s=NO_LIMIT_S)
+    task_config = replace(task_config, max_retries=0, env=env)
+    task = task_config.build(name=name, context=read_policy_tokenizer(config).context)
 
     async def run() -> RolloutGroup:
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # in place of asyncio's, which ends no wait for a line
+        # asyncio's own handler would not end the wait for a line.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         await task.setup(player)
         try:
             group = await task.run_group(
@@ -502,34 +554,36 @@ def answering_model(
 
 
 def result_lines(group: RolloutGroup, player: Player) -> list[str]:
-    """Rewards by component, and what would be trained."""
+    """Return the lines of each rollout's rewards and of what would be trained."""
     lines: list[str] = []
     for index, rollout in enumerate(group.rollouts):
-        version = group.admitted_version
-        recorded = decode_rollout(
-            encode_rollout(
-                rollout, outcome=OUTCOME, admitted_version=version, max_bytes=sys.maxsize
-            )
+        record = encode_rollout(
+            rollout,
+            outcome=OUTCOME,
+            admitted_version=group.admitted_version,
+            max_bytes=sys.maxsize,
         )
+        recorded = decode_rollout(record)
         typed = [turn for turn in range(len(rollout.turns)) if (index, turn) not in player.by_model]
         recorded.rollout.error = None if was_left(rollout) else rollout.error
-        told = lines_of(recorded, tokens=True, typed=typed, policy=player.sampled_by(index))
+        shown = lines_of(recorded, tokens=True, typed=typed, policy=player.sampled_by(index))
         if was_left(rollout):
-            told[0] = told[0].replace(f" {rollout.status.value} ", " left ", 1)
-        lines += map(printable, [*told, *_trained(rollout, player.tokenizer)])
+            shown[0] = shown[0].replace(f" {rollout.status.value} ", " left ", 1)
+        lines += map(printable, [*shown, *_sample_lines(rollout, player.tokenizer)])
     if player.left:
         lines.append("The session was ended: a rollout that had not ended has no reward.")
     elif group.failure:
         lines.append(f"The group would not be trained on: {group.failure}")
     elif len(group.rollouts) == 1:
         lines.append(
-            "A group of one has nothing to compare: --rollouts 2 shows advantages of algorithms that compare."
+            "A group of one has nothing to compare: --rollouts 2 shows advantages of algorithms "
+            "that compare."
         )
     return lines
 
 
 def was_left(rollout: Rollout) -> bool:
-    """Whether it has not ended because the person has left."""
+    """Return True if the rollout did not end because the person left."""
     return rollout.status.is_error() and str(rollout.error).endswith(LEFT)
 
 
@@ -541,24 +595,28 @@ def save(group: RolloutGroup, config: RunConfig, folder: Path) -> None:
     recorder.close()
 
 
-def _trained(rollout: Rollout, tokenizer: Any) -> list[str]:
-    """Each training sample as text, with what was sampled in brackets, and its advantages."""
+def _sample_lines(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return each training sample's advantages and text, with what was sampled in brackets."""
     lines = []
     for number, sample in enumerate(rollout.samples):
-        parts, mask = [], sample.loss_mask
-        for sampled, tokens in itertools.groupby(
-            zip(mask, sample.token_ids, strict=True), key=lambda pair: bool(pair[0])
-        ):
-            text = tokenizer.decode([token for _, token in tokens])
-            parts.append(f"[[{text}]]" if sampled else text)
-        advantages = sample.advantages[mask] if sample.advantages is not None else np.zeros(0)
-        told = (
-            f", advantages {advantages.min():.3g} to {advantages.max():.3g}"
-            if len(advantages)
-            else ", no advantages"
-        )
+        mask = sample.loss_mask
+        trained = "no advantages"
+        if sample.advantages is not None and mask.any():
+            advantages = sample.advantages[mask]
+            trained = f"advantages {advantages.min():.3g} to {advantages.max():.3g}"
         lines.append(
-            f"── sample {number}: {len(sample)} tokens, the {int(mask.sum())} in [[ ]] would be trained{told} ──"
+            f"── sample {number}: {len(sample)} tokens, the {int(mask.sum())} in [[ ]] would be "
+            f"trained, {trained} ──"
         )
-        lines += "".join(parts).splitlines()
+        lines += _bracketed(sample, tokenizer).splitlines()
     return lines
+
+
+def _bracketed(sample: TrainingSample, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a sample's text with its sampled tokens in [[ ]]."""
+    pairs = zip(sample.loss_mask, sample.token_ids, strict=True)
+    text = ""
+    for is_sampled, group in itertools.groupby(pairs, key=lambda pair: bool(pair[0])):
+        part = str(tokenizer.decode([token for _, token in group]))
+        text += f"[[{part}]]" if is_sampled else part
+    return text
