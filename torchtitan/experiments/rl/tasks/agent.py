@@ -1,13 +1,15 @@
-"""Agents as tasks: any program that speaks to a model over HTTP, as OpenAI's or Anthropic's clients do.
+"""Agents as tasks: programs that ask a model over HTTP, as OpenAI's or Anthropic's clients do.
 
-class Solver(AgentTask):
-    async def run_agent(self, sample, endpoint):
-        client = endpoint.client()
-        ...
-        return answer
+    class Solver(AgentTask):
+        async def run_agent(self, sample, endpoint):
+            client = endpoint.client()
+            ...
+            return answer
 
-task = Solver.Config(dataset=..., rubric=..., algorithm=GRPO.Config())
-task = agent_command_task("rows.jsonl", ["python", "agent.py"], reward)
+    task = Solver.Config(dataset=..., rubric=..., algorithm=GRPO.Config())
+    task = agent_command_task("rows.jsonl", ["python", "agent.py"], reward)
+
+The gateway answers the agent's calls, and makes turns of them (`gateway/session.py`).
 """
 
 import asyncio
@@ -57,13 +59,15 @@ from torchtitan.experiments.rl.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 ANY_ADDRESS = "0.0.0.0"
+"""Address of a server that listens at every address of its host."""
 
 
 class AgentTask(Task):
-    """Subclass it and define ``run_agent``.
+    """Task whose rollouts an agent runs. A subclass defines ``run_agent``.
 
-    ``env.max_turns`` is how many answers a rollout may have, ``env.max_rollout_tokens`` how long each of its conversations may
-    be, ``env.rollout_timeout_s`` how long it may take.
+    ``env.max_turns`` is the maximum number of answers of a rollout, ``env.max_rollout_tokens`` the
+    maximum number of tokens of each of its conversations, and ``env.rollout_timeout_s`` its time
+    limit.
     """
 
     in_lockstep = False
@@ -73,40 +77,43 @@ class AgentTask(Task):
         algorithm: Algorithm.Config = field(default_factory=GRPO.Config)
         dataset: Dataset.Config = field(default_factory=RowDataset.Config)
         max_sampled_tokens: PositiveInt | None = None
-        """That all calls of a rollout may sample together; None: as many as its calls give."""
+        """Maximum number of tokens that all calls of a rollout sample together; None for none."""
         models: dict[str, str | ModelReference] = field(default_factory=dict)
-        """What the names of models that the agent asks for stand for: "policy"; "auxiliary", the policy in calls that are not
-        trained; or a frozen model. A name that is not here is the policy."""
+        """Models by the name that the agent asks for: "policy"; "auxiliary", the policy in calls
+        that are not trained; or a frozen model. A name that is not here is the policy."""
         noise: dict[str, str] = field(default_factory=dict)
-        """Regular expressions by name. What one matches in a system message is left out before anything else is done with it: a
+        """Regular expressions by name. What one matches in a system message is left out first: a
         line that changes with every call would make each call another conversation."""
         refused_fields: list[str] = field(default_factory=list)
-        """Fields that a request is refused for, of those that are only wishes otherwise, such as "response_format" and
-        "tool_choice": they ask for what a grammar or another prompt would give (WISHES in gateway/request.py)."""
+        """Fields that a request is refused for, of those that are only wishes otherwise, such as
+        "response_format" and "tool_choice": they ask for what a grammar or another prompt would
+        give (WISHES in gateway/request.py)."""
         listen: NonEmptyStr = "127.0.0.1"
-        """Address that agents reach the model at. "0.0.0.0" is every address of the host, for agents elsewhere: who has a
-        rollout's key may use it."""
+        """Address at which agents reach the model. "0.0.0.0" is every address of the host, for
+        agents elsewhere: whoever has a rollout's key may use it."""
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             super(AgentTask.Config, self).validate(field=field, policy_path=policy_path)
-            for name, stands_for in self.models.items():
-                if isinstance(stands_for, ModelReference):
-                    stands_for.validate(field=f"{field}.models.{name}")
-                elif stands_for not in (POLICY, AUXILIARY):
-                    cure = f'want "{POLICY}", "{AUXILIARY}" (the policy, not trained), a FrozenModel or a HostedModel'
-                    raise ConfigError(f"{field}.models.{name}", stands_for, cure)
+            for name, model in self.models.items():
+                if isinstance(model, ModelReference):
+                    model.validate(field=f"{field}.models.{name}")
+                elif model not in (POLICY, AUXILIARY):
+                    raise ConfigError(
+                        f"{field}.models.{name}",
+                        model,
+                        f'want "{POLICY}", "{AUXILIARY}" (the policy, not trained), a FrozenModel '
+                        "or a HostedModel",
+                    )
             for name in self.refused_fields:
                 if name not in WISHES:
-                    raise ConfigError(
-                        f"{field}.refused_fields", name, f"want some of {', '.join(WISHES)}"
-                    )
+                    cure = f"want some of {', '.join(WISHES)}"
+                    raise ConfigError(f"{field}.refused_fields", name, cure)
             for name, pattern in self.noise.items():
                 try:
                     re.compile(pattern)
                 except re.error as error:
-                    raise ConfigError(
-                        f"{field}.noise.{name}", pattern, f"no regular expression: {error}"
-                    ) from None
+                    cure = f"no regular expression: {error}"
+                    raise ConfigError(f"{field}.noise.{name}", pattern, cure) from None
 
     config: Config
 
@@ -119,18 +126,28 @@ class AgentTask(Task):
         self._gateway: Gateway | None = None
         self._frozen: dict[str, ModelClient] = {}
 
-    async def run_agent(self, sample: DataSample, endpoint: Endpoint) -> Any:
-        """One rollout, from its example to what the agent answers: reward functions ``fn(answer, example)`` get it. None: they
-        get the text of the last turn. What it raises makes the rollout an ERROR. A plain function runs in a thread."""
+    async def run_agent(self, sample: DataSample, endpoint: Endpoint) -> Any:  # noqa: ANN401 - the user's
+        """Run the agent on an example, and return what it answers.
+
+        Reward functions ``fn(answer, example)`` get the answer, or the text of the last turn if it
+        is None. Whatever this raises makes the rollout an ERROR. An override that is a plain
+        function runs in a thread.
+
+        Args:
+            endpoint: address and key of the model, for this rollout alone.
+        """
         raise NotImplementedError(f"{type(self).__name__}.run_agent")
 
     async def setup(self, policy: PolicyClient) -> None:
-        """See Task. Starts the server where no other task of this process has."""
+        """Connect to the frozen models, and start the server if no other task has.
+
+        Raises:
+            RunError: nothing can listen at the address, or a part of the task failed.
+        """
         await super().setup(policy)
-        models = self.config.models.items()
         self._frozen = {
             name: policy.frozen(model)
-            for name, model in models
+            for name, model in self.config.models.items()
             if isinstance(model, ModelReference)
         }
         gateway = gateway_at(self.config.listen)
@@ -144,14 +161,16 @@ class AgentTask(Task):
         self._gateway = gateway
 
     async def close(self) -> None:
-        """See Task."""
-        gateway, self._gateway = self._gateway, None
+        """Release the server."""
+        gateway = self._gateway
+        self._gateway = None
         if gateway is not None:
             await gateway.release()
 
     async def make_envs(self, sample: DataSample, n: int) -> list[Any]:
-        """One rollout each, of which the gateway fills the turns."""
-        config, group = self.config, GroupPrompts()
+        """Return ``n`` rollouts whose turns the gateway fills."""
+        config = self.config
+        group = GroupPrompts()
         models = {
             name: name if isinstance(model, ModelReference) else model
             for name, model in config.models.items()
@@ -171,8 +190,8 @@ class AgentTask(Task):
             for _ in range(n)
         ]
 
-    async def run_rollout(self, env: Any, policy: Any) -> None:
-        """Run the agent, with a key that opens this rollout alone, until it returns."""
+    async def run_rollout(self, env: Any, policy: Any) -> None:  # noqa: ANN401 - of `make_envs`
+        """Run the agent until it returns, with a key that opens this rollout alone."""
         rollout: AgentRollout = env
         sampler: Sampler = policy
         assert self._gateway is not None, "the task is set up"
@@ -192,7 +211,7 @@ class AgentTask(Task):
             rollout.error = f"{rollout.error}{_proxy_in_the_way(endpoint.url)}"
 
     async def score_rewards(self, group: RolloutGroup) -> None:
-        """See Task. What agents returned may be anything; from then on it is what JSON holds of it."""
+        """Have the rubric score the rollouts, then keep what JSON holds of the agents' answers."""
         await super().score_rewards(group)
         for rollout in group.rollouts:
             answer = rollout.answer
@@ -210,52 +229,62 @@ class AgentTask(Task):
 
 
 def _proxy_in_the_way(url: str) -> str:
-    """Return the end of an error that names the proxy which clients of this process ask for the URL; "" if there is none."""
+    """Return the end of an error that names the proxy through which clients ask for the URL.
+
+    Empty if there is none.
+    """
     host = str(urlsplit(url).hostname)
     proxies = getproxies()
     proxy = proxies.get("http") or proxies.get("all")
     if proxy is None or proxy_bypass(host):
         return ""
-    return f"; its calls may have gone to the proxy of HTTP_PROXY: use endpoint.client(), or add {host} to NO_PROXY"
+    return (
+        "; its calls may have gone to the proxy of HTTP_PROXY: use endpoint.client(), or add "
+        f"{host} to NO_PROXY"
+    )
 
 
 KEPT_OUTPUT = 16_384
-"""Characters of a command's output that are kept, from its end; and so many of its errors."""
+"""Number of bytes of a command's output that are kept, from its end; and as many of its errors."""
 END_S = 0.5
-"""What a command has to end by itself after SIGTERM: `docker run` hands it on to its container."""
+"""Seconds that a command has to end by itself after SIGTERM, which `docker run` hands on to its
+container."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CommandResult:
-    """What a reward function gets of a command: ``fn(result, row)``."""
+    """Result of a command, which reward functions ``fn(result, row)`` get."""
 
     folder: Path
-    """Where it ran, as it left it. Removed when the rollout has been scored."""
+    """Folder in which the command ran, as it left it. It is removed once the rollout is scored."""
     exit_code: int
-    """Below 0: the signal that ended it."""
+    """Exit code; below 0, the signal that ended the command."""
     output: str
-    """The end of what it printed."""
+    """End of what the command printed to stdout."""
     errors: str
-    """The end of what it printed to stderr."""
+    """End of what the command printed to stderr."""
 
 
 class AgentCommandTask(AgentTask):
-    """A command that runs in a folder made from the row.
+    """Task whose agent is a command that runs in a folder made from the row.
 
-    The folder has ``row.json`` (an example that is no row is its "input") and the files of the row's column "files", by path.
-    The environment has the endpoint, the task's ``variables`` and those of the row's column "variables". The command's
-    processes end with the rollout, and with the process that runs it.
+    The folder has ``row.json`` and the files of the row's column "files", by path. An example that
+    is no row is the "input" of one. The environment has the endpoint, the task's ``variables`` and
+    those of the row's column "variables". The command's processes end with the rollout, and with
+    the process that runs it.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(AgentTask.Config):
         command: Annotated[list[str], MinLen(1), Cure('write ["python", "agent.py"]')]
-        """In each part {column} stands for the row's value."""
+        """Program and arguments, in which {column} stands for the row's value."""
         variables: dict[str, str] = field(default_factory=dict)
+        """Environment variables of the command."""
         check_exit: bool = True
-        """Whether a rollout is an ERROR where the command's exit code is not 0. False: reward functions see the code."""
+        """True if an exit code other than 0 makes the rollout an ERROR. If False, reward functions
+        see the code."""
         max_processes: Changeable[PositiveInt] = 32
-        """Commands that run at once in a process; other rollouts wait."""
+        """Maximum number of commands that run at once in a process; other rollouts wait."""
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             super(AgentCommandTask.Config, self).validate(field=field, policy_path=policy_path)
@@ -273,21 +302,26 @@ class AgentCommandTask(AgentTask):
         super().__init__(config, name=name, context=context)
         self._places = asyncio.Semaphore(config.max_processes)
         self._folders: set[Path] = set()
+        """Folders that exist."""
         self._started_in = Path.cwd()
         self._temporary = tempfile.gettempdir()  # of the run, and removed with it
 
     async def run_agent(self, sample: DataSample, endpoint: Endpoint) -> CommandResult:
-        """See AgentTask."""
-        row = (
-            sample.env_input if isinstance(sample.env_input, dict) else {"input": sample.env_input}
-        )
+        """Run the command in a folder of its own, which is removed if that fails.
+
+        Raises:
+            RuntimeError: the command's exit code is not 0, and ``check_exit`` is set.
+            TypeError: a column of the row has no texts by name.
+            ValueError: a file of the row is outside of the folder.
+        """
+        row = sample.env_input
+        if not isinstance(row, dict):
+            row = {"input": row}
         async with self._places:
             folder = await asyncio.to_thread(_make_folder, row, self._temporary)
             self._folders.add(folder)
-            result = None
             try:
                 variables = endpoint.variables() | self.config.variables | _texts(row, "variables")
-                # A script is named from where the run was started, and runs in the folder.
                 command = [self._script(fill(part, row), folder) for part in self.config.command]
                 result = await _run_command(command, folder, variables)
                 if result.exit_code and self.config.check_exit:
@@ -301,15 +335,18 @@ class AgentCommandTask(AgentTask):
                 raise
 
     def _script(self, part: str, folder: Path) -> str:
-        named = self._started_in / part
-        return (
-            str(named)
-            if "/" not in part[:1] and named.is_file() and not (folder / part).exists()
-            else part
-        )
+        """Return a part of the command, as a whole path if it names a script of the run's.
+
+        A script is named from the folder in which the run was started, and runs in another. A file
+        of the row comes first.
+        """
+        script = self._started_in / part
+        if part.startswith("/") or not script.is_file() or (folder / part).exists():
+            return part
+        return str(script)
 
     async def score_rewards(self, group: RolloutGroup) -> None:
-        """See Task. The folders are removed then."""
+        """Have the rubric score the rollouts, and remove the commands' folders."""
         results = [
             rollout.answer
             for rollout in group.rollouts
@@ -322,7 +359,7 @@ class AgentCommandTask(AgentTask):
                 await self._remove(result.folder)
 
     async def close(self) -> None:
-        """See Task."""
+        """Remove the folders that are left, and release the server."""
         for folder in list(self._folders):
             await self._remove(folder)
         await super().close()
@@ -333,28 +370,38 @@ class AgentCommandTask(AgentTask):
 
 
 def agent_command_task(
-    data: Any, command: list[str], *reward_fns: Callable[..., Any] | RewardFn, **fields: Any
+    data: Any,  # noqa: ANN401 - see row_task
+    command: list[str],
+    *reward_fns: Callable[..., Any] | RewardFn,
+    **fields: Any,  # noqa: ANN401 - typed by the config
 ) -> AgentCommandTask.Config:
-    """The config of an AgentCommandTask.
+    """Return the config of an AgentCommandTask.
 
     Args:
-        data: as for ``row_task``, also ``validation`` and ``split`` among the fields.
-        command: such as ``["python", "agent.py"]``; a script's path is from where the run is started.
+        data: rows in a form that ``row_task`` takes.
+        command: program and arguments, such as ``["python", "agent.py"]``. The path of a script is
+            from the folder in which the run is started.
         reward_fns: functions ``fn(result, row)`` of a CommandResult, or RewardFn.
-        fields: of AgentCommandTask.Config, such as ``group_size``.
+        fields: fields of AgentCommandTask.Config, such as ``group_size``; and ``validation`` and
+            ``split``, as ``row_task`` takes them.
 
     Raises:
-        ConfigError: the data is none of these.
+        ConfigError: the data is in another form.
     """
     return row_task(AgentCommandTask.Config, data, *reward_fns, command=command, **fields)
 
 
 def _path() -> str:
-    """Where commands are looked for: ``python`` is the run's own."""
+    """Return the PATH of commands, in which ``python`` is the run's own."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def _make_folder(row: dict[str, Any], parent: str) -> Path:
+    """Make a folder in ``parent`` with the row and its files.
+
+    Raises:
+        ValueError: a file would be outside of the folder.
+    """
     folder = Path(tempfile.mkdtemp(prefix="agent-", dir=parent))
     try:
         (folder / "row.json").write_text(json.dumps(row, default=str))
@@ -371,7 +418,11 @@ def _make_folder(row: dict[str, Any], parent: str) -> Path:
 
 
 def _texts(row: dict[str, Any], column: str) -> dict[str, str]:
-    """Raises TypeError: they are no texts by name."""
+    """Return the texts by name in a column of the row; none if the row lacks it.
+
+    Raises:
+        TypeError: the column has something else.
+    """
     texts = row.get(column) or {}
     if not isinstance(texts, dict) or not all(
         isinstance(text, str | int | float) for text in texts.values()
@@ -383,12 +434,11 @@ def _texts(row: dict[str, Any], column: str) -> dict[str, str]:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Also where a folder in it was made read-only, as Go does with its modules."""
+    """Remove a folder, also if a folder in it was made read-only, as Go does with its modules."""
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
-        subprocess.run(
-            ["chmod", "-R", "u+rwx", str(folder)], stderr=subprocess.DEVNULL, check=False
-        )  # follows no link
+        chmod = ["chmod", "-R", "u+rwx", str(folder)]  # follows no link
+        subprocess.run(chmod, stderr=subprocess.DEVNULL, check=False)
         shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():
             logger.warning(
@@ -399,7 +449,10 @@ def _remove_folder(folder: Path) -> None:
 async def _run_command(
     command: list[str], folder: Path, variables: dict[str, str]
 ) -> CommandResult:
-    """Run it to its end; every process that it has started ends with it, and with this process, however that ends."""
+    """Run a command to its end.
+
+    Every process that it has started ends with it, and with this process, however that ends.
+    """
     inherited = {name: os.environ[name] for name in foreign.INHERITED if name in os.environ}
     places = {"PATH": _path(), "HOME": str(folder), "TMPDIR": str(folder)}
     mark = await asyncio.to_thread(foreign.new_mark)
@@ -418,11 +471,10 @@ async def _run_command(
         try:
             await process.wait()
         finally:
-            # Also where the rollout is cancelled, and cancelled again: nothing that was started may stay.
+            # Nothing that was started may stay, also if the rollout is cancelled more than once.
             await asyncio.shield(asyncio.create_task(_end_processes(process, mark)))
-            await asyncio.wait(
-                ends, timeout=END_S
-            )  # a pipe that something holds open all the same is not waited for
+            # With a limit: something may hold a pipe open all the same.
+            await asyncio.wait(ends, timeout=END_S)
             output, errors = (end.result() if end.done() else "" for end in ends)
             for end in ends:
                 end.cancel()
@@ -452,7 +504,7 @@ async def _opened_pipe() -> AsyncIterator[tuple[asyncio.StreamReader, BinaryIO]]
 
 
 async def _end_of(stream: asyncio.StreamReader) -> str:
-    """The end of what is printed, whatever its length."""
+    """Return the last `KEPT_OUTPUT` bytes of a stream as text, whatever its length."""
     kept = b""
     while read := await stream.read(1 << 16):
         kept = (kept + read)[-KEPT_OUTPUT:]
@@ -460,7 +512,7 @@ async def _end_of(stream: asyncio.StreamReader) -> str:
 
 
 async def _end_processes(process: asyncio.subprocess.Process, mark: str) -> None:
-    """End a command's process group, and what has left the group: it has the mark."""
+    """End a command's process group, and the processes with its mark that have left the group."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)

@@ -1,10 +1,11 @@
-"""Endpoints of the run's actors. Whatever an endpoint raises leaves its process as a RunError of one sentence.
+"""Endpoints of the run's actors, whose errors reach the caller as a RunError of one sentence.
 
-Monarch pickles what an endpoint raised. An exception that can't be pickled, or can't be rebuilt from its arguments, is never
-delivered: the caller waits for ever. SystemExit ends the actor. And the caller has no use for an engine's or a user's exception
-class. So the sentence names the part and the cause, and the traceback is in the log of the process where it happened.
+Monarch pickles what an endpoint raises. An exception that can't be pickled, or can't be rebuilt
+from its arguments, is never delivered, and the caller waits for ever; SystemExit ends the actor.
+And the caller has no use for the exception classes of an engine or a user. So the sentence names
+the process and the cause, and the traceback is in the log of the process where it happened.
 
-``WatchedActor`` is what every actor that has a process of its own answers about that process, whatever else it does.
+`WatchedActor` answers what the supervisor asks of every actor that has a process of its own.
 """
 
 import asyncio
@@ -33,79 +34,94 @@ from torchtitan.experiments.rl.process.setup import (
 logger = logging.getLogger(__name__)
 
 
-def reported_endpoint(method: Callable[..., Awaitable[Any]]) -> Any:
-    """A concurrent endpoint, for methods of actors that have a ``part``: what errors call this process, such as "trainer 0".
-
-    ``part`` is "" for the controller: its errors are those of the run, and it logs them itself.
-    """
+def reported_endpoint(method: Callable[..., Awaitable[Any]]) -> Any:  # noqa: ANN401 - Monarch's
+    """Make a concurrent endpoint of a method of an actor; see `reported`."""
     return concurrent_endpoint(reported(method))
 
 
 def reported(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """``method``, which raises a RunError (PeerGone where it met one), or Monarch's SupervisionError where it called an actor
-    whose process died, or CancelledError where this process cancelled the call."""
+    """Return the method with every error made a RunError.
+
+    The actor's ``part`` is the name of its process in errors, such as "trainer 0". It is empty for
+    the controller, whose errors are those of the run, and which logs them itself.
+
+    The returned method raises a RunError, or PeerGone if the method met one. These pass as they
+    are: Monarch's SupervisionError, if the method called an actor whose process died, and
+    CancelledError, if this process cancelled the call.
+    """
 
     @functools.wraps(method)
-    async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    async def call(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any method's
         try:
             return await method(self, *args, **kwargs)
-        except BaseException as error:
-            # A CancelledError that code in the call has raised by itself is an error.
-            task = asyncio.current_task()
-            cancelled = (
-                isinstance(error, asyncio.CancelledError)
-                and task is not None
-                and task.cancelling() > 0
-            )
-            if (
-                cancelled
-                or isinstance(error, GeneratorExit)
-                or process_death_behind(error) is not None
-            ):
+        except BaseException as error:  # noqa: BLE001 - SystemExit would end the actor
+            if _passes(error):
                 raise
             if self.part:
-                # For the file: the caller has the cause, and says it where it matters to people.
+                # In the log alone: the caller gets the cause, and says it if it matters to people.
                 logger.info("%s: %s failed", self.part, method.__name__, exc_info=error)
-            cause, kind = (
-                cause_in(error),
-                PeerGone if isinstance(original(error), PeerGone) else RunError,
-            )
-            traceback = users_traceback(original(error))
-        # Outside of the handler: raised there, the error would hold the one that can't be pickled as its context.
-        reported_error = kind(cause if cause.startswith(self.part) else f"{self.part}: {cause}")
-        reported_error.traceback = traceback
+            reported_error = _reported_error(error, self.part)
+        # Outside of the handler: raised there, it would hold the one that can't be pickled as its
+        # context.
         raise reported_error
 
     return call
 
 
+def _passes(error: BaseException) -> bool:
+    """Return True if Monarch or asyncio has to see an error as it is.
+
+    A CancelledError that the code has raised by itself is an error like others.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        if task is not None and task.cancelling() > 0:
+            return True
+    return isinstance(error, GeneratorExit) or process_death_behind(error) is not None
+
+
+def _reported_error(error: BaseException, part: str) -> RunError:
+    """Return the error that the caller gets."""
+    kind = PeerGone if isinstance(original(error), PeerGone) else RunError
+    cause = cause_in(error)
+    reported_error = kind(cause if cause.startswith(part) else f"{part}: {cause}")
+    reported_error.traceback = users_traceback(original(error))
+    return reported_error
+
+
 def cause_in(error: BaseException) -> str:
-    """The cause of a failed call in one sentence."""
+    """Return the cause of a failed call in one sentence."""
     return cause_of(original(error))
 
 
 def for_a_future(error: BaseException) -> BaseException:
-    """``error``, as a thread may set it on a future that a coroutine awaits: asyncio takes no StopIteration."""
+    """Return an error that a future of asyncio can hold, which takes no StopIteration."""
     return RunError(cause_in(error)) if isinstance(error, StopIteration) else error
 
 
 STACK_SIGNAL = signal.SIGUSR2
-"""A process that gets it writes the stack of each thread to ``ProcessIdentity.stacks``. No thread has to be free for that."""
+"""Signal on which a process writes the stack of each thread to its `ProcessIdentity.stacks`. No
+thread has to be free for that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessIdentity:
+    """Process of an actor, as processes of its host find it."""
+
     host: str
-    """From ``host_identity``."""
+    """Host, as `host_identity` names it."""
     pid: int
     stacks: str
-    """Where processes of the same host read what STACK_SIGNAL has it write."""
+    """File that STACK_SIGNAL has the process write, for processes of the same host."""
     output: str = ""
-    """The file with what it prints; "" where it prints where the command does."""
+    """File with what the process prints; empty if it prints where the command does."""
 
 
 class WatchedActor(Actor):
-    """Its event loop answers; its working thread, if it has one, writes ``heartbeat``."""
+    """Actor that says who it is, what it does, and how busy it is.
+
+    Its event loop answers. Its working thread, if it has one, writes the heartbeat.
+    """
 
     def __init__(self) -> None:
         self.part = ""
@@ -129,18 +145,21 @@ class WatchedActor(Actor):
 
     @reported_endpoint
     async def pulse(self) -> Pulse:
-        """What its working thread is doing."""
+        """Return what the working thread is doing."""
         return self.heartbeat.pulse()
 
     @reported_endpoint
     async def usage(self) -> dict[str, float]:
-        """How this process was used since the last call: ``busy`` is the share of the time that its working thread, if it has
-        one, worked."""
+        """Return how this process was used since the last call.
+
+        "busy" is the share of the time that the working thread worked, if there is one.
+        """
         busy = self.heartbeat.lap_busy()
-        return ({} if busy is None else {"busy": busy}) | self._more_usage()
+        usage = {} if busy is None else {"busy": busy}
+        return usage | self._more_usage()
 
     def _more_usage(self) -> dict[str, float]:
-        """What an actor has to add to ``usage``."""
+        """Return what an actor adds to `usage`."""
         return {}
 
     @reported_endpoint
@@ -150,11 +169,14 @@ class WatchedActor(Actor):
 
     @reported_endpoint
     async def stop_trace(self) -> list[trace.Event]:
-        """What it did since then."""
+        """Return what this process did since `start_trace`."""
         return trace.stop()
 
     @reported_endpoint
     async def may_be_stopped(self) -> None:
-        """Have SIGTERM end this process again: Monarch is about to send it, unless the process ends by itself first."""
+        """Have SIGTERM end this process again.
+
+        Monarch is about to send it, unless the process ends by itself first.
+        """
         ignore_signals_of_the_command(False)
         end_without_finalizing()
