@@ -180,6 +180,11 @@ def test_shares_add_up_however_a_tensor_is_divided(dtype, shape, data):
     assert named([("t", sum(shares))]) == named([("t", int(digest(whole)))])
 
 
+def test_a_part_of_one_row_is_digested_whatever_the_stride_of_the_row():
+    part = torch.arange(3.0).view(1, 3)[:, :2]  # 8 bytes of a row of 12
+    assert int(digest(part)) == int(digest(torch.tensor([[0.0, 1.0]])))
+
+
 @pytest.mark.parametrize("most", [1, 8, 64])
 def test_a_digest_does_not_depend_on_how_much_is_summed_at_once_or_where(most, monkeypatch):
     gates = torch.randn(5, 8, 6)[:, :4]  # of experts, each of which has its up between

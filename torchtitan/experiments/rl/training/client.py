@@ -1,4 +1,4 @@
-"""The controller's side of the PolicyTrainer mesh: one optimizer step, and the policy at the end."""
+"""The controller's side of the trainer: optimizer steps, checkpoints, and the policy at the end."""
 
 import asyncio
 import io
@@ -16,70 +16,91 @@ from torchtitan.experiments.rl.types import DataParallel, TrainingBatch
 
 
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        """A tensor is pickled as an array: torch writes an archive for each, which takes five times as long."""
-        return (
-            (torch.from_numpy, (value.numpy(),))
-            if isinstance(value, torch.Tensor)
-            else NotImplemented
-        )
+    """Pickles tensors as arrays.
+
+    torch writes an archive for each, which takes five times as long.
+    """
+
+    def reducer_override(self, value: Any) -> Any:  # noqa: ANN401 - pickle's
+        if isinstance(value, torch.Tensor):
+            return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
 
 
 def pickled(microbatches: Sequence[TrainingBatch]) -> bytes:
-    """For ``PolicyTrainer.train_step``: ``pickle.loads`` gives them back."""
+    """Return the microbatches for ``PolicyTrainer.train_step``, which calls ``pickle.loads``."""
     file = io.BytesIO()
     _Pickler(file, protocol=5).dump(microbatches)
     return file.getvalue()
 
 
 class TrainerClient:
-    """``connect``, then steps. Every call raises ProcessLost as soon as a rank of the mesh has ended."""
+    """Calls all ranks of the trainer together. Call ``connect`` once they are set up, then steps.
 
-    def __init__(self, mesh: Any, run_dir: Path, life: Lifetime, *, keep_logprobs: bool = False):
-        """
+    Every call raises ProcessLost as soon as a rank has ended.
+    """
+
+    def __init__(
+        self,
+        mesh: Any,  # noqa: ANN401 - Monarch's
+        run_dir: Path,
+        life: Lifetime,
+        *,
+        keep_logprobs: bool = False,
+    ):
+        """Prepare to call the ranks.
+
         Args:
-            life: ends with the first rank that does.
-            keep_logprobs: set ``trainer_logprobs`` of the samples of each step.
+            mesh: the ranks, PolicyTrainer actors.
+            life: processes of the ranks; it ends with the first of them.
+            keep_logprobs: True to set ``trainer_logprobs`` of the samples of each step.
         """
         self._keep_logprobs = keep_logprobs
-        self._mesh, self._run_dir, self._life = mesh, run_dir, life
+        self._mesh = mesh
+        self._run_dir = run_dir
+        self._life = life
         self.failed_batch: Path | None = None
-        """Where a batch was written on which a step failed."""
+        """File with the batch on which a step failed; None if none has."""
         self._coordinates: list[DataParallel] = []
-        """Of each rank."""
+        """Share of a step's rows of each rank."""
         self._ranks: list[Any] = []
-        """The actor of each rank."""
+        """Actor of each rank."""
 
     async def connect(self) -> None:
-        """Ask every rank, once it is set up, for its data-parallel coordinate."""
-        self._coordinates = list((await self._life.call(self._mesh.data_parallel.call())).values())
+        """Ask every rank, once it is set up, for its share of a step's rows."""
+        coordinates = await self._life.call(self._mesh.data_parallel.call())
+        self._coordinates = list(coordinates.values())
         self._ranks = ranks_of(self._mesh)
 
     @property
     def data_parallel_size(self) -> int:
-        """Shares that a step's rows are planned in."""
+        """Number of shares that a step's rows are planned in."""
         return self._coordinates[0].size
 
     async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
-        """Take optimizer step ``step`` on the policy version before it. Returns metrics.
+        """Take an optimizer step on the policy version before it, and return metrics.
 
-        The rows of a data-parallel coordinate are sent once, to the first of its ranks, which gives them to the others. They
-        are pickled in a thread: 1.6M tokens held up the event loop for 0.6 s before, once for each tensor-parallel rank.
+        The rows of a share are sent once, to the first of its ranks, which gives them to the
+        others. They are pickled in a thread: on the event loop, 1.6M tokens held it up for 0.6 s.
+
+        Args:
+            packed: rows of each share.
+            step: number of the step, and of the version that it makes.
 
         Raises:
-            ValueError: ``packed`` was planned for another number of data-parallel ranks.
-            Exception: what a rank raised; the batch is on disk then.
+            ValueError: the rows were planned for another number of data-parallel ranks.
+            Exception: a rank raised it; the batch is in ``failed_batch``.
         """
         if len(packed.microbatches) != self.data_parallel_size:
             planned, size = len(packed.microbatches), self.data_parallel_size
             raise ValueError(
                 f"rows planned for {planned} data-parallel ranks, and the trainer has {size}"
             )
-        unsent = [await asyncio.to_thread(pickled, own) for own in packed.microbatches]
+        unsent = [await asyncio.to_thread(pickled, rows) for rows in packed.microbatches]
         calls = []
         for rank, coordinate in zip(self._ranks, self._coordinates, strict=True):
-            rows, unsent[coordinate.rank] = unsent[coordinate.rank], b""
-            calls.append(ask(rank.train_step, rows, step - 1))
+            calls.append(ask(rank.train_step, unsent[coordinate.rank], step - 1))
+            unsent[coordinate.rank] = b""  # the other ranks of the share are given none
         try:
             metrics = (await self._life.call(asyncio.gather(*calls)))[0]
             if self._keep_logprobs:
@@ -93,22 +114,24 @@ class TrainerClient:
             raise
 
     async def _set_logprobs(self, packed: BatchPlan) -> None:
+        """Set the samples' log-probabilities, by one rank of each share."""
         rank_of = {
             coordinate.rank: rank
             for rank, coordinate in zip(self._ranks, self._coordinates, strict=True)
         }
-        asked = (ask(rank_of[place].logprobs) for place in range(self.data_parallel_size))
-        for sample, logprobs in packed.of_samples(await self._life.call(asyncio.gather(*asked))):
+        calls = [ask(rank_of[share].logprobs) for share in range(self.data_parallel_size)]
+        of_shares = await self._life.call(asyncio.gather(*calls))
+        for sample, logprobs in packed.of_samples(of_shares):
             # A replayed sample has its own: its record may be written at this moment.
             if sample.trainer_logprobs is None and sample.loss_mask.any():
                 # A copy: a view would keep the log-probabilities of the whole step.
                 sample.amend(trainer_logprobs=logprobs.copy())
 
     async def begin_checkpoint(self, folder: Path, step: int) -> None:
-        """Copy the state after ``step``; every rank writes its part into ``folder`` meanwhile.
+        """Copy the state after a step, and have every rank start to write its part into a folder.
 
         Raises:
-            RunError: the trainer's state is another.
+            RunError: the trainer's state is not the one after ``step``.
         """
         await self._life.call(self._mesh.begin_checkpoint.call(folder, step))
 
@@ -116,10 +139,11 @@ class TrainerClient:
         """Return when every rank has written its part.
 
         Raises:
-            RunError: a rank could not; the disk is full, or failed.
+            RunError: a rank could not write it, because the disk is full, or failed.
         """
         await self._life.call(self._mesh.finish_checkpoint.call())
 
     async def save_final(self, step: int) -> Path | None:
-        """Write the policy as a hub folder; None where the config says not to."""
-        return next(iter((await self._life.call(self._mesh.save_final.call(step))).values()))
+        """Write the policy as a hub folder, and return it; None if the config says not to."""
+        folders = await self._life.call(self._mesh.save_final.call(step))
+        return next(iter(folders.values()))

@@ -28,7 +28,7 @@ class CompiledFullAC(FullAC):
         self._compile_config = config.compile_config
         self._parallel_dims = config.parallel_dims
 
-    def apply(self, model: Any) -> None:
+    def apply(self, model: Any) -> None:  # noqa: ANN401 - torchtitan's
         """Compile each transformer block of `model`, then wrap it in a checkpoint."""
         apply_compile(model, compile_config=self._compile_config, parallel_dims=self._parallel_dims)
         super().apply(model)

@@ -1,4 +1,7 @@
-"""A copy of the policy that follows it, to compare the policy with. Each rank of the trainer holds its shards of it."""
+"""A copy of the policy that follows it, to compare the policy with.
+
+Each rank of the trainer holds its shards of the copy.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,30 +23,38 @@ class ReferenceConfig(Configurable.Config):
     """A reference that begins as the policy's first weights and is saved with each checkpoint."""
 
     kind: Literal["ema", "lagged"] = "ema"
-    """ema: after each step, reference = decay·reference + (1 - decay)·policy. lagged: a copy of the policy every ``every``
-    steps; in between it stays."""
+    """Way in which the reference follows. "ema": after each step, reference = decay·reference +
+    (1 - decay)·policy. "lagged": it becomes a copy of the policy every ``every`` steps."""
     decay: Annotated[float, Ge(0), Lt(1)] = 0.99
-    """Of ``ema``. 0 is the policy of the step before the last update, that is: the current one."""
+    """Share of itself that an "ema" reference keeps at each step. With 0 it is the current
+    policy."""
     every: PositiveInt = 50
-    """Steps between two copies of ``lagged``. More than the run has: its first weights, for good."""
+    """Number of steps between two copies of a "lagged" reference. If the run has fewer, the
+    reference keeps the policy's first weights."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the distance to the reference in the loss, on tokens that feed rl. 0: it is only measured."""
+    """Weight of the distance to the reference in the loss, on tokens that feed rl. With 0 the
+    distance is only measured."""
 
 
 class Reference(Stateful):
-    """One more set of what is trained: with LoRA, of adapters. Every method but those of its state is collective where the
-    model's forward pass is."""
+    """Second set of the parameters that are trained; with LoRA, of an adapter's.
+
+    Its methods but those of its state are collective if the model's forward pass is.
+    """
 
     def __init__(self, config: ReferenceConfig, model: nn.Module):
-        self._config, self._model, self._parameters = config, model, trained_state(model)
+        self._config = config
+        self._model = model
+        self._parameters = trained_state(model)
         self._held = {
             name: parameter.detach().clone() for name, parameter in self._parameters.items()
         }
+        """Reference's values of the parameters."""
         self._version = torch.zeros((), dtype=torch.int64)
 
     @property
     def version(self) -> int:
-        """Of ``lagged``: the policy version it is. Of ``ema``: the newest that it has taken in."""
+        """Policy version that a "lagged" reference is, or the newest that an "ema" has taken in."""
         return int(self._version)
 
     @torch.no_grad()
@@ -55,17 +66,20 @@ class Reference(Stateful):
 
     @torch.no_grad()
     def follow(self, version: int) -> None:
-        """The policy has become ``version``: take it in, or copy it if it is time."""
-        ema = self._config.kind == "ema"
-        if not ema and version % self._config.every:
+        """Take the policy in, or copy it if it is time. The policy has become ``version``."""
+        if self._config.kind == "lagged" and version % self._config.every:
             return
+        share = 1 - self._config.decay if self._config.kind == "ema" else 1.0
         for name, parameter in self._parameters.items():
-            self._held[name].lerp_(parameter, 1 - self._config.decay if ema else 1.0)
+            self._held[name].lerp_(parameter, share)
         self._version.fill_(version)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, without gradients, the model computes with the reference's weights. The policy's come back bit for bit."""
+        """Compute with the reference's weights inside, without gradients.
+
+        The policy's weights come back bit for bit.
+        """
         with torch.no_grad():
             self._swap()
             try:
