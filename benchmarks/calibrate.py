@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from torchtitan.experiments.rl.batching.batcher import BatchPlan  # noqa: E402
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
-from torchtitan.experiments.rl.controller.step_metrics import StepRecord  # noqa: E402
+from torchtitan.experiments.rl.loops.step_metrics import StepRecord  # noqa: E402
 from torchtitan.experiments.rl.observability.metrics import read_metrics  # noqa: E402
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts  # noqa: E402
 from torchtitan.experiments.rl.simulation.clock import Cores, run_virtually  # noqa: E402

@@ -315,7 +315,11 @@ def main(subject: Subject, description: str) -> None:
 
 def digit_sums(config: RunConfig) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """The examples of rl_grpo_qwen3_debug."""
-    from torchtitan.experiments.rl.tasks.sum_digits import answer_text, make_examples, prompt_text
+    from torchtitan.experiments.rl.tasks.examples.sum_digits import (
+        answer_text,
+        make_examples,
+        prompt_text,
+    )
 
     task: Any = config.tasks["sum_digits"]
     training = make_examples(task.dataset.count, split="train", seed=task.dataset.seed)

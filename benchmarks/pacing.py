@@ -31,17 +31,17 @@ from torchtitan.experiments.rl.algorithms import GRPO  # noqa: E402
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.batching.batcher import Batcher  # noqa: E402
 from torchtitan.experiments.rl.configurable import BuildContext  # noqa: E402
-from torchtitan.experiments.rl.controller.events import RunEvents
-from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
-from torchtitan.experiments.rl.controller.ledger import Ledger  # noqa: E402
-from torchtitan.experiments.rl.controller.loop import Parts, Schedule, build_loop  # noqa: E402
-from torchtitan.experiments.rl.controller.pacing import Pacer  # noqa: E402
-from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer  # noqa: E402
+from torchtitan.experiments.rl.loops.events import RunEvents
+from torchtitan.experiments.rl.loops.group_runner import LocalRunner  # noqa: E402
+from torchtitan.experiments.rl.loops.ledger import Ledger  # noqa: E402
+from torchtitan.experiments.rl.loops.loop import Parts, Schedule, build_loop  # noqa: E402
+from torchtitan.experiments.rl.loops.pacing import Pacer  # noqa: E402
+from torchtitan.experiments.rl.loops.selection import Selection
 from torchtitan.experiments.rl.rollouts.types import Completion  # noqa: E402
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric  # noqa: E402
-from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, SumDigitsTask  # noqa: E402
+from torchtitan.experiments.rl.tasks.examples.sum_digits import SumDigitsDataset, SumDigitsTask  # noqa: E402
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport  # noqa: E402
 
 GROUPS_PER_STEP, GROUP_SIZE = 8, 4

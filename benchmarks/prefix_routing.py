@@ -22,15 +22,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from monarch.actor import shutdown_context  # noqa: E402
 
-from torchtitan.experiments.rl.config.placement import (
-    place,  # noqa: E402
-)
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.fleet.spawn import spawn_on  # noqa: E402
 from torchtitan.experiments.rl.generation import router  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
+from torchtitan.experiments.rl.plan.placement import (
+    place,  # noqa: E402
+)
 from torchtitan.experiments.rl.process.setup import set_up_logging, set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 

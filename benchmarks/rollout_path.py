@@ -42,7 +42,7 @@ from torchtitan.experiments.rl.tasks import (  # noqa: E402
     StepOutput,
     Task,
 )
-from torchtitan.experiments.rl.tasks.calculator import CALCULATOR  # noqa: E402
+from torchtitan.experiments.rl.tasks.examples.calculator import CALCULATOR  # noqa: E402
 
 CPU_LIMIT_S = 0.001
 """A turn."""

@@ -31,18 +31,18 @@ import torch  # noqa: E402
 from monarch.actor import shutdown_context  # noqa: E402
 
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls  # noqa: E402
-from torchtitan.experiments.rl.config.placement import place  # noqa: E402
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.configurable import BuildContext  # noqa: E402
-from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
-from torchtitan.experiments.rl.controller.ledger import Ledger  # noqa: E402
-from torchtitan.experiments.rl.controller.loop import Parts, Schedule, build_loop  # noqa: E402
-from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.envs.renderer import build_renderer  # noqa: E402
 from torchtitan.experiments.rl.fleet.spawn import spawn_on  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
+from torchtitan.experiments.rl.loops.group_runner import LocalRunner  # noqa: E402
+from torchtitan.experiments.rl.loops.ledger import Ledger  # noqa: E402
+from torchtitan.experiments.rl.loops.loop import Parts, Schedule, build_loop  # noqa: E402
+from torchtitan.experiments.rl.loops.selection import Selection
+from torchtitan.experiments.rl.plan.placement import place  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_logging, set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup  # noqa: E402

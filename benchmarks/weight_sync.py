@@ -36,7 +36,6 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from torchtitan.experiments.rl.compat.vllm import repack_tied_head  # noqa: E402
-from torchtitan.experiments.rl.config.placement import Placement, place  # noqa: E402
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig  # noqa: E402
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.fleet.spawn import shut_down, spawn_on, start_trainer  # noqa: E402
@@ -45,6 +44,7 @@ from torchtitan.experiments.rl.generation.config import GeneratorConfig  # noqa:
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig  # noqa: E402
 from torchtitan.experiments.rl.models.policy import ModelConfig  # noqa: E402
+from torchtitan.experiments.rl.plan.placement import Placement, place  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.training.config import TrainerConfig  # noqa: E402
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer  # noqa: E402

@@ -26,7 +26,6 @@ import torch  # noqa: E402
 from monarch.actor import Channel, concurrent_endpoint, shutdown_context  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from torchtitan.experiments.rl.config.placement import place  # noqa: E402
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.fleet.spawn import spawn_on  # noqa: E402
 from torchtitan.experiments.rl.generation.config import (
@@ -36,6 +35,7 @@ from torchtitan.experiments.rl.generation.config import (
 from torchtitan.experiments.rl.generation.engine import GenerateRequest, GenerateResult  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig  # noqa: E402
+from torchtitan.experiments.rl.plan.placement import place  # noqa: E402
 from torchtitan.experiments.rl.process.host import host_identity  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402

@@ -55,7 +55,7 @@ def get(folder: Path, source: str | None) -> None:
 def from_hub(folder: Path) -> None:
     from huggingface_hub import snapshot_download
 
-    from torchtitan.experiments.rl.config.hub import FILES
+    from torchtitan.experiments.rl.command.hub import FILES
 
     snapshot_download(REPOSITORY, allow_patterns=FILES, local_dir=folder)
 

@@ -47,8 +47,7 @@ import torch.nn.functional as F  # noqa: E402
 from benchmarks.trainer_step import LEARNING_RATE, VOCABULARY, made_samples  # noqa: E402
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan  # noqa: E402
 from torchtitan.experiments.rl.checkpointing.folder import checkpoints, step_of  # noqa: E402
-from torchtitan.experiments.rl.config.checks import model_sizes  # noqa: E402
-from torchtitan.experiments.rl.config.plan import trainer_memory  # noqa: E402
+from torchtitan.experiments.rl.command.checks import model_sizes  # noqa: E402
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, TINY_MOE, rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.models.attention import tree_mask  # noqa: E402
 from torchtitan.experiments.rl.models.decoder import RowShapes  # noqa: E402
@@ -56,6 +55,7 @@ from torchtitan.experiments.rl.models.logprob_head import LogprobHead  # noqa: E
 from torchtitan.experiments.rl.models.lora import LoRA  # noqa: E402
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec  # noqa: E402
 from torchtitan.experiments.rl.observability.metrics import read_metrics  # noqa: E402
+from torchtitan.experiments.rl.plan.plan import trainer_memory  # noqa: E402
 from torchtitan.experiments.rl.process.host import gpu_host_lacks  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.process.temporary import SHARED_MEMORY  # noqa: E402
@@ -586,8 +586,8 @@ def two_ranks(setting: Setting, *, model: str = "", **options: Any) -> Figures:
 
 async def _two_ranks(setting: Setting, config: TrainerConfig, model: str) -> Figures:
     # Here: other steps do not need Monarch.
-    from torchtitan.experiments.rl.config.placement import place
     from torchtitan.experiments.rl.fleet.spawn import shut_down, spawn_on, start_trainer
+    from torchtitan.experiments.rl.plan.placement import place
     from torchtitan.experiments.rl.process.lifetime import Lifetime
     from torchtitan.experiments.rl.training.client import TrainerClient
     from torchtitan.experiments.rl.training.trainer import PolicyTrainer
@@ -658,9 +658,9 @@ async def _updates(
     from transformers import AutoTokenizer
 
     from benchmarks.weight_sync import trainer_and_generator
-    from torchtitan.experiments.rl.config.placement import Place, Placement
     from torchtitan.experiments.rl.generation.config import GeneratorConfig
     from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
+    from torchtitan.experiments.rl.plan.placement import Place, Placement
 
     sizes, batches = setting.sizes, microbatches(setting)
     tokenizer = AutoTokenizer.from_pretrained(setting.model)

@@ -40,8 +40,8 @@ from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_render
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv  # noqa: E402
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutTurn  # noqa: E402
-from torchtitan.experiments.rl.tasks.alphabet_sort import sorted_lists  # noqa: E402
-from torchtitan.experiments.rl.tasks.guess_number import Game  # noqa: E402
+from torchtitan.experiments.rl.tasks.examples.alphabet_sort import sorted_lists  # noqa: E402
+from torchtitan.experiments.rl.tasks.examples.guess_number import Game  # noqa: E402
 from torchtitan.experiments.rl.tasks.task import Task  # noqa: E402
 from torchtitan.experiments.rl.types import TrainingSample  # noqa: E402
 

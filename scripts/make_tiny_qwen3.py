@@ -44,7 +44,11 @@ from transformers import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from torchtitan.experiments.rl.tasks.sum_digits import answer_text, make_examples, prompt_text  # noqa: E402
+from torchtitan.experiments.rl.tasks.examples.sum_digits import (  # noqa: E402
+    answer_text,
+    make_examples,
+    prompt_text,
+)
 
 VOCAB_SIZE = 768
 MAX_POSITIONS = 2048

@@ -24,7 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from make_tiny_qwen3 import RENDERER, habit, reward, warm_up  # noqa: E402  also puts the checkout on the path
 
 from torchtitan.experiments.rl.algorithms.opsd import TEMPLATE  # noqa: E402
-from torchtitan.experiments.rl.tasks.sum_digits import answer_text, make_examples, prompt_text  # noqa: E402
+from torchtitan.experiments.rl.tasks.examples.sum_digits import (  # noqa: E402
+    answer_text,
+    make_examples,
+    prompt_text,
+)
 
 
 def shown(digits: list[int]) -> str:

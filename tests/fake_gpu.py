@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from torchtitan.experiments.rl.config import machine
+from torchtitan.experiments.rl.command import machine
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 """Of an A100, an H100 or H200, and a B200."""

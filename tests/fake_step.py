@@ -34,13 +34,13 @@ from torchtitan.models.common.attention import FlexAttention
 
 from tests.unit.loss_batches import batch_of
 from torchtitan.experiments.rl import config_registry
-from torchtitan.experiments.rl.config.checks import plan_run
-from torchtitan.experiments.rl.config.costs import DEVICES, FLOPS_SHARE, GIB
-from torchtitan.experiments.rl.config.placement import needed_gpus
-from torchtitan.experiments.rl.config.plan import RunPlan
+from torchtitan.experiments.rl.command.checks import plan_run
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.models import decoder
 from torchtitan.experiments.rl.models.policy import policy_spec
+from torchtitan.experiments.rl.plan.costs import DEVICES, FLOPS_SHARE, GIB
+from torchtitan.experiments.rl.plan.placement import needed_gpus
+from torchtitan.experiments.rl.plan.plan import RunPlan
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training import learner as learning
 from torchtitan.experiments.rl.training import model as building

@@ -39,7 +39,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from tests.unit.loss_batches import batch_of
 from torchtitan.experiments.rl import config_registry
-from torchtitan.experiments.rl.config.checks import check
+from torchtitan.experiments.rl.command.checks import check
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.models import logprob_head
 from torchtitan.experiments.rl.models.lora import LoRA

@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.rl.config.costs import ModelSizes
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
 from torchtitan.experiments.rl.models.policy import (
     ModelConfig,
@@ -18,6 +17,7 @@ from torchtitan.experiments.rl.models.policy import (
     hub_shapes,
     policy_spec,
 )
+from torchtitan.experiments.rl.plan.costs import ModelSizes
 
 
 def stub_model(folder: Path, flavor: str) -> Path:

@@ -6,7 +6,7 @@ import threading
 from torchtitan.experiments.rl.config_registry import rl_calculator_qwen3_debug
 from torchtitan.experiments.rl.config_registry.debug import _fields_of
 from torchtitan.experiments.rl.tasks import AgentTask, Rubric
-from torchtitan.experiments.rl.tasks.calculator import CALCULATOR, prompt_text
+from torchtitan.experiments.rl.tasks.examples.calculator import CALCULATOR, prompt_text
 
 FUNCTION = CALCULATOR["function"]
 TURNS = 2

@@ -18,7 +18,6 @@ from tests.integration.learners import learner_of
 from tests.integration.models import MODEL
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.fleet.spawn import shut_down, spawn_on
@@ -26,10 +25,14 @@ from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.models.decoder import batch_logprobs
+from torchtitan.experiments.rl.plan.placement import Place
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
-from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsRoundsDataset, SumDigitsRoundsTask
+from torchtitan.experiments.rl.tasks.examples.sum_digits import (
+    SumDigitsRoundsDataset,
+    SumDigitsRoundsTask,
+)
 from torchtitan.experiments.rl.training.learner import Learner
 
 ROUNDS, GROUPS, GROUP_SIZE = 3, 8, 8

@@ -61,7 +61,7 @@ from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.data.sampler import ShuffledCursor
 from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
-from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsTask
+from torchtitan.experiments.rl.tasks.examples.sum_digits import SumDigitsTask
 
 
 class SetUpBadly(SumDigitsTask):

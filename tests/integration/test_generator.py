@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 from tests.integration.pairs import CANARY, Pair
 from tests.integration.processes import descendants
-from torchtitan.experiments.rl.config.placement import Place, place
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.fleet import spawn
 from torchtitan.experiments.rl.fleet.spawn import shut_down, spawn_on, start_trainer
@@ -24,6 +23,7 @@ from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.engine import GeneratorFailed, RequestFailed, ScoreRequest
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.models.policy import ModelConfig
+from torchtitan.experiments.rl.plan.placement import Place, place
 from torchtitan.experiments.rl.process import temporary
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer

@@ -20,12 +20,12 @@ from tests.integration.deliveries import LENGTH, deliver, random_tokens, sampler
 from tests.integration.learners import full, fused_config, learner_of, samples_of
 from tests.integration.models import MOE_MODEL
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.fleet.spawn import shut_down, spawn_on
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
+from torchtitan.experiments.rl.plan.placement import Place
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.weights.reader import start_store
 

@@ -63,8 +63,8 @@ HOSTILE = """
 from dataclasses import dataclass, fields
 
 from torchtitan.experiments.rl.config_registry import rl_guess_number_qwen3_debug
-from torchtitan.experiments.rl.tasks.guess_number import GuessNumberEnv
-from torchtitan.experiments.rl.tasks.guess_number import GuessNumberTask
+from torchtitan.experiments.rl.tasks.examples.guess_number import GuessNumberEnv
+from torchtitan.experiments.rl.tasks.examples.guess_number import GuessNumberTask
 
 
 class HostileEnv(GuessNumberEnv):

@@ -5,7 +5,7 @@ import json
 import reasoning_gym
 
 from tests.integration.command_runs import ROOT, Run
-from torchtitan.experiments.rl.config import trial
+from torchtitan.experiments.rl.command import preflight as trial
 
 MODULE = '''
 import json
@@ -16,7 +16,7 @@ from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rubrics.rubric import last_assistant_text
-from torchtitan.experiments.rl.tasks.reasoning_gym import (
+from torchtitan.experiments.rl.tasks.examples.reasoning_gym import (
     PuzzleGenerator,
     PuzzleRubric,
     ReasoningGymDataset,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration.command_runs import Run, assert_ledger_balances
-from torchtitan.experiments.rl.config.hub import model_folder
+from torchtitan.experiments.rl.command.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.metrics import without_timing
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts

@@ -34,7 +34,6 @@ from tests.integration.models import MOE_MODEL
 from tests.integration.test_models_in_engines import deliver, random_tokens
 from tests.unit.test_routes import random_routed
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.fleet.spawn import shut_down, spawn_on
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
@@ -42,6 +41,7 @@ from torchtitan.experiments.rl.generation.engine import GenerateRequest
 from torchtitan.experiments.rl.models.decoder import batch_logprobs
 from torchtitan.experiments.rl.models.experts import mixtures_of
 from torchtitan.experiments.rl.models.lora import LoRA, trained_state
+from torchtitan.experiments.rl.plan.placement import Place
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart

@@ -16,12 +16,12 @@ import torch
 import torchstore
 
 from tests.scripted_engine import TABLE, ScriptedEngineConfig, save_table
-from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.fleet.spawn import shut_down, spawn_on
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
 from torchtitan.experiments.rl.generation.generator import Generator
+from torchtitan.experiments.rl.plan.placement import Place
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion

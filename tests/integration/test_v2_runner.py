@@ -35,7 +35,6 @@ from tests.integration.test_router_replay import (
 )
 from tests.v2_engine import ENVIRONMENT, V2EngineConfig
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.fleet import spawn
 from torchtitan.experiments.rl.fleet.spawn import shut_down
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
@@ -43,6 +42,7 @@ from torchtitan.experiments.rl.generation.engine import GenerateRequest, ScoreRe
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.models.policy import ModelConfig
+from torchtitan.experiments.rl.plan.placement import Place
 from torchtitan.experiments.rl.process.setup import launch_environment
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 

@@ -25,11 +25,11 @@ from tests.integration.fleets import (
     prompt_of,
     running,
 )
-from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.fleet.spawn import spawn_on
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
 from torchtitan.experiments.rl.generation.engine import ScoreRequest
+from torchtitan.experiments.rl.plan.placement import Place
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 

@@ -34,8 +34,8 @@ from torchtitan.experiments.rl.generation.engine import (
 )
 from torchtitan.experiments.rl.generation.vllm import worker
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
-from torchtitan.experiments.rl.operations.mismatch import MismatchAlarm
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.watch.mismatch import MismatchAlarm
 from torchtitan.experiments.rl.weights.snapshot import (
     Manifest,
     RankParts,

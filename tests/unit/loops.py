@@ -7,12 +7,12 @@ from tests.contexts import context_of
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.configurable import build_with
-from torchtitan.experiments.rl.controller.events import RunEvents
-from torchtitan.experiments.rl.controller.group_runner import LocalRunner
-from torchtitan.experiments.rl.controller.ledger import Ledger
-from torchtitan.experiments.rl.controller.loop import Loops, Parts, Schedule, build_loop
-from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
+from torchtitan.experiments.rl.loops.events import RunEvents
+from torchtitan.experiments.rl.loops.group_runner import LocalRunner
+from torchtitan.experiments.rl.loops.ledger import Ledger
+from torchtitan.experiments.rl.loops.loop import Loops, Parts, Schedule, build_loop
+from torchtitan.experiments.rl.loops.selection import Selection
 
 
 def loops_of(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan.experiments.rl.controller.ledger import Ledger
+from torchtitan.experiments.rl.loops.ledger import Ledger
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.records import RecordKind

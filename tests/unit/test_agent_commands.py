@@ -17,8 +17,8 @@ from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_render
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks import AgentCommandTask, Rubric, agent_command_task
-from torchtitan.experiments.rl.tasks.calculator import CalculatorRubric
-from torchtitan.experiments.rl.tasks.calculator_agent import PROGRAM
+from torchtitan.experiments.rl.tasks.examples.calculator import CalculatorRubric
+from torchtitan.experiments.rl.tasks.examples.calculator_agent import PROGRAM
 
 ASK = """
 import json, os, urllib.request

@@ -6,7 +6,7 @@ import pandas
 import pytest
 
 from torchtitan.experiments.rl.tasks.answers import right_answer
-from torchtitan.experiments.rl.tasks.math import same_answer
+from torchtitan.experiments.rl.tasks.examples.math import same_answer
 
 LONG = "1" + "0" * 2000
 """A number of 2,001 digits."""

@@ -28,7 +28,6 @@ from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_render
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
-from torchtitan.experiments.rl.tasks.alphabet_sort import AlphabetSortTask
 from torchtitan.experiments.rl.tasks.answers import (
     final_answer,
     final_list,
@@ -37,17 +36,18 @@ from torchtitan.experiments.rl.tasks.answers import (
     last_tagged,
     right_answer,
 )
-from torchtitan.experiments.rl.tasks.calculator import CalculatorTask
-from torchtitan.experiments.rl.tasks.guess_number import Game, GuessNumberTask
-from torchtitan.experiments.rl.tasks.math import MathTask
-from torchtitan.experiments.rl.tasks.questions import QuestionTask, question_task
-from torchtitan.experiments.rl.tasks.reasoning_gym import (
+from torchtitan.experiments.rl.tasks.examples.alphabet_sort import AlphabetSortTask
+from torchtitan.experiments.rl.tasks.examples.calculator import CalculatorTask
+from torchtitan.experiments.rl.tasks.examples.guess_number import Game, GuessNumberTask
+from torchtitan.experiments.rl.tasks.examples.math import MathTask
+from torchtitan.experiments.rl.tasks.examples.reasoning_gym import (
     Puzzle,
     PuzzleGenerator,
     ReasoningGymDataset,
     ReasoningGymTask,
 )
-from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsTask
+from torchtitan.experiments.rl.tasks.examples.sum_digits import SumDigitsTask
+from torchtitan.experiments.rl.tasks.questions import QuestionTask, question_task
 
 REPLIES = [
     json.loads(line) for line in (Path(__file__).parent / "replies.jsonl").read_text().splitlines()

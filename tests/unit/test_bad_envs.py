@@ -13,11 +13,11 @@ from tests.unit.loops import loops_of
 from tests.unit.rollout_stubs import FAILURES, BrokenEnv, ScriptedPolicy, TalkingEnv, answer_with
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.controller.groups import RunningGroup
-from torchtitan.experiments.rl.controller.loop import Schedule
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.loops.groups import RunningGroup
+from torchtitan.experiments.rl.loops.loop import Schedule
 from torchtitan.experiments.rl.rollouts.filters import Truncated
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import DataSample

@@ -9,8 +9,8 @@ import torch
 from tests.unit.loss_batches import batch_of, random_batch
 from tests.unit.test_algorithms import of_rewards
 from torchtitan.experiments.rl.algorithms import GRPO, ReinforcePP, ReinforcePPBaseline
-from torchtitan.experiments.rl.config.checks import check
-from torchtitan.experiments.rl.config.command_line import load_config, parse_command
+from torchtitan.experiments.rl.command.checks import check
+from torchtitan.experiments.rl.command.command_line import load_config, parse_command
 from torchtitan.experiments.rl.config.recipes import dr_grpo, reinforce_pp
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError

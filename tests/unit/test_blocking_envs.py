@@ -10,9 +10,9 @@ from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.ask.call import BLOCKING
 from torchtitan.experiments.rl.ask.lag import TICK_S
-from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.loops.group_runner import LocalRunner
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.tasks.task import Task
 

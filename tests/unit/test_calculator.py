@@ -12,7 +12,7 @@ from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.data.dataset import split_of_text
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
-from torchtitan.experiments.rl.tasks.calculator import (
+from torchtitan.experiments.rl.tasks.examples.calculator import (
     CalculatorDataset,
     CalculatorTask,
     evaluate,

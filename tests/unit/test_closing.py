@@ -14,10 +14,10 @@ from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.config.run_config import UserCodeLimits
-from torchtitan.experiments.rl.controller.group_runner import TaskSet
+from torchtitan.experiments.rl.controller.closing import Closing
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.operations.closing import Closing
+from torchtitan.experiments.rl.loops.group_runner import TaskSet
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.task import Task

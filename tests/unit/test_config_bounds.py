@@ -23,14 +23,14 @@ from torchtitan.config import Configurable
 
 import torchtitan.experiments.rl as library
 from torchtitan.experiments.rl.bounds import check_fields, declared, field_annotations
-from torchtitan.experiments.rl.config.checks import check, checked_plan
-from torchtitan.experiments.rl.config.command_line import (
+from torchtitan.experiments.rl.command.checks import check, checked_plan
+from torchtitan.experiments.rl.command.command_line import (
     DEFAULT_MODULE,
     config_functions,
     load_config,
     parse_command,
 )
-from torchtitan.experiments.rl.config.options import override
+from torchtitan.experiments.rl.command.options import override
 from torchtitan.experiments.rl.data.dataset import MadeDataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.grpo import main

@@ -285,7 +285,7 @@ def test_a_dataset_file_that_is_none_is_refused_before_a_run(
         "from torchtitan.experiments.rl.algorithms import GRPO\n"
         "from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug\n"
         "from torchtitan.experiments.rl.tasks import RowDataset\n"
-        "from torchtitan.experiments.rl.tasks.math import MathTask\n"
+        "from torchtitan.experiments.rl.tasks.examples.math import MathTask\n"
         "def made():\n"
         "    config = rl_grpo_qwen3_debug()\n"
         f"    rows = RowDataset.Config(path={path.format(tmp=tmp_path / 'rows.jsonl')!r})\n"

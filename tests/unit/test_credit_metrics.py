@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.unit.test_algorithms import rollout
-from torchtitan.experiments.rl.controller.step_metrics import advantage_metrics, credit_seconds
+from torchtitan.experiments.rl.loops.step_metrics import advantage_metrics, credit_seconds
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 
 

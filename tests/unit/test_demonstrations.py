@@ -10,19 +10,23 @@ from tests.unit.rollout_stubs import ScriptedPolicy
 from tests.unit.test_rollout_loop import Loop, StubTask
 from torchtitan.experiments.rl.algorithms import GRPO, StaticSFT
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.config.checks import check
-from torchtitan.experiments.rl.config.trial import build_tasks, read_policy_tokenizer, try_tasks
-from torchtitan.experiments.rl.config_registry import rl_demonstrations_qwen3_debug
-from torchtitan.experiments.rl.controller.step_metrics import (
-    _ages,
-    _demonstration_metrics,
-    _rollout_metrics,
+from torchtitan.experiments.rl.command.checks import check
+from torchtitan.experiments.rl.command.preflight import (
+    build_tasks,
+    read_policy_tokenizer,
+    try_tasks,
 )
+from torchtitan.experiments.rl.config_registry import rl_demonstrations_qwen3_debug
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.judge import Reply
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.grpo import main
+from torchtitan.experiments.rl.loops.step_metrics import (
+    _ages,
+    _demonstration_metrics,
+    _rollout_metrics,
+)
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus

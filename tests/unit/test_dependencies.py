@@ -84,7 +84,7 @@ def test_what_a_file_imports_is_named_in_pyproject(file):
 def test_the_check_knows_a_package_that_is_not_named_and_one_of_another_extra():
     assert unnamed("types.py", {"numpy", "yaml"}) == {"yaml"}
     assert unnamed("types.py", {"reasoning_gym"}) == {"reasoning_gym"}
-    assert unnamed("tasks/reasoning_gym.py", {"reasoning_gym"}) == set()
+    assert unnamed("tasks/examples/reasoning_gym.py", {"reasoning_gym"}) == set()
 
 
 def test_the_versions_named_are_those_of_the_pins():

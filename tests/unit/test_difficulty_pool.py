@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.unit.test_data import Letters, ids
 from torchtitan.experiments.rl.bounds import check_config
-from torchtitan.experiments.rl.config.checks import checked_plan
+from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.config_registry import rl_difficulty_pool_qwen3_debug
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.replay import ExampleReplay

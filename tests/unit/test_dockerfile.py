@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.dockerfile import ROOT, Ignored, context_files, instructions, shell_commands
-from torchtitan.experiments.rl.config.command_line import load_config, parse_command
+from torchtitan.experiments.rl.command.command_line import load_config, parse_command
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 PAGE = (ROOT / "docs/gpu.md").read_text()

@@ -13,7 +13,7 @@ import pytest
 from tests.frameworks import __main__ as frameworks
 from tests.unit.agents import run_task
 from tests.unit.rollout_stubs import ScriptedPolicy
-from torchtitan.experiments.rl.config.checks import checked_plan
+from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()

@@ -14,14 +14,14 @@ from tests.unit.loss_batches import ONE, batch_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl import algorithms, config_registry, losses
 from torchtitan.experiments.rl.algorithms import OPD
-from torchtitan.experiments.rl.config.checks import check, checked_plan, plan_run
-from torchtitan.experiments.rl.config.command_line import load_config, parse_command
-from torchtitan.experiments.rl.config.placement import needed_gpus
+from torchtitan.experiments.rl.command.checks import check, checked_plan, plan_run
+from torchtitan.experiments.rl.command.command_line import load_config, parse_command
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.losses import Correction, compute_loss
 from torchtitan.experiments.rl.models.policy import ModelConfig, parameter_count, policy_spec
+from torchtitan.experiments.rl.plan.placement import needed_gpus
 from torchtitan.experiments.rl.rollouts.filters import (
     Gibberish,
     Repetition,

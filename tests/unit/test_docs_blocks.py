@@ -16,10 +16,10 @@ import pytest
 
 from scripts import gpu_smoke
 from torchtitan.experiments.rl import export, script, simulate
-from torchtitan.experiments.rl.config import trial
-from torchtitan.experiments.rl.config.checks import check
-from torchtitan.experiments.rl.config.command_line import load_config, parse_command
-from torchtitan.experiments.rl.config.options import option_paths
+from torchtitan.experiments.rl.bounds import walk
+from torchtitan.experiments.rl.command import preflight as trial
+from torchtitan.experiments.rl.command.checks import check
+from torchtitan.experiments.rl.command.command_line import load_config, parse_command
 from torchtitan.experiments.rl.config_registry import rl_math_qwen3, rl_questions_qwen3_debug
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.tasks import question_task
@@ -226,7 +226,7 @@ def test_what_other_libraries_words_are_called_here_is_there():
         r"^\|.*\| (.*?) \|$", (ROOT / "docs/coming_from.md").read_text(), re.MULTILINE
     )
     words = [word for row in rows for word in re.findall(r"`([\w./<>=]+)", row)]
-    fields = {path.replace("-", "_") for path in option_paths(rl_math_qwen3())}
+    fields = {path for path, *_ in walk(rl_math_qwen3())}
     paths = [
         word.replace("tasks.NAME", "tasks.math")
         for word in words

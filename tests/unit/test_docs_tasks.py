@@ -12,8 +12,8 @@ import pytest
 
 from tests.contexts import context_of
 from torchtitan.experiments.rl.algorithms import GRPO
-from torchtitan.experiments.rl.config.checks import checked_plan
-from torchtitan.experiments.rl.config.command_line import load_config, parse_command
+from torchtitan.experiments.rl.command.checks import checked_plan
+from torchtitan.experiments.rl.command.command_line import load_config, parse_command
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder

@@ -16,13 +16,13 @@ from monarch.actor import Actor, this_host
 import torchtitan.experiments.rl as library
 from torchtitan.experiments.rl.compat.monarch import original
 from torchtitan.experiments.rl.errors import ConfigError, PeerGone, RunError
-from torchtitan.experiments.rl.process.setup import set_up_logging
-from torchtitan.experiments.rl.user_code.endpoint import (
+from torchtitan.experiments.rl.process.actor import (
     cause_in,
     for_a_future,
     reported,
     reported_endpoint,
 )
+from torchtitan.experiments.rl.process.setup import set_up_logging
 
 WAIT_S = 60
 

@@ -18,9 +18,9 @@ from tests.scripted_engine import (
     snapshot_of,
 )
 from torchtitan.experiments.rl import config_registry
+from torchtitan.experiments.rl.command.checks import check, plan_run
+from torchtitan.experiments.rl.command.command_line import load_config, parse_command
 from torchtitan.experiments.rl.compat import vllm as compat
-from torchtitan.experiments.rl.config.checks import check, plan_run
-from torchtitan.experiments.rl.config.command_line import load_config, parse_command
 from torchtitan.experiments.rl.errors import ConfigError, PeerGone, RunError
 from torchtitan.experiments.rl.generation import engine as engine_module
 from torchtitan.experiments.rl.generation.engine import (

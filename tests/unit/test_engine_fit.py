@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan.experiments.rl.command.checks import check_cores, check_engine_fits
 from torchtitan.experiments.rl.compat.vllm import set_environment
-from torchtitan.experiments.rl.config.checks import check_cores, check_engine_fits
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.vllm.engine import OWN_ARGUMENTS, VLLMEngineConfig
 from torchtitan.experiments.rl.models.hub import HubConfig

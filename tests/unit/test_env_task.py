@@ -2,8 +2,8 @@
 
 import pytest
 
-from torchtitan.experiments.rl.config.command_line import load_config, parse_command
-from torchtitan.experiments.rl.config.resume import resolved_config
+from torchtitan.experiments.rl.command.command_line import load_config, parse_command
+from torchtitan.experiments.rl.command.resume import resolved_config
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.tasks import EnvTask, MessageEnv, ResetOutput, StepOutput, env_task
 

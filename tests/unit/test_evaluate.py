@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.config.placement import place
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_14b, rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.evaluate import parse_options
+from torchtitan.experiments.rl.plan.placement import place
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 from torchtitan.experiments.rl.tools.evaluate import (
     Example,

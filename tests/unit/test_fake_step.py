@@ -8,8 +8,7 @@ import torch
 from tests import fake_step
 from tests.fake_step import plan_of, traced
 from torchtitan.experiments.rl import losses
-from torchtitan.experiments.rl.config import checks
-from torchtitan.experiments.rl.config.costs import DEVICES, FLOPS_SHARE
+from torchtitan.experiments.rl.command import checks
 from torchtitan.experiments.rl.config_registry import (
     rl_grpo_qwen3_0_6b,
     rl_grpo_qwen3_8b,
@@ -18,6 +17,7 @@ from torchtitan.experiments.rl.config_registry import (
 )
 from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.models.policy import policy_spec
+from torchtitan.experiments.rl.plan.costs import DEVICES, FLOPS_SHARE
 from torchtitan.experiments.rl.training import learner
 
 

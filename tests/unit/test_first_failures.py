@@ -4,13 +4,13 @@ import pytest
 
 from tests.unit.test_rollout_loop import Loop, StubTask, train_until
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.operations.alarms import FEW_GROUPS, StallDetectors
 from torchtitan.experiments.rl.rollouts.types import (
     DataSample,
     Rollout,
     RolloutGroup,
     RolloutStatus,
 )
+from torchtitan.experiments.rl.watch.alarms import FEW_GROUPS, StallDetectors
 
 
 def group(*errors, task="sums", failure="0 of 2 rollouts scored"):

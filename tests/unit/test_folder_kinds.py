@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.experiments.rl.config.folder_kinds import (
+from torchtitan.experiments.rl.command.folder_kinds import (
     AdapterFolder,
     CheckpointFolder,
     Folder,
@@ -14,8 +14,8 @@ from torchtitan.experiments.rl.config.folder_kinds import (
     RunFolder,
     folder_kind,
 )
-from torchtitan.experiments.rl.config.hub import command_of_run
-from torchtitan.experiments.rl.config.run_folder import SavedCommand, save_command
+from torchtitan.experiments.rl.command.hub import command_of_run
+from torchtitan.experiments.rl.command.run_folder import SavedCommand, save_command
 
 CHECKPOINT = "run/checkpoints/step-000000003"
 FILES = (

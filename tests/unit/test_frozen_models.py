@@ -8,10 +8,9 @@ import pytest
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms import OPD, SFT
 from torchtitan.experiments.rl.bounds import check_config
-from torchtitan.experiments.rl.config.checks import check, plan_run
-from torchtitan.experiments.rl.config.command_line import load_config, parse_command
-from torchtitan.experiments.rl.config.placement import Place, needed_gpus, place
-from torchtitan.experiments.rl.config.resume import resolved_config
+from torchtitan.experiments.rl.command.checks import check, plan_run
+from torchtitan.experiments.rl.command.command_line import load_config, parse_command
+from torchtitan.experiments.rl.command.resume import resolved_config
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.generation.endpoint import FrozenClients
 from torchtitan.experiments.rl.generation.references import (
@@ -23,6 +22,7 @@ from torchtitan.experiments.rl.generation.references import (
 )
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.grpo import main
+from torchtitan.experiments.rl.plan.placement import Place, needed_gpus, place
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 
 URL = "http://localhost:8000/v1"

@@ -16,11 +16,12 @@ from torchtitan.models.common.attention import FlexAttention
 from tests.fake_gpu import CAPABILITIES, fake_gpus
 from tests.stub_models import stub_model
 from torchtitan.experiments.rl import config_registry, grpo
-from torchtitan.experiments.rl.config import machine, trial
-from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions
-from torchtitan.experiments.rl.config.placement import needed_gpus
+from torchtitan.experiments.rl.command import machine
+from torchtitan.experiments.rl.command import preflight as trial
+from torchtitan.experiments.rl.command.command_line import DEFAULT_MODULE, config_functions
 from torchtitan.experiments.rl.config_registry import HUB_FOLDER
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
+from torchtitan.experiments.rl.plan.placement import needed_gpus
 from torchtitan.experiments.rl.training.trainer import init_process_group
 
 CONFIGS = {

@@ -13,10 +13,10 @@ from tests.unit.test_demonstrations import CHAT, task_of
 from tests.unit.test_resumed_rollout_loop import DatasetTask, resumed, saved
 from tests.unit.test_rollout_loop import Loop, StubTask
 from tests.unit.test_samples import samples_of, turn_of
-from torchtitan.experiments.rl.config.checks import check
+from torchtitan.experiments.rl.command.checks import check
 from torchtitan.experiments.rl.config_registry import rl_replay_qwen3_debug
-from torchtitan.experiments.rl.controller.step_metrics import _ages, _replay_metrics
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
+from torchtitan.experiments.rl.loops.step_metrics import _ages, _replay_metrics
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay, GroupReplayConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import (

@@ -9,7 +9,7 @@ from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
-from torchtitan.experiments.rl.tasks.guess_number import (
+from torchtitan.experiments.rl.tasks.examples.guess_number import (
     Game,
     GuessNumberDataset,
     GuessNumberEnv,

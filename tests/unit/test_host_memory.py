@@ -12,16 +12,16 @@ import pytest
 
 from tests.fake_gpu import fake_gpus
 from torchtitan.experiments.rl import config_registry
-from torchtitan.experiments.rl.config import machine
-from torchtitan.experiments.rl.config.checks import plan_run
-from torchtitan.experiments.rl.config.placement import needed_gpus
-from torchtitan.experiments.rl.config.plan import GIB, PROCESS_GIB, RunPlan, host_memory
+from torchtitan.experiments.rl.command import machine
+from torchtitan.experiments.rl.command.checks import plan_run
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.fleet.hosts import check_host_memory
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.hosts.job import gib_of
 from torchtitan.experiments.rl.hosts.jobs import KubernetesJob, SlurmJob
 from torchtitan.experiments.rl.models.lora import LoRA
+from torchtitan.experiments.rl.plan.placement import needed_gpus
+from torchtitan.experiments.rl.plan.plan import GIB, PROCESS_GIB, RunPlan, host_memory
 from torchtitan.experiments.rl.process import host
 from torchtitan.experiments.rl.training.reference import ReferenceConfig
 

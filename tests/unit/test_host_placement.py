@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan.experiments.rl import config_registry
-from torchtitan.experiments.rl.config import placement
-from torchtitan.experiments.rl.config.checks import check, plan_run
-from torchtitan.experiments.rl.config.placement import Place
+from torchtitan.experiments.rl.command.checks import check, plan_run
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.hosts.jobs import ProcessJob
+from torchtitan.experiments.rl.plan import placement
+from torchtitan.experiments.rl.plan.placement import Place
 
 EIGHT = tuple(range(8))
 

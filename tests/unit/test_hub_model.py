@@ -3,9 +3,9 @@
 import pytest
 from huggingface_hub import constants
 
-from torchtitan.experiments.rl.config import hub
-from torchtitan.experiments.rl.config.command_line import parse_command
-from torchtitan.experiments.rl.config.hub import model_folder
+from torchtitan.experiments.rl.command import hub
+from torchtitan.experiments.rl.command.command_line import parse_command
+from torchtitan.experiments.rl.command.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
 
 DEBUG = ["--config", "rl_grpo_qwen3_debug"]

@@ -5,8 +5,8 @@ from huggingface_hub import HfApi
 
 from tests.unit.command_line import assert_one_line
 from torchtitan.experiments.rl import export, grpo
+from torchtitan.experiments.rl.command import hub as config_hub
 from torchtitan.experiments.rl.compat import huggingface_hub as hub
-from torchtitan.experiments.rl.config import hub as config_hub
 
 DEBUG = ["--config", "rl_grpo_qwen3_debug"]
 

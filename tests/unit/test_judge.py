@@ -11,14 +11,14 @@ from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
-from torchtitan.experiments.rl.controller.step_metrics import costs
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.judge import Judge, JudgeFailed, Reply
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
+from torchtitan.experiments.rl.loops.step_metrics import costs
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus, counted_in
 from torchtitan.experiments.rl.rubrics.rubric import win_shares
-from torchtitan.experiments.rl.tasks.sum_digits import JudgedSumDigitsRubric, SumDigitsTask
+from torchtitan.experiments.rl.tasks.examples.sum_digits import JudgedSumDigitsRubric, SumDigitsTask
 
 SERVER = FrozenModel(name="big", base_url="http://localhost:1/v1")
 ASKED = [{"role": "user", "content": "which?"}]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.loops.ledger import Ledger
 
 
 def dispatched(**tasks: int) -> Ledger:

@@ -15,7 +15,7 @@ import logging, sys, threading, warnings
 from pathlib import Path
 from torchtitan.experiments.rl.process.setup import ENDS_THE_RUN, set_up_logging
 path = set_up_logging(Path(sys.argv[1]), "trainer-0")
-ours, other = logging.getLogger("torchtitan.experiments.rl.operations.actor"), logging.getLogger("vllm.engine")
+ours, other = logging.getLogger("torchtitan.experiments.rl.controller.actor"), logging.getLogger("vllm.engine")
 """
 
 
@@ -40,7 +40,7 @@ def test_a_record_is_one_json_line_with_its_time_level_logger_and_process(run):
     assert datetime.fromisoformat(record.pop("time")).tzinfo is not None
     assert record == {
         "level": "INFO",
-        "logger": "torchtitan.experiments.rl.operations.actor",
+        "logger": "torchtitan.experiments.rl.controller.actor",
         "process": "trainer-0",
         "message": "step 3\nof two lines",
     }

@@ -11,16 +11,16 @@ import pytest
 
 from tests.fake_gpu import fake_gpus
 from tests.unit.model_shapes import SMOLLM2, write_model
-from torchtitan.experiments.rl.config import machine
-from torchtitan.experiments.rl.config.checks import checked_plan, missing, plan_run
-from torchtitan.experiments.rl.config.machine import (
+from torchtitan.experiments.rl.command import machine
+from torchtitan.experiments.rl.command.checks import checked_plan, missing, plan_run
+from torchtitan.experiments.rl.command.machine import (
     checkpoint_seconds,
     fit_rows,
     lacks,
 )
-from torchtitan.experiments.rl.config.plan import GIB, RunPlan
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug, rl_opd_qwen3_debug
 from torchtitan.experiments.rl.grpo import main
+from torchtitan.experiments.rl.plan.plan import GIB, RunPlan
 from torchtitan.experiments.rl.process import host
 from torchtitan.experiments.rl.process.host import raise_descriptor_limit
 

@@ -17,7 +17,12 @@ from torchtitan.experiments.rl.data import rows
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
-from torchtitan.experiments.rl.tasks.math import MathRubric, MathTask, answer_in, same_answer
+from torchtitan.experiments.rl.tasks.examples.math import (
+    MathRubric,
+    MathTask,
+    answer_in,
+    same_answer,
+)
 
 ROWS = [
     {"question": "What is 6 * 7?", "answer": "42"},
@@ -283,7 +288,9 @@ def test_a_config_that_cannot_work_is_refused_before_a_plan(change, message):
 
 
 def test_without_math_verify_the_cure_is_its_name(file, monkeypatch):
-    monkeypatch.setattr("torchtitan.experiments.rl.tasks.math.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "torchtitan.experiments.rl.tasks.examples.math.find_spec", lambda name: None
+    )
     with pytest.raises(
         ConfigError,
         match=r"tasks.t.rubric = 'math-verify': is not installed: pip install math-verify",
@@ -294,7 +301,7 @@ def test_without_math_verify_the_cure_is_its_name(file, monkeypatch):
 def test_naming_the_configs_imports_no_optional_package():
     code = (
         "import sys, math; from torchtitan.experiments.rl import config_registry; "
-        "assert math.pi > 3; assert 'torchtitan.experiments.rl.tasks.math' in sys.modules; "
+        "assert math.pi > 3; assert 'torchtitan.experiments.rl.tasks.examples.math' in sys.modules; "
         "print({'math_verify', 'datasets', 'reasoning_gym'} & set(sys.modules))"
     )
     root = Path(__file__).resolve().parents[2]

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
-from torchtitan.experiments.rl.controller.saved_state import MismatchState
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.operations.mismatch import (
+from torchtitan.experiments.rl.loops.saved_state import MismatchState
+from torchtitan.experiments.rl.watch.mismatch import (
     FIRST_VERSIONS,
     MismatchAlarm,
     mismatch_alarm,

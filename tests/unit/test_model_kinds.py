@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from tests.unit.command_line import DRY_OR_NOT
 from torchtitan.experiments.rl import evaluate, export, play, simulate
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
-from torchtitan.experiments.rl.config.command_line import parse_command
-from torchtitan.experiments.rl.config.hub import model_folder
-from torchtitan.experiments.rl.config.resume import save_config
-from torchtitan.experiments.rl.config.run_folder import SavedCommand, save_command
+from torchtitan.experiments.rl.command.command_line import parse_command
+from torchtitan.experiments.rl.command.hub import model_folder
+from torchtitan.experiments.rl.command.resume import save_config
+from torchtitan.experiments.rl.command.run_folder import SavedCommand, save_command
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.models.lora import LoRA, adapter_shapes, write_adapter, write_merged

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchtitan.experiments.rl import config_registry
-from torchtitan.experiments.rl.config.checks import plan_run
+from torchtitan.experiments.rl.command.checks import plan_run
 from torchtitan.experiments.rl.process import host, setup
 from torchtitan.experiments.rl.process.host import (
     cores_by_node,

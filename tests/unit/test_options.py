@@ -9,8 +9,8 @@ import pytest
 from annotated_types import Ge
 
 from torchtitan.experiments.rl.algorithms import GRPO, MaxRL
-from torchtitan.experiments.rl.config.command_line import load_config, parse_command
-from torchtitan.experiments.rl.config.options import options_of, override
+from torchtitan.experiments.rl.command.command_line import load_config, parse_command
+from torchtitan.experiments.rl.command.options import options_of, override
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.data.rows import MemoryRows, RowDataset
 from torchtitan.experiments.rl.errors import ConfigError

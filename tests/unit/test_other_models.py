@@ -9,8 +9,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.command_line import assert_one_line
 from tests.unit.model_shapes import CHATML, SMOLLM2, write_model
-from torchtitan.experiments.rl.config.checks import difference
-from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions
+from torchtitan.experiments.rl.command.checks import difference
+from torchtitan.experiments.rl.command.command_line import DEFAULT_MODULE, config_functions
 
 QWEN3_0_6B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -91,7 +91,7 @@ def test_a_config_takes_another_model_or_says_what_does_not_fit(
 ):
     # It writes to the disk to learn how fast that is.
     monkeypatch.setattr(
-        "torchtitan.experiments.rl.config.machine.checkpoint_seconds", lambda *arguments: None
+        "torchtitan.experiments.rl.command.machine.checkpoint_seconds", lambda *arguments: None
     )
     code, out, err = command("--config", name, "--model", str(models[model]), "--dry-run")
     if (name, model) in REFUSED:

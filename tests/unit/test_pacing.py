@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.loops.pacing import Pacer
 
 TASKS = st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=3)
 """Group size of each task of a run, and True if a frozen model samples them."""

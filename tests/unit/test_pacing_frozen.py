@@ -5,7 +5,7 @@ An asynchronous step does not wait for them. Nothing may run between two steps o
 That the bound holds and no run stalls, whatever is frozen, is proved in test_pacing.py.
 """
 
-from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.loops.pacing import Pacer
 
 
 def test_a_frozen_group_may_be_trained_on_at_any_age():

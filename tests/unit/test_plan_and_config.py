@@ -17,17 +17,17 @@ import pytest
 from tests.unit.command_line import assert_one_line
 from tests.unit.model_shapes import SMOLLM2, write_model
 from torchtitan.experiments.rl import config_registry, simulate
-from torchtitan.experiments.rl.config.checks import plan_run
-from torchtitan.experiments.rl.config.command_line import (
+from torchtitan.experiments.rl.command.checks import plan_run
+from torchtitan.experiments.rl.command.command_line import (
     DEFAULT_MODULE,
     config_functions,
     load_config,
     parse_command,
 )
-from torchtitan.experiments.rl.config.plan import GIB
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.grpo import main, summary_of
+from torchtitan.experiments.rl.plan.plan import GIB
 from torchtitan.experiments.rl.training.config import Compile
 
 DEBUG = ["--config", "rl_grpo_qwen3_debug"]
@@ -41,7 +41,7 @@ TINY_MODEL = Path(config_registry.TINY_MODEL)
 def quick_disk(monkeypatch):
     """Beside other tests a disk may be so slow that the command warns of it."""
     monkeypatch.setattr(
-        "torchtitan.experiments.rl.config.machine.checkpoint_seconds", lambda plan, folder: 1.0
+        "torchtitan.experiments.rl.command.machine.checkpoint_seconds", lambda plan, folder: 1.0
     )
 
 
@@ -59,7 +59,7 @@ def test_every_named_config_has_a_plan_and_a_line_of_description(
     )
     # What other programs hold of this host's memory is no matter of a config.
     monkeypatch.setattr(
-        "torchtitan.experiments.rl.config.machine.memory_gib", lambda: (2048.0, 2048.0)
+        "torchtitan.experiments.rl.command.machine.memory_gib", lambda: (2048.0, 2048.0)
     )
     code, out, err = command("--config", name, "--dry-run")
     assert code == 0 and err == ""

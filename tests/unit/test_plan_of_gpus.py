@@ -11,22 +11,23 @@ from tests.fake_gpu import fake_gpus
 from tests.scripted_engine import ScriptedEngineConfig
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms import OPD
-from torchtitan.experiments.rl.config import machine, trial
-from torchtitan.experiments.rl.config.checks import check, plan_run, split_of
-from torchtitan.experiments.rl.config.command_line import (
+from torchtitan.experiments.rl.command import machine
+from torchtitan.experiments.rl.command import preflight as trial
+from torchtitan.experiments.rl.command.checks import check, plan_run, split_of
+from torchtitan.experiments.rl.command.command_line import (
     DEFAULT_MODULE,
     config_functions,
     load_config,
     parse_command,
 )
-from torchtitan.experiments.rl.config.costs import KINDS_BY_GB
-from torchtitan.experiments.rl.config.placement import Place, hosts_of, needed_gpus
-from torchtitan.experiments.rl.config.plan import GIB, RunPlan, shared_weights
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel
 from torchtitan.experiments.rl.models.decoder import RowShapes
 from torchtitan.experiments.rl.models.lora import LoRA
+from torchtitan.experiments.rl.plan.costs import KINDS_BY_GB
+from torchtitan.experiments.rl.plan.placement import Place, hosts_of, needed_gpus
+from torchtitan.experiments.rl.plan.plan import GIB, RunPlan, shared_weights
 from torchtitan.experiments.rl.training.config import Compile
 
 FLOPS, BANDWIDTH = 989e12 * 0.4, 3.35e12 * 0.6

@@ -9,8 +9,8 @@ import pytest
 import torch
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.fleet.spawn import spawn_on
+from torchtitan.experiments.rl.plan.placement import Place
 from torchtitan.experiments.rl.process.host import cores_on_nodes_of
 from torchtitan.experiments.rl.process.setup import (
     launch_environment,

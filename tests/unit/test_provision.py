@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.config import placement
-from torchtitan.experiments.rl.config.placement import Place, Placement
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.plan import placement
+from torchtitan.experiments.rl.plan.placement import Place, Placement
 from torchtitan.experiments.rl.process.host import mask_of, visible_gpus
 from torchtitan.experiments.rl.process.setup import launch_environment
 

@@ -11,8 +11,8 @@ import pytest
 from tests.contexts import context_of
 from tests.screen import Screen
 from tests.unit.rollout_stubs import ScriptedPolicy
-from torchtitan.experiments.rl.config.checks import checked_plan
-from torchtitan.experiments.rl.config.command_line import load_config, parse_command, starting_line
+from torchtitan.experiments.rl.command.checks import checked_plan
+from torchtitan.experiments.rl.command.command_line import load_config, parse_command, starting_line
 from torchtitan.experiments.rl.observability.console import (
     Console,
     Progress,

@@ -10,7 +10,7 @@ from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutStatus, RolloutTurn
-from torchtitan.experiments.rl.tasks.reasoning_gym import (
+from torchtitan.experiments.rl.tasks.examples.reasoning_gym import (
     PuzzleGenerator,
     PuzzleRubric,
     ReasoningGymDataset,
@@ -239,7 +239,7 @@ def test_seeds_next_to_each_other_share_puzzles_and_seeds_apart_do_not():
 
 def test_without_the_package_a_plan_is_made_and_a_run_is_told_what_to_install(monkeypatch):
     monkeypatch.setattr(
-        "torchtitan.experiments.rl.tasks.reasoning_gym.find_spec", lambda name: None
+        "torchtitan.experiments.rl.tasks.examples.reasoning_gym.find_spec", lambda name: None
     )
     task_config = config(dataset=dataset({"no_such_generator": PuzzleGenerator()}))
     task_config.validate(field="tasks.t")

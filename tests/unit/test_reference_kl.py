@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit.loss_batches import ONE, batch_of, random_batch
-from torchtitan.experiments.rl.config.checks import check
+from torchtitan.experiments.rl.command.checks import check
 from torchtitan.experiments.rl.config_registry import rl_opsd_ema_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.losses import reference_kl

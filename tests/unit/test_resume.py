@@ -17,9 +17,13 @@ from torchtitan.components.optimizer import LRSchedulersContainer
 from tests.unit.command_line import assert_one_line
 from torchtitan.experiments.rl.bounds import Changeable
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
-from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, load_config, parse_command
-from torchtitan.experiments.rl.config.hub import model_folder
-from torchtitan.experiments.rl.config.resume import (
+from torchtitan.experiments.rl.command.command_line import (
+    DEFAULT_MODULE,
+    load_config,
+    parse_command,
+)
+from torchtitan.experiments.rl.command.hub import model_folder
+from torchtitan.experiments.rl.command.resume import (
     Change,
     _located,
     check_changes,
@@ -28,7 +32,7 @@ from torchtitan.experiments.rl.config.resume import (
     learning_rate_factor,
     resolved_config,
 )
-from torchtitan.experiments.rl.config.run_folder import SavedCommand, lock_run_folder, save_command
+from torchtitan.experiments.rl.command.run_folder import SavedCommand, lock_run_folder, save_command
 from torchtitan.experiments.rl.config_registry import rl_mixed_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.evaluate import parse_options
@@ -410,7 +414,7 @@ def test_a_run_that_runs_is_not_resumed(refused, tmp_path):
 def test_a_lock_ends_with_its_process(tmp_path):
     code = (
         "import sys; from pathlib import Path\n"
-        "from torchtitan.experiments.rl.config.run_folder import lock_run_folder\n"
+        "from torchtitan.experiments.rl.command.run_folder import lock_run_folder\n"
         "lock = lock_run_folder(Path(sys.argv[1]), field='x'); print('locked', flush=True); input()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

@@ -9,12 +9,12 @@ import pytest
 from tests.unit.test_rollout_loop import Loop, StubTask, ids, settle
 from tests.unit.test_saved_state import through_json
 from tests.unit.waiting import LIMIT_S, iterations
-from torchtitan.experiments.rl.controller.events import RunEvents
-from torchtitan.experiments.rl.controller.groups import read_saved_groups, write_groups
-from torchtitan.experiments.rl.controller.rollout_loop import SnapshotLock
-from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.loops.events import RunEvents
+from torchtitan.experiments.rl.loops.groups import read_saved_groups, write_groups
+from torchtitan.experiments.rl.loops.rollout_loop import SnapshotLock
+from torchtitan.experiments.rl.loops.saved_state import RolloutLoopState
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 

@@ -11,12 +11,11 @@ import pytest
 from tests.unit.loops import loops_of
 from tests.unit.test_samples import samples_of, turn_of
 from tests.unit.waiting import LIMIT_S
-from torchtitan.experiments.rl.controller.events import NothingLeftToLearn
-from torchtitan.experiments.rl.controller.groups import groups_per_pick
-from torchtitan.experiments.rl.controller.loop import Schedule
-from torchtitan.experiments.rl.controller.rollout_loop import RunStopped
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.operations.alarms import StallDetectors
+from torchtitan.experiments.rl.loops.events import NothingLeftToLearn
+from torchtitan.experiments.rl.loops.groups import groups_per_pick
+from torchtitan.experiments.rl.loops.loop import Schedule
+from torchtitan.experiments.rl.loops.rollout_loop import RunStopped
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.types import (
     DataSample,
@@ -24,6 +23,7 @@ from torchtitan.experiments.rl.rollouts.types import (
     RolloutGroup,
     RolloutStatus,
 )
+from torchtitan.experiments.rl.watch.alarms import StallDetectors
 
 ROW_LENGTH = 8
 

@@ -9,7 +9,7 @@ from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_render
 from torchtitan.experiments.rl.observability.rollouts import lines_of
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import DataSample
-from torchtitan.experiments.rl.tasks.calculator import CalculatorTask
+from torchtitan.experiments.rl.tasks.examples.calculator import CalculatorTask
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "47 * 86"}}\n</tool_call>'
 

@@ -16,8 +16,8 @@ from torchtitan.experiments.rl.checkpointing.folder import (
     verify,
 )
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.operations.checkpoints import RunCheckpoints
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
+from torchtitan.experiments.rl.watch.checkpoints import RunCheckpoints
 
 
 class Trainer:

@@ -20,11 +20,11 @@ from monarch import actor
 
 from tests.unit.waiting import wait_until
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
-from torchtitan.experiments.rl.config.plan import RunPlan
-from torchtitan.experiments.rl.config.start import Ready
+from torchtitan.experiments.rl.command.start import Ready
+from torchtitan.experiments.rl.controller import signals as session
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import typed_command, write_line
-from torchtitan.experiments.rl.operations import session
+from torchtitan.experiments.rl.plan.plan import RunPlan
 from torchtitan.experiments.rl.process import temporary as temporary_module
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_left_over
 

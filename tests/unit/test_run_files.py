@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tests.unit.test_recorder import group_of, rollout_of
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointError
 from torchtitan.experiments.rl.checkpointing.run_files import cut_back, sizes
-from torchtitan.experiments.rl.controller.ledger import Ledger
+from torchtitan.experiments.rl.loops.ledger import Ledger
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger, read_metrics
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 

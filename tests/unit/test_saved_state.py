@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.controller.groups import (
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.loops.groups import (
     GROUPS_FILE,
     DispatchedGroup,
     Pick,
@@ -18,9 +19,9 @@ from torchtitan.experiments.rl.controller.groups import (
     read_saved_groups,
     write_groups,
 )
-from torchtitan.experiments.rl.controller.ledger import Ledger
-from torchtitan.experiments.rl.controller.pacing import Pacer
-from torchtitan.experiments.rl.controller.saved_state import (
+from torchtitan.experiments.rl.loops.ledger import Ledger
+from torchtitan.experiments.rl.loops.pacing import Pacer
+from torchtitan.experiments.rl.loops.saved_state import (
     FORMAT,
     LedgerState,
     MismatchState,
@@ -32,8 +33,6 @@ from torchtitan.experiments.rl.controller.saved_state import (
     read_state,
     write_state,
 )
-from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.operations.alarms import StallDetectors
 from torchtitan.experiments.rl.rollouts.types import (
     DataSample,
     Rollout,
@@ -41,6 +40,7 @@ from torchtitan.experiments.rl.rollouts.types import (
     RolloutStatus,
 )
 from torchtitan.experiments.rl.types import STREAMS, TrainingSample
+from torchtitan.experiments.rl.watch.alarms import StallDetectors
 
 
 def through_json(record, kind):

@@ -11,16 +11,16 @@ import pytest
 from tests.unit.test_rollout_loop import Loop, StubTask, ids
 from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
-from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.data import sampler as sampler_module
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.loops.selection import Selection
 from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.rollouts.types import DataSample
-from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset
+from torchtitan.experiments.rl.tasks.examples.sum_digits import SumDigitsDataset
 
 
 def exits():

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.command_line import assert_one_line
 from tests.unit.waiting import wait_until
 from torchtitan.experiments.rl.bounds import check_fields
-from torchtitan.experiments.rl.config.start import Ready
+from torchtitan.experiments.rl.command.start import Ready
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.hosts import slurm
 from torchtitan.experiments.rl.hosts.jobs import JobConfig, SlurmJob
@@ -147,7 +147,7 @@ def test_the_command_in_the_allocation_takes_the_folder_of_its_submission(
 
 
 def test_a_submission_that_resumes_names_the_run_and_no_new_folder(command):
-    from torchtitan.experiments.rl.config.command_line import parse_command
+    from torchtitan.experiments.rl.command.command_line import parse_command
 
     given = parse_command(["--resume", "outputs/run", "--steps", "9", "--dry-run", *SLURM])
     assert given.words_in("/elsewhere", resumes=True) == [

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan.experiments.rl.controller.saved_state import ValidationReport
+from torchtitan.experiments.rl.loops.saved_state import ValidationReport
 from torchtitan.experiments.rl.observability.console import Console
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger, read_metrics
-from torchtitan.experiments.rl.operations.reports import RunReports, StepWarnings
 from torchtitan.experiments.rl.rollouts.record_file import METRICS_FILE
+from torchtitan.experiments.rl.watch.reports import RunReports, StepWarnings
 
 HEALTHY = {
     "perf/event_loop_lag_max_s": 0.1,

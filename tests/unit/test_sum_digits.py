@@ -5,7 +5,7 @@ import pytest
 from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
-from torchtitan.experiments.rl.tasks.sum_digits import (
+from torchtitan.experiments.rl.tasks.examples.sum_digits import (
     SumDigitsDataset,
     SumDigitsRubric,
     SumDigitsTask,

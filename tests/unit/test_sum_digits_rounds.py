@@ -6,7 +6,10 @@ from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import Echo
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
-from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsRoundsDataset, SumDigitsRoundsTask
+from torchtitan.experiments.rl.tasks.examples.sum_digits import (
+    SumDigitsRoundsDataset,
+    SumDigitsRoundsTask,
+)
 
 
 def test_rounds_use_each_list_once():

@@ -8,15 +8,15 @@ import pytest
 
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.compat.monarch import ProcessDeath
-from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.fleet.restarts import Restarts
 from torchtitan.experiments.rl.fleet.role import Role
 from torchtitan.experiments.rl.fleet.supervisor import Supervisor
 from torchtitan.experiments.rl.observability.console import Waits
+from torchtitan.experiments.rl.plan.placement import Place
+from torchtitan.experiments.rl.process.actor import ProcessIdentity
 from torchtitan.experiments.rl.process.lifetime import Lifetime, Pulse
-from torchtitan.experiments.rl.user_code.endpoint import ProcessIdentity
 
 KILLED = "killed by SIGKILL"
 

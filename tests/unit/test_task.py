@@ -21,11 +21,11 @@ from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.ask import call
 from torchtitan.experiments.rl.ask.call import ask
 from torchtitan.experiments.rl.configurable import build_with
-from torchtitan.experiments.rl.controller.group_runner import GroupRequest, LocalRunner
-from torchtitan.experiments.rl.controller.groups import SharedExample
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.loops.group_runner import GroupRequest, LocalRunner
+from torchtitan.experiments.rl.loops.groups import SharedExample
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus

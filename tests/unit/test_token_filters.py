@@ -11,7 +11,7 @@ from tests.contexts import context_of
 from tests.unit.test_filters import apply_filters
 from tests.unit.test_samples import turn_of
 from torchtitan.experiments.rl.bounds import check_config
-from torchtitan.experiments.rl.config.checks import checked_plan
+from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.configurable import build_with
 from torchtitan.experiments.rl.errors import ConfigError

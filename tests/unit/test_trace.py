@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from torchtitan.experiments.rl.config.checks import profiled_steps
+from torchtitan.experiments.rl.command.checks import profiled_steps
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.operations.profile import write_trace
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.trace import Event
+from torchtitan.experiments.rl.watch.profile import write_trace
 
 
 @pytest.fixture(autouse=True)

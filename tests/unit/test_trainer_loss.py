@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder, step_of
-from torchtitan.experiments.rl.config.checks import checked_plan
+from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.controller import actor
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import RunSummary
-from torchtitan.experiments.rl.operations import actor
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 
 RUN = inspect.unwrap(vars(actor.Controller)["run"]._method)

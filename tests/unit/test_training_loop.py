@@ -8,11 +8,11 @@ import pytest
 from tests.unit.loops import loops_of
 from tests.unit.test_rollout_loop import ROW_LENGTH, StubTask, settle
 from tests.unit.waiting import LIMIT_S
-from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
-from torchtitan.experiments.rl.controller.loop import Schedule
-from torchtitan.experiments.rl.controller.saved_state import ValidationReport
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.operations.alarms import StallDetectors
+from torchtitan.experiments.rl.loops.events import NothingLeftToLearn, RunEvents
+from torchtitan.experiments.rl.loops.loop import Schedule
+from torchtitan.experiments.rl.loops.saved_state import ValidationReport
+from torchtitan.experiments.rl.watch.alarms import StallDetectors
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
 
 

@@ -6,7 +6,11 @@ from typing import Literal
 import pytest
 
 from torchtitan.experiments.rl.algorithms import GRPO
-from torchtitan.experiments.rl.config.trial import build_tasks, read_policy_tokenizer, try_tasks
+from torchtitan.experiments.rl.command.preflight import (
+    build_tasks,
+    read_policy_tokenizer,
+    try_tasks,
+)
 from torchtitan.experiments.rl.config_registry import rl_questions_qwen3_debug
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.tool_calls import example_call

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.command_runs import ROOT
 from tests.unit.test_plan_and_config import DEBUG
-from torchtitan.experiments.rl.config import trial
+from torchtitan.experiments.rl.command import preflight as trial
 
 MODULE = """
 import asyncio, time

@@ -7,10 +7,10 @@ import pytest
 
 from torchtitan.experiments.rl.generation.engine import Occupancy
 from torchtitan.experiments.rl.generation.engine_thread import EngineUsage
-from torchtitan.experiments.rl.operations import profile
-from torchtitan.experiments.rl.operations.profile import lap_usage
 from torchtitan.experiments.rl.process import lifetime
 from torchtitan.experiments.rl.process.lifetime import Heartbeat, Lifetime
+from torchtitan.experiments.rl.watch import profile
+from torchtitan.experiments.rl.watch.profile import lap_usage
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from tests.unit.waiting import LIMIT_S, iterations, until
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import check_config
-from torchtitan.experiments.rl.controller.group_runner import LocalRunner
-from torchtitan.experiments.rl.controller.saved_state import ValidationReport
-from torchtitan.experiments.rl.controller.validation import Validator, evaluation_metrics, pass_at_k
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.loops.group_runner import LocalRunner
+from torchtitan.experiments.rl.loops.saved_state import ValidationReport
+from torchtitan.experiments.rl.loops.validation import Validator, evaluation_metrics, pass_at_k
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import (

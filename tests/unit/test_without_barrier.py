@@ -8,15 +8,15 @@ from tests.unit.test_resumed_rollout_loop import DatasetTask, resumed, saved
 from tests.unit.test_rollout_loop import Half, Loop, StubTask, ids, settle
 from tests.unit.test_saved_state import group_of
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, MaxRL
-from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.controller import signals as session
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.operations import session
-from torchtitan.experiments.rl.operations.alarms import StallDetectors
+from torchtitan.experiments.rl.loops.pacing import Pacer
+from torchtitan.experiments.rl.process.actor import cause_in
 from torchtitan.experiments.rl.rollouts.filters import Filter, Truncated, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
-from torchtitan.experiments.rl.user_code.endpoint import cause_in
+from torchtitan.experiments.rl.watch.alarms import StallDetectors
 
 
 def free(outcome=lambda number: [1.0], *, kind=StubTask, size=4, **options):

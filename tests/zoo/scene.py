@@ -26,14 +26,14 @@ from tests.zoo.misbehaviour import Kind, meddled
 from tests.zoo.stand_ins import StandInFleet
 from torchtitan.experiments.rl.ask import call, ordered
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.config.checks import checked_plan
+from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
+from torchtitan.experiments.rl.controller import actor, run
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
-from torchtitan.experiments.rl.operations import actor, run
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.types import STREAMS, TrainingSample

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.experiments.rl.config.command_line import (
+from torchtitan.experiments.rl.command.command_line import (
     Command,
     check_whole_policy,
     find_model,
@@ -22,7 +22,7 @@ from torchtitan.experiments.rl.config.command_line import (
     parse_with_own,
     served_by,
 )
-from torchtitan.experiments.rl.config.hub import model_folder
+from torchtitan.experiments.rl.command.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.console import typed_command, write_line
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
@@ -152,8 +152,8 @@ def _prepare(options: argparse.Namespace, command: Command) -> "list[Candidate]"
     Raises:
         ConfigError: an option or a field can't be evaluated.
     """
-    from torchtitan.experiments.rl.config.resume import save_config
-    from torchtitan.experiments.rl.config.run_folder import make_run_folder
+    from torchtitan.experiments.rl.command.resume import save_config
+    from torchtitan.experiments.rl.command.run_folder import make_run_folder
     from torchtitan.experiments.rl.tools import evaluate as measure
 
     find_model(command)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from torchtitan.experiments.rl.command.hub import model_folder, push
 from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
-from torchtitan.experiments.rl.config.hub import model_folder, push
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.models.hub import HubConfig, is_adapter
 from torchtitan.experiments.rl.observability.console import near, typed_command, write_line
@@ -98,7 +98,7 @@ def _export(options: argparse.Namespace, target: Path) -> Path:
         What was exported: the checkpoint's folder, or the PEFT folder.
     """
     from torchtitan.experiments.rl.checkpointing.folder import TRAINER_FOLDER
-    from torchtitan.experiments.rl.config.resume import find_checkpoint, read_saved
+    from torchtitan.experiments.rl.command.resume import find_checkpoint, read_saved
     from torchtitan.experiments.rl.models.lora import LoRA
     from torchtitan.experiments.rl.models.policy import ModelConfig
     from torchtitan.experiments.rl.training.checkpoints import export_checkpoint
@@ -144,7 +144,7 @@ def evaluation(source: Path, target: Path) -> str | None:
     Returns:
         None if ``target`` is no whole model, or the run has no validation set.
     """
-    from torchtitan.experiments.rl.config.resume import read_saved
+    from torchtitan.experiments.rl.command.resume import read_saved
 
     command = f"{typed_command('evaluate')} --model {shlex.quote(near(target))} --config"
     if not (target / "config.json").is_file():  # adapters, or one folder for each

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.experiments.rl.checkpointing.folder import policies
-from torchtitan.experiments.rl.config.command_line import (
+from torchtitan.experiments.rl.command.command_line import (
     Command,
     config_functions,
     config_groups,
@@ -23,7 +23,7 @@ from torchtitan.experiments.rl.config.command_line import (
     parse_command,
     starting_line,
 )
-from torchtitan.experiments.rl.config.hub import push
+from torchtitan.experiments.rl.command.hub import push
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
@@ -37,9 +37,9 @@ from torchtitan.experiments.rl.process.setup import (
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_left_over
 
 if TYPE_CHECKING:  # imported after the process is set up
-    from torchtitan.experiments.rl.config.resume import ResumedRun
+    from torchtitan.experiments.rl.command.resume import ResumedRun
+    from torchtitan.experiments.rl.command.start import Ready, ToSubmit
     from torchtitan.experiments.rl.config.run_config import RunConfig
-    from torchtitan.experiments.rl.config.start import Ready, ToSubmit
 
 
 @of_command()
@@ -66,8 +66,8 @@ def main(arguments: list[str] | None) -> int:
     if command.gpus is not None:
         config = _with_gpus_divided(command, config)
     with quiet_libraries():
-        from torchtitan.experiments.rl.config.gate import pass_gate
-        from torchtitan.experiments.rl.config.start import Ended, ToSubmit
+        from torchtitan.experiments.rl.command.gate import pass_gate
+        from torchtitan.experiments.rl.command.start import Ended, ToSubmit
 
         if command.resume == "auto":
             resumed = _find_newest(command, config.output_dir)
@@ -116,7 +116,7 @@ def summary_of(doc: str) -> str:
 
 def _with_gpus_divided(command: Command, config: "RunConfig") -> "RunConfig":
     """Return the config with ``--gpus`` divided between trainer and generators."""
-    from torchtitan.experiments.rl.config import checks
+    from torchtitan.experiments.rl.command import checks
     from torchtitan.experiments.rl.process.host import gpu_memory_gib
 
     checks.check(config)
@@ -127,7 +127,7 @@ def _with_gpus_divided(command: Command, config: "RunConfig") -> "RunConfig":
 
 def _find_run(given: str) -> "ResumedRun":
     """Return the run that ``--resume FOLDER`` names."""
-    from torchtitan.experiments.rl.config.resume import find_resumed
+    from torchtitan.experiments.rl.command.resume import find_resumed
 
     resumed = find_resumed(given)
     assert resumed is not None  # only "auto" may find none
@@ -136,7 +136,7 @@ def _find_run(given: str) -> "ResumedRun":
 
 def _find_newest(command: Command, output_dir: str) -> "ResumedRun | None":
     """Return the newest run of the config in ``output_dir``, or None with a line that says so."""
-    from torchtitan.experiments.rl.config.resume import find_resumed
+    from torchtitan.experiments.rl.command.resume import find_resumed
 
     name = str(command.config_name)
     resumed = find_resumed("auto", config_name=name, output_dir=output_dir)
@@ -159,7 +159,7 @@ def _submit(config: "RunConfig", start: "ToSubmit") -> int:
 
 def _run(config: "RunConfig", start: "Ready", config_name: str) -> int:
     """Run the config to its end in this process, and return the exit code."""
-    from torchtitan.experiments.rl.operations.session import run_to_end
+    from torchtitan.experiments.rl.controller.signals import run_to_end
 
     temporary = TemporaryFolder()
     if line := other_users_line():

@@ -11,7 +11,7 @@ import functools
 import sys
 from pathlib import Path
 
-from torchtitan.experiments.rl.config.command_line import (
+from torchtitan.experiments.rl.command.command_line import (
     Command,
     check_whole_policy,
     find_model,
@@ -91,8 +91,8 @@ def _play(options: argparse.Namespace, command: Command) -> int:
     with quiet_libraries():
         from monarch.actor import shutdown_context
 
-        from torchtitan.experiments.rl.config import checks
-        from torchtitan.experiments.rl.config.run_folder import make_run_folder
+        from torchtitan.experiments.rl.command import checks
+        from torchtitan.experiments.rl.command.run_folder import make_run_folder
         from torchtitan.experiments.rl.tools.play import (
             Player,
             answering_model,

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from torchtitan.experiments.rl.config.command_line import (
+from torchtitan.experiments.rl.command.command_line import (
     RUN_OPTIONS,
     Command,
     find_model,
@@ -111,8 +111,8 @@ def _simulate(options: argparse.Namespace, command: Command, failures_per_day: f
     """Simulate a run, or the short runs of a sweep, and print what came of it."""
     set_up_process()
     with quiet_libraries():
-        from torchtitan.experiments.rl.config.resume import save_config
-        from torchtitan.experiments.rl.config.run_folder import make_run_folder
+        from torchtitan.experiments.rl.command.resume import save_config
+        from torchtitan.experiments.rl.command.run_folder import make_run_folder
         from torchtitan.experiments.rl.simulation import study
         from torchtitan.experiments.rl.simulation.tasks import lengths_of
 

@@ -1,7 +1,8 @@
 """Files that a run appends to, and how they stay in step with its checkpoints.
 
-A checkpoint has the size of each of these files, taken between two records. A run that goes on from
-the checkpoint cuts them back to these sizes: what follows was written by steps that are taken again.
+A checkpoint has the size of each of these files, taken between two records. A run that goes on
+from the checkpoint cuts them back to these sizes: what follows was written by steps that are taken
+again.
 """
 
 import mmap

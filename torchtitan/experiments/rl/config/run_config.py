@@ -160,8 +160,8 @@ class UserCodeLimits:
     close_timeout_s: PositiveFloat = 10.0
     """Limit of the ``close`` of a task."""
     preflight_timeout_s: NonNegativeFloat = 10.0
-    """Limit of trying each task once before the run (config/trial.py). A task that takes longer is
-    warned of; the run begins. 0: none is tried."""
+    """Limit of trying each task once before the run (command/preflight.py). A task that takes longer
+    is warned of; the run begins. 0: none is tried."""
 
 
 def default_filters(mode: Literal["enforce", "monitor"]) -> list[Filter.Config]:
@@ -182,7 +182,7 @@ def default_filters(mode: Literal["enforce", "monitor"]) -> list[Filter.Config]:
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """A whole run. Plain data: ``config/checks.py`` checks it, ``controller/`` runs it."""
+    """A whole run. Plain data: ``command/checks.py`` checks it, ``controller/`` runs it."""
 
     tasks: Annotated[dict[str, Task.Config], MinLen(1), Cure("name at least one task")]
     model: ModelConfig

@@ -20,21 +20,23 @@ from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplayConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.tasks.agent import AgentCommandTask
-from torchtitan.experiments.rl.tasks.alphabet_sort import (
+from torchtitan.experiments.rl.tasks.demonstrations import DemonstrationTask
+from torchtitan.experiments.rl.tasks.examples.alphabet_sort import (
     AlphabetSortDataset,
     AlphabetSortRubric,
     AlphabetSortTask,
 )
-from torchtitan.experiments.rl.tasks.calculator import CalculatorDataset, CalculatorTask
-from torchtitan.experiments.rl.tasks.calculator_agent import (
+from torchtitan.experiments.rl.tasks.examples.calculator import CalculatorDataset, CalculatorTask
+from torchtitan.experiments.rl.tasks.examples.calculator_agent import (
     PROGRAM,
     ForkingCalculatorTask,
     VotedRubric,
 )
-from torchtitan.experiments.rl.tasks.demonstrations import DemonstrationTask
-from torchtitan.experiments.rl.tasks.guess_number import GuessNumberDataset, GuessNumberTask
-from torchtitan.experiments.rl.tasks.questions import QuestionTask
-from torchtitan.experiments.rl.tasks.sum_digits import (
+from torchtitan.experiments.rl.tasks.examples.guess_number import (
+    GuessNumberDataset,
+    GuessNumberTask,
+)
+from torchtitan.experiments.rl.tasks.examples.sum_digits import (
     JudgedSumDigitsRubric,
     SumDigitsDataset,
     SumDigitsDemonstrations,
@@ -42,6 +44,7 @@ from torchtitan.experiments.rl.tasks.sum_digits import (
     SumDigitsRubric,
     SumDigitsTask,
 )
+from torchtitan.experiments.rl.tasks.questions import QuestionTask
 from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.reference import ReferenceConfig

@@ -18,14 +18,14 @@ from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.answers import right_answer
-from torchtitan.experiments.rl.tasks.math import MathRubric, MathTask
-from torchtitan.experiments.rl.tasks.questions import QuestionTask
-from torchtitan.experiments.rl.tasks.reasoning_gym import (
+from torchtitan.experiments.rl.tasks.examples.math import MathRubric, MathTask
+from torchtitan.experiments.rl.tasks.examples.reasoning_gym import (
     PuzzleGenerator,
     ReasoningGymDataset,
     ReasoningGymTask,
 )
-from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, SumDigitsTask
+from torchtitan.experiments.rl.tasks.examples.sum_digits import SumDigitsDataset, SumDigitsTask
+from torchtitan.experiments.rl.tasks.questions import QuestionTask
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.training.config import (
     Compile,

@@ -1,4 +1,1 @@
-"""The heart of a run: rollout loop, training loop, groups, pacing, ledger, validation.
-
-Begin with ``rollout_loop``.
-"""
+"""The Controller: it makes a run, and ends it."""

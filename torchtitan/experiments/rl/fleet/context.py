@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
-from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.fleet.restarts import Restarts
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.observability.console import Console
+from torchtitan.experiments.rl.plan.plan import RunPlan
 
 
 @dataclass(eq=False, slots=True)

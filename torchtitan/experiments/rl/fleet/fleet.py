@@ -23,12 +23,6 @@ import numpy as np
 from monarch.actor import ProcMesh
 
 from torchtitan.experiments.rl.compat.torchtitan import built_class
-from torchtitan.experiments.rl.controller.group_runner import (
-    GroupRunner,
-    LocalRunner,
-    TaskSet,
-    WorkerRunner,
-)
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.hosts import check_host_memory, place_run
@@ -49,6 +43,12 @@ from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.endpoint import FrozenClients
 from torchtitan.experiments.rl.generation.references import hosted_models
+from torchtitan.experiments.rl.loops.group_runner import (
+    GroupRunner,
+    LocalRunner,
+    TaskSet,
+    WorkerRunner,
+)
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.client import TrainerClient

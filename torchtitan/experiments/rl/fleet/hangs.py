@@ -25,8 +25,8 @@ import psutil
 from torchtitan.experiments.rl.compat.monarch import ask
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.fleet.restarts import deaths_logger
+from torchtitan.experiments.rl.process.actor import STACK_SIGNAL
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost, Pulse
-from torchtitan.experiments.rl.user_code.endpoint import STACK_SIGNAL
 
 logger = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from torchtitan.experiments.rl.config.machine import memory_lacks
-from torchtitan.experiments.rl.config.placement import Placement, place
-from torchtitan.experiments.rl.config.plan import RunPlan, host_memory
+from torchtitan.experiments.rl.command.machine import memory_lacks
+from torchtitan.experiments.rl.command.start import Ready
 from torchtitan.experiments.rl.config.run_config import RunConfig
-from torchtitan.experiments.rl.config.start import Ready
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.hosts.pool import HostPool, text_of
+from torchtitan.experiments.rl.plan.placement import Placement, place
+from torchtitan.experiments.rl.plan.plan import RunPlan, host_memory
 from torchtitan.experiments.rl.process.setup import quiet_libraries
 
 logger = logging.getLogger(__name__)

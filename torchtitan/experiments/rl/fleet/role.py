@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 from monarch.actor import Actor, ProcMesh
 
-from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.spawn import spawn_on
+from torchtitan.experiments.rl.plan.placement import Place
 from torchtitan.experiments.rl.process.host import Device
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 

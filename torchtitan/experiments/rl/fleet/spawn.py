@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from monarch.actor import Point, ProcMesh, default_bootstrap_cmd, this_host
 
-from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.hosts.pool import HostPool
+from torchtitan.experiments.rl.plan.placement import Place
 from torchtitan.experiments.rl.process.host import Device
 from torchtitan.experiments.rl.process.setup import launch_environment, set_up_spawned_process
 from torchtitan.experiments.rl.weights.reader import start_store

@@ -22,9 +22,9 @@ from torchtitan.experiments.rl.fleet.hangs import HUNG, HangWatch, is_stopped
 from torchtitan.experiments.rl.fleet.restarts import Restarts, deaths_logger
 from torchtitan.experiments.rl.fleet.role import Role, SpawnedProcess
 from torchtitan.experiments.rl.observability.console import Console
+from torchtitan.experiments.rl.process.actor import ProcessIdentity
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
-from torchtitan.experiments.rl.user_code.endpoint import ProcessIdentity
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

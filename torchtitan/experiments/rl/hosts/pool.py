@@ -25,6 +25,7 @@ from monarch.actor import Actor, HostMesh, attach_to_workers, default_bootstrap_
 
 from torchtitan.experiments.rl.compat.monarch import printed_to
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.process.actor import reported_endpoint
 from torchtitan.experiments.rl.process.host import (
     LOOPBACK_ADDRESS,
     gpu_host_lacks,
@@ -36,7 +37,6 @@ from torchtitan.experiments.rl.process.host import (
 )
 from torchtitan.experiments.rl.process.lifetime import kill_family
 from torchtitan.experiments.rl.process.setup import ignore_signals_of_the_command
-from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 
 _started: dict[int, "HostPool"] = {}
 """Pools of this process that are not closed, by their key."""

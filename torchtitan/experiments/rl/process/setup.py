@@ -74,7 +74,7 @@ _said_full = False
 
 ENDS_THE_RUN = {"ends_the_run": True}
 """``extra`` of the log record of an error that ends the run. The terminal shows only the traceback
-of such a record, because the command prints the error as its last line (operations/session.py)."""
+of such a record, because the command prints the error as its last line (controller/signals.py)."""
 MOST_TRACEBACKS = 20
 """Maximum number of tracebacks of the user's code that a process writes to the terminal."""
 

@@ -1,7 +1,7 @@
 """Records what this process does and for how long.
 
 It records seconds by name, the lag of the event loop and, while steps are profiled, each span.
-``operations/reports.py`` collects the spans of every process.
+``watch/reports.py`` collects the spans of every process.
 
     with lane("rollout"):              # in a row of its own, beside other rollouts of that time
         with span("env", name="Maze"): # inside that row

@@ -19,7 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.experiments.rl.config.costs import (
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.fleet.weight_readers import READERS_AT_ONCE
+from torchtitan.experiments.rl.generation.config import WeightUpdate
+from torchtitan.experiments.rl.generation.engine import GenerateRequest, GenerateResult, Request
+from torchtitan.experiments.rl.plan.costs import (
     GPUS_PER_HOST,
     EngineRates,
     Gpu,
@@ -28,10 +32,6 @@ from torchtitan.experiments.rl.config.costs import (
     device_rates,
     version_bytes,
 )
-from torchtitan.experiments.rl.config.run_config import RunConfig
-from torchtitan.experiments.rl.fleet.weight_readers import READERS_AT_ONCE
-from torchtitan.experiments.rl.generation.config import WeightUpdate
-from torchtitan.experiments.rl.generation.engine import GenerateRequest, GenerateResult, Request
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.simulation.clock import Cores
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt

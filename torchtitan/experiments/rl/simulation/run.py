@@ -24,20 +24,20 @@ import numpy as np
 
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
-from torchtitan.experiments.rl.config.costs import GPUS_PER_HOST
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.configurable import BuildContext, build_with
-from torchtitan.experiments.rl.controller.events import RunEvents
-from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner
-from torchtitan.experiments.rl.controller.ledger import Ledger
-from torchtitan.experiments.rl.controller.loop import Parts, Schedule, build_loop
-from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
-from torchtitan.experiments.rl.controller.selection import Selection
-from torchtitan.experiments.rl.controller.step_metrics import StepRecord
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.fleet.restarts import Restarts
 from torchtitan.experiments.rl.generation.client import GeneratorClient
+from torchtitan.experiments.rl.loops.events import RunEvents
+from torchtitan.experiments.rl.loops.group_runner import GroupRunner, LocalRunner
+from torchtitan.experiments.rl.loops.ledger import Ledger
+from torchtitan.experiments.rl.loops.loop import Parts, Schedule, build_loop
+from torchtitan.experiments.rl.loops.saved_state import RolloutLoopState
+from torchtitan.experiments.rl.loops.selection import Selection
+from torchtitan.experiments.rl.loops.step_metrics import StepRecord
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
+from torchtitan.experiments.rl.plan.costs import GPUS_PER_HOST
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.process.trace import LoopLag
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE

@@ -8,11 +8,11 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.rl.config import checks
-from torchtitan.experiments.rl.config.costs import DEVICES, GIB
-from torchtitan.experiments.rl.config.plan import trainer_memory
+from torchtitan.experiments.rl.command import checks
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.plan.costs import DEVICES, GIB
+from torchtitan.experiments.rl.plan.plan import trainer_memory
 from torchtitan.experiments.rl.simulation.clock import run_virtually
 from torchtitan.experiments.rl.simulation.engine import Rates, run_rates
 from torchtitan.experiments.rl.simulation.run import Failures, Outcome, SimulatedRun

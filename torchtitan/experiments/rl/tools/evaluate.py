@@ -19,29 +19,30 @@ from typing import Any
 import numpy as np
 from monarch.actor import Actor, shutdown_context, this_proc
 
+from torchtitan.experiments.rl.command import checks
+from torchtitan.experiments.rl.command import preflight as trial
 from torchtitan.experiments.rl.compat.monarch import (
     MONARCH_OUTPUT,
     original,
     printed_to,
     process_death,
 )
-from torchtitan.experiments.rl.config import checks, trial
-from torchtitan.experiments.rl.config.placement import needed_gpus
-from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
-from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner, TaskSet
-from torchtitan.experiments.rl.controller.validation import Validator, labelled, pass_at_k
+from torchtitan.experiments.rl.controller.signals import SIGNAL_POLL_S, Signals, cause
 from torchtitan.experiments.rl.envs.renderer import build_context
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError, users_traceback
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.fleet import Fleet
+from torchtitan.experiments.rl.fleet.notes import print_notes
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
 from torchtitan.experiments.rl.generation.references import FrozenModel, hosted_models
+from torchtitan.experiments.rl.loops.group_runner import GroupRunner, LocalRunner, TaskSet
+from torchtitan.experiments.rl.loops.validation import Validator, labelled, pass_at_k
 from torchtitan.experiments.rl.observability.console import Console, write_line
-from torchtitan.experiments.rl.operations.alarms import FirstFailures
-from torchtitan.experiments.rl.operations.notes import print_notes
-from torchtitan.experiments.rl.operations.session import SIGNAL_POLL_S, Signals, cause
+from torchtitan.experiments.rl.plan.placement import needed_gpus
+from torchtitan.experiments.rl.plan.plan import RunPlan
 from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.process.actor import reported_endpoint
 from torchtitan.experiments.rl.process.host import raise_descriptor_limit
 from torchtitan.experiments.rl.process.lifetime import descendants, kill_descendants
 from torchtitan.experiments.rl.process.setup import quiet_libraries, set_up_logging
@@ -50,7 +51,7 @@ from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.task import ValidationConfig
-from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
+from torchtitan.experiments.rl.watch.alarms import FirstFailures
 
 logger = logging.getLogger(__name__)
 

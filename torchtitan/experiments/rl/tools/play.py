@@ -24,15 +24,15 @@ from renderers import Message
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.experiments.rl.checkpointing.folder import OLD_POLICY_FOLDER, POLICY_FOLDER
+from torchtitan.experiments.rl.command import checks
+from torchtitan.experiments.rl.command.preflight import REPLY, read_policy_tokenizer
+from torchtitan.experiments.rl.command.resume import save_config
 from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, printed_to, process_death
-from torchtitan.experiments.rl.config import checks
-from torchtitan.experiments.rl.config.plan import RunPlan
-from torchtitan.experiments.rl.config.resume import save_config
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
-from torchtitan.experiments.rl.config.trial import REPLY, read_policy_tokenizer
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.fleet import Fleet
+from torchtitan.experiments.rl.fleet.notes import print_notes
 from torchtitan.experiments.rl.generation.client import GeneratorSession
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
 from torchtitan.experiments.rl.generation.engine import GenerateRequest, GenerateResult, Result
@@ -40,8 +40,9 @@ from torchtitan.experiments.rl.generation.judge import Reply
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.observability.console import Console, write_line
 from torchtitan.experiments.rl.observability.rollouts import lines_of
-from torchtitan.experiments.rl.operations.notes import print_notes
+from torchtitan.experiments.rl.plan.plan import RunPlan
 from torchtitan.experiments.rl.printable import printable, printable_line
+from torchtitan.experiments.rl.process.actor import cause_in, reported_endpoint
 from torchtitan.experiments.rl.process.host import other_users_line
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.rollouts.policy import PolicySession, SamplingConfig
@@ -50,7 +51,6 @@ from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, Rollou
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy, ScriptedSession
 from torchtitan.experiments.rl.tools.evaluate import plan_of_generators
 from torchtitan.experiments.rl.types import TrainingSample
-from torchtitan.experiments.rl.user_code.endpoint import cause_in, reported_endpoint
 
 HELP = """\
   your answer in one line, or several lines between a line <<< and a line >>>

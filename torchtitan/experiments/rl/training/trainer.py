@@ -31,6 +31,11 @@ from monarch.actor import current_rank, current_size
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process import trace
+from torchtitan.experiments.rl.process.actor import (
+    WatchedActor,
+    for_a_future,
+    reported_endpoint,
+)
 from torchtitan.experiments.rl.process.host import (
     LOOPBACK,
     host_identity,
@@ -43,11 +48,6 @@ from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, check_finite
 from torchtitan.experiments.rl.training.staging import StagingError
 from torchtitan.experiments.rl.types import DataParallel
-from torchtitan.experiments.rl.user_code.endpoint import (
-    WatchedActor,
-    for_a_future,
-    reported_endpoint,
-)
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.snapshot import fingerprint
 

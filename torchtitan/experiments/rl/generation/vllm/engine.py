@@ -33,10 +33,10 @@ from torchtitan.experiments.rl.generation.engine import (
     WrongWeights,
 )
 from torchtitan.experiments.rl.generation.vllm.worker import whole_digests
+from torchtitan.experiments.rl.process.actor import cause_in
 from torchtitan.experiments.rl.process.lifetime import descendants
 from torchtitan.experiments.rl.process.temporary import remove_shared_memory, shared_memory_of
 from torchtitan.experiments.rl.rollouts.types import Completion
-from torchtitan.experiments.rl.user_code.endpoint import cause_in
 from torchtitan.experiments.rl.weights.snapshot import Manifest
 
 logger = logging.getLogger(__name__)

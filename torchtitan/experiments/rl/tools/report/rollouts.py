@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
 
 from torchtitan.experiments.rl.checkpointing.folder import policies
-from torchtitan.experiments.rl.config.run_folder import read_config
+from torchtitan.experiments.rl.command.run_folder import read_config
 from torchtitan.experiments.rl.observability.rollouts import (
     calls_of,
     cut,

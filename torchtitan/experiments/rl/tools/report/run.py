@@ -23,7 +23,7 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 
 from torchtitan.experiments.rl.checkpointing.folder import MANIFEST_FILE
-from torchtitan.experiments.rl.config.run_folder import (
+from torchtitan.experiments.rl.command.run_folder import (
     CONFIG_FILE,
     LOCK_FILE,
     read_command,

@@ -1,0 +1,405 @@
+"""One attempt at a run: from its config, or from a checkpoint, to its last step or to what ends it.
+
+    setup      1. open the metrics          4. spawn and connect every process
+               2. build tasks, filters      5. set the tasks up where rollouts run
+               3. and batcher               6. build the loops, their observers, and resume them
+    train      the training loop, the last checkpoint, the policy as a hub folder
+    settle     close what writes the run's files: they are whole, and the summary can be printed
+    close      close tasks, processes and metrics
+
+A run whose trainer dies is attempted again, by another `Run` (`actor.py`).
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from torchtitan.experiments.rl.ask.call import ask, contained, sentence
+from torchtitan.experiments.rl.command.resume import save_config
+from torchtitan.experiments.rl.configurable import BuildContext, build_with
+from torchtitan.experiments.rl.controller.closing import CLOSE_TIMEOUT_S, Closing
+from torchtitan.experiments.rl.envs.renderer import build_context
+from torchtitan.experiments.rl.errors import RunError, UserCodeError
+from torchtitan.experiments.rl.fleet.context import RunContext
+from torchtitan.experiments.rl.fleet.fleet import Fleet
+from torchtitan.experiments.rl.loops.events import RunEvents
+from torchtitan.experiments.rl.loops.group_runner import GroupRunner, TaskSet
+from torchtitan.experiments.rl.loops.groups import groups_per_pick
+from torchtitan.experiments.rl.loops.ledger import Ledger
+from torchtitan.experiments.rl.loops.loop import Loops, Parts, Schedule, build_loop
+from torchtitan.experiments.rl.loops.selection import Selection
+from torchtitan.experiments.rl.models.policy import model_positions
+from torchtitan.experiments.rl.observability.console import RunSummary
+from torchtitan.experiments.rl.observability.metrics import MetricsLogger
+from torchtitan.experiments.rl.process.setup import ENDS_THE_RUN
+from torchtitan.experiments.rl.rollouts.filters import Filter
+from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
+from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE, ROLLOUTS_FILE
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.watch.alarms import StallDetectors
+from torchtitan.experiments.rl.watch.checkpoints import Resumed, RunCheckpoints, trainer_start
+from torchtitan.experiments.rl.watch.mismatch import mismatch_alarm
+from torchtitan.experiments.rl.watch.profile import StepProfile
+from torchtitan.experiments.rl.watch.reports import RunReports
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CANARY_MESSAGES = [
+    {"role": "user", "content": "What is 17 + 25? Think first, then give the number."}
+]
+"""Conversation whose tokens trainer and generators score, to prove that their weights agree."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Observers:
+    """Observers of the loops' events, in the order in which they hear of each event."""
+
+    stall: StallDetectors
+    profile: StepProfile
+    reports: RunReports
+    checkpoints: RunCheckpoints
+    """Hears last, so that a step that could not be reported is not saved."""
+
+
+class Run:
+    """Call `run`, then `settle`, after which `summary` says how it ended, then `close`."""
+
+    def __init__(self, context: RunContext, *, resumed: Resumed | None, init_from: Path | None):
+        """Start nothing yet.
+
+        Args:
+            resumed: the run's own checkpoint, which it goes on from.
+            init_from: checkpoint of another run, with whose weights this one begins.
+        """
+        config = context.config
+        self.fleet = Fleet(context, on_failure=self._fail)
+        self._context = context
+        self._resumed = resumed
+        self._init_from = init_from
+        self._tasks = TaskSet(config.tasks, ordered=context.ordered, limits=config.user_code)
+        self._loops: Loops | None = None
+        self._observers: Observers | None = None
+        """Set, with the loops, when the set-up has succeeded."""
+        self._setting_up: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+        """First error of a client of generators."""
+        self._writers = Closing()
+        """What writes the run's files and counts its rollouts."""
+        self._resources = Closing()
+        """What the writers, and the tasks, may use until they are closed."""
+        self._files = {
+            "metrics": context.run_dir / METRICS_FILE,
+            "records": context.run_dir / ROLLOUTS_FILE,
+            "ledger": context.run_dir / LEDGER_FILE,
+            "logs": context.run_dir / "logs",
+        }
+
+    # ---- for the Controller
+
+    @property
+    def steps_done(self) -> int:
+        """Number of optimizer steps since the run began, in all its attempts."""
+        if self._loops is not None:
+            return self._loops.training.steps_done
+        return 0 if self._resumed is None else self._resumed.state.step
+
+    @property
+    def ended_early(self) -> str | None:
+        """Reason why nothing is left to learn; None if something is."""
+        return None if self._observers is None else self._observers.reports.why_ended_early
+
+    @property
+    def writes_checkpoint(self) -> bool:
+        """True while a checkpoint is being written."""
+        return self._observers is not None and self._observers.checkpoints.writing
+
+    async def run(self) -> None:
+        """Set everything up, and train.
+
+        Raises:
+            ProcessLost: the trainer died.
+            Exception: whatever else ended the run early. What could be saved is saved.
+            CancelledError: `stop` was called during the set-up.
+        """
+        unless_failed = self.fleet.supervisor.unless_failed
+        try:
+            self._setting_up = asyncio.create_task(contained(unless_failed(self._setup())))
+            await self._setting_up
+            await contained(unless_failed(self._train()))
+        except Exception as error:  # noqa: BLE001 - whatever ended the run is explained and raised
+            raise await self._failed(error) from None
+
+    def stop(self) -> None:
+        """End after the step that is being taken, or at once during the set-up."""
+        if self._setting_up is not None:
+            self._setting_up.cancel()
+        if self._loops is not None:
+            self._loops.training.stop()
+
+    async def settle(self) -> list[RunError]:
+        """Close what writes the run's files and counts its rollouts.
+
+        Returns:
+            What went wrong, in order.
+        """
+        self._context.console.waits.close()
+        if self._observers is not None:
+            # Without its trainer the run is attempted again: the checkpoint that is being written
+            # must not appear once the next attempt has begun from the one before.
+            trainer_lost = self.fleet.supervisor.lost is not None
+            await self._writers.close_now(
+                "the checkpoints",
+                self._observers.checkpoints.close,
+                timeout_s=self._context.config.supervision.slow_work_s
+                if trainer_lost
+                else CLOSE_TIMEOUT_S,
+            )
+        await self._writers.close()
+        return self._writers.faults
+
+    async def close(self) -> list[RunError]:
+        """Close what `settle` has left. A second call does nothing.
+
+        Returns:
+            What went wrong in `settle` and since, in order.
+        """
+        await self._resources.close()
+        return [*self._writers.faults, *self._resources.faults]
+
+    # ---- set-up
+
+    async def _setup(self) -> None:
+        context = self._context
+        config = context.config
+        metrics = config.metrics.build(
+            run_dir=context.run_dir,
+            run_config=save_config(context.run_dir, config),
+            resume_step=None if self._resumed is None else self._resumed.state.step,
+        )
+        self._resources.push("the metrics", partial(asyncio.to_thread, metrics.close))
+        self._resources.push("the actors", self.fleet.close)
+
+        known = build_context(config.renderer, config.model.hf_assets_path, seed=config.seed)
+        await self._tasks.build(known)
+        self._resources.push("the tasks", self._tasks.close, timeout_s=None)
+        selection = await self._build_selection(known)
+
+        canary = np.array(known.renderer.render_ids(CANARY_MESSAGES), np.int32)
+        await self.fleet.start(canary, trainer_start(self._resumed, self._init_from))
+        with context.console.waits.wait("the tasks to be set up"):
+            runner = await self.fleet.start_runner(self._tasks)
+
+        await self._build_loops(selection, runner, metrics)
+        if self._failure is not None:  # it came before there were loops to tell
+            self._fail(self._failure)
+
+    async def _build_selection(self, known: BuildContext) -> Selection:
+        """Build the task mix and the filters."""
+        context = self._context
+        config = context.config
+        weights = {name: task.weight for name, task in config.tasks.items()}
+        selection = Selection(
+            context.ordered,
+            mix=await self._build_users(
+                partial(config.task_mix.build, weights=weights), "task_mix"
+            ),
+            tasks=self._tasks.tasks,
+            pre_batch_filters=await self._build_filters("pre_batch_filters", known),
+            post_batch_filters=await self._build_filters("post_batch_filters", known),
+        )
+        for line in selection.without_state():
+            context.console.note(line)
+        return selection
+
+    async def _build_filters(self, field: str, known: BuildContext) -> list[Filter]:
+        return [
+            await self._build_users(partial(build_with, config, known), f"{field}[{index}]")
+            for index, config in enumerate(getattr(self._context.config, field))
+        ]
+
+    async def _build_users(self, build: Callable[[], T], field: str) -> T:
+        """Build what users may have written. An error names the field of its config."""
+        return await self._context.ordered.call(
+            build,
+            owner=f"{field} can't be built",
+            timeout_s=self._context.config.user_code.setup_timeout_s,
+        )
+
+    async def _build_loops(
+        self, selection: Selection, runner: GroupRunner, metrics: MetricsLogger
+    ) -> None:
+        """Build the loops and their observers, and have them go on from a checkpoint."""
+        context = self._context
+        config = context.config
+        resumed = self._resumed
+        step = self.steps_done
+        recorder = config.recorder.build(run_dir=context.run_dir)
+        self._writers.push("the recorder", partial(self._close_recorder, recorder))
+        ledger = Ledger(self._files["ledger"])
+        replay = GroupReplay(
+            config.replay,
+            rollouts_per_step=config.rollouts_per_step,
+            seed=config.seed,
+            load=resumed is None,
+        )
+        tasks = self._tasks.tasks.values()
+        reports = RunReports(
+            context,
+            metrics=metrics,
+            compares_rewards=any(task.algorithm.group_relative for task in tasks),
+            validations=_validations(resumed),
+        )
+        picks = {task.name: groups_per_pick(task) for task in tasks}
+        stall = StallDetectors(config.max_drops_in_a_row, picks, context.console.note)
+        alarm = mismatch_alarm(config)
+        profile = StepProfile(
+            config.profile_steps,
+            run_dir=context.run_dir,
+            processes=self.fleet.supervisor.processes,
+        )
+        watchers: list[RunEvents] = [stall, alarm, profile, reports]
+        loops = build_loop(
+            Schedule.of_config(config, steps_done=step),
+            Parts(
+                selection=selection,
+                runner=runner,
+                policy=self.fleet.policy,
+                batcher=config.batcher.build(positions=model_positions(config.model)),
+                trainer=self.fleet.trainer,
+                weights=self.fleet.weights,
+                ordered=context.ordered,
+                ledger=ledger,
+                recorder=recorder,
+                replay=replay,
+                generated_tokens=lambda: self.fleet.policy.generated_tokens,
+            ),
+            watchers=watchers,
+            on_failure=self._fail,
+        )
+        self._writers.push("the rollout loop", loops.rollouts.close)
+        checkpoints = RunCheckpoints(
+            context=context,
+            rollouts=loops.rollouts,
+            validator=loops.validator,
+            stall=stall,
+            alarm=alarm,
+            trainer=self.fleet.trainer,
+            metrics=metrics,
+            recorder=recorder,
+            reports=reports,
+        )
+        watchers.append(checkpoints)
+        if resumed is not None:
+            state = resumed.state
+            await loops.rollouts.restore(state.rollouts, resumed.groups, step)
+            stall.restore(state.stall)
+            loops.validator.restore(state.validator, step)
+            alarm.restore(state.mismatch)
+            checkpoints.resumed(resumed.checkpoint, step)
+        self._writers.push("the training loop", loops.training.close)
+        self._writers.push("the profile", profile.close)
+        self._loops = loops
+        self._observers = Observers(
+            stall=stall, profile=profile, reports=reports, checkpoints=checkpoints
+        )
+
+    # ---- training, and its end
+
+    async def _train(self) -> None:
+        assert self._loops is not None and self._observers is not None, "the set-up comes first"
+        training = self._loops.training
+        waits = self._context.console.waits
+        self._observers.reports.begin(training.steps_done, self._context.config.steps)
+        await training.run()
+        waits.close()
+        with waits.wait("the checkpoint to be written"):
+            await self._observers.checkpoints.finish()
+        if training.steps_done:
+            with waits.wait("the policy to be written as a hub folder"):
+                folder = await self.fleet.trainer.save_final(training.steps_done)
+            if folder is not None:
+                self._files["policy"] = folder
+
+    def _fail(self, error: Exception) -> None:
+        """End the rollouts with the error of a client that can't go on."""
+        if self._failure is None:
+            self._failure = error
+        if self._loops is not None:
+            self._loops.rollouts.fail(error)
+
+    async def _failed(self, error: Exception) -> Exception:
+        """Save what can be saved after an error, and return what explains it."""
+        supervisor = self.fleet.supervisor
+        explained = await supervisor.explained(error)
+        checkpoints = None if self._observers is None else self._observers.checkpoints
+        if explained is supervisor.lost:
+            if checkpoints is not None:
+                checkpoints.trainer_lost(supervisor.lost)
+            return explained
+        logger.error("the run failed", exc_info=error, extra=ENDS_THE_RUN)
+        if checkpoints is not None and not self.fleet.trainer_unreachable:
+            # Steps since the last checkpoint are saved as far as the trainer still answers.
+            try:
+                await ask(checkpoints.finish, timeout_s=CLOSE_TIMEOUT_S)
+            except UserCodeError as unsaved:
+                logger.warning("the state before the error is not saved: %s", sentence(unsaved))
+        return RunError(str(explained)) if isinstance(explained, UserCodeError) else explained
+
+    async def _close_recorder(self, recorder: RolloutRecorder) -> None:
+        await asyncio.to_thread(recorder.close)
+        if recorder.not_recorded:
+            records = self._files["records"]
+            logger.warning("%d rollouts are not in %s", recorder.not_recorded, records)
+
+    def summary(
+        self, *, wall_time_s: float, stopped_by: str | None, checkpoint: Path | None
+    ) -> RunSummary:
+        """Return how the run went. Call it once the run is settled.
+
+        Args:
+            checkpoint: checkpoint that the run can go on from, unless it has taken another since.
+        """
+        summary = RunSummary(
+            steps=self.steps_done,
+            total_steps=self._context.config.steps,
+            wall_time_s=wall_time_s,
+            start_val_reward=None,
+            final_val_reward=None,
+            ledger={},
+            files=dict(self._files),
+            stopped_by=stopped_by,
+            run_dir=self._context.run_dir,
+        )
+        files: dict[str, Path | None] = {"checkpoint": checkpoint}
+        if self._loops is not None and self._observers is not None:
+            reports = self._observers.reports
+            checkpoints = self._observers.checkpoints
+            first, last = reports.first_and_last_validation()
+            summary.start_val_reward = first
+            summary.final_val_reward = last
+            summary.val_examples = reports.validation_examples
+            summary.ledger = self._loops.rollouts.ledger.counts()
+            summary.not_saved = checkpoints.failure
+            files = {
+                "batch": self.fleet.trainer.failed_batch,
+                "profile": self._observers.profile.file,
+                "checkpoint": checkpoints.newest,
+            }
+        summary.files = self._files | {
+            name: path for name, path in files.items() if path is not None
+        }
+        return summary
+
+
+def _validations(resumed: Resumed | None) -> Sequence[float | None]:
+    """Return the rewards of the evaluations that a resumed run has had."""
+    if resumed is None:
+        return ()
+    return resumed.state.first_validation, resumed.state.last_validation

@@ -1,0 +1,105 @@
+"""Events of a run, for its observers.
+
+An observer extends ``RunEvents`` and overrides the methods that it needs::
+
+    started                       version 0 was evaluated
+    step_begins          <--+
+      groups_taken          |     the step has its groups, none of which may be dropped any more
+      step_trained          |     the optimizer step was taken
+      step_published        |     its weights are being sent, or are loaded
+      step_taken            |     its record is complete
+      step_ended            |     nothing is left to do for it
+    step_over            ---+
+    ended_early                   only if nothing is left to learn
+
+    meanwhile, for each group that has settled:
+
+    group_arrived ──▶ group_scored ──▶ group_kept, or group_dropped
+                 └──▶ group_dropped    it failed
+                      group_dropped    later: a step took it, and its filters emptied the step
+
+Each event is told to all observers, in their order, once the change that it tells of is whole. So
+the run's state is consistent whatever an observer raises. If a method raises, the observers after
+it do not hear of the event, and the run ends with that error. A method of the rollout loop's events
+may raise NothingLeftToLearn: the run then ends as complete.
+"""
+
+from collections.abc import Sequence
+
+from torchtitan.experiments.rl.loops.saved_state import ValidationReport
+from torchtitan.experiments.rl.loops.step_metrics import StepRecord
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+
+
+class NothingLeftToLearn(Exception):
+    """Raised by an observer if every task is mastered: the run is complete before its last step."""
+
+
+class RunEvents:
+    """Observer of a run that ignores every event. Override the methods you need."""
+
+    # From the rollout loop.
+
+    def group_arrived(self, group: RolloutGroup) -> None:
+        """Handle a group that has run, and was scored or failed."""
+
+    def group_scored(self, group: RolloutGroup, *, signal: bool) -> None:
+        """Handle a group that did not fail, before any of its rollouts is dropped.
+
+        Args:
+            signal: True if training on the group changes anything.
+        """
+
+    def group_kept(self) -> None:
+        """Handle a group of which something is left after the pre-batch filters."""
+
+    def group_dropped(
+        self, columns: Sequence[str], group: RolloutGroup, *, signal: bool, taken: bool
+    ) -> None:
+        """Handle a group of which nothing is left to train on.
+
+        Args:
+            columns: columns of the ledger in which the group's rollouts ended.
+            taken: True if a step had taken the group.
+        """
+
+    def groups_taken(self) -> None:
+        """Handle the final choice of the groups that a step trains on."""
+
+    # From the training loop.
+
+    def started(self, report: ValidationReport) -> None:
+        """Handle the evaluation of version 0, whose reward is None if no task is evaluated."""
+
+    async def step_begins(self, step: int) -> None:
+        """Act before the step waits for anything."""
+
+    def step_trained(self, step: int, metrics: dict[str, float]) -> None:
+        """Handle the trainer's step.
+
+        Args:
+            metrics: metrics that the trainer reported. The observer may add to them.
+        """
+
+    async def step_published(self, step: int, metrics: dict[str, float]) -> None:
+        """Act once the step's weights are being sent; in a synchronous run, once they are loaded.
+
+        Args:
+            metrics: metrics that the trainer reported. The observer may add to them.
+        """
+
+    def step_taken(self, record: StepRecord) -> None:
+        """Handle the complete record of a step."""
+
+    async def step_ended(self, step: int) -> None:
+        """Act once the step is complete. No rollout of a synchronous run is open then."""
+
+    async def step_over(self, step: int) -> None:
+        """Act before the next step begins, or the run ends."""
+
+    def ended_early(self, why: str, reports: Sequence[ValidationReport]) -> None:
+        """Handle a run that ends before its last step because nothing is left to learn.
+
+        Args:
+            reports: evaluations that are in no step's record.
+        """

@@ -1,0 +1,294 @@
+"""Bounds staleness: decides which groups may start, and which groups the next step trains on.
+
+Step n starts from version n - 1, its base version, and makes version n. A group is admitted at the
+version that the generators hold then. Its deadline is ``max_offpolicy_steps`` versions later: the
+last base version of a step that may train on it. In an uninterrupted run no group is ever discarded
+for being stale, because three rules keep every deadline possible:
+
+1. A group of n rollouts takes n places, and a group may start while any of the
+   ``(max_offpolicy_steps + 1) * rollouts_per_step`` places is free. Its places free when it is
+   dropped, or when the generators hold the version that was made from it.
+2. A step takes finished groups, earliest deadline first, until it has ``rollouts_per_step``
+   rollouts, and only if the groups that it leaves behind can still meet their deadlines. Otherwise
+   the trainer waits until enough of the unfinished groups with near deadlines have finished.
+3. A group sampled from a frozen model has no deadline. A step waits for it only if it has too few
+   rollouts without it, or if the run is synchronous: there nothing may run between two steps. A
+   finished one is taken in the order of admission like the others, so that it does not keep its
+   places for the rest of the run. It is passed over if taking it would make another group late.
+
+A group is whole: the last group of a step may make the step larger than ``rollouts_per_step``, and
+the last group to start may take more places than were free, each by less than one group. If a group
+could start only where all its places are free, 4 places would stay empty when groups of 8 make
+steps of 20, and the step would never fill.
+
+The invariant is: for every deadline d, the groups due by d but the last of them have fewer rollouts
+than ``rollouts_per_step`` times the number of steps not yet started whose base version is at most
+d. The last of them is the one that was admitted last among those with the latest deadline. So the
+steps can take all of them in time, by deadline and in the order of admission: each of the steps
+takes at least ``rollouts_per_step`` rollouts, and the last one takes the last group whole. This
+stays true
+
+- when a group is admitted: fewer than all places are in use before it, each step that the trainer
+  is ahead of the generators holds at least ``rollouts_per_step`` of them, and no other group has a
+  later deadline;
+- when a group is dropped, because fewer rollouts are due then;
+- when a step takes groups, by rule 2.
+
+An example: ``rollouts_per_step`` is 4 and ``max_offpolicy_steps`` 1, which gives 8 places, and
+groups have 2 rollouts.
+
+- At version 0 the groups a, b, c and d start, and no place is left. All are due by base version 1,
+  which is the base version of step 2. Steps 1 and 2 have not started: a, b and c, which are all but
+  the last, have 6 rollouts, and 6 < 4 * 2.
+- c and d finish first. Step 1 starts from version 0 and would leave a and b. Only step 2 is left
+  for these: a, which is all but the last, has 2 rollouts, and 2 < 4 * 1. So step 1 takes c and d.
+- The generators hold version 1 now. The 4 places of c and d are free, and e and f start, due by
+  base version 2. They finish, but a and b still run. If step 2, from version 1, took e and f, no
+  step would be left whose base version is at most 1: a has 2 rollouts, and 2 < 4 * 0 is false. So
+  the trainer waits for a and b.
+- b is dropped, because filters leave nothing of it, and g starts in its places. Step 2 waits for a
+  alone: it is the last of those due by 1, so nothing comes before it, but 0 < 4 * 0 is false too.
+  When a has finished, step 2 takes a and e. f and g are left, due by 2, and step 3 can take both:
+  f has 2 rollouts, and 2 < 4 * 1.
+
+The pacer is bookkeeping alone: it has no clock, and starts and stops nothing.
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from copy import copy
+
+from torchtitan.experiments.rl.loops.saved_state import PacedGroup
+
+
+class Pacer:
+    """Tracks groups from their admission until the generators hold the weights made from them."""
+
+    def __init__(self, *, rollouts_per_step: int, max_offpolicy_steps: int):
+        self.rollouts_per_step = rollouts_per_step
+        """Minimum number of rollouts that a step takes."""
+        self.untaken_rollouts = 0
+        """Number of rollouts of the groups that no step has taken."""
+        self._max_offpolicy_steps = max_offpolicy_steps
+        self._groups: dict[str, PacedGroup] = {}
+        """Groups that hold places, by id, in the order of their admission."""
+        self._made: dict[str, int] = {}
+        """Version that the step makes which has taken the group, by the group's id."""
+        # Running sums. `take_groups` is called whenever a group has finished, and looking at all
+        # groups each time would be quadratic in the groups of a step.
+        self._finished_rollouts = 0
+        self._taken_rollouts = 0
+        self._unfinished = DueGroups(rollouts_per_step)
+
+    @property
+    def free_places(self) -> int:
+        """Number of rollouts that may still start. The last group to start may exceed it."""
+        places = (self._max_offpolicy_steps + 1) * self.rollouts_per_step
+        return max(0, places - self.untaken_rollouts - self._taken_rollouts)
+
+    def admit(self, group_id: str, version: int, *, rollouts: int, frozen: bool = False) -> None:
+        """Give a group its places. Some place is free.
+
+        Args:
+            version: version that the generators hold now.
+            rollouts: number of rollouts of the group.
+            frozen: True if the rollouts are sampled from a frozen model, or from none: they never
+                go stale.
+        """
+        assert self.free_places
+        self._admit(
+            PacedGroup(
+                group_id=group_id,
+                rollouts=rollouts,
+                admitted_version=version,
+                frozen=frozen,
+                finished=False,
+            )
+        )
+
+    def finish(self, group_id: str) -> None:
+        """Mark the group as finished, so that a step may take it."""
+        group = self._groups[group_id]
+        assert not group.finished
+        self._unfinished.remove(group_id, self._deadline(group))
+        group.finished = True
+        self._finished_rollouts += group.rollouts
+
+    def drop(self, group_id: str) -> None:
+        """Free the places of a group of which nothing is left: it failed, was filtered or too long.
+
+        A step may have taken the group already. If all groups of a step are dropped, the step takes
+        others in their place.
+        """
+        if group_id in self._made:
+            self._release_taken(group_id)
+        else:
+            self._leave_untaken(self._groups.pop(group_id))
+
+    def live(self, version: int) -> None:
+        """Free the places of groups whose step made ``version``, or an earlier version."""
+        released = [group_id for group_id, made in self._made.items() if made <= version]
+        for group_id in released:
+            self._release_taken(group_id)
+
+    def take_groups(self, base_version: int) -> list[str] | None:
+        """Take the groups of the step that starts from ``base_version``, earliest deadline first.
+
+        Returns:
+            Ids of the groups; None while the trainer has to wait.
+        """
+        # Nearly all calls end here, by the running sums.
+        if self._finished_rollouts < self.rollouts_per_step:
+            return None
+        if not self._unfinished.fit_after(base_version):
+            return None
+        if self._max_offpolicy_steps == 0 and self._unfinished:
+            return None
+        # The first of the two batches is preferred. Without groups of frozen models they are equal.
+        for order in (_admitted_version, self._deadline):
+            batch = self._first_finished(order)
+            left_behind = self._untaken_ids() - {group.group_id for group in batch}
+            if self._fit_after(base_version, left_behind):
+                return self._take(batch, base_version)
+        return None
+
+    def state(self, version: int) -> list[PacedGroup]:
+        """Return the groups that a checkpoint of ``version`` keeps: no step up to it took them.
+
+        Among them are those that the step after it has taken, which may have failed.
+        """
+        return [
+            copy(group)
+            for group_id, group in self._groups.items()
+            if self._made.get(group_id, version + 1) > version
+        ]
+
+    def restore(self, groups: Sequence[PacedGroup], version: int) -> list[str]:
+        """Admit the groups of a checkpoint of ``version`` again.
+
+        Returns:
+            Ids of groups that can't be admitted, because ``max_offpolicy_steps`` is smaller than
+            the checkpoint's: their deadline has passed, or too few steps are left for them.
+        """
+        too_late = []
+        for group in groups:
+            self._admit(copy(group))
+            # No step has started from ``version`` yet, so that step too may take them.
+            if not self._fit_after(version - 1, self._untaken_ids()):
+                self.drop(group.group_id)
+                too_late.append(group.group_id)
+        return too_late
+
+    def _first_finished(self, order: Callable[[PacedGroup], float]) -> list[PacedGroup]:
+        """Return the first finished groups, in this order, that fill a step."""
+        batch: list[PacedGroup] = []
+        rollouts = 0
+        untaken = self._untaken_ids()
+        finished = [
+            group
+            for group_id, group in self._groups.items()
+            if group.finished and group_id in untaken
+        ]
+        for group in sorted(finished, key=order):
+            if rollouts >= self.rollouts_per_step:
+                break
+            batch.append(group)
+            rollouts += group.rollouts
+        return batch
+
+    def _take(self, batch: Sequence[PacedGroup], base_version: int) -> list[str]:
+        """Move groups from the untaken ones to those that a step has taken."""
+        for group in batch:
+            age = base_version - group.admitted_version
+            assert base_version <= self._deadline(group), (
+                f"group {group.group_id} is {age} versions old at version {base_version}"
+            )
+            self._leave_untaken(group)
+            self._made[group.group_id] = base_version + 1
+            self._taken_rollouts += group.rollouts
+        return [group.group_id for group in batch]
+
+    def _deadline(self, group: PacedGroup) -> float:
+        """Return the last base version for the group; infinity if it never goes stale."""
+        return math.inf if group.frozen else group.admitted_version + self._max_offpolicy_steps
+
+    def _untaken_ids(self) -> set[str]:
+        """Return the ids of the groups that no step has taken."""
+        return self._groups.keys() - self._made.keys()
+
+    def _fit_after(self, base_version: int, group_ids: Collection[str]) -> bool:
+        """Return True if the steps after the one from ``base_version`` can take all these groups.
+
+        Each group counts only for steps up to its deadline.
+        """
+        due = DueGroups(self.rollouts_per_step)
+        for group_id, group in self._groups.items():
+            if group_id in group_ids:
+                due.add(group_id, self._deadline(group), group.rollouts)
+        return due.fit_after(base_version)
+
+    def _admit(self, group: PacedGroup) -> None:
+        assert group.group_id not in self._groups
+        self._groups[group.group_id] = group
+        self.untaken_rollouts += group.rollouts
+        if group.finished:
+            self._finished_rollouts += group.rollouts
+        else:
+            self._unfinished.add(group.group_id, self._deadline(group), group.rollouts)
+
+    def _leave_untaken(self, group: PacedGroup) -> None:
+        """Take a group, which a step takes or which is dropped, out of the sums of the untaken."""
+        self.untaken_rollouts -= group.rollouts
+        if group.finished:
+            self._finished_rollouts -= group.rollouts
+        else:
+            self._unfinished.remove(group.group_id, self._deadline(group))
+
+    def _release_taken(self, group_id: str) -> None:
+        del self._made[group_id]
+        self._taken_rollouts -= self._groups.pop(group_id).rollouts
+
+
+class DueGroups:
+    """Groups by deadline, each with its number of rollouts. Knows if the coming steps can take all.
+
+    Groups are added in the order of their admission.
+    """
+
+    def __init__(self, rollouts_per_step: int):
+        self._rollouts_per_step = rollouts_per_step
+        self._groups: dict[float, dict[str, int]] = {}
+        """Number of rollouts of each group by deadline and id."""
+        self._rollouts: dict[float, int] = {}
+        """Sum of these numbers by deadline."""
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def add(self, group_id: str, deadline: float, rollouts: int) -> None:
+        self._groups.setdefault(deadline, {})[group_id] = rollouts
+        self._rollouts[deadline] = self._rollouts.get(deadline, 0) + rollouts
+
+    def remove(self, group_id: str, deadline: float) -> None:
+        self._rollouts[deadline] -= self._groups[deadline].pop(group_id)
+        if not self._groups[deadline]:
+            del self._groups[deadline]
+            del self._rollouts[deadline]
+
+    def fit_after(self, base_version: int) -> bool:
+        """Return True if the steps after the one from ``base_version`` can take all in time.
+
+        That is the invariant of this module, for a step that has started from ``base_version``.
+        """
+        due = 0
+        for deadline in sorted(self._groups):
+            due += self._rollouts[deadline]
+            last = next(reversed(self._groups[deadline].values()))
+            if due - last >= self._rollouts_per_step * (deadline - base_version):
+                return False
+        return True
+
+
+def _admitted_version(group: PacedGroup) -> float:
+    """Sort key: the order of admission, which is that of the deadlines for groups that have one."""
+    return group.admitted_version

@@ -1,0 +1,688 @@
+"""Runs rollout groups, and hands finished groups to the trainer by their deadlines.
+
+Consumes:  the task mix's choice of a task, and examples of the task's sampler.
+Produces:  scored groups, those of one step at a time (`next_groups`).
+Waits for: a free place of the pacer. Places free as versions go live, and as groups are dropped.
+Unblocks:  the training loop, which waits in `next_groups`.
+
+The life of a group:
+
+1. `fill` starts it: the pacer has a free place, the task mix picks a task.
+2. `_run_group` takes it from here to 5. The task's sampler gives an example, unless another group
+   of the pick has it already.
+3. The runner runs its rollouts, scores them, and gives their tokens credit. If credit is expensive,
+   the pre-batch filters look at the group first, and only a group that they keep gets credit.
+4. The sampler and the task mix observe it.
+5. It settles: the pre-batch filters and the row length end some of its rollouts. If none is left,
+   it is dropped.
+6. It waits for its step. `next_groups` takes it, and the post-batch filters end some of its
+   rollouts. If none is left, it is dropped.
+7. `trained` closes it after the optimizer step, and `live` frees its places when the generators
+   hold the version that the step made.
+
+The pacer (`pacing.py`) decides which groups may start and which groups a step takes. Wherever a
+group leaves, its places free exactly once, and each of its rollouts ends in one column of the
+ledger (`ledger.py`). Observers of all this extend ``RunEvents`` (`events.py`). They are told of a
+change once all of it is made: whatever they raise, the state that is saved then is consistent.
+
+A task whose rollouts are not compared has groups of one rollout. When the mix picks it, it starts
+``group_size`` of them, of one example, as places free up (`groups.Pick`).
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from torchtitan.experiments.rl.ask.ordered import OrderedCall
+from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.errors import RunError, cause_of
+from torchtitan.experiments.rl.loops.events import NothingLeftToLearn, RunEvents
+from torchtitan.experiments.rl.loops.group_runner import GroupRequest, GroupRunner
+from torchtitan.experiments.rl.loops.groups import (
+    DispatchedGroup,
+    OpenGroups,
+    Pick,
+    RunningGroup,
+    SavedExamples,
+    SettledGroup,
+    StepGroups,
+    groups_per_pick,
+    has_signal,
+    rollouts_per_group,
+)
+from torchtitan.experiments.rl.loops.ledger import Ledger
+from torchtitan.experiments.rl.loops.pacing import Pacer
+from torchtitan.experiments.rl.loops.saved_state import PickState, RolloutLoopState
+from torchtitan.experiments.rl.loops.selection import (
+    Selection,
+    check_whole,
+    refuse_future_versions,
+)
+from torchtitan.experiments.rl.process.setup import ENDS_THE_RUN
+from torchtitan.experiments.rl.rollouts.filters import FilterResult
+from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
+from torchtitan.experiments.rl.rollouts.policy import PolicyClient
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+CANCEL_S = 60.0
+"""Seconds that cancelled groups get to close their envs before they are abandoned."""
+Captured = TypeVar("Captured")
+
+
+class RunStopped(Exception):
+    """Raised to the training loop if the run was stopped while the loop waited for groups."""
+
+
+class SnapshotLock:
+    """Lets many coroutines change state at once, and a snapshot wait until none does.
+
+    A waiting snapshot blocks new changes, so it is not starved.
+    """
+
+    def __init__(self) -> None:
+        self.snapshot_pending = False
+        """True while a snapshot waits for changes to end, and while it is taken."""
+        self._changes = 0
+        self._released = asyncio.Event()
+
+    def begin_change(self) -> None:
+        """Begin a change without waiting. The caller has seen that no snapshot is pending."""
+        self._changes += 1
+
+    def end_change(self) -> None:
+        self._changes -= 1
+        self._released.set()
+
+    @asynccontextmanager
+    async def change(self) -> AsyncIterator[None]:
+        """Hold off snapshots. Enters without yielding to the event loop if none is pending."""
+        while self.snapshot_pending:
+            await self._wait_for_release()
+        self.begin_change()
+        try:
+            yield
+        finally:
+            self.end_change()
+
+    @asynccontextmanager
+    async def snapshot(self) -> AsyncIterator[None]:
+        """Wait until all changes have ended, and hold off new ones."""
+        while self.snapshot_pending:
+            await self._wait_for_release()
+        self.snapshot_pending = True
+        try:
+            while self._changes:
+                await self._wait_for_release()
+            yield
+        finally:
+            self.snapshot_pending = False
+            self._released.set()
+
+    async def _wait_for_release(self) -> None:
+        self._released.clear()
+        await self._released.wait()
+
+
+class RolloutLoop:
+    """The open groups of a run, the coroutines that run them, and the groups of the next step."""
+
+    def __init__(  # noqa: PLR0913 - the parts of a run, each built elsewhere
+        self,
+        *,
+        selection: Selection,
+        runner: GroupRunner,
+        policy: PolicyClient,
+        pacer: Pacer,
+        batcher: Batcher,
+        steps: int,
+        ledger: Ledger | None = None,
+        recorder: RolloutRecorder | None = None,
+        replay: GroupReplay | None = None,
+        watchers: Sequence[RunEvents] = (),
+    ):
+        """Make a loop without groups. `fill` starts them.
+
+        Args:
+            selection: the run's tasks, task mix and filters.
+            batcher: says which samples are too long for a row.
+            steps: number of steps that the run has yet to take. The loop starts no group that none
+                of them needs.
+            replay: store of groups that steps train on again.
+        """
+        self._tasks = selection.tasks
+        self._selection = selection
+        self._runner = runner
+        self._policy = policy
+        self._pacer = pacer
+        self._batcher = batcher
+        self._steps_left = steps
+        """Number of steps that have not taken their groups."""
+        self._trained_version = 0
+        """Version that the trainer holds: the number of steps that were trained on."""
+        self._replay = replay
+        self._watchers = watchers
+        self._open = OpenGroups(ledger or Ledger(), recorder, lambda: policy.version)
+        self._started = 0
+        """Number of groups started since the run began, which numbers their ids."""
+        self._running: set[asyncio.Task[None]] = set()
+        self._picking = False
+        """True while the task mix picks a task in a thread. `fill` starts nothing until it has."""
+        self._pick: Pick | None = None
+        """The task whose groups start next; None if the task mix is to pick one."""
+        self._next_step = StepGroups()
+        """Counts since the last step, for the step that is taken next."""
+        self._changed = asyncio.Event()
+        """Wakes `next_groups`: a group has settled, or the run ends."""
+        self._failure: Exception | None = None
+        self._half_settled: str | None = None
+        """Id of a group that a sampler or the task mix has observed, or a filter has seen, and that
+        could not settle because one of them failed."""
+        self._rollouts_failing = False
+        """True if rollouts fail because something that they depend on has failed."""
+        self._stopping = False
+        self._snapshots = SnapshotLock()
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._open.ledger
+
+    # Called by the training loop.
+
+    def fill(self) -> None:
+        """Start groups as long as places are free and the coming steps need more rollouts.
+
+        Starts none while a snapshot is pending; the caller of `capture` calls this again.
+        """
+        while self._may_start:
+            if self._pick is None:
+                self._pick_task()
+            else:
+                self._start_group(self._pick)
+
+    async def next_groups(self, base_version: int) -> StepGroups:
+        """Return the groups of the step that starts from ``base_version``, once they have finished.
+
+        Raises:
+            RunStopped: `stop` was called.
+            NothingLeftToLearn: every task is mastered.
+            RunError: a sampler, the task mix, a filter or an observer failed, or a part of the run
+                that rollouts depend on did.
+        """
+        while True:
+            group_ids = await self._take_groups(base_version)
+            self._steps_left -= 1
+            taken = [self._open.settled(group_id) for group_id in group_ids]
+            sampled = [group.remaining() for group in taken]
+            for group in taken:
+                filtered = await self._selection.filter("post", group.remaining())
+                self._end_filtered(filtered, group)
+            if any(group.rollout_ids for group in taken):
+                return self._make_step(taken, sampled, base_version)
+            # The post-batch filters left nothing to train on, so the step takes other groups.
+            self._steps_left += 1
+            for group in taken:
+                self._pacer.drop(group.group_id)
+                self._drop(group)
+            for group in taken:
+                self._tell_dropped(group, taken=True)
+            self.fill()
+
+    def trained(self, step: StepGroups) -> None:
+        """End the rollouts of these groups as trained: their optimizer step was taken."""
+        for group in step.groups:
+            self._open.leave(group.group_id, "trained")
+        for group in step.replayed:
+            self.ledger.replay(group.task_name, len(group.rollouts))
+        if self._replay is not None:
+            self._replay.add(step.groups)
+        self._trained_version += 1
+        self._open.check()
+
+    def live(self, version: int, *, fill: bool = True) -> None:
+        """Free the places of the groups that ``version`` was made from: the generators hold it.
+
+        Args:
+            fill: True to start groups in these places at once; else they stay free until `fill`.
+        """
+        self._pacer.live(version)
+        if fill:
+            self.fill()
+
+    def fail(self, error: Exception) -> None:
+        """Have `next_groups` raise ``error``: the generators failed, or something else they need.
+
+        Rollouts that fail from now on are not counted: their envs and rewards did not cause it.
+        """
+        self._rollouts_failing = True
+        self._end_run(error)
+
+    def raise_failure(self) -> None:
+        """Raise the error that `fail` was given after the last call of `next_groups`, if any."""
+        if self._rollouts_failing and self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Start no more groups, and have `next_groups` raise RunStopped."""
+        self._stopping = True
+        self._changed.set()
+
+    async def close(self) -> None:
+        """Cancel running groups, and end the rollouts that are still open as untrained.
+
+        Raises:
+            RunError: the ledger does not balance. Everything is closed all the same.
+        """
+        self.stop()
+        try:
+            running = list(self._running)
+            for task in running:
+                task.cancel()
+            if running:
+                _, late = await asyncio.wait(running, timeout=CANCEL_S)
+                if late:
+                    logger.warning(
+                        "%d groups ignored their cancellation and were abandoned", len(late)
+                    )
+            for group in list(self._open):
+                self._open.leave(group.group_id, "untrained")
+            self._open.check()
+        finally:
+            self.ledger.close()
+
+    async def _take_groups(self, base_version: int) -> list[str]:
+        """Wait until the pacer gives the step its groups, and return their ids."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if self._stopping:
+                raise RunStopped
+            self._changed.clear()
+            group_ids = self._pacer.take_groups(base_version)
+            if group_ids is not None:
+                return group_ids
+            await self._changed.wait()
+
+    def _make_step(
+        self, taken: list[SettledGroup], sampled: list[RolloutGroup], base_version: int
+    ) -> StepGroups:
+        """Drop the groups of which nothing is left, and return what the step trains on.
+
+        Args:
+            taken: groups after the post-batch filters.
+            sampled: the same groups before them.
+        """
+        kept = [group.remaining() for group in taken if group.rollout_ids]
+        for group in taken:
+            if not group.rollout_ids:  # its places free with those of the others of the step
+                self._drop(group)
+        step = self._next_step
+        self._next_step = StepGroups()
+        step.groups = kept
+        step.sampled = sampled
+        if self._replay is not None:
+            step.replayed = self._replay.draw(base_version)
+        for watcher in self._watchers:
+            watcher.groups_taken()
+        return step
+
+    # Starting groups.
+
+    @property
+    def _is_running(self) -> bool:
+        return not self._stopping and self._failure is None
+
+    @property
+    def _may_start(self) -> bool:
+        """True if a group may start now, and some step needs it."""
+        needed = self._steps_left * self._pacer.rollouts_per_step
+        return (
+            self._is_running
+            and not self._picking
+            and not self._snapshots.snapshot_pending
+            and self._pacer.free_places > 0
+            and self._pacer.untaken_rollouts < needed
+        )
+
+    def _pick_task(self) -> None:
+        """Have the task mix pick the task whose groups start next, now or when it has answered."""
+        try:
+            call = self._selection.pick_task()
+            if call.answered:
+                self._begin_pick(self._selection.picked(call.value_now()))
+                return
+        except RunError as error:
+            self._end_run(error)
+            return
+        self._picking = True
+        self._snapshots.begin_change()
+        self._start_coroutine(self._pick_task_later(call), "task mix")
+
+    async def _pick_task_later(self, call: OrderedCall[str]) -> None:
+        """Wait for the task mix's answer, and go on with `fill`."""
+        try:
+            self._begin_pick(self._selection.picked(await call.value()))
+        except RunError as error:
+            self._end_run(error)
+            return
+        finally:
+            self._picking = False
+            self._snapshots.end_change()
+        self.fill()
+
+    def _begin_pick(self, task_name: str) -> None:
+        task = self._tasks[task_name]
+        self._pick = Pick(task=task, groups_left=groups_per_pick(task))
+
+    def _start_group(self, pick: Pick) -> None:
+        """Start the next group of a pick."""
+        task = pick.task
+        group_id = f"{task.name}-{self._started}"
+        self._started += 1
+        self._pacer.admit(
+            group_id,
+            self._policy.version,
+            rollouts=rollouts_per_group(task),
+            frozen=not task.goes_stale,
+        )
+        group = self._open.dispatch(task, group_id, pick.start(group_id))
+        self._start_coroutine(self._run_group(group), group_id)
+        if not pick.groups_left:
+            self._pick = None
+
+    def _start_coroutine(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(coroutine, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._coroutine_ended)
+
+    def _coroutine_ended(self, task: "asyncio.Task[None]") -> None:
+        self._running.discard(task)
+        if self._stopping:
+            return
+        # A coroutine handles the failures that it expects. Any other end but a normal one would
+        # leave `next_groups` waiting for ever.
+        if task.cancelled():
+            self._end_run(RunError(f"{task.get_name()} was cancelled, and not by the run"))
+        elif (error := task.exception()) is not None:
+            self._end_run(error if isinstance(error, Exception) else RunError(cause_of(error)))
+
+    # Running a group.
+
+    async def _run_group(self, dispatched: DispatchedGroup) -> None:
+        """Run a group until it has settled. A failure that is not a rollout's ends the run."""
+        group_id = dispatched.group_id
+        try:
+            await self._run_until_settled(dispatched)
+        except asyncio.CancelledError:
+            raise
+        except NothingLeftToLearn as end:
+            logger.info("%s", end)
+            self._end_run(end)
+        # Failures of envs, rewards and algorithms are statuses of rollouts, and not raised. All
+        # others end the run. A SystemExit is caught too: it would stop the event loop.
+        except BaseException as error:  # noqa: BLE001
+            if self._failure is None:
+                logger.exception("group %s", group_id, extra=ENDS_THE_RUN)
+            if not isinstance(error, Exception):
+                error = RunError(f"group {group_id}: {cause_of(error)}")
+            self._end_run(error)
+        self._changed.set()
+
+    async def _run_until_settled(self, dispatched: DispatchedGroup) -> None:
+        """Get the group's example, run and score its rollouts, and settle it."""
+        example = dispatched.example.value
+        if example is None:
+            async with self._snapshots.change():
+                example = await dispatched.example.get(
+                    partial(self._selection.next_example, dispatched.task)
+                )
+        running = self._open.run(dispatched, example)
+
+        group, filtered = await self._run_rollouts(running)
+        if self._rollouts_failing:
+            # The run ends, and these rollouts say nothing about their envs and rewards.
+            return
+        async with self._snapshots.change():
+            try:
+                await self._selection.observe(group, running.task)
+                if filtered is None and group.failure is None:
+                    filtered = await self._selection.filter("pre", group)
+            except BaseException:
+                self._half_settled = running.group_id
+                raise
+            settled = self._settle(running, group, filtered)
+            self._tell_settled(settled)
+            self.fill()
+
+    async def _run_rollouts(
+        self, running: RunningGroup
+    ) -> tuple[RolloutGroup, FilterResult | None]:
+        """Run the rollouts of a group, score them, and give their tokens credit.
+
+        Credit is expensive where an algorithm asks models for it. Such a group has one rollout, is
+        filtered first, and gets its credit only if it is trained on.
+
+        Returns:
+            The group, and the result of the pre-batch filters if they have looked at it already.
+        """
+        task = running.task
+        credit_is_late = self._selection.credit_is_late(task)
+        request = GroupRequest(
+            data_sample=running.data_sample,
+            group_id=running.group_id,
+            group_size=None if task.needs_group else 1,
+            credit=not credit_is_late,
+        )
+        group = await self._runner.run(task, request)
+        check_whole(group, running.rollout_ids, task)
+        refuse_future_versions(group, self._policy.version)
+        if not credit_is_late:
+            return group, None
+
+        filtered = await self._selection.filter("pre", group) if group.scored else None
+        is_trainable = filtered is None or (
+            filtered.kept and not any(self._is_oversized(rollout) for rollout in filtered.kept)
+        )
+        if is_trainable:
+            # A group without a reward comes here too: the runner then sets its `failure`.
+            request = replace(request, credit=True, uncredited=group)
+            group = await self._runner.run(task, request)
+        return group, filtered
+
+    # Settling a group.
+
+    def _settle(
+        self, running: RunningGroup, group: RolloutGroup, filtered: FilterResult | None
+    ) -> SettledGroup:
+        """Keep the rollouts of a scored group that may be trained on, and end the others.
+
+        If some are left, a step may take the group; else it is dropped. All of it is done at once:
+        nothing is awaited, and no code of users or observers is called.
+
+        Args:
+            filtered: result of the pre-batch filters; None if the group failed and they have not
+                looked at it.
+        """
+        signal = group.failure is None and has_signal(group)
+        settled = self._open.settle(running, group, signal=signal)
+        for rollout in group.rollouts:
+            if rollout.reward is None:
+                column = f"failed/{rollout.status.value}"
+                self._open.end_rollout(settled, rollout.rollout_id, column, rollout.error)
+        if group.failure is not None or filtered is None:
+            for rollout in group.scored:
+                column = "failed/group_too_small"
+                self._open.end_rollout(settled, rollout.rollout_id, column, group.failure)
+        else:
+            self._end_filtered(filtered, settled)
+            self._end_oversized(settled)
+        if settled.rollout_ids:
+            self._pacer.finish(group.group_id)
+        else:
+            self._pacer.drop(group.group_id)
+            self._drop(settled)
+        return settled
+
+    def _end_oversized(self, settled: SettledGroup) -> None:
+        """End the rollouts that are too long for a row."""
+        for rollout in settled.remaining().rollouts:
+            if self._is_oversized(rollout):
+                why = "longer than batcher.row_length"
+                self._open.end_rollout(settled, rollout.rollout_id, "oversized", why)
+
+    def _tell_settled(self, settled: SettledGroup) -> None:
+        """Tell the observers of a group that has settled."""
+        group = settled.group
+        for watcher in self._watchers:
+            watcher.group_arrived(group)
+        if group.failure is None:
+            for watcher in self._watchers:
+                watcher.group_scored(group, signal=settled.signal)
+        if settled.rollout_ids:
+            for watcher in self._watchers:
+                watcher.group_kept()
+        else:
+            self._tell_dropped(settled, taken=False)
+
+    def _tell_dropped(self, dropped: SettledGroup, *, taken: bool) -> None:
+        columns = list(dropped.outcomes.values())
+        for watcher in self._watchers:
+            watcher.group_dropped(columns, dropped.group, signal=dropped.signal, taken=taken)
+
+    def _is_oversized(self, rollout: Rollout) -> bool:
+        return self._batcher.oversized(rollout.samples)
+
+    def _end_filtered(self, filtered: FilterResult, settled: SettledGroup) -> None:
+        """End the rollouts that filters dropped, and count matches for the next step."""
+        self._next_step.filter_matches.update(filtered.matched)
+        self._next_step.filter_tokens.update(filtered.tokens)
+        for rollout, name in filtered.dropped:
+            self._open.end_rollout(settled, rollout.rollout_id, f"filtered/{name}")
+
+    def _drop(self, group: SettledGroup) -> None:
+        """Close a group of which nothing is left to train on."""
+        self._open.leave(group.group_id)
+        self._next_step.dropped_groups += 1
+
+    def _end_run(self, error: Exception) -> None:
+        """Have `next_groups` raise the error, unless an earlier one ends the run already."""
+        if self._failure is None:
+            self._failure = error
+        self._changed.set()
+
+    # Checkpointing: capture and restore the loop's state.
+
+    async def capture(
+        self, at_once: Callable[[], Captured]
+    ) -> tuple[RolloutLoopState, list[RolloutGroup], Captured]:
+        """Capture what a resumed run continues from. Call `fill` after it.
+
+        Groups go on running meanwhile, but none starts, ends or is filtered. If a step has taken
+        groups and failed, a resumed run has them to take again.
+
+        Args:
+            at_once: called within the snapshot, to capture what else belongs to this moment.
+
+        Returns:
+            The loop's state, the groups that have settled or are stored for replay, and what
+            ``at_once`` returned.
+
+        Raises:
+            RunError: a sampler, the task mix or a filter failed, now or before.
+        """
+        async with self._snapshots.snapshot():
+            if self._half_settled is not None:
+                raise RunError(
+                    f"group {self._half_settled} failed while it settled: the state of the run "
+                    "can't be saved"
+                )
+            samplers, mix = await self._selection.states()
+            self.ledger.flush()
+            state = RolloutLoopState(
+                started=self._started,
+                groups=self._open.states(),
+                paced=[
+                    group
+                    for group in self._pacer.state(self._trained_version)
+                    if group.group_id in self._open  # and not one that filters have emptied
+                ],
+                pick=None if self._pick is None else self._pick.state(),
+                ledger=self.ledger.state(),
+                dropped_groups=self._next_step.dropped_groups,
+                filter_matches=dict(self._next_step.filter_matches),
+                filter_tokens=dict(self._next_step.filter_tokens),
+                samplers=samplers,
+                mix=mix,
+                replay=[] if self._replay is None else self._replay.state(),
+            )
+            stored = [] if self._replay is None else self._replay.groups()
+            return state, [*self._open.settled_groups(), *stored], at_once()
+
+    async def restore(
+        self, state: RolloutLoopState, saved: Mapping[str, RolloutGroup], version: int
+    ) -> None:
+        """Continue from a checkpoint, and run groups that had not settled again.
+
+        Call `fill` after it.
+
+        Args:
+            saved: the checkpoint's groups with rollouts, by id.
+            version: the checkpoint's version, which the generators hold.
+
+        Raises:
+            RunError: a sampler, the task mix or a dataset failed, or differs from the checkpoint's.
+        """
+        await self._selection.restore(state.samplers, state.mix)
+        examples = SavedExamples(
+            await self._selection.examples_of(
+                state.groups if state.pick is None else [*state.groups, state.pick]
+            )
+        )
+        if state.pick is not None:
+            self._restore_pick(state.pick, examples)
+        self._started = state.started
+        self._trained_version = version
+        self._next_step = StepGroups(
+            dropped_groups=state.dropped_groups,
+            filter_matches=Counter(state.filter_matches),
+            filter_tokens=Counter(state.filter_tokens),
+        )
+        if self._replay is not None:
+            self._replay.restore(state.replay, saved)
+        self.ledger.restore(state.ledger)
+        lost = self._open.restore(state.groups, saved, self._tasks, examples)
+        lost += self._pacer.restore(
+            [group for group in state.paced if group.group_id not in lost], version
+        )
+        for group_id in lost:
+            logger.warning(
+                "group %s of the checkpoint can't be run again, or is too old now", group_id
+            )
+            self._open.leave(group_id, "lost")
+        self._open.check()
+        for group in self._open:
+            if isinstance(group, DispatchedGroup):
+                self._start_coroutine(self._run_group(group), group.group_id)
+
+    def _restore_pick(self, state: PickState, examples: SavedExamples) -> None:
+        """Continue a pick of a checkpoint, unless its example can't be recovered."""
+        example = examples.restore(state, copy_is_enough=False)
+        if state.example is not None and example.value is None:
+            logger.warning(
+                "%d groups of task %s of the checkpoint can't be started: their example is gone",
+                state.groups_left,
+                state.task,
+            )
+            return
+        self._pick = Pick(
+            task=self._tasks[state.task],
+            groups_left=state.groups_left,
+            example=example,
+        )

@@ -1,0 +1,274 @@
+"""Takes the optimizer steps of a run.
+
+Consumes:  the finished groups of a step, from the rollout loop (`StepGroups`).
+Produces:  the next policy version, published to the generators, and a record of the step.
+Waits for: finished groups, the trainer, and, before a version is published, the generators'
+           receipts that they hold the version before it.
+Unblocks:  the rollout loop, which starts groups as each version goes live.
+
+Rollouts, their scoring, weight updates and evaluations run at the same time as the steps.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
+from torchtitan.experiments.rl.loops.events import NothingLeftToLearn, RunEvents
+from torchtitan.experiments.rl.loops.group_runner import GroupRunner
+from torchtitan.experiments.rl.loops.groups import StepGroups
+from torchtitan.experiments.rl.loops.rollout_loop import RolloutLoop, RunStopped
+from torchtitan.experiments.rl.loops.saved_state import ValidationReport
+from torchtitan.experiments.rl.loops.step_metrics import step_record
+from torchtitan.experiments.rl.loops.validation import Validator
+from torchtitan.experiments.rl.process import trace
+from torchtitan.experiments.rl.process.trace import LoopLag, Stopwatch
+from torchtitan.experiments.rl.training.client import TrainerClient
+from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport, WeightSync
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingLoop:
+    """Takes one step after another, and publishes the version that each makes."""
+
+    def __init__(  # noqa: PLR0913 - the parts of a run, each built elsewhere
+        self,
+        *,
+        steps: int,
+        synchronous: bool,
+        rollouts: RolloutLoop,
+        batcher: Batcher,
+        trainer: TrainerClient,
+        weights: WeightSync,
+        validator: Validator,
+        runner: GroupRunner,
+        watchers: Sequence[RunEvents] = (),
+        generated_tokens: Callable[[], int] = lambda: 0,
+        first_step: int = 1,
+        sleep: bool = False,
+        lag: LoopLag | None = None,
+    ):
+        """Make a loop that has taken no step yet.
+
+        Args:
+            steps: number of the last optimizer step.
+            synchronous: True if rollouts start only once the generators hold the newest version and
+                its evaluation has ended.
+            runner: reports the event-loop lag of the processes that run groups.
+            generated_tokens: returns the number of tokens sampled since the run began.
+            first_step: number of the first step to take; above 1 in a resumed run.
+            sleep: True if the generators free their memory while the trainer steps, until they load
+                the version that it makes. Only in a synchronous run, where no request is open then.
+            lag: measures how late this event loop runs what is due.
+        """
+        self.steps_done = first_step - 1
+        self._steps = steps
+        self._synchronous = synchronous
+        self._rollouts = rollouts
+        self._batcher = batcher
+        self._trainer = trainer
+        self._weights = weights
+        self._validator = validator
+        self._runner = runner
+        self._watchers = watchers
+        self._generated_tokens = generated_tokens
+        self._sleep = sleep
+        self._stopwatch = Stopwatch()
+        self._lag = lag or LoopLag()
+        self._sync: asyncio.Task[SyncReport] | None = None
+        """The weight update that is under way."""
+        self._last_sync: SyncReport | None = None
+        self._stopping = False
+
+    async def run(self) -> None:
+        """Take the steps, until the last one, `stop`, or nothing is left to learn."""
+        self._lag.start()
+        try:
+            if self.steps_done == 0:
+                await self._evaluate_first_version()
+            elif self._synchronous:
+                # The previous run may have ended before this version was evaluated.
+                await self._validator.wait()
+            self._rollouts.fill()
+            await self._take_steps()
+        except RunStopped:
+            pass
+        except NothingLeftToLearn as end:
+            if self.steps_done > 0:
+                await self._evaluate_last_version(self.steps_done)
+            reports = self._validator.take()
+            for watcher in self._watchers:
+                watcher.ended_early(str(end), reports)
+        finally:
+            self._lag.stop()
+
+    def stop(self) -> None:
+        """End after the step in progress, or give it up if it still waits for groups.
+
+        Evaluations are not waited for. A resumed run begins them again.
+        """
+        self._stopping = True
+        self._rollouts.stop()
+        self._validator.stop()
+
+    async def close(self) -> None:
+        """Cancel the evaluation and the weight update that are under way."""
+        await self._validator.close()
+        if self._sync is not None:
+            self._sync.cancel()
+
+    async def _take_steps(self) -> None:
+        while self.steps_done < self._steps and not self._stopping:
+            step = self.steps_done + 1
+            for watcher in self._watchers:
+                await watcher.step_begins(step)
+            with trace.lane("step", step=step):
+                await self._step(step)
+            for watcher in self._watchers:
+                await watcher.step_over(step)
+        if not self._stopping:
+            self._rollouts.raise_failure()  # of the last evaluation, which no `next_groups` follows
+
+    async def _step(self, step: int) -> None:
+        """Take a step's groups, train on them, and start publishing the version that this makes."""
+        started_at = asyncio.get_running_loop().time()
+        tokens_before = self._generated_tokens()
+        with self._stopwatch.span("wait"):
+            taken = await self._rollouts.next_groups(base_version=step - 1)
+        with self._stopwatch.span("train"):
+            packed = await self._pack(taken)
+            if self._sleep:
+                await self._weights.sleep()
+            metrics = await self._trainer.step(packed, step)
+        self._rollouts.trained(taken)
+        self.steps_done = step
+
+        record = partial(self._record_step, step, taken, packed, metrics, started_at, tokens_before)
+        try:
+            await self._finish_step(step, metrics)
+        except BaseException:
+            # The optimizer step was taken, even if its weights can't be published.
+            try:
+                record()
+            except Exception:  # the error that ends the run is the first
+                logger.exception("step %d can't be recorded", step)
+            raise
+        record()
+
+        # The step is recorded already, so this span is in the record of the next one.
+        with self._stopwatch.span("checkpoint"):
+            for watcher in self._watchers:
+                await watcher.step_ended(step)
+        self._rollouts.fill()
+
+    async def _finish_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Publish the version that a step has made, and evaluate it where a step waits for that."""
+        for watcher in self._watchers:
+            watcher.step_trained(step, metrics)
+        with self._stopwatch.span("sync"):
+            await self._publish(step)
+        if step == self._steps:
+            await self._evaluate_last_version(step)
+        elif self._synchronous:
+            with self._stopwatch.span("validate"):
+                await self._validator.wait()
+        for watcher in self._watchers:
+            await watcher.step_published(step, metrics)
+
+    async def _pack(self, taken: StepGroups) -> BatchPlan:
+        """Pack the samples of a step into rows, split across the trainer's data-parallel ranks."""
+        samples = [
+            sample
+            for group in [*taken.groups, *taken.replayed]
+            for rollout in group.rollouts
+            for sample in rollout.samples
+        ]
+        # In a thread: it copies every stream of the step, and would block the event loop.
+        with trace.span("pack", samples=len(samples)):
+            return await asyncio.to_thread(
+                self._batcher.plan, samples, self._trainer.data_parallel_size
+            )
+
+    def _record_step(
+        self,
+        step: int,
+        taken: StepGroups,
+        packed: BatchPlan,
+        metrics: dict[str, float],
+        started_at: float,
+        tokens_before: int,
+    ) -> None:
+        """Tell the watchers what the step did, and where its seconds went."""
+        runner_lag_s, blocking_calls = self._runner.lap()
+        record = step_record(
+            step=step,
+            taken=taken,
+            packed=packed,
+            trained=metrics,
+            validations=self._validator.take(),
+            seconds=asyncio.get_running_loop().time() - started_at,
+            spans=self._stopwatch.lap(),
+            last_sync=self._last_sync,
+            generated_tokens=self._generated_tokens() - tokens_before,
+            event_loop_lag_s=max(self._lag.lap(), runner_lag_s),
+            blocking_calls=blocking_calls,
+            ledger=self._rollouts.ledger.counts(),
+        )
+        for watcher in self._watchers:
+            watcher.step_taken(record)
+
+    # Publishing a version.
+
+    async def _publish(self, version: int) -> None:
+        """Start publishing a version; in a synchronous run, wait until the generators hold it."""
+        await self._wait_for_update()
+        copied = await self._weights.copy_out(version)
+        self._sync = asyncio.create_task(self._update(copied))
+        if self._synchronous:
+            await self._wait_for_update()
+
+    async def _update(self, copied: CopiedOut) -> SyncReport:
+        """Have the generators load a version; then evaluate it, and free its groups' slots."""
+        try:
+            with trace.lane("weights", version=copied.version):
+                report = await self._weights.update(copied)
+            if copied.version < self._steps:
+                self._validator.start(copied.version)
+            # A synchronous run leaves the slots empty until its checkpoint is taken (`_step`).
+            self._rollouts.live(copied.version, fill=not self._synchronous)
+        except Exception as error:
+            self._rollouts.fail(error)
+            raise
+        return report
+
+    async def _wait_for_update(self) -> None:
+        """Wait until the generators hold the version that was published last."""
+        if self._sync is not None:
+            self._last_sync = await self._sync
+            self._sync = None
+
+    # Evaluating the first and the last version. Those between are evaluated beside the steps.
+
+    async def _evaluate_first_version(self) -> None:
+        """Evaluate version 0. Rollouts run concurrently, unless the run is synchronous."""
+        self._validator.start(0)
+        if not self._synchronous:
+            self._rollouts.fill()
+        await self._validator.wait()
+        if self._stopping:
+            raise RunStopped
+        reports = self._validator.take()
+        report = reports[0] if reports else ValidationReport(step=0, reward=None, metrics={})
+        for watcher in self._watchers:
+            watcher.started(report)
+
+    async def _evaluate_last_version(self, version: int) -> None:
+        """Wait for the last update, and run the final evaluation."""
+        with self._stopwatch.span("sync"):
+            await self._wait_for_update()
+        with self._stopwatch.span("validate"):
+            await self._validator.wait()
+            self._validator.start(version, final=True)
+            await self._validator.wait()

@@ -1,1 +1,0 @@
-"""The Controller, and what observes its run: checkpoints, alarms and reports."""

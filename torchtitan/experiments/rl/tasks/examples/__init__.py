@@ -1,0 +1,1 @@
+"""Tasks that the registered configs train on, one file each."""

@@ -1,0 +1,291 @@
+"""Takes the checkpoints of a run between two steps, and writes them while training goes on.
+
+    step 20 ends   captured on the event loop: rollout loop, validator, sizes of the run's files
+                   copied on the trainer's compute threads: model, optimizer, schedule
+    step 21 ...    meanwhile the trainer writes its copy, and a thread the rest; then the folder
+                   is committed
+
+The state of a synchronous run is captured after each step: nothing runs then, so a run that goes on
+from it repeats the uninterrupted one bit for bit. If the run stops or fails in the middle of the
+next step, this state is the one that is saved. An asynchronous run is captured when it is saved.
+"""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan.experiments.rl.checkpointing.folder import (
+    TRAINER_FOLDER,
+    CheckpointError,
+    CheckpointFolder,
+)
+from torchtitan.experiments.rl.checkpointing.run_files import cut_back, sizes, sync
+from torchtitan.experiments.rl.command.run_folder import COMMAND_FILE, CONFIG_FILE
+from torchtitan.experiments.rl.compat.monarch import original
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.errors import RunError, cause_of
+from torchtitan.experiments.rl.fleet.context import RunContext
+from torchtitan.experiments.rl.loops.events import RunEvents
+from torchtitan.experiments.rl.loops.groups import read_saved_groups, write_groups
+from torchtitan.experiments.rl.loops.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.loops.saved_state import (
+    FORMAT,
+    RunState,
+    read_state,
+    write_state,
+)
+from torchtitan.experiments.rl.loops.step_metrics import StepRecord
+from torchtitan.experiments.rl.loops.validation import Validator
+from torchtitan.experiments.rl.observability.metrics import MetricsLogger
+from torchtitan.experiments.rl.process.lifetime import ProcessLost
+from torchtitan.experiments.rl.rollouts.record_file import ROLLOUTS_FILE
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+from torchtitan.experiments.rl.training.checkpoints import TrainerStart
+from torchtitan.experiments.rl.training.client import TrainerClient
+from torchtitan.experiments.rl.watch.alarms import StallDetectors
+from torchtitan.experiments.rl.watch.mismatch import MismatchAlarm
+from torchtitan.experiments.rl.watch.reports import RunReports
+
+logger = logging.getLogger(__name__)
+
+RECORDER_LIMIT_S = 120.0
+"""Seconds that a checkpoint waits for the rollouts that were recorded before it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Captured:
+    """State of the run after a step, but for the trainer's."""
+
+    state: RunState
+    groups: list[RolloutGroup]
+    """Groups that are finished and wait for a step."""
+    recorded: Future[int] | None
+    """Size of the file of recorded rollouts, once all that were recorded by then are in it."""
+
+
+@dataclass(kw_only=True, eq=False)
+class RunCheckpoints(RunEvents):
+    """Observer that saves the run: every ``checkpoint.interval`` steps, and at its end."""
+
+    context: RunContext
+    rollouts: RolloutLoop
+    validator: Validator
+    stall: StallDetectors
+    alarm: MismatchAlarm
+    trainer: TrainerClient
+    metrics: MetricsLogger
+    recorder: RolloutRecorder
+    reports: RunReports
+    saved_step: int = 0
+    """Step of the newest checkpoint that is complete or being written; 0 if there is none."""
+    newest: Path | None = None
+    """Newest checkpoint that is complete."""
+    failure: str | None = None
+    """Reason why the last checkpoint could not be written."""
+    _step: int = 0
+    _captured: _Captured | None = None
+    _writing: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self._folder = CheckpointFolder(self.context.run_dir, self.context.config.checkpoint.keep)
+
+    def resumed(self, checkpoint: Path, step: int) -> None:
+        """Note that the run goes on from a checkpoint of its own."""
+        self._step = step
+        self.saved_step = step
+        self.newest = checkpoint
+
+    def step_taken(self, record: StepRecord) -> None:
+        """Note a step whose metrics are logged: what follows in it may fail."""
+        self._step = record.step
+
+    async def step_ended(self, step: int) -> None:
+        """Take a checkpoint if one is due. Nothing of step ``step`` is left to do.
+
+        Raises:
+            RunError: a sampler or the mix can't say its state.
+        """
+        self._step = step
+        interval = self.context.config.checkpoint.interval
+        due = bool(interval) and step % interval == 0
+        if due or self.context.synchronous:
+            self._captured = await self._capture(step)
+        if due:
+            await self._save()
+
+    async def finish(self) -> None:
+        """Save the state after the last step, unless it is saved, and wait until it is written.
+
+        Call it when no step is being taken. A state that can't be saved is logged, and ``failure``
+        says why.
+        """
+        if self._step > self.saved_step:
+            try:
+                if not self._is_captured():
+                    self._captured = await self._capture(self._step)
+                await self._save()
+            except Exception as error:  # noqa: BLE001 - the run has ended, and says what is not saved
+                self._failed(self._step, error)
+        await self.close()
+
+    def trainer_lost(self, lost: RunError) -> None:
+        """Note that nothing can be saved any more: the trainer's state is gone."""
+        if self._step > self.saved_step:
+            self.failure = f"the state after step {self._step} is not saved: {lost}"
+
+    @property
+    def writing(self) -> bool:
+        """True while a checkpoint is being written."""
+        return self._writing is not None and not self._writing.done()
+
+    async def close(self) -> None:
+        """Wait until nothing is being written."""
+        if self._writing is not None:
+            # A caller that stops waiting does not stop the write: a thread may be at work.
+            await asyncio.shield(self._writing)
+
+    def _is_captured(self) -> bool:
+        """Return True if the state after the last step of a synchronous run is captured."""
+        captured = self._captured
+        return (
+            self.context.synchronous and captured is not None and captured.state.step == self._step
+        )
+
+    async def _capture(self, step: int) -> _Captured:
+        rollouts, groups, (rest, recorded) = await self.rollouts.capture(self._capture_the_rest)
+        state = RunState(
+            format=FORMAT,
+            step=step,
+            seed=self.context.config.seed,
+            rollouts=rollouts,
+            stall=self.stall.state(),
+            **rest,
+        )
+        return _Captured(state=state, groups=groups, recorded=recorded)
+
+    def _capture_the_rest(self) -> tuple[dict[str, Any], Future[int] | None]:
+        """Return what has to be captured at the same moment as the rollout loop."""
+        self.metrics.flush()
+        first, last = self.reports.first_and_last_validation()
+        rest = {
+            "validator": self.validator.state(),
+            "mismatch": self.alarm.state(),
+            "first_validation": first,
+            "last_validation": last,
+            "offsets": sizes(self.context.run_dir),
+        }
+        return rest, self.recorder.size_by_now()
+
+    async def _save(self) -> None:
+        """Have the trainer copy its state, and start writing the captured state."""
+        captured = self._captured
+        assert captured is not None, "a state is captured before it is saved"
+        step = captured.state.step
+        await self.close()
+        try:
+            folder = await asyncio.to_thread(self._folder.begin, step)
+        except CheckpointError as error:
+            self._failed(step, error)
+            return
+        try:
+            await self.trainer.begin_checkpoint(folder / TRAINER_FOLDER, step)
+        except BaseException:  # also CancelledError: no half folder is left behind
+            self._folder.discard(step)
+            raise
+        self.saved_step = step
+        self._writing = asyncio.create_task(
+            self._write(captured, folder), name=f"checkpoint-{step}"
+        )
+
+    async def _write(self, captured: _Captured, folder: Path) -> None:
+        step = captured.state.step
+        try:
+            # Both end before the folder is committed or removed, even if one fails.
+            writes = (
+                self.trainer.finish_checkpoint(),
+                asyncio.to_thread(self._write_files, captured, folder),
+            )
+            for error in await asyncio.gather(*writes, return_exceptions=True):
+                if error is not None:
+                    raise error
+            self.newest = await asyncio.to_thread(self._folder.commit, step)
+            self.failure = None
+        except BaseException as error:  # also CancelledError: no half folder is left behind
+            self._folder.discard(step)
+            if not isinstance(error, Exception):
+                raise
+            self._failed(step, error)
+
+    def _write_files(self, captured: _Captured, folder: Path) -> None:
+        """Write what the controller has in a checkpoint. Blocks: it runs in a thread."""
+        if captured.recorded is not None:
+            captured.state.offsets[ROLLOUTS_FILE] = captured.recorded.result(RECORDER_LIMIT_S)
+        sync(self.context.run_dir)
+        # With its command and its config a checkpoint can be resumed where the run's own are lost.
+        for name in (COMMAND_FILE, CONFIG_FILE):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copy(self.context.run_dir / name, folder)
+        write_groups(folder, captured.groups)
+        write_state(folder, captured.state)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        """Note a checkpoint that could not be written.
+
+        The run goes on: the checkpoints before are intact, and the next is tried again.
+        """
+        raised = original(error)
+        cause = raised if isinstance(raised, RunError) else cause_of(raised)
+        self.failure = f"the state after step {step} is not saved: {cause}"
+        self.saved_step = min(self.saved_step, step - 1)
+        kept = "there is no checkpoint yet"
+        if self.newest is not None:
+            kept = f"{self.newest.name} stays the newest checkpoint"
+        # The death of the trainer is said by others: the run goes on without it, or ends with it.
+        level = logging.INFO if isinstance(error, ProcessLost) else logging.WARNING
+        logger.log(level, "%s: %s", kept, self.failure, exc_info=error)
+
+
+@dataclass(kw_only=True, slots=True)
+class Resumed:
+    """A checkpoint that was read, for a run to go on from."""
+
+    checkpoint: Path
+    state: RunState
+    groups: dict[str, RolloutGroup]
+    """Groups that were finished and waited for a step, by id."""
+
+
+def resume(checkpoint: Path, *, run_dir: Path, config: RunConfig) -> Resumed:
+    """Read a verified checkpoint, and cut the run's files back to it.
+
+    Call it before anything writes to the files.
+
+    Raises:
+        RunError: the checkpoint is of another seed or another version of the library, or the run's
+            files can't be cut back.
+    """
+    state = read_state(checkpoint)
+    if state.seed != config.seed:
+        raise RunError(
+            f"seed is {config.seed}, and the checkpoint's is {state.seed}: resume with that"
+        )
+    groups = read_saved_groups(checkpoint)
+    for line in cut_back(run_dir, state.offsets):
+        logger.warning("%s", line)
+    CheckpointFolder(run_dir, config.checkpoint.keep).drop_after(state.step)
+    return Resumed(checkpoint=checkpoint, state=state, groups=groups)
+
+
+def trainer_start(resumed: Resumed | None, init_from: Path | None) -> TrainerStart | None:
+    """Return the checkpoint that the trainer loads; None if it loads the model's hub folder."""
+    if resumed is not None:
+        return TrainerStart(folder=resumed.checkpoint / TRAINER_FOLDER, step=resumed.state.step)
+    if init_from is not None:
+        return TrainerStart(folder=init_from / TRAINER_FOLDER, step=0, weights_only=True)
+    return None

@@ -1,0 +1,187 @@
+"""Tells people how a run goes: its metrics, lines on the console and, at its end, the summary.
+
+`StepWarnings` warns of a run that goes on and learns nothing, or waits for no good reason.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torchtitan.experiments.rl.fleet.context import RunContext
+from torchtitan.experiments.rl.loops.events import RunEvents
+from torchtitan.experiments.rl.loops.saved_state import ValidationReport
+from torchtitan.experiments.rl.loops.step_metrics import StepRecord
+from torchtitan.experiments.rl.observability import IDLE, LAG_S, WAITING
+from torchtitan.experiments.rl.observability.metrics import MetricsLogger
+
+FIRST_VALIDATION = "validation before the first step"
+FIRST_STEP = "the first step"
+WARN_AFTER_STEPS = 3
+"""Number of steps in a row that a warning waits for: one step may be odd."""
+BROKEN = 0.05
+"""Share of a step's rollouts, matched by a filter of broken text, above which there is a warning.
+
+Of a healthy model it is below 0.005.
+"""
+ALL = 0.999
+"""Share that counts as all rollouts of a step."""
+
+
+class RunReports(RunEvents):
+    """Observer that logs metrics, and prints a line for each step and evaluation."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        *,
+        metrics: MetricsLogger,
+        compares_rewards: bool,
+        validations: Sequence[float | None] = (),
+    ):
+        """Report to a run's console and to its metrics.
+
+        Args:
+            compares_rewards: True if some algorithm learns from the differences in a group.
+            validations: rewards of the evaluations that a resumed run has had.
+        """
+        self.validation_examples: int | None = None
+        """Number of examples in the last evaluation."""
+        self.why_ended_early: str | None = None
+        """Reason why nothing is left to learn; None if something is."""
+        self._console = context.console
+        self._restarts = context.restarts
+        self._metrics = metrics
+        self._warnings = StepWarnings(context.console.note, compares_rewards=compares_rewards)
+        self._validations = [reward for reward in validations if reward is not None]
+
+    def begin(self, steps_done: int, total_steps: int) -> None:
+        """Show that training begins, or goes on after ``steps_done`` steps."""
+        self._console.begin(steps_done, total_steps)
+        self._console.waits.begin(FIRST_STEP if steps_done else FIRST_VALIDATION)
+
+    def started(self, report: ValidationReport) -> None:
+        """Show the evaluation before the first step."""
+        self._console.waits.begin(FIRST_STEP)
+        self._console.waits.end(FIRST_VALIDATION)
+        self._metrics.log(report.step, report.metrics)
+        self._show(report, "before the first step")
+
+    def step_taken(self, record: StepRecord) -> None:
+        """Log a step's metrics, and print its line.
+
+        Raises:
+            OSError: the metrics file can't be written.
+        """
+        restarts = {f"restarts/{label}": count for label, count in self._restarts.counts.items()}
+        self._metrics.log(record.step, record.metrics | restarts)
+        self._metrics.log_samples(record.step, record.groups)
+        validation = None
+        if record.validation is not None and record.validation.reward is not None:
+            validation = record.validation.reward, record.validation.step
+            self._count(record.validation)
+        self._console.waits.end(FIRST_STEP)
+        self._console.step(record.step, record.metrics, validation)
+        self._warnings.step(record.metrics)
+
+    def ended_early(self, why: str, reports: Sequence[ValidationReport]) -> None:
+        """Show the evaluations that no step has reported."""
+        self.why_ended_early = why
+        for report in reports:
+            self._metrics.log_more(report.metrics)
+            self._show(report, f"after step {report.step}")
+
+    def first_and_last_validation(self) -> tuple[float | None, float | None]:
+        """Return the rewards of the first and the last evaluation.
+
+        Returns:
+            None for each that there was not: the last is another than the first.
+        """
+        rewards = self._validations
+        first = rewards[0] if rewards else None
+        last = rewards[-1] if len(rewards) > 1 else None
+        return first, last
+
+    def _show(self, report: ValidationReport, when: str) -> None:
+        if report.reward is not None:
+            self._count(report)
+            self._console.note(f"validation {when}: reward {report.reward:.3f}")
+
+    def _count(self, report: ValidationReport) -> None:
+        assert report.reward is not None, "an evaluation of no task has no reward"
+        self._validations.append(report.reward)
+        examples = [n for name, n in report.metrics.items() if name.endswith("/examples")]
+        self.validation_examples = int(sum(examples))
+
+
+class StepWarnings:
+    """Warnings about the steps of a run, each of which is given once."""
+
+    def __init__(self, note: Callable[[str], None], *, compares_rewards: bool):
+        """Warn through ``note``.
+
+        Args:
+            note: prints a line.
+            compares_rewards: True if some algorithm learns from the differences in a group.
+        """
+        self._note = note
+        self._compares_rewards = compares_rewards
+        self._steps_in_a_row: Counter[str] = Counter()
+        self._given: set[str] = set()
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Look at a step's metrics, and warn of what has been wrong for some steps."""
+        warnings = dict(self._warnings(metrics))
+        self._steps_in_a_row = Counter({name: self._steps_in_a_row[name] + 1 for name in warnings})
+        for name, text in warnings.items():
+            if self._steps_in_a_row[name] >= WARN_AFTER_STEPS and name not in self._given:
+                self._given.add(name)
+                self._note(f"warning: {text}")
+
+    def _warnings(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        """Yield the name and the text of each warning that this step gives reason for."""
+        lag = metrics.get("perf/event_loop_lag_max_s", 0.0)
+        if lag > LAG_S:
+            yield (
+                "lag",
+                f"something blocks the event loop of the rollouts, for {lag:.1f} s in this step: "
+                "make an async function that computes or waits without await a plain one, or set "
+                "rollout_workers",
+            )
+        if self._compares_rewards and metrics.get("rollout/reward_std") == 0:
+            yield (
+                "rewards",
+                f"every reward of the last {WARN_AFTER_STEPS} steps is "
+                f"{metrics['rollout/reward_mean']:.4g}: nothing is learned from it; the examples "
+                "are too easy or too hard for this model, or the rubric tells nothing apart",
+            )
+        truncated = sum(
+            share for name, share in metrics.items() if name.startswith("rollout/status/truncated")
+        )
+        if truncated > ALL:
+            yield (
+                "truncated",
+                f"every rollout of the last {WARN_AFTER_STEPS} steps was cut off, at "
+                f"{metrics['rollout/completion_tokens_mean']:.0f} tokens on average: raise the "
+                "task's sampling.max_tokens, env.max_rollout_tokens or env.max_turns",
+            )
+        for name in ("gibberish", "repetition"):
+            share = metrics.get(f"filter/post/{name}", 0) / max(metrics.get("rollout/count", 0), 1)
+            if share > BROKEN:
+                yield (
+                    name,
+                    f"the filter {name} matches {share:.0%} of the rollouts: read some of these "
+                    "(rl-report, or observability.rollouts); if they are no broken text, "
+                    "--post-batch-filters zero_advantage leaves it out",
+                )
+        busy = [
+            share
+            for name, share in metrics.items()
+            if name.startswith("perf/generator") and name.endswith("/busy")
+        ]
+        waiting = metrics.get("time/wait_s", 0.0) / max(metrics.get("time/step_s", 0.0), 1e-9)
+        if busy and max(busy) < IDLE and waiting > WAITING:
+            yield (
+                "idle",
+                f"the trainer waits for {waiting:.0%} of the step, and the generators work for "
+                f"{max(busy):.0%} of it: the envs or reward functions are slow, see env_s of the "
+                "recorded rollouts, or take a profile (--profile-steps)",
+            )
