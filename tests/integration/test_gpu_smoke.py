@@ -33,6 +33,11 @@ def test_every_step_gives_its_figures(figures):
     )
 
 
+def test_the_trainers_state_is_saved_and_resumed_and_its_digests_are_those_of_the_host(figures):
+    assert figures["resume"]["figures"]["the step's metrics are equal"]
+    assert figures["publish"]["figures"]["apart"] == 0
+
+
 def test_each_version_reaches_the_engine_and_what_is_sampled_agrees_with_the_trainer(figures):
     for name in ("updates", "updates-lora"):
         assert_engine_follows(figures[name]["figures"])

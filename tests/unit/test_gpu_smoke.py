@@ -2,8 +2,10 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from scripts import gpu_smoke
 from scripts.gpu_smoke import (
@@ -15,7 +17,8 @@ from scripts.gpu_smoke import (
     check_resumed,
     child,
     compared_steps,
-    possible,
+    left_out,
+    made_model,
     run_steps,
     time_limit,
 )
@@ -93,12 +96,32 @@ def test_a_metric_that_is_not_a_number_is_told_wherever_it_is(where):
     assert "error" in compared_steps({"a": steps[0], "b": steps[1]}, 1.0)
 
 
+def lacking(device: str, gpus: int, *, engine: bool = True) -> dict[str, str]:
+    """Return what a machine lacks, by the step that it can't take."""
+    lacks = {name: left_out(name, device, gpus, engine=engine) for name in STEPS}
+    return {name: lack for name, lack in lacks.items() if lack is not None}
+
+
 def test_steps_of_two_ranks_are_left_out_where_there_is_one_gpu():
     assert len(TWO_RANKS) == 3
-    assert possible(list(STEPS), "cuda", 2) == list(STEPS)
-    assert possible(list(STEPS), "cuda", 1) == [name for name in STEPS if name not in TWO_RANKS]
-    on_cpu = possible(list(STEPS), "cpu", 0)
-    assert set(STEPS) - set(on_cpu) == {"learner-offload", "updates-device"}
+    assert lacking("cuda", 2) == {}
+    assert lacking("cuda", 1) == dict.fromkeys(TWO_RANKS, "two GPUs")
+    assert lacking("cpu", 0) == dict.fromkeys(["learner-offload", "updates-device"], "a GPU")
+
+
+def test_steps_with_an_engine_are_left_out_where_vllm_is_not_installed():
+    with_engine = ["updates", "updates-device", "updates-lora", "run", "checkpoint"]
+    assert lacking("cuda", 2, engine=False) == dict.fromkeys(with_engine, "vLLM")
+
+
+def test_a_made_model_has_random_matrices_and_norms_of_one(tmp_path):
+    folder = Path(made_model(tmp_path / "model", "debugmodel"))
+    weights = load_file(folder / "model.safetensors")
+    hub = json.loads((folder / "config.json").read_text())
+    assert weights["model.norm.weight"].eq(1).all()
+    embedding = weights["model.embed_tokens.weight"]
+    assert embedding.shape == (hub["vocab_size"], hub["hidden_size"])
+    assert 0.015 < embedding.float().std() < 0.025
 
 
 def test_the_run_and_its_resumption_have_time_left_for_them():

@@ -148,6 +148,13 @@ def test_a_step_of_the_8b_by_hand_and_the_side_that_takes_longer():
         assert line.startswith(f"bottleneck     {side}: ")
 
 
+def test_a_step_of_a_small_model_takes_what_its_host_needs_to_launch_it():
+    # 256 rows of 8,192 tokens, each of which passes 28 layers three times: the H100 would compute
+    # a row in two thirds of the time.
+    costs = plan_of("rl_grpo_qwen3_0_6b").balance
+    assert costs.train_s == pytest.approx(256 * 3 * 28 * 2.6e-3, rel=1e-6)
+
+
 def test_the_plan_prints_degrees_shapes_and_the_bottleneck():
     lines = plan_of("rl_grpo_qwen3_14b").lines()
     assert (

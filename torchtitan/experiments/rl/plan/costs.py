@@ -145,8 +145,13 @@ KINDS_BY_GB = {
 them, as DEVICES does."""
 GPUS_PER_HOST = 8
 FLOPS_SHARE, BANDWIDTH_SHARE, NETWORK_SHARE = 0.4, 0.6, 0.7
-"""Shares of a GPU's peaks that large matrices, decoding and collectives reach. They are assumed:
-no GPU was measured."""
+"""Shares of a GPU's peaks that large matrices, decoding and collectives reach. They are assumed. An
+H100 that trained Qwen3-0.6B, whose matrices are small, reached 0.33 while it was busy
+(docs/gpu.md)."""
+LAYER_PASS_S = 2.6e-3
+"""Seconds in which a trainer's host launches one pass over a compiled layer, forward or backward,
+however few tokens it has. Measured beside an H100 with torch 2.11 (docs/gpu.md): a microbatch of 28
+layers took 0.146 s, and 0.222 s where full checkpointing adds a pass."""
 ENGINE_STEP_S, SEQUENCE_S = 1e-3, 1e-5
 """Seconds on the host for an engine's step: to schedule it, and to sample and return one sequence's
 token. They are estimates."""
@@ -233,7 +238,8 @@ def device_rates(
     Full checkpointing takes 2 more of the layers and 4 more of attention; selective computes
     attention's way out and one product of the feed-forward part again. A frozen matrix, with
     adapters, has no gradient, and takes 2 less. A rank gathers the layers' weights twice and
-    reduces their gradients once a microbatch; it computes meanwhile, and the slower of both counts.
+    reduces their gradients once a microbatch, and its host launches two passes over each layer, or
+    three; it computes meanwhile, and the slowest of these counts.
     """
     engine, trainer = config.generator.engine, config.trainer
     flops, degree = gpu.flops * FLOPS_SHARE, engine.tensor_parallel_degree
@@ -288,7 +294,9 @@ def device_rates(
         skipped=1 - sizes.chosen / sizes.experts,
     ), TrainerRates(
         step_s=0.5,
-        microbatch_s=gathered / (link * NETWORK_SHARE),
+        microbatch_s=max(
+            gathered / (link * NETWORK_SHARE), LAYER_PASS_S * sizes.layers * (3 if full else 2)
+        ),
         token_s=operations / flops / together,
         pair_s=(9 if full else 7) * 2 * sizes.query_width * sizes.layers / flops / together,
         publish_s=version / math.ceil(ranks / GPUS_PER_HOST) / COPY_BYTES_S,
@@ -351,7 +359,11 @@ def balance(config: RunConfig, sizes: ModelSizes, rollouts: int) -> Balance:
     mine, prompt = math.ceil(rollouts / config.generator.replicas), tokens - sampled
     at_once = min(mine, getattr(config.generator.engine, "max_num_seqs", rollouts))
     decode = math.ceil(mine / at_once) * engine.decode_s(sampled, at_once, at_once * prompt)
-    train = rollouts * tokens * (trainer.token_s + trainer.pair_s * tokens / 2)
+    microbatch_tokens = config.batcher.row_length * config.batcher.rows_per_microbatch
+    token_s = max(
+        trainer.token_s + trainer.pair_s * tokens / 2, trainer.microbatch_s / microbatch_tokens
+    )
+    train = rollouts * tokens * token_s
     return Balance(
         train_s=train / config.trainer.parallelism.data_parallel_size(config.trainer.ranks),
         generate_s=decode + mine * prompt * engine.prefill_token_s,
