@@ -160,8 +160,8 @@ class UserCodeLimits:
     close_timeout_s: PositiveFloat = 10.0
     """Limit of the ``close`` of a task."""
     preflight_timeout_s: NonNegativeFloat = 10.0
-    """Limit of trying each task once before the run (command/preflight.py). A task that takes longer
-    is warned of; the run begins. 0: none is tried."""
+    """Limit of trying each task once before the run (command/preflight.py). A task that takes
+    longer is warned of; the run begins. 0: none is tried."""
 
 
 def default_filters(mode: Literal["enforce", "monitor"]) -> list[Filter.Config]:
