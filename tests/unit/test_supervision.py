@@ -10,6 +10,7 @@ from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.compat.monarch import ProcessDeath
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.errors import PeerGone, RunError
+from torchtitan.experiments.rl.fleet.fleet import side_by_side
 from torchtitan.experiments.rl.fleet.restarts import Restarts
 from torchtitan.experiments.rl.fleet.role import Role
 from torchtitan.experiments.rl.fleet.supervisor import Supervisor
@@ -353,6 +354,30 @@ async def test_work_that_waits_for_a_process_that_is_not_made_again_ends_with_it
         RunError, match="^trainer rank 0 died: hung: a computation of the trainer for 121 s$"
     ):
         await asyncio.wait_for(waiting, 30)
+    await watching.supervisor.close()
+
+
+async def test_a_role_that_fails_to_start_ends_those_that_start_beside_it():
+    """Else one of them would be filled again after the run has closed."""
+    broken, slow, watching = Generator(), Generator(), Watching()
+    broken.fault, slow.hold = ValueError("no such model"), "set up"
+    with pytest.raises(ValueError, match="no such model"):
+        await side_by_side(watching.supervisor.start(slow), watching.supervisor.start(broken))
+    slow.die()
+    await iterations()
+    assert slow.spawned == ["generator_1_1"] and watching.lines == []
+    await watching.supervisor.close()
+
+
+async def test_a_role_that_dies_in_its_setup_is_told_to_nobody_any_more():
+    made, watching = Generator(), Watching()
+    made.hold = "set up"
+    making = asyncio.create_task(watching.supervisor.start(made))
+    await until(lambda: "set up" in made.done)
+    made.hold = None
+    made.die()
+    assert await making == "set up done"
+    assert made.done == ["spawn", "set up", "disconnect", "spawn", "set up"]
     await watching.supervisor.close()
 
 

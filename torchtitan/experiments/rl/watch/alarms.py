@@ -185,6 +185,7 @@ class StallDetectors(FirstFailures):
         if tie:
             ties = self._state.mastery.ties.setdefault(group.task_name, [])
             ties.append(fmean(group.rewards))
+            del ties[: -self._limit * self._groups_per_pick[group.task_name]]
             self._end_if_all_mastered()
         share = self._share(group)
         drops = self._state.emptied if taken else self._state.drops
