@@ -40,11 +40,15 @@ class Generator:
         endpoints = {
             "identity": SimpleNamespace(call_one=self.identity),
             "pulse": SimpleNamespace(choose=self.pulse),
+            "send_notes_to": SimpleNamespace(call_one=self.send_notes_to),
         }
         return SimpleNamespace(stop=self.stop), SimpleNamespace(**endpoints)
 
     async def identity(self) -> ProcessIdentity:
         return ProcessIdentity(host="another-host", pid=1, stacks="")
+
+    async def send_notes_to(self, port: object) -> None:
+        self.done.append(f"send notes to {port}")
 
     async def pulse(self) -> Pulse:
         return Pulse(doing="", seconds=0.0, slow=False)
@@ -71,13 +75,12 @@ class Watching:
         self.lines: list[str] = []
         self.failures: list[RunError] = []
         restarts = Restarts(SupervisionConfig(**limits), clock=clock)
-        self.supervisor = Supervisor(
-            restarts, console_of(self.lines), on_failure=self.failures.append
-        )
+        self.console = console_of(self.lines)
+        self.supervisor = Supervisor(restarts, self.console, on_failure=self.failures.append)
 
 
 def console_of(lines: list[str]) -> SimpleNamespace:
-    return SimpleNamespace(note=lines.append, waits=Waits())
+    return SimpleNamespace(note=lines.append, waits=Waits(), notes=None)
 
 
 async def refuse() -> None:
@@ -100,6 +103,18 @@ async def test_a_part_that_dies_is_disconnected_and_made_again_and_the_run_hears
     assert len(set(made.spawned_as)) == 2, (
         "Monarch reports a death long after: by a name that the next one has not"
     )
+    await watching.supervisor.close()
+
+
+async def test_every_process_of_a_part_is_told_where_to_send_its_notes_before_it_is_set_up():
+    made, watching = Generator(), Watching()
+    watching.console.notes = "a port"
+    await watching.supervisor.start(made.part)
+    await watching.supervisor.connect(made.part)
+    made.die()
+    await until(lambda: made.done.count("connect") == 2)
+    told = ["spawn", "send notes to a port", "set up", "connect"]
+    assert made.done == [*told, "disconnect", *told]
     await watching.supervisor.close()
 
 
