@@ -41,11 +41,15 @@ class Generator(Role):
         endpoints = {
             "identity": SimpleNamespace(call_one=self.identity),
             "pulse": SimpleNamespace(choose=self.pulse),
+            "send_notes_to": SimpleNamespace(call_one=self.send_notes_to),
         }
         return SimpleNamespace(stop=self.stop), SimpleNamespace(**endpoints)
 
     async def identity(self) -> ProcessIdentity:
         return ProcessIdentity(host="another-host", pid=1, stacks="")
+
+    async def send_notes_to(self, port: object) -> None:
+        self.done.append(f"send notes to {port}")
 
     async def pulse(self) -> Pulse:
         return Pulse(doing="", seconds=0.0, slow=False)
@@ -81,9 +85,8 @@ class Watching:
         self.lines: list[str] = []
         self.failures: list[RunError] = []
         restarts = Restarts(SupervisionConfig(**limits), clock=clock)
-        self.supervisor = Supervisor(
-            restarts, console_of(self.lines), on_failure=self.failures.append
-        )
+        self.console = console_of(self.lines)
+        self.supervisor = Supervisor(restarts, self.console, on_failure=self.failures.append)
 
 
 def console_of(lines: list[str]) -> SimpleNamespace:
@@ -110,6 +113,18 @@ async def test_a_role_that_dies_is_disconnected_and_made_again_and_the_run_hears
     assert len(set(made.spawned)) == 2, (
         "Monarch reports a death long after: by a name that the next one has not"
     )
+    await watching.supervisor.close()
+
+
+async def test_every_process_of_a_role_is_told_where_to_send_its_notes_before_it_is_set_up():
+    made, watching = Generator(), Watching()
+    watching.console.notes = "a port"
+    await watching.supervisor.start(made)
+    await watching.supervisor.connect(made)
+    made.die()
+    await until(lambda: made.done.count("connect") == 2)
+    told = ["spawn", "send notes to a port", "set up", "connect"]
+    assert made.done == [*told, "disconnect", *told]
     await watching.supervisor.close()
 
 
