@@ -151,8 +151,8 @@ class Fleet:
             if isinstance(role, GeneratorRole):
                 role.weights = self.weights
         with waits.wait("the first weights to reach the generators"):
-            if trainer_start is not None or config.trainer.lora is not None:
-                # Otherwise the generators hold what the trainer does.
+            generators_are_behind = trainer_start is not None or config.trainer.lora is not None
+            if generators_are_behind:  # they loaded the model's hub folder
                 version = 0 if trainer_start is None else trainer_start.step
                 await self.weights.publish_start(version)
                 self.policy.version = version

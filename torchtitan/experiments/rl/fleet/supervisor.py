@@ -96,6 +96,8 @@ class Supervisor:
     async def guard(self, name: str, actor: Any, mesh: Lifetime) -> None:  # noqa: ANN401
         """End the run when the process of ``actor`` dies. Return once it is watched.
 
+            a rank dies  ->  the run fails, and its mesh ends  ->  the other ranks are killed
+
         Args:
             name: name of the process, for people.
             mesh: lifetime of the mesh that it belongs to. It ends with the first process of the
