@@ -35,7 +35,7 @@ REDRAW_S = 1.0
 class Controller(Actor):
     """Owner of the run's processes, its tasks and its loops. The command calls `run`."""
 
-    part = ""
+    process_name = ""
     """See ``reported_endpoint``."""
 
     def __init__(

@@ -278,7 +278,7 @@ class Evaluation:
 class Evaluator(Actor):
     """Actor that runs an evaluation: Monarch tells an actor of the death of what it spawned."""
 
-    part = ""
+    process_name = ""
     """See ``reported_endpoint``."""
 
     def __init__(self, model: Candidate):

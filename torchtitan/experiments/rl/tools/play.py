@@ -85,7 +85,7 @@ class ModelServer(Actor):
     It is an actor because Monarch tells the death of a process to the actor that spawned it.
     """
 
-    part = ""
+    process_name = ""
     """See ``reported_endpoint``."""
 
     def __init__(self, plan: RunPlan, run_dir: Path):
