@@ -57,8 +57,8 @@ PYTHON = {
 }
 """Of each block of Python, by its first line, the test that runs it."""
 
-NO_CODE = ('["', "starting ", "16/100 [", "Controller (one actor)", "dataset → task", "grpo ")
-"""How blocks begin that show what is printed, or a drawing."""
+NO_CODE = ('["', "starting ", "16/100 [", "Controller (one actor)")
+"""How blocks begin that show what is printed, or a drawing. Others are marked as text."""
 
 OTHER_PROGRAMS = (
     r"make (demo|real|test)\b.*",  # Makefile; the tests are under way
@@ -138,7 +138,7 @@ def test_every_block_of_python_is_run_by_the_test_that_is_named():
 
 
 def test_every_other_block_is_commands_output_or_a_drawing():
-    assert {language for _, language, _ in blocks()} <= {"", "sh", "python"}
+    assert {language for _, language, _ in blocks()} <= {"", "sh", "python", "text"}
     unknown = [
         (page, command)
         for page, command in commands()
@@ -285,6 +285,26 @@ def test_every_link_within_the_docs_leads_to_a_page_and_its_heading():
                 re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
             }
             assert not anchor or anchor in anchors, (page.name, target, anchor)
+
+
+def test_every_file_of_the_repository_that_a_page_names_is_there():
+    """Names are relative to the repository or to the library. Names without a folder are not read."""
+    library = ROOT / "torchtitan/experiments/rl"
+    folders = [ROOT, library]
+    rooms = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
+    named = [
+        (page, name)
+        for page in PAGES
+        for name in re.findall(r"`([\w.-]+(?:/[\w.-]+)*/?)[:`]", page.read_text())
+        if name.partition("/")[0] in rooms and re.search(r"(/|\.(py|sh|md|txt|toml))$", name)
+    ]
+    assert len(named) > 100
+    missing = [
+        (page.name, name)
+        for page, name in named
+        if not any((folder / name).exists() for folder in folders)
+    ]
+    assert missing == []
 
 
 def test_data_of_ones_own_passes_a_dry_run_as_shown(shown_files, capsys):
