@@ -17,7 +17,7 @@ import pytest
 from scripts import gpu_smoke
 from torchtitan.experiments.rl import export, script, simulate
 from torchtitan.experiments.rl.bounds import walk
-from torchtitan.experiments.rl.command import preflight as trial
+from torchtitan.experiments.rl.command.build import build_tasks, read_policy_tokenizer
 from torchtitan.experiments.rl.command.checks import check
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command
 from torchtitan.experiments.rl.config_registry import rl_math_qwen3, rl_questions_qwen3_debug
@@ -202,7 +202,7 @@ def test_the_demonstrations_shown_are_a_task_that_is_checked(shown_files):
     message = {"role": "user", "content": "6 * 7?"}, {"role": "assistant", "content": "42"}
     Path("chats.jsonl").write_text(json.dumps({"messages": message}) + "\n")
     check(config)
-    trial.build_tasks(config, trial.read_policy_tokenizer(config))
+    build_tasks(config, read_policy_tokenizer(config))
     assert list(config.tasks) == ["chats"]
 
 
@@ -270,7 +270,7 @@ def test_a_reward_function_of_trl_is_wrapped_as_shown(shown_files):
     config = rl_questions_qwen3_debug()
     config.tasks = {"mine": question_task("mine.jsonl", contains)}
     check(config)
-    trial.build_tasks(config, trial.read_policy_tokenizer(config))
+    build_tasks(config, read_policy_tokenizer(config))
 
 
 def test_every_link_within_the_docs_leads_to_a_page_and_its_heading():
