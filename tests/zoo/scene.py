@@ -234,6 +234,8 @@ def _in_this_process(stage: Stage) -> Iterator[None]:
     StandInFleet.policy_of = staticmethod(lambda: stage.policy_class(TOKENIZER))
     stage.policy_class.session_class = stage.session_class
     run.Fleet = StandInFleet
+    # No process sends notes, and a forked child has no Monarch to open a port with.
+    actor.print_notes = lambda console: asyncio.create_task(asyncio.sleep(0))
     run.build_context = lambda *args, **kwargs: context_of(stage.renderer)
     yield
 
