@@ -33,6 +33,7 @@ from torchtitan.experiments.rl.controller import run as run_module
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
+from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
@@ -237,7 +238,9 @@ def _in_this_process(stage: Stage) -> Iterator[None]:
     run_module.Fleet = StandInFleet
     # No process sends notes, and a forked child has no Monarch to open a port with.
     actor.print_notes = lambda console: asyncio.create_task(asyncio.sleep(0))
-    run_module.build_context = lambda *args, **kwargs: context_of(stage.renderer)
+    run_module.build_context = lambda config, path, seed: context_of(
+        stage.renderer, vocab_size=HubConfig.read(path).size("vocab_size"), seed=seed
+    )
     yield
 
 
