@@ -58,7 +58,7 @@ PYTHON = {
 """Of each block of Python, by its first line, the test that runs it."""
 
 NO_CODE = ('["', "starting ", "16/100 [", "Controller (one actor)")
-"""How blocks begin that show what is printed, or a drawing. Others are marked as text."""
+"""Beginnings of blocks that show printed lines or a drawing. Other such blocks are marked as text."""
 
 OTHER_PROGRAMS = (
     r"make (demo|real|test)\b.*",  # Makefile; the tests are under way

@@ -1,4 +1,4 @@
-"""Where modules lie and which way imports point: `docs/architecture.md` has the same floors."""
+"""The layout of the library: imports point down the floors, which `docs/architecture.md` lists too."""
 
 import ast
 import re

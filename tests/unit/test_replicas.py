@@ -1,4 +1,4 @@
-"""What rollout workers hear of the replicas that come and go."""
+"""Rollout workers hear of each replica that comes or goes, in an order that they can follow."""
 
 import asyncio
 from types import SimpleNamespace

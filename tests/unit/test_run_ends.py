@@ -193,7 +193,7 @@ def test_a_hangup_that_comes_twice_is_not_asked_twice(ending):
 
 
 def test_two_signals_before_the_first_look_end_the_run_after_its_step(ending, monkeypatch):
-    """As a closed terminal and a scheduler send them within one look."""
+    """A closed terminal sends one and a scheduler the other, between two looks at the signals."""
 
     class Both(session.Signals):
         def __init__(self):

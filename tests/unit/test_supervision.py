@@ -1,4 +1,7 @@
-"""Which roles are filled again, how often, and what the run learns of it. The roles here have no processes."""
+"""The supervisor fills a role again when its process dies, as often as allowed, and tells the run.
+
+The roles here have no processes.
+"""
 
 import asyncio
 import time

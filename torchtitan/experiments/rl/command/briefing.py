@@ -1,4 +1,4 @@
-"""What a person reads of a run before it starts: lines on how it trains, and warnings.
+"""Lines that a person reads before a run starts: how it trains, and warnings.
 
 A dry run prints the lines. Warnings are of settings that work, and are probably not meant.
 """

@@ -71,7 +71,7 @@ GONE = {
     "trainer.float8": "is --trainer.compile.float8 now",
     "trainer.no-compile": "is --trainer.compile None now",
 }
-"""Where options and fields that are gone went, by their names: the end of an error."""
+"""Cures for options and fields that are gone, by name. Each is the end of an error line."""
 _WIDTH = 118
 """Columns of the help."""
 
