@@ -20,7 +20,7 @@ from torchtitan.experiments.rl.fleet.supervisor import Supervisor
 from torchtitan.experiments.rl.observability.console import Waits
 from torchtitan.experiments.rl.plan.placement import Place
 from torchtitan.experiments.rl.process.actor import ProcessIdentity
-from torchtitan.experiments.rl.process.lifetime import Lifetime, Pulse
+from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost, Pulse
 
 KILLED = "killed by SIGKILL"
 
@@ -384,6 +384,46 @@ async def test_a_role_that_fails_to_start_ends_those_that_start_beside_it():
     slow.die()
     await iterations()
     assert slow.spawned == ["generator_1_1"] and watching.lines == []
+    await watching.supervisor.close()
+
+
+class Dropped(Generator):
+    """A process that died as it was spawned: its first call is dropped, and later ones refused."""
+
+    async def identity(self) -> ProcessIdentity:
+        self.done.append("identity")
+        if self.done.count("identity") == 1:
+            await asyncio.Event().wait()
+        raise RuntimeError("the actor is gone")
+
+
+async def test_a_guarded_process_whose_first_call_is_dropped_is_known_to_have_died(monkeypatch):
+    monkeypatch.setattr("torchtitan.experiments.rl.fleet.supervisor.IDENTIFY_S", 0.01)
+    watching, mesh = Watching(), Lifetime("trainer")
+    with pytest.raises(ProcessLost, match="its process ended while it was started"):
+        await asyncio.wait_for(
+            watching.supervisor.guard("trainer rank 0", Dropped().spawn("trainer")[1], mesh), 60
+        )
+    assert str(watching.supervisor.lost) == (
+        "trainer rank 0 died: its process ended while it was started"
+    )
+    await watching.supervisor.close()
+
+
+class Slow(Generator):
+    """A process that takes longer to start than it is waited for."""
+
+    async def identity(self) -> ProcessIdentity:
+        self.done.append("identity")
+        await until(lambda: self.done.count("identity") >= 3)
+        return await super().identity()
+
+
+async def test_a_process_that_starts_slowly_is_asked_again_and_waited_for(monkeypatch):
+    monkeypatch.setattr("torchtitan.experiments.rl.fleet.supervisor.IDENTIFY_S", 0.01)
+    made, watching = Slow(), Watching()
+    assert await watching.supervisor.start(made) == "set up done"
+    assert made.spawned == ["generator_1_1"] and watching.failures == []
     await watching.supervisor.close()
 
 

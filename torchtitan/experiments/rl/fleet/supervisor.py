@@ -39,6 +39,10 @@ first, in any order.
 """
 
 
+IDENTIFY_S = 15.0
+"""Seconds after which a process that is being started is asked once more who it is."""
+
+
 class Supervisor:
     """Call `start` and `connect` for each role, and `close` before the processes are shut down."""
 
@@ -224,7 +228,7 @@ class Supervisor:
 
     async def _watch(self, actor: Any, life: Lifetime, *, runs_user_code: bool = False) -> None:  # noqa: ANN401
         """End ``life`` when the actor's process dies, at once if it is on this host, or hangs."""
-        identity: ProcessIdentity = await life.call(actor.identity.call_one())
+        identity = await self._identify(actor, life)
         if identity.host == host_identity():
             life.watch(identity.pid, identity.output)
         if self._console.notes is not None:
@@ -232,6 +236,34 @@ class Supervisor:
         self._run_beside(
             self._hangs.watch(actor, life, stacks=identity.stacks, blocks=runs_user_code)
         )
+
+    async def _identify(self, actor: Any, life: Lifetime) -> ProcessIdentity:  # noqa: ANN401
+        """Return who answers as the actor, however long its process takes to start.
+
+        Monarch 0.7.0 drops a call to a process that is killed in the milliseconds in which its
+        actor is made, and reports the death under the name of an actor of its own. A later call to
+        the same process is refused at once, so a process that is silent is asked again.
+
+        Raises:
+            ProcessLost: the process died.
+        """
+        asked = [asyncio.ensure_future(life.call(actor.identity.call_one()))]
+        try:
+            while True:
+                answered, _ = await asyncio.wait(
+                    asked, timeout=IDENTIFY_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if asked[0] in answered:
+                    return asked[0].result()
+                for answer in answered:
+                    if answer.exception() is None:
+                        return answer.result()
+                    life.end("its process ended while it was started")
+                    raise ProcessLost(life.name, await life.ended()) from answer.exception()
+                asked.append(asyncio.ensure_future(life.call(actor.identity.call_one())))
+        finally:
+            for answer in asked:
+                answer.cancel()
 
     async def _connect(self, role: Role) -> None:
         while True:
