@@ -37,7 +37,7 @@ def run(config: str, bound: int, *, steps: int, folder: Path) -> Side:
     words = f"--config {config} --steps {steps} --max-offpolicy-steps {bound} --validation.every {steps}".split()
     words += ["--run-dir", str(folder), "--trainer.no-save-final-model"]
     subprocess.run(
-        [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words],
+        [sys.executable, "-m", "torchtitan.experiments.rl.train", *words],
         cwd=ROOT,
         check=True,
         stdout=subprocess.DEVNULL,

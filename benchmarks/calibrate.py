@@ -248,7 +248,7 @@ def run(scenario: Scenario, folder: Path, steps: int) -> None:
     command = [
         sys.executable,
         "-m",
-        "torchtitan.experiments.rl.grpo",
+        "torchtitan.experiments.rl.train",
         *scenario.words(steps, folder),
     ]
     process = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)

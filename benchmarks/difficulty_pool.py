@@ -53,7 +53,7 @@ def run(config: str, *, seed: int, target: float, folder: Path) -> Side:
     output = folder.with_suffix(".log")
     with output.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words],
+            [sys.executable, "-m", "torchtitan.experiments.rl.train", *words],
             cwd=ROOT,
             stdout=file,
             stderr=subprocess.STDOUT,

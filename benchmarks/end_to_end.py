@@ -101,7 +101,7 @@ def run_command(
     words += ["--max-offpolicy-steps", "0"] if args.synchronous else []
     with (folder / "output").open("w") as output:
         subprocess.run(
-            [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words],
+            [sys.executable, "-m", "torchtitan.experiments.rl.train", *words],
             cwd=ROOT,
             check=True,
             stdout=output,

@@ -43,7 +43,7 @@ def run(words: list[str], folder: Path) -> list[dict]:
     command = [
         sys.executable,
         "-m",
-        "torchtitan.experiments.rl.grpo",
+        "torchtitan.experiments.rl.train",
         *words,
         "--run-dir",
         str(folder),

@@ -100,7 +100,7 @@ def main() -> None:
         ]
         words += ["--trainer.no-save-final-model"]
         output = subprocess.run(
-            [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words],
+            [sys.executable, "-m", "torchtitan.experiments.rl.train", *words],
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from torchtitan.experiments.rl.observability.metrics import read_metrics  # noqa: E402
 
-COMMAND = [sys.executable, "-m", "torchtitan.experiments.rl.grpo"]
+COMMAND = [sys.executable, "-m", "torchtitan.experiments.rl.train"]
 DEMO = "--config rl_grpo_qwen3_debug --validation.every 0 --trainer.no-save-final-model".split()
 INTERVAL = 20
 WARM_UP = 20

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [
     sys.executable,
     "-m",
-    "torchtitan.experiments.rl.grpo",
+    "torchtitan.experiments.rl.train",
     "--config",
     "rl_grpo_qwen3_debug",
     "--steps",

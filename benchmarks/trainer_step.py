@@ -73,7 +73,7 @@ def recorded_samples(folder: str | None) -> list[TrainingSample]:
         command = [
             sys.executable,
             "-m",
-            "torchtitan.experiments.rl.grpo",
+            "torchtitan.experiments.rl.train",
             "--config",
             "rl_grpo_qwen3_debug",
         ]

@@ -996,7 +996,7 @@ def command_run(setting: Setting, *words: str) -> tuple[Figures, str]:
         Failed: it ended with another exit code than 0.
     """
     folder, began = run_folder(setting), time.time()
-    command = [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words]
+    command = [sys.executable, "-m", "torchtitan.experiments.rl.train", *words]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

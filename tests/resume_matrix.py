@@ -394,8 +394,8 @@ def faults(base: Path, limit_s: float) -> Iterator[Result]:
     folder.commit(STEPS)
     rl = "torchtitan.experiments.rl"
     for name, command_words in {
-        "--resume": [f"{rl}.grpo", "--resume", str(forged), "--steps", "99"],
-        "--init-from": [f"{rl}.grpo", *SMALL, "--init-from", str(forged)],
+        "--resume": [f"{rl}.train", "--resume", str(forged), "--steps", "99"],
+        "--init-from": [f"{rl}.train", *SMALL, "--init-from", str(forged)],
         "rl-export": [f"{rl}.export", str(forged), "--to", str(forged.parent / "policy")],
     }.items():
         ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""The command ``python -m torchtitan_rl NAME ...``, such as ``python -m torchtitan_rl grpo``."""
+"""The command ``python -m torchtitan_rl NAME ...``, such as ``python -m torchtitan_rl train``."""
 
 import sys
 

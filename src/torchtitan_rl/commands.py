@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torchtitan_rl import DISTRIBUTION, installed_folder, library_folder
 
-MODULES = ("grpo", "evaluate", "report", "export", "play", "simulate", "hosts.agent")
+MODULES = ("train", "evaluate", "report", "export", "play", "simulate", "hosts.agent", "grpo")
 """Modules of the library that ``python -m torchtitan_rl`` runs."""
 
 NOT_RESOLVED = ("torchstore==0.1.2",)
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def train() -> int:
-    return _run("grpo")
+    return _run("train")
 
 
 def evaluate() -> int:

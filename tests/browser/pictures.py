@@ -1,6 +1,6 @@
 """Pictures of the report of a run, by Chromium. Those of README, taken anew:
 
-    .venv/bin/python -m torchtitan.experiments.rl.grpo --config rl_guess_number_qwen3_debug --steps 40 \
+    .venv/bin/python -m torchtitan.experiments.rl.train --config rl_guess_number_qwen3_debug --steps 40 \
         --recorder.trainer-logprobs --run-dir outputs/pictures
     .venv/bin/python -m tests.browser.pictures outputs/pictures
 

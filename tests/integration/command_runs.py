@@ -21,7 +21,7 @@ from torchtitan.experiments.rl.observability.metrics import read_metrics
 from torchtitan.experiments.rl.process.temporary import SHARED_MEMORY, shared_memory_of
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULE = "torchtitan.experiments.rl.grpo"
+MODULE = "torchtitan.experiments.rl.train"
 SMALL = "--rollouts-per-step 32 --validation.examples 8 --post-batch-filters none".split()
 """Without the filters that make a step smaller: so many rollouts are trained in each."""
 ENDLESS = ["--steps", "100000", "--validation.every", "0"]

@@ -97,7 +97,7 @@ def everything():
 """
 
 
-def command(folder: Path, *words: str, path: Path | None = None, name: str = "grpo") -> None:
+def command(folder: Path, *words: str, path: Path | None = None, name: str = "train") -> None:
     """Run the command to its end; what it prints goes beside its folder, and no process is left."""
     run = [
         sys.executable,

@@ -164,7 +164,7 @@ def test_a_checkout_in_the_current_folder_wins_as_its_child_processes_take_it(in
 def test_another_torchtitan_in_the_current_folder_is_refused_by_the_commands(installed, tmp_path):
     (tmp_path / "torchtitan").mkdir()
     (tmp_path / "torchtitan/__init__.py").write_text("")
-    for words in (["rl-train"], ["python", "-m", "torchtitan_rl", "grpo"]):
+    for words in (["rl-train"], ["python", "-m", "torchtitan_rl", "train"]):
         refused = installed.run(*words, "--list", folder=tmp_path)
         assert (refused.returncode, refused.stdout) == (2, "")
         assert_one_line(refused.stderr, f"error: {tmp_path / 'torchtitan'} would be imported in")
@@ -181,7 +181,7 @@ def test_each_command_is_also_a_word_after_python_m_torchtitan_rl(installed, tmp
     for words, given in (([], "''"), (["grppo"], "'grppo'")):
         refused = installed.run(*python, *words, folder=tmp_path)
         assert refused.returncode == 2
-        assert_one_line(refused.stderr, f"error: no command {given}; there are grpo, evaluate, ")
+        assert_one_line(refused.stderr, f"error: no command {given}; there are train, evaluate, ")
 
 
 def test_an_editable_install_gives_the_checkout_and_uninstalling_leaves_nothing(wheel, tmp_path):
@@ -248,7 +248,7 @@ def test_make_installs_the_commands_once_and_they_take_a_task_of_any_folder(tmp_
         "no package is downloaded again"
     )
     assert "Nothing to be done" in make_install(tmp_path / "checkout")
-    for words in (["rl-train"], ["python", "-m", "torchtitan_rl", "grpo"]):
+    for words in (["rl-train"], ["python", "-m", "torchtitan_rl", "train"]):
         listed = fresh.run(*words, "--module", "mine", "--list", folder=own)
         assert (listed.returncode, listed.stdout) == (0, "rl_mine  Mine.\n"), listed.stderr
 

@@ -50,7 +50,7 @@ def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing(st
         "stopping after this step; once more stops at once",
         f"folder      {run.folder}",
         f"see it      {typed_command('report')} {run.folder}",
-        f"go on with  {typed_command('grpo')} --resume {run.folder}",
+        f"go on with  {typed_command('train')} --resume {run.folder}",
     ]
     for record in run.steps:
         assert_ledger_balances(record)
@@ -72,7 +72,7 @@ def test_a_signal_to_every_process_of_the_job_ends_the_run_with_a_checkpoint_and
     (checkpoint,) = (run.folder / "checkpoints").iterdir()
     verify(checkpoint)
     assert step_of(checkpoint) == run.steps[-1]["step"]
-    assert run.out.endswith(f"go on with  {typed_command('grpo')} --resume {run.folder}\n")
+    assert run.out.endswith(f"go on with  {typed_command('train')} --resume {run.folder}\n")
     run.assert_nothing_left()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.integration.processes import open_files, process_stat
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULE = "torchtitan.experiments.rl.grpo"
+MODULE = "torchtitan.experiments.rl.train"
 ORPHAN_LIMIT_S = 60.0
 """What is left of a run whose command was killed has this long to end by itself."""
 COMPILED = os.environ.get(

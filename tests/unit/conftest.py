@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from tests.unit.command_line import LIMIT_S, assert_one_line
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
-from torchtitan.experiments.rl.grpo import main
+from torchtitan.experiments.rl.train import main
 
 MODULE_NUMBERS = itertools.count()
 
@@ -40,7 +40,7 @@ def command(capsys, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("a process was about to be spawned")
 
-    monkeypatch.setattr("torchtitan.experiments.rl.grpo._run", refuse)
+    monkeypatch.setattr("torchtitan.experiments.rl.train._run", refuse)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         code = main(list(arguments))

@@ -33,10 +33,10 @@ from torchtitan.experiments.rl.command.command_line import (
 from torchtitan.experiments.rl.command.options import override
 from torchtitan.experiments.rl.data.dataset import MadeDataset
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.policy import ModelReference
 from torchtitan.experiments.rl.tasks import Dataset, MemoryRows, RowDataset, Task, question_task
 from torchtitan.experiments.rl.tasks.questions import QuestionTask
+from torchtitan.experiments.rl.train import main
 from torchtitan.experiments.rl.training.recompute import CompiledFullAC
 
 CONFIGS = config_functions(DEFAULT_MODULE)

@@ -263,7 +263,7 @@ def test_folders_made_on_the_way_to_one_that_can_not_be_made_are_removed(refused
 def test_a_runs_folder_is_made_and_holds_the_command_alone(command, tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(
-        "torchtitan.experiments.rl.grpo._run",
+        "torchtitan.experiments.rl.train._run",
         lambda config, start, name: made.append(start.run_dir) or 0,
     )
     assert command(*DEBUG, "--run-dir", str(tmp_path / "a" / "b"))[0] == 0
@@ -313,7 +313,7 @@ def test_a_dataset_file_that_is_none_is_refused_before_a_run(
 )
 def test_the_command_itself_ends_in_one_line(tmp_path, words, part):
     ended = subprocess.run(
-        [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *DEBUG, *words],
+        [sys.executable, "-m", "torchtitan.experiments.rl.train", *DEBUG, *words],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -345,7 +345,14 @@ def test_a_locale_without_utf_8_is_no_obstacle(tmp_path):
         (["--config", "grün", "--dry-run"], "model          0.9M parameters"),
     ):
         ended = subprocess.run(
-            [sys.executable, "-m", "torchtitan.experiments.rl.grpo", "--module", "umlauts", *words],
+            [
+                sys.executable,
+                "-m",
+                "torchtitan.experiments.rl.train",
+                "--module",
+                "umlauts",
+                *words,
+            ],
             cwd=tmp_path,
             env=os.environ | locale,
             capture_output=True,

@@ -186,7 +186,7 @@ def environment(tmp_path, monkeypatch):
         (programs / name).chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.executable", str(programs / "python"))
-    monkeypatch.setattr("sys.argv", ["grpo.py"])
+    monkeypatch.setattr("sys.argv", ["train.py"])
     monkeypatch.setenv("PATH", "/nowhere")
     return programs
 
@@ -201,8 +201,8 @@ def next_commands(tmp_path, **changes) -> list[str]:
 @pytest.mark.parametrize(
     ("started_as", "on_path", "words"),
     [
-        ("grpo.py", False, ".venv/bin/python -m torchtitan.experiments.rl.{module}"),
-        ("grpo.py", True, "python -m torchtitan.experiments.rl.{module}"),
+        ("train.py", False, ".venv/bin/python -m torchtitan.experiments.rl.{module}"),
+        ("train.py", True, "python -m torchtitan.experiments.rl.{module}"),
         ("torchtitan_rl/__main__.py", True, "python -m torchtitan_rl {module}"),
         (".venv/bin/rl-train", False, ".venv/bin/{script}"),
         (".venv/bin/rl-train", True, "{script}"),
@@ -220,7 +220,7 @@ def test_the_summary_ends_with_the_commands_that_come_next_as_this_one_was_start
     report, play, evaluate, train = (
         words.format(module=module, script=script)
         for module, script in zip(
-            ("report", "play", "evaluate", "grpo"),
+            ("report", "play", "evaluate", "train"),
             ("rl-report", "rl-play", "rl-evaluate", "rl-train"),
             strict=True,
         )

@@ -18,7 +18,6 @@ from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.judge import Reply
 from torchtitan.experiments.rl.generation.references import FrozenModel
-from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.loops.step_metrics import (
     _ages,
     _demonstration_metrics,
@@ -29,6 +28,7 @@ from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_ro
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks import DemonstrationTask, MemoryRows, RowDataset
 from torchtitan.experiments.rl.tasks.demonstrations import conversation_of, sample_of
+from torchtitan.experiments.rl.train import main
 
 CHAT = [
     {"role": "system", "content": "be brief"},

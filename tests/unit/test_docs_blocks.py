@@ -21,8 +21,8 @@ from torchtitan.experiments.rl.command.build import build_tasks, read_policy_tok
 from torchtitan.experiments.rl.command.checks import check
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command
 from torchtitan.experiments.rl.config_registry import rl_math_qwen3, rl_questions_qwen3_debug
-from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.tasks import question_task
+from torchtitan.experiments.rl.train import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

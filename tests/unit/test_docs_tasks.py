@@ -15,10 +15,10 @@ from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
-from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
+from torchtitan.experiments.rl.train import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))

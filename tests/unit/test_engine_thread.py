@@ -34,9 +34,9 @@ from torchtitan.experiments.rl.generation.engine import (
     Result,
 )
 from torchtitan.experiments.rl.generation.engine_thread import EngineThread
-from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
+from torchtitan.experiments.rl.train import main
 from torchtitan.experiments.rl.weights.snapshot import fingerprint
 
 CANARY = np.array([1, 2, 3], np.int32)

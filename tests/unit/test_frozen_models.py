@@ -21,9 +21,9 @@ from torchtitan.experiments.rl.generation.references import (
     hosted_models,
 )
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
-from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.plan.placement import Place, needed_gpus, place
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
+from torchtitan.experiments.rl.train import main
 
 URL = "http://localhost:8000/v1"
 

@@ -15,7 +15,7 @@ from torchtitan.models.common.attention import FlexAttention
 
 from tests.fake_gpu import CAPABILITIES, fake_gpus
 from tests.stub_models import stub_model
-from torchtitan.experiments.rl import config_registry, grpo
+from torchtitan.experiments.rl import config_registry, train
 from torchtitan.experiments.rl.command import gate, machine
 from torchtitan.experiments.rl.command.command_line import DEFAULT_MODULE, config_functions
 from torchtitan.experiments.rl.config_registry import HUB_FOLDER
@@ -79,13 +79,13 @@ def started(models, tmp_path, monkeypatch, capsys):
     )
     monkeypatch.setattr(gate, "run_preflight", lambda *arguments: {})  # tests of the tasks have it
     plans, numbers = [], itertools.count()
-    monkeypatch.setattr(grpo, "_run", lambda config, start, name: plans.append(start.plan) or 0)
-    monkeypatch.setattr(grpo, "_submit", lambda config, start: plans.append(start.plan) or 0)
+    monkeypatch.setattr(train, "_run", lambda config, start, name: plans.append(start.plan) or 0)
+    monkeypatch.setattr(train, "_submit", lambda config, start: plans.append(start.plan) or 0)
 
     def start(name, *words):
         # Two runs of a second would take the same folder.
         own = ["--output-dir", f"outputs/{next(numbers)}"]
-        code = grpo.main(["--config", name, *own, *words, *OWN_DATA.get(name, [])])
+        code = train.main(["--config", name, *own, *words, *OWN_DATA.get(name, [])])
         out, err = capsys.readouterr()
         if code == 0:
             return plans.pop()

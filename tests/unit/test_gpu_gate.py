@@ -4,9 +4,9 @@ import pytest
 
 from tests.fake_gpu import CAPABILITIES, fake_gpus
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
-from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.policy import folder_spec, policy_spec
+from torchtitan.experiments.rl.train import main
 
 MODEL = rl_grpo_qwen3_debug().model
 

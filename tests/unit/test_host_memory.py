@@ -16,13 +16,13 @@ from torchtitan.experiments.rl.command import machine
 from torchtitan.experiments.rl.command.checks import plan_run
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.fleet.hosts import check_host_memory
-from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.hosts.job import gib_of
 from torchtitan.experiments.rl.hosts.jobs import KubernetesJob, SlurmJob
 from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.plan.placement import needed_gpus
 from torchtitan.experiments.rl.plan.plan import GIB, PROCESS_GIB, RunPlan, host_memory
 from torchtitan.experiments.rl.process import host
+from torchtitan.experiments.rl.train import main
 from torchtitan.experiments.rl.training.reference import ReferenceConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import HfApi
 
 from tests.unit.command_line import assert_one_line
-from torchtitan.experiments.rl import export, grpo
+from torchtitan.experiments.rl import export, train
 from torchtitan.experiments.rl.command import hub as config_hub
 from torchtitan.experiments.rl.compat import huggingface_hub as hub
 
@@ -67,7 +67,7 @@ def test_the_newest_policy_of_a_run_is_pushed(hub_answers, command, tmp_path, mo
             (run / "policy" / f"step-{step}").mkdir(parents=True)
         return 0
 
-    monkeypatch.setattr(grpo, "_run", trained)
+    monkeypatch.setattr(train, "_run", trained)
     code, out, err = command(*DEBUG, "--run-dir", str(run), "--push-to-hub", "me/mine")
     assert (code, err) == (0, "") and hub_answers == [("me/mine", run / "policy/step-10")]
     assert out.endswith("pushed      https://hub/me/mine\n")

@@ -301,7 +301,7 @@ def test_variables_that_have_rich_colour_a_pipe_do_not_colour_ours(monkeypatch, 
 def test_the_console_of_a_pipe_imports_no_rich():
     code = (
         "import sys\n"
-        "from torchtitan.experiments.rl import grpo\n"
+        "from torchtitan.experiments.rl import train\n"
         "from torchtitan.experiments.rl.observability.console import Console\n"
         "Console().note('resumed')\n"
         "print([name for name in sys.modules if name.partition('.')[0] == 'rich'])"

@@ -19,10 +19,10 @@ from torchtitan.experiments.rl.command.machine import (
     lacks,
 )
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug, rl_opd_qwen3_debug
-from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.plan.plan import GIB, RunPlan
 from torchtitan.experiments.rl.process import host
 from torchtitan.experiments.rl.process.host import raise_descriptor_limit
+from torchtitan.experiments.rl.train import main
 
 PINS = Path(__file__).resolve().parents[2] / "requirements"
 

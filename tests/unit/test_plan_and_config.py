@@ -26,8 +26,8 @@ from torchtitan.experiments.rl.command.command_line import (
 )
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.grpo import main, summary_of
 from torchtitan.experiments.rl.plan.plan import GIB
+from torchtitan.experiments.rl.train import main, summary_of
 from torchtitan.experiments.rl.training.config import Compile
 
 DEBUG = ["--config", "rl_grpo_qwen3_debug"]
@@ -75,12 +75,12 @@ def printed_commands(out: str) -> list[tuple[str, Callable[[], RunConfig]]]:
     """Commands that a dry run prints, each with what reads its words and loads its config."""
     found: list[tuple[str, Callable[[], RunConfig]]] = []
     for line in out.splitlines():
-        started = re.search(r"-m torchtitan\.experiments\.rl\.(grpo|simulate) (.*)", line)
+        started = re.search(r"-m torchtitan\.experiments\.rl\.(train|simulate) (.*)", line)
         if started is None:
             continue
         name, text = started.groups()
         words = shlex.split(text.removesuffix(" &").partition("   (simulated")[0])
-        command = parse_command(words) if name == "grpo" else simulate.parse_options(words)[1]
+        command = parse_command(words) if name == "train" else simulate.parse_options(words)[1]
         found.append((name, functools.partial(load_config, command)))
     return found
 
@@ -92,7 +92,7 @@ def test_every_command_that_a_dry_run_prints_is_accepted(command, tmp_path):
         code, out, _ = command(*words, *others)
         assert code == 0
         commands = printed_commands(out)
-        assert [name for name, _ in commands] == ["grpo", "simulate", "simulate"]
+        assert [name for name, _ in commands] == ["train", "simulate", "simulate"]
         assert [load().steps for _, load in commands] == [7, 7, 7]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl import grpo
+from torchtitan.experiments.rl import train
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.console import Console
 from torchtitan.experiments.rl.printable import printable, printable_json, printable_line
@@ -71,6 +71,6 @@ def test_error_lines_of_the_command_are_safe(capsys, monkeypatch):
     def refuse(command):
         raise ConfigError("tasks", ATTACK, "x\x1b[0m")
 
-    monkeypatch.setattr(grpo, "load_config", refuse)
-    assert grpo.main(["--config", "rl_grpo_qwen3_debug"]) == 2
+    monkeypatch.setattr(train, "load_config", refuse)
+    assert train.main(["--config", "rl_grpo_qwen3_debug"]) == 2
     assert not ACTS.search(capsys.readouterr().err)

@@ -162,7 +162,7 @@ def mine():
 )
 def test_the_command_plans_for_cpu_whatever_a_users_module_imports_first(first, tmp_path):
     (tmp_path / "my_tasks.py").write_text(MY_TASKS)
-    code = f"{first}import sys; from torchtitan.experiments.rl.grpo import main; sys.exit(main(sys.argv[1:]))"
+    code = f"{first}import sys; from torchtitan.experiments.rl.train import main; sys.exit(main(sys.argv[1:]))"
     words = ["--module", "my_tasks", "--config", "mine", "--dry-run"]
     env = {
         **os.environ,
@@ -172,7 +172,7 @@ def test_the_command_plans_for_cpu_whatever_a_users_module_imports_first(first, 
     command = (
         [sys.executable, "-c", code]
         if first
-        else [sys.executable, "-m", "torchtitan.experiments.rl.grpo"]
+        else [sys.executable, "-m", "torchtitan.experiments.rl.train"]
     )
     result = subprocess.run(
         [*command, *words], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120

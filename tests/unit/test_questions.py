@@ -19,8 +19,8 @@ from torchtitan.experiments.rl.command.command_line import load_config, parse_co
 from torchtitan.experiments.rl.command.resume import resolved_config
 from torchtitan.experiments.rl.config_registry import rl_questions_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
-from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.tasks import MemoryRows, RewardFn, RowDataset, Rubric, question_task
+from torchtitan.experiments.rl.train import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
 README = (Path(__file__).parents[2] / "README.md").read_text()

@@ -120,9 +120,10 @@ def test_what_the_demo_prints_is_shown_as_the_console_prints_it(monkeypatch):
     assert live[1] == progress.line()
 
 
-def test_every_named_config_is_listed():
+@pytest.mark.parametrize("module", ["train", "grpo"])
+def test_every_named_config_is_listed(module):
     listed = subprocess.run(
-        [sys.executable, "-m", "torchtitan.experiments.rl.grpo", "--list"],
+        [sys.executable, "-m", f"torchtitan.experiments.rl.{module}", "--list"],
         capture_output=True,
         text=True,
         check=True,

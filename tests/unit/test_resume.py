@@ -72,7 +72,7 @@ def resumed(command, monkeypatch):
         start.lock.close()
         return 0
 
-    monkeypatch.setattr("torchtitan.experiments.rl.grpo._run", run)
+    monkeypatch.setattr("torchtitan.experiments.rl.train._run", run)
 
     def resume(*words: str):
         starts.clear()

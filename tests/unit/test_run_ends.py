@@ -135,7 +135,7 @@ def test_a_second_ctrl_c_ends_everything_at_once_and_keeps_the_last_checkpoint(e
     assert out.splitlines() == [
         f"saved       step 20: {tmp_path}/checkpoints/step-000020",
         f"see it      {typed_command('report')} {tmp_path}",
-        f"go on with  {typed_command('grpo')} --resume {tmp_path}",
+        f"go on with  {typed_command('train')} --resume {tmp_path}",
     ]
     assert ending(Running(), signal.SIGINT, signal.SIGINT, steps=())[1] == out
 

@@ -96,7 +96,7 @@ def test_the_command_submits_itself_and_says_how_to_follow_stop_and_resume(
     )
     assert (
         started
-        == f"{sys.executable} -m torchtitan.experiments.rl.grpo {' '.join(words)} --run-dir {run} &"
+        == f"{sys.executable} -m torchtitan.experiments.rl.train {' '.join(words)} --run-dir {run} &"
     )
 
 
@@ -104,7 +104,7 @@ def test_the_script_names_an_installed_library_by_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchtitan_rl", ModuleType("torchtitan_rl"))
     script = SlurmJob(hosts=1).script(["--config", "NAME"], "/shared/run", 1)
     assert f" {sys.executable} -m torchtitan_rl hosts.agent --port 22222 &\n" in script
-    assert f"\n{sys.executable} -m torchtitan_rl grpo --config NAME &\n" in script
+    assert f"\n{sys.executable} -m torchtitan_rl train --config NAME &\n" in script
 
 
 def test_a_dry_run_prints_the_script_and_leaves_nothing(command, tmp_path):
@@ -139,7 +139,7 @@ def test_the_command_in_the_allocation_takes_the_folder_of_its_submission(
     (run / "slurm-4242.log").touch()
     monkeypatch.setenv(slurm.HOSTS_VARIABLE, "node7 ")
     monkeypatch.setattr(
-        "torchtitan.experiments.rl.grpo._run", lambda config, start, name: taken.append(start) or 0
+        "torchtitan.experiments.rl.train._run", lambda config, start, name: taken.append(start) or 0
     )
     assert command(*words)[0] == 0
     assert isinstance(taken[0], Ready)
@@ -165,7 +165,7 @@ def test_a_submission_that_finds_no_run_to_resume_names_a_new_folder(command, tm
     words = ("--config", "rl_grpo_qwen3_32b_32", "--provision.job", "slurm", "--resume", "auto")
     code, out, _ = command(*words, "--output-dir", str(tmp_path), "--dry-run")
     assert code == 0 and "has a checkpoint: a new run starts" in out
-    (started,) = (line for line in out.splitlines() if line.endswith(" &") and ".grpo " in line)
+    (started,) = (line for line in out.splitlines() if line.endswith(" &") and ".train " in line)
     assert f" --run-dir {tmp_path}/rl_grpo_qwen3_32b_32-" in started and "--resume" not in started
 
 

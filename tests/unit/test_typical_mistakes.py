@@ -386,7 +386,7 @@ def test_a_reward_function_that_ends_the_command_is_named(config_module, body):
     name, file = config_module(f"import os\n{MODULE}\n{classes}\n{MADE.format(task=task)}")
     words = [
         "-m",
-        "torchtitan.experiments.rl.grpo",
+        "torchtitan.experiments.rl.train",
         "--module",
         name,
         "--config",

@@ -47,7 +47,7 @@ def train(config: RunConfig, *words: str) -> Path:
         source = [] if "--resume" in words else ["--module", __name__, "--config", script.__name__]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = subprocess.Popen(
-            [sys.executable, "-u", *module_words("grpo"), *source, *words],
+            [sys.executable, "-u", *module_words("train"), *source, *words],
             env=os.environ | {_VARIABLE: str(file), "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -129,7 +129,7 @@ def parse_command(words: list[str]) -> Command:
     ``--help`` without a config explains both and exits.
     """
     parser = argparse.ArgumentParser(
-        prog=typed_command("grpo"),
+        prog=typed_command("train"),
         description="Reinforcement learning of a language model. Any field of the config can be "
         "overridden: --steps 50, --trainer.optimizer.lr 1e-5, --tasks.sum-digits.group-size 16; "
         "--config NAME --help lists them all.",
@@ -293,7 +293,7 @@ def parse_with_own(
             "--config",
             None,
             (
-                f"name a config, or a run as --model; {typed_command('grpo')} --list prints the "
+                f"name a config, or a run as --model; {typed_command('train')} --list prints the "
                 "configs"
             ),
         )

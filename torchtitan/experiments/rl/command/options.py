@@ -450,7 +450,7 @@ def text_of_value(value: Any) -> str:
 
 def help_of(config: Any) -> str:
     """Return the list of a config's options, with descriptions, bounds and present values."""
-    lines = [f"usage: {typed_command('grpo')} --config NAME [--option value ...]"]
+    lines = [f"usage: {typed_command('train')} --config NAME [--option value ...]"]
     heading: tuple[Any, ...] | None = None
     for option in options_of(config).values():
         if option.keys[:-1] != heading:

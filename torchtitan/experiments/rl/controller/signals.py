@@ -225,5 +225,5 @@ def _say_what_is_left(start: Ready) -> None:
         lines = ["saved       no checkpoint: the run had not taken one"]
     lines.append(f"see it      {typed_command('report')} {folder}")
     if saved:
-        lines.append(f"go on with  {typed_command('grpo')} --resume {folder}")
+        lines.append(f"go on with  {typed_command('train')} --resume {folder}")
     write_line(sys.stdout, "\n".join(lines))

@@ -153,7 +153,7 @@ class SlurmJob(ClusterJob):
         cores = "" if self.cores_per_host is None else f" --cpus-per-task={self.cores_per_host}"
         agent, run = (
             shlex.join([sys.executable, *module_words(module)])
-            for module in ("hosts.agent", "grpo")
+            for module in ("hosts.agent", "train")
         )
         names = """$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\\n' ' ')"""
         identities = serialize_service_proc_ids([new_service_proc_id() for _ in range(hosts)])

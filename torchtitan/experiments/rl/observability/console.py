@@ -336,7 +336,7 @@ def _next_commands(summary: RunSummary) -> dict[str, str]:
             commands["measure it"] = f"{typed_command('evaluate')} --model {folder}"
     if "checkpoint" in summary.files:
         more = f" --steps {2 * summary.total_steps}" if summary.stopped_by is None else ""
-        commands["go on with"] = f"{typed_command('grpo')} --resume {folder}{more}"
+        commands["go on with"] = f"{typed_command('train')} --resume {folder}{more}"
     return commands
 
 
@@ -476,13 +476,13 @@ def write_line(stream: TextIO, text: str) -> None:
 
 
 def typed_command(module: str) -> str:
-    """Return how a command of the library, such as "grpo" or "report", is started here.
+    """Return how a command of the library, such as "train" or "report", is started here.
 
     It is started as this process was, by an installed script or by an interpreter.
     """
     script = Path(sys.argv[0])
     if script.name.startswith("rl-"):  # of src/torchtitan_rl/commands.py
-        return _typed(script.with_name("rl-train" if module == "grpo" else f"rl-{module}"))
+        return _typed(script.with_name(f"rl-{module}"))
     return f"{_typed(Path(sys.executable))} {' '.join(module_words(module))}"
 
 

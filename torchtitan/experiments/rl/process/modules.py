@@ -4,7 +4,7 @@ import sys
 
 
 def module_words(module: str) -> list[str]:
-    """Return the words for Python that run a module of this library, such as "grpo".
+    """Return the words for Python that run a module of this library, such as "train".
 
     They name the library as this process found it. If it imported ``torchtitan_rl``, the library is
     an installed one, which another process finds by that package alone. Else this process stands in
