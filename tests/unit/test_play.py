@@ -1,4 +1,4 @@
-"""A person as the policy: what is shown, what answers become, and that a session is a record."""
+"""A person as the policy: what is shown, what answers become, and that a play is a record."""
 
 import asyncio
 import json
@@ -136,7 +136,7 @@ async def test_the_person_is_the_judge_too_and_sees_the_question(capsys):
 
 
 @pytest.mark.parametrize("lines", [[], ["/quit"], ["<<<", "half"]])
-def test_a_session_that_is_left_answers_nothing_more(lines):
+def test_a_play_that_is_left_answers_nothing_more(lines):
     player = player_of(lines)
     player.prompts.append("Say it.")
     for rollout in (0, 1):
@@ -167,7 +167,7 @@ def test_a_tool_call_is_offered_where_the_prompt_has_tools(capsys, prompt, calls
 
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt, "/quit"])
 @pytest.mark.parametrize("answers", [0, 1])
-def test_a_session_that_is_left_ends_well_and_says_so(tmp_path, capsys, monkeypatch, end, answers):
+def test_a_play_that_is_left_ends_well_and_says_so(tmp_path, capsys, monkeypatch, end, answers):
     def read() -> str:
         if not isinstance(end, str):
             raise end
@@ -183,9 +183,7 @@ def test_a_session_that_is_left_ends_well_and_says_so(tmp_path, capsys, monkeypa
         and "error" not in out
         and "would not be trained on" not in out
     )
-    assert ("The session was ended: a rollout that had not ended has no reward." in out) == (
-        answers == 1
-    )
+    assert ("You left: a rollout that had not ended has no reward." in out) == (answers == 1)
     assert ("left: nothing was answered, and nothing is saved" in out) == (answers == 0)
     assert (tmp_path / "played").exists() == (answers == 1)
 
@@ -203,7 +201,7 @@ def test_only_what_is_new_of_a_prompt_is_shown_and_nothing_acts_on_the_terminal(
     )
 
 
-def test_a_session_ends_with_rewards_and_a_record(tmp_path, capsys):
+def test_a_play_ends_with_rewards_and_a_record(tmp_path, capsys):
     game = rl_guess_number_qwen3_debug().tasks["guess_number"].dataset.build()[0].env_input
     folder = tmp_path / "played"
     words = ["--config", "rl_guess_number_qwen3_debug", "--run-dir", str(folder), "--rollouts", "2"]

@@ -2,7 +2,7 @@
 
     python -m torchtitan.experiments.rl.play --config NAME --task T [--example N] [overrides]
 
-Exit codes: 0 the rollouts ended, or the person ended the session; 1 a rollout failed; 2 the config
+Exit codes: 0 the rollouts ended, or the person left; 1 a rollout failed; 2 the config
 can't be played.
 """
 
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=typed_command("play"),
         description="Be the policy of a task in the terminal: see the prompts as the model does, "
-        "answer, and see the rewards, the tokens and what would be trained. The session is saved "
+        "answer, and see the rewards, the tokens and what would be trained. The play is saved "
         "as a record. Fields of the config can be overridden.",
         epilog="Also as a run's command: --module MODULE, --run-dir FOLDER (for the record).",
         allow_abbrev=False,

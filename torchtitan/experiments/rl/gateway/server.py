@@ -32,7 +32,7 @@ from torchtitan.experiments.rl.gateway.request import (
     Refusal,
     event,
 )
-from torchtitan.experiments.rl.gateway.session import AgentRollout, Call
+from torchtitan.experiments.rl.gateway.rollout import AgentRollout, Call
 
 logger = logging.getLogger(__name__)
 

@@ -322,7 +322,7 @@ class HostPool:
 
 def attach(
     workers: Sequence[str],
-    endpoints: Sequence[tuple[str, int] | str],
+    addresses: Sequence[tuple[str, int] | str],
     *,
     timeout_s: float,
     stopped: Callable[[], bool] = lambda: False,
@@ -336,7 +336,7 @@ def attach(
 
     Args:
         workers: Monarch's address of each agent.
-        endpoints: host name and port that each agent listens at, or the path of its socket.
+        addresses: host name and port that each agent listens at, or the path of its socket.
         timeout_s: limit for all agents to listen.
         stopped: returns True if the run was stopped, and wants no hosts any more.
         printed: file that gets what Monarch prints.
@@ -344,7 +344,7 @@ def attach(
     Raises:
         RunError: an agent does not listen, or the attach fails.
     """
-    for port in sorted({endpoint[1] for endpoint in endpoints if not isinstance(endpoint, str)}):
+    for port in sorted({address[1] for address in addresses if not isinstance(address, str)}):
         print(
             f"warning: whoever reaches port {port} of these hosts can run code as you: "
             "give them a network of their own (docs/security.md)",
@@ -352,11 +352,11 @@ def attach(
             flush=True,
         )
     deadline = time.monotonic() + timeout_s
-    for index, endpoint in enumerate(endpoints):
-        while (fault := _connection_fault(endpoint)) is not None:
-            where = endpoint if isinstance(endpoint, str) else f"{endpoint[0]}:{endpoint[1]}"
+    for index, address in enumerate(addresses):
+        while (fault := _connection_fault(address)) is not None:
+            where = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
             late = (
-                f"host {index} of {len(endpoints)}: no agent at {where} after {timeout_s:g} s "
+                f"host {index} of {len(addresses)}: no agent at {where} after {timeout_s:g} s "
                 f"({fault}): see that host's log, or give it longer (provision.job.start_timeout_s)"
             )
             _check_wait(stopped, deadline, late)
@@ -396,14 +396,14 @@ def _check_wait(stopped: Callable[[], bool], deadline: float, late: str) -> None
         raise RunError(late)
 
 
-def _connection_fault(endpoint: tuple[str, int] | str) -> str | None:
-    """Return why no connection to ``endpoint`` can be made; None if one can."""
+def _connection_fault(address: tuple[str, int] | str) -> str | None:
+    """Return why no connection to ``address`` can be made; None if one can."""
     try:
-        if isinstance(endpoint, str):
+        if isinstance(address, str):
             with socket.socket(socket.AF_UNIX) as connection:
-                connection.connect(endpoint)
+                connection.connect(address)
         else:
-            socket.create_connection(endpoint, timeout=2).close()
+            socket.create_connection(address, timeout=2).close()
     except OSError as error:
         return error.strerror or str(error)
     return None

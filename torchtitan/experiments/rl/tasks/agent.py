@@ -9,7 +9,7 @@
     task = Solver.Config(dataset=..., rubric=..., algorithm=GRPO.Config())
     task = agent_command_task("rows.jsonl", ["python", "agent.py"], reward)
 
-The gateway answers the agent's calls, and makes turns of them (`gateway/session.py`).
+The gateway answers the agent's calls, and makes turns of them (`gateway/rollout.py`).
 """
 
 import asyncio
@@ -44,8 +44,8 @@ from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.errors import ConfigError, RunError, UserCodeError
 from torchtitan.experiments.rl.gateway.request import WISHES
+from torchtitan.experiments.rl.gateway.rollout import AUXILIARY, POLICY, AgentRollout, Sampler
 from torchtitan.experiments.rl.gateway.server import Endpoint, Gateway, gateway_at
-from torchtitan.experiments.rl.gateway.session import AUXILIARY, POLICY, AgentRollout, Sampler
 from torchtitan.experiments.rl.generation.references import ModelReference
 from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.process import foreign

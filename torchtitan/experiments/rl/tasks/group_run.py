@@ -21,7 +21,7 @@ from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
 from torchtitan.experiments.rl.envs.yield_queue import Line, yield_queue
 from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout, users_traceback
-from torchtitan.experiments.rl.gateway.session import AgentRollout
+from torchtitan.experiments.rl.gateway.rollout import AgentRollout
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns

@@ -1,4 +1,4 @@
-"""A session of ``rl-play``: a group of a task whose policy is a person, or a model for some turns.
+"""The work of ``rl-play``: a group of a task whose policy is a person, or a model for some turns.
 
 play           runs the group and scores it
 Player         the policy: shows prompts, reads what the person enters
@@ -72,16 +72,16 @@ class ModelAsked(Exception):
     """Raised if the person lets the model answer the turn."""
 
 
-LEFT = "the session was ended"
+LEFT = "the person left"
 """Message of the error that ends a rollout whose person has left."""
 
 
 class Left(RunError):
-    """Raised if the person has ended the session."""
+    """Raised if the person has left."""
 
 
 class ModelServer(Actor):
-    """Actor that keeps the generator of a session, in a process of its own as in a run.
+    """Actor that keeps the generator, in a process of its own as in a run.
 
     It is an actor because Monarch tells the death of a process to the actor that spawned it.
     """
@@ -149,7 +149,7 @@ class ServedModel:
         """Start nothing yet.
 
         Args:
-            folder: makes the session's folder, for the logs.
+            folder: makes the folder that the play is recorded in, for the logs.
         """
         self.stops_at_texts = plan.config.generator.engine.stops_at_texts
         self._plan = plan
@@ -337,7 +337,7 @@ class Player(ScriptedPolicy):
         self.by_model: set[tuple[int, int]] = set()
         """Rollout and turn of each reply of the model's."""
         self.left = False
-        """True if the person has ended the session."""
+        """True if the person has left."""
         self.version = step_of_policy(Path(tokenizer_path)) or 0
         self._policy = Path(tokenizer_path)
         self._make_model = model
@@ -384,7 +384,7 @@ class Player(ScriptedPolicy):
 
     @property
     def serves_a_model(self) -> bool:
-        """True if ``/model`` has asked for a generator of this session's own."""
+        """True if ``/model`` has asked for a generator of this play's own."""
         return isinstance(self._model, ServedModel)
 
     def sampled_by(self, rollout: int) -> str:
@@ -403,7 +403,7 @@ class Player(ScriptedPolicy):
         """Show what is new in a rollout's prompt, and return the person's completion.
 
         Raises:
-            Left: the person has ended the session.
+            Left: the person has left.
             ModelAsked: the person lets the model answer.
         """
         prompt = self.prompts[-1]
@@ -430,7 +430,7 @@ class Player(ScriptedPolicy):
         """Read lines until they are an answer.
 
         Raises:
-            Left: the person has ended the session.
+            Left: the person has left.
             ModelAsked: the person lets the model answer.
         """
         while True:
@@ -467,7 +467,7 @@ class Player(ScriptedPolicy):
         """Return the next line: a scripted one, or else the person's.
 
         Raises:
-            Left: the person has ended the session.
+            Left: the person has left.
         """
         if self._scripted and not self.left:
             line = self._scripted.pop(0)
@@ -530,7 +530,7 @@ def answering_model(
     A server is asked once, without further attempts: the person sees what is wrong.
 
     Args:
-        folder: makes the session's folder, for the generator's logs.
+        folder: makes the folder that the play is recorded in, for the generator's logs.
 
     Raises:
         ConfigError: the config's model or its engine is not on this machine.
@@ -572,7 +572,7 @@ def result_lines(group: RolloutGroup, player: Player) -> list[str]:
             shown[0] = shown[0].replace(f" {rollout.status.value} ", " left ", 1)
         lines += map(printable, [*shown, *_sample_lines(rollout, player.tokenizer)])
     if player.left:
-        lines.append("The session was ended: a rollout that had not ended has no reward.")
+        lines.append("You left: a rollout that had not ended has no reward.")
     elif group.failure:
         lines.append(f"The group would not be trained on: {group.failure}")
     elif len(group.rollouts) == 1:

@@ -172,7 +172,7 @@ async def test_the_error_that_arrives_keeps_nothing_of_the_one_that_was_raised()
         await reported(Local.fail)(Local())
     assert caught.value.__context__ is None and caught.value.__cause__ is None
     assert str(pickle.loads(pickle.dumps(caught.value))).startswith(
-        "worker 0: KeyError: 'the second' (test_endpoint.py:"
+        "worker 0: KeyError: 'the second' (test_actor_errors.py:"
     )
 
 
