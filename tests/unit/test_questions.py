@@ -14,8 +14,8 @@ from tests.contexts import context_of
 from tests.unit.command_line import assert_one_line
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import GRPO, MaxRL
+from torchtitan.experiments.rl.command.build import build_tasks, read_policy_tokenizer
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command
-from torchtitan.experiments.rl.command.preflight import build_tasks, read_policy_tokenizer
 from torchtitan.experiments.rl.command.resume import resolved_config
 from torchtitan.experiments.rl.config_registry import rl_questions_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
@@ -177,12 +177,12 @@ def test_a_missing_value_is_refused_with_the_field_that_gives_it_a_text(renderer
     task = question_task(ALPACA, exact, template=template, missing_text="").build(
         name="mine", context=context_of(renderer)
     )
-    assert [task.asked(row) for row in ALPACA] == ["Add.\n1 2", "Name a color.\n"]
+    assert [task.question_of(row) for row in ALPACA] == ["Add.\n1 2", "Name a color.\n"]
     lacking = [ALPACA[0], {"instruction": "Name a color.", "answer": "red"}]
     task = question_task(lacking, exact, template=template, missing_text="").build(
         name="mine", context=context_of(renderer)
     )
-    assert [task.asked(task.dataset[index].env_input) for index in range(2)] == [
+    assert [task.question_of(task.dataset[index].env_input) for index in range(2)] == [
         "Add.\n1 2",
         "Name a color.\n",
     ]
@@ -231,7 +231,7 @@ def test_a_column_of_any_name_fills_its_braces_and_other_braces_are_text(
     task = question_task(rows, exact, template=template).build(
         name="mine", context=context_of(renderer)
     )
-    assert task.asked(rows[0]) == prompt
+    assert task.question_of(rows[0]) == prompt
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,13 @@
-"""Supervised learning on conversations of a dataset: each row is rendered into a training sample; there is no env."""
+"""Trains on conversations of a dataset by supervised learning, without an env or a rollout.
 
+    row ──conversation_of──▶ messages, tools ──sample_of──▶ training sample
+                                 │       ▲
+                                 └teacher┘  (if there is one, it answers first)
+
+Each row is a group of one rollout that has ended when it begins.
+"""
+
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
@@ -19,7 +27,7 @@ from torchtitan.experiments.rl.envs.messages import (
     checked_messages,
     checked_tools,
 )
-from torchtitan.experiments.rl.envs.prompt import first_prompt
+from torchtitan.experiments.rl.envs.prompt import Prompt, first_prompt
 from torchtitan.experiments.rl.envs.renderer import control_token_in
 from torchtitan.experiments.rl.envs.yield_queue import compute
 from torchtitan.experiments.rl.errors import ConfigError, cause_of, users_traceback
@@ -37,24 +45,30 @@ from torchtitan.experiments.rl.tasks.task import Task, derive_seed
 from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-"""ShareGPT's names of roles that have another name here."""
+"""Role of a message by ShareGPT's name for it, where the two differ."""
+RENDERED_ROWS = 2_000
+"""Number of rows that are rendered before the run, which takes a second or two. Of the rows after
+them only the messages are checked."""
 
 Conversation = tuple[list[Message], list[ToolSpec] | None]
-"""Its messages, and the tools that the model was told of."""
+"""Messages of a conversation, and the tools that the model was told of."""
 
 
-def conversation_of(row: Any, *, messages: str, tools: str) -> Conversation:
-    """The conversation in a row.
+def conversation_of(row: object, *, messages: str, tools: str) -> Conversation:
+    """Return the conversation in a row.
 
-    Tables give every message the fields of every other, empty: those are left out, and content that is None is "". Messages of
-    ShareGPT, ``{"from": "human", "value": "Hi"}``, are read as ``{"role": "user", "content": "Hi"}``.
+    Tables give every message the fields of every other, empty: those are left out, and content that
+    is None is "". Messages of ShareGPT, ``{"from": "human", "value": "Hi"}``, are read as
+    ``{"role": "user", "content": "Hi"}``.
 
     Args:
-        messages: the column of the messages.
-        tools: the column of the tools; a row may have none.
+        row: a dict of columns.
+        messages: name of the column of the messages.
+        tools: name of the column of the tools; a row may have none.
 
     Raises:
-        TypeError, ValueError: it is none; names the column and the entry.
+        TypeError: the row or one of its messages has a wrong type; names the column and the entry.
+        ValueError: the row has no messages, or one that is not well-formed; names them likewise.
     """
     if not isinstance(row, Mapping):
         raise TypeError(f"it is {shown(row)}, want a dict with {messages!r}")
@@ -62,19 +76,20 @@ def conversation_of(row: Any, *, messages: str, tools: str) -> Conversation:
         # A table fills the columns that one of its rows lacks with None.
         columns = ", ".join(str(column) for column, value in row.items() if value is not None)
         raise ValueError(
-            f"it has no column {messages!r}; it has {columns}: name that of the messages as messages_column"
+            f"it has no column {messages!r}; it has {columns}: name that of the messages as "
+            "messages_column"
         )
-    given = _without_none(row[messages])
-    if isinstance(given, list):
-        given = [
-            {"content": ""} | _of_sharegpt(entry) if isinstance(entry, dict) else entry
-            for entry in given
+    raw_messages = _without_none(row[messages])
+    if isinstance(raw_messages, list):
+        raw_messages = [
+            {"content": ""} | _from_sharegpt(message) if isinstance(message, dict) else message
+            for message in raw_messages
         ]
-    checked = checked_messages(given, messages)
+    checked = checked_messages(raw_messages, messages)
     if not checked:
         raise ValueError(f"{messages} is empty")
-    found = _without_none(row.get(tools))
-    return checked, None if found is None else checked_tools(found, tools)
+    raw_tools = _without_none(row.get(tools))
+    return checked, None if raw_tools is None else checked_tools(raw_tools, tools)
 
 
 def sample_of(
@@ -85,9 +100,10 @@ def sample_of(
     task_name: str,
     rollout_id: str,
 ) -> TrainingSample:
-    """The conversation up to the last token that is trained on, with a ce weight of 1 on the tokens of ``roles``.
+    """Return the training sample of a conversation, with a ce weight of 1 on tokens of ``roles``.
 
-    What the template puts before an assistant's answer is part of a rollout's prompt, so it has no weight here either::
+    The sample ends with the last token that is trained on. What the template puts before an
+    assistant's answer is part of a rollout's prompt, so it has no weight here either::
 
         token_ids    <system> <user> <assistant> <no thoughts>   answer  <end>
         ce_weights       0       0        0            0          1  1     1
@@ -99,15 +115,7 @@ def sample_of(
     rendered = renderer.render(messages, tools=tools)
     check_all_rendered(rendered, messages)
     whole = first_prompt(rendered)
-    trained = whole.is_content & np.isin(whole.role_ids, [ROLE_IDS[role] for role in roles])
-    trained[:1] = False  # nothing comes before it
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant" and index:
-            prompt = renderer.render(
-                messages[:index], tools=tools, add_generation_prompt=True
-            ).token_ids
-            if whole.ids[: len(prompt)] == prompt:
-                trained[: len(prompt)] &= whole.message_indices[: len(prompt)] != index
+    trained = _trained_tokens(whole, conversation, renderer, roles)
     if not trained.any():
         raise ValueError(f"it has no message of {', '.join(roles)} with a token to train on")
     end = int(np.flatnonzero(trained)[-1]) + 1
@@ -124,8 +132,26 @@ def sample_of(
     )
 
 
-def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message of ShareGPT with the names that messages have here; any other as it is."""
+def _trained_tokens(
+    whole: Prompt, conversation: Conversation, renderer: Renderer, roles: Collection[str]
+) -> np.ndarray:
+    """Return a mask of the tokens of ``whole`` that are trained on."""
+    messages, tools = conversation
+    trained = whole.is_content & np.isin(whole.role_ids, [ROLE_IDS[role] for role in roles])
+    trained[:1] = False  # no token comes before the first, so none predicts it
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or index == 0:
+            continue
+        prompt = renderer.render(
+            messages[:index], tools=tools, add_generation_prompt=True
+        ).token_ids
+        if whole.ids[: len(prompt)] == prompt:
+            trained[: len(prompt)] &= whole.message_indices[: len(prompt)] != index
+    return trained
+
+
+def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of ShareGPT as a message with a role and content, and any other as it is."""
     if "role" in message or "content" in message or "from" not in message:
         return message
     others = {name: value for name, value in message.items() if name not in ("from", "value")}
@@ -136,7 +162,8 @@ def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _without_none(value: Any) -> Any:
+def _without_none(value: object) -> Any:  # noqa: ANN401 - JSON
+    """Return nested data with lists for arrays, and without entries of dicts that are None."""
     if isinstance(value, Mapping):
         return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list | tuple | np.ndarray):
@@ -144,12 +171,11 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-RENDERED_ROWS = 2_000
-"""Rows that are rendered before the run, a second or two. Of more, the messages alone are checked."""
-
-
 class DemonstrationTask(Task):
-    """Each row is one rollout that has ended when it begins: its tokens have no policy version, and it has no reward."""
+    """Task whose rows are trained on as they are.
+
+    A row's tokens have no policy version, and its rollout has reward 0.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
@@ -158,11 +184,12 @@ class DemonstrationTask(Task):
         messages_column: NonEmptyStr = "messages"
         tools_column: NonEmptyStr = "tools"
         control_tokens: bool = False
-        """True if special tokens in the text of a conversation, such as "<|im_end|>", are meant as control tokens. Renderers
-        can't write them as text, so a row that has one is refused otherwise: it would be trained on as a message's end."""
+        """True if special tokens in the text of a conversation, such as "<|im_end|>", are meant as
+        control tokens. Renderers can't write them as text, so a row that has one is refused
+        otherwise: it would be trained on as a message's end."""
         teacher: FrozenModel | None = None
-        """A server of any model. It answers each row's messages (``sampling``), and its answer is trained on, rendered for the
-        policy. Its tokenizer may be another."""
+        """Server of a model that answers each row's messages (``sampling``). Its answer is trained
+        on, rendered for the policy, so its tokenizer may be another. None trains on the rows."""
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             super(DemonstrationTask.Config, self).validate(field=field, policy_path=policy_path)
@@ -178,21 +205,22 @@ class DemonstrationTask(Task):
 
     @property
     def needs_group(self) -> bool:
-        """Conversations have nothing to do with each other."""
+        """False: nothing compares one conversation with another."""
         return False
 
     @property
     def goes_stale(self) -> bool:
-        """They are of no policy version."""
+        """False: conversations are of no policy version."""
         return False
 
     def make_env(self, sample: DataSample) -> MessageEnv:
         raise TypeError("a DemonstrationTask has no env")
 
     def check_examples(self, *, field: str) -> None:
-        """See Task."""
-        lines, count = [], len(self.dataset)
+        """See Task. Refuse rows that can't be trained on, each by its id."""
+        count = len(self.dataset)
         rendered = RENDERED_ROWS if self.config.teacher is None else 0
+        faults = []
         for index in range(count):
             example = read_example(self.dataset, index)
             try:
@@ -201,35 +229,44 @@ class DemonstrationTask(Task):
                 else:
                     self._conversation(example)
             except (TypeError, ValueError) as error:
-                lines.append(f"row {example.sample_id}: {error}")
-        if lines:
-            cure = f"{len(lines)} of its {count} rows can't be trained on: change or remove them"
-            raise ConfigError(f"{field}.dataset", type(self.dataset).__name__, cure, lines=lines)
+                faults.append(f"row {example.sample_id}: {error}")
+        if faults:
+            cure = f"{len(faults)} of its {count} rows can't be trained on: change or remove them"
+            raise ConfigError(f"{field}.dataset", type(self.dataset).__name__, cure, lines=faults)
 
     def check_control_tokens(self, tokens: Collection[str], *, field: str) -> None:
-        """See Task. Reads the conversations and their tools."""
+        """See Task. Read the conversations and their tools."""
         if self.config.control_tokens:
             return
-        examples = (read_example(self.dataset, index) for index in range(len(self.dataset)))
-        texts = (
-            (example, control_token_in(self._conversation(example), self.renderer))
-            for example in examples
-        )
-        found = [(example.sample_id, token) for example, token in texts if token is not None]
+        found = []
+        for index in range(len(self.dataset)):
+            example = read_example(self.dataset, index)
+            token = control_token_in(self._conversation(example), self.renderer)
+            if token is not None:
+                found.append((example.sample_id, token))
         if found:
             row, token = found[0]
             others = f" ({len(found) - 1:,} others have one too)" if len(found) > 1 else ""
             cure = (
-                f"row {row} has it in {self.config.messages_column!r}, where it would be a control token and could end the "
-                f"message{others}: change the text, or set {field}.control_tokens = True if that is meant"
+                f"row {row} has it in {self.config.messages_column!r}, where it would be a control "
+                f"token and could end the message{others}: change the text, or set "
+                f"{field}.control_tokens = True if that is meant"
             )
             raise ConfigError(f"{field}.dataset", token, cure)
 
     async def run_group(
-        self, sample: DataSample, policy: PolicyClient, *, group_id: str, seed: int, **_: Any
+        self,
+        sample: DataSample,
+        policy: PolicyClient,
+        *,
+        group_id: str,
+        seed: int,
+        **_: Any,  # noqa: ANN401 - the other arguments of Task.run_group
     ) -> RolloutGroup:
-        """A group of one rollout with the row's training sample. A row that can't be rendered, or that the teacher does not
-        answer, ends it as an error."""
+        """Return a group of one rollout with the row's training sample.
+
+        The rollout is an ERROR if the row can't be rendered, or if the teacher does not answer it.
+        """
         rollout = Rollout(
             group_id=group_id,
             index_in_group=0,
@@ -237,23 +274,18 @@ class DemonstrationTask(Task):
             data_sample=sample,
             static=True,
         )
-        large = len(str(sample.env_input)) > LARGE_TEXT
         try:
             if self.config.teacher is not None:
-                sample = await self._answered(
-                    sample, policy, seed=derive_seed(seed, group_id, 0, 0)
-                )
-            rollout.samples = [
-                await compute(
-                    lambda: self._sample(sample, rollout_id=rollout.rollout_id), large=large
-                )
-            ]
-            rollout.status, rollout.reward = RolloutStatus.COMPLETED, 0.0
-        except Exception as error:  # of the renderer, about a row of the user's
-            rollout.status, rollout.error = (
-                RolloutStatus.ERROR,
-                f"task {self.name}: {cause_of(error)}",
-            )
+                request_seed = derive_seed(seed, group_id, 0, 0)
+                sample = await self._answered(sample, policy, seed=request_seed)
+            render = functools.partial(self._sample, sample, rollout_id=rollout.rollout_id)
+            is_large = len(str(sample.env_input)) > LARGE_TEXT
+            rollout.samples = [await compute(render, large=is_large)]
+            rollout.status = RolloutStatus.COMPLETED
+            rollout.reward = 0.0
+        except Exception as error:  # noqa: BLE001 - the renderer may raise anything about a row
+            rollout.status = RolloutStatus.ERROR
+            rollout.error = f"task {self.name}: {cause_of(error)}"
             rollout.traceback = users_traceback(error)
         return RolloutGroup(
             group_id=group_id,
@@ -264,30 +296,44 @@ class DemonstrationTask(Task):
         )
 
     async def score_group(self, group: RolloutGroup) -> str | None:
-        """Its weights are set. Sets and returns ``group.failure`` as Task does."""
+        """Set and return ``group.failure`` as Task does. The samples have their weights already."""
         group.amend(failure=None if group.scored else str(group.rollouts[0].error))
         return group.failure
 
     def _conversation(self, example: DataSample) -> Conversation:
+        config = self.config
         return conversation_of(
-            example.env_input, messages=self.config.messages_column, tools=self.config.tools_column
+            example.env_input, messages=config.messages_column, tools=config.tools_column
         )
 
     async def _answered(
         self, example: DataSample, policy: PolicyClient, *, seed: int
     ) -> DataSample:
-        """The example with the teacher's answer."""
+        """Return the example with the teacher's answer as its last message.
+
+        Raises:
+            ValueError: the answer was cut off.
+        """
+        config = self.config
+        assert config.teacher is not None
         messages, _ = self._conversation(example)
-        teacher = cast(ChatClient, policy.frozen(cast(FrozenModel, self.config.teacher)))
-        reply = await teacher.chat(messages, seed=seed, sampling=self.config.sampling)
+        teacher = cast(ChatClient, policy.frozen(config.teacher))
+        reply = await teacher.chat(messages, seed=seed, sampling=config.sampling)
         if not reply.whole:
             raise ValueError(
-                f"the teacher's answer was cut off: sampling.max_tokens is {self.config.sampling.max_tokens}"
+                "the teacher's answer was cut off: sampling.max_tokens is "
+                f"{config.sampling.max_tokens}"
             )
-        answered = {self.config.messages_column: [*messages, reply.message]}
-        return replace(example, env_input={**example.env_input, **answered})
+        columns = {config.messages_column: [*messages, reply.message]}
+        return replace(example, env_input={**example.env_input, **columns})
 
     def _sample(self, example: DataSample, *, rollout_id: str) -> TrainingSample:
+        """Return the training sample of a row.
+
+        Raises:
+            TypeError: as ``conversation_of`` does.
+            ValueError: as ``conversation_of`` and ``sample_of`` do, or the sample is too long.
+        """
         algorithm = self.config.algorithm
         assert isinstance(algorithm, StaticSFT.Config)
         sample = sample_of(

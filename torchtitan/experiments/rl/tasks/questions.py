@@ -1,20 +1,28 @@
-"""Questions of your own, or an env of your own: rows of data, reward functions, and no Task and no Config to write.
+"""Makes tasks from rows of data and reward functions, without a Task or a Config of one's own.
 
-def exact(completion, example):
-    return completion.strip() == example["answer"]
+A question task asks one question a row, and the answer ends the rollout::
 
-task = question_task("mine.jsonl", exact)  # rows such as {"question": "6 * 7?", "answer": "42"}
+    def exact(completion, example):
+        return completion.strip() == example["answer"]
 
-class AddEnv(MessageEnv):
-    async def reset(self): return ResetOutput(messages=[{"role": "user", "content": self.row["question"]}])
-    async def step_message(self, message): return StepOutput(env_messages=[], done=True)
+    task = question_task("mine.jsonl", exact)  # rows such as {"question": "6 * 7?", "answer": "42"}
 
-task = env_task("mine.jsonl", AddEnv, exact)
+An env task makes an env from each row::
+
+    class AddEnv(MessageEnv):
+        async def reset(self):
+            question = {"role": "user", "content": self.row["question"]}
+            return ResetOutput(messages=[question])
+
+        async def step_message(self, message):
+            return StepOutput(env_messages=[], done=True)
+
+    task = env_task("mine.jsonl", AddEnv, exact)
 """
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
@@ -37,53 +45,67 @@ from torchtitan.experiments.rl.tasks.task import Task
 _BRACES = re.compile(r"\{([^{}]+)\}")
 _WORD = re.compile(r"\w+")
 _NAME = re.compile(r"\s*\w[\w .-]*")
-"""Text between braces that looks like the name of a column."""
+"""Pattern of a text between braces that looks like the name of a column."""
 _COMMAND = re.compile(r"(?:\\[A-Za-z]+\*?(?:\{[^{}]*\}|\[[^\[\]]*\])*|[\^_])$")
-"""End of a text behind which braces are LaTeX's."""
+"""Pattern of the end of a text after which braces belong to LaTeX."""
 
 ANSWER_COLUMN = "answer"
-"""Column that the preflight tries as the reply."""
+"""Column of the right answer, which the preflight tries as a reply."""
 
 TEMPLATE_TOKENS = 256
-"""What a chat template adds to a question, at most. Prompts that are clearly shorter than a rollout are not rendered here."""
+"""Maximum number of tokens that a chat template is assumed to add to a question.
+
+Only a question that could be too long with these tokens is rendered to check its length.
+"""
 
 
 class QuestionEnv(MessageEnv):
-    """Asks a question, or goes on with a conversation, after a system prompt where there is one. An answer ends it."""
+    """Env that asks one question, or goes on with a conversation. The model's answer ends it."""
 
     def __init__(self, question: str | Sequence[Message], *, system_prompt: str | None = None):
-        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        asked = [{"role": "user", "content": question}] if isinstance(question, str) else question
-        self.messages: list[Any] = [*system, *asked]
+        """Initialize the env.
+
+        Args:
+            question: the user's message, or the messages of a conversation so far.
+            system_prompt: text of a system message that comes first; None or "" for none.
+        """
+        self.messages: list[Any] = []
+        """Messages of the first prompt."""
+        if system_prompt:
+            self.messages.append({"role": "system", "content": system_prompt})
+        if isinstance(question, str):
+            self.messages.append({"role": "user", "content": question})
+        else:
+            self.messages += question
 
     async def reset(self) -> ResetOutput:
-        return ResetOutput(
-            messages=self.messages, control_tokens=True
-        )  # the task has checked its rows
+        # The task has checked its rows for control tokens (`QuestionTask.check_control_tokens`).
+        return ResetOutput(messages=self.messages, control_tokens=True)
 
     async def step_message(self, message: Message) -> StepOutput:
         return StepOutput(env_messages=[], done=True)
 
 
 class QuestionTask(Task):
-    """One question, one answer: each row of the dataset fills the template, and whatever the model answers is scored."""
+    """Task that asks one question for each row of its dataset, and scores the one answer."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         algorithm: Algorithm.Config = field(default_factory=GRPO.Config)
         dataset: Dataset.Config = field(default_factory=RowDataset.Config)
         template: str = "{question}"
-        """The user's message; {name} stands for the row's column of that name."""
+        """Text of the user's message; {name} stands for the row's column of that name."""
         messages_column: NonEmptyStr | None = None
-        """Where the rows are chats: the column of the messages that the model answers, in place of the template."""
+        """Column of the messages that the model answers, where the rows are chats. It replaces the
+        template."""
         missing_text: str | None = None
-        """Text that the template has in place of a missing value, such as "" for Alpaca's ``input``. None: a row that lacks one
-        is refused."""
+        """Text that the template has in place of a missing value, such as "" for Alpaca's
+        ``input``. If None, a row that lacks a value is refused."""
         system_prompt: str | None = None
         control_tokens: bool = False
-        """True if special tokens in the text of a row, such as "<|im_end|>", are meant as control tokens of the prompt.
-        Renderers can't write them as text, so a row that has one is refused otherwise. Those of the template and of the
-        system prompt always are control tokens."""
+        """True if special tokens in the text of a row, such as "<|im_end|>", are meant as control
+        tokens of the prompt. Renderers can't write them as text, so a row that has one is refused
+        otherwise. Those of the template and of the system prompt always are control tokens."""
         env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=1))
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
@@ -107,137 +129,170 @@ class QuestionTask(Task):
 
     def __init__(self, config: Config, *, name: str, context: BuildContext):
         super().__init__(config, name=name, context=context)
-        chats = config.messages_column
         self._columns: list[str] = []
-        of, value = ("template", config.template) if chats is None else ("messages_column", chats)
-        for dataset in (self.dataset, self.validation):
-            if isinstance(dataset, RowDataset):
-                columns = {column for row in dataset.rows for column in row}
-                self._columns = placeholders(config.template, columns) if chats is None else [chats]
-                may_lack = chats is None and config.missing_text is not None
-                for column in self._columns:
-                    _check_column(
-                        dataset, column, f"{name}.{of}", value, task=name, may_lack=may_lack
-                    )
-                if not self._columns:
-                    raise ConfigError(
-                        f"{name}.{of}", value, "names no column of the data, such as {question}"
-                    )
+        """Columns that the prompts are made of; none if the dataset has no rows."""
+        for _, dataset in self._row_datasets():
+            self._columns = self._checked_columns(dataset)
 
     def make_env(self, sample: DataSample) -> MessageEnv:
-        return QuestionEnv(self.asked(sample.env_input), system_prompt=self.config.system_prompt)
+        question = self.question_of(sample.env_input)
+        return QuestionEnv(question, system_prompt=self.config.system_prompt)
 
     def check_examples(self, *, field: str) -> None:
-        """See Task. Refuses chats that end with an answer, and counts rows from which the model can learn nothing."""
-        warnings = [
-            f"{field}.{part}: of {len(dataset):,} rows {found}"
-            for part, dataset in (("dataset", self.dataset), ("validation", self.validation))
-            if isinstance(dataset, RowDataset)
-            and (found := self._odd_rows(dataset.rows, field=field))
-        ]
+        """See Task. Refuse chats that end with an answer, and warn of rows that teach nothing."""
+        warnings = []
+        for part, dataset in self._row_datasets():
+            summary = self._odd_rows(dataset.rows, field=field)
+            if summary:
+                warnings.append(f"{field}.{part}: of {len(dataset):,} rows {summary}")
         self.examples_warning = "; ".join(warnings) or None
 
     def check_control_tokens(self, tokens: Collection[str], *, field: str) -> None:
-        """See Task. Reads the columns of which prompts are made."""
+        """See Task. Read the columns that prompts are made of."""
         if self.config.control_tokens or not tokens:
             return
         pattern = re.compile("|".join(map(re.escape, sorted(tokens))))
-        for part, dataset in (("dataset", self.dataset), ("validation", self.validation)):
-            if not isinstance(dataset, RowDataset):
-                continue
+        for part, dataset in self._row_datasets():
             for column in (*self._columns, dataset.config.demonstration_column):
-                texts = (pattern.search(str(row.get(column))) for row in dataset.rows)
-                found = {index: seen[0] for index, seen in enumerate(texts) if seen is not None}
-                if found:
-                    index, token = next(iter(found.items()))
-                    others = f" ({len(found) - 1:,} others have one too)" if len(found) > 1 else ""
-                    cure = (
-                        f"{dataset.rows.place(index)} has it in {column!r}, where it would be a control token and could end "
-                        f"the message{others}: change the text, or set {field}.control_tokens = True if that is meant"
-                    )
-                    raise ConfigError(f"{field}.{part}", token, cure)
+                found = _matching_rows(pattern, dataset.rows, column)
+                if not found:
+                    continue
+                index, token = next(iter(found.items()))
+                others = f" ({len(found) - 1:,} others have one too)" if len(found) > 1 else ""
+                cure = (
+                    f"{dataset.rows.place(index)} has it in {column!r}, where it would be a "
+                    f"control token and could end the message{others}: change the text, or set "
+                    f"{field}.control_tokens = True if that is meant"
+                )
+                raise ConfigError(f"{field}.{part}", token, cure)
 
     def known_answer(self, sample: DataSample) -> str | None:
         """Return the row's ``answer`` as text; None where the row has none."""
-        answer = sample.env_input.get(ANSWER_COLUMN) if isinstance(sample.env_input, dict) else None
+        row = sample.env_input
+        answer = row.get(ANSWER_COLUMN) if isinstance(row, dict) else None
         return None if is_missing(answer) or isinstance(answer, bytes) else str(answer)
 
-    def asked(self, row: dict[str, Any]) -> str | list[Message]:
-        """What an example asks the model."""
+    def question_of(self, row: dict[str, Any]) -> str | list[Message]:
+        """Return the user's message that the row's template makes, or the row's messages."""
         column = self.config.messages_column
         if column is not None:
             return conversation_of(row, messages=column, tools="")[0]
-        if self.config.missing_text is not None:
-            row = {
-                name: self.config.missing_text if value is None else value
-                for name, value in row.items()
-            }
+        substitute = self.config.missing_text
+        if substitute is not None:
+            row = {name: substitute if value is None else value for name, value in row.items()}
         return fill(self.config.template, row)
 
+    def _row_datasets(self) -> Iterator[tuple[str, RowDataset]]:
+        """Yield the datasets that consist of rows, each with its field of the config."""
+        for part, dataset in (("dataset", self.dataset), ("validation", self.validation)):
+            if isinstance(dataset, RowDataset):
+                yield part, dataset
+
+    def _checked_columns(self, dataset: RowDataset) -> list[str]:
+        """Return the columns that prompts are made of.
+
+        Raises:
+            ConfigError: there are none, or a row lacks one of them.
+        """
+        config = self.config
+        if config.messages_column is not None:
+            field, value = f"{self.name}.messages_column", config.messages_column
+            columns = [config.messages_column]
+        else:
+            field, value = f"{self.name}.template", config.template
+            columns = placeholders(
+                config.template, {column for row in dataset.rows for column in row}
+            )
+        may_lack = config.messages_column is None and config.missing_text is not None
+        for column in columns:
+            _check_column(dataset, column, field, value, task=self.name, may_lack=may_lack)
+        if not columns:
+            raise ConfigError(field, value, "names no column of the data, such as {question}")
+        return columns
+
     def _odd_rows(self, rows: Rows, *, field: str) -> str:
-        """How many rows are odd, and the first of each kind."""
-        found: dict[str, list[int]] = {}
+        """Return how many rows are odd in which way, and where the first is; "" if none is.
+
+        Raises:
+            ConfigError: a row's messages are no conversation that the model could go on with.
+        """
+        expected = [column for column in _usual_columns(rows) if column not in set(self._columns)]
+        odd: dict[str, list[int]] = {}
         seen: set[int] = set()
-        often = {
-            column
-            for column in rows[0]
-            if sum(row.get(column) is None for row in rows) < len(rows) / 2
-        }
         for index, row in enumerate(rows):
-            if (key := hash(repr(row))) in seen:
-                found.setdefault("repeat another", []).append(index)
-            seen.add(key)
-            for column in often.difference(self._columns):
-                if row.get(column) is None:
-                    found.setdefault(f"have no {column!r}", []).append(index)
-            for column in self._columns if self.config.messages_column is None else ():
-                if isinstance(row[column], list | dict):
-                    found.setdefault(
-                        f"have a {type(row[column]).__name__} as {column!r}, not a text", []
-                    ).append(index)
-                elif row[column] is not None and not str(row[column]).strip():
-                    found.setdefault(f"have an empty {column!r}", []).append(index)
-            if not self._has_room(row, place=rows.place(index), field=field):
+            faults = [f"have no {column!r}" for column in expected if row.get(column) is None]
+            digest = hash(repr(row))
+            if digest in seen:
+                faults.insert(0, "repeat another")
+            seen.add(digest)
+            faults += self._odd_texts(row)
+            if not self._has_room(self._checked_question(row, rows.place(index), field=field)):
                 limit = self.config.env.max_rollout_tokens
-                found.setdefault(
-                    f"leave no room for an answer in env.max_rollout_tokens = {limit}", []
-                ).append(index)
-        found |= _mixed_types(rows)
+                faults.append(f"leave no room for an answer in env.max_rollout_tokens = {limit}")
+            for fault in faults:
+                odd.setdefault(fault, []).append(index)
+        odd |= _mixed_types(rows)
         return ", ".join(
-            f"{len(odd):,} {what} (first: {rows.place(odd[0])})" for what, odd in found.items()
+            f"{len(indices):,} {fault} (first: {rows.place(indices[0])})"
+            for fault, indices in odd.items()
         )
 
-    def _has_room(self, row: dict[str, Any], *, place: str, field: str) -> bool:
-        """Whether the prompt is shorter than a rollout may be."""
+    def _odd_texts(self, row: dict[str, Any]) -> list[str]:
+        """Return what is odd about the values that the row's template is filled with."""
+        if self.config.messages_column is not None:
+            return []
+        faults = []
+        for column in self._columns:
+            value = row[column]
+            if isinstance(value, list | dict):
+                faults.append(f"have a {type(value).__name__} as {column!r}, not a text")
+            elif value is not None and not str(value).strip():
+                faults.append(f"have an empty {column!r}")
+        return faults
+
+    def _checked_question(
+        self, row: dict[str, Any], place: str, *, field: str
+    ) -> str | list[Message]:
+        """Return the row's question.
+
+        Raises:
+            ConfigError: the row's messages are no conversation, or end with an answer.
+        """
         column = self.config.messages_column
         try:
-            asked = self.asked(row)
+            question = self.question_of(row)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{field}.messages_column", column, f"{place}: {error}") from None
-        if not isinstance(asked, str) and asked[-1]["role"] == "assistant":
-            cure = "the model answers a user's or a tool's message: leave the answer out, or put it into a column of its own"
-            raise ConfigError(
-                f"{field}.messages_column",
-                column,
-                f"{place} ends with an assistant's message; {cure}",
+        if not isinstance(question, str) and question[-1]["role"] == "assistant":
+            cure = (
+                f"{place} ends with an assistant's message; the model answers a user's or a "
+                "tool's message: leave the answer out, or put it into a column of its own"
             )
+            raise ConfigError(f"{field}.messages_column", column, cure)
+        return question
+
+    def _has_room(self, question: str | list[Message]) -> bool:
+        """Return True if the prompt is shorter than a rollout may be."""
         limit = self.config.env.max_rollout_tokens
-        if (
-            2 * len(repr(asked).encode()) + TEMPLATE_TOKENS < limit
-        ):  # no token is shorter than a byte
-            return True
-        messages = QuestionEnv(asked, system_prompt=self.config.system_prompt).messages
+        if 2 * len(repr(question).encode()) + TEMPLATE_TOKENS < limit:
+            return True  # no token is shorter than a byte
+        messages = QuestionEnv(question, system_prompt=self.config.system_prompt).messages
         return len(self.renderer.render(messages, add_generation_prompt=True).token_ids) < limit
 
 
 def question_task(
-    data: Any, *reward_fns: Callable[..., Any] | RewardFn, **fields: Any
+    data: object,
+    *reward_fns: Callable[..., Any] | RewardFn,
+    **fields: Any,  # noqa: ANN401 - typed by the config
 ) -> QuestionTask.Config:
-    """The config of a QuestionTask; ``row_task`` says what the data may be.
+    """Return the config of a QuestionTask.
 
     Args:
-        reward_fns: functions ``fn(completion, example)`` where the example is the row's dict, or RewardFn.
-        fields: ``validation`` and ``split`` of ``row_task``, and those of QuestionTask.Config, such as ``template``.
+        data: rows, as for ``row_task``.
+        reward_fns: functions ``fn(completion, example)`` where the example is the row's dict, or
+            RewardFn.
+        fields: ``validation`` and ``split`` of ``row_task``, and fields of QuestionTask.Config,
+            such as ``template``.
 
     Raises:
         ConfigError: the data is none of these.
@@ -250,21 +305,25 @@ C = TypeVar("C", bound=Task.Config)
 
 def row_task(
     config: type[C],
-    data: Any,
+    data: object,
     *reward_fns: Callable[..., Any] | RewardFn,
-    validation: Any = None,
+    validation: object = None,
     split: float | None = None,
-    **fields: Any,
+    **fields: Any,  # noqa: ANN401 - typed by the config
 ) -> C:
-    """A task's config, of rows and reward functions.
+    """Return a task's config, made of rows and reward functions.
 
     Args:
-        data: a .jsonl, .json, .csv, .tsv or .parquet file (text also as .gz), several by a pattern such as "shards/*.jsonl",
-            a folder of ``save_to_disk``, a dataset of the hub, a list of dicts, a table (pandas, polars, pyarrow,
-            ``datasets.Dataset``), or a dataset's config.
-        validation: as ``data``: rows the policy is measured on and never trained on.
-        split: share of ``data`` that is trained on, such as 0.9; the rest is the validation where there is no other.
-        fields: of the config, such as ``group_size``.
+        config: class of the task's config.
+        data: a .jsonl, .json, .csv, .tsv or .parquet file (text also as .gz), several by a pattern
+            such as "shards/*.jsonl", a folder of ``save_to_disk``, a dataset of the hub, a list of
+            dicts, a table (pandas, polars, pyarrow, ``datasets.Dataset``), or a dataset's config.
+        reward_fns: functions ``fn(completion, example)``, or RewardFn; none leaves the rubric as
+            the config has it.
+        validation: rows that the policy is measured on and never trained on, given as ``data`` is.
+        split: share of ``data`` that is trained on, such as 0.9. The rest is the validation, unless
+            ``validation`` is given.
+        fields: fields of the config, such as ``group_size``.
 
     Raises:
         ConfigError: the data is none of these.
@@ -282,106 +341,129 @@ def fill(template: str, row: dict[str, Any]) -> str:
         KeyError: a word between braces is no column of the row.
     """
 
-    def filled(found: re.Match[str]) -> str:
-        name = found[1]
-        return str(row[name]) if name in row or _WORD.fullmatch(name) else found[0]
+    def replacement(match: re.Match[str]) -> str:
+        name = match[1]
+        return str(row[name]) if name in row or _WORD.fullmatch(name) else match[0]
 
-    return _BRACES.sub(filled, template)
+    return _BRACES.sub(replacement, template)
 
 
 def placeholders(template: str, columns: Collection[str]) -> list[str]:
-    """Return the names between braces that are columns, or look like one: "q-2", and "the question", but not ``^{n - 1}``."""
+    """Return the texts between braces that name a column, or look like the name of one.
+
+    "q-2" and "the question" look like one; the exponent of ``^{n - 1}`` does not.
+    """
+    names = []
+    for match in _BRACES.finditer(template):
+        name = match[1]
+        is_latex = _COMMAND.search(template[: match.start()]) is not None
+        looks_like_column = _NAME.fullmatch(name) is not None and not is_latex
+        if name in columns or _WORD.fullmatch(name) or looks_like_column:
+            names.append(name)
+    return names
+
+
+def _usual_columns(rows: Rows) -> list[str]:
+    """Return the columns of the first row for which more than half of the rows have a value."""
     return [
-        found[1]
-        for found in _BRACES.finditer(template)
-        if found[1] in columns
-        or _WORD.fullmatch(found[1])
-        or (_NAME.fullmatch(found[1]) and not _COMMAND.search(template[: found.start()]))
+        column for column in rows[0] if sum(row.get(column) is None for row in rows) < len(rows) / 2
     ]
 
 
+def _matching_rows(pattern: re.Pattern[str], rows: Rows, column: str) -> dict[int, str]:
+    """Return the first match of ``pattern`` in a column, by the index of each row that has one."""
+    matches = (pattern.search(str(row.get(column))) for row in rows)
+    return {index: match[0] for index, match in enumerate(matches) if match is not None}
+
+
 def _mixed_types(rows: Rows) -> dict[str, list[int]]:
-    """Return the rows whose value is a text where most of the column are numbers, or the other way round."""
+    """Return the rows with a text where most of the column are numbers, or the other way round.
+
+    The keys say what is odd about the rows.
+    """
     mixed: dict[str, list[int]] = {}
     for column in dict.fromkeys(column for row in rows for column in row):
         texts = [index for index, row in enumerate(rows) if isinstance(row.get(column), str)]
         numbers = [
             index for index, row in enumerate(rows) if isinstance(row.get(column), int | float)
         ]
-        if texts and numbers:
-            fewer, kinds = (
-                (texts, ("text", "number"))
-                if len(texts) < len(numbers)
-                else (numbers, ("number", "text"))
-            )
-            mixed[
-                f"have a {kinds[0]} as {column!r} where the others have a {kinds[1]}, which are never equal"
-            ] = fewer
+        if not texts or not numbers:
+            continue
+        rare, usual = ("text", "number") if len(texts) < len(numbers) else ("number", "text")
+        fault = (
+            f"have a {rare} as {column!r} where the others have a {usual}, which are never equal"
+        )
+        mixed[fault] = min(numbers, texts, key=len)
     return mixed
 
 
 def _check_column(
     dataset: RowDataset, column: str, field: str, value: str, *, task: str, may_lack: bool
 ) -> None:
-    """Refuse rows that lack what the prompt is made of, as ``field`` says with its ``value``.
+    """Refuse rows that lack a column which the prompt is made of, or that have bytes in it.
 
     Args:
-        may_lack: a text stands in for a missing value.
+        field: field of the config that names the column.
+        value: value of that field.
+        task: name of the task.
+        may_lack: True if a text stands in for a missing value.
+
+    Raises:
+        ConfigError: naming ``field`` and the first row at fault.
     """
-    columns = {name: None for row in dataset.rows for name in row}
+    rows = dataset.rows
+    source = dataset.config.path or "rows"
+    columns = dict.fromkeys(name for row in rows for name in row)
     if column not in columns:
         raise ConfigError(
             field, value, f"the data has no column {column!r}; it has {', '.join(columns)}"
         )
-    lacking = [index for index, row in enumerate(dataset.rows) if row.get(column) is None]
+    lacking = [index for index, row in enumerate(rows) if row.get(column) is None]
     if lacking and not may_lack:
         others = f", and {len(lacking) - 1:,} others" if len(lacking) > 1 else ""
-        place = f"{dataset.config.path or 'rows'}: {dataset.rows.place(lacking[0])}"
         cure = "fill it in, or remove the row"
         if field.endswith(".template"):
             cure = f"{cure}, or set {task}.missing_text = '' to ask an empty text there"
-        raise ConfigError(field, value, f"{place} has no {column!r}{others}: {cure}")
-    for index, row in enumerate(dataset.rows):
+        place = rows.place(lacking[0])
+        raise ConfigError(field, value, f"{source}: {place} has no {column!r}{others}: {cure}")
+    for index, row in enumerate(rows):
         if isinstance(row[column], bytes | bytearray | memoryview):
-            place = f"{dataset.config.path or 'rows'}: {dataset.rows.place(index)}"
-            raise ConfigError(
-                field,
-                value,
-                f"{place} has bytes as {column!r}, want a text: decode it before, or leave it out",
+            cure = (
+                f"{source}: {rows.place(index)} has bytes as {column!r}, want a text: decode it "
+                "before, or leave it out"
             )
+            raise ConfigError(field, value, cure)
 
 
 _WANTED = "want a class derived from MessageEnv, or a function that makes an env from a row"
 
 
 class EnvTask(Task):
-    """A conversation with an env that is made from the example."""
+    """Task whose rollouts are conversations with an env that is made from the example."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         algorithm: Algorithm.Config = field(default_factory=GRPO.Config)
         dataset: Dataset.Config = field(default_factory=RowDataset.Config)
         message_env: Annotated[Callable[[Any], MessageEnv], Cure(_WANTED)]
-        """A class of envs, or a function: called with the example's ``env_input``, once for each rollout. Processes other than
-        the command's import it by its name."""
+        """Class of envs, or function that makes one: called with the example's ``env_input``, once
+        for each rollout. Processes other than the command's import it by its name."""
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             super(EnvTask.Config, self).validate(field=field, policy_path=policy_path)
-            field, made = f"{field}.message_env", self.message_env
-            if isinstance(made, type) and not issubclass(made, MessageEnv):
-                raise ConfigError(field, made, _WANTED)
-            if missing := sorted(getattr(made, "__abstractmethods__", ())):
-                raise ConfigError(
-                    field,
-                    made.__name__,
-                    f"lacks {' and '.join(missing)}: define async def {missing[0]}(self, ...)",
-                )
+            field = f"{field}.message_env"
+            factory = self.message_env
+            if isinstance(factory, type) and not issubclass(factory, MessageEnv):
+                raise ConfigError(field, factory, _WANTED)
+            missing = sorted(getattr(factory, "__abstractmethods__", ()))
+            if missing:
+                cure = f"lacks {' and '.join(missing)}: define async def {missing[0]}(self, ...)"
+                raise ConfigError(field, factory.__name__, cure)
             try:
-                inspect.signature(made).bind(None)
+                inspect.signature(factory).bind(None)
             except TypeError as error:
-                raise ConfigError(
-                    field, made.__name__, f"{error}; it is called with the row alone"
-                ) from None
+                cure = f"{error}; it is called with the row alone"
+                raise ConfigError(field, factory.__name__, cure) from None
 
     config: Config
 
@@ -390,18 +472,20 @@ class EnvTask(Task):
 
 
 def env_task(
-    data: Any,
+    data: object,
     message_env: Callable[[Any], MessageEnv],
     *reward_fns: Callable[..., Any] | RewardFn,
-    **fields: Any,
+    **fields: Any,  # noqa: ANN401 - typed by the config
 ) -> EnvTask.Config:
-    """The config of an EnvTask.
+    """Return the config of an EnvTask.
 
     Args:
-        data: as for ``row_task``, also ``validation`` and ``split`` among the fields.
+        data: rows, as for ``row_task``.
         message_env: a class derived from MessageEnv; its ``self.row`` is the row's dict.
-        reward_fns: functions ``fn(completion, row)`` of the last thing that the model says, or RewardFn.
-        fields: of EnvTask.Config, such as ``group_size`` and ``env=RendererEnvConfig(max_turns=3)``.
+        reward_fns: functions ``fn(completion, row)`` of the last thing that the model says, or
+            RewardFn.
+        fields: ``validation`` and ``split`` of ``row_task``, and fields of EnvTask.Config, such as
+            ``group_size`` and ``env=RendererEnvConfig(max_turns=3)``.
 
     Raises:
         ConfigError: the data is none of these.

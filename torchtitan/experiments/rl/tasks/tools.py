@@ -1,13 +1,18 @@
-"""Tools that are Python functions, or a server's of the Model Context Protocol: rows, tools and rewards, and no env to write.
+"""Lets the model call tools: Python functions, or those of a server of the Model Context Protocol.
 
-async def search(query: str, limit: int = 3) -> str:
-    \"\"\"Search the notes.
+A task is made of rows, tools and rewards, without an env of one's own::
 
-    query: words that a note has to have
-    \"\"\"
-    ...
+    async def search(query: str, limit: int = 3) -> str:
+        \"\"\"Search the notes.
 
-task = tool_task("rows.jsonl", [search], reward)
+        query: words that a note has to have
+        \"\"\"
+        ...
+
+    task = tool_task("rows.jsonl", [search], reward)
+
+A row's question opens the conversation. Each call of the model is answered by a message of role
+"tool", and the rollout ends at an answer without a call.
 """
 
 import asyncio
@@ -21,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
 
 from annotated_types import MinLen
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema
 from renderers import Message, ToolSpec
 
@@ -35,85 +40,106 @@ from torchtitan.experiments.rl.rubrics.rubric import RewardFn
 from torchtitan.experiments.rl.tasks.questions import QuestionEnv, QuestionTask, row_task
 
 NOT_TOOLS = ("close", "metadata")
-"""Methods of a class of tools that the model does not call: the rollout does at its end, as of a MessageEnv."""
+"""Methods of a class of tools that the model can't call. The env calls them as a rollout ends."""
 END_S = 5.0
-"""What an MCP server has to end by itself."""
+"""Seconds that an MCP server has to end by itself, before its connection is cancelled."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class MCPServer:
-    """A server of the Model Context Protocol. Each rollout has its connection, and with ``command`` a process."""
+    """Server of the Model Context Protocol, given by its command or by its address.
+
+    Each rollout opens a connection of its own, and with ``command`` a process of its own.
+    """
 
     command: tuple[str, ...] = ()
-    """Starts one that speaks on stdin and stdout."""
+    """Command that starts a server which speaks on stdin and stdout."""
     url: str | None = None
-    """Of one that speaks HTTP, such as "http://localhost:8000/mcp"."""
+    """Address of a server that speaks HTTP, such as "http://localhost:8000/mcp"."""
 
 
 class _NoTitles(GenerateJsonSchema):
-    """A title repeats a name, in tokens of every prompt."""
+    """Schemas without titles: a title repeats a name, and would cost tokens in every prompt."""
 
-    def field_title_should_be_set(self, schema: Any) -> bool:
+    def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ANN401 - pydantic's
         return False
 
 
 class Tool:
-    """A function that the model may call: what the model is told of it, and the call."""
+    """Function that the model may call, with the description that the model sees."""
 
     def __init__(self, function: Callable[..., Any], name: str = ""):
-        """
+        """Read the signature and the docstring of the function.
+
+        Args:
+            function: a function whose parameters all have types.
+            name: name that the model calls it by; "" for the function's own.
+
         Raises:
             TypeError: a parameter has no type, or no name.
         """
-        self.function, self.name = function, name or function.__name__
+        self.function = function
+        self.name = name or function.__name__
+        docstring = inspect.getdoc(function) or ""
+        self._arguments = self._arguments_model(docstring)
+        schema = self._arguments.model_json_schema(schema_generator=_NoTitles)
+        parameters = {
+            key: value
+            for key, value in schema.items()
+            if key not in ("title", "additionalProperties")
+        }
+        self.spec = _spec(self.name, docstring.partition("\n\n")[0], parameters)
+
+    async def call(self, arguments: dict[str, Any]) -> object:
+        """Call the function, and return what it returns.
+
+        Raises:
+            ValidationError: the arguments don't fit the parameters.
+            UserCodeError: the function failed.
+        """
+        checked = self._arguments.model_validate(arguments)
+        values = {name: getattr(checked, name) for name in type(checked).model_fields}
+        call = functools.partial(self.function, **values)
+        return await ask(call, timeout_s=None, owner=self.name)
+
+    def _arguments_model(self, docstring: str) -> type[BaseModel]:
+        """Return a model with a field for each parameter, described by its line of the docstring.
+
+        Raises:
+            TypeError: a parameter has no type, or no name.
+        """
         fields: dict[str, Any] = {}
-        about = inspect.getdoc(function) or ""
-        for parameter in inspect.signature(function, eval_str=True).parameters.values():
-            named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            if not named or parameter.annotation is parameter.empty:
+        for parameter in inspect.signature(self.function, eval_str=True).parameters.values():
+            has_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if not has_name or parameter.annotation is parameter.empty:
                 raise TypeError(
-                    f"{self.name}({parameter}): give each parameter a name and a type, such as limit: int = 3"
+                    f"{self.name}({parameter}): give each parameter a name and a type, such as "
+                    "limit: int = 3"
                 )
-            said = re.search(rf"^\s*{parameter.name}\s*(?:\(.*\))?:\s*(.+)$", about, re.MULTILINE)
+            line = rf"^\s*{parameter.name}\s*(?:\(.*\))?:\s*(.+)$"
+            description = re.search(line, docstring, re.MULTILINE)
             default = ... if parameter.default is parameter.empty else parameter.default
             fields[parameter.name] = (
                 parameter.annotation,
-                Field(default, description=said[1] if said else None),
+                Field(default, description=description[1] if description else None),
             )
-        self._arguments = create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
-        parameters = self._arguments.model_json_schema(schema_generator=_NoTitles)
-        parameters = {
-            key: value
-            for key, value in parameters.items()
-            if key not in ("title", "additionalProperties")
-        }
-        self.spec = _spec(self.name, about.partition("\n\n")[0], parameters)
-
-    async def call(self, arguments: dict[str, Any]) -> Any:
-        """
-        Raises:
-            ValidationError: arguments that don't fit.
-            UserCodeError: it failed.
-        """
-        given = self._arguments.model_validate(arguments)
-        values = {name: getattr(given, name) for name in type(given).model_fields}
-        return await ask(
-            functools.partial(self.function, **values), timeout_s=None, owner=self.name
-        )
+        return create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
 
 
 @dataclass(slots=True)
 class RemoteTool:
-    """A tool of an MCP server."""
+    """Tool of an MCP server."""
 
     name: str
     spec: ToolSpec
     client: Any
+    """Client of the ``mcp`` package that is connected to the server."""
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """
+        """Have the server call the tool, and return the text parts of its answer.
+
         Raises:
-            RuntimeError: the server says that it failed.
+            RuntimeError: the server says that the tool failed.
         """
         result = await self.client.call_tool(self.name, arguments)
         text = "\n".join(part.text for part in result.content if part.type == "text")
@@ -123,7 +149,11 @@ class RemoteTool:
 
 
 class _Connection:
-    """To an MCP server, held by one asyncio task: what opened one of anyio's scopes has to close it."""
+    """Connection to an MCP server.
+
+    One asyncio task opens and closes it, because anyio lets only the task that has opened a scope
+    close it.
+    """
 
     def __init__(self, server: MCPServer):
         self._server = server
@@ -132,13 +162,14 @@ class _Connection:
         self._task = asyncio.create_task(self._hold())
 
     async def tools(self) -> list[RemoteTool]:
-        """
+        """Return the tools of the server, once it is connected.
+
         Raises:
             Exception: the server can't be reached.
         """
         await asyncio.wait([self._client, self._task], return_when=asyncio.FIRST_COMPLETED)
         if not self._client.done():
-            await self._task  # it raised
+            await self._task  # raises what has failed
         client = self._client.result()
         listed = (await client.list_tools()).tools
         return [
@@ -149,9 +180,10 @@ class _Connection:
         ]
 
     async def close(self) -> None:
-        """The server's process ends too."""
+        """Close the connection, which ends the server's process too. Takes at most 2 `END_S`."""
         self._closing.set()
-        if (await asyncio.wait([self._task], timeout=END_S))[1]:
+        _, pending = await asyncio.wait([self._task], timeout=END_S)
+        if pending:
             self._task.cancel()
             await asyncio.wait([self._task], timeout=END_S)
 
@@ -159,62 +191,55 @@ class _Connection:
         from mcp import Client, StdioServerParameters
 
         command = self._server.command
-        target = (
-            StdioServerParameters(command=command[0], args=list(command[1:]))
-            if command
-            else self._server.url
-        )
-        async with Client(cast(Any, target)) as client:
+        target: Any = self._server.url
+        if command:
+            target = StdioServerParameters(command=command[0], args=list(command[1:]))
+        async with Client(target) as client:
             self._client.set_result(client)
             await self._closing.wait()
 
 
 def _spec(name: str, description: str, parameters: dict[str, Any]) -> ToolSpec:
-    # With its wrapping, because that is what models saw in training.
-    return cast(
-        ToolSpec,
-        {
-            "type": "function",
-            "function": {"name": name, "description": description, "parameters": parameters},
-        },
-    )
+    """Return what the model is told of a tool, in the form that models saw in training."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    return cast(ToolSpec, {"type": "function", "function": function})
+
+
+CallOutcome = Literal["good_calls", "bad_calls", "failed_calls"]
+"""Reward component that counts a call."""
 
 
 class ToolEnv(QuestionEnv):
-    """Answers the model's calls until it answers without one. A call that can't be made is answered in words."""
+    """Env that answers the model's calls until the model answers without one.
+
+    A call that can't be made is answered with what is wrong with it, so that the model can try
+    again.
+    """
 
     def __init__(
         self, row: dict[str, Any], question: str | Sequence[Message], config: "ToolTask.Config"
     ):
         super().__init__(question, system_prompt=config.system_prompt)
-        self.row, self._config = row, config
+        self.row = row
+        self._config = config
         self._tools: dict[str, Tool | RemoteTool] = {}
         self._states: list[Any] = []
-        """What is closed at the end: connections, and objects of the classes of tools."""
+        """Objects that are closed as the rollout ends: connections, and objects with tools."""
 
     async def reset(self) -> ResetOutput:
-        for given in self._config.tools:
-            found: list[Any]
-            if isinstance(given, MCPServer):
-                self._states.append(_Connection(given))
-                found = await self._states[-1].tools()
-            elif _makes_tools(given):
-                self._states.append(await ask(given, self.row, timeout_s=None))
-                found = [Tool(method, name) for name, method in _methods(self._states[-1]).items()]
-            else:
-                found = [Tool(given)]
-            self._tools |= {tool.name: tool for tool in found}
-        tools = [tool.spec for tool in self._tools.values()]
-        return ResetOutput(
-            messages=self.messages, tools=tools, control_tokens=True
-        )  # the task has checked its rows
+        for source in self._config.tools:
+            for tool in await self._open(source):
+                self._tools[tool.name] = tool
+        specs = [tool.spec for tool in self._tools.values()]
+        # The task has checked its rows for control tokens.
+        return ResetOutput(messages=self.messages, tools=specs, control_tokens=True)
 
     async def step_message(self, message: Message) -> StepOutput:
         counts: Counter[str] = Counter()
         answers: list[Any] = []
         for call in message.get("tool_calls") or []:
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            content, outcome = await self._answer(name, arguments)
+            name = call["function"]["name"]
+            content, outcome = await self._answer(name, call["function"]["arguments"])
             counts[outcome] += 1
             answers.append(
                 {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
@@ -225,23 +250,48 @@ class ToolEnv(QuestionEnv):
         return StepOutput(
             env_messages=answers,
             done=not answers,
-            reward_components={k: float(v) for k, v in counts.items()},
+            reward_components={outcome: float(count) for outcome, count in counts.items()},
             control_tokens=self._config.control_tokens,
         )
 
-    async def _answer(self, name: str, arguments: str) -> tuple[str, str]:
-        """What a call is answered with, and what it counts as."""
+    async def metadata(self) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        for state in self._states:
+            if hasattr(state, "metadata"):
+                merged |= await ask(state.metadata, timeout_s=None)
+        return merged
+
+    async def close(self) -> None:
+        for state in self._states:
+            if hasattr(state, "close"):
+                await ask(state.close, timeout_s=None)
+
+    async def _open(self, source: object) -> list[Tool] | list[RemoteTool]:
+        """Return the tools of one entry of the config's list."""
+        if isinstance(source, MCPServer):
+            connection = _Connection(source)
+            self._states.append(connection)
+            return await connection.tools()
+        function = cast(Callable[..., Any], source)
+        if _makes_tools(function):
+            state = await ask(function, self.row, timeout_s=None)
+            self._states.append(state)
+            return [Tool(method, name) for name, method in _methods(state).items()]
+        return [Tool(function)]
+
+    async def _answer(self, name: str, arguments: str) -> tuple[str, CallOutcome]:
+        """Make a call, and return the answer for the model with what the call counts as."""
         tool = self._tools.get(name)
         if tool is None:
             return f"Error: no tool {name!r}; there are {', '.join(self._tools)}", "bad_calls"
         try:
-            given = json.loads(arguments)
-            if not isinstance(given, dict):
+            values = json.loads(arguments)
+            if not isinstance(values, dict):
                 raise TypeError("arguments: want a JSON object")
         except (ValueError, TypeError, RecursionError) as error:
             return f"Error: {error}", "bad_calls"
         try:
-            value = await tool.call(given)
+            value = await tool.call(values)
             text = value if isinstance(value, str) else TypeAdapter(Any).dump_json(value).decode()
             return text, "good_calls"
         except ValidationError as error:
@@ -249,29 +299,17 @@ class ToolEnv(QuestionEnv):
                 f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()
             )
             return f"Error: {faults}", "bad_calls"
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the tool is the user's
             if self._config.tool_errors == "fail":
                 raise
             return f"Error: {cause_of(error)}", "failed_calls"
 
-    async def metadata(self) -> dict[str, Any]:
-        known: dict[str, Any] = {}
-        for state in self._states:
-            if hasattr(state, "metadata"):
-                known |= await ask(state.metadata, timeout_s=None)
-        return known
-
-    async def close(self) -> None:
-        for state in self._states:
-            if hasattr(state, "close"):
-                await ask(state.close, timeout_s=None)
-
 
 class ToolTask(QuestionTask):
-    """A question of each row, and tools to answer it with.
+    """Task that asks a question for each row, and gives the model tools to answer it with.
 
-    Reward components count the calls: "good_calls", "bad_calls" (no such tool, or arguments that don't fit) and
-    "failed_calls" (the tool raised).
+    Reward components count the calls: "good_calls", "bad_calls" (no such tool, or arguments that
+    don't fit) and "failed_calls" (the tool raised).
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -280,52 +318,40 @@ class ToolTask(QuestionTask):
         tools: Annotated[
             list[Any], MinLen(1), Cure("give typed functions, classes of them, or MCPServer(...)")
         ]
-        """Typed functions, sync or async; MCPServer; and classes, or functools.partial of one: each rollout has an object of
-        its own, called with the row, whose public methods are tools. What its ``metadata()`` returns is in Rollout.metadata,
-        and ``close`` is called at the end."""
+        """Typed functions, sync or async; MCPServer; and classes, or functools.partial of one.
+
+        Each rollout makes an object of a class for itself, called with the row. Public methods of
+        the object are tools. What its ``metadata()`` returns is in Rollout.metadata, and its
+        ``close`` is called as the rollout ends."""
         tool_errors: Literal["tell", "fail"] = "tell"
-        """A tool that raises is told to the model, or ends the rollout as ERROR."""
+        """Consequence of a tool that raises: "tell" the model, or "fail" the rollout as ERROR."""
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             super(ToolTask.Config, self).validate(field=field, policy_path=policy_path)
-            for index, given in enumerate(self.tools):
-                at = f"{field}.tools[{index}]"
-                if isinstance(given, MCPServer):
-                    if bool(given.command) == bool(given.url):
-                        raise ConfigError(at, given, "give its command or its url, and not both")
-                elif not callable(given):
-                    raise ConfigError(
-                        at, given, "want a typed function, a class of them, or MCPServer(...)"
-                    )
-                else:
-                    functions = {getattr(given, "__name__", ""): given}
-                    if _makes_tools(given):  # a method's first parameter is the object
-                        methods = _methods(getattr(given, "func", given)).items()
-                        functions = {
-                            name: functools.partial(method, None) for name, method in methods
-                        }
-                    try:
-                        for name, function in functions.items():
-                            Tool(function, name)
-                    except (TypeError, ValueError, NameError) as error:
-                        raise ConfigError(at, given, str(error)) from None
+            for index, source in enumerate(self.tools):
+                _check_source(source, f"{field}.tools[{index}]")
 
     config: Config
 
     def make_env(self, sample: DataSample) -> MessageEnv:
-        return ToolEnv(sample.env_input, self.asked(sample.env_input), self.config)
+        return ToolEnv(sample.env_input, self.question_of(sample.env_input), self.config)
 
 
 def tool_task(
-    data: Any, tools: list[Any], *reward_fns: Callable[..., Any] | RewardFn, **fields: Any
+    data: object,
+    tools: list[Any],
+    *reward_fns: Callable[..., Any] | RewardFn,
+    **fields: Any,  # noqa: ANN401 - typed by the config
 ) -> ToolTask.Config:
-    """The config of a ToolTask.
+    """Return the config of a ToolTask.
 
     Args:
-        data: as for ``question_task``, also ``validation`` and ``split``.
-        tools: see ToolTask.Config.
-        reward_fns: functions ``fn(completion, row)`` of the last thing that the model says, or RewardFn.
-        fields: of ToolTask.Config, such as ``template`` and ``env=RendererEnvConfig(max_turns=8)``.
+        data: rows, as for ``row_task``.
+        tools: functions, classes and servers, as for ToolTask.Config.
+        reward_fns: functions ``fn(completion, row)`` of the last thing that the model says, or
+            RewardFn.
+        fields: ``validation`` and ``split`` of ``row_task``, and fields of ToolTask.Config, such as
+            ``template`` and ``env=RendererEnvConfig(max_turns=8)``.
 
     Raises:
         ConfigError: the data is none of these.
@@ -333,11 +359,37 @@ def tool_task(
     return row_task(ToolTask.Config, data, *reward_fns, tools=tools, **fields)
 
 
-def _makes_tools(given: Any) -> bool:
-    return isinstance(given, type | functools.partial)
+def _check_source(source: object, field: str) -> None:
+    """Refuse an entry of the config's list that no tools can be made of.
+
+    Raises:
+        ConfigError: naming ``field``.
+    """
+    if isinstance(source, MCPServer):
+        if bool(source.command) == bool(source.url):
+            raise ConfigError(field, source, "give its command or its url, and not both")
+        return
+    if not callable(source):
+        cure = "want a typed function, a class of them, or MCPServer(...)"
+        raise ConfigError(field, source, cure)
+    functions: dict[str, Callable[..., object]] = {getattr(source, "__name__", ""): source}
+    if _makes_tools(source):
+        # A method's first parameter is the object, which does not exist yet.
+        methods = _methods(getattr(source, "func", source))
+        functions = {name: functools.partial(method, None) for name, method in methods.items()}
+    try:
+        for name, function in functions.items():
+            Tool(function, name)
+    except (TypeError, ValueError, NameError) as error:
+        raise ConfigError(field, source, str(error)) from None
 
 
-def _methods(state: Any) -> dict[str, Any]:
-    """Those of an object, or of a class, that are tools."""
+def _makes_tools(source: object) -> bool:
+    """Return True if the entry is a class, or makes an object of one, whose methods are tools."""
+    return isinstance(source, type | functools.partial)
+
+
+def _methods(state: object) -> dict[str, Callable[..., Any]]:
+    """Return the methods of an object, or of a class, that are tools, by name."""
     methods = inspect.getmembers(state, inspect.isroutine)
     return {name: method for name, method in methods if name[0] != "_" and name not in NOT_TOOLS}
