@@ -1,5 +1,5 @@
-"""Every private API and every patch of a dependency that the library uses: one file or folder per dependency.
+"""Every private API and every patch of a dependency that the library uses, by dependency.
 
-Each use names the version it holds for and why it is needed. `tests/unit/test_compat_<dependency>.py` fails by the name of the
-API when an upgrade breaks it.
+Each file or folder names the version that it holds for, and each use why it is needed. When an
+upgrade breaks one, `tests/unit/test_compat_<dependency>.py` fails by the name of the API.
 """

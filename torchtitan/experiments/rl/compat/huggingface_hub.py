@@ -1,7 +1,7 @@
-"""huggingface_hub 1.33 and datasets 4.7: whether there is a hub, and work without one.
+"""huggingface_hub 1.33 and datasets 4.7: tells whether there is a hub, and works without one.
 
-Both try again for a minute where the network has no hub. Both read HF_HUB_OFFLINE when they are imported, into a constant that
-they look at from then on.
+Both retry for a minute if no hub answers. Both read HF_HUB_OFFLINE when they are imported, into a
+constant that they look at from then on.
 """
 
 import sys
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 5.0
+"""Time that the hub has to answer, in seconds."""
 
 
 def hub_fault() -> str | None:
-    """Why the hub can't be asked, in one line; None: it answers."""
+    """Return why the hub can't be asked, in one line, or None if it answers."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -32,25 +33,27 @@ def hub_fault() -> str | None:
 
 @contextmanager
 def without_hub() -> Iterator[None]:
-    """In the block both use what they have downloaded before, and ask nobody."""
+    """Within the context, let both packages use their downloads alone and ask no hub."""
     from huggingface_hub import constants
 
-    both: list[Any] = [
-        constants,
-        *([sys.modules["datasets.config"]] if "datasets.config" in sys.modules else []),
-    ]
-    before = [module.HF_HUB_OFFLINE for module in both]
+    modules: list[Any] = [constants]
+    if "datasets.config" in sys.modules:
+        modules.append(sys.modules["datasets.config"])
+    before = [module.HF_HUB_OFFLINE for module in modules]
     try:
-        for module in both:
+        for module in modules:
             module.HF_HUB_OFFLINE = True
         yield
     finally:
-        for module, offline in zip(both, before, strict=True):
+        for module, offline in zip(modules, before, strict=True):
             module.HF_HUB_OFFLINE = offline
 
 
 def push_fault(name: str) -> str | None:
-    """Why a folder can't be pushed to the model ``name``, in one line; None: the hub answers and knows the token."""
+    """Return why a folder can't be pushed to the model ``name``, in one line.
+
+    Returns None if the hub answers and knows the token.
+    """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -61,20 +64,23 @@ def push_fault(name: str) -> str | None:
         return f"no name of a model, such as me/my-model: {' '.join(str(error).split())}"
     if get_token() is None:
         return "there is no token: run `hf auth login`, or set HF_TOKEN"
-    if (fault := hub_fault()) is not None:
+    fault = hub_fault()
+    if fault is not None:
         return f"{fault}; leave it out, and push the saved policy later: `hf upload {name} FOLDER`"
     try:
         HfApi().whoami()
-    except Exception as error:  # the hub's own types, and the network's
+    except Exception as error:  # noqa: BLE001 - the hub's own types, and the network's
         return f"the hub refuses the token: {' '.join(str(error).split())[:200]}"
     return None
 
 
 def push_folder(folder: Path, name: str) -> str:
-    """Upload a hub folder to the model ``name``, which is made if it is not there. Returns its URL.
+    """Upload a hub folder to the model ``name``, and return the model's URL.
+
+    The model is created if the hub does not have it.
 
     Raises:
-        Exception: of the hub's own types, the network's, or the disk's.
+        Exception: an error of the hub, the network or the disk.
     """
     from huggingface_hub import HfApi
 

@@ -1,5 +1,4 @@
-"""torch 2.13.0: shards, a GPU's memory for other processes, saved buffers, checkpoints whose pickles may be anybody's, and what
-the compiler takes for granted."""
+"""torch 2.13.0: shards, shared GPU memory, saved buffers, unsafe pickles, compiler limits."""
 
 import ctypes
 import io
@@ -19,10 +18,10 @@ from torchtitan.experiments.rl.errors import PeerGone
 
 
 def local_shard(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and shape of this rank's shard in the whole tensor.
+    """Return the offset of this rank's shard in the whole tensor, and the shard's shape.
 
-    ``torch.distributed.tensor._utils`` is private. DTensor has no public way to the offset; torch's own checkpoints use this
-    one.
+    ``torch.distributed.tensor._utils`` is private. DTensor has no public way to the offset; torch's
+    own checkpoints use this function.
     """
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
@@ -32,57 +31,73 @@ def local_shard(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @contextmanager
 def _cuda_ipc() -> Iterator[None]:
-    """CUDA says the same of memory that it does not share and of memory whose process has ended."""
+    """Turn CUDA's error into a PeerGone that names both of its possible causes.
+
+    CUDA raises the same error for memory that it refuses to share and for memory whose process has
+    ended.
+    """
     try:
         yield
     except RuntimeError as error:
         cause = str(error).partition("\n")[0]  # the other lines are the same for every error
-        cure = 'if no trainer process has ended, CUDA IPC is refused here: set generator.weights to "host"'
         raise PeerGone(
-            f"the weights on a trainer's GPU can't be shared ({cause}); {cure}"
+            f"the weights on a trainer's GPU can't be shared ({cause}); if no trainer process has "
+            'ended, CUDA IPC is refused here: set generator.weights to "host"'
         ) from error
 
 
 @_cuda_ipc()
 def offered_memory(memory: torch.Tensor) -> tuple[Any, ...]:
-    """By what other processes of this host open the memory of a CUDA tensor that is all of its storage. Call it once, for a
-    tensor that lives as long as this process: torch counts one reader, and would free it when the first of several closes it.
+    """Return the handle by which other processes of this host open the memory of a CUDA tensor.
+
+    The tensor is all of its storage, and lives as long as this process. Call the function once for
+    it: torch counts one reader, and would free the memory when the first of several closes it.
 
     Raises:
-        PeerGone: CUDA refuses.
+        PeerGone: CUDA refuses to share the memory.
     """
     return memory.untyped_storage()._share_cuda_()[1:]
 
 
 @_cuda_ipc()
 def opened_memory(offered: tuple[Any, ...], device: torch.device) -> torch.Tensor:
-    """uint8 [N]: the memory that another process offers. It is closed with the last tensor that uses it: wait for the device
-    before. What was written there before is seen; of what is written later, the writer has to say when it is done.
+    """Return the memory that another process offers, as uint8 [N].
 
-    ``torch.multiprocessing`` would take the device's number from the other process. Here it is this process's own, from which
-    the memory is reached wherever it lies: CUDA opens memory of GPUs that this process does not see.
+    The memory is closed with the last tensor that uses it: wait for the device before. A reader
+    sees what was written before it opened the memory; for later writes the writer has to tell when
+    they are done.
+
+    ``torch.multiprocessing`` would take the device's number from the other process. Here it is this
+    process's own, from which the memory is reached wherever it lies: CUDA opens memory of GPUs that
+    this process does not see.
+
+    Args:
+        offered: handle from ``offered_memory``.
+        device: device of this process that reads the memory.
 
     Raises:
-        PeerGone: CUDA refuses, or the other process has ended.
+        PeerGone: CUDA refuses to open the memory, or the other process has ended.
     """
-    # Without torch's event of the moment of the offer, which each call would open and none would close.
+    # The last argument leaves out torch's event of the offer, which each call would open and none
+    # would close.
     storage = torch.UntypedStorage._new_shared_cuda(device.index, *offered[:-1], False)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that a checkpoint of ``model`` has, by name. torch tells them from the others in a private set only, or by a
-    state dict, whose hooks gather what is fused."""
-    modules = [(f"{path}." if path else "", module) for path, module in model.named_modules()]
-    left_out = {
-        f"{prefix}{name}"
-        for prefix, module in modules
-        for name in module._non_persistent_buffers_set
-    }
-    return {name: buffer for name, buffer in model.named_buffers() if name not in left_out}
+    """Return the buffers that a checkpoint of ``model`` has, by name.
+
+    torch tells them from other buffers by a private set, or by a state dict, whose hooks gather
+    what is fused.
+    """
+    not_persistent: set[str] = set()
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        not_persistent |= {f"{prefix}{name}" for name in module._non_persistent_buffers_set}
+    return {name: buffer for name, buffer in model.named_buffers() if name not in not_persistent}
 
 
-_OF_METADATA = {
+_METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
@@ -99,23 +114,26 @@ _OF_METADATA = {
     | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     "pathlib": {"PosixPath"},
 }
-"""What the ``.metadata`` of a distributed checkpoint names, by module."""
+"""Names in the ``.metadata`` of a distributed checkpoint that may be unpickled, by module."""
 
 
 def check_pickles(folder: Path) -> None:
-    """Read the pickles of the distributed checkpoint in ``folder`` without running what they may hold.
+    """Read the pickles of a distributed checkpoint without running code that they may hold.
 
-    torch unpickles ``.metadata`` and each saved object that is no tensor (`FileSystemReader.read_metadata`,
-    `DefaultLoadPlanner.load_bytes`), and offers no way to restrict that: a pickle may name any function and call it. Call this
-    before torch reads a checkpoint that may have been forged.
+    torch unpickles ``.metadata`` and each saved object that is no tensor
+    (`FileSystemReader.read_metadata`, `DefaultLoadPlanner.load_bytes`), and offers no way to
+    restrict that: a pickle may name any function and call it. Call this function before torch reads
+    a checkpoint that may have been forged.
+
+    Args:
+        folder: the checkpoint.
 
     Raises:
-        ValueError: says which file holds what no checkpoint of a run does.
+        ValueError: a file holds something that no checkpoint of a run does. The error names the
+            file.
     """
-    for file in [
-        folder / ".metadata",
-        *folder.glob("__*.metadata"),
-    ]:  # the others are read where the first is not good
+    # torch reads the other metadata files if the first is no good.
+    for file in [folder / ".metadata", *folder.glob("__*.metadata")]:
         metadata = _unpickled(file)
         objects = {
             name
@@ -129,17 +147,24 @@ def check_pickles(folder: Path) -> None:
                 _check_object(folder / place.relative_path, place.offset, place.length, index.fqn)
 
 
-def _unpickled(file: Path) -> Any:
+def _unpickled(file: Path) -> Any:  # noqa: ANN401 - torch's Metadata, or what it was forged from
+    """Return the unpickled metadata of a checkpoint, made of the known names alone.
+
+    Raises:
+        ValueError: the file names something else, or is no metadata.
+    """
+
     class Restricted(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            if name not in _OF_METADATA.get(module, ()):
+        def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - pickle's
+            if name not in _METADATA_NAMES.get(module, ()):
                 raise ValueError(f"{file} names {module}.{name}, which no checkpoint needs")
             return super().find_class(module, name)
 
     try:
         with file.open("rb") as pickled:
             metadata = Restricted(pickled).load()
-        metadata.state_dict_metadata.items(), metadata.storage_data.items()
+        metadata.state_dict_metadata.items()
+        metadata.storage_data.items()
     except (
         OSError,
         pickle.UnpicklingError,
@@ -154,28 +179,30 @@ def _unpickled(file: Path) -> Any:
 
 
 def _check_object(file: Path, offset: int, length: int, name: str) -> None:
+    """Raise a ValueError if a saved object is no plain value."""
     with file.open("rb") as data:
         data.seek(offset)
-        held = io.BytesIO(data.read(length))
+        saved = io.BytesIO(data.read(length))
     try:
-        torch.load(held, weights_only=True)
-    except Exception as error:
+        torch.load(saved, weights_only=True)
+    except Exception as error:  # noqa: BLE001 - the file may be forged, and raise anything
         raise ValueError(
             f"{file} holds no plain value as {name}: {' '.join(str(error).split())[:200]}"
         ) from None
 
 
 def take_cuda_error() -> int:
-    """The CUDA runtime's last error, which it forgets by being asked; 0 where there is none. torch has no call for it.
+    """Return the CUDA runtime's last error and clear it; 0 if there is none.
 
-    The runtime is the library that this process has loaded: another copy of it has other errors.
+    torch has no call for it. The runtime is the library that this process has loaded: another copy
+    of it has other errors.
     """
-    loaded = {
+    libraries = {
         line.split()[-1]
         for line in Path("/proc/self/maps").read_text().splitlines()
         if "/libcudart" in line
     }
-    return max((ctypes.CDLL(path).cudaGetLastError() for path in loaded), default=0)
+    return max((ctypes.CDLL(path).cudaGetLastError() for path in libraries), default=0)
 
 
 MAX_ENTRIES = 64

@@ -1,10 +1,11 @@
 """Clients of frozen models: over HTTP to servers, or over a mesh of generators that this run hosts.
 
-``EndpointClient`` generates and scores by token ids, and chats. ``HostedClient`` does so on the run's own
-generators. ``FrozenClients`` has one client for each distinct model, however many tasks name it.
+``EndpointClient`` generates and scores by token ids, and chats. ``HostedClient`` generates and
+scores on the run's own generators. ``FrozenClients`` has one client for each distinct model,
+however many tasks name it.
 
-``served_model``, ``check_served_tokenizer`` and ``check_same_model`` ask servers before anything depends on
-them.
+``served_model``, ``check_served_tokenizer`` and ``check_same_model`` ask servers before anything
+depends on them.
 """
 
 import asyncio
@@ -38,16 +39,16 @@ LONGEST_WAIT_S = 30.0
 """Longest pause between two attempts, in seconds."""
 
 ASK_TIMEOUT_S = 20.0
-"""Seconds that a server has to answer a question before a run."""
+"""Time that a server has to answer a question before a run, in seconds."""
 
 CONNECT_TIMEOUT_S = 10.0
-"""Seconds to wait for a connection. A host that has gone answers nothing at all."""
+"""Time limit of a connection, in seconds. A host that is gone does not answer at all."""
 
 SET_ASIDE_S = 30.0
-"""Seconds for which a server that failed is avoided, unless no other answers."""
+"""Time for which a server that failed is avoided unless no other answers, in seconds."""
 
 DIRECT: dict[str, None] = dict.fromkeys(("all://localhost", "all://127.0.0.1", "all://[::1]"))
-"""Servers of this host, which are reached without the proxy that the environment may name."""
+"""Addresses of this host, which are reached without the proxy that the environment may name."""
 
 PROBE = "The sum of 4, 17 and 260 is 281.\n\t{'größer': [数, 🙂]} don't\n\nI'LL  see_what  x+=1"
 """Text that tokenizers divide differently."""
@@ -88,12 +89,12 @@ class ServerBusy(ServerFault):
 
 
 class EndpointClient:
-    """Client of one frozen model over HTTP (rollouts.policy.ModelClient), with failover among its servers.
+    """Client of one frozen model over HTTP, with failover among its servers.
 
-    Each request goes to the server with the fewest requests in flight; ties go to the one that was
-    asked longest ago. Where a server fails, the next is asked at once. A server that failed is set
-    aside: it is avoided for SET_ASIDE_S seconds, unless no other answers. Then one request tries it,
-    and an answer brings it back.
+    It implements rollouts.policy.ModelClient. Each request goes to the server with the fewest
+    requests in flight; ties go to the one that was asked longest ago. If a server fails, the next
+    is asked at once. A server that failed is set aside: it is avoided for SET_ASIDE_S seconds,
+    unless no other answers. Then one request tries it, and an answer brings it back.
     """
 
     def __init__(self, model: FrozenModel):
@@ -129,26 +130,28 @@ class EndpointClient:
             for position in range(1, len(ids)):
                 logprobs[position] = positions[position][str(ids[position])]["logprob"]
         except (KeyError, TypeError):
-            what = f"gave no log-probability of token {ids[position]} at position {position}"
-            raise self.error(what, answer.url) from None
+            fault = f"gave no log-probability of token {ids[position]} at position {position}"
+            raise self.error(fault, answer.url) from None
         return logprobs
 
     async def chat(
         self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig
     ) -> Reply:
-        """Return the server's reply to messages, which it renders by its model's template (ChatClient.chat).
+        """Return the server's reply to messages, which it renders by its model's template.
 
-        Any OpenAI-compatible server will do.
+        This is ChatClient.chat. Any OpenAI-compatible server will do.
         """
         request: dict[str, Any] = {
             "messages": list(messages),
             "max_tokens": sampling.max_tokens,
             "seed": seed,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
         }
-        request |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        request |= {
-            name: value for name in ("stop", "stop_token_ids") if (value := getattr(sampling, name))
-        }
+        if sampling.stop:
+            request["stop"] = sampling.stop
+        if sampling.stop_token_ids:
+            request["stop_token_ids"] = sampling.stop_token_ids
         answer = await self.complete(request, "/chat/completions")
         message = answer.choice.get("message")
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
@@ -161,14 +164,14 @@ class EndpointClient:
         )
 
     async def complete(self, request: dict[str, Any], path: str = "/completions") -> Answer:
-        """POST one request to the servers in turn, and return the answer of the first that gives one.
+        """Send one request to the servers in turn until one answers, and return the answer.
 
-        At most ``max_concurrency`` requests are under way; others wait. Where every server fails, all
+        At most ``max_concurrency`` requests are in flight; others wait. If every server fails, all
         are tried again after a pause, up to ``max_retries`` times.
 
         Raises:
             RunError: a server refused or answered with rubbish, or every server failed at every
-                attempt; names the model, and each such server with its cause.
+                attempt. The error names the model, and each such server with its cause.
         """
         body = {"model": self.model.name, **request}
         attempts = self.model.max_retries + 1
@@ -191,15 +194,16 @@ class EndpointClient:
             raise self.error(f"failed {attempts} times, last with {cause}", url)
         causes = "; ".join(f"{url} with {cause}" for url, cause in faults.items())
         raise RunError(
-            f"frozen model {self.model.name!r}: each of its {len(faults)} servers failed {attempts} times, last {causes}"
+            f"frozen model {self.model.name!r}: each of its {len(faults)} servers failed "
+            f"{attempts} times, last {causes}"
         )
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    def error(self, what: str, url: str) -> RunError:
-        """Return an error that names the model and its server at ``url``, followed by ``what`` it did."""
-        return RunError(f"frozen model {self.model.name!r} at {url} {what}")
+    def error(self, fault: str, url: str) -> RunError:
+        """Return an error that names the model, its server at ``url``, and what that did."""
+        return RunError(f"frozen model {self.model.name!r} at {url} {fault}")
 
     def _choose(self, servers: Sequence[Server]) -> Server:
         """Return the server to ask next.
@@ -264,8 +268,8 @@ class EndpointClient:
         except LookupError as error:  # of the model's api_key
             raise self.error(f"has no key: {self.model.api_key_env}: {error}", url) from None
         except httpx.TransportError as error:
-            said = self.model.quoted(str(error))  # it may quote a broken answer
-            raise ServerFault(f"{type(error).__name__} {said}".rstrip()) from None
+            cause = self.model.quoted(str(error))  # it may quote a broken answer
+            raise ServerFault(f"{type(error).__name__} {cause}".rstrip()) from None
         if response.status_code == 429:
             raise ServerBusy("HTTP 429")
         if response.status_code >= 500:
@@ -287,14 +291,19 @@ class EndpointClient:
             ) from None
 
     def _wait_s(self, attempt: int) -> float:
-        # Random, so that requests that failed together don't come back together.
-        return min(self.model.backoff_s * 2 ** (attempt - 1), LONGEST_WAIT_S) * random.uniform(
-            0.5, 1.0
-        )
+        """Return the pause before an attempt, in seconds.
+
+        It is random, so that requests that failed together don't come back together.
+        """
+        longest_s = min(self.model.backoff_s * 2 ** (attempt - 1), LONGEST_WAIT_S)
+        return longest_s * random.uniform(0.5, 1.0)
 
 
 class EndpointSession:
-    """Session of one rollout with an EndpointClient (rollouts.policy.PolicySession). Its turns have seeds in a row."""
+    """Session of one rollout with an EndpointClient. Its turns have consecutive seeds.
+
+    It implements rollouts.policy.PolicySession.
+    """
 
     stops_at_texts = True
 
@@ -306,8 +315,10 @@ class EndpointSession:
         sampling: SamplingConfig,
         stop_token_ids: list[int],
     ):
-        self._client, self._seed = client, seed
-        self._sampling, self._stop_token_ids = sampling, stop_token_ids + sampling.stop_token_ids
+        self._client = client
+        self._seed = seed
+        self._sampling = sampling
+        self._stop_token_ids = stop_token_ids + sampling.stop_token_ids
         self._turn = 0
 
     async def generate(
@@ -323,7 +334,10 @@ class EndpointSession:
         vLLM's are at temperature 1 by default, whatever the sampling temperature.
 
         Args:
-            seed: in place of the session's seed of this turn.
+            prompt_token_ids: int32 [P].
+            max_tokens: maximum number of tokens; the sampling's own maximum holds too.
+            stop: texts that end the completion, beside those of the sampling.
+            seed: seed of this turn, or None for the session's own.
         """
         sampling = self._sampling
         self._turn += 1
@@ -349,13 +363,11 @@ class EndpointSession:
             token_ids = np.asarray(choice["token_ids"], np.int32)
             logprobs = np.asarray(choice["logprobs"]["token_logprobs"], np.float32)
             finish_reason = choice["finish_reason"]
-            if (
-                finish_reason not in FINISH_REASONS
-            ):  # it is recorded: not any text that a server sends
+            if finish_reason not in FINISH_REASONS:  # it is recorded, so it is no arbitrary text
                 raise ValueError
         except (KeyError, TypeError, ValueError):
-            what = "answered without token_ids, logprobs and finish_reason: is it a vLLM server?"
-            raise self._client.error(what, answer.url) from None
+            fault = "answered without token_ids, logprobs and finish_reason: is it a vLLM server?"
+            raise self._client.error(fault, answer.url) from None
         return Completion(
             token_ids=token_ids,
             logprobs=logprobs,
@@ -366,25 +378,26 @@ class EndpointSession:
     def close(self) -> None: ...
 
 
-def _count(said: Any) -> int:
-    """Return a reported count of tokens, or 0 where none is reported."""
-    return said if isinstance(said, int) else 0
+def _count(reported: object) -> int:
+    """Return a reported count of tokens, or 0 if none is reported."""
+    return reported if isinstance(reported, int) else 0
 
 
 def served_model(
     url: str, *, field: str, name: str | None, key_env: str | None, tokenizer_path: str
 ) -> FrozenModel:
-    """Ask one server, or several that serve one model, for that model, and return a reference to it.
+    """Return a reference to the model of a server, or of several servers, after asking them.
 
     Args:
-        url: the server's URL; several have commas between them.
-        field: the option that gives the URL.
-        name: what the server calls the model. None: the only one that it has.
+        url: URL of the server; several URLs are separated by commas.
+        field: option that gives the URL; errors name it.
+        name: name of the model on the server. None takes the only model that it has.
         key_env: environment variable with the server's key.
         tokenizer_path: folder of the tokenizer that prompts are made with.
 
     Raises:
-        ConfigError: a server can't be asked, has no such model or several, or its tokenizer is another one.
+        ConfigError: a server can't be asked, has no such model or several, or has another
+            tokenizer.
     """
     urls = tuple(part.strip() for part in url.split(","))
     model = FrozenModel(
@@ -394,63 +407,69 @@ def served_model(
         model.validate(field=field)
         model.api_key()
     except ConfigError as error:
-        raise ConfigError(
-            "--endpoint-key-env" if error.field.endswith("key_env") else field,
-            error.value,
-            error.cure,
-        ) from None
+        option = "--endpoint-key-env" if error.field.endswith("key_env") else field
+        raise ConfigError(option, error.value, error.cure) from None
     except LookupError:
-        raise ConfigError(
-            "--endpoint-key-env", key_env, "is not set: export the server's key in this variable"
-        ) from None
+        cure = "is not set: export the server's key in this variable"
+        raise ConfigError("--endpoint-key-env", key_env, cure) from None
     for server in model.urls:
         names = _names(model, server, field)
         if model.name == "?" and len(names) != 1:
-            has = f"the server has {len(names)} models ({_some(model, names)})"
-            raise ConfigError(field, server, f"{has}: name one with --endpoint-model")
+            fault = f"the server has {len(names)} models ({_some(model, names)})"
+            raise ConfigError(field, server, f"{fault}: name one with --endpoint-model")
         if model.name == "?":
             model.name = names[0]
         if names and model.name not in names:
-            has = f"the server at {server} has no such model; it has {_some(model, names)}"
-            raise ConfigError("--endpoint-model", model.name, has)
-    check_served_tokenizer(
-        model,
-        field,
-        tokenizer_path,
-        cure="name a folder with that tokenizer by --model.hf-assets-path",
-    )
+            fault = f"the server at {server} has no such model; it has {_some(model, names)}"
+            raise ConfigError("--endpoint-model", model.name, fault)
+    cure = "name a folder with that tokenizer by --model.hf-assets-path"
+    check_served_tokenizer(model, field, tokenizer_path, cure=cure)
     return model
 
 
 def _names(model: FrozenModel, url: str, field: str) -> list[str]:
-    """Return the names of a server's models; an empty list only where the model has a name already."""
+    """Return the names of a server's models.
+
+    The list may be empty if the model has a name already.
+
+    Raises:
+        ConfigError: the server does not answer or refuses the key, or it lists no models and the
+            model has no name yet.
+    """
     try:
         answer = _ask(model, "GET", f"{url}/models")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        cure = f"no server answers there ({type(error).__name__}): start it, wait until it is up, or correct host and port"
+        cure = (
+            f"no server answers there ({type(error).__name__}): start it, wait until it is up, or "
+            "correct host and port"
+        )
         raise ConfigError(field, url, cure) from None
     if answer.status_code in (401, 403):
-        refused = (
-            f"it refuses the key in {model.api_key_env}" if model.api_key_env else "it wants a key"
+        fault = "it wants a key"
+        if model.api_key_env:
+            fault = f"it refuses the key in {model.api_key_env}"
+        cure = (
+            f"{fault} (HTTP {answer.status_code}): name the environment variable that holds it "
+            "with --endpoint-key-env"
         )
-        cure = f"{refused} (HTTP {answer.status_code}): name the environment variable that holds it with --endpoint-key-env"
         raise ConfigError(field, url, cure)
     names = _listed(answer)
     if not names and model.name == "?":
-        seen = f"it lists no models (HTTP {answer.status_code} at {url}/models)"
-        cure = 'want the address of the API with its version, such as "http://localhost:8000/v1", or a name by --endpoint-model'
-        raise ConfigError(field, url, f"{seen}: {cure}")
+        cure = (
+            f"it lists no models (HTTP {answer.status_code} at {url}/models): want the address of "
+            'the API with its version, such as "http://localhost:8000/v1", or a name by '
+            "--endpoint-model"
+        )
+        raise ConfigError(field, url, cure)
     return names
 
 
 def _listed(answer: httpx.Response) -> list[str]:
-    """Return the names in a server's list of models; an empty list where the answer is no such list."""
+    """Return the names in a server's list of models; none if the answer is no such list."""
+    if answer.status_code != 200:
+        return []
     try:
-        return (
-            [str(entry["id"]) for entry in answer.json()["data"]]
-            if answer.status_code == 200
-            else []
-        )
+        return [str(entry["id"]) for entry in answer.json()["data"]]
     except (ValueError, KeyError, TypeError):
         return []
 
@@ -458,64 +477,69 @@ def _listed(answer: httpx.Response) -> list[str]:
 def check_served_tokenizer(
     model: FrozenModel, field: str, tokenizer_path: str, *, cure: str
 ) -> None:
-    """Compare the tokenizer of each of a model's servers with one on disk.
+    """Raise if a server of a model has another tokenizer than the one on disk.
 
-    Tokens go to the server and come back, so both sides must mean the same by them. Not every server
-    can be asked: vLLM has ``/tokenize`` beside its API.
+    Tokens go to the server and come back, so both sides must mean the same by them. Not every
+    server can be asked: vLLM has ``/tokenize`` beside its API.
 
     Args:
-        field: what names the servers in an error.
+        model: the servers' model.
+        field: config field or option that names the servers; errors name it.
+        tokenizer_path: folder of the tokenizer.
+        cure: advice that the error gives.
 
     Raises:
         ConfigError: a server divides a text into other tokens.
     """
     for url in model.urls:
-        theirs = _tokens(model, url)
-        if theirs is None:
+        served_ids = _tokens(model, url)
+        if served_ids is None:
             continue
-        ours = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True).encode(
-            PROBE, add_special_tokens=False
-        )
-        if theirs != ours:
-            seen = f"its model {model.name!r} has another tokenizer than {tokenizer_path}, and tokens go in and out"
-            raise ConfigError(field, url, f"{seen}: {cure}")
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
+        if served_ids != tokenizer.encode(PROBE, add_special_tokens=False):
+            fault = (
+                f"its model {model.name!r} has another tokenizer than {tokenizer_path}, and tokens "
+                "go in and out"
+            )
+            raise ConfigError(field, url, f"{fault}: {cure}")
 
 
 def check_same_model(model: FrozenModel, field: str) -> None:
-    """Refuse servers of one reference that have different models. Pass over a server that can't be asked.
+    """Raise if the servers of one reference have different models.
+
+    A server that can't be asked is passed over.
 
     Args:
+        model: the reference.
         field: path of the reference.
 
     Raises:
         ConfigError: a server lists models, and none of this name; or two servers divide a text into
-            other tokens. Names the server.
+            different tokens. The error names the server.
     """
     cure = "every server of base_url must serve the same model"
-    compared: tuple[str, Any] | None = None
-    for where, url in model.servers(field=field):
+    first: tuple[str, Any] | None = None
+    """URL and tokens of the first server that tells its tokens."""
+    for url_field, url in model.servers(field=field):
         try:
             names = _listed(_ask(model, "GET", f"{url}/models"))
         except httpx.HTTPError:
             continue
         if names and model.name not in names:
-            raise ConfigError(
-                where,
-                url,
-                f"this server has no model {model.name!r}; it has {_some(model, names)}: {cure}",
-            )
+            fault = f"this server has no model {model.name!r}; it has {_some(model, names)}"
+            raise ConfigError(url_field, url, f"{fault}: {cure}")
         tokens = _tokens(model, url)
         if tokens is None:
             continue
-        if compared is None:
-            compared = url, tokens
-        elif tokens != compared[1]:
-            seen = f"its model {model.name!r} has another tokenizer than that of {compared[0]}"
-            raise ConfigError(where, url, f"{seen}: {cure}")
+        if first is None:
+            first = (url, tokens)
+        elif tokens != first[1]:
+            fault = f"its model {model.name!r} has another tokenizer than that of {first[0]}"
+            raise ConfigError(url_field, url, f"{fault}: {cure}")
 
 
-def _tokens(model: FrozenModel, url: str) -> Any:
-    """Return how a server divides PROBE; None where it does not say."""
+def _tokens(model: FrozenModel, url: str) -> Any:  # noqa: ANN401 - JSON
+    """Return the tokens into which a server divides PROBE, or None if it does not tell."""
     root = urlsplit(url)
     body = {"model": model.name, "prompt": PROBE, "add_special_tokens": False}
     try:
@@ -525,7 +549,12 @@ def _tokens(model: FrozenModel, url: str) -> Any:
         return None
 
 
-def _ask(model: FrozenModel, method: str, url: str, **request: Any) -> httpx.Response:
+def _ask(
+    model: FrozenModel,
+    method: str,
+    url: str,
+    **request: Any,  # noqa: ANN401 - httpx's
+) -> httpx.Response:
     with httpx.Client(timeout=ASK_TIMEOUT_S, mounts=DIRECT) as client:
         return client.request(method, url, headers=_headers(model), **request)
 
@@ -536,17 +565,18 @@ def _headers(model: FrozenModel) -> dict[str, str]:
 
 
 def _some(model: FrozenModel, names: list[str]) -> str:
-    return (
-        model.quoted(", ".join(names[:5]) + (", ..." if len(names) > 5 else ""))
-        if names
-        else "none"
-    )
+    """Return the first few of a server's names, as an error shows them."""
+    if not names:
+        return "none"
+    text = ", ".join(names[:5])
+    return model.quoted(text + ", ..." if len(names) > 5 else text)
 
 
 class FrozenClients:
-    """Registry of the clients of frozen models, one for each distinct reference (``policy.frozen``).
+    """Registry of the clients of frozen models, one for each distinct reference.
 
-    Whoever makes it admits the replicas of each hosted model to that model's client in ``generators``.
+    ``policy.frozen`` looks a reference up here. The owner of the registry admits the replicas of
+    each hosted model to that model's client in ``generators``.
     """
 
     def __init__(
@@ -554,27 +584,29 @@ class FrozenClients:
         hosted: Mapping[str, HostedModel],
         *,
         on_stopped: Callable[[str, int, str], None] = lambda path, replica, cause: None,
-        **options: Any,
+        **options: Any,  # noqa: ANN401 - GeneratorClient's
     ):
-        """Make a client for each hosted model. Those of servers are made when they are first asked for.
+        """Make a client for each hosted model.
+
+        The client of a server is made when it is first looked up.
 
         Args:
-            hosted: by path, what the run hosts.
-            on_stopped: as GeneratorClient's; called with the path first.
-            options: others of GeneratorClient's.
+            hosted: models that the run hosts, by path.
+            on_stopped: called as GeneratorClient's, with the model's path first.
+            options: other options of GeneratorClient.
         """
         self.generators: dict[str, GeneratorClient] = {
             path: HostedClient(model, on_stopped=functools.partial(on_stopped, path), **options)
             for path, model in hosted.items()
         }
-        """Clients of what the run hosts, by path."""
+        """Clients of the models that the run hosts, by path."""
         self._endpoints: dict[tuple, EndpointClient] = {}
 
     def find(self, model: ModelReference) -> ModelClient:
         """Return the client of a frozen model.
 
         Raises:
-            RunError: the run does not host it, or it is no frozen model.
+            RunError: the run does not host the model, or it is no frozen model.
         """
         if isinstance(model, FrozenModel):
             key = dataclasses.astuple(model)
@@ -585,14 +617,18 @@ class FrozenClients:
             return self.generators[model.path]
         if isinstance(model, HostedModel):
             raise RunError(
-                f"the run does not host {model.path!r}: it hosts what fields of a task's config name"
+                f"the run does not host {model.path!r}: it hosts what fields of a task's config "
+                "name"
             )
         raise RunError(
             f"{type(model).__name__} is no frozen model: name a FrozenModel or a HostedModel"
         )
 
     def fail(self, failure: RunError) -> None:
-        """Answer every open and future request to hosted models with ``failure``. Servers are not concerned."""
+        """Answer every open and future request to hosted models with ``failure``.
+
+        Requests to servers go on.
+        """
         for client in self.generators.values():
             client.fail(failure)
 
@@ -603,11 +639,14 @@ class FrozenClients:
 
 
 class HostedClient(GeneratorClient):
-    """Client of a frozen checkpoint that this run hosts (rollouts.policy.ModelClient). Its weights never change."""
+    """Client of a frozen checkpoint that this run hosts, whose weights never change.
+
+    It implements rollouts.policy.ModelClient.
+    """
 
     is_frozen = True
 
-    def __init__(self, model: HostedModel, **options: Any):
+    def __init__(self, model: HostedModel, **options: Any):  # noqa: ANN401 - GeneratorClient's
         super().__init__(stops_at_texts=model.engine.stops_at_texts, **options)
         self.model = model
         self._places = asyncio.Semaphore(model.max_concurrency)

@@ -1,7 +1,10 @@
 """A judge: a frozen model that envs and rubrics talk to in messages.
 
-What builds a judge asks for its model in ``setup``, and then calls ``chat(messages)``. A model that the run hosts is reached
-through tokens, with a renderer of its own tokenizer; one behind a server through ``/v1/chat/completions``.
+    env or rubric ──▶ Judge.chat ──▶ a server's /v1/chat/completions
+                                └──▶ RenderedChat ──▶ a model that the run hosts, by tokens
+
+The owner of a judge calls ``setup`` once, and then ``chat(messages)``. The judge limits how many
+calls are in flight, retries calls that fail, and answers equal conversations once.
 """
 
 import asyncio
@@ -36,18 +39,21 @@ from torchtitan.experiments.rl.rollouts.types import add_cost
 
 
 class JudgeFailed(Exception):
-    """A judge gave no whole answer. Whoever asked can't be scored: the failure is never a reward."""
+    """A judge that gave no whole answer.
+
+    The rollout that it was asked about can't be scored: the failure is never a reward.
+    """
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Reply:
-    """What a model answered."""
+    """A model's answer to messages."""
 
     message: Message
     prompt_tokens: int
     completion_tokens: int
     whole: bool = True
-    """False where a limit on tokens cut it off."""
+    """False if a limit on tokens cut the answer off."""
 
 
 class ChatClient(Protocol):
@@ -59,7 +65,10 @@ class ChatClient(Protocol):
 
 
 class Judge(UserConfigurable):
-    """Equal conversations share one call and its answer. Make one for each task and process; its limits are of that one."""
+    """Asks a frozen model in messages. Equal conversations share one call and its answer.
+
+    Make one judge for each task and process: its limits hold for that one.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -68,29 +77,35 @@ class Judge(UserConfigurable):
         ]
         name: Annotated[str, MinLen(1), Cure("errors and metrics name the judge by it")] = "judge"
         renderer: RendererConfig = field(default_factory=RendererConfig)
-        """Of a hosted model, with the tokenizer in its folder."""
+        """Renderer of a hosted model, which uses the tokenizer in the model's folder."""
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
-        """Greedy by default, so that one conversation has one verdict."""
+        """Sampling of answers. Greedy by default, so that one conversation has one verdict."""
         max_concurrency: PositiveInt = 64
-        """Calls in flight at once; more wait."""
+        """Maximum number of calls in flight at once. More wait."""
         timeout_s: PositiveFloat = 20.0
-        """For each attempt. All attempts together should take less than what asks may take (Rubric.timeout_s): an error of that
-        limit does not name the judge."""
+        """Time limit of each attempt, in seconds.
+
+        All attempts together should take less than the caller's own limit (Rubric.timeout_s),
+        because an error of that limit does not name the judge."""
         max_retries: NonNegativeInt = 2
-        """Attempts after the first. The client of a server retries by ``FrozenModel.max_retries`` within each."""
+        """Number of attempts after the first. Within each, the client of a server retries
+        ``FrozenModel.max_retries`` times."""
         backoff_s: NonNegativeFloat = 0.5
-        """Wait before the first retry; doubled for each further one."""
+        """Pause before the first retry, in seconds. It doubles for each further retry."""
         cache_size: NonNegativeInt = 4096
-        """Answers that are kept, the last used ones. 0: none; calls that are open at once still share."""
+        """Maximum number of answers that are kept, the least recently used ones first to go.
+
+        With 0, equal conversations still share a call while it is open."""
 
     def __init__(self, config: Config):
         self.config = config
         self._places = asyncio.Semaphore(config.max_concurrency)
         self._calls: OrderedDict[str, asyncio.Task[Reply]] = OrderedDict()
+        """Open calls and kept answers by their conversation, least recently used first."""
         self._client: ChatClient | None = None
 
     async def setup(self, policy: PolicyClient) -> None:
-        """Reach the model. A rubric's or env's owner calls it in its own ``setup``.
+        """Connect to the model. The rubric or env that owns the judge calls it in its ``setup``.
 
         Raises:
             RunError: the run does not host the model, or the server does not answer.
@@ -108,10 +123,10 @@ class Judge(UserConfigurable):
         )
 
     async def chat(self, messages: Sequence[Message]) -> Message:
-        """The judge's answer to a conversation, as an assistant's message.
+        """Return the judge's answer to a conversation, as an assistant's message.
 
         Raises:
-            JudgeFailed: every attempt failed, or the answer was cut off. Names the judge.
+            JudgeFailed: every attempt failed, or the answer was cut off. The error names the judge.
         """
         key = json.dumps(list(messages), sort_keys=True)
         call = self._calls.get(key)
@@ -119,27 +134,40 @@ class Judge(UserConfigurable):
             call = self._calls[key] = asyncio.create_task(
                 self._ask(list(messages), zlib.crc32(key.encode()))
             )
-            call.add_done_callback(lambda done: self._ended(key, done))
+            call.add_done_callback(lambda ended: self._keep_or_forget(key, ended))
         else:
             self._count("cached", 1)
         self._calls.move_to_end(key)
-        # Shielded: one who stops waiting does not take the answer from others. Read-only: others
-        # are given the same answer.
+        # The call is shielded because other callers may wait for it too, and its answer read-only
+        # because they are given the same one.
         return read_only((await asyncio.shield(call)).message)
 
-    def _ended(self, key: str, call: asyncio.Task[Reply]) -> None:
-        failed = call.cancelled() or call.exception() is not None
-        if failed and self._calls.get(key) is call:  # the next one to ask tries again
+    def _keep_or_forget(self, key: str, call: asyncio.Task[Reply]) -> None:
+        """Forget a call that failed, and the answers beyond the cache's size.
+
+        A conversation whose call is forgotten is asked again.
+        """
+        has_failed = call.cancelled() or call.exception() is not None
+        if has_failed and self._calls.get(key) is call:
             del self._calls[key]
-        while sum(other.done() for other in self._calls.values()) > self.config.cache_size:
-            del self._calls[next(known for known, other in self._calls.items() if other.done())]
+        answered = [other for other, task in self._calls.items() if task.done()]
+        too_many = max(0, len(answered) - self.config.cache_size)
+        for oldest in answered[:too_many]:
+            del self._calls[oldest]
 
     async def _ask(self, messages: list[Message], seed: int) -> Reply:
+        """Ask the model until it gives a whole answer.
+
+        Raises:
+            JudgeFailed: no attempt gave one, or ``setup`` was not called.
+        """
+        config = self.config
         if self._client is None:
             raise JudgeFailed(
-                f"judge {self.config.name!r} was asked before its setup: call judge.setup(policy) in yours"
+                f"judge {config.name!r} was asked before its setup: call judge.setup(policy) in "
+                "yours"
             )
-        config, problem = self.config, ""
+        problem = ""
         async with self._places:
             began = time.perf_counter()
             try:
@@ -159,30 +187,36 @@ class Judge(UserConfigurable):
                     self._count("completion_tokens", reply.completion_tokens)
                     if reply.whole:
                         return reply
-                    problem = f"its answer was cut off at sampling.max_tokens = {config.sampling.max_tokens}"
-                    if config.sampling.temperature == 0:  # it would be again
+                    limit = config.sampling.max_tokens
+                    problem = f"its answer was cut off at sampling.max_tokens = {limit}"
+                    if config.sampling.temperature == 0:  # the same answer would be cut off again
                         break
             finally:
                 self._count("seconds", time.perf_counter() - began)
         self._count("failed", 1)
         raise JudgeFailed(f"judge {config.name!r} failed, last with: {problem}")
 
-    def _count(self, what: str, amount: float) -> None:
-        add_cost(f"judge/{self.config.name}/{what}", amount)
+    def _count(self, quantity: str, amount: float) -> None:
+        """Add to one of the judge's metrics in the rollout that asked."""
+        add_cost(f"judge/{self.config.name}/{quantity}", amount)
 
 
 class RenderedChat:
-    """Implements ChatClient over a model that takes tokens."""
+    """A ChatClient of a model that takes tokens."""
 
     def __init__(self, client: ModelClient, renderer: Renderer, *, owner: str):
-        self._model, self._renderer, self._owner = client, renderer, owner
+        self._model = client
+        self._renderer = renderer
+        self._owner = owner
+        """Name of the judge."""
 
     async def chat(
         self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig
     ) -> Reply:
         prompt = self._renderer.render(list(messages), add_generation_prompt=True).token_ids
         session = self._model.session(
-            # By what is asked: where order matters, it does not depend on who asked first.
+            # The seed follows from the conversation. If the order of requests matters, it does not
+            # depend on which rollout asked first.
             rollout_id=f"judge-{self._owner}/{seed}",
             seed=seed,
             sampling=sampling,

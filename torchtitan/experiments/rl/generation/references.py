@@ -1,8 +1,14 @@
-"""How a config names a model: the policy, a server somewhere, or a checkpoint that the run hosts itself.
+"""References by which a config names a model.
 
-A config that needs a model has a field for one (an algorithm's teacher, a rubric's judge). What the config builds asks for it
-in ``setup``: ``policy.frozen(reference)``. The controller walks ``config.tasks`` and hosts the HostedModels it finds, so one
-that is to be hosted must be a field of a config, not a value inside a function.
+    LivePolicy     the policy itself
+    FrozenModel    a server somewhere
+    HostedModel    a checkpoint that the run serves itself
+
+A config that needs a model has a field for a reference, such as an algorithm's teacher or a
+rubric's judge. The object that the config builds asks for the model in its ``setup``, by
+``policy.frozen(reference)``. The controller walks ``config.tasks`` and hosts every HostedModel that
+it finds, so a model that is to be hosted must be a field of a config, not a value inside a
+function.
 """
 
 import os
@@ -31,43 +37,58 @@ from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.rollouts.policy import ModelReference
 
 SERVER_TEXT = "TORCHTITAN_RL_SERVER_TEXT"
-"""Environment variable: "1" shows what servers say in errors, also those that were sent a key."""
+"""Environment variable: "1" shows the text of every server's errors.
+
+Otherwise the text of servers that were sent a key is left out."""
 EXCERPT = 300
-"""Characters of it that are shown."""
+"""Maximum number of characters of a server's text that are shown."""
 
 
 @dataclass(kw_only=True, slots=True)
 class LivePolicy(ModelReference):
-    """The policy itself, as the generators hold it at that moment."""
+    """The policy itself, with the weights that the generators hold when it is asked."""
 
 
 @dataclass(kw_only=True, slots=True)
 class FrozenModel(ModelReference):
     """A model behind the OpenAI-compatible API of a vLLM server, or of several.
 
-    Its tokenizer must be the policy's where tokens go in and out.
+    Its tokenizer must be the policy's if requests and answers are tokens.
     """
 
     name: Annotated[
         str, MinLen(1), Cure("name the model as its server does (GET /v1/models lists them)")
     ]
-    """What the server calls the model."""
+    """Name of the model on the server."""
     base_url: str | tuple[str, ...]
-    """URL up to and with the version, such as "http://10.0.0.7:8000/v1"; or one URL for each server of
-    the model. Servers take requests in turn, and one that fails is set aside for a while."""
+    """URL up to and with the version, such as "http://10.0.0.7:8000/v1"; or one URL for each server
+    of the model. Servers take requests in turn, and one that fails is set aside for a while."""
     api_key_env: str | None = None
-    """Environment variable that holds the key; read at every request, never logged or saved. None: the server wants none."""
+    """Environment variable that holds the key, or None if the server wants none.
+
+    The key is read at every request, and never logged or saved."""
     max_concurrency: PositiveInt = 64
-    """Requests in flight at once, at all servers together; more wait."""
+    """Maximum number of requests in flight at once, at all servers together. More wait."""
     timeout_s: PositiveFloat = 120.0
-    """Seconds that one server has for a request before it counts as failing."""
+    """Time that one server has for a request before it counts as failing, in seconds."""
     max_retries: NonNegativeInt = 5
-    """Attempts after the first, where no server can be reached, or each is busy (429) or failing (5xx)."""
+    """Number of attempts after the first, if no server can be reached, or each is busy (429) or
+    failing (5xx)."""
     backoff_s: NonNegativeFloat = 0.5
-    """Wait before the first retry; doubled for each further one, up to 30 s."""
+    """Pause before the first retry, in seconds. It doubles for each further retry, up to 30 s."""
 
     def validate(self, *, field: str) -> None:
-        # A key pasted where its variable's name belongs, or into the URL, must not be shown either.
+        """Raise if a field has a value that can't work.
+
+        A key that was pasted in place of its variable's name, or into the URL, is not shown.
+
+        Args:
+            field: path of this reference; errors name it.
+
+        Raises:
+            ConfigError: ``api_key_env`` names no variable, or ``base_url`` no server, something
+                that is no URL of a server, or a server twice.
+        """
         if self.api_key_env is not None and not re.fullmatch(
             r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env
         ):
@@ -87,7 +108,9 @@ class FrozenModel(ModelReference):
                 raise ConfigError(where, url, "is named twice: name each server once")
 
     def servers(self, *, field: str) -> list[tuple[str, str]]:
-        """Return for each server the path of the field that names it, and its URL without a slash at the end.
+        """Return the path of the field that names it, and its URL, for each server.
+
+        URLs have no slash at the end.
 
         Args:
             field: path of this reference.
@@ -105,10 +128,10 @@ class FrozenModel(ModelReference):
         return [url for _, url in self.servers(field="")]
 
     def api_key(self) -> str | None:
-        """The key, from its environment variable; None where the server wants none.
+        """Return the key from its environment variable, or None if the server wants none.
 
         Raises:
-            LookupError: the variable is not set or empty.
+            LookupError: the variable is not set, or empty.
         """
         if self.api_key_env is None:
             return None
@@ -120,13 +143,17 @@ class FrozenModel(ModelReference):
         return key
 
     def quoted(self, text: str) -> str:
-        """What to show of ``text``, which the server sent. It may hold the key in any form, in pieces or masked: where a key
-        is sent nothing of it is shown."""
+        """Return what to show of a text that the server sent.
+
+        The text may hold the key in any form, in pieces or masked, so nothing is shown of a server
+        that was sent a key.
+        """
         if self.api_key_env is None or os.environ.get(SERVER_TEXT) == "1":
             return " ".join(text.split())[:EXCERPT]
         return f"(its words are left out, as it was sent a key; {SERVER_TEXT}=1 shows them)"
 
     def check_present(self, *, field: str) -> None:
+        """Raise a MissingError if the key's environment variable is not set."""
         try:
             self.api_key()
         except LookupError as error:
@@ -134,74 +161,84 @@ class FrozenModel(ModelReference):
 
 
 def _check_url(text: str, field: str) -> None:
-    """Refuse what is no URL of a server, or may hold a secret."""
+    """Raise if a text is no URL of a server, or may hold a secret."""
     url = urlsplit(text)
     if url.username or url.password or url.query:
-        raise ConfigError(
-            field, "(hidden)", "may hold a secret: leave user, password and query out of it"
-        )
+        cure = "may hold a secret: leave user, password and query out of it"
+        raise ConfigError(field, "(hidden)", cure)
     try:
-        _ = url.port
-        fits = url.scheme in ("http", "https") and bool(url.hostname)
-    except ValueError:  # a port that is none
-        fits = False
-    if not fits:
-        raise ConfigError(
-            field, text, 'want the server\'s root, such as "http://localhost:8000/v1"'
-        )
+        _ = url.port  # reading it raises if it is no port
+        is_server = url.scheme in ("http", "https") and bool(url.hostname)
+    except ValueError:
+        is_server = False
+    if not is_server:
+        cure = 'want the server\'s root, such as "http://localhost:8000/v1"'
+        raise ConfigError(field, text, cure)
 
 
 @dataclass(kw_only=True, slots=True)
 class HostedModel(ModelReference):
-    """A checkpoint that the run serves itself: generators that never synchronise, shared by all that name its path."""
+    """A checkpoint that the run serves itself, by generators whose weights never change.
+
+    All references with the same path share them.
+    """
 
     path: Annotated[str, MinLen(1), Cure("name the checkpoint's folder")]
-    """Hub-format folder. Its tokenizer must be the policy's."""
+    """Folder in hub format. Its tokenizer must be the policy's."""
     replicas: Changeable[ProcessCount] = 1
-    """Independent engines."""
+    """Number of independent engines."""
     engine: EngineConfig = field(default_factory=VLLMEngineConfig)
     max_concurrency: Changeable[PositiveInt] = 256
-    """Scores in flight at once; more wait. How much is sampled at once is the engine's to say."""
+    """Maximum number of scores in flight at once; more wait. The engine limits what is sampled at
+    once."""
 
     def validate(self, *, field: str) -> None:
+        """Raise a ConfigError if fields of the engine can't work together."""
         self.engine.validate(field=f"{field}.engine")
 
     def check_present(self, *, field: str) -> None:
+        """Raise a MissingError if the checkpoint, or the engine's package, is not there."""
         if not (Path(self.path) / "config.json").is_file():
-            raise MissingError(
-                f"{field}.path",
-                self.path,
-                "has no config.json; download the model, or name its folder",
-            )
+            cure = "has no config.json; download the model, or name its folder"
+            raise MissingError(f"{field}.path", self.path, cure)
         self.engine.check_present(field=f"{field}.engine")
 
 
 def find_references(
-    config: Any, *, field: str, beside: tuple[type, ...] = ()
+    config: Any,  # noqa: ANN401 - any tree of configs
+    *,
+    field: str,
+    beside: tuple[type, ...] = (),
 ) -> Iterator[tuple[str, ModelReference]]:
-    """Every reference in a tree of dataclasses, dicts and lists, with the path of the field it is in.
+    """Yield every reference in a tree, with the path of the field that holds it.
 
     Args:
+        config: tree of dataclasses, dicts and lists.
+        field: path of the tree.
         beside: types of configs that are not looked into.
     """
-    return (
-        (path, found)
-        for path, found, _ in walk(config, field, beside=beside)
-        if isinstance(found, ModelReference)
-    )
+    for path, value, _ in walk(config, field, beside=beside):
+        if isinstance(value, ModelReference):
+            yield path, value
 
 
-def hosted_models(tasks: Any) -> dict[str, HostedModel]:
-    """The models a run has to host, by path, in the order they are named.
+def hosted_models(
+    tasks: Any,  # noqa: ANN401 - any tree of configs
+) -> dict[str, HostedModel]:
+    """Return the models that a run has to host, by path, in the order they are named.
 
     Raises:
         ConfigError: two fields name one path with different settings.
     """
-    found: dict[str, tuple[str, HostedModel]] = {}
-    for where, reference in find_references(tasks, field="tasks"):
-        if isinstance(reference, HostedModel):
-            first, known = found.setdefault(reference.path, (where, reference))
-            if known != reference:
-                cure = f"{first} names the same path with other settings, and one path is one mesh: make them equal"
-                raise ConfigError(where, reference, cure)
-    return {path: model for path, (_, model) in found.items()}
+    models: dict[str, tuple[str, HostedModel]] = {}
+    for field_path, reference in find_references(tasks, field="tasks"):
+        if not isinstance(reference, HostedModel):
+            continue
+        first_field, first = models.setdefault(reference.path, (field_path, reference))
+        if first != reference:
+            cure = (
+                f"{first_field} names the same path with other settings, and one path is one mesh: "
+                "make them equal"
+            )
+            raise ConfigError(field_path, reference, cure)
+    return {path: model for path, (_, model) in models.items()}

@@ -1,6 +1,10 @@
-"""The forward pass of a policy: a decoder that returns log-probabilities of its input tokens. Any decoder of torchtitan.
+"""The forward pass of a policy: any torchtitan decoder, returning log-probabilities of its input.
 
-On CUDA it computes rows of a few shapes, because compiled attention compiles again for every new one.
+    TrainingBatch ──▶ batch_logprobs ──▶ RowShapes.compute ──▶ LogprobDecoder ──▶ logprobs, entropy
+                      rows or trees      padded, on CUDA       only needed tokens reach the head
+
+On CUDA the rows are padded to one of a few shapes, because compiled attention compiles again for
+every new one.
 """
 
 from collections.abc import Callable
@@ -14,10 +18,10 @@ from torch.distributed.tensor import DTensor, Partial
 from torchtitan.experiments.rl.compat.torchtitan.models import HiddenStateDecoder
 from torchtitan.experiments.rl.models.attention import (
     CPUVarlenAttention,
-    own_part,
     packed_metadata,
     parent_columns,
-    summed,
+    rank_columns,
+    sum_over_ranks,
     tree_mask,
 )
 from torchtitan.experiments.rl.models.experts import count_agreement, routes_of, tell_rows
@@ -29,19 +33,28 @@ from torchtitan.models.common.attention import (
 )
 
 BLOCK = 128
-"""Tokens of a block of torch's flex attention."""
+"""Number of tokens in a block of torch's flex attention."""
+
+MIN_CHUNK_TOKENS = 32
+"""Minimum number of tokens whose logits the head computes at once.
+
+Each chunk reads the head's whole weight. The canary has 8 tokens, and so reads it once."""
 
 Policy = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """The forward pass of a LogprobDecoder."""
 
 
 class LogprobDecoder(HiddenStateDecoder):
-    """Mixin: ``class Policy(LogprobDecoder, SomeDecoder)`` is that decoder with this forward pass and a LogprobHead."""
+    """Mixin that gives a decoder this forward pass and a LogprobHead.
+
+    Write ``class Policy(LogprobDecoder, SomeDecoder)``.
+    """
 
     context: DeviceMesh | None = None
-    """Ranks that divide each row; all of them are given whole rows, and return what is of these."""
+    """Ranks that divide each row. All are given whole rows, and all return values of whole rows."""
     agreement: torch.Tensor | None = None
-    """float64 [4], of passes with routes so far: choices that agree, choices, tokens that agree, tokens."""
+    """Router agreement since ``experts.count_load``, in passes with routes. float64 [4]: choices
+    that agree, choices, tokens that agree, tokens."""
 
     def forward(  # type: ignore[override]  # torchtitan's returns logits
         self,
@@ -52,55 +65,97 @@ class LogprobDecoder(HiddenStateDecoder):
         routes: torch.Tensor | None = None,
         real: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of each needed token given those before it in its sample.
+        """Return the log-probability of each needed token given those before it in its sample.
 
         Args:
-            tokens, positions: int [B, L]; rows of samples or prefix trees (`attention.py`).
-            temperatures: float [B, L].
-            needed: bool [B, L]; or int64 [N], row * L + column of each, for which a GPU is not asked. The other tokens cost no
-                logits. Never a sample's first token: nothing predicts it.
-            routes: of a mixture, as ``experts.routes_of`` gives them. None: its routers choose.
-            real: bool [B, L]: which tokens a mixture's load counts. None: all.
+            tokens: int [B, L], rows of samples or of prefix trees (`attention.py`).
+            positions: int [B, L], place of each token in its sample.
+            temperatures: float [B, L], by which the logits are divided.
+            needed: bool [B, L], or int64 [N] with row * L + column of each needed token, which
+                spares a GPU the count. Other tokens cost no logits. Never name the first token of a
+                sample: nothing predicts it.
+            routes: experts of each token in a mixture, from ``experts.routes_of``. None lets its
+                routers choose.
+            real: bool [B, L], the tokens that count for a mixture's load. None counts all.
 
         Returns:
-            logprobs and entropy [B, L]; 0 where not needed. Entropy is detached.
+            logprobs and entropy, [B, L] each, 0 where not needed. Entropy is detached.
         """
-        # Under FSDP everything runs inside this forward, so the head's weight is gathered when the head is called.
-        computed, places_BL, part, missing = tokens, positions, slice(0, tokens.shape[1]), 0
+        # Under FSDP everything runs inside this forward, so the head's weight is gathered when the
+        # head is called.
+        length = tokens.shape[1]
+        padding = 0
+        columns = slice(0, length)
         if self.context is not None:
-            missing = -tokens.shape[1] % self.context.size()
-            computed, places_BL = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
-            part = own_part(computed.shape[1], self.context)
-        masks = self.get_attention_masks(places_BL)
-        tell_rows(self, real, routes, missing=missing, part=part)
-        hidden_BLD = self.hidden_states(computed[:, part].long(), places_BL[:, part].long(), masks)
+            padding = -length % self.context.size()
+            columns = rank_columns(length + padding, self.context)
+        hidden_BLD = self._hidden_states_of_columns(
+            tokens, positions, routes, real, padding=padding, columns=columns
+        )
+
+        places_N = places_of(needed)
+        rows_N = places_N // length
+        columns_N = places_N % length
+        parents_N = parent_columns(positions)[rows_N, columns_N]
+        if self.context is not None:
+            # This rank has the hidden states of its columns, and predicts from these.
+            is_here = (parents_N >= columns.start) & (parents_N < columns.stop)
+            here = is_here.nonzero().squeeze(-1)
+            rows_N = rows_N[here]
+            columns_N = columns_N[here]
+            parents_N = parents_N[here] - columns.start
+
+        logprobs_N, entropy_N = self.lm_head(
+            hidden_BLD[rows_N, parents_N],
+            tokens[rows_N, columns_N],
+            temperatures[rows_N, columns_N],
+            # A quarter of a row at a time bounds the logits that short rows hold at once: these
+            # would fit one chunk whole.
+            chunk_tokens=max(MIN_CHUNK_TOKENS, length // 4),
+        )
+        zeros = logprobs_N.new_zeros(tokens.shape)
+        logprobs = zeros.index_put((rows_N, columns_N), logprobs_N)
+        entropy = zeros.index_put((rows_N, columns_N), entropy_N)
+        if self.context is not None:
+            logprobs = sum_over_ranks(logprobs, self.context)
+            entropy = sum_over_ranks(entropy, self.context)
+        return logprobs, entropy
+
+    def _hidden_states_of_columns(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        routes: torch.Tensor | None,
+        real: torch.Tensor | None,
+        *,
+        padding: int,
+        columns: slice,
+    ) -> torch.Tensor:
+        """Return the hidden states of these columns, [B, columns, dim].
+
+        Args:
+            tokens, positions, routes, real: those of ``forward``.
+            padding: number of tokens to add to each row, so that the ranks divide it evenly.
+            columns: columns of the padded rows that this rank computes.
+        """
+        padded_tokens = tokens
+        padded_positions = positions
+        if self.context is not None:
+            padded_tokens = F.pad(tokens, (0, padding))
+            padded_positions = F.pad(positions, (0, padding))
+        masks = self.get_attention_masks(padded_positions)
+        tell_rows(self, real, routes, padding=padding, columns=columns)
+        hidden_BLD = self.hidden_states(
+            padded_tokens[:, columns].long(), padded_positions[:, columns].long(), masks
+        )
         count_agreement(self)
         if isinstance(hidden_BLD, DTensor):
-            # Tensor parallelism: every rank has all of it. The head's gradient is each rank's part of the sum.
+            # Tensor parallelism: every rank has all hidden states, and the head of each rank gives
+            # them one term of the sum that is their gradient.
             hidden_BLD = hidden_BLD.to_local(
                 grad_placements=[Partial()] * hidden_BLD.device_mesh.ndim
             )
-        places = places_of(needed)
-        rows, columns = places // tokens.shape[1], places % tokens.shape[1]
-        parents = parent_columns(positions)[rows, columns]
-        if self.context is not None:
-            own = ((parents >= part.start) & (parents < part.stop)).nonzero().squeeze(-1)
-            rows, columns, parents = rows[own], columns[own], parents[own] - part.start
-        logprobs_N, entropy_N = self.lm_head(
-            hidden_BLD[rows, parents],
-            tokens[rows, columns],
-            temperatures[rows, columns],
-            # Short rows fit one chunk whole; a quarter of a row at a time bounds the logits of these too. Each chunk reads the
-            # head's whole weight, so it has 32 tokens at least: the canary has 8, and reads it once.
-            chunk_tokens=max(32, tokens.shape[1] // 4),
-        )
-        zeros = logprobs_N.new_zeros(tokens.shape)
-        logprobs, entropy = (
-            zeros.index_put((rows, columns), values) for values in (logprobs_N, entropy_N)
-        )
-        if self.context is not None:
-            logprobs, entropy = summed(logprobs, self.context), summed(entropy, self.context)
-        return logprobs, entropy
+        return hidden_BLD
 
     def get_attention_masks(self, positions: torch.Tensor) -> AttentionMasksType | None:
         attention = self.config.first_attention
@@ -122,15 +177,20 @@ class LogprobDecoder(HiddenStateDecoder):
 
 
 def places_of(needed: torch.Tensor) -> torch.Tensor:
-    """int64 [N]: row * L + column of each token where ``needed``, bool [B, L], is True. Places are returned as they are."""
+    """Return row * L + column of each token where ``needed``, bool [B, L], is True, as int64 [N].
+
+    Places are returned as they are.
+    """
     return needed.flatten().nonzero().squeeze(-1) if needed.dtype == torch.bool else needed
 
 
 def needed_places(batch: TrainingBatch) -> torch.Tensor:
-    """Of the tokens that a loss or a metric reads, in the rows that the model computes. Take them of a batch on the CPU."""
-    needed = (batch.loss_mask | (batch.ce_weights != 0) | (batch.ref_kl_weights != 0)) & (
-        batch.positions != 0
-    )
+    """Return the places of the tokens that a loss or a metric reads, in the rows that are computed.
+
+    Call it while the batch is on the CPU: on a GPU, the count of them would wait for the device.
+    """
+    needed = batch.loss_mask | (batch.ce_weights != 0) | (batch.ref_kl_weights != 0)
+    needed = needed & (batch.positions != 0)
     return places_of(needed if batch.trees is None else batch.trees.mask_to_trees(needed))
 
 
@@ -141,55 +201,72 @@ def batch_logprobs(
     *,
     replay: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Log-probability and entropy of the tokens of a batch that a loss or a metric reads, each given its own sample.
+    """Return log-probability and entropy of the tokens of a batch that a loss or a metric reads.
+
+    Each token is conditioned on its own sample. Tokens that samples share are computed once.
 
     Args:
-        policy: a LogprobDecoder. It computes what samples share once.
-        places: the batch's ``needed_places``, on its device.
-        replay: compute its tokens by the experts that the batch names, where it names any.
+        policy: forward pass of a LogprobDecoder.
+        places: the batch's ``needed_places``, on the device of the batch.
+        replay: True to compute each token with the experts that the batch names for it, if any.
 
     Returns:
-        logprobs and entropy [B, L]. Those of other tokens are 0, or what another sample needs of a token they share.
+        logprobs and entropy, [B, L] each. Tokens that nothing reads have 0, or the value that
+        another sample needs of a token that they share.
     """
-    places = needed_places(batch) if places is None else places
-    trees, real, routes = batch.trees, batch.task_ids >= 0, routes_of(batch) if replay else None
-    rows = trees or batch
-    real = real if trees is None else trees.mask_to_trees(real)
-    values = policy(rows.token_ids, rows.positions, rows.temperatures, places, routes, real)
-    return values if trees is None else tuple(map(trees.values_to_batch, values))
+    if places is None:
+        places = needed_places(batch)
+    routes = routes_of(batch) if replay else None
+    real = batch.task_ids >= 0
+    trees = batch.trees
+    if trees is None:
+        return policy(batch.token_ids, batch.positions, batch.temperatures, places, routes, real)
+    real = trees.mask_to_trees(real)
+    values = policy(trees.token_ids, trees.positions, trees.temperatures, places, routes, real)
+    return tuple(map(trees.values_to_batch, values))
 
 
 def conditioned_logprobs(policy: Policy, batch: TrainingBatch) -> torch.Tensor:
-    """[B, L]: the batch's ref_logprobs, those of tokens with a place in ``batch.conditioned`` computed by ``policy`` there."""
+    """Return the batch's reference log-probabilities, computed by ``policy`` on conditioned rows.
+
+    Tokens without a place in ``batch.conditioned`` keep the value that the batch has for them.
+
+    Returns:
+        [B, L].
+    """
     rows = batch.conditioned
     assert rows is not None, "the batcher gives all batches of a step conditioned rows, or none"
-    wanted = rows.slots >= 0
+    is_conditioned = rows.slots >= 0
+    needed = is_conditioned & (batch.ref_kl_weights != 0)
     values, _ = policy(
-        rows.token_ids,
-        rows.positions,
-        rows.temperatures,
-        rows.mask_to_trees(wanted & (batch.ref_kl_weights != 0)),
+        rows.token_ids, rows.positions, rows.temperatures, rows.mask_to_trees(needed)
     )
-    return torch.where(
-        wanted, rows.values_to_batch(values).to(batch.ref_logprobs.dtype), batch.ref_logprobs
-    )
+    computed = rows.values_to_batch(values).to(batch.ref_logprobs.dtype)
+    return torch.where(is_conditioned, computed, batch.ref_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
 class RowShapes:
+    """The shapes to which batches are padded before the policy computes them."""
+
     shapes: tuple[tuple[int, int], ...]
-    """[B, L], smallest first: a quarter, a half or all of the longest row."""
+    """[B, L] of each shape, smallest first: a quarter, a half and all of the longest row."""
 
     @classmethod
     def of(cls, rows: int, row_length: int) -> "RowShapes":
-        """Of batches of at most ``rows`` rows of at most ``row_length`` tokens."""
-        lengths = sorted({-(-row_length // (part * BLOCK)) * BLOCK for part in (4, 2, 1)})
-        return cls(tuple((rows, length) for length in lengths))
+        """Return the shapes for at most ``rows`` rows of at most ``row_length`` tokens."""
+        lengths = {-(-row_length // (divisor * BLOCK)) * BLOCK for divisor in (4, 2, 1)}
+        return cls(tuple((rows, length) for length in sorted(lengths)))
 
     def smallest(self, rows: int, length: int) -> tuple[int, int]:
-        """The first that holds so much; what is larger than all keeps its shape."""
-        fitting = [shape for shape in self.shapes if rows <= shape[0] and length <= shape[1]]
-        return fitting[0] if fitting else (rows, length)
+        """Return the smallest shape that holds so many rows of this length.
+
+        A batch that is larger than every shape keeps its own.
+        """
+        for shape in self.shapes:
+            if rows <= shape[0] and length <= shape[1]:
+                return shape
+        return rows, length
 
     def compute(
         self,
@@ -201,23 +278,24 @@ class RowShapes:
         routes: torch.Tensor | None = None,
         real: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``policy`` of a [B, L] batch that is padded to one of the shapes. Arguments and results are as the policy's own.
+        """Pad a [B, L] batch to one of the shapes, and call ``policy``.
 
-        Each token of the padding is a sample by itself: it attends to nothing, and nothing to it.
+        Arguments and results are those of ``LogprobDecoder.forward``. Each token of the padding is
+        a sample of its own: it attends to no other token, and no other token to it.
         """
         rows, length = tokens.shape
-        places = places_of(needed)
+        places_N = places_of(needed)
         to_rows, to_length = self.smallest(rows, length)
         padding = (0, to_length - length, 0, to_rows - rows)
-        if (
-            real is None
-        ):  # the same graph then serves passes that name the real tokens and passes that don't
+        if real is None:
+            # The same compiled graph then serves passes that name the real tokens and passes that
+            # do not.
             real = torch.ones_like(tokens, dtype=torch.bool)
         logprobs, entropy = policy(
             F.pad(tokens, padding),
             F.pad(positions, padding),
             F.pad(temperatures, padding, value=1.0),
-            places // length * to_length + places % length,
+            places_N // length * to_length + places_N % length,
             None if routes is None else F.pad(routes, (0, 0, 0, 0, *padding), value=-1),
             F.pad(real, padding),
         )

@@ -1,5 +1,16 @@
-"""Mixtures of experts: torchtitan's layer, made to compute what transformers and the engine compute, to take the experts that
-the engine took, and to tell its load."""
+"""Mixtures of experts: torchtitan's layer with the engine's arithmetic, routes and load counts.
+
+torchtitan's layer is made to
+
+- compute what transformers and the engine compute (`Experts`, `RouterGate`),
+- take the experts that the engine took for a sampled token (`Router`),
+- count the load of its experts (`CountedExperts`).
+
+Before each pass, ``tell_rows`` tells every layer which tokens are real and which experts to take.
+
+Letters of shapes: E experts, K experts chosen for a token, R tokens sorted by their experts, F size
+of an expert's hidden layer.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,17 +28,21 @@ from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, Tok
 
 
 class Experts(GroupedExperts):
-    """Computes in the dtype of its tokens. torchtitan's casts them, and all weights, to bfloat16."""
+    """Experts that compute in the dtype of their tokens.
+
+    torchtitan's cast the tokens and all weights to bfloat16.
+    """
 
     received: torch.Tensor | None = None
-    """float64 []: tokens so far, each as often as it has experts. None: they are not counted."""
+    """Number of tokens so far, each counted once for each of its experts. float64 []; None while
+    tokens are not counted."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
         pass
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """[R, dim]: tokens in the order of their experts, each by its own."""
+        """Compute each token by its expert, [R, dim]. Tokens are given in the order of experts."""
         ends_E = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
         if self.received is not None and torch.is_grad_enabled():
             self.received = self.received + ends_E[-1]
@@ -36,22 +51,28 @@ class Experts(GroupedExperts):
             local = weight.to_local() if isinstance(weight, DTensor) else weight
             if x.dtype != torch.float64:
                 return F.grouped_mm(x, local.transpose(-2, -1), offs=ends_E)
-            groups = x.split(num_tokens_per_expert_E.tolist())  # there is no kernel for it
-            return torch.cat([own @ one.T for own, one in zip(groups, local, strict=True)])
+            # There is no grouped kernel for float64.
+            groups = x.split(num_tokens_per_expert_E.tolist())
+            return torch.cat(
+                [tokens @ matrix.T for tokens, matrix in zip(groups, local, strict=True)]
+            )
 
         hidden_RF = F.silu(product(x_RD, self.w1_EFD)) * product(x_RD, self.w3_EFD)
         return product(hidden_RF, self.w2_EDF)
 
 
 class CountedExperts(RoutedExperts):
-    """Counts the tokens that it is given in passes with gradients."""
+    """Experts that count the tokens they are given in passes with gradients."""
 
     load_E: torch.Tensor | None = None
-    """float64 [E]: tokens of samples, padding left out. Sequence-parallel ranks count theirs with its padding."""
+    """Number of tokens sent to each expert, padding left out. float64 [E].
+
+    Sequence-parallel ranks count their tokens with the padding."""
     sent: torch.Tensor | None = None
-    """float64 []: all tokens, each as often as it has experts."""
+    """Number of all tokens, padding included, each counted once for each of its experts. float64
+    []."""
     real_BL: torch.Tensor | None = None
-    """Which tokens are no padding, in the rows of the next pass."""
+    """Mask of the next pass: True for tokens that are no padding. None counts all tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -65,17 +86,25 @@ class CountedExperts(RoutedExperts):
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> torch.Tensor:
         if self.load_E is not None and self.sent is not None and torch.is_grad_enabled():
-            ids, load = topk_expert_ids_BLK, num_local_tokens_per_expert_E.double()
-            if self.real_BL is not None and self.real_BL.shape == ids.shape[:2]:
-                counted = self.real_BL[..., None].expand_as(ids).double()
-                load = torch.zeros_like(load).scatter_add_(0, ids.flatten(), counted.flatten())
-            self.load_E, self.sent = self.load_E + load, self.sent + ids.numel()
+            ids_BLK = topk_expert_ids_BLK
+            load_E = num_local_tokens_per_expert_E.double()
+            if self.real_BL is not None and self.real_BL.shape == ids_BLK.shape[:2]:
+                counted_BLK = self.real_BL[..., None].expand_as(ids_BLK).double()
+                load_E = torch.zeros_like(load_E).scatter_add_(
+                    0, ids_BLK.flatten(), counted_BLK.flatten()
+                )
+            self.load_E = self.load_E + load_E
+            self.sent = self.sent + ids_BLK.numel()
         return super().forward(
             x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
         )
 
     def counts(self) -> torch.Tensor:
-        """float64 [E + 2]: the load of each expert; all that was sent, and what experts have received of it."""
+        """Return the load of each expert, then the tokens sent, then those received.
+
+        Returns:
+            float64 [E + 2].
+        """
         received = self.inner_experts.received
         assert self.load_E is not None and self.sent is not None and received is not None, (
             "count_load comes first"
@@ -84,7 +113,9 @@ class CountedExperts(RoutedExperts):
 
 
 class RouterGate(Linear):
-    """Scores each token's experts as the engine does: the product in the run's precision, and all after it in float32.
+    """Gate that scores each token's experts as the engine does.
+
+    The product is computed in the run's precision, and everything after it in float32.
 
     torchtitan computes a router's gate under autocast to float32, which a GPU applies and a CPU
     ignores. vLLM and transformers compute the product in the model's dtype and its softmax in
@@ -97,20 +128,24 @@ class RouterGate(Linear):
         pass
 
     def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
-        """Return float32 (float64 of float64) scores [B, L, experts] before the softmax."""
+        """Return the scores [B, L, E] before the softmax, float32 (float64 for float64 input)."""
         with torch.autocast(device_type=x_BLD.device.type, enabled=False):
             scores_BLE = super().forward(x_BLD)
         return scores_BLE.to(torch.promote_types(scores_BLE.dtype, torch.float32))
 
 
 class Router(TokenChoiceTopKRouter):
-    """Takes the experts that it is told to, where it is, with its own scores of them: so these have their gradient."""
+    """Router that takes the experts it is told to, and chooses where it is told none.
+
+    It weighs a replayed expert by its own score, so the score has its gradient.
+    """
 
     routes_BLK: torch.Tensor | None = None
-    """int16: the experts of each token in the rows of the next pass; -1 where the router chooses. None: it chooses all."""
+    """Experts of each token in the next pass, int16; -1 where the router chooses. None if it
+    chooses for all tokens."""
     agreed_BLK: torch.Tensor | None = None
-    """int8, of the last pass, and what this rank has of it: 1 where it would have chosen the same, 0 where not, -1 where it was
-    not told."""
+    """Agreement of the last pass in this rank's tokens, int8: 1 where the router would have chosen
+    the same expert, 0 where another, -1 where it was told none."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
@@ -119,38 +154,47 @@ class Router(TokenChoiceTopKRouter):
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scores of the chosen experts, the experts, and the scores of all."""
-        chosen_BLK, own_BLK, scores_BLE = super().forward(x_BLD, expert_bias_E)
+        """Return the scores of the experts taken, their ids, and the scores of all experts.
+
+        Returns:
+            scores [B, L, K], ids [B, L, K] and scores [B, L, E].
+        """
+        scores_BLK, choice_BLK, scores_BLE = super().forward(x_BLD, expert_bias_E)
         if self.routes_BLK is None:
-            return chosen_BLK, own_BLK, scores_BLE
-        told: Any = self.routes_BLK.long()
+            return scores_BLK, choice_BLK, scores_BLE
+        routes_BLK: Any = self.routes_BLK.long()
         if isinstance(scores_BLE, DTensor):
             mesh = scores_BLE.device_mesh
-            whole = DTensor.from_local(told, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            told = whole.redistribute(placements=scores_BLE.placements)
-        ids_BLK = torch.where(told >= 0, told, own_BLK)
-        agreed = torch.where(told >= 0, (told[..., None] == own_BLK[..., None, :]).any(-1), -1)
+            whole = DTensor.from_local(routes_BLK, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            routes_BLK = whole.redistribute(placements=scores_BLE.placements)
+        ids_BLK = torch.where(routes_BLK >= 0, routes_BLK, choice_BLK)
+
+        is_chosen_BLK = (routes_BLK[..., None] == choice_BLK[..., None, :]).any(-1)
+        agreed = torch.where(routes_BLK >= 0, is_chosen_BLK, -1)
         self.agreed_BLK = (agreed.to_local() if isinstance(agreed, DTensor) else agreed).char()
-        chosen_BLK = scores_BLE.gather(dim=-1, index=ids_BLK)
+
+        scores_BLK = scores_BLE.gather(dim=-1, index=ids_BLK)
         if self.route_norm:
-            chosen_BLK = chosen_BLK / (chosen_BLK.sum(dim=-1, keepdim=True) + 1e-20)
-        return chosen_BLK * self.route_scale, ids_BLK, scores_BLE
+            scores_BLK = scores_BLK / (scores_BLK.sum(dim=-1, keepdim=True) + 1e-20)
+        return scores_BLK * self.route_scale, ids_BLK, scores_BLE
 
 
 def policy_experts(moe: MoE.Config) -> MoE.Config:
-    """The layer as it is trained here.
+    """Return the config of a mixture layer as it is trained here.
 
-    torchtitan adds a bias to the router's scores, which balances the load and is no part of a hub folder: the engine would
-    choose other experts. It has none here.
+    torchtitan adds a bias to the router's scores to balance the load. The bias is no part of a hub
+    folder, so the engine would choose other experts; the returned layer has none.
     """
-    own = recast(moe.routed_experts.inner_experts, Experts.Config)
-    counted = recast(moe.routed_experts, CountedExperts.Config, inner_experts=own)
+    inner = recast(moe.routed_experts.inner_experts, Experts.Config)
+    counted = recast(moe.routed_experts, CountedExperts.Config, inner_experts=inner)
     router = recast(moe.router, Router.Config, gate=recast(moe.router.gate, RouterGate.Config))
     return replace(moe, load_balance_coeff=None, router=router, routed_experts=counted)
 
 
-def mixtures_of(model: Any) -> dict[str, Any]:
-    """By the number of the layer."""
+def mixtures_of(
+    model: Any,  # noqa: ANN401 - torchtitan declares less than every decoder has
+) -> dict[str, Any]:
+    """Return the model's mixture layers by the number of their block."""
     return {
         number: layer.moe
         for number, layer in model.layers.named_children()
@@ -159,113 +203,147 @@ def mixtures_of(model: Any) -> dict[str, Any]:
 
 
 def tell_rows(
-    model: Any,
+    model: Any,  # noqa: ANN401 - torchtitan declares less than every decoder has
     real_BL: torch.Tensor | None,
     routes: torch.Tensor | None,
     *,
-    missing: int = 0,
-    part: slice = slice(None),
+    padding: int = 0,
+    columns: slice = slice(None),
 ) -> None:
-    """Before a pass over this part of the columns of rows.
+    """Tell each mixture layer the tokens of the next pass. Call it before every pass.
 
     Args:
-        real_BL: bool: which tokens are no padding. None: all.
-        routes: as ``Router`` takes them, [B, L, layers, K].
-        missing: tokens that the rows have at their end beside these.
+        model: the decoder.
+        real_BL: bool, True for tokens that are no padding. None if all are real.
+        routes: int16 [B, L, layers, K], experts of each token in each layer, as `Router` takes
+            them. None if the routers choose.
+        padding: number of tokens that the pass adds to the end of each row.
+        columns: columns of the padded rows that the pass computes.
     """
     if routes is not None:
-        routes = F.pad(routes, (0, 0, 0, 0, 0, missing), value=-1)[:, part]
+        routes = F.pad(routes, (0, 0, 0, 0, 0, padding), value=-1)[:, columns]
     if real_BL is not None:
-        real_BL = F.pad(real_BL, (0, missing))[:, part]
+        real_BL = F.pad(real_BL, (0, padding))[:, columns]
     for number, moe in mixtures_of(model).items():
         moe.routed_experts.real_BL = real_BL
         moe.router.routes_BLK = None if routes is None else routes[:, :, int(number)]
 
 
 def routes_of(batch: TrainingBatch) -> torch.Tensor | None:
-    """int16 [B, L, layers, K] of the rows that the model computes, -1 where a token has none. None: the batch has none."""
+    """Return the experts of each token in the rows that the model computes.
+
+    Returns:
+        int16 [B, L, layers, K], -1 where a token has no route. None if the batch has no routes.
+    """
     if not batch.routes.numel():
         return None
-    routes, absent = batch.routes, torch.iinfo(batch.routes.dtype).max
+    routes = batch.routes
+    absent = torch.iinfo(routes.dtype).max
     if batch.trees is not None:
         routes = batch.trees.values_to_trees(routes, batch.task_ids >= 0, absent)
     return torch.where(routes == absent, -1, routes.short())
 
 
 def recorded(batch: TrainingBatch) -> torch.Tensor:
-    """bool [B, L]: tokens that the batch has routes of."""
+    """Return which tokens the batch has routes of, bool [B, L]."""
     return (batch.routes != torch.iinfo(batch.routes.dtype).max).flatten(2).any(-1)
 
 
-def check_routes(batch: TrainingBatch, model: Any) -> None:
-    """
+def check_routes(
+    batch: TrainingBatch,
+    model: Any,  # noqa: ANN401 - torchtitan declares less than every decoder has
+) -> None:
+    """Raise if the batch's routes come from another model. Call it while the batch is on the CPU.
+
     Raises:
-        RunError: the batch's routes are of another model. Ask it of a batch on the CPU.
+        RunError: the routes name more experts, other layers or another number of experts a token
+            than the model has.
     """
-    routes, routers = batch.routes.long(), [moe.router for moe in mixtures_of(model).values()]
-    if not routes.numel():
+    if not batch.routes.numel():
         return
-    router, known = routers[0], routes[recorded(batch)]
+    routes = batch.routes.long()
+    routers = [moe.router for moe in mixtures_of(model).values()]
+    router = routers[0]
+    known = routes[recorded(batch)]
     largest = int(known.max()) if known.numel() else 0
     if routes.shape[2:] != (len(routers), router.top_k) or largest >= router.num_experts:
         raise RunError(
-            f"a generator took experts up to {largest}, in [layers, k] = {[*routes.shape[2:]]}, and the trainer's model has "
-            f"{router.num_experts} in {[len(routers), router.top_k]}: give both the same model"
+            f"a generator took experts up to {largest}, in [layers, k] = {[*routes.shape[2:]]}, "
+            f"and the trainer's model has {router.num_experts} in "
+            f"{[len(routers), router.top_k]}: give both the same model"
         )
 
 
-def count_agreement(model: Any) -> None:
-    """Of the pass that has ended, where it has gradients and was told routes."""
+def count_agreement(
+    model: Any,  # noqa: ANN401 - torchtitan declares less than every decoder has
+) -> None:
+    """Add the pass that has just ended to ``model.agreement``.
+
+    A pass counts if it has gradients, was told routes, and comes after ``count_load``.
+    """
+    if model.agreement is None or not torch.is_grad_enabled():
+        return
     routers = [moe.router for moe in mixtures_of(model).values()]
-    if (
-        model.agreement is None
-        or not torch.is_grad_enabled()
-        or not routers
-        or routers[0].routes_BLK is None
-    ):
+    if not routers or routers[0].routes_BLK is None:
         return
     agreed = torch.stack([router.agreed_BLK for router in routers])
-    counts = [(agreed == 1).sum(), (agreed >= 0).sum()]
-    counts += [(agreed == 1).all(-1).all(0).sum(), (agreed >= 0).all(-1).all(0).sum()]
+    counts = [
+        (agreed == 1).sum(),
+        (agreed >= 0).sum(),
+        (agreed == 1).all(-1).all(0).sum(),
+        (agreed >= 0).all(-1).all(0).sum(),
+    ]
     model.agreement = model.agreement + torch.stack(counts)
 
 
-def count_load(model: Any, device: torch.device) -> None:
-    """Start to count the load of the model's experts, and the agreement of its routers, from 0."""
+def count_load(
+    model: Any,  # noqa: ANN401 - torchtitan declares less than every decoder has
+    device: torch.device,
+) -> None:
+    """Start to count the load of the model's experts and the agreement of its routers, from 0."""
     model.agreement = torch.zeros(4, dtype=torch.float64, device=device)
     for moe in mixtures_of(model).values():
         experts = moe.routed_experts
         experts.load_E = torch.zeros(
             experts.inner_experts.num_experts, dtype=torch.float64, device=device
         )
-        # Two tensors: a compiled block asks whether its inputs are one, and would compile again when they part.
+        # Two tensors: a compiled block is guarded on whether its inputs are the same tensor, and
+        # would compile again once they differ.
         experts.sent = torch.zeros((), dtype=torch.float64, device=device)
         experts.inner_experts.received = torch.zeros((), dtype=torch.float64, device=device)
 
 
-def load_metrics(model: Any) -> dict[str, float]:
-    """Of all ranks, since ``count_load``; {} of a dense model. Collective.
+def load_metrics(
+    model: Any,  # noqa: ANN401 - torchtitan declares less than every decoder has
+) -> dict[str, float]:
+    """Return metrics of the experts' load on all ranks since ``count_load``. Collective.
 
-    ``load_max``: tokens of a layer's busiest expert, as a multiple of what each would have if all had the same. ``unused``: the
-    share of its experts that no token chose. ``dropped``: the share of all choices that no expert computed. Where routes were
-    replayed, ``agreement``: the share of these choices that the router would have made too; ``tokens_agree``: the share of
-    tokens of which it would have made all, in all layers.
+    A dense model has none. A mixture has, under ``experts/``:
+
+    - ``layer_N/load_max``: tokens of the layer's busiest expert, as a multiple of what each expert
+      would have if all had the same.
+    - ``layer_N/unused``: share of the layer's experts that no token chose.
+    - ``dropped``: share of all choices that no expert computed.
+    - ``agreement``, where routes were replayed: share of the replayed choices that the router would
+      have made too.
+    - ``tokens_agree``, where routes were replayed: share of the tokens for which the router would
+      have made all choices, in all layers.
     """
-    own = mixtures_of(model)
-    if not own:
+    mixtures = mixtures_of(model)
+    if not mixtures:
         return {}
-    counts = torch.stack([moe.routed_experts.counts() for moe in own.values()])
+    counts = torch.stack([moe.routed_experts.counts() for moe in mixtures.values()])
     dist.all_reduce(counts)
     dist.all_reduce(model.agreement)
-    found, loads, (sent, received) = (
-        dict[str, float](),
-        counts[:, :-2].cpu(),
-        counts[:, -2:].sum(0).tolist(),
-    )
-    for number, load in zip(own, loads, strict=True):
-        found[f"experts/layer_{number}/load_max"] = float(load.max() / load.mean())
-        found[f"experts/layer_{number}/unused"] = float((load == 0).double().mean())
-    same, told, same_tokens, tokens = model.agreement.tolist()
+
+    metrics: dict[str, float] = {}
+    for number, load_E in zip(mixtures, counts[:, :-2].cpu(), strict=True):
+        metrics[f"experts/layer_{number}/load_max"] = float(load_E.max() / load_E.mean())
+        metrics[f"experts/layer_{number}/unused"] = float((load_E == 0).double().mean())
+    agreed_choices, choices, agreed_tokens, tokens = model.agreement.tolist()
     if tokens:
-        found |= {"experts/agreement": same / told, "experts/tokens_agree": same_tokens / tokens}
-    return found | {"experts/dropped": 1 - received / sent}
+        metrics["experts/agreement"] = agreed_choices / choices
+        metrics["experts/tokens_agree"] = agreed_tokens / tokens
+    sent, received = counts[:, -2:].sum(0).tolist()
+    metrics["experts/dropped"] = 1 - received / sent
+    return metrics

@@ -1,6 +1,7 @@
-"""The record of a model family, and the config of a dense decoder with grouped-query attention, as most folders describe one.
+"""The record of a model family, and the config of a dense decoder with grouped-query attention.
 
-Each family is a module beside this one, of which ``policy.py`` has the list.
+Most hub folders hold such a decoder. Each family is a module beside this one; `policy.py` lists
+them.
 """
 
 from collections.abc import Callable, Collection
@@ -22,30 +23,36 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ModelFamily:
+    """What is known of a family of models, for one architecture of transformers."""
+
     name: str
-    """torchtitan's. A flavor may be written as ``name/flavor``."""
+    """torchtitan's name of the family. A flavor may be written as ``name/flavor``."""
     policy_config: type[Decoder.Config]
-    """Builds a LogprobDecoder: torchtitan's decoder with the log-probability forward pass."""
+    """Config that builds a LogprobDecoder: torchtitan's decoder, returning log-probabilities."""
     model_of: Callable[[HubConfig], Decoder.Config]
-    """torchtitan's model config of a hub folder.
+    """Function that returns torchtitan's model config of a hub folder.
 
     Raises:
-        ConfigError: config.json lacks a field, or has a value that torchtitan's model does not support.
+        ConfigError: config.json lacks a field, or has a value that torchtitan's model does not
+            support.
     """
     flavors: Collection[str]
     """torchtitan's named configurations."""
     spec_of_flavor: Callable[..., ModelSpec]
-    """``(flavor, attn_backend=...)``."""
+    """Function that returns torchtitan's spec of a flavor: ``(flavor, attn_backend=...)``."""
     parallelize: Callable[..., Any]
+    """torchtitan's function that divides the model over the ranks."""
     state_dict_adapter: type[StateDictAdapter]
-    """Between hub names and layout, and torchtitan's."""
+    """Converter between the hub's names and layout, and torchtitan's."""
 
 
-_MOST_LAYERS = 1024
-"""The config of each layer is an object: a number that is rubbish would fill the memory."""
+_MAX_LAYERS = 1024
+"""Maximum number of layers of a model.
+
+The config of each layer is an object, so a number that is rubbish would fill the memory."""
 
 UNUSED_INIT = dict.fromkeys(("weight", "bias", "w1_EFD", "w2_EDF", "w3_EFD"), torch.nn.init.zeros_)
-"""torchtitan's required field. Weights always come from a checkpoint."""
+"""Initial values by parameter, which torchtitan requires. Weights always come from a checkpoint."""
 
 
 def dense_decoder(
@@ -57,45 +64,49 @@ def dense_decoder(
     qk_norm: bool,
     experts: Callable[[HubConfig], MoE.Config] | None = None,
 ) -> Decoder.Config:
-    """
+    """Return the config of a decoder with grouped-query attention.
+
     Args:
-        model, block: the family's config classes.
-        rope: its ``dim`` is the size of a head.
-        qk_norm: queries and keys are normalised, each head on its own.
-        experts: of each layer, in place of one feed-forward network.
+        hub: the folder's config.json.
+        model: the family's config class of a decoder.
+        block: the family's config class of a layer.
+        rope: rotary embedding; its ``dim`` is the size of a head.
+        qk_norm: True if queries and keys are normalised, each head on its own.
+        experts: returns the mixture of each layer, if the model has one in place of one
+            feed-forward network.
 
     Raises:
-        ConfigError: config.json lacks a field, has a size that no model can have, biases, or another activation than SiLU.
+        ConfigError: config.json lacks a field, has a size that no model can have, biases, or
+            another activation than SiLU.
     """
     for name in ("attention_bias", "mlp_bias"):
         hub.require(name, False)
     hub.require("hidden_act", "silu")
-    dim, vocab_size, heads = (
-        hub.size("hidden_size"),
-        hub.size("vocab_size"),
-        hub.size("num_attention_heads"),
-    )
-    kv_heads, layers = hub.size("num_key_value_heads", heads), hub.size("num_hidden_layers")
+    dim = hub.size("hidden_size")
+    vocab_size = hub.size("vocab_size")
+    heads = hub.size("num_attention_heads")
+    kv_heads = hub.size("num_key_value_heads", heads)
+    layers = hub.size("num_hidden_layers")
     if heads % kv_heads:
         raise hub.error(
-            f"its config.json has num_attention_heads = {heads}, which num_key_value_heads = {kv_heads} does not divide"
+            f"its config.json has num_attention_heads = {heads}, which num_key_value_heads = "
+            f"{kv_heads} does not divide"
         )
-    if layers > _MOST_LAYERS:
+    if layers > _MAX_LAYERS:
         raise hub.error(
-            f"its config.json has num_hidden_layers = {layers}, want at most {_MOST_LAYERS}"
+            f"its config.json has num_hidden_layers = {layers}, want at most {_MAX_LAYERS}"
         )
-    tied = hub.get("tie_word_embeddings", False)
-    init = UNUSED_INIT
 
     def feed_forward() -> dict[str, Any]:
         if experts is not None:
             return {"moe": experts(hub)}
-        hidden = hub.size("intermediate_size")
-        return {
-            "feed_forward": make_ffn_config(
-                dim=dim, hidden_dim=hidden, w1_param_init=init, w2w3_param_init=init
-            )
-        }
+        network = make_ffn_config(
+            dim=dim,
+            hidden_dim=hub.size("intermediate_size"),
+            w1_param_init=UNUSED_INIT,
+            w2w3_param_init=UNUSED_INIT,
+        )
+        return {"feed_forward": network}
 
     def norm(size: int) -> RMSNorm.Config:
         return RMSNorm.Config(
@@ -113,8 +124,8 @@ def dense_decoder(
                 n_heads=heads,
                 n_kv_heads=kv_heads,
                 head_dim=rope.dim,
-                wqkv_param_init=init,
-                wo_param_init=init,
+                wqkv_param_init=UNUSED_INIT,
+                wo_param_init=UNUSED_INIT,
                 inner_attention=FlexAttention.Config(),
                 qk_norm=norm(rope.dim) if qk_norm else None,
                 rope=rope,
@@ -122,31 +133,43 @@ def dense_decoder(
             **feed_forward(),
         )
 
+    is_tied = hub.get("tie_word_embeddings", False)
     return model(
         vocab_size=vocab_size,
         dim=dim,
         norm=norm(dim),
-        enable_weight_tying=tied,
+        enable_weight_tying=is_tied,
         tok_embeddings=Embedding.Config(
             num_embeddings=vocab_size,
             embedding_dim=dim,
-            param_init={"weight": skip_param_init} if tied else init,
+            param_init={"weight": skip_param_init} if is_tied else UNUSED_INIT,
         ),
-        lm_head=Linear.Config(in_features=dim, out_features=vocab_size, param_init=init),
+        lm_head=Linear.Config(in_features=dim, out_features=vocab_size, param_init=UNUSED_INIT),
         layers=[layer() for _ in range(layers)],
     )
 
 
-def recast(config: Any, kind: Callable[..., Any], **changes: Any) -> Any:
-    """A config of ``kind``, which extends that of ``config``, with the values of its fields."""
-    return kind(**{field.name: getattr(config, field.name) for field in fields(config)} | changes)
+def recast(
+    config: Any,  # noqa: ANN401 - any config of torchtitan's
+    kind: Callable[..., Any],
+    **changes: Any,  # noqa: ANN401 - fields of any type
+) -> Any:  # noqa: ANN401 - a ``kind``
+    """Return a ``kind`` with the field values of ``config``, whose type it extends.
+
+    Args:
+        config: a dataclass.
+        kind: class of the returned config.
+        changes: values of fields to set in place of those of ``config``, or beside them.
+    """
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return kind(**values | changes)
 
 
 def head_dim(hub: HubConfig, *, default: int | None = None) -> int:
-    """Size of an attention head. Rotary embeddings turn pairs, so it is even.
+    """Return the size of an attention head. It is even, because rotary embeddings turn pairs.
 
     Raises:
-        ConfigError: it is odd, or not given and there is no default.
+        ConfigError: it is odd, or config.json does not give it and there is no default.
     """
     size = hub.size("head_dim", default)
     if size % 2:

@@ -11,14 +11,19 @@ from torchtitan.models.llama3 import llama3_configs, model_registry, parallelize
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 
 _DEFAULT_THETA = 10_000.0
-"""What transformers takes where config.json has no rope_theta."""
+"""Base of the rotary frequencies that transformers takes if config.json has no rope_theta."""
 
 _WRONG_FLAVORS = ("1B", "3B")
-"""torchtitan 0.3.0 divides their low rotary frequencies by 8, as Llama 3.1 has it; the checkpoints, Llama 3.2, have 32. Nothing
-fails: long prompts only get worse. Their folders' config.json is right."""
+"""Flavors of torchtitan 0.3.0 with wrong rotary frequencies.
+
+torchtitan divides their low frequencies by 8, as Llama 3.1 does; their checkpoints are of Llama
+3.2, which divides by 32. Nothing fails, but answers to long prompts get worse. The config.json of
+their hub folders is right."""
 
 
 class Llama3Policy(LogprobDecoder, Llama3Model):
+    """torchtitan's Llama 3, returning log-probabilities."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Llama3Model.Config):
         pass
@@ -35,12 +40,16 @@ def _model_of(hub: HubConfig) -> Decoder.Config:
 
 
 def _rope(hub: HubConfig) -> ComplexRoPE.Config:
-    dim, heads = hub.size("hidden_size"), hub.size("num_attention_heads")
+    """Return the rotary embedding of a hub folder: plain, or scaled as Llama 3.1 and later do."""
+    dim = hub.size("hidden_size")
+    heads = hub.size("num_attention_heads")
     if hub.get("head_dim") is None and dim % heads:
         raise hub.error(
-            f"its config.json has hidden_size = {dim}, which num_attention_heads = {heads} does not divide"
+            f"its config.json has hidden_size = {dim}, which num_attention_heads = {heads} does "
+            "not divide"
         )
-    # Complex, on pairs of neighbours: torchtitan's adapter permutes the hub's queries and keys to that.
+    # Complex numbers turn pairs of neighbours. torchtitan's adapter permutes the queries and keys
+    # of a hub folder so that pairs are neighbours.
     rope = ComplexRoPE.Config(
         dim=head_dim(hub, default=max(1, dim // heads)),
         max_seq_len=hub.size("max_position_embeddings"),

@@ -1,6 +1,10 @@
-"""The output head of a policy: log-probabilities of given tokens, without ever holding a row's full-vocabulary logits.
+"""The output head of a policy: log-probabilities of given tokens, with little memory.
 
-Ranks that share a vocabulary tell each other a few numbers a token.
+The full-vocabulary logits of a row are never held at once: the head computes them chunk by chunk,
+and again in the backward pass. Ranks that share a vocabulary exchange a few numbers a token.
+
+Letters of shapes: N tokens, C tokens of a chunk, V this rank's rows of the vocabulary, D size of a
+hidden state.
 """
 
 from collections.abc import Callable
@@ -21,16 +25,21 @@ from torchtitan.models.common.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """A rank's consecutive part of the vocabulary. Without a group, the whole of it."""
+    """A rank's share of the vocabulary: consecutive token ids, or all of them without a group."""
 
     offset: int = 0
-    """Token id of the part's first row."""
+    """First token id of the shard."""
     group: dist.ProcessGroup | None = None
-    """Ranks that hold the other parts."""
+    """Ranks that hold the shards of the vocabulary."""
 
     @classmethod
     def of(cls, vocabulary: int, group: dist.ProcessGroup | None) -> "VocabularyShard":
-        """This rank's part, where DTensor's ``Shard(0)`` has divided [vocabulary, dim] over ``group``."""
+        """Return this rank's shard.
+
+        Args:
+            vocabulary: number of token ids.
+            group: ranks over which DTensor's ``Shard(0)`` has divided the weight [vocabulary, D].
+        """
         if group is None:
             return cls()
         size = -(-vocabulary // dist.get_world_size(group))
@@ -39,25 +48,31 @@ class VocabularyShard:
     def statistics(
         self, logits_CV: torch.Tensor, targets_C: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each token's logits over the whole vocabulary, from this rank's part of them. Collective.
+        """Return statistics of each token's logits over the whole vocabulary. Collective.
+
+        Args:
+            logits_CV: this rank's logits.
+            targets_C: target token ids, the same on every rank.
 
         Returns:
-            [C] each: the target's logit, the log-normaliser, and the mean logit under the distribution.
+            [C] each: the target's logit, the log-normaliser, and the mean logit under the
+            distribution.
         """
-        parts = logits_CV.shape[-1]
-        largest_C = logits_CV.amax(-1) if parts else logits_CV.new_full(targets_C.shape, -torch.inf)
+        shard_size = logits_CV.shape[-1]
+        if shard_size:
+            largest_C = logits_CV.amax(-1)
+        else:
+            largest_C = logits_CV.new_full(targets_C.shape, -torch.inf)
         if self.group is not None:
             dist.all_reduce(largest_C, dist.ReduceOp.MAX, self.group)
+
         local_C = targets_C - self.offset
-        owned_C = (local_C >= 0) & (local_C < parts)
+        is_here_C = (local_C >= 0) & (local_C < shard_size)
         weights_CV = torch.exp(logits_CV - largest_C[:, None])
         target_C = torch.zeros_like(largest_C)
-        if parts:
-            target_C = (
-                logits_CV.gather(-1, local_C.clamp(0, parts - 1)[:, None])
-                .squeeze(-1)
-                .where(owned_C, 0)
-            )
+        if shard_size:
+            index_C1 = local_C.clamp(0, shard_size - 1)[:, None]
+            target_C = logits_CV.gather(-1, index_C1).squeeze(-1).where(is_here_C, 0)
         sums_3C = torch.stack([target_C, weights_CV.sum(-1), (weights_CV * logits_CV).sum(-1)])
         if self.group is not None:
             dist.all_reduce(sums_3C, group=self.group)
@@ -67,142 +82,170 @@ class VocabularyShard:
     def add_to_target(
         self, values_CV: torch.Tensor, targets_C: torch.Tensor, amounts_C1: torch.Tensor
     ) -> None:
-        """Add to each token's own entry of this rank's part, where it is in it."""
+        """Add each token's amount to the value of its target, if the target is in this shard."""
+        shard_size = values_CV.shape[-1]
+        if not shard_size:
+            return
         local_C = targets_C - self.offset
-        parts = values_CV.shape[-1]
-        owned_C1 = ((local_C >= 0) & (local_C < parts))[:, None]
-        if parts:
-            values_CV.scatter_add_(
-                -1, local_C.clamp(0, parts - 1)[:, None], amounts_C1.where(owned_C1, 0)
-            )
+        is_here_C1 = ((local_C >= 0) & (local_C < shard_size))[:, None]
+        index_C1 = local_C.clamp(0, shard_size - 1)[:, None]
+        values_CV.scatter_add_(-1, index_C1, amounts_C1.where(is_here_C1, 0))
 
 
 class LogprobHead(Linear):
-    """A linear head that gives log-probabilities of tokens instead of logits.
+    """A linear head that returns log-probabilities of given tokens instead of logits.
 
-    The weight keeps its place and name (``lm_head.weight``), so tying, sharding and checkpoints work as for the plain head.
+    The weight keeps its place and name (``lm_head.weight``), so tying, sharding and checkpoints
+    work as for the plain head.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         chunk_tokens: PositiveInt = 1024
-        """Tokens whose logits are held at once."""
+        """Number of tokens whose logits are held at once."""
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.chunk_tokens = config.chunk_tokens
         self.compile_chunks = False
-        """Fuse what follows each chunk's product: five passes over float32 logits, forward and backward, become one or two. All
-        chunks are then filled up to one length."""
+        """True to compile what follows each chunk's product.
+
+        Five passes over float32 logits, forward and backward, become one or two. All chunks are
+        then padded to one length."""
         self._shard = VocabularyShard()
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         mesh = parallel_dims.get_optional_mesh("tp")
-        self._shard = VocabularyShard.of(
-            self.out_features, None if mesh is None else mesh.get_group()
-        )
+        group = None if mesh is None else mesh.get_group()
+        self._shard = VocabularyShard.of(self.out_features, group)
         super().parallelize(parallel_dims)
 
-    def forward(  # type: ignore[override]  # it shares only the weight with Linear, and returns log-probabilities
+    def forward(  # type: ignore[override]  # it shares only the weight with Linear
         self,
         hidden_ND: torch.Tensor,
         targets_N: torch.Tensor,
         temperatures_N: torch.Tensor,
         chunk_tokens: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of each target, and entropy of each distribution, both of the logits divided by the temperature.
+        """Return the log-probability of each target, and the entropy of each distribution.
 
-        Ranks that share the vocabulary give the same tokens. Each computes the logits of its own rows of the weight, and the
-        gradient that it gives to ``hidden_ND`` is its part of a sum over these ranks.
+        Both are those of the logits divided by the temperature.
+
+        Ranks that share the vocabulary pass the same tokens. Each computes the logits of its own
+        rows of the weight, and gives ``hidden_ND`` its term of the gradient: the gradient is the
+        sum over these ranks.
+
+        Args:
+            hidden_ND: hidden states that predict the targets.
+            targets_N: token ids.
+            temperatures_N: temperature of each token.
+            chunk_tokens: maximum number of tokens whose logits are held at once. The config's
+                bound holds too.
 
         Returns:
-            logprobs [N], float32 (float64 for float64 weights), differentiable; entropy [N], detached.
+            logprobs [N], float32 (float64 for float64 weights), differentiable; entropy [N],
+            detached.
         """
-        chunk = min(self.chunk_tokens, chunk_tokens or self.chunk_tokens)
+        chunk_size = min(self.chunk_tokens, chunk_tokens or self.chunk_tokens)
         weight_VD = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        count, missing = len(targets_N), -len(targets_N) % chunk if self.compile_chunks else 0
-        if missing:
-            hidden_ND, targets_N = (
-                F.pad(hidden_ND, (0, 0, 0, missing)),
-                F.pad(targets_N, (0, missing)),
-            )
-            temperatures_N = F.pad(temperatures_N, (0, missing), value=1.0)
+        count = len(targets_N)
+        padding = -count % chunk_size if self.compile_chunks else 0
+        if padding:
+            hidden_ND = F.pad(hidden_ND, (0, 0, 0, padding))
+            targets_N = F.pad(targets_N, (0, padding))
+            temperatures_N = F.pad(temperatures_N, (0, padding), value=1.0)
         logprobs_N, entropy_N = _ChunkedLogprobs.apply(
             hidden_ND,
             weight_VD,
             targets_N.long(),
             temperatures_N,
-            chunk,
+            chunk_size,
             self._shard,
             self.compile_chunks,
         )
-        # FSDP waits for the gradient of what a module returns, and wants no views of it.
-        return (
-            (logprobs_N[:count].clone(), entropy_N[:count].clone())
-            if missing
-            else (logprobs_N, entropy_N)
-        )
+        if padding:
+            # FSDP waits for the gradient of what a module returns, and that must be no view.
+            logprobs_N = logprobs_N[:count].clone()
+            entropy_N = entropy_N[:count].clone()
+        return logprobs_N, entropy_N
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Forward keeps one log-normaliser per token; backward makes each chunk's logits again."""
+    """Log-probabilities, chunk by chunk.
+
+    The forward pass keeps one log-normaliser a token; the backward pass computes the logits of each
+    chunk again.
+    """
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, chunk, shard, compiled):
-        logprobs, entropies, normalisers = [], [], []
-        statistics = _compiled(_statistics) if compiled else _statistics
-        for part in _chunks(len(targets_N), chunk):
+    def forward(  # noqa: PLR0913 - autograd passes positional arguments alone
+        ctx, hidden_ND, weight_VD, targets_N, temperatures_N, chunk_size, shard, is_compiled
+    ):
+        logprobs = []
+        entropies = []
+        normalisers = []
+        statistics = _compiled(_statistics) if is_compiled else _statistics
+        for chunk in _chunks(len(targets_N), chunk_size):
             target_C, normaliser_C, mean_C = statistics(
-                hidden_ND[part], weight_VD, temperatures_N[part], targets_N[part], shard
+                hidden_ND[chunk], weight_VD, temperatures_N[chunk], targets_N[chunk], shard
             )
             logprobs.append(target_C - normaliser_C)
             entropies.append(normaliser_C - mean_C)
             normalisers.append(normaliser_C)
-        ctx.chunk, ctx.shard, ctx.compiled = chunk, shard, compiled
-        ctx.save_for_backward(
-            hidden_ND, weight_VD, targets_N, temperatures_N, _cat(normalisers, hidden_ND)
-        )
-        entropy_N = _cat(entropies, hidden_ND)
+        ctx.chunk_size = chunk_size
+        ctx.shard = shard
+        ctx.is_compiled = is_compiled
+        normaliser_N = _concatenate(normalisers, hidden_ND)
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, temperatures_N, normaliser_N)
+        entropy_N = _concatenate(entropies, hidden_ND)
         ctx.mark_non_differentiable(entropy_N)
-        return _cat(logprobs, hidden_ND), entropy_N
+        return _concatenate(logprobs, hidden_ND), entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_N, _):
         hidden_ND, weight_VD, targets_N, temperatures_N, normaliser_N = ctx.saved_tensors
         grad_hidden_ND = torch.empty_like(hidden_ND)
-        trained = ctx.needs_input_grad[1]  # not with adapters
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=normaliser_N.dtype) if trained else None
-        gradient = _compiled(_gradient) if ctx.compiled else _gradient
-        for part in _chunks(len(targets_N), ctx.chunk):
-            # d logp / d logits = onehot(target) - softmax, and the logits were divided by the temperature.
-            scale_C1 = (grad_N[part] / temperatures_N[part])[:, None].to(normaliser_N.dtype)
+        grad_weight_VD = None
+        if ctx.needs_input_grad[1]:  # the weight is frozen under adapters
+            grad_weight_VD = torch.zeros_like(weight_VD, dtype=normaliser_N.dtype)
+        gradient = _compiled(_gradient) if ctx.is_compiled else _gradient
+        for chunk in _chunks(len(targets_N), ctx.chunk_size):
+            # d logp / d logits = onehot(target) - softmax, and the logits were divided by the
+            # temperature.
+            scale_C1 = (grad_N[chunk] / temperatures_N[chunk])[:, None].to(normaliser_N.dtype)
             grad_logits_CV = gradient(
-                hidden_ND[part],
+                hidden_ND[chunk],
                 weight_VD,
-                temperatures_N[part],
-                targets_N[part],
-                normaliser_N[part],
+                temperatures_N[chunk],
+                targets_N[chunk],
+                normaliser_N[chunk],
                 scale_C1,
                 ctx.shard,
             )
-            grad_hidden_ND[part] = grad_logits_CV @ weight_VD
+            grad_hidden_ND[chunk] = grad_logits_CV @ weight_VD
             if grad_weight_VD is not None:
-                grad_weight_VD += grad_logits_CV.T @ hidden_ND[part]
-        grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight, None, None, None, None, None
+                grad_weight_VD += grad_logits_CV.T @ hidden_ND[chunk]
+        if grad_weight_VD is not None:
+            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
 
 
 def _statistics(hidden_CD, weight_VD, temperatures_C, targets_C, shard):
-    """``VocabularyShard.statistics`` of a chunk."""
+    """Return ``VocabularyShard.statistics`` of a chunk."""
     return shard.statistics(_logits(hidden_CD, weight_VD, temperatures_C), targets_C)
 
 
 def _gradient(hidden_CD, weight_VD, temperatures_C, targets_C, normaliser_C, scale_C1, shard):
-    """[C, V], of a chunk's logits before the temperature, in the weight's dtype."""
-    grad_logits_CV = (
-        _logits(hidden_CD, weight_VD, temperatures_C).sub_(normaliser_C[:, None]).exp_()
-    )
+    """Return the gradient of a chunk's logits before the temperature, in the weight's dtype.
+
+    Args:
+        hidden_CD, weight_VD, temperatures_C, targets_C, shard: those of the forward pass.
+        normaliser_C: log-normaliser of each token.
+        scale_C1: gradient of each token's log-probability, divided by its temperature.
+    """
+    logits_CV = _logits(hidden_CD, weight_VD, temperatures_C)
+    grad_logits_CV = logits_CV.sub_(normaliser_C[:, None]).exp_()
     grad_logits_CV.mul_(-scale_C1)
     shard.add_to_target(grad_logits_CV, targets_C, scale_C1)
     return grad_logits_CV.to(weight_VD.dtype)
@@ -216,7 +259,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _logits(
     hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperatures_C: torch.Tensor
 ) -> torch.Tensor:
-    """In the precision the generator uses: the product in the weights' dtype, all after it in float32 (or float64)."""
+    """Return the logits divided by the temperature, in the precision that the generator uses.
+
+    The product is computed in the weight's dtype, and everything after it in float32 (or float64).
+    """
     logits_CV = F.linear(hidden_CD, weight_VD)
     logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
     return logits_CV.div_(temperatures_C[:, None])
@@ -226,10 +272,11 @@ def _chunks(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _cat(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """A rank without a member token has no parts, and still needs a tensor in the graph."""
-    return (
-        torch.cat(parts)
-        if parts
-        else like.new_zeros(0, dtype=torch.promote_types(like.dtype, torch.float32))
-    )
+def _concatenate(chunks: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Concatenate what the chunks gave.
+
+    A rank whose batch needs no token has no chunks, and still needs a tensor in the graph.
+    """
+    if chunks:
+        return torch.cat(chunks)
+    return like.new_zeros(0, dtype=torch.promote_types(like.dtype, torch.float32))

@@ -1,6 +1,8 @@
-"""LoRA: the base model is frozen, and each chosen matrix W computes ``W x + alpha/rank B (A x)``, where A and B are trained.
+"""LoRA: trains adapters of chosen matrices while the base model is frozen.
 
-torchtitan's converter puts A and B beside W. Outside of the trainer they have PEFT's names and the hub's rows. Of q_proj::
+A matrix W with an adapter computes ``W x + alpha/rank B (A x)``, where A and B are trained.
+torchtitan's converter puts A and B beside W. Outside of the trainer they have PEFT's names and the
+hub's rows. Those of q_proj are::
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   [rank, in]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight   [out, rank]
@@ -38,24 +40,31 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.model_spec import ModelSpec
 
 FIELD = "trainer.lora"
+"""Config field of the adapters; errors name it."""
 PEFT_PREFIX = "base_model.model."
-"""Of each name in a PEFT folder: a model in a model."""
+"""Prefix of every name in a PEFT folder, where the model lies inside PEFT's own two."""
 SEED = 0
-"""Of A's first values: those of a run do not depend on its ranks."""
+"""Seed of the first values of A, which are the same for any number of ranks."""
 
 
 class LoRA:
+    """Namespace of the adapters' config."""
+
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """Adapters of the policy. Embedding, head, experts and what routes to these have none."""
+        """Adapters of the policy. Embedding, head, experts and their routers have none."""
 
         rank: PositiveInt = 8
         alpha: PositiveFloat = 16.0
-        """What an adapter adds is multiplied by alpha / rank."""
+        """Numerator of the scale alpha / rank, by which the output of an adapter is multiplied."""
         targets: Literal["all-linear"] | tuple[NonEmptyStr, ...] = "all-linear"
-        """Which matrices of a layer have one: torchtitan's names, such as wq, wkv, wo, w1, w2, w3."""
+        """Matrices of each layer that have an adapter.
+
+        They are given by torchtitan's names, such as wq, wkv, wo, w1, w2 and w3."""
         init_from: str | None = None
-        """A folder of PEFT with the same rank, alpha and targets that training begins with. None: A is random and B is 0."""
+        """PEFT folder with the adapters that training begins with.
+
+        It has the same rank, alpha and targets. None begins with a random A and B = 0."""
         serve: Literal["served", "merged"] = "served"
         """Form in which generators get the adapters.
 
@@ -65,31 +74,35 @@ class LoRA:
 
         @property
         def scaling(self) -> float:
+            """Factor of an adapter's output."""
             return self.alpha / self.rank
 
 
 def with_lora(spec: ModelSpec, lora: LoRA.Config) -> ModelSpec:
-    """The spec of a model whose base is frozen and whose ``targets`` have adapters.
+    """Return the spec of the model with a frozen base and adapters of ``lora.targets``.
 
     Raises:
-        ConfigError: a target that names no matrix of the layers.
+        ConfigError: a target names no matrix of the layers, or there are no targets.
     """
+    field = f"{FIELD}.targets"
     matrices = [
         name for name, *_ in spec.model.traverse(Linear.Config) if name.startswith("layers.")
     ]
-    found = {name.rpartition(".")[2] for name in matrices if ".moe." not in name}
-    targets = sorted(found) if lora.targets == "all-linear" else list(lora.targets)
-    if unknown := [name for name in targets if name not in found]:
-        cure = f"{unknown[0]} names no matrix of this model's layers; choose among {', '.join(sorted(found))}, or all-linear"
-        if len(found) < len({name.rpartition(".")[2] for name in matrices}):
-            cure += "; experts have no adapters"
-        raise ConfigError(f"{FIELD}.targets", lora.targets, cure)
-    if not targets:
-        raise ConfigError(
-            f"{FIELD}.targets",
-            lora.targets,
-            "nothing would be trained; name a matrix, or all-linear",
+    names = {name.rpartition(".")[2] for name in matrices}
+    adaptable = {name.rpartition(".")[2] for name in matrices if ".moe." not in name}
+    targets = sorted(adaptable) if lora.targets == "all-linear" else list(lora.targets)
+    unknown = [name for name in targets if name not in adaptable]
+    if unknown:
+        cure = (
+            f"{unknown[0]} names no matrix of this model's layers; choose among "
+            f"{', '.join(sorted(adaptable))}, or all-linear"
         )
+        if len(adaptable) < len(names):
+            cure += "; experts have no adapters"
+        raise ConfigError(field, lora.targets, cure)
+    if not targets:
+        cure = "nothing would be trained; name a matrix, or all-linear"
+        raise ConfigError(field, lora.targets, cure)
     converter = LoRAConverter(
         LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=targets)
     )
@@ -99,165 +112,187 @@ def with_lora(spec: ModelSpec, lora: LoRA.Config) -> ModelSpec:
 
 @dataclass(slots=True)
 class _Adapted:
-    """A matrix with its adapter, by torchtitan's name of the matrix."""
+    """A matrix of the model that has an adapter."""
 
     name: str
+    """torchtitan's name of the matrix."""
     module: Any
+    """The linear layer, with ``lora_a`` and ``lora_b``."""
     rows: dict[str, torch.Tensor]
-    """By hub module (three of a fused query, key and value): which row of torchtitan's matrix each of its rows is."""
+    """Rows of torchtitan's matrix that each hub module consists of, in the hub's order.
+
+    There are three hub modules for a fused query, key and value, and one otherwise."""
 
 
 class Adapters:
-    """The adapters of a model, whole tensors by PEFT's names. Every method is collective.
+    """The adapters of a model, as whole tensors by PEFT's names. Every method is collective.
 
-    What ``items`` gives has ``alpha / rank`` in it: whoever computes with it takes ``W + B A``, and can't scale twice.
+    Tensors that ``items`` yields are already multiplied by ``alpha / rank``: their user computes
+    ``W + B A``, and can't scale twice.
 
-    There may be several of one base, by name. The model computes with one at a time, and the others lie beside it::
+    Several adapters may share a base. The model computes with one of them, the active one, and the
+    values of all lie beside it::
 
         model     W, and A and B of "math"
-        held      "math": A B    "code": A B
+        states    "math": A B    "code": A B
     """
 
     def __init__(
         self, model: nn.Module, spec: ModelSpec, lora: LoRA.Config, names: Sequence[str] = ("",)
     ):
-        """``names``: of adapters, in order. "" is that of a run with one."""
-        self.lora, self.names = lora, tuple(names)
-        self._model, self._parameters = model, trained_state(model)
-        self._active, self._gradients = self.names[0], dict[str, list[torch.Tensor | None]]()
-        own = {key: parameter.detach() for key, parameter in self._parameters.items()}
-        self.held = {
-            name: own if len(self.names) == 1 else {k: v.clone() for k, v in own.items()}
+        """Find the adapters in a model.
+
+        Args:
+            model: the model, built and divided over the ranks.
+            spec: spec of the model, from ``with_lora``.
+            lora: config of the adapters.
+            names: names of the adapters, in order. The only adapter of a run is called "".
+        """
+        self.lora = lora
+        self.names = tuple(names)
+        self._model = model
+        self._parameters = trained_state(model)
+        self._active = self.names[0]
+        self._gradients: dict[str, list[torch.Tensor | None]] = {}
+        """Gradients of the adapters that are not active, in the order of the parameters."""
+        parameters = {key: parameter.detach() for key, parameter in self._parameters.items()}
+        is_only = len(self.names) == 1
+        self.states = {
+            name: parameters if is_only else {key: p.clone() for key, p in parameters.items()}
             for name in self.names
         }
-        """By name: what is trained, as it is after the last step."""
-        assert spec.state_dict_adapter is not None, "every family has one"
-        to_hub = spec.state_dict_adapter(spec.model, None).to_hf
-        modules = {_clean(name): module for name, module in model.named_modules()}
-        self._adapted = []
-        of_first: dict[str, dict[str, torch.Tensor]] = {}
-        for name, module in modules.items():
-            if hasattr(module, "lora_b"):
-                _, layer, matrix = name.split(".", 2)
-                if matrix not in of_first:
-                    parent = modules[name.rpartition(".")[0]]
-                    found = _hub_rows(name, module, parent, to_hub)
-                    of_first[matrix] = {
-                        hub.replace(f".{layer}.", ".{}.", 1): own for hub, own in found.items()
-                    }
-                rows = {hub.format(layer): own for hub, own in of_first[matrix].items()}
-                self._adapted.append(_Adapted(name, module, rows))
+        """Trained tensors of each adapter after its last step, by the names of a checkpoint.
+
+        The tensors of a run's only adapter are the model's parameters themselves."""
+        self._adapted = _adapted_matrices(model, spec)
 
     @torch.no_grad()
     def activate(self, name: str) -> None:
-        """Have the model compute with adapter ``name``. Gradients of the one before are kept with it."""
+        """Have the model compute with adapter ``name``.
+
+        The gradients of the adapter that was active are kept until it is activated again.
+        """
         if name == self._active:
             return
-        of_own = self._gradients.pop(name, None) or [None] * len(self._parameters)
+        gradients = self._gradients.pop(name, None) or [None] * len(self._parameters)
         self._gradients[self._active] = [parameter.grad for parameter in self._parameters.values()]
-        for parameter, gradient in zip(self._parameters.values(), of_own, strict=True):
+        for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
             parameter.grad = gradient
         self._active = name
-        self.take_held()
+        self.load_active()
 
     @torch.no_grad()
-    def take_held(self) -> None:
-        """The model's is what is held: another than before."""
+    def load_active(self) -> None:
+        """Copy the active adapter's state into the model."""
         forget_gathered(self._model)
-        for key, held in self.held[self._active].items():
-            self._parameters[key].copy_(held)
+        for key, tensor in self.states[self._active].items():
+            self._parameters[key].copy_(tensor)
 
     @torch.no_grad()
-    def hold(self) -> None:
-        """What is held is the model's, which an optimizer has moved."""
+    def save_active(self) -> None:
+        """Copy the model's parameters, which an optimizer has moved, into the active state."""
         if len(self.names) == 1:  # they are the same tensors
             return
-        for key, held in self.held[self._active].items():
-            held.copy_(self._parameters[key])
+        for key, tensor in self.states[self._active].items():
+            tensor.copy_(self._parameters[key])
 
     @torch.no_grad()
     def start(self) -> None:
-        """Give each adapter its first values: those of ``init_from``, or A as torchtitan draws it, from a generator of its own,
-        and B = 0.
+        """Give every adapter its first values.
+
+        They are those of ``init_from``, or B = 0 and an A that is drawn as torchtitan draws it, but
+        from a generator of its own for each matrix.
 
         Raises:
             ConfigError: the folder of ``init_from`` has other adapters than the model.
         """
-        path = self.lora.init_from
-        given = {} if path is None else read_adapter(Path(path), self.lora, self._shapes())
+        given = None
+        if self.lora.init_from is not None:
+            given = read_adapter(Path(self.lora.init_from), self.lora, self._shapes())
         for adapted in self._adapted:
-            a, b = adapted.module.lora_a.weight, adapted.module.lora_b.weight
-            seed = (
-                int.from_bytes(
-                    hashlib.sha256(f"{SEED} {adapted.name}".encode()).digest()[:8], "big"
-                )
-                >> 1
-            )
-            bound = 1 / math.sqrt(a.shape[1])
-            first_a = torch.empty(a.shape).uniform_(
-                -bound, bound, generator=torch.Generator().manual_seed(seed)
-            )
+            a = adapted.module.lora_a.weight
+            b = adapted.module.lora_b.weight
             first_b = torch.zeros(b.shape)
-            found = []
-            for hub, rows in adapted.rows.items():
-                if given:
-                    own_a, own_b = (
-                        given[f"{PEFT_PREFIX}{hub}.lora_{part}.weight"].float() for part in "AB"
-                    )
-                    found.append(own_a)
-                    first_b[rows] = own_b
-            if any(not torch.equal(found[0], other) for other in found):
-                cure = "this flavor has one adapter for queries, keys and values, the folder several; set model.flavor to None"
-                raise ConfigError(f"{FIELD}.init_from", path, cure)
-            _fill(a, found[0] if found else first_a)
+            if given is None:
+                first_a = _random_a(adapted.name, a.shape)
+            else:
+                first_a = self._given_a(adapted, given)
+                for hub, rows in adapted.rows.items():
+                    first_b[rows] = given[f"{PEFT_PREFIX}{hub}.lora_B.weight"].float()
+            _fill(a, first_a)
             _fill(b, first_b)
-        for held in self.held.values():
-            for key, tensor in held.items():
+        for state in self.states.values():
+            for key, tensor in state.items():
                 tensor.copy_(self._parameters[key])
+
+    def _given_a(self, adapted: _Adapted, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the A of a matrix from a PEFT folder's tensors.
+
+        Raises:
+            ConfigError: the matrix is several hub modules, to which the folder gives different A.
+        """
+        first, *others = [given[f"{PEFT_PREFIX}{hub}.lora_A.weight"] for hub in adapted.rows]
+        first = first.float()
+        if any(not torch.equal(first, other.float()) for other in others):
+            cure = (
+                "this flavor has one adapter for queries, keys and values, the folder several; set "
+                "model.flavor to None"
+            )
+            raise ConfigError(f"{FIELD}.init_from", self.lora.init_from, cure)
+        return first
 
     def _shapes(self) -> "AdapterShapes":
         """Return the shapes of one adapter's tensors, as ``adapter_shapes`` does."""
         shapes: AdapterShapes = {}
         for adapted in self._adapted:
-            of_target = shapes.setdefault(target_of(adapted.name), {})
+            target_shapes = shapes.setdefault(target_of(adapted.name), {})
+            width = adapted.module.lora_a.weight.shape[1]
             for hub, rows in adapted.rows.items():
-                of_target |= pair_shapes(
-                    hub, (len(rows), adapted.module.lora_a.weight.shape[1]), self.lora.rank
-                )
+                target_shapes |= pair_shapes(hub, (len(rows), width), self.lora.rank)
         return shapes
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Of all adapters, scaled: see above. One with a name has it before its tensors', as ``math/base_model...``."""
+        """Yield the tensors of all adapters, multiplied by ``alpha / rank``.
+
+        The tensors of an adapter that has a name are called ``math/base_model...``.
+        """
         for name in self.names:
             self.activate(name)
             for key, tensor in self._tensors(self.lora.scaling):
                 yield of_adapter(name, key), tensor
 
     def peft(self) -> dict[str, dict[str, torch.Tensor]]:
-        """By adapter: as PEFT keeps them, not scaled, on the CPU."""
-        found = {}
+        """Return the tensors of each adapter as PEFT keeps them: not scaled, on the CPU."""
+        tensors = {}
         for name in self.names:
             self.activate(name)
-            found[name] = {key: tensor.detach().cpu().clone() for key, tensor in self._tensors(1.0)}
-        return found
+            tensors[name] = {
+                key: tensor.detach().cpu().clone() for key, tensor in self._tensors(1.0)
+            }
+        return tensors
 
     @torch.no_grad()
     def _tensors(self, scaling: float) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield A and ``scaling * B`` of the active adapter, for each hub module."""
         for adapted in self._adapted:
-            a, b = (_whole(part.weight) for part in (adapted.module.lora_a, adapted.module.lora_b))
+            a = _whole(adapted.module.lora_a.weight)
+            b = _whole(adapted.module.lora_b.weight)
             for hub, rows in adapted.rows.items():
                 yield f"{PEFT_PREFIX}{hub}.lora_A.weight", a
                 yield f"{PEFT_PREFIX}{hub}.lora_B.weight", b[rows.to(b.device)] * scaling
 
     @contextmanager
-    def merged(self, part: nn.Module) -> Iterator[None]:
-        """Inside, each base weight in ``part`` has its adapter added, in float32. They come back bit for bit."""
-        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        adapted: list[Any] = [module for module in part.modules() if hasattr(module, "lora_b")]
+    def merged(self, root: nn.Module) -> Iterator[None]:
+        """Within the context, add each adapter in ``root`` to its base weight, in float32.
+
+        At the end, the base weights come back bit for bit.
+        """
+        adapted: list[Any] = [module for module in root.modules() if hasattr(module, "lora_b")]
+        base: list[tuple[torch.Tensor, torch.Tensor]] = []
         with torch.no_grad():
             for module in adapted:
                 weight = module.weight
-                kept.append((weight, weight.detach().clone()))
+                base.append((weight, weight.detach().clone()))
                 added = module.lora_b.weight.float() @ module.lora_a.weight.float()
                 if isinstance(weight, DTensor):
                     added = added.redistribute(weight.device_mesh, weight.placements)
@@ -265,24 +300,61 @@ class Adapters:
             try:
                 yield
             finally:
-                for weight, before in kept:
-                    weight.copy_(before)
+                for weight, values in base:
+                    weight.copy_(values)
+
+
+def _adapted_matrices(model: nn.Module, spec: ModelSpec) -> list[_Adapted]:
+    """Return the matrices of a model that have adapters.
+
+    Rows are worked out for the first layer that has a matrix, and hold for all layers.
+    """
+    assert spec.state_dict_adapter is not None, "every family has one"
+    to_hub = spec.state_dict_adapter(spec.model, None).to_hf
+    modules = {_clean(name): module for name, module in model.named_modules()}
+    adapted = []
+    rows_of_matrix: dict[str, dict[str, torch.Tensor]] = {}
+    for name, module in modules.items():
+        if not hasattr(module, "lora_b"):
+            continue
+        _, layer, matrix = name.split(".", 2)
+        if matrix not in rows_of_matrix:
+            parent = modules[name.rpartition(".")[0]]
+            rows_of_matrix[matrix] = {
+                hub.replace(f".{layer}.", ".{}.", 1): rows
+                for hub, rows in _hub_rows(name, module, parent, to_hub).items()
+            }
+        hub_rows = {hub.format(layer): rows for hub, rows in rows_of_matrix[matrix].items()}
+        adapted.append(_Adapted(name=name, module=module, rows=hub_rows))
+    return adapted
+
+
+def _random_a(name: str, shape: torch.Size) -> torch.Tensor:
+    """Draw the first A of a matrix, uniform within 1 / sqrt(in), from the matrix's name alone."""
+    digest = hashlib.sha256(f"{SEED} {name}".encode()).digest()
+    seed = int.from_bytes(digest[:8], "big") >> 1
+    bound = 1 / math.sqrt(shape[1])
+    generator = torch.Generator().manual_seed(seed)
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def of_adapter(name: str, key: str) -> str:
-    """How what belongs to an adapter is called: ``math/base_model...``. Of a run's only one, which has no name: ``key``."""
+    """Return the name of something that belongs to an adapter, such as ``math/base_model...``.
+
+    The only adapter of a run has the name "", and what belongs to it is called ``key``.
+    """
     return f"{name}/{key}" if name else key
 
 
 def forget_gathered(model: nn.Module) -> None:
-    """What FSDP has gathered is of values that its shards had before."""
+    """Have FSDP gather parameters anew: their shards have changed since it last did."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters that are trained, by the names of a checkpoint."""
+    """Return the parameters that are trained, by the names of a checkpoint."""
     return {
         _clean(name): parameter
         for name, parameter in model.named_parameters()
@@ -290,40 +362,54 @@ def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+_UNSUPPORTED_OPTIONS = (
+    "use_dora",
+    "use_rslora",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+    "lora_bias",
+)
+"""PEFT's options that make another kind of adapter."""
+
+
 def adapter_sizes(folder: Path, *, field: str) -> tuple[int, float]:
-    """Rank and alpha of a PEFT folder.
+    """Return rank and alpha of a PEFT folder.
+
+    Args:
+        folder: the folder.
+        field: config field or option that holds ``folder``; errors name it.
 
     Raises:
-        ConfigError: by ``field``: it is no PEFT folder, or one of adapters that are not trained here.
+        ConfigError: it is no PEFT folder, or has adapters of a kind that is not trained here.
     """
     try:
         config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        rank = int(config["r"])
+        alpha = float(config["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        cure = f"is no folder of PEFT, such as a run's policy/step-N/adapter: {ADAPTER_CONFIG}: {error}"
-        raise ConfigError(field, str(folder), cure) from error
-    unknown = (
-        "use_dora",
-        "use_rslora",
-        "modules_to_save",
-        "rank_pattern",
-        "alpha_pattern",
-        "fan_in_fan_out",
-        "lora_bias",
-    )
-    if names := [name for name in unknown if config.get(name)]:
-        raise ConfigError(
-            field, str(folder), f"its {names[0]} is set: such adapters are not trained here"
+        cure = (
+            f"is no folder of PEFT, such as a run's policy/step-N/adapter: {ADAPTER_CONFIG}: "
+            f"{error}"
         )
+        raise ConfigError(field, str(folder), cure) from error
+    unsupported = [name for name in _UNSUPPORTED_OPTIONS if config.get(name)]
+    if unsupported:
+        cure = f"its {unsupported[0]} is set: such adapters are not trained here"
+        raise ConfigError(field, str(folder), cure)
     return rank, alpha
 
 
 AdapterShapes = dict[str, dict[str, Shape]]
-"""Shapes of the tensors in a PEFT folder, by the target (wq) that they are of, and then by their own names."""
+"""Shapes of the tensors in a PEFT folder, by their target (such as wq), and then by name."""
 
 
 def target_of(module: str) -> str:
-    """Return the target by which ``LoRA.Config`` names a matrix. Keys and values have one config, and so one target."""
+    """Return the target by which ``LoRA.Config`` names a matrix.
+
+    Keys and values have one config, and so one target.
+    """
     name = module.rpartition(".")[2]
     return "wkv" if name in ("wk", "wv") else name
 
@@ -331,20 +417,20 @@ def target_of(module: str) -> str:
 def adapter_base(folder: Path, *, field: str) -> str:
     """Return the model that a PEFT folder names as its base.
 
+    Args:
+        folder: the folder.
+        field: option that holds ``folder``; the error names it.
+
     Raises:
-        ConfigError: by ``field``: it names none.
+        ConfigError: the folder names no base.
     """
     with suppress(OSError, ValueError, AttributeError):
-        base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get(
-            "base_model_name_or_path"
-        )
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        base = config.get("base_model_name_or_path")
         if isinstance(base, str) and base:
             return base
-    raise ConfigError(
-        field,
-        str(folder),
-        f"its {ADAPTER_CONFIG} names no base_model_name_or_path: name the base as --model",
-    )
+    cure = f"its {ADAPTER_CONFIG} names no base_model_name_or_path: name the base as --model"
+    raise ConfigError(field, str(folder), cure)
 
 
 def pair_shapes(module: str, weight: Sequence[int], rank: int) -> dict[str, Shape]:
@@ -353,6 +439,7 @@ def pair_shapes(module: str, weight: Sequence[int], rank: int) -> dict[str, Shap
     Args:
         module: the matrix's name in a hub folder, without ``.weight``.
         weight: its shape, [out, in].
+        rank: rank of the adapter.
     """
     out, width = weight
     name = f"{PEFT_PREFIX}{module}.lora_{{}}.weight"
@@ -360,10 +447,13 @@ def pair_shapes(module: str, weight: Sequence[int], rank: int) -> dict[str, Shap
 
 
 def adapter_shapes(spec: ModelSpec, lora: LoRA.Config) -> AdapterShapes:
-    """Return the shapes of the tensors that a PEFT folder of the model's adapters has. Nothing is allocated.
+    """Return the shapes of the tensors that a PEFT folder of the model's adapters has.
+
+    No memory is allocated for the tensors.
 
     Args:
-        spec: of ``with_lora``.
+        spec: spec of the model, from ``with_lora``.
+        lora: config of the adapters.
     """
     assert spec.state_dict_adapter is not None, "every family has one"
     to_hub = spec.state_dict_adapter(spec.model, None).to_hf
@@ -371,63 +461,89 @@ def adapter_shapes(spec: ModelSpec, lora: LoRA.Config) -> AdapterShapes:
         modules = dict(spec.model.build().named_modules())
     shapes: AdapterShapes = {}
     for name, module in modules.items():
-        if hasattr(module, "lora_b"):
-            parent = name.rpartition(".")[0]
-            of_target = shapes.setdefault(target_of(name), {})
-            weights = split_of_fused(
-                modules[parent], {f"{name}.weight": module.weight}, prefix=f"{parent}."
-            )
-            for hub, weight in to_hub(weights).items():
-                of_target |= pair_shapes(
-                    hub.removesuffix(".weight"), tuple(weight.shape), lora.rank
-                )
+        if not hasattr(module, "lora_b"):
+            continue
+        parent = name.rpartition(".")[0]
+        weights = split_of_fused(
+            modules[parent], {f"{name}.weight": module.weight}, prefix=f"{parent}."
+        )
+        target_shapes = shapes.setdefault(target_of(name), {})
+        for hub, weight in to_hub(weights).items():
+            hub_module = hub.removesuffix(".weight")
+            target_shapes |= pair_shapes(hub_module, tuple(weight.shape), lora.rank)
     return shapes
 
 
 def check_adapter(folder: Path, lora: LoRA.Config, shapes: AdapterShapes) -> None:
-    """Compare a PEFT folder with the adapters that are trained. Of its tensors the header alone is read.
+    """Raise if a PEFT folder does not have the adapters that are trained.
+
+    Of its tensors only the header is read.
 
     Args:
-        shapes: of ``adapter_shapes``.
+        folder: the folder.
+        lora: config of the adapters.
+        shapes: shapes of the adapters, from ``adapter_shapes``.
 
     Raises:
-        ConfigError: the folder is no PEFT folder, its rank or alpha is another, or a matrix is missing, unknown or of another
-            shape.
+        ConfigError: the folder is no PEFT folder, its rank or alpha is another, or a matrix is
+            missing, unknown or of another shape.
     """
     field = f"{FIELD}.init_from"
-    if (sizes := adapter_sizes(folder, field=field)) != (lora.rank, lora.alpha):
-        cure = f"its rank and alpha are {sizes[0]} and {sizes[1]:g}: set {FIELD}.rank and {FIELD}.alpha to these"
+    rank, alpha = adapter_sizes(folder, field=field)
+    if (rank, alpha) != (lora.rank, lora.alpha):
+        cure = (
+            f"its rank and alpha are {rank} and {alpha:g}: set {FIELD}.rank and {FIELD}.alpha to "
+            "these"
+        )
         raise ConfigError(field, str(folder), cure)
-    found = adapter_header(folder, field=field)
-    expected = {name: shape for of_target in shapes.values() for name, shape in of_target.items()}
-    for name in found:
+
+    header = adapter_header(folder, field=field)
+    expected = {
+        name: shape for target_shapes in shapes.values() for name, shape in target_shapes.items()
+    }
+    for name in header:
         if name not in expected:
-            raise ConfigError(
-                field,
-                str(folder),
-                f"it has {name}, which is no adapter of {FIELD}.targets in this model",
-            )
-    absent = [name for name in expected if name not in found]
-    if absent:
-        whole = [target for target, of_target in shapes.items() if of_target.keys() <= found.keys()]
-        cure = "name a whole adapter"
-        if len(found) == sum(len(shapes[target]) for target in whole):
-            cure = (
-                f"train the matrices that it has: --trainer.lora.targets {' '.join(sorted(whole))}"
-            )
-        fault = f"it has no {absent[0]}, and lacks {len(absent)} of the {len(expected)} tensors of {FIELD}.targets"
-        raise ConfigError(field, str(folder), f"{fault}: {cure}")
-    for name, shape in found.items():
-        if shape != expected[name]:
-            cure = f"{name} has shape {list(shape)}, and does not fit this model, which has {list(expected[name])}"
+            cure = f"it has {name}, which is no adapter of {FIELD}.targets in this model"
             raise ConfigError(field, str(folder), cure)
+    absent = [name for name in expected if name not in header]
+    if absent:
+        fault = (
+            f"it has no {absent[0]}, and lacks {len(absent)} of the {len(expected)} tensors of "
+            f"{FIELD}.targets"
+        )
+        cure = _cure_of_absent_tensors(header, shapes)
+        raise ConfigError(field, str(folder), f"{fault}: {cure}")
+    for name, shape in header.items():
+        if shape != expected[name]:
+            cure = (
+                f"{name} has shape {list(shape)}, and does not fit this model, which has "
+                f"{list(expected[name])}"
+            )
+            raise ConfigError(field, str(folder), cure)
+
+
+def _cure_of_absent_tensors(header: Mapping[str, Shape], shapes: AdapterShapes) -> str:
+    """Return the advice on a PEFT folder that lacks tensors of the targets.
+
+    If it has all tensors of some targets and no others, these can be trained.
+    """
+    complete = [
+        target for target, target_shapes in shapes.items() if target_shapes.keys() <= header.keys()
+    ]
+    if len(header) != sum(len(shapes[target]) for target in complete):
+        return "name a whole adapter"
+    return f"train the matrices that it has: --trainer.lora.targets {' '.join(sorted(complete))}"
 
 
 def adapter_header(folder: Path, *, field: str) -> dict[str, Shape]:
     """Return the shape of each tensor of a PEFT folder.
 
+    Args:
+        folder: the folder.
+        field: config field or option that holds ``folder``; errors name it.
+
     Raises:
-        ConfigError: by ``field``: its file can't be read, or has no tensors.
+        ConfigError: the file of tensors can't be read, or has none.
     """
     file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
@@ -435,14 +551,13 @@ def adapter_header(folder: Path, *, field: str) -> dict[str, Shape]:
         raise ConfigError(field, str(folder), cure)
     shapes = read_header(file, str(folder), field=field)
     if not shapes:
-        raise ConfigError(
-            field, str(folder), f"its {ADAPTER_WEIGHTS} has no tensors: save the adapter again"
-        )
+        cure = f"its {ADAPTER_WEIGHTS} has no tensors: save the adapter again"
+        raise ConfigError(field, str(folder), cure)
     return shapes
 
 
 def read_adapter(folder: Path, lora: LoRA.Config, shapes: AdapterShapes) -> dict[str, torch.Tensor]:
-    """Return the tensors of a PEFT folder, which are those of ``shapes``. Raises as ``check_adapter`` does."""
+    """Return the tensors of a PEFT folder, once ``check_adapter`` has passed. Raises as it does."""
     check_adapter(folder, lora, shapes)
     return load_file(folder / ADAPTER_WEIGHTS)
 
@@ -450,7 +565,14 @@ def read_adapter(folder: Path, lora: LoRA.Config, shapes: AdapterShapes) -> dict
 def write_adapter(
     folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoRA.Config, *, base: str
 ) -> None:
-    """Write a PEFT folder. ``tensors``: of ``Adapters.peft``. ``base``: path or name of the base model."""
+    """Write a PEFT folder.
+
+    Args:
+        folder: the folder, which does not exist.
+        tensors: those of one adapter, from ``Adapters.peft``.
+        lora: config of the adapters.
+        base: path or name of the base model.
+    """
     folder.mkdir(parents=True)
     targets = sorted({name.split(".")[-3] for name in tensors})
     config = {
@@ -473,32 +595,46 @@ def write_adapter(
 
 
 def merge_adapter(folder: Path, base: Path, target: Path, *, field: str) -> None:
-    """Write a PEFT folder merged into its base as the hub folder ``target``, which is there when it is whole.
+    """Merge a PEFT folder into its base, and write the hub folder ``target``.
+
+    The target appears under its name only when it is whole.
 
     Args:
-        field: the option that names ``folder``; errors name it.
+        folder: the PEFT folder.
+        base: the hub folder of its base model.
+        target: the hub folder to write.
+        field: option that names ``folder``; errors name it.
 
     Raises:
-        ConfigError: the folder has no adapters, or some that are of no matrix of the base or do not fit it.
+        ConfigError: the folder has no adapters, or some that are of no matrix of the base or do not
+            fit it.
     """
     rank, alpha = adapter_sizes(folder, field=field)
-    weights, found = read_shapes(str(base), field="--model"), adapter_header(folder, field=field)
-    for name, shape in found.items():
-        module = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0]
+    weights = read_shapes(str(base), field="--model")
+    header = adapter_header(folder, field=field)
+    for name, shape in header.items():
+        module = _module_of(name)
         weight = weights.get(f"{module}.weight", ())
         pair = pair_shapes(module, weight, rank) if len(weight) == 2 else {}
         if name not in pair:
-            cure = f"it has {name}, which is no adapter of a matrix of {base}: name its base as --model"
+            cure = (
+                f"it has {name}, which is no adapter of a matrix of {base}: name its base as "
+                "--model"
+            )
             raise ConfigError(field, str(folder), cure)
         if shape != pair[name]:
-            cure = f"{name} has shape {list(shape)}, and that of {base} has {list(pair[name])}: name its base as --model"
-            raise ConfigError(field, str(folder), cure)
-        if absent := [other for other in pair if other not in found]:
-            raise ConfigError(
-                field, str(folder), f"it has {name}, and no {absent[0]}: name a whole adapter"
+            cure = (
+                f"{name} has shape {list(shape)}, and that of {base} has {list(pair[name])}: name "
+                "its base as --model"
             )
+            raise ConfigError(field, str(folder), cure)
+        absent = [other for other in pair if other not in header]
+        if absent:
+            cure = f"it has {name}, and no {absent[0]}: name a whole adapter"
+            raise ConfigError(field, str(folder), cure)
+
     being_written = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(being_written, ignore_errors=True)  # of a command that was killed
+    shutil.rmtree(being_written, ignore_errors=True)  # left by a command that was killed
     write_merged(
         being_written,
         load_file(folder / ADAPTER_WEIGHTS),
@@ -511,14 +647,21 @@ def merge_adapter(folder: Path, base: Path, target: Path, *, field: str) -> None
 def write_merged(
     folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoRA.Config, *, base: Path
 ) -> None:
-    """Write a hub folder: the base with the adapters added in float32, each value then as the base has it.
+    """Write a hub folder that holds the base with the adapters added.
+
+    The sum is computed in float32 and kept in the dtype that the base has.
 
     Args:
-        tensors: of ``Adapters.peft``.
+        folder: the hub folder to write, which does not exist.
+        tensors: those of one adapter, from ``Adapters.peft``.
+        lora: config of the adapters.
         base: the hub folder that was trained on.
+
+    Raises:
+        ConfigError: the base lacks a matrix that has an adapter.
     """
     folder.mkdir(parents=True)
-    added = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in tensors}
+    to_merge = {_module_of(name) for name in tensors}
     for file in sorted(base.iterdir()):
         if not file.is_file():
             continue
@@ -528,51 +671,64 @@ def write_merged(
         with safe_open(file, "pt") as reader:
             metadata = reader.metadata()
         weights = load_file(file)
-        for module in sorted(added):
-            if (weight := weights.get(f"{module}.weight")) is not None:
-                a, b = (
-                    tensors[f"{PEFT_PREFIX}{module}.lora_{part}.weight"].float() for part in "AB"
-                )
-                weights[f"{module}.weight"] = (weight.float() + lora.scaling * (b @ a)).to(
-                    weight.dtype
-                )
-                added.discard(module)
+        for module in sorted(to_merge):
+            weight = weights.get(f"{module}.weight")
+            if weight is None:
+                continue
+            a = tensors[f"{PEFT_PREFIX}{module}.lora_A.weight"].float()
+            b = tensors[f"{PEFT_PREFIX}{module}.lora_B.weight"].float()
+            merged = weight.float() + lora.scaling * (b @ a)
+            weights[f"{module}.weight"] = merged.to(weight.dtype)
+            to_merge.discard(module)
         save_file(weights, folder / file.name, metadata)
-    if added:
-        raise ConfigError("model.hf_assets_path", str(base), f"it has no {sorted(added)[0]}.weight")
+    if to_merge:
+        cure = f"it has no {sorted(to_merge)[0]}.weight"
+        raise ConfigError("model.hf_assets_path", str(base), cure)
+
+
+def _module_of(name: str) -> str:
+    """Return the hub module of a tensor of a PEFT folder."""
+    return name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0]
 
 
 def _hub_rows(
-    name: str, module: Any, parent: nn.Module, to_hub: Callable[[dict[str, Any]], dict[str, Any]]
+    name: str,
+    module: Any,  # noqa: ANN401 - torchtitan declares less than every linear layer has
+    parent: nn.Module,
+    to_hub: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> dict[str, torch.Tensor]:
-    """By hub module: the rows of torchtitan's matrix that it has, in its order. The numbers of the rows go the way of a weight:
-    as a matrix of the weight's shape, each row of which holds its number."""
-    out, width = module.out_features, module.in_features
-    numbers = {
-        f"{name}.weight": torch.arange(out, dtype=torch.int32)[:, None]
-        .expand(out, width)
-        .contiguous()
-    }
-    hub = to_hub(split_of_fused(parent, numbers, prefix=f"{name.rpartition('.')[0]}."))
+    """Return the rows of torchtitan's matrix that each hub module has, in the hub's order.
+
+    The row numbers are converted the way a weight is: as a matrix of the weight's shape, each row
+    of which holds its number.
+
+    Args:
+        name: torchtitan's name of the matrix.
+        module: its linear layer.
+        parent: module that holds the linear layer.
+        to_hub: converter of a state dict.
+    """
+    out = module.out_features
+    numbers = torch.arange(out, dtype=torch.int32)[:, None].expand(out, module.in_features)
+    state = {f"{name}.weight": numbers.contiguous()}
+    hub = to_hub(split_of_fused(parent, state, prefix=f"{name.rpartition('.')[0]}."))
     return {key.removesuffix(".weight"): matrix[:, 0].long() for key, matrix in hub.items()}
 
 
 def _clean(name: str) -> str:
-    """Without the wrappers of activation checkpointing and torch.compile."""
+    """Return a parameter's name without the wrappers of checkpointing and torch.compile."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the whole parameter, gathered from the ranks that share it. Collective."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def _fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy a whole tensor, the same on every rank, into a parameter that ranks may share."""
     if isinstance(parameter, DTensor):
-        whole = whole.to(parameter.device_mesh.device_type, parameter.dtype)
-        parameter.copy_(
-            distribute_tensor(
-                whole, parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
-        )
-    else:
-        parameter.copy_(whole)
+        mesh = parameter.device_mesh
+        whole = whole.to(mesh.device_type, parameter.dtype)
+        whole = distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(whole)

@@ -1,6 +1,10 @@
-"""The policy's model: torchtitan's decoder with a log-probability head, made from a hub folder or a torchtitan flavor.
+"""The policy's model: torchtitan's decoder with a log-probability head.
 
-A new family is a module like `qwen3.py` and a line in ``FAMILIES``.
+    ModelConfig ──▶ family ──▶ torchtitan's spec ──▶ policy_spec ──▶ built by the trainer
+    hub folder,     FAMILIES   of config.json or     our head, experts,
+    or flavor                  of the flavor         attention, adapters
+
+To add a family, write a module like `qwen3.py` and add a line to ``FAMILIES``.
 """
 
 import dataclasses
@@ -26,23 +30,29 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
+    """The model that a run trains or serves."""
+
     hf_assets_path: NonEmptyStr
-    """Hub-format folder: config.json, safetensors, tokenizer."""
+    """Folder in hub format: config.json, safetensors and tokenizer."""
     flavor: str | None = None
-    """torchtitan's name of a configuration, with its family ("qwen3/0.6B", "llama3/8B") or, where the folder or the name itself
-    tells the family, without. None reads the configuration from the folder's config.json."""
+    """torchtitan's name of a configuration, such as "qwen3/0.6B" or "llama3/8B".
+
+    The family may be left out if the folder or the name itself tells it. None reads the
+    configuration from the folder's config.json."""
 
 
 def model_positions(model: ModelConfig) -> int:
-    """Longest sequence that the model has positions for, by the flavor and by config.json if there is one."""
-    positions = decoder_config(_base_spec(model)[1]).max_seq_len
+    """Return the length of the longest sequence, in tokens, that the model has positions for.
+
+    It is the smaller one of what the flavor and config.json say, if both are there.
+    """
+    _, spec = _base_spec(model)
+    positions = decoder_config(spec).max_seq_len
     try:
-        return min(
-            positions,
-            HubConfig.read(model.hf_assets_path).size("max_position_embeddings", positions),
-        )
+        hub = HubConfig.read(model.hf_assets_path)
     except MissingError:
         return positions
+    return min(positions, hub.size("max_position_embeddings", positions))
 
 
 def policy_spec(
@@ -53,23 +63,28 @@ def policy_spec(
     chunk_tokens: int = 1024,
     lora: LoRA.Config | None = None,
 ) -> ModelSpec:
-    """torchtitan's model spec with our head, rotary tables for rows of ``max_seq_len``, and attention that runs on ``device``;
-    with ``lora``, its base frozen and adapters in its layers.
+    """Return torchtitan's model spec, changed to compute log-probabilities.
+
+    Args:
+        model: hub folder, or flavor.
+        device: where attention must run.
+        max_seq_len: maximum number of tokens of a row, for which rotary tables are made.
+        chunk_tokens: number of tokens whose logits the head holds at once.
+        lora: adapters of the layers; the base model is then frozen.
 
     Raises:
-        ConfigError: unknown flavor or one that is not the folder's model, a folder of no known family, or adapters of no
-            matrix.
+        ConfigError: the flavor is unknown or is not the folder's model, the folder is of no known
+            family, or the adapters name no matrix.
     """
     family, spec = _base_spec(model)
     decoder = decoder_config(spec)
     config = recast(decoder, family.policy_config)
     config.lm_head = recast(config.lm_head, LogprobHead.Config, chunk_tokens=chunk_tokens)
+    # torchtitan resizes the rotary tables only for its own Trainer's config. Positions begin anew
+    # with each sample of a row, so the model's own length is enough for any row.
+    rotary_length = min(max_seq_len, decoder.max_seq_len)
     for layer in config.layers:
-        # Non-Trainer configs skip torchtitan's own resize of the rotary cache.
-        rotary = min(
-            max_seq_len, decoder.max_seq_len
-        )  # positions begin anew with each sample of a row
-        layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=rotary)
+        layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=rotary_length)
         if device == "cpu":
             layer.attention.inner_attention = CPUVarlenAttention.Config()
         if layer.moe is not None:
@@ -79,33 +94,41 @@ def policy_spec(
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Parameters of the model, a tied head counted once. Nothing is allocated."""
+    """Return the number of the model's parameters, a tied head counted once.
+
+    No memory is allocated for the parameters.
+    """
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in spec.model.build().parameters())
 
 
 def hub_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Shape of each parameter by its hub name; a tied head is not named. Nothing is allocated."""
+    """Return the shape of each parameter by its hub name. A tied head is not named.
+
+    No memory is allocated for the parameters.
+    """
     with torch.device("meta"):
         state = spec.model.build().state_dict()
     assert spec.state_dict_adapter is not None, "every family has one"
-    return {
-        name: tuple(tensor.shape)
-        for name, tensor in spec.state_dict_adapter(spec.model, None).to_hf(state).items()
-    }
+    hub_state = spec.state_dict_adapter(spec.model, None).to_hf(state)
+    return {name: tuple(tensor.shape) for name, tensor in hub_state.items()}
 
 
 def decoder_config(spec: ModelSpec) -> Decoder.Config:
-    """The config of the spec's model, by its type: torchtitan declares that of any module."""
+    """Return the config of the spec's model, typed as a decoder's.
+
+    torchtitan declares it as the config of any module.
+    """
     assert isinstance(spec.model, Decoder.Config), "every family's model is a decoder"
     return spec.model
 
 
 def folder_spec(hub: HubConfig) -> ModelSpec:
-    """torchtitan's own spec of a hub folder's model.
+    """Return torchtitan's own spec of the model in a hub folder.
 
     Raises:
-        ConfigError: no family has the folder's architecture, or config.json lacks what the family needs.
+        ConfigError: no family has the folder's architecture, or config.json lacks what the family
+            needs.
     """
     family = family_of_folder(hub)
     return ModelSpec(
@@ -120,7 +143,10 @@ def folder_spec(hub: HubConfig) -> ModelSpec:
 
 
 def _base_spec(model: ModelConfig) -> tuple[ModelFamily, ModelSpec]:
-    """The family, and torchtitan's own spec of the model. Its attention is flex: nothing of it asks for a GPU until it runs."""
+    """Return the model's family and torchtitan's own spec of it.
+
+    Its attention is flex, which does not ask for a GPU until it runs.
+    """
     if model.flavor is None:
         hub = HubConfig.read(model.hf_assets_path)
         return family_of_folder(hub), folder_spec(hub)
@@ -135,70 +161,87 @@ FAMILIES: dict[str, ModelFamily] = {
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "LlamaForCausalLM": LLAMA3,
 }
-"""By the name that config.json has in ``architectures``."""
+"""Families by the name that config.json has in ``architectures``."""
 
 
 def family_of_folder(hub: HubConfig) -> ModelFamily:
-    """
+    """Return the family of a hub folder.
+
     Raises:
         ConfigError: no family has this architecture.
     """
     if hub.architecture not in FAMILIES:
-        cure = f"its architecture is {hub.architecture!r}; this library trains {', '.join(FAMILIES)}, or set model.flavor"
-        raise hub.error(cure)
+        raise hub.error(
+            f"its architecture is {hub.architecture!r}; this library trains {', '.join(FAMILIES)}, "
+            "or set model.flavor"
+        )
     return FAMILIES[hub.architecture]
 
 
 def family_of_flavor(flavor: str, path: str) -> tuple[ModelFamily, str]:
-    """A flavor's family, and its name there.
+    """Return the family of a flavor, and the flavor's name in the family.
 
     Args:
         flavor: torchtitan's name of a configuration, as "8B", or with its family, as "llama3/8B".
-        path: the hub folder. It says which family is meant where several have the flavor; it may be missing.
+        path: the hub folder, which may be missing. It tells the family if several have the flavor.
 
     Raises:
-        ConfigError: no family has the flavor, or several have it and the folder does not tell which is meant.
+        ConfigError: no family has the flavor, or several have it and the folder does not tell which
+            is meant.
     """
-    known = {
+    flavors = {
         f"{family.name}/{name}": (family, name)
         for family in FAMILIES.values()
         for name in family.flavors
     }
-    if flavor in known:
-        return known[flavor]
-    meant = {full: found for full, found in known.items() if found[1] == flavor}
-    if not meant:
-        raise ConfigError("model.flavor", flavor, f"choose one of {', '.join(known)}")
-    if len(meant) > 1:
-        try:
-            architecture = HubConfig.read(path).architecture
-        except ConfigError:  # a flavor can be planned with before its folder is there
-            architecture = ""
-        meant = {
-            full: found for full, found in meant.items() if FAMILIES.get(architecture) is found[0]
-        } or meant
-    if len(meant) > 1:
-        raise ConfigError("model.flavor", flavor, f"choose one of {', '.join(meant)}")
-    return next(iter(meant.values()))
+    if flavor in flavors:
+        return flavors[flavor]
+
+    matches = {full: match for full, match in flavors.items() if match[1] == flavor}
+    if not matches:
+        raise ConfigError("model.flavor", flavor, f"choose one of {', '.join(flavors)}")
+    if len(matches) > 1:
+        folder_family = FAMILIES.get(_architecture(path))
+        of_folder = {full: match for full, match in matches.items() if match[0] is folder_family}
+        matches = of_folder or matches
+    if len(matches) > 1:
+        raise ConfigError("model.flavor", flavor, f"choose one of {', '.join(matches)}")
+    return next(iter(matches.values()))
+
+
+def _architecture(path: str) -> str:
+    """Return the architecture that a hub folder names; "" if there is no readable config.json.
+
+    A run can be planned with a flavor before its folder is there.
+    """
+    try:
+        return HubConfig.read(path).architecture
+    except ConfigError:
+        return ""
 
 
 def check_flavor(flavor: str, family: ModelFamily, decoder: Decoder.Config, path: str) -> None:
-    """Compare a flavor with config.json of the folder. The trainer computes with the flavor, the generators with config.json.
+    """Raise if a flavor is another model than the hub folder's.
+
+    The trainer computes with the flavor, and the generators with config.json.
 
     Args:
+        flavor: the flavor as the config has it.
+        family: the flavor's family.
         decoder: the flavor's model config.
-        path: the hub folder; one without a config.json is not compared.
+        path: the hub folder. One without a config.json is not compared: a run can be planned with a
+            flavor before its folder is there.
 
     Raises:
-        ConfigError: they are of different models, or config.json can't be read.
+        ConfigError: they are different models, or config.json can't be read.
     """
     try:
         hub = HubConfig.read(path)
-    except MissingError:  # a flavor can be planned with before its folder is there
+    except MissingError:
         return
     cure = "choose the flavor of this folder, or None to read config.json"
-    other = FAMILIES.get(hub.architecture)
-    if other is not None and other is not family:
+    folder_family = FAMILIES.get(hub.architecture)
+    if folder_family is not None and folder_family is not family:
         raise ConfigError("model.flavor", flavor, f"{path} holds a {hub.architecture}; {cure}")
     for name, size in _sizes(decoder).items():
         value = hub.rope.get(name) if name == "rope_theta" else hub.get(name)
@@ -211,9 +254,12 @@ def check_flavor(flavor: str, family: ModelFamily, decoder: Decoder.Config, path
 
 
 def _sizes(decoder: Decoder.Config) -> dict[str, Any]:
-    """Sizes of a model by their names in config.json; left out: those that this kind of model does not have."""
+    """Return the sizes of a model by their names in config.json.
+
+    Sizes that this kind of model does not have are left out.
+    """
     layer: Any = decoder.layers[0]  # torchtitan declares less than every decoder has
-    attention, moe = layer.attention, layer.moe
+    attention = layer.attention
     sizes = {
         "hidden_size": decoder.dim,
         "vocab_size": decoder.vocab_size,
@@ -224,11 +270,11 @@ def _sizes(decoder: Decoder.Config) -> dict[str, Any]:
         "rope_theta": attention.rope.theta,
         "tie_word_embeddings": getattr(decoder, "enable_weight_tying", False),
     }
+    moe = layer.moe
     if moe is None:
         return sizes | {"intermediate_size": layer.feed_forward.w1.out_features}
-    experts = moe.routed_experts.inner_experts.hidden_dim
     return sizes | {
         "num_experts": moe.num_experts,
         "num_experts_per_tok": moe.router.top_k,
-        "moe_intermediate_size": experts,
+        "moe_intermediate_size": moe.routed_experts.inner_experts.hidden_dim,
     }

@@ -26,6 +26,8 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 
 class Qwen3Policy(LogprobDecoder, Qwen3Model):
+    """torchtitan's Qwen3, returning log-probabilities."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Model.Config):
         pass
@@ -52,18 +54,19 @@ def _model_of(
 
 
 def _experts_of(hub: HubConfig) -> MoE.Config:
+    """Return the mixture of a layer. Every layer must have one: sparse steps are not supported."""
     hub.require("decoder_sparse_step", 1)
     hub.require("mlp_only_layers", [])
-    # transformers 5 writes the second name.
-    count, chosen = (
-        hub.size("num_experts", hub.get("num_local_experts")),
-        hub.size("num_experts_per_tok"),
-    )
-    if chosen > count:
-        raise hub.error(f"its config.json has num_experts_per_tok = {chosen}, and {count} experts")
-    sizes: dict[str, Any] = dict(dim=hub.size("hidden_size"), num_experts=count, top_k=chosen)
+    # transformers 4 writes num_experts, transformers 5 num_local_experts.
+    num_experts = hub.size("num_experts", hub.get("num_local_experts"))
+    top_k = hub.size("num_experts_per_tok")
+    if top_k > num_experts:
+        raise hub.error(
+            f"its config.json has num_experts_per_tok = {top_k}, and {num_experts} experts"
+        )
+    sizes: dict[str, Any] = dict(dim=hub.size("hidden_size"), num_experts=num_experts, top_k=top_k)
     return make_moe_config(
-        num_experts=count,
+        num_experts=num_experts,
         router=make_router_config(
             **sizes,
             gate_param_init=UNUSED_INIT,

@@ -1,5 +1,8 @@
 """Saves and loads what the trainer's ranks hold: model, optimizer, schedule.
 
+    between two steps    begin ──▶ copy in the host's memory ──▶ <checkpoint>/trainer/step-N
+    at the end           export ──▶ <run folder>/policy/step-N, a hub folder
+
 ``<checkpoint>/trainer/step-N`` is a distributed checkpoint of torch: any number of ranks writes it,
 and any other number reads it. torchtitan's CheckpointManager loads it, and writes the run's last
 weights as a hub folder.
@@ -44,9 +47,10 @@ from torchtitan.experiments.rl.training.reference import Reference
 from torchtitan.experiments.rl.training.staging import HostStager, StagingError
 from torchtitan.experiments.rl.weights.publisher import shard_of
 from torchtitan.experiments.rl.weights.snapshot import digest
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-SHORTEST = 2
-"""Rows of the model that is made here: it computes nothing."""
+EXPORT_ROW_LENGTH = 2
+"""Row length of the model that ``export_checkpoint`` builds, which computes nothing."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -54,11 +58,12 @@ class TrainerStart:
     """A checkpoint that training goes on from."""
 
     folder: Path
-    """Holds the ``step-N`` of one checkpoint."""
+    """Folder that holds the ``step-N`` of one checkpoint."""
     step: int
-    """Optimizer steps behind the trainer's weights then: N, or 0 where only the weights are taken."""
+    """Number of optimizer steps that the trainer's weights have behind them: N, or 0 if only the
+    weights are taken."""
     weights_only: bool = False
-    """A new run begins with the weights; optimizer and schedule start anew."""
+    """True if a new run begins with the weights. Its optimizer and schedule start anew."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -70,13 +75,21 @@ class Trained:
     reference: Reference | None
 
     def states(self) -> dict[str, Any]:
-        """What a checkpoint has of it."""
-        found = {OPTIMIZER: self.optimizers, LR_SCHEDULER: self.lr_schedulers}
-        return found if self.reference is None else found | {"reference": self.reference}
+        """Return what a checkpoint saves of this record, by torchtitan's names."""
+        states: dict[str, Any] = {OPTIMIZER: self.optimizers, LR_SCHEDULER: self.lr_schedulers}
+        if self.reference is not None:
+            states["reference"] = self.reference
+        return states
 
     def groups(self) -> list[dict[str, Any]]:
-        """Of its parameters, with the hyperparameters of each."""
+        """Return the optimizer's parameter groups, with the hyperparameters of each."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def rates(self) -> list[float]:
+        """Return the learning rate of each group, as the schedule has it now."""
+        return [
+            rate for scheduler in self.lr_schedulers.schedulers for rate in scheduler.get_last_lr()
+        ]
 
 
 class TrainerCheckpoints:
@@ -85,32 +98,49 @@ class TrainerCheckpoints:
     Each method is collective.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a learner has built
         self,
         *,
         model: nn.Module,
         trained: Mapping[str, Trained],
-        adapter: Any,
+        adapter: StateDictAdapter,
         hub_folder: Path,
         run_dir: Path,
         start: TrainerStart | None,
         adapters: Adapters | None = None,
         page_locked: bool = False,
     ):
-        """Loads ``start``, or the weights of ``hub_folder``.
+        """Load ``start``, or the weights of ``hub_folder``.
 
         Args:
-            trained: by adapter; of a model without, at "".
-            adapters: of the model. A checkpoint then has them, and not the base, which comes from ``hub_folder``.
+            model: the model, divided over the ranks, without values.
+            trained: what is trained, by the name of the adapter; at "" if the model has no adapters
+                with names.
+            adapter: converter of the hub's names and layout.
+            hub_folder: folder that the run begins with, whose tokenizer is copied to the policy.
+            run_dir: the run's folder.
+            start: checkpoint to go on from. None begins with ``hub_folder``.
+            adapters: adapters of the model. A checkpoint then holds these and not the base, which
+                comes from ``hub_folder``.
             page_locked: True if the state is copied into page-locked memory: it is on a GPU.
+
+        Raises:
+            RunError: the checkpoint has other weights than the model, or its adapters are of
+                another base.
         """
-        self._hub_folder, self._export_folder = hub_folder, run_dir / POLICY_FOLDER
-        self._model, self._adapters = model, adapters
+        self._hub_folder = hub_folder
+        self._export_folder = run_dir / POLICY_FOLDER
+        self._model = model
+        self._adapters = adapters
+        self._group = dist.new_group(backend="gloo")
+        self._stager = HostStager(self._group, page_locked=page_locked)
+        self._writing: Future[Any] | None = None
+        """Save that was begun last, until it has been waited for."""
         first = next(iter(trained.values()))
         self._manager = CheckpointManager.Config(
             enable=True,
             export_dtype=HubConfig.read(str(hub_folder)).dtype,
-            interval=1,  # when is decided elsewhere
+            interval=1,  # the run decides when to save
             initial_load_in_hf=True,
             last_save_in_hf=True,
             keep_latest_k=0,
@@ -123,44 +153,46 @@ class TrainerCheckpoints:
             sd_adapter=adapter,
             base_folder=str(run_dir),
         )
-        states = self._manager.states
-        self._group = dist.new_group(backend="gloo")
-        self._stager = HostStager(self._group, page_locked=page_locked)
-        self._writing: Future[Any] | None = None
         if start is None or adapters is not None:
-            self._manager.folder = str(
-                run_dir / "no-checkpoint-yet"
-            )  # else one in it would be loaded
+            # The manager would load a checkpoint that it finds in its folder, and takes the hub
+            # folder if there is none.
+            self._manager.folder = str(run_dir / "no-checkpoint-yet")
             self._manager.load()
-        if adapters is not None and start is None:
+        if start is None and adapters is not None:
             adapters.start()
-        states[MODEL] = ModelWeights(model) if adapters is None else AdapterWeights(adapters)
+
         base = {} if adapters is None else {"base": BaseDigest(model)}
+        states = self._manager.states
+        states[MODEL] = ModelWeights(model) if adapters is None else AdapterWeights(adapters)
         states |= base
-        del states[OPTIMIZER], states[LR_SCHEDULER]
-        for name, own in trained.items():
-            states |= {of_adapter(name, part): state for part, state in own.states().items()}
+        del states[OPTIMIZER]
+        del states[LR_SCHEDULER]
+        for name, part in trained.items():
+            states |= {of_adapter(name, key): state for key, state in part.states().items()}
         if start is None:
             return
         if start.weights_only:
             load_weights(states[MODEL], start.folder, base)
-            return
-        settings = [_settings(group) for own in trained.values() for group in own.groups()]
+        else:
+            self._load(start, trained)
+
+    def _load(self, start: TrainerStart, trained: Mapping[str, Trained]) -> None:
+        """Load the whole state of a checkpoint, but keep the hyperparameters of this run's config.
+
+        The checkpoint has the hyperparameters of the config that it was written with.
+        """
+        groups = [group for part in trained.values() for group in part.groups()]
+        settings = [_hyperparameters(group) for group in groups]
         self._manager.folder = str(start.folder)
         self._manager.load(start.step)
-        # The checkpoint has those of the config it was written with. This run's may differ.
-        groups = [group for own in trained.values() for group in own.groups()]
-        rates = [
-            rate
-            for own in trained.values()
-            for scheduler in own.lr_schedulers.schedulers
-            for rate in scheduler.get_last_lr()
-        ]
-        for group, own_settings, rate in zip(groups, settings, rates, strict=True):
-            group.update(own_settings, lr=rate)
+        # Loading may replace the groups.
+        groups = [group for part in trained.values() for group in part.groups()]
+        rates = [rate for part in trained.values() for rate in part.rates()]
+        for group, group_settings, rate in zip(groups, settings, rates, strict=True):
+            group.update(group_settings, lr=rate)
 
     def begin(self, folder: Path, step: int) -> Future[Any]:
-        """Copy the state, and write it to ``folder/step-N`` during what follows.
+        """Copy the state, and begin to write it to ``folder/step-N``.
 
         The optimizer may change the state as soon as this returns.
 
@@ -168,7 +200,7 @@ class TrainerCheckpoints:
             A future that completes when this rank's files are written. It has the error if the
             state can't be copied (StagingError) or written.
         """
-        self._end_last()
+        self._wait_for_last_save()
         states = {name: state for name, state in self._manager.states.items() if name != MODEL}
         states |= self._manager.states[MODEL].state_dict()  # in a checkpoint weights have no prefix
         writing: Future[Any] = Future()
@@ -187,28 +219,35 @@ class TrainerCheckpoints:
         return writing
 
     def export(self, step: int, *, rank: int) -> Path:
-        """Write the weights as a hub folder, with the tokenizer, and return it. It is there when it is whole."""
-        self._end_last()
+        """Write the weights as a hub folder with the tokenizer, and return the folder.
+
+        The folder appears under its name only when it is whole.
+
+        Args:
+            step: number of the last step, which names the folder.
+            rank: rank of this process. Rank 0 finishes the folder.
+        """
+        self._wait_for_last_save()
         target = self._export_folder / f"step-{step}"
-        being_written = self._export_folder / ".partial"
         if self._adapters is not None:
-            found = self._adapters.peft()
+            tensors = self._adapters.peft()
             if rank == 0:
-                write_policy(target, found, self._adapters.lora, base=self._hub_folder)
+                write_policy(target, tensors, self._adapters.lora, base=self._hub_folder)
             return target
-        if rank == 0:  # no rank writes before all have told the manager what they have
-            shutil.rmtree(being_written, ignore_errors=True)  # of a run that was killed
+
+        being_written = self._export_folder / ".partial"
+        # No rank writes before all have told the manager what they have, so rank 0 is done by then.
+        if rank == 0:
+            shutil.rmtree(being_written, ignore_errors=True)  # left by a run that was killed
         self._manager.folder = str(being_written)
-        self._manager.states[MODEL] = ModelWrapper(
-            self._model
-        )  # hub folders have queries, keys and values apart
+        # A hub folder has queries, keys and values apart: torchtitan's wrapper takes them apart.
+        self._manager.states[MODEL] = ModelWrapper(self._model)
         self._manager.save(step, last_step=True)
         self._manager.states[MODEL] = ModelWeights(self._model)
         if rank == 0:
             folder = being_written / f"step-{step}"
-            shutil.rmtree(
-                folder / "sharded", ignore_errors=True
-            )  # the parts it was put together from
+            # The ranks' files, from which the manager has put the hub's together.
+            shutil.rmtree(folder / "sharded", ignore_errors=True)
             copy_beside(self._hub_folder, folder)
             shutil.rmtree(target, ignore_errors=True)
             folder.rename(target)
@@ -217,14 +256,14 @@ class TrainerCheckpoints:
 
     def close(self) -> None:
         """Finish what is being written, and free the memory that the state was copied into."""
-        self._end_last()
+        self._wait_for_last_save()
         self._stager.close()
         self._manager.close()
 
-    def _end_last(self) -> None:
+    def _wait_for_last_save(self) -> None:
         """Wait for the last save, whose files are written from the memory that the next one needs.
 
-        Whoever began it has its error.
+        Its error is not raised here: the caller of ``begin`` has it.
         """
         if self._writing is not None:
             self._writing.exception()
@@ -232,100 +271,116 @@ class TrainerCheckpoints:
 
 
 class ModelWeights(Stateful):
-    """A model's weights as each rank holds them. torchtitan's ``ModelWrapper`` gathers the fused queries, keys and values of
-    all layers on every rank, and keeps them beside the model."""
+    """A model's weights as each rank holds them.
+
+    torchtitan's ``ModelWrapper`` gathers the fused queries, keys and values of all layers on every
+    rank, and keeps them beside the model.
+    """
 
     def __init__(self, model: nn.Module):
-        held = dict(model.named_parameters()) | persistent_buffers(model)
-        self._held = {
+        tensors = dict(model.named_parameters()) | persistent_buffers(model)
+        self._state = {
             name.replace("_checkpoint_wrapped_module.", ""): tensor.detach()
-            for name, tensor in held.items()
+            for name, tensor in tensors.items()
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return self._held
+        return self._state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Checkpoints are read into what ``state_dict`` gave."""
+        """Do nothing: checkpoints are read into the tensors that ``state_dict`` returned."""
 
 
 class AdapterWeights(Stateful):
-    """All adapters of a model, in place of its weights."""
+    """All adapters of a model, saved in place of its weights."""
 
     def __init__(self, adapters: Adapters):
         self._adapters = adapters
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            of_adapter(name, key): held
-            for name, own in self._adapters.held.items()
-            for key, held in own.items()
+            of_adapter(name, key): tensor
+            for name, state in self._adapters.states.items()
+            for key, tensor in state.items()
         }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for key, held in self.state_dict().items():
-            held.copy_(state_dict[key])
-        self._adapters.take_held()
+        for key, tensor in self.state_dict().items():
+            tensor.copy_(state_dict[key])
+        self._adapters.load_active()
 
 
 def load_weights(
-    weights: Stateful, trainer_folder: Path, others: Mapping[str, Stateful], **options: Any
+    weights: Stateful,
+    trainer_folder: Path,
+    others: Mapping[str, Stateful],
+    *,
+    no_dist: bool = False,
 ) -> None:
-    """Load the weights alone of a checkpoint's ``trainer_folder``, and ``others``.
+    """Load the weights alone of a checkpoint.
+
+    Args:
+        weights: state to load the weights into.
+        trainer_folder: the checkpoint's folder, which holds its ``step-N``.
+        others: further states to load.
+        no_dist: True if this process loads by itself.
 
     Raises:
-        RunError: it has other weights.
+        RunError: the checkpoint has other weights.
     """
     (folder,) = trainer_folder.glob("step-*")
     state = weights.state_dict()
     try:
-        distributed_checkpoint.load({**state, **others}, checkpoint_id=str(folder), **options)
+        distributed_checkpoint.load({**state, **others}, checkpoint_id=str(folder), no_dist=no_dist)
     except distributed_checkpoint.CheckpointException as error:
-        first = " ".join(str(error).split())[:300]
-        whole = "a run of adapters goes on from adapters, of its names, rank and targets, and one of a whole model from that"
+        cause = " ".join(str(error).split())[:300]
         raise RunError(
-            f"{folder} does not have the weights that are asked of it: {whole}: {first}"
+            f"{folder} does not have the weights that are asked of it: a run of adapters goes on "
+            "from adapters, of its names, rank and targets, and one of a whole model from that: "
+            f"{cause}"
         ) from error
     weights.load_state_dict(state)
 
 
 class BaseDigest(Stateful):
-    """int64 [tensors]: the digest of each frozen weight, as of one that is published. A checkpoint of adapters has it, and is
-    not loaded beside another base."""
+    """Digest of each frozen weight, int64 [tensors], computed as for a published weight.
+
+    A checkpoint of adapters holds it, and is not loaded beside another base.
+    """
 
     @torch.no_grad()
     def __init__(self, model: nn.Module):
-        """Collective."""
-        sums = []
-        held: list[tuple[str, Any]] = sorted(model.named_parameters())
-        for _, parameter in held:
-            if parameter.requires_grad:
-                continue
-            shared = isinstance(parameter, DTensor)
-            total = digest(
-                parameter.to_local() if shared else parameter,
-                shard_of(parameter),
-                tuple(parameter.shape),
-            )
-            for dim, placement in enumerate(parameter.placements if shared else ()):
-                if placement.is_shard():
-                    dist.all_reduce(total, group=parameter.device_mesh.get_group(dim))
-            sums.append(total.cpu())
-        self._digest = torch.stack(sums)
+        """Compute the digests. Collective."""
+        parameters: list[tuple[str, Any]] = sorted(model.named_parameters())
+        frozen = [parameter for _, parameter in parameters if not parameter.requires_grad]
+        self._digest = torch.stack([_whole_digest(parameter) for parameter in frozen])
 
     def state_dict(self) -> dict[str, Any]:
         return {"digest": self._digest.clone()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """
+        """Compare the checkpoint's digests with those of the model.
+
         Raises:
             RunError: the checkpoint's adapters are of another base.
         """
         if not torch.equal(state_dict["digest"], self._digest):
             raise RunError(
-                "the checkpoint's adapters are of another base: model.hf_assets_path has other weights now"
+                "the checkpoint's adapters are of another base: model.hf_assets_path has other "
+                "weights now"
             )
+
+
+def _whole_digest(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the digest of a parameter that ranks may share, on the CPU. Collective."""
+    if not isinstance(parameter, DTensor):
+        return digest(parameter, shard_of(parameter), tuple(parameter.shape)).cpu()
+    total = digest(parameter.to_local(), shard_of(parameter), tuple(parameter.shape))
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            dist.all_reduce(total, group=parameter.device_mesh.get_group(dim))
+    return total.cpu()
 
 
 def write_policy(
@@ -336,13 +391,21 @@ def write_policy(
     base: Path,
     merged: bool = True,
 ) -> None:
-    """The merged hub folder with the adapters in it as a PEFT folder, or that alone. It is there when it is whole.
+    """Write adapters merged into their base as a hub folder, or as PEFT folders.
+
+    The folder appears under its name only when it is whole. Each adapter that has a name has a
+    folder of its own in it.
 
     Args:
-        adapters: of ``Adapters.peft``. Each with a name has a folder of its own.
+        target: the folder to write.
+        adapters: tensors of each adapter, from ``Adapters.peft``.
+        lora: config of the adapters.
+        base: the hub folder that was trained on.
+        merged: True to write the merged model, with its adapter inside as a PEFT folder. False to
+            write the PEFT folder alone.
     """
     being_written = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(being_written, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(being_written, ignore_errors=True)  # left by a run that was killed
     for name, tensors in adapters.items():
         folder = being_written / name
         if merged:
@@ -353,19 +416,16 @@ def write_policy(
 
 
 def write_error(error: BaseException) -> str:
-    """The cause of a failed save in one line: torch wraps what each rank raised."""
+    """Return the cause of a failed save in one line. torch wraps what each rank raised."""
     failures = list(getattr(error, "failures", {}).values())
-    first = failures[0][0] if failures else error
-    return f"{type(first).__name__}: {' '.join(str(first).split())}"
+    cause = failures[0][0] if failures else error
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())}"
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of an optimizer's group."""
-    return {
-        name: value
-        for name, value in group.items()
-        if name not in ("params", "param_names", "lr", "initial_lr")
-    }
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of an optimizer's group, but for its learning rates."""
+    others = ("params", "param_names", "lr", "initial_lr")
+    return {name: value for name, value in group.items() if name not in others}
 
 
 def export_checkpoint(
@@ -377,46 +437,51 @@ def export_checkpoint(
     names: Sequence[str] = ("",),
     adapter: bool = False,
 ) -> None:
-    """Write the weights in ``trainer_folder`` (of a checkpoint) as the hub folder ``target``, which is there when it is whole.
+    """Write the weights of a checkpoint as a hub folder.
 
-    The weights have the dtype of the folder that the run began with, whose config.json and tokenizer are copied. All of them
-    are in this process's memory once, and experts twice.
+    The weights have the dtype of the folder that the run began with, whose config.json and
+    tokenizer are copied. All of them are in this process's memory once, and experts twice. The
+    folder appears under its name only when it is whole.
 
     Args:
-        target: a folder that is not there yet.
-        lora: the checkpoint has adapters of these ``names``. They are added to the base in float32.
-        adapter: write them as a PEFT folder, and nothing else.
+        trainer_folder: the checkpoint's folder, which holds its ``step-N``.
+        model: the model that the run began with.
+        target: the folder to write, which is not there yet.
+        lora: config of the checkpoint's adapters, which are added to the base in float32. None for
+            a checkpoint of the whole model.
+        names: names of the checkpoint's adapters.
+        adapter: True to write the adapters as PEFT folders, and nothing else.
 
     Raises:
         ConfigError: the model's folder is not there, or is of no known family.
         RunError: the checkpoint is of another model.
     """
     hub = HubConfig.read(model.hf_assets_path)
-    spec = policy_spec(model, device="cpu", max_seq_len=SHORTEST, lora=lora)
+    spec = policy_spec(model, device="cpu", max_seq_len=EXPORT_ROW_LENGTH, lora=lora)
     assert spec.state_dict_adapter is not None, "every family has one"
     with torch.device("meta"):
-        made = spec.model.build()
+        built = spec.model.build()
     if lora is not None:
-        made.to_empty(device="cpu")  # pages of the base are never touched
-        adapters = Adapters(made, spec, lora, names)
+        built.to_empty(device="cpu")  # pages of the base are never touched
+        adapters = Adapters(built, spec, lora, names)
         load_weights(AdapterWeights(adapters), trainer_folder, {}, no_dist=True)
-        write_policy(
-            target, adapters.peft(), lora, base=Path(model.hf_assets_path), merged=not adapter
-        )
+        base = Path(model.hf_assets_path)
+        write_policy(target, adapters.peft(), lora, base=base, merged=not adapter)
         return
-    made.to(getattr(torch, hub.dtype)).to_empty(device="cpu")
+
+    built.to(getattr(torch, hub.dtype)).to_empty(device="cpu")
     if decoder_config(spec).enable_weight_tying:
-        made.lm_head.weight = made.tok_embeddings.weight  # to_empty has parted them
-    load_weights(ModelWeights(made), trainer_folder, {}, no_dist=True)
-    tensors = spec.state_dict_adapter(spec.model, model.hf_assets_path).to_hf(made.state_dict())
+        built.lm_head.weight = built.tok_embeddings.weight  # to_empty has separated them
+    load_weights(ModelWeights(built), trainer_folder, {}, no_dist=True)
+    tensors = spec.state_dict_adapter(spec.model, model.hf_assets_path).to_hf(built.state_dict())
     being_written = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(being_written, ignore_errors=True)  # of a command that was killed
+    shutil.rmtree(being_written, ignore_errors=True)  # left by a command that was killed
     being_written.mkdir(parents=True)
-    # Experts are parts of one tensor, of which the writer would keep the first alone.
-    apart = {
+    # Experts are views of one tensor, of which the writer would keep the first alone.
+    separate = {
         name: tensor.clone() if ".experts." in name else tensor.contiguous()
         for name, tensor in tensors.items()
     }
-    save_torch_state_dict(apart, being_written)
+    save_torch_state_dict(separate, being_written)
     copy_beside(Path(model.hf_assets_path), being_written)
     being_written.rename(target)

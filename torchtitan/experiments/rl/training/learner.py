@@ -432,7 +432,7 @@ class Learner:
         trained.lr_schedulers.step()
         trained.optimizers.zero_grad()
         if self.adapters is not None:
-            self.adapters.hold()
+            self.adapters.save_active()
         if trained.reference is not None:
             metrics[of_adapter(name, "reference/version")] = trained.reference.version
             trained.reference.follow(schedule.last_epoch)
