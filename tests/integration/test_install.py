@@ -88,7 +88,7 @@ def test_every_file_of_the_library_its_models_and_its_pins_is_installed(installe
 
 
 def test_an_interpreter_that_does_not_import_it_is_untouched(installed, tmp_path):
-    """It has the modules, the import path and the finders of one where nothing is installed."""
+    """An interpreter that does not import torchtitan_rl has the modules, path and finders of a bare one."""
     code = """
 import os, sys
 print(sorted(sys.modules), sys.meta_path, "PYTHONPATH" in os.environ)

@@ -5,7 +5,7 @@ import json
 import reasoning_gym
 
 from tests.integration.command_runs import ROOT, Run
-from torchtitan.experiments.rl.command import preflight as trial
+from torchtitan.experiments.rl.command.reply_checks import REPLY
 
 MODULE = '''
 import json
@@ -70,7 +70,7 @@ def test_puzzles_are_answered_scored_and_trained_on_by_real_actors(tmp_path, mon
     assert run.steps[-1]["ledger/sums/trained"] == run.steps[-1]["ledger/sums/dispatched"] == 64
     scorer = reasoning_gym.create_dataset("chain_sum", seed=0)
     noted = [json.loads(line) for line in notes.read_text().splitlines()]
-    noted = [note for note in noted if note["said"] != trial.REPLY]
+    noted = [note for note in noted if note["said"] != REPLY]
     assert len(noted) == 64
     for note in noted:
         answer = note["said"].strip()

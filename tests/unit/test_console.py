@@ -68,7 +68,7 @@ def summary(**changes) -> RunSummary:
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
-    """What is printed of it where there is no terminal."""
+    """Return the lines that a summary prints where there is no terminal."""
     Console(stream := io.StringIO()).summary(summary)
     return stream.getvalue().splitlines()
 

@@ -10,12 +10,9 @@ from tests.unit.rollout_stubs import ScriptedPolicy
 from tests.unit.test_rollout_loop import Loop, StubTask
 from torchtitan.experiments.rl.algorithms import GRPO, StaticSFT
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.command.build import build_tasks, read_policy_tokenizer
 from torchtitan.experiments.rl.command.checks import check
-from torchtitan.experiments.rl.command.preflight import (
-    build_tasks,
-    read_policy_tokenizer,
-    try_tasks,
-)
+from torchtitan.experiments.rl.command.preflight import run_preflight
 from torchtitan.experiments.rl.config_registry import rl_demonstrations_qwen3_debug
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
@@ -287,7 +284,7 @@ def test_static_sft_in_another_task_is_refused_when_it_is_tried():
     config.tasks["sum_digits"].algorithm = StaticSFT.Config()
     with pytest.raises(ConfigError, match="use a DemonstrationTask"):
         policy = read_policy_tokenizer(config)
-        try_tasks(config, build_tasks(config, policy), policy)
+        run_preflight(config, build_tasks(config, policy), policy)
 
 
 # ---- through a run

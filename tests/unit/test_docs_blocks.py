@@ -17,7 +17,7 @@ import pytest
 from scripts import gpu_smoke
 from torchtitan.experiments.rl import export, script, simulate
 from torchtitan.experiments.rl.bounds import walk
-from torchtitan.experiments.rl.command import preflight as trial
+from torchtitan.experiments.rl.command.build import build_tasks, read_policy_tokenizer
 from torchtitan.experiments.rl.command.checks import check
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command
 from torchtitan.experiments.rl.config_registry import rl_math_qwen3, rl_questions_qwen3_debug
@@ -57,8 +57,8 @@ PYTHON = {
 }
 """Of each block of Python, by its first line, the test that runs it."""
 
-NO_CODE = ('["', "starting ", "16/100 [", "Controller (one actor)", "dataset → task", "grpo ")
-"""How blocks begin that show what is printed, or a drawing."""
+NO_CODE = ('["', "starting ", "16/100 [", "Controller (one actor)")
+"""Beginnings of blocks that show printed lines or a drawing. Other such blocks are marked as text."""
 
 OTHER_PROGRAMS = (
     r"make (demo|real|test)\b.*",  # Makefile; the tests are under way
@@ -138,7 +138,7 @@ def test_every_block_of_python_is_run_by_the_test_that_is_named():
 
 
 def test_every_other_block_is_commands_output_or_a_drawing():
-    assert {language for _, language, _ in blocks()} <= {"", "sh", "python"}
+    assert {language for _, language, _ in blocks()} <= {"", "sh", "python", "text"}
     unknown = [
         (page, command)
         for page, command in commands()
@@ -202,7 +202,7 @@ def test_the_demonstrations_shown_are_a_task_that_is_checked(shown_files):
     message = {"role": "user", "content": "6 * 7?"}, {"role": "assistant", "content": "42"}
     Path("chats.jsonl").write_text(json.dumps({"messages": message}) + "\n")
     check(config)
-    trial.build_tasks(config, trial.read_policy_tokenizer(config))
+    build_tasks(config, read_policy_tokenizer(config))
     assert list(config.tasks) == ["chats"]
 
 
@@ -270,7 +270,7 @@ def test_a_reward_function_of_trl_is_wrapped_as_shown(shown_files):
     config = rl_questions_qwen3_debug()
     config.tasks = {"mine": question_task("mine.jsonl", contains)}
     check(config)
-    trial.build_tasks(config, trial.read_policy_tokenizer(config))
+    build_tasks(config, read_policy_tokenizer(config))
 
 
 def test_every_link_within_the_docs_leads_to_a_page_and_its_heading():
@@ -285,6 +285,26 @@ def test_every_link_within_the_docs_leads_to_a_page_and_its_heading():
                 re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
             }
             assert not anchor or anchor in anchors, (page.name, target, anchor)
+
+
+def test_every_file_of_the_repository_that_a_page_names_is_there():
+    """Names are relative to the repository or to the library. Names without a folder are not read."""
+    library = ROOT / "torchtitan/experiments/rl"
+    folders = [ROOT, library]
+    rooms = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
+    named = [
+        (page, name)
+        for page in PAGES
+        for name in re.findall(r"`([\w.-]+(?:/[\w.-]+)*/?)[:`]", page.read_text())
+        if name.partition("/")[0] in rooms and re.search(r"(/|\.(py|sh|md|txt|toml))$", name)
+    ]
+    assert len(named) > 100
+    missing = [
+        (page.name, name)
+        for page, name in named
+        if not any((folder / name).exists() for folder in folders)
+    ]
+    assert missing == []
 
 
 def test_data_of_ones_own_passes_a_dry_run_as_shown(shown_files, capsys):

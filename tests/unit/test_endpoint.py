@@ -93,7 +93,7 @@ CASES = {
     "chained": (chained, "KeyError: 'the second'"),
     "cpp": (of_cpp, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"),
     "own": (raising(lambda: RunError("the loss is nan")), "the loss is nan"),
-    "own_with_part": (raising(lambda: RunError("worker 0: the loss is nan")), "the loss is nan"),
+    "own_with_name": (raising(lambda: RunError("worker 0: the loss is nan")), "the loss is nan"),
     "lines": (
         raising(lambda: ValueError("first\nsecond\n  third")),
         "ValueError: first second third",
@@ -103,7 +103,7 @@ CASES = {
 
 class Worker(Actor):
     def __init__(self, run_dir: str):
-        self.part = "worker 0"
+        self.process_name = "worker 0"
         set_up_logging(run_dir, "worker-0")
 
     @reported_endpoint
@@ -155,7 +155,7 @@ def test_what_an_endpoint_raises_arrives_as_a_sentence_and_its_traceback_is_in_t
 class Local:
     """An actor's methods, called where they are."""
 
-    part = "worker 0"
+    process_name = "worker 0"
 
     async def fail(self) -> None:
         chained()
@@ -231,7 +231,9 @@ def test_every_endpoint_of_every_actor_of_the_library_reports():
             assert reported(Local.fail).__code__ in codes, (
                 f"{actor.__name__}.{name}: its exception may never reach the caller"
             )
-        assert hasattr(actor, "part") or "self.part = " in inspect.getsource(actor.__init__)
+        assert hasattr(actor, "process_name") or "self.process_name = " in inspect.getsource(
+            actor.__init__
+        )
 
 
 def wrapped(function) -> list:

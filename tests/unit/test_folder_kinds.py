@@ -1,4 +1,4 @@
-"""What a folder is that a command line names, whichever of a run's folders it is."""
+"""The kind of a folder that a command line names: hub folder, run, checkpoint or PEFT folder."""
 
 from pathlib import Path
 

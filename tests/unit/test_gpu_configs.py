@@ -16,8 +16,7 @@ from torchtitan.models.common.attention import FlexAttention
 from tests.fake_gpu import CAPABILITIES, fake_gpus
 from tests.stub_models import stub_model
 from torchtitan.experiments.rl import config_registry, grpo
-from torchtitan.experiments.rl.command import machine
-from torchtitan.experiments.rl.command import preflight as trial
+from torchtitan.experiments.rl.command import gate, machine
 from torchtitan.experiments.rl.command.command_line import DEFAULT_MODULE, config_functions
 from torchtitan.experiments.rl.config_registry import HUB_FOLDER
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
@@ -78,7 +77,7 @@ def started(models, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         machine.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**50, total=2**51)
     )
-    monkeypatch.setattr(trial, "try_tasks", lambda *arguments: {})  # tests of the tasks have it
+    monkeypatch.setattr(gate, "run_preflight", lambda *arguments: {})  # tests of the tasks have it
     plans, numbers = [], itertools.count()
     monkeypatch.setattr(grpo, "_run", lambda config, start, name: plans.append(start.plan) or 0)
     monkeypatch.setattr(grpo, "_submit", lambda config, start: plans.append(start.plan) or 0)

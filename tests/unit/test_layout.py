@@ -1,6 +1,7 @@
-"""Where modules lie and which way imports point: `docs/architecture.md` shows the same floors."""
+"""The layout of the library: imports point down the floors, which `docs/architecture.md` lists too."""
 
 import ast
+import re
 import shutil
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -112,6 +113,17 @@ def test_layout_check_finds_what_a_copy_is_made_to_do_wrong(file, line, message,
     with (copy / file).open("a") as target:
         target.write(line + "\n")
     assert any(message in problem for problem in problems(copy))
+
+
+def test_the_page_on_architecture_has_every_room_on_its_floor():
+    page = (LIBRARY.parents[2] / "docs/architecture.md").read_text()
+    shown = [
+        (int(floor), room)
+        for floor, rooms in re.findall(r"^\| (\d+) \| (.*?) \|", page, re.MULTILINE)
+        for room in re.findall(r"`(\w+)`", rooms)
+    ]
+    built = [(floor, room) for floor, rooms in enumerate(FLOORS, 1) for room in rooms]
+    assert sorted(shown) == sorted(built)
 
 
 def test_layout_check_counts_the_modules_at_the_root(monkeypatch):

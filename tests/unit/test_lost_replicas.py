@@ -66,6 +66,21 @@ async def test_with_no_replica_left_requests_wait_for_the_one_that_is_back(conne
     assert (await before).finish_reason == (await after).finish_reason == "stop"
 
 
+async def test_a_replica_that_dies_while_it_is_admitted_makes_room_for_the_next(connect):  # noqa: F811
+    client, _ = await connect(1)
+    life = Lifetime("generator 1")
+    life.end("killed by SIGKILL")
+    with pytest.raises(ProcessLost):
+        await client.admit(1, Replica(), life)
+    again = Replica()
+    await client.admit(1, again)
+    tasks = [generate(open_session(client, seed)) for seed in range(2)]
+    await settle()
+    assert len(again.requests) == 1, "it takes its share of the requests"
+    for task in tasks:
+        task.cancel()
+
+
 async def test_a_late_answer_of_a_lost_replica_is_no_answer(connect):  # noqa: F811
     client, replicas = await connect(2)
     task = generate(open_session(client))

@@ -80,7 +80,7 @@ def printed_commands(out: str) -> list[tuple[str, Callable[[], RunConfig]]]:
             continue
         name, text = started.groups()
         words = shlex.split(text.removesuffix(" &").partition("   (simulated")[0])
-        command = parse_command(words) if name == "grpo" else simulate.parsed(words)[1]
+        command = parse_command(words) if name == "grpo" else simulate.parse_options(words)[1]
         found.append((name, functools.partial(load_config, command)))
     return found
 
@@ -103,7 +103,7 @@ def test_a_resumed_runs_config_is_named_to_a_tool_with_the_runs_overrides():
     )
     words = ["--config", "rl_grpo_qwen3_8b", "--seed", "3", "--steps", "9"]
     assert resumed.tool_words() == words
-    assert simulate.parsed(resumed.tool_words())[1].overrides == words[2:]
+    assert simulate.parse_options(resumed.tool_words())[1].overrides == words[2:]
 
 
 def test_list_prints_each_config_once_with_its_line(command):

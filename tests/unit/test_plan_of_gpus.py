@@ -12,7 +12,7 @@ from tests.scripted_engine import ScriptedEngineConfig
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms import OPD
 from torchtitan.experiments.rl.command import machine
-from torchtitan.experiments.rl.command import preflight as trial
+from torchtitan.experiments.rl.command.briefing import learning_rate_warning
 from torchtitan.experiments.rl.command.checks import check, plan_run, split_of
 from torchtitan.experiments.rl.command.command_line import (
     DEFAULT_MODULE,
@@ -522,7 +522,7 @@ def test_adapters_with_a_rate_below_that_of_adapters_are_warned_of(rate, lora, s
     config = config_registry.rl_grpo_qwen3_8b()
     config.trainer.lora = LoRA.Config(rank=16) if lora else None
     config.trainer.optimizer.lr = rate
-    warning = trial.learning_rate_warning(config, 8_000_000_000)
+    warning = learning_rate_warning(config, 8_000_000_000)
     assert (
         warning is None
         if said is None
@@ -543,7 +543,5 @@ def test_adapters_at_the_rate_of_the_configs_full_training_are_warned_of_whateve
 ):
     command = parse_command(["--config", "rl_grpo_qwen3_debug", *words])
     config = load_config(command)
-    warning = trial.learning_rate_warning(
-        config, 2_000_000, whole_model_rate=command.whole_model_rate
-    )
+    warning = learning_rate_warning(config, 2_000_000, whole_model_rate=command.whole_model_rate)
     assert ("about 10 times as much" in (warning or "")) == warned

@@ -14,8 +14,8 @@ from tests.contexts import context_of
 from tests.unit.command_line import assert_one_line
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import GRPO, MaxRL
+from torchtitan.experiments.rl.command.build import build_tasks, read_policy_tokenizer
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command
-from torchtitan.experiments.rl.command.preflight import build_tasks, read_policy_tokenizer
 from torchtitan.experiments.rl.command.resume import resolved_config
 from torchtitan.experiments.rl.config_registry import rl_questions_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError, MissingError

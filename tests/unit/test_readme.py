@@ -47,7 +47,7 @@ async def test_the_task_in_twenty_lines_runs_and_scores(my_tasks, renderer, toke
 
 
 def lines_at_a_terminal(method, *args, **kwargs) -> list[str]:
-    """What the console's method prints at a terminal of 80 columns, which breaks no command that is longer."""
+    """Return what a console prints at a terminal of 80 columns. Longer commands are not broken."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -14,7 +14,7 @@ from torchtitan.experiments.rl.tools.report.pages import (
 )
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
-OURS = "torchtitan.experiments.rl.operations."
+OURS = "torchtitan.experiments.rl.fleet."
 
 
 @pytest.fixture

@@ -192,6 +192,20 @@ def test_a_hangup_that_comes_twice_is_not_asked_twice(ending):
     assert code == 129 and killed == [] and err.count("\n") == 1
 
 
+def test_two_signals_before_the_first_look_end_the_run_after_its_step(ending, monkeypatch):
+    """A closed terminal sends one and a scheduler the other, between two looks at the signals."""
+
+    class Both(session.Signals):
+        def __init__(self):
+            super().__init__()
+            self.received += [signal.SIGHUP, signal.SIGTERM]
+
+    monkeypatch.setattr(session, "Signals", Both)
+    controller = Running(end="when asked")
+    code, _, _, killed = ending(controller)
+    assert (code, controller.asked, killed) == (143, ["SIGTERM"], [])
+
+
 def test_a_signal_that_was_ignored_stays_ignored(monkeypatch):
     before = {
         number: signal.getsignal(number)

@@ -34,7 +34,7 @@ WRONG = {
     ),
     "one reward": (
         {"rollout/reward_std": 0.0},
-        "every reward of the last 3 steps is 0.5: nothing is learned",
+        "in each of the last 3 steps all rewards were equal, 0.5 now: nothing is learned",
     ),
     "all cut off": (
         {"rollout/status/truncated_length": 0.5, "rollout/status/truncated_max_turns": 0.5},

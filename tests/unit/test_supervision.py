@@ -1,4 +1,7 @@
-"""Which roles are filled again, how often, and what the run learns of it. The roles here have no processes."""
+"""The supervisor fills a role again when its process dies, as often as allowed, and tells the run.
+
+The roles here have no processes.
+"""
 
 import asyncio
 import time
@@ -10,13 +13,14 @@ from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.compat.monarch import ProcessDeath
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.errors import PeerGone, RunError
+from torchtitan.experiments.rl.fleet.fleet import side_by_side
 from torchtitan.experiments.rl.fleet.restarts import Restarts
 from torchtitan.experiments.rl.fleet.role import Role
 from torchtitan.experiments.rl.fleet.supervisor import Supervisor
 from torchtitan.experiments.rl.observability.console import Waits
 from torchtitan.experiments.rl.plan.placement import Place
 from torchtitan.experiments.rl.process.actor import ProcessIdentity
-from torchtitan.experiments.rl.process.lifetime import Lifetime, Pulse
+from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost, Pulse
 
 KILLED = "killed by SIGKILL"
 
@@ -40,11 +44,15 @@ class Generator(Role):
         endpoints = {
             "identity": SimpleNamespace(call_one=self.identity),
             "pulse": SimpleNamespace(choose=self.pulse),
+            "send_notes_to": SimpleNamespace(call_one=self.send_notes_to),
         }
         return SimpleNamespace(stop=self.stop), SimpleNamespace(**endpoints)
 
     async def identity(self) -> ProcessIdentity:
         return ProcessIdentity(host="another-host", pid=1, stacks="")
+
+    async def send_notes_to(self, port: object) -> None:
+        self.done.append(f"send notes to {port}")
 
     async def pulse(self) -> Pulse:
         return Pulse(doing="", seconds=0.0, slow=False)
@@ -80,9 +88,8 @@ class Watching:
         self.lines: list[str] = []
         self.failures: list[RunError] = []
         restarts = Restarts(SupervisionConfig(**limits), clock=clock)
-        self.supervisor = Supervisor(
-            restarts, console_of(self.lines), on_failure=self.failures.append
-        )
+        self.console = console_of(self.lines)
+        self.supervisor = Supervisor(restarts, self.console, on_failure=self.failures.append)
 
 
 def console_of(lines: list[str]) -> SimpleNamespace:
@@ -109,6 +116,18 @@ async def test_a_role_that_dies_is_disconnected_and_made_again_and_the_run_hears
     assert len(set(made.spawned)) == 2, (
         "Monarch reports a death long after: by a name that the next one has not"
     )
+    await watching.supervisor.close()
+
+
+async def test_every_process_of_a_role_is_told_where_to_send_its_notes_before_it_is_set_up():
+    made, watching = Generator(), Watching()
+    watching.console.notes = "a port"
+    await watching.supervisor.start(made)
+    await watching.supervisor.connect(made)
+    made.die()
+    await until(lambda: made.done.count("connect") == 2)
+    told = ["spawn", "send notes to a port", "set up", "connect"]
+    assert made.done == [*told, "disconnect", *told]
     await watching.supervisor.close()
 
 
@@ -353,6 +372,70 @@ async def test_work_that_waits_for_a_process_that_is_not_made_again_ends_with_it
         RunError, match="^trainer rank 0 died: hung: a computation of the trainer for 121 s$"
     ):
         await asyncio.wait_for(waiting, 30)
+    await watching.supervisor.close()
+
+
+async def test_a_role_that_fails_to_start_ends_those_that_start_beside_it():
+    """Else one of them would be filled again after the run has closed."""
+    broken, slow, watching = Generator(), Generator(), Watching()
+    broken.fault, slow.hold = ValueError("no such model"), "set up"
+    with pytest.raises(ValueError, match="no such model"):
+        await side_by_side(watching.supervisor.start(slow), watching.supervisor.start(broken))
+    slow.die()
+    await iterations()
+    assert slow.spawned == ["generator_1_1"] and watching.lines == []
+    await watching.supervisor.close()
+
+
+class Dropped(Generator):
+    """A process that died as it was spawned: its first call is dropped, and later ones refused."""
+
+    async def identity(self) -> ProcessIdentity:
+        self.done.append("identity")
+        if self.done.count("identity") == 1:
+            await asyncio.Event().wait()
+        raise RuntimeError("the actor is gone")
+
+
+async def test_a_guarded_process_whose_first_call_is_dropped_is_known_to_have_died(monkeypatch):
+    monkeypatch.setattr("torchtitan.experiments.rl.fleet.supervisor.IDENTIFY_S", 0.01)
+    watching, mesh = Watching(), Lifetime("trainer")
+    with pytest.raises(ProcessLost, match="its process ended while it was started"):
+        await asyncio.wait_for(
+            watching.supervisor.guard("trainer rank 0", Dropped().spawn("trainer")[1], mesh), 60
+        )
+    assert str(watching.supervisor.lost) == (
+        "trainer rank 0 died: its process ended while it was started"
+    )
+    await watching.supervisor.close()
+
+
+class Slow(Generator):
+    """A process that takes longer to start than it is waited for."""
+
+    async def identity(self) -> ProcessIdentity:
+        self.done.append("identity")
+        await until(lambda: self.done.count("identity") >= 3)
+        return await super().identity()
+
+
+async def test_a_process_that_starts_slowly_is_asked_again_and_waited_for(monkeypatch):
+    monkeypatch.setattr("torchtitan.experiments.rl.fleet.supervisor.IDENTIFY_S", 0.01)
+    made, watching = Slow(), Watching()
+    assert await watching.supervisor.start(made) == "set up done"
+    assert made.spawned == ["generator_1_1"] and watching.failures == []
+    await watching.supervisor.close()
+
+
+async def test_a_role_that_dies_in_its_setup_is_told_to_nobody_any_more():
+    made, watching = Generator(), Watching()
+    made.hold = "set up"
+    making = asyncio.create_task(watching.supervisor.start(made))
+    await until(lambda: "set up" in made.done)
+    made.hold = None
+    made.die()
+    assert await making == "set up done"
+    assert made.done == ["spawn", "set up", "disconnect", "spawn", "set up"]
     await watching.supervisor.close()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.command_runs import ROOT
 from tests.unit.test_plan_and_config import DEBUG
-from torchtitan.experiments.rl.command import preflight as trial
+from torchtitan.experiments.rl.command import preflight
 
 MODULE = """
 import asyncio, time
@@ -470,7 +470,7 @@ SLOW = {
 def test_an_env_that_takes_longer_than_the_preflight_is_a_warning(
     command, config_module, monkeypatch, body
 ):
-    monkeypatch.setattr(trial, "GRACE_S", 0.5)
+    monkeypatch.setattr(preflight, "GRACE_S", 0.5)
     classes, task = env(f"async def reset(self): {body}")
     name, _ = config_module(f"{MODULE}\n{classes}\n{MADE.format(task=task)}")
     words = ["--module", name, "--config", "made", "--dry-run", "--user-code.preflight-timeout-s"]

@@ -299,6 +299,18 @@ async def test_a_version_is_asked_of_every_host_and_its_bytes_are_counted_by_hos
     assert readers.take_fetched_bytes() == {"host 1": 0, "host 2": 0}
 
 
+async def test_replicas_that_join_side_by_side_have_a_version_read_once():
+    readers, reader = WeightReaders(["host 1"]), ReaderProcess()
+    await readers.admit("host 1", reader.part)
+    reader.may_answer.clear()
+    joining = [asyncio.create_task(readers.fetch(1)) for _ in range(3)]
+    await iterations()
+    assert reader.fetched == [1], "a second request would end the read of the first"
+    reader.may_answer.set()
+    await asyncio.gather(*joining)
+    assert reader.fetched == [1, 1, 1] and readers.take_fetched_bytes() == {"host 1": 100}
+
+
 async def test_a_version_is_asked_again_of_the_reader_that_takes_the_place_of_a_dead_one():
     readers, first, second = WeightReaders(["host 1"]), ReaderProcess(), ReaderProcess()
     await readers.admit("host 1", first.part)

@@ -28,10 +28,12 @@ from torchtitan.experiments.rl.ask import call, ordered
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
-from torchtitan.experiments.rl.controller import actor, run
+from torchtitan.experiments.rl.controller import actor
+from torchtitan.experiments.rl.controller import run as run_module
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
+from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
@@ -203,7 +205,7 @@ def _look(sight: Sight, folder: Path, controller: actor.Controller | None) -> No
             len(trainer.losses),
             actors.closed,
         )
-    if controller is not None and (built := controller._built._built) is not None:
+    if controller is not None and (built := controller._run._loops) is not None:
         sight.ledger = built.rollouts.ledger.counts()
         if any(thread.name == "rollout-recorder" for thread in threading.enumerate()):
             sight.left_open.append("the recorder")
@@ -233,8 +235,12 @@ def _in_this_process(stage: Stage) -> Iterator[None]:
     """Give the Controller stand-ins for what it spawns, and the renderer that was built before the fork."""
     StandInFleet.policy_of = staticmethod(lambda: stage.policy_class(TOKENIZER))
     stage.policy_class.session_class = stage.session_class
-    run.Fleet = StandInFleet
-    run.build_context = lambda *args, **kwargs: context_of(stage.renderer)
+    run_module.Fleet = StandInFleet
+    # No process sends notes, and a forked child has no Monarch to open a port with.
+    actor.print_notes = lambda console: asyncio.create_task(asyncio.sleep(0))
+    run_module.build_context = lambda config, path, seed: context_of(
+        stage.renderer, vocab_size=HubConfig.read(path).size("vocab_size"), seed=seed
+    )
     yield
 
 

@@ -17,9 +17,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtitan.experiments.rl.command import checks, machine
-from torchtitan.experiments.rl.command import preflight as trial
+from torchtitan.experiments.rl.command import briefing, checks, machine
+from torchtitan.experiments.rl.command.build import (
+    PolicyTokenizer,
+    build_parts,
+    build_tasks,
+    read_policy_tokenizer,
+)
 from torchtitan.experiments.rl.command.command_line import Command
+from torchtitan.experiments.rl.command.preflight import PreflightResult, run_preflight
 from torchtitan.experiments.rl.command.resume import ResumedRun, files_of_models, find_initial
 from torchtitan.experiments.rl.command.run_folder import (
     SavedCommand,
@@ -65,12 +71,12 @@ class _Gate:
     """Things that a dry run has noted as missing on this machine."""
     has_model: bool = True
     """False if the policy's folder is not on this machine; only a dry run goes on then."""
-    policy: trial.PolicyTokenizer | None = None
+    policy: PolicyTokenizer | None = None
     """Tokenizer and renderer of the policy; None until they are loaded, and where there is no
     model."""
     tasks: Mapping[str, Task] = field(default_factory=dict)
     """Tasks built for these checks alone; the run builds its own."""
-    tried: Mapping[str, trial.Trial] = field(default_factory=dict)
+    preflights: Mapping[str, PreflightResult] = field(default_factory=dict)
     checkpoint_s: float | None = None
     """Time that a checkpoint takes; None where it is short or can't be measured."""
 
@@ -82,13 +88,13 @@ class _Gate:
 
     def run(self) -> Start:
         checks.check(self.config)
-        trial.build_parts(self.config)
+        build_parts(self.config)
         self._check_model()
         plan = self._make_plan()
         self.config = plan.config
         self._check_tasks()
         self._check_machine(plan)
-        self.tried = trial.try_tasks(self.config, self.tasks, self.policy)
+        self.preflights = run_preflight(self.config, self.tasks, self.policy)
 
         if self.resumed is not None and self._has_ended(self.resumed):
             return Ended()
@@ -148,8 +154,8 @@ class _Gate:
         for lack in missing.values():
             self._note(lack)
         if self.has_model:
-            self.policy = trial.read_policy_tokenizer(config)
-            self.tasks = trial.build_tasks(config, self.policy, left_out=missing)
+            self.policy = read_policy_tokenizer(config)
+            self.tasks = build_tasks(config, self.policy, left_out=missing)
             checks.check_teachers(config, self.policy.tokenizer, ask_servers=not dry_run)
         if not dry_run:
             checks.check_servers(config)
@@ -261,7 +267,7 @@ class _Gate:
         scheduled = script or job.plan(run_dir, plan.hosts)
         if scheduled:
             shown.append(scheduled)
-        shown += trial.shown_tasks(config, self.tried, self.policy if self.tasks else None)
+        shown += briefing.task_lines(config, self.preflights, self.policy if self.tasks else None)
         if plan.device == "cuda":
             simulation = f"{typed_command('simulate')} {shlex.join(self.command.tool_words())}"
             shown.append(f"what it takes  {simulation}   (simulated: docs/scale.md)")
@@ -274,16 +280,16 @@ class _Gate:
         rate = self.command.whole_model_rate
         warnings = [
             self._checkpoint_warning(),
-            trial.learning_rate_warning(config, plan.sizes.parameters, whole_model_rate=rate),
+            briefing.learning_rate_warning(config, plan.sizes.parameters, whole_model_rate=rate),
         ]
         if engine.warning is not None:
             warnings.append(f"generator.engine.{engine.warning}")
         if self.policy is not None and self.tasks:
-            warnings.append(trial.turn_end_warning(config, self.policy))
+            warnings.append(briefing.turn_end_warning(config, self.policy))
         warnings += [task.examples_warning for task in self.tasks.values()]
-        warnings += trial.validation_warnings(config, self.tasks)
-        for tried in self.tried.values():
-            warnings += tried.warnings()
+        warnings += briefing.validation_warnings(config, self.tasks)
+        for result in self.preflights.values():
+            warnings += result.warnings
         if self.runs_here and plan.device == "cuda":
             warnings.append(machine.memory_warning(plan))
         for warning in warnings:

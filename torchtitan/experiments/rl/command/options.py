@@ -71,7 +71,7 @@ GONE = {
     "trainer.float8": "is --trainer.compile.float8 now",
     "trainer.no-compile": "is --trainer.compile None now",
 }
-"""Where options and fields that are gone went, by their names: the end of an error."""
+"""Cures for options and fields that are gone, by name. Each is the end of an error line."""
 _WIDTH = 118
 """Columns of the help."""
 
@@ -173,7 +173,8 @@ def override(config: Any, words: Sequence[str]) -> Any:
     unknown: list[Override] = []
     for other in others:
         option, values = _option_for(other, options)
-        if option is not None:
+        is_absent_part = bool(options_of_absent_part(config, other.name))
+        if option is not None and not (option.is_fixed and is_absent_part):
             config = replaced(config, option.keys, option.read(values))
             continue
         _refuse_known(other, config, options)

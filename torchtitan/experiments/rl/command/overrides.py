@@ -56,7 +56,7 @@ class Override:
     """Option of a command line, with the words behind it that say its value."""
 
     option: str
-    """As it was typed, such as ``--tasks.sum_digits.algorithm``."""
+    """Option as it was typed, such as ``--tasks.sum_digits.algorithm``."""
     values: tuple[str, ...]
 
     @property

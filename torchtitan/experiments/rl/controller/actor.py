@@ -35,7 +35,7 @@ REDRAW_S = 1.0
 class Controller(Actor):
     """Owner of the run's processes, its tasks and its loops. The command calls `run`."""
 
-    part = ""
+    process_name = ""
     """See ``reported_endpoint``."""
 
     def __init__(
@@ -67,6 +67,7 @@ class Controller(Actor):
         self._stopped_by: str | None = None
         """What asked the run to end, such as "SIGINT"."""
         self._run = self._attempt(None)
+        """Current attempt. `run` replaces it if there is a checkpoint to go on from."""
 
     @reported_endpoint
     async def run(self) -> RunSummary:
@@ -88,7 +89,8 @@ class Controller(Actor):
             logger.exception("the run failed", extra=ENDS_THE_RUN)
             failure = error
         drawing.cancel()
-        if isinstance(failure, ProcessLost):  # while the run was being stopped
+        if isinstance(failure, ProcessLost):
+            # The run was being stopped, or it would have been attempted again.
             self._console.note(f"{failure}; what follows the last checkpoint is lost")
             failure = None
         stopped_by = self._stopped_by or self._run.ended_early
@@ -160,6 +162,7 @@ class Controller(Actor):
             failure = error
         faults = await self._run.settle()
         if isinstance(failure, ProcessLost) and self._run.writes_checkpoint:
+            # `settle` has given up waiting for it, and the next attempt would begin without it.
             return RunError(
                 f"{failure}, and the run can't go on: a checkpoint is still being written"
             )

@@ -1,9 +1,8 @@
 """An exit stack in which no fault keeps another callback from being called."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
-from typing import Any
 
 from torchtitan.experiments.rl.ask.call import ask, sentence
 from torchtitan.experiments.rl.errors import RunError, UserCodeError
@@ -12,6 +11,10 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 120.0
 """Seconds that one thing may take to close. Whatever it waits for itself has a shorter limit."""
+
+
+Close = Callable[[], Awaitable[Iterable[str] | None]]
+"""Function that closes something. It may return a line for each fault of the user's code."""
 
 
 class Closing:
@@ -26,7 +29,7 @@ class Closing:
     def push(
         self,
         what: str,
-        close: Callable[[], Awaitable[Any]],
+        close: Close,
         *,
         timeout_s: float | None = CLOSE_TIMEOUT_S,
     ) -> None:
@@ -34,7 +37,7 @@ class Closing:
 
         Args:
             what: what it is, for people: "the recorder".
-            close: closes it. It may return a line for each fault of the user's code.
+            close: closes it.
             timeout_s: limit of the call; None if ``close`` limits itself.
         """
         self._stack.push_async_callback(self.close_now, what, close, timeout_s=timeout_s)
@@ -46,12 +49,10 @@ class Closing:
         """
         await self._stack.aclose()
 
-    async def close_now(
-        self, what: str, close: Callable[[], Awaitable[Any]], *, timeout_s: float | None
-    ) -> None:
+    async def close_now(self, what: str, close: Close, *, timeout_s: float | None) -> None:
         """Close something that was not added; see `push`."""
 
-        async def closed() -> Any:  # noqa: ANN401 - whatever the component returns
+        async def closed() -> Iterable[str] | None:
             return await close()
 
         try:

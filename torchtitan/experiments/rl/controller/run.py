@@ -1,10 +1,12 @@
 """One attempt at a run: from its config, or from a checkpoint, to its last step or to what ends it.
 
-    setup      1. open the metrics          4. spawn and connect every process
-               2. build tasks, filters      5. set the tasks up where rollouts run
-               3. and batcher               6. build the loops, their observers, and resume them
+    setup      open the metrics
+               build the tasks, the task mix and the filters
+               spawn and connect every process
+               set the tasks up where their rollouts run
+               build the loops and their observers, and have them go on from a checkpoint
     train      the training loop, the last checkpoint, the policy as a hub folder
-    settle     close what writes the run's files: they are whole, and the summary can be printed
+    settle     close the loops, the recorder and the profile; after it the summary can be printed
     close      close tasks, processes and metrics
 
 A run whose trainer dies is attempted again, by another `Run` (`actor.py`).
@@ -59,13 +61,12 @@ CANARY_MESSAGES = [
 
 @dataclass(kw_only=True, slots=True)
 class Observers:
-    """Observers of the loops' events, in the order in which they hear of each event."""
+    """Observers of the loops' events that the run itself asks for something."""
 
-    stall: StallDetectors
     profile: StepProfile
     reports: RunReports
     checkpoints: RunCheckpoints
-    """Hears last, so that a step that could not be reported is not saved."""
+    """Hears of each event last, so that a step that could not be reported is not saved."""
 
 
 class Run:
@@ -144,7 +145,7 @@ class Run:
             self._loops.training.stop()
 
     async def settle(self) -> list[RunError]:
-        """Close what writes the run's files and counts its rollouts.
+        """Close the loops, and what writes down what they did.
 
         Returns:
             What went wrong, in order.
@@ -196,9 +197,9 @@ class Run:
         with context.console.waits.wait("the tasks to be set up"):
             runner = await self.fleet.start_runner(self._tasks)
 
-        await self._build_loops(selection, runner, metrics)
+        loops = await self._build_loops(selection, runner, metrics)
         if self._failure is not None:  # it came before there were loops to tell
-            self._fail(self._failure)
+            loops.rollouts.fail(self._failure)
 
     async def _build_selection(self, known: BuildContext) -> Selection:
         """Build the task mix and the filters."""
@@ -234,7 +235,7 @@ class Run:
 
     async def _build_loops(
         self, selection: Selection, runner: GroupRunner, metrics: MetricsLogger
-    ) -> None:
+    ) -> Loops:
         """Build the loops and their observers, and have them go on from a checkpoint."""
         context = self._context
         config = context.config
@@ -247,7 +248,7 @@ class Run:
             config.replay,
             rollouts_per_step=config.rollouts_per_step,
             seed=config.seed,
-            load=resumed is None,
+            load=resumed is None,  # a resumed run's groups of other runs are in its checkpoint
         )
         tasks = self._tasks.tasks.values()
         reports = RunReports(
@@ -306,9 +307,8 @@ class Run:
         self._writers.push("the training loop", loops.training.close)
         self._writers.push("the profile", profile.close)
         self._loops = loops
-        self._observers = Observers(
-            stall=stall, profile=profile, reports=reports, checkpoints=checkpoints
-        )
+        self._observers = Observers(profile=profile, reports=reports, checkpoints=checkpoints)
+        return loops
 
     # ---- training, and its end
 
@@ -366,6 +366,7 @@ class Run:
         Args:
             checkpoint: checkpoint that the run can go on from, unless it has taken another since.
         """
+        files: dict[str, Path | None] = dict(self._files)
         summary = RunSummary(
             steps=self.steps_done,
             total_steps=self._context.config.steps,
@@ -373,11 +374,10 @@ class Run:
             start_val_reward=None,
             final_val_reward=None,
             ledger={},
-            files=dict(self._files),
+            files={},
             stopped_by=stopped_by,
             run_dir=self._context.run_dir,
         )
-        files: dict[str, Path | None] = {"checkpoint": checkpoint}
         if self._loops is not None and self._observers is not None:
             reports = self._observers.reports
             checkpoints = self._observers.checkpoints
@@ -387,14 +387,11 @@ class Run:
             summary.val_examples = reports.validation_examples
             summary.ledger = self._loops.rollouts.ledger.counts()
             summary.not_saved = checkpoints.failure
-            files = {
-                "batch": self.fleet.trainer.failed_batch,
-                "profile": self._observers.profile.file,
-                "checkpoint": checkpoints.newest,
-            }
-        summary.files = self._files | {
-            name: path for name, path in files.items() if path is not None
-        }
+            files["batch"] = self.fleet.trainer.failed_batch
+            files["profile"] = self._observers.profile.file
+            checkpoint = checkpoints.newest or checkpoint
+        files["checkpoint"] = checkpoint
+        summary.files = {name: path for name, path in files.items() if path is not None}
         return summary
 
 

@@ -88,7 +88,7 @@ def run_to_end(
     signals = Signals()
     try:
         hosts = take_hosts(config, start, stopped=lambda: bool(signals.received))
-    except RunError as error:
+    except (RunError, OSError) as error:
         write_line(sys.stderr, f"error: {printable_line(cause(error))}")
         shutdown_context().get()
         return 128 + signals.received[0] if signals.received else 1
@@ -118,8 +118,8 @@ class _Command:
     """Exit code if the run ends without an error."""
     handled: int = 0
     """Number of signals that were handled."""
-    asked: float = 0.0
-    """Time at which the run was asked to stop."""
+    asked: float | None = None
+    """Time at which the run was asked to stop; None before that."""
     grace_s: float = 0.0
     deadline: float = math.inf
     """Time at which the grace period is over."""
@@ -170,7 +170,7 @@ class _Command:
             return
         self.handled = len(received)
         newest = received[-1]
-        if self.handled == 1:
+        if self.asked is None:  # several may have come since the last look
             self._stop_after_the_step(newest, now)
         elif newest == signal.SIGINT or now >= self.asked + SAME_SIGNAL_S:
             self._stop_at_once("stopped at once", 128 + newest)

@@ -3,7 +3,7 @@
 `start` brings up a run that trains, in this order, so that nobody asks a process that is not there:
 
     1. spawn the trainer's ranks and every generator, side by side
-    2. spawn the weight readers, on hosts that generate and do not train
+    2. spawn the weight readers, on hosts that generate and lack a part of the trainer
     3. publish the trainer's weights, unless the generators loaded the same from the hub folder
     4. connect each generator, once it proved that it holds the trainer's weights
     5. `start_runner`: spawn the rollout workers, and set the tasks up where their rollouts run
@@ -14,7 +14,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -124,7 +124,7 @@ class Fleet:
         self._add_policy_generators(GeneratorRole)
         self._add_hosted_models()
         life = Lifetime("trainer")
-        trainer_hosts, *generator_hosts = await asyncio.gather(
+        trainer_hosts, *generator_hosts = await side_by_side(
             self._start_trainer(procs, life),
             *map(self.supervisor.start, self._generators.values()),
         )
@@ -151,12 +151,12 @@ class Fleet:
             if isinstance(role, GeneratorRole):
                 role.weights = self.weights
         with waits.wait("the first weights to reach the generators"):
-            if trainer_start is not None or config.trainer.lora is not None:
-                # Otherwise the generators hold what the trainer does.
+            generators_are_behind = trainer_start is not None or config.trainer.lora is not None
+            if generators_are_behind:  # they loaded the model's hub folder
                 version = 0 if trainer_start is None else trainer_start.step
                 await self.weights.publish_start(version)
                 self.policy.version = version
-            await asyncio.gather(*map(self.supervisor.connect, self._generators.values()))
+            await side_by_side(*map(self.supervisor.connect, self._generators.values()))
         logger.info("trainer and generators agree on version %d", self.policy.version)
 
     async def start_generators(self, *, policy: bool = True) -> None:
@@ -232,7 +232,8 @@ class Fleet:
         meshes = [process.procs for process in processes]
         if self._trainer_procs is not None and not self.trainer_unreachable:
             meshes.append(self._trainer_procs)
-            if self.supervisor.lost is None:  # otherwise every rank was killed
+            if self._trainer_ranks is not None and self.supervisor.lost is None:
+                # Otherwise they were not spawned, or every rank was killed.
                 actors.append(self._trainer_ranks)
         return await shut_down(actors, meshes)
 
@@ -356,10 +357,24 @@ class Fleet:
         return readers
 
     async def _start_all(self, roles: Collection[Role]) -> None:
-        await asyncio.gather(*map(self.supervisor.start, roles))
-        await asyncio.gather(*map(self.supervisor.connect, roles))
+        await side_by_side(*map(self.supervisor.start, roles))
+        await side_by_side(*map(self.supervisor.connect, roles))
 
     def _kill_replica(self, model: str, index: int, cause: str) -> None:
         """Kill a replica whose engine can't go on, so that the supervisor restarts it."""
         life = self._generators[model, index].process.life
         life.kill(f"its engine stopped: {cause}")
+
+
+async def side_by_side(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Return what each coroutine returns.
+
+    The first error is raised once the others are cancelled and have ended: a role that were still
+    being filled would spawn processes after the fleet is closed.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

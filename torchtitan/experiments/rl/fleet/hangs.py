@@ -73,8 +73,9 @@ class HangWatch:
         self._config = config
         self._on_hang = on_hang
         self._clock = clock
-        self._last_look = clock()
-        self._limits_start = self._last_look
+        self._last_look: float | None = None
+        """Time of the last look; None before the first, which may come minutes after the start."""
+        self._limits_start = clock()
 
     async def watch(
         self,
@@ -149,7 +150,7 @@ class HangWatch:
     def _now(self) -> float:
         """Return the time, and start all limits from zero if this process was paused before."""
         now = self._clock()
-        paused_s = now - self._last_look
+        paused_s = 0.0 if self._last_look is None else now - self._last_look
         if paused_s > PAUSE_S:
             logger.info(
                 "this process was paused for %.0f s: the limits of the others start from zero",
@@ -162,7 +163,7 @@ class HangWatch:
     async def _kill(self, life: Lifetime, hang: str, stacks: str) -> None:
         text = await stacks_of(life, stacks)
         deaths_logger.info(
-            "%s hangs: %s; its threads: %s", life.name, hang, text or "a stopped process can't say"
+            "%s hangs: %s; its threads: %s", life.name, hang, text or "its stacks can't be had"
         )
         where = "its stack is in logs/controller.jsonl" if text else "no stack could be had"
         self._on_hang(f"{life.name} hangs: {hang}; {where}")

@@ -74,7 +74,7 @@ def check_shared_files(pool: FileReader, config: RunConfig, run_dir: Path) -> No
         fields[Path(model).resolve() / "config.json"] = "model.hf_assets_path"
     try:
         for file, field in fields.items():
-            here = text_of(file)
+            here = text_of(file)  # None for a model that other hosts alone have: nothing to compare
             for host, there in pool.read(file).items():
                 if here not in (None, there):
                     cure = f"name one that all hosts share ({field})"

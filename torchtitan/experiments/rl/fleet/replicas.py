@@ -47,7 +47,9 @@ class Replicas:
         """Tell a new worker which replicas live, and from now on of all changes."""
         self._workers.append(worker)
         for (model, index), process in list(self._live.items()):
-            await worker.actor.admit.call_one(model, index, process.actor)
+            # A replica that has died meanwhile was lost for this worker already.
+            if self._live.get((model, index)) is process:
+                await worker.actor.admit.call_one(model, index, process.actor)
 
     def remove_worker(self, worker: SpawnedProcess) -> None:
         """Tell a worker that is gone nothing any more."""

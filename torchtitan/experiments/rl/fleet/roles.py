@@ -9,7 +9,7 @@
     hosted model    each replica of a frozen  it is set up              restarted, likewise
                     model
     weight reader   each host that generates  it is set up              restarted; it reads the
-                    and does not train                                  version again
+                    and lacks weights                                   version again
     rollout worker  ``rollout_workers``       its tasks are set up      restarted; its groups
                                                                         run again, elsewhere
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Awaitable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,12 +99,12 @@ async def shut_down(actors: Collection[Any], procs: Iterable[ProcMesh]) -> list[
         A line for each fault of the user's code that an actor reports.
     """
     reports = await asyncio.gather(
-        *(_within_limit(f"shutdown of {actor}", actor.shutdown.call()) for actor in actors)
+        *(_within_limit(f"shutdown of {actor}", actor.shutdown.call) for actor in actors)
     )
     await asyncio.gather(
-        *(_within_limit(f"end of {actor}", actor.may_be_stopped.call()) for actor in actors)
+        *(_within_limit(f"end of {actor}", actor.may_be_stopped.call) for actor in actors)
     )
-    await asyncio.gather(*(_within_limit(f"stopping {mesh}", mesh.stop()) for mesh in procs))
+    await asyncio.gather(*(_within_limit(f"stopping {mesh}", mesh.stop) for mesh in procs))
     faults: list[str] = []
     for report in reports:
         for lines in report.values() if report is not None else ():
@@ -112,11 +112,11 @@ async def shut_down(actors: Collection[Any], procs: Iterable[ProcMesh]) -> list[
     return faults
 
 
-async def _within_limit(what: str, answer: Awaitable[T]) -> T | None:
+async def _within_limit(what: str, ask: Callable[[], Awaitable[T]]) -> T | None:
     """Return the answer; None, with a line in the log, if an error or the time limit came first."""
     try:
         async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
-            return await answer
+            return await ask()
     except Exception as error:  # noqa: BLE001 - a dead or busy actor must not keep others from ending
         logger.info("%s: %s", what, error)
         return None

@@ -39,6 +39,10 @@ first, in any order.
 """
 
 
+IDENTIFY_S = 15.0
+"""Seconds after which a process that is being started is asked once more who it is."""
+
+
 class Supervisor:
     """Call `start` and `connect` for each role, and `close` before the processes are shut down."""
 
@@ -95,6 +99,8 @@ class Supervisor:
 
     async def guard(self, name: str, actor: Any, mesh: Lifetime) -> None:  # noqa: ANN401
         """End the run when the process of ``actor`` dies. Return once it is watched.
+
+            a rank dies  ->  the run fails, and its mesh ends  ->  the other ranks are killed
 
         Args:
             name: name of the process, for people.
@@ -188,30 +194,41 @@ class Supervisor:
         """Spawn a process for a role and set it up, until that succeeds.
 
         Args:
-            first: True if an error of the set-up is raised, and not taken for a death.
+            first: True when the run starts, so that an error of the set-up is the run's. Later it
+                counts as a death of the process.
         """
         while True:
-            role.spawned_as = self.restarts.new_name(role.label)
             try:
-                procs, actor = role.spawn(role.spawned_as)
-                role.process = SpawnedProcess(procs=procs, actor=actor, life=Lifetime(role.name))
-                if role not in self.roles:
-                    self.roles.append(role)
-                process = role.process
-                await self._watch(actor, process.life, runs_user_code=role.runs_user_code)
+                process = self._spawn(role)
+            except Exception as error:
+                if first:
+                    raise
+                logger.exception("spawning %s again", role.name)
+                self._count(role, cause_of(error))
+                continue
+            try:
+                await self._watch(process.actor, process.life, runs_user_code=role.runs_user_code)
                 return await process.life.call(role.set_up(process))
             except ProcessLost as lost:
-                self._count(role, lost.cause)
+                self._bury(role, lost.cause)
             except Exception as error:
                 if first:
                     raise
                 logger.exception("setting %s up again", role.name)
-                role.process.life.kill(cause_of(error))
-                self._count(role, cause_of(error))
+                process.life.kill(cause_of(error))
+                self._bury(role, cause_of(error))
+
+    def _spawn(self, role: Role) -> SpawnedProcess:
+        role.spawned_as = self.restarts.new_name(role.label)
+        procs, actor = role.spawn(role.spawned_as)
+        role.process = SpawnedProcess(procs=procs, actor=actor, life=Lifetime(role.name))
+        if role not in self.roles:
+            self.roles.append(role)
+        return role.process
 
     async def _watch(self, actor: Any, life: Lifetime, *, runs_user_code: bool = False) -> None:  # noqa: ANN401
         """End ``life`` when the actor's process dies, at once if it is on this host, or hangs."""
-        identity: ProcessIdentity = await life.call(actor.identity.call_one())
+        identity = await self._identify(actor, life)
         if identity.host == host_identity():
             life.watch(identity.pid, identity.output)
         if self._console.notes is not None:
@@ -219,6 +236,34 @@ class Supervisor:
         self._run_beside(
             self._hangs.watch(actor, life, stacks=identity.stacks, blocks=runs_user_code)
         )
+
+    async def _identify(self, actor: Any, life: Lifetime) -> ProcessIdentity:  # noqa: ANN401
+        """Return who answers as the actor, however long its process takes to start.
+
+        Monarch 0.7.0 drops a call to a process that is killed in the milliseconds in which its
+        actor is made, and reports the death under the name of an actor of its own. A later call to
+        the same process is refused at once, so a process that is silent is asked again.
+
+        Raises:
+            ProcessLost: the process died.
+        """
+        asked = [asyncio.ensure_future(life.call(actor.identity.call_one()))]
+        try:
+            while True:
+                answered, _ = await asyncio.wait(
+                    asked, timeout=IDENTIFY_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if asked[0] in answered:
+                    return asked[0].result()
+                for answer in answered:
+                    if answer.exception() is None:
+                        return answer.result()
+                    life.end("its process ended while it was started")
+                    raise ProcessLost(life.name, await life.ended()) from answer.exception()
+                asked.append(asyncio.ensure_future(life.call(actor.identity.call_one())))
+        finally:
+            for answer in asked:
+                answer.cancel()
 
     async def _connect(self, role: Role) -> None:
         while True:
@@ -244,19 +289,27 @@ class Supervisor:
 
     async def _fill_again(self, role: Role, cause: str) -> None:
         """Replace the process of a role, which died of ``cause``."""
-        role.disconnect()
-        self._count(role, cause)
+        self._bury(role, cause)
         await self._fill(role)
 
+    def _bury(self, role: Role, cause: str) -> None:
+        """Take work away from the dead process of a role, and have Monarch forget it.
+
+        Raises:
+            RunError: the role may not be filled again.
+        """
+        role.disconnect()
+        self._count(role, cause)
+        self._run_beside(self._clear_away(role.process))
+
     def _count(self, role: Role, cause: str) -> None:
-        """Count one more death of a role, and have Monarch forget the process.
+        """Count one more death of a role.
 
         Raises:
             RunError: the role may not be filled again.
         """
         which = self.restarts.count(role.label, role.name, cause)
         self._console.note(f"{role.name} died: {cause}; made again ({which})")
-        self._run_beside(self._clear_away(role.process))
 
     async def _clear_away(self, process: SpawnedProcess) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Brings each version of the weights to every host that generates and does not train.
+"""Brings each version of the weights to every host that generates and lacks a part of the trainer.
 
 Such a host has one weight reader, a process that reads a version into the host's memory, from which
 its engines load. A host reads from any host that has the version. With one trainer host:
@@ -22,7 +22,7 @@ from torchtitan.experiments.rl.weights.reader import Fetched
 logger = logging.getLogger(__name__)
 
 READERS_AT_ONCE = 4
-"""Maximum number of readers that read a version from one host at a time.
+"""Maximum number of readers that read a version from one host at a time, per host of the trainer.
 
 By RDMA they share its network, and more would take as much longer. By TCP a reader is slower than
 that: four take no longer than one.
@@ -62,6 +62,8 @@ class WeightReaders:
         self._processes: dict[str, SpawnedProcess] = {}
         self._fetched_bytes: Counter[str] = Counter()
         self._trainers_readers = READERS_AT_ONCE * trainer_hosts
+        self._fetching = asyncio.Lock()
+        """Held during a fetch: replicas that join side by side each ask for the same version."""
 
     async def admit(self, host: str, process: SpawnedProcess) -> None:
         """Read by this process on its host from now on."""
@@ -76,17 +78,22 @@ class WeightReaders:
     async def fetch(self, version: int) -> None:
         """Return when every host has a published version in its memory.
 
-        A reader that dies is asked again once it is restarted.
+        A reader that dies is asked again once it is restarted. Calls run one after another: a
+        reader takes a second request for the end of the first, whose caller must have gone.
 
         Raises:
             RunError: a trainer host can't be read.
         """
-        # Each host that has the version, with its lifetime, once per reader that it may serve.
-        sources: asyncio.Queue[tuple[str, Lifetime]] = asyncio.Queue()
-        for _ in range(self._trainers_readers):
-            # The trainer's end is seen by its own supervision.
-            sources.put_nowait((_TRAINER, Lifetime("trainer")))
-        await asyncio.gather(*(self._fetch(host, version, sources) for host in self._connected))
+        async with self._fetching:
+            # Seats at the sources: each host that has the version, with its lifetime, once for each
+            # reader that it may serve. A reader takes a seat, and puts it back when it has read.
+            seats: asyncio.Queue[tuple[str, Lifetime]] = asyncio.Queue()
+            for _ in range(self._trainers_readers):
+                # The trainer's end is seen by its own supervision.
+                seats.put_nowait((_TRAINER, Lifetime("trainer")))
+            async with asyncio.TaskGroup() as fetches:
+                for host in self._connected:
+                    fetches.create_task(self._fetch(host, version, seats))
 
     def take_fetched_bytes(self) -> dict[str, int]:
         """Return the bytes that each host has read since the last call."""
@@ -95,14 +102,14 @@ class WeightReaders:
         return taken
 
     async def _fetch(
-        self, host: str, version: int, sources: asyncio.Queue[tuple[str, Lifetime]]
+        self, host: str, version: int, seats: asyncio.Queue[tuple[str, Lifetime]]
     ) -> None:
         """Have one host read the version, and offer its copy to others."""
         others_read_here = len(self._connected) > self._trainers_readers
         while True:
             await self._connected[host].wait()
             process = self._processes[host]
-            source, source_life = await sources.get()
+            source, source_life = await seats.get()
             if source_life.cause is not None:
                 continue
             try:
@@ -112,17 +119,17 @@ class WeightReaders:
                 fetched: Fetched = await process.life.call(answer)
             except RunError:
                 if process.life.cause is not None:
-                    sources.put_nowait((source, source_life))
+                    seats.put_nowait((source, source_life))
                     if self._processes[host] is process:
                         self._connected[host].clear()  # before its supervisor learns of it
                 elif source == _TRAINER:
                     raise
                 continue  # a source that can't be read is offered to nobody again
             break
-        sources.put_nowait((source, source_life))
+        seats.put_nowait((source, source_life))
         if fetched.source:
             for _ in range(READERS_AT_ONCE):
-                sources.put_nowait((fetched.source, process.life))
+                seats.put_nowait((fetched.source, process.life))
         self._fetched_bytes[host] += fetched.nbytes
         if fetched.nbytes:
             logger.info(

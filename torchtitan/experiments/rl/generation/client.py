@@ -263,7 +263,14 @@ class GeneratorClient:
         life = life or Lifetime(f"generator {index}")
         self._lives[index] = life
         port, receiver = self._open_channel()
-        await life.call(actor.attach.call_one(self._client_id, port))
+        try:
+            await life.call(actor.attach.call_one(self._client_id, port))
+        except BaseException:  # also CancelledError: the next process of this index is admitted
+            if self._lives.get(index) is life:
+                del self._lives[index]
+            raise
+        if self._lives.get(index) is not life:  # it was lost meanwhile
+            raise ProcessLost(life.name, life.cause or "given up")
         reader = asyncio.create_task(self._read(index, receiver))
         self._replicas[index] = _Replica(actor=actor, life=life, reader=reader)
         self._router.open(index)

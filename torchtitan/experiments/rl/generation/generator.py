@@ -69,7 +69,7 @@ class Generator(WatchedActor):
             self._build = partial(self._build, routes=True)
         self._ports: dict[int, Port[list[GeneratorMessage]]] = {}
         place = current_rank().rank if index is None else index
-        self.part = f"{role} {place}"
+        self.process_name = f"{role} {place}"
         set_up_logging(run_dir, f"{role}-{place}")
         self._thread = EngineThread(self._send, self.heartbeat, tuple(adapters or ("",)))
 

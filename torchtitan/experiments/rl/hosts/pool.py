@@ -103,7 +103,7 @@ class HostKeeper(Actor):
             one_machine: True if the command is on this machine, and no other may connect.
         """
         ignore_signals_of_the_command()
-        self.part = f"host {socket.gethostname()}"
+        self.process_name = f"host {socket.gethostname()}"
         self._on_gpus = on_gpus
         self._address = LOOPBACK_ADDRESS if one_machine else network_address()
         self._listener = socket.create_server((self._address, 0))

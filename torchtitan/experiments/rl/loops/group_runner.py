@@ -351,7 +351,7 @@ class RolloutWorker(WatchedActor):
             stops_at_texts: see EngineConfig.
         """
         super().__init__()
-        self.part = f"rollout_worker {index}"
+        self.process_name = f"rollout_worker {index}"
         set_up_logging(run_dir, f"rollout_worker-{index}")
         # The controller replaces a replica whose engine has stopped. Its requests wait here.
         self._frozen = FrozenClients(hosted_models(tasks), client_id=client_id)

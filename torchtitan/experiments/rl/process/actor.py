@@ -42,8 +42,8 @@ def reported_endpoint(method: Callable[..., Awaitable[Any]]) -> Any:  # noqa: AN
 def reported(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     """Return the method with every error made a RunError.
 
-    The actor's ``part`` is the name of its process in errors, such as "trainer 0". It is empty for
-    the controller, whose errors are those of the run, and which logs them itself.
+    The actor's ``process_name`` names its process in errors: "trainer 0". It is empty for the
+    controller, whose errors are those of the run, and which logs them itself.
 
     The returned method raises a RunError, or PeerGone if the method met one. These pass as they
     are: Monarch's SupervisionError, if the method called an actor whose process died, and
@@ -57,10 +57,10 @@ def reported(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
         except BaseException as error:  # noqa: BLE001 - SystemExit would end the actor
             if _passes(error):
                 raise
-            if self.part:
+            if self.process_name:
                 # In the log alone: the caller gets the cause, and says it if it matters to people.
-                logger.info("%s: %s failed", self.part, method.__name__, exc_info=error)
-            reported_error = _reported_error(error, self.part)
+                logger.info("%s: %s failed", self.process_name, method.__name__, exc_info=error)
+            reported_error = _reported_error(error, self.process_name)
         # Outside of the handler: raised there, it would hold the one that can't be pickled as its
         # context.
         raise reported_error
@@ -80,11 +80,11 @@ def _passes(error: BaseException) -> bool:
     return isinstance(error, GeneratorExit) or process_death_behind(error) is not None
 
 
-def _reported_error(error: BaseException, part: str) -> RunError:
+def _reported_error(error: BaseException, name: str) -> RunError:
     """Return the error that the caller gets."""
     kind = PeerGone if isinstance(original(error), PeerGone) else RunError
     cause = cause_in(error)
-    reported_error = kind(cause if cause.startswith(part) else f"{part}: {cause}")
+    reported_error = kind(cause if cause.startswith(name) else f"{name}: {cause}")
     reported_error.traceback = users_traceback(original(error))
     return reported_error
 
@@ -124,7 +124,7 @@ class WatchedActor(Actor):
     """
 
     def __init__(self) -> None:
-        self.part = ""
+        self.process_name = ""
         self.heartbeat = Heartbeat()
         # In memory: a file in the run's folder would stay behind, empty, in every run.
         self._stacks = os.memfd_create("stacks")

@@ -279,7 +279,7 @@ class DemonstrationTask(Task):
                 request_seed = derive_seed(seed, group_id, 0, 0)
                 sample = await self._answered(sample, policy, seed=request_seed)
             render = functools.partial(self._sample, sample, rollout_id=rollout.rollout_id)
-            is_large = len(str(rollout.data_sample.env_input)) > LARGE_TEXT
+            is_large = len(str(sample.env_input)) > LARGE_TEXT
             rollout.samples = [await compute(render, large=is_large)]
             rollout.status = RolloutStatus.COMPLETED
             rollout.reward = 0.0

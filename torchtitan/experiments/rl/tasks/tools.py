@@ -372,7 +372,7 @@ def _check_source(source: object, field: str) -> None:
     if not callable(source):
         cure = "want a typed function, a class of them, or MCPServer(...)"
         raise ConfigError(field, source, cure)
-    functions = {getattr(source, "__name__", ""): source}
+    functions: dict[str, Callable[..., object]] = {getattr(source, "__name__", ""): source}
     if _makes_tools(source):
         # A method's first parameter is the object, which does not exist yet.
         methods = _methods(getattr(source, "func", source))

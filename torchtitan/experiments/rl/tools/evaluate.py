@@ -20,7 +20,7 @@ import numpy as np
 from monarch.actor import Actor, shutdown_context, this_proc
 
 from torchtitan.experiments.rl.command import checks
-from torchtitan.experiments.rl.command import preflight as trial
+from torchtitan.experiments.rl.command.build import build_tasks, read_policy_tokenizer
 from torchtitan.experiments.rl.compat.monarch import (
     MONARCH_OUTPUT,
     original,
@@ -142,7 +142,7 @@ def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> RunPlan:
     checks.check_servers(config)
     if endpoint is None:
         config.generator.engine.check_present(field="generator.engine")
-    trial.build_tasks(config, trial.read_policy_tokenizer(config))
+    build_tasks(config, read_policy_tokenizer(config))
     return plan_of_generators(config)
 
 
@@ -278,7 +278,7 @@ class Evaluation:
 class Evaluator(Actor):
     """Actor that runs an evaluation: Monarch tells an actor of the death of what it spawned."""
 
-    part = ""
+    process_name = ""
     """See ``reported_endpoint``."""
 
     def __init__(self, model: Candidate):

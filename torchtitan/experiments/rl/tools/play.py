@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerBase
 
 from torchtitan.experiments.rl.checkpointing.folder import OLD_POLICY_FOLDER, POLICY_FOLDER
 from torchtitan.experiments.rl.command import checks
-from torchtitan.experiments.rl.command.preflight import REPLY, read_policy_tokenizer
+from torchtitan.experiments.rl.command.build import read_policy_tokenizer
+from torchtitan.experiments.rl.command.reply_checks import REPLY
 from torchtitan.experiments.rl.command.resume import save_config
 from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, printed_to, process_death
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
@@ -85,7 +86,7 @@ class ModelServer(Actor):
     It is an actor because Monarch tells the death of a process to the actor that spawned it.
     """
 
-    part = ""
+    process_name = ""
     """See ``reported_endpoint``."""
 
     def __init__(self, plan: RunPlan, run_dir: Path):

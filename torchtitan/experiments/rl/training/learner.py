@@ -2,10 +2,10 @@
 
     forward_backward   microbatches ──▶ gradient, metrics
     optim_step         gradient     ──▶ weights, schedule, reference
-    hub_tensors        weights      ──▶ what a version publishes
+    hub_tensors        weights      ──▶ the tensors of a published version (an attribute)
 
-It is synchronous, and knows tokens and weights only. Most methods are collective: every rank of the
-trainer calls them together.
+It knows token streams, losses and weights, and no task, env or algorithm. Methods are collective,
+so that every rank of the trainer calls them together, but for `logprobs` and `close`.
 """
 
 import functools
@@ -66,10 +66,10 @@ from torchtitan.experiments.rl.weights.publisher import Tensors
 
 @dataclass(kw_only=True, slots=True)
 class StepInputs:
-    """What one optimizer step computes with, on the rank's device.
+    """Inputs of the forward passes of one adapter's step, on the rank's device.
 
-    All of it is there before the first forward pass: a copy to a GPU, or a question to it, would
-    wait for what it computes. It takes 62 bytes a token.
+    They are copied before the first pass that has a gradient. Between passes a copy to a GPU, or an
+    ``item()``, would wait for the kernels that are queued. A token takes 62 bytes, without routes.
     """
 
     batches: list[TrainingBatch]
@@ -77,8 +77,7 @@ class StepInputs:
     """Places of each batch that a loss or a metric reads (`needed_places`)."""
     denominators: LossDenominators
     advantages: torch.Tensor | None
-    """Sums of the advantages of the whole step, to normalize them by; None if they stay as they
-    are."""
+    """Sums of all ranks' advantages, to normalize them by; None if they stay as they are."""
     reference_logprobs: list[torch.Tensor]
     """Log-probabilities of each batch under the trainer's reference, [B, L]. Empty if there is
     none."""
@@ -105,11 +104,12 @@ class Learner:
     ):
         """Build the model and load its weights, in a process of a process group. Collective.
 
-        The process was set up by `process/setup.py`.
+        `init_process_group` (training/trainer.py) has joined the group and chosen the device.
 
         Args:
             max_seq_len: length of the longest row, in tokens.
-            rows: maximum number of rows of a microbatch. On CUDA batches are padded to few shapes.
+            rows: maximum number of rows of a microbatch. Compiled, and on CUDA,
+                batches are padded to few shapes.
             total_steps: number of optimizer steps of the run, by which the schedule decays.
             start: checkpoint to continue from; None for the weights of the model's hub folder.
             dtype: dtype of the parameters in place of ``config.dtype``; tests use float64.
@@ -117,7 +117,7 @@ class Learner:
                 ``config.lora``. False if they are sent the whole model, with the adapters added to
                 the base in float32.
             adapters: names of the adapters that tasks train, each with an optimizer, a schedule and
-                a reference of its own.
+                a reference of its own. "" stands for a run's only adapter, or for the whole model.
             on_microbatch: called when a microbatch begins.
         """
         self.config = config
@@ -156,10 +156,12 @@ class Learner:
             self.adapters = Adapters(self.model, built.spec, config.lora, adapters)
         assert built.spec.state_dict_adapter is not None, "every family has one"
         names = built.spec.state_dict_adapter(built.spec.model, model.hf_assets_path)
-        self.hub_tensors: Tensors = HubTensors(self.model, names.to_hf, self.adapters)
+        self.hub_tensors: Tensors
         """Tensors that a version of the weights consists of."""
         if self.adapters is not None and serve_adapters:
             self.hub_tensors = self.adapters
+        else:
+            self.hub_tensors = HubTensors(self.model, names.to_hf, self.adapters)
 
         self.trained = {name: self._trained(total_steps) for name in adapters}
         """Optimizer, schedule and reference of each adapter; of a model without named adapters, at
@@ -234,11 +236,16 @@ class Learner:
 
         Returns:
             Metrics of the whole step, the same on every rank.
+
+        Raises:
+            RunError: samples lack the routes or the reference that the loss needs. The run ends
+                with it: a gradient that was begun is not cleared.
         """
         sums = MetricSums()
         self._with_gradient = []
         self._logprobs = []
         for name, group in groupby(microbatches, key=lambda microbatch: microbatch.adapter):
+            assert name not in self._with_gradient, "an adapter's microbatches lie side by side"
             own = list(group)
             self._activate(name)
             self._with_gradient.append(name)
@@ -515,7 +522,7 @@ class Learner:
     def _traced(self, name: str) -> Iterator[None]:
         """Record a span of a profile.
 
-        A GPU works beside this thread. While a profile is recorded, the span waits for it.
+        A GPU works beside this thread. While a profile is recorded, the span waits for the GPU.
         """
         with trace.span(name):
             yield
@@ -535,7 +542,7 @@ def is_followed(batch: TrainingBatch) -> torch.Tensor:
 def check_finite(name: str, value: float, loss: LossConfig) -> None:
     """Refuse a step whose loss or gradient norm is not finite.
 
-    What enters a batch is finite, so the error names the loss.
+    What enters a batch is finite, so the error names the loss and the learning rate as its causes.
 
     Args:
         name: "loss" or "gradient norm".

@@ -98,7 +98,7 @@ class PolicyTrainer(WatchedActor):
         super().__init__()
         self._rank = current_rank().rank
         self._world_size = math.prod(current_size().values())
-        self.part = f"trainer {self._rank}"
+        self.process_name = f"trainer {self._rank}"
         self._device = device
         self._steps_taken = 0
         set_up_logging(run_dir, f"trainer-{self._rank}")

@@ -106,7 +106,7 @@ class StallDetectors(FirstFailures):
         self._limit = limit
         self._groups_per_pick = groups_per_pick
         self._first_failed: Fraction | None = Fraction(0) if limit > FEW_GROUPS else None
-        """Number of first groups that failed; None once this is not looked at any more."""
+        """Number of first groups that failed; None once one did not, or if ``limit`` is smaller."""
         self._rollouts = 0
         """Number of rollouts without a signal that this process has seen."""
         self._cut_off = 0
@@ -185,6 +185,7 @@ class StallDetectors(FirstFailures):
         if tie:
             ties = self._state.mastery.ties.setdefault(group.task_name, [])
             ties.append(fmean(group.rewards))
+            del ties[: -self._limit * self._groups_per_pick[group.task_name]]
             self._end_if_all_mastered()
         share = self._share(group)
         drops = self._state.emptied if taken else self._state.drops
@@ -193,7 +194,9 @@ class StallDetectors(FirstFailures):
         drops.columns = _counted(drops.columns, columns)
         drops.rewards = _counted(drops.rewards, group.rewards)
         others = drops.groups - drops.ties
-        if drops.groups >= self._limit and (others >= self._limit or 2 * others >= drops.groups):
+        enough_without_ties = others >= self._limit
+        enough_beside_ties = 2 * others >= drops.groups
+        if drops.groups >= self._limit and (enough_without_ties or enough_beside_ties):
             causes = ", ".join(
                 f"{n} {column}" for column, n in Counter(dict(drops.columns)).most_common()
             )

@@ -242,7 +242,7 @@ class RunCheckpoints(RunEvents):
         raised = original(error)
         cause = raised if isinstance(raised, RunError) else cause_of(raised)
         self.failure = f"the state after step {step} is not saved: {cause}"
-        self.saved_step = min(self.saved_step, step - 1)
+        self.saved_step = min(self.saved_step, step - 1)  # so that `finish` saves the step again
         kept = "there is no checkpoint yet"
         if self.newest is not None:
             kept = f"{self.newest.name} stays the newest checkpoint"

@@ -25,10 +25,7 @@ Small batches and longer answers move the mean by less.
 ROUNDING = {"float32": 0.01, "bfloat16": 0.3}
 """Mean distance in nats that rounding alone may always reach. Seen: 1e-6 and 0.005."""
 LEARNING = 1.0
-"""Mean distance in nats, per version of age and one more, that learning may always reach.
-
-Seen: 0.15.
-"""
+"""Mean distance in nats, times ``age + 1``, that learning may always reach. Seen: 0.15."""
 
 _METRIC = re.compile(r"mismatch/replica/(\d+)/age/(\d+)")
 _SHARE = "mismatch/share_of_bound_max"

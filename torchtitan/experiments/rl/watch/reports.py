@@ -149,9 +149,10 @@ class StepWarnings:
         if self._compares_rewards and metrics.get("rollout/reward_std") == 0:
             yield (
                 "rewards",
-                f"every reward of the last {WARN_AFTER_STEPS} steps is "
-                f"{metrics['rollout/reward_mean']:.4g}: nothing is learned from it; the examples "
-                "are too easy or too hard for this model, or the rubric tells nothing apart",
+                f"in each of the last {WARN_AFTER_STEPS} steps all rewards were equal, "
+                f"{metrics['rollout/reward_mean']:.4g} now: nothing is learned from them; the "
+                "examples are too easy or too hard for this model, or the rubric tells nothing "
+                "apart",
             )
         truncated = sum(
             share for name, share in metrics.items() if name.startswith("rollout/status/truncated")

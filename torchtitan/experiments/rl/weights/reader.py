@@ -208,7 +208,7 @@ class WeightReader(WatchedActor):
 
     def __init__(self, *, run_dir: str, index: int):
         super().__init__()
-        self.part = f"weight reader {index}"
+        self.process_name = f"weight reader {index}"
         set_up_logging(run_dir, f"weight-reader-{index}")
         self._host = host_identity()
         self._buffers: dict[int, list[SharedBuffer]] = {}

@@ -6,11 +6,8 @@ from typing import Literal
 import pytest
 
 from torchtitan.experiments.rl.algorithms import GRPO
-from torchtitan.experiments.rl.command.preflight import (
-    build_tasks,
-    read_policy_tokenizer,
-    try_tasks,
-)
+from torchtitan.experiments.rl.command.build import build_tasks, read_policy_tokenizer
+from torchtitan.experiments.rl.command.preflight import run_preflight
 from torchtitan.experiments.rl.config_registry import rl_questions_qwen3_debug
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.tool_calls import example_call
@@ -84,7 +81,7 @@ def warnings_of(task) -> list[str]:
     policy = read_policy_tokenizer(run)
     return [
         line
-        for line in try_tasks(run, build_tasks(run, policy), policy)["shop"].warnings()
+        for line in run_preflight(run, build_tasks(run, policy), policy)["shop"].warnings
         if "own answer" not in line
     ]
 
@@ -101,13 +98,13 @@ FAULTS = {
         [
             "tasks.shop: after the call price(",
             "the rollout ended as ERROR: ",
-            "KeyError: 'tool_id' (test_trial_tools.py:",
+            "KeyError: 'tool_id' (test_preflight_tools.py:",
         ],
     ),
     "a tool that raises": (
         tool_task(ROWS, [broken, price], reward),
         [
-            """tasks.shop: the call broken({"item": "text"}) was answered with "Error: broken: KeyError: 'text' (test_t"""
+            """tasks.shop: the call broken({"item": "text"}) was answered with "Error: broken: KeyError: 'text' (test_p"""
         ],
     ),
     "an answer that has no room for a call": (
