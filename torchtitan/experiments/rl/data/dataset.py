@@ -1,4 +1,12 @@
-"""Datasets: the examples of a task."""
+"""Holds the examples of a task.
+
+    Dataset          base class: examples by index
+    MadeDataset      makes its examples when it is built
+    RowDataset       reads rows of data as examples (`data/rows.py`)
+
+A dataset is the user's code: the library reads it by `count_examples` and `read_example`, which
+name it in their errors.
+"""
 
 import abc
 import dataclasses
@@ -18,31 +26,45 @@ from torchtitan.experiments.rl.rollouts.types import DataSample
 
 
 class Dataset(UserConfigurable, abc.ABC):
-    """The examples of a task, by index. A subclass loads or makes them from its Config.
+    """Examples of a task by index. A subclass loads or makes them from its Config.
 
-    The order must not change between runs: a resumed run counts on index i being the same example.
+    The order must not change between runs: a resumed run relies on index i being the same example.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         def validate(self, *, field: str) -> None:
-            """Refuse what can't work, before any process starts. Raises ConfigError."""
+            """Refuse what can't work, before any process starts.
+
+            Args:
+                field: path of this config, such as "tasks.sum_digits.dataset".
+
+            Raises:
+                ConfigError: naming the field at fault, its value and the cure.
+            """
 
         @property
         def turns_needed(self) -> int:
-            """That an example may take: a task of fewer (``env.max_turns``) is refused."""
+            """Maximum number of turns that an example may take.
+
+            A task whose ``env.max_turns`` is lower is refused.
+            """
             return 1
 
         def rest(self) -> "Dataset.Config | None":
-            """The examples that this one leaves of the same data, for validation; None: there are none."""
+            """Return the config of the examples that this one leaves of the same data.
+
+            The task validates on them. None if there are none.
+            """
             return None
 
         def check_present(self, *, field: str) -> None:
             """Refuse what this machine lacks, a file or a package.
 
             Raises:
-                MissingError: it is not here. ``--dry-run`` prints it and goes on; a run ends.
-                ConfigError: it is here and can't be used.
+                MissingError: something is not here. ``--dry-run`` prints this and goes on; a run
+                    ends.
+                ConfigError: something is here and can't be used.
             """
 
     @abc.abstractmethod
@@ -56,59 +78,60 @@ class Dataset(UserConfigurable, abc.ABC):
 
 
 Examples = Dataset | Sequence[DataSample]
-"""What a sampler draws from."""
+"""Examples that a sampler draws from."""
 
 
 def count_examples(dataset: Examples) -> int:
-    """``len(dataset)``.
+    """Return ``len(dataset)``.
 
     Raises:
         UserCodeError: the dataset raised anything; names the dataset.
     """
     try:
         return len(dataset)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - user code may exit
         raise UserCodeError(
             f"dataset {type(dataset).__name__}: its length: {cause_of(error)}"
         ) from error
 
 
 def read_example(dataset: Examples, index: int) -> DataSample:
-    """``dataset[index]``.
+    """Return ``dataset[index]``.
 
     Raises:
-        UserCodeError: the dataset raised anything, or the item is no DataSample; names the dataset and the index.
+        UserCodeError: the dataset raised anything, or the item is no DataSample; names the dataset
+            and the index.
     """
+    place = f"dataset {type(dataset).__name__}: item {index}"
     try:
         item = dataset[index]
-    except BaseException as error:
-        raise UserCodeError(
-            f"dataset {type(dataset).__name__}: item {index}: {cause_of(error)}"
-        ) from error
+    except BaseException as error:  # noqa: BLE001 - user code may exit
+        raise UserCodeError(f"{place}: {cause_of(error)}") from error
     if not isinstance(item, DataSample):
-        raise UserCodeError(
-            f"dataset {type(dataset).__name__}: item {index} is a {type(item).__name__}, want a DataSample"
-        )
-    if fault := fault_of_example(item):
-        raise UserCodeError(f"dataset {type(dataset).__name__}: item {index}: its {fault}")
+        raise UserCodeError(f"{place} is a {type(item).__name__}, want a DataSample")
+    fault = fault_of_example(item)
+    if fault:
+        raise UserCodeError(f"{place}: its {fault}")
     return item
 
 
 def find_examples(dataset: Examples, sample_ids: Collection[str]) -> dict[str, DataSample]:
-    """The examples with these ids, by id; one that the dataset lacks is left out.
+    """Return the examples with these ids, by id. An id that the dataset lacks is left out.
 
-    Many datasets number their examples, so an id that is a number is looked for there first. For other ids the dataset is read
-    from its start to the last of them.
+    Many datasets number their examples, so an id that is a number is looked for at that index
+    first. For other ids the dataset is read from its start to the last of them.
 
     Raises:
         UserCodeError: as ``read_example`` does.
     """
-    missing, found = set(sample_ids), {}
+    missing = set(sample_ids)
+    found: dict[str, DataSample] = {}
     count = count_examples(dataset) if missing else 0
-    numbered = [
+    numbers = [
         int(sample_id) for sample_id in missing if sample_id.isdecimal() and len(sample_id) < 19
     ]
-    for index in itertools.chain((number for number in numbered if number < count), range(count)):
+    likely = [number for number in numbers if number < count]
+    for index in itertools.chain(likely, range(count)):
         if not missing:
             break
         sample = read_example(dataset, index)
@@ -119,7 +142,7 @@ def find_examples(dataset: Examples, sample_ids: Collection[str]) -> dict[str, D
 
 
 def fault_of_example(example: DataSample) -> str | None:
-    """Which of its fields is of a wrong type, and which is wanted; None: none."""
+    """Return which field of an example has a wrong type, and the right one; None if none has."""
     if not isinstance(example.sample_id, str):
         return f"sample_id is a {type(example.sample_id).__name__}, want a text"
     if not isinstance(example.info, dict):
@@ -129,51 +152,58 @@ def fault_of_example(example: DataSample) -> str | None:
 
 Split = Literal["train", "validation"]
 VALIDATION_ONE_IN = 8
-"""One question in this many, on average, is kept for validation."""
+"""Average number of questions of which one is kept for validation."""
 MADE_AT_ONCE = Cure(
-    "all examples are made when the run starts; for more, write a Dataset that makes each when it is asked for"
+    "all examples are made when the run starts; for more, write a Dataset that makes each when it "
+    "is asked for"
 )
 
 
 def split_of_text(text: str) -> Split:
-    """The split of an example, by a checksum of its question: about one in eight is for validation. So no question is in both
-    splits, whatever the seed. Python's ``hash`` would not do: it differs between processes."""
+    """Return the split of an example by a checksum of its question.
+
+    So no question is in both splits, whatever the seed. About one in eight is for validation.
+    """
+    # Python's ``hash`` of a text differs between processes.
     return "validation" if zlib.crc32(text.encode()) % VALIDATION_ONE_IN == 0 else "train"
 
 
 class MadeDataset(Dataset):
-    """Makes all its examples when it is built, from its Config alone: the same Config gives the same examples.
+    """Dataset that makes all its examples when it is built, from its Config alone.
 
-    A subclass adds fields to the Config and defines ``make``, which gets every field by name:
+    The same Config gives the same examples. A subclass adds fields to the Config and defines
+    ``make``, which gets every field by name::
 
         class SumDigitsDataset(MadeDataset):
             @dataclass(kw_only=True, slots=True)
             class Config(MadeDataset.Config):
                 max_digits: int = 5
 
-            make = staticmethod(make_examples)  # make_examples(split=, count=, seed=, max_digits=) -> list
+            # make_examples(split=, count=, seed=, max_digits=) -> list
+            make = staticmethod(make_examples)
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Dataset.Config):
         split: Split = "train"
-        """No example of one split is ever in the other, whatever the seed."""
+        """Split of the examples. No example of one is ever in the other, whatever the seed."""
         count: Annotated[int, Ge(1), Le(10_000_000), MADE_AT_ONCE] = 10_000
-        """Examples to make."""
+        """Number of examples to make."""
         seed: int = 0
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.examples = self.make(
-            **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-        )
+        arguments = {
+            field.name: getattr(config, field.name) for field in dataclasses.fields(config)
+        }
+        self.examples = self.make(**arguments)
 
     make: Callable[..., Sequence[Any]]
-    """A function: gets each field of the Config by name, and returns the examples. Each is the ``env_input`` of a data
-    sample."""
+    """Function that gets each field of the Config by name, and returns the examples. Each is the
+    ``env_input`` of a data sample."""
 
-    def info(self, example: Any) -> dict[str, Any]:
-        """``DataSample.info`` of an example."""
+    def info(self, example: Any) -> dict[str, Any]:  # noqa: ANN401 - the user's
+        """Return the ``DataSample.info`` of an example. Nothing unless overridden."""
         return {}
 
     def __len__(self) -> int:

@@ -1,4 +1,10 @@
-"""Which example of a task's dataset is next."""
+"""Decides which example of a task's dataset is next.
+
+SampleStrategy    base class
+ShuffledCursor    every example once per epoch, in random order: the default
+DifficultyPool    by how hard examples are (`data/difficulty_pool.py`)
+ExampleReplay     again those that were informative (`data/replay.py`)
+"""
 
 import abc
 import hashlib
@@ -16,18 +22,21 @@ from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 
 
 def sampler_seed(run_seed: int, task_name: str) -> int:
-    """Seed of a task's sampler: 63 bits, the same in every process (``hash`` of a string is not).
+    """Return the seed of a task's sampler: 63 bits, the same in every process.
 
-    Two tasks with datasets of one length would otherwise walk them in the same order.
+    It depends on the task's name, so that two tasks with datasets of one length don't walk them in
+    the same order.
     """
-    digest = hashlib.blake2b(
-        f"{run_seed}/{task_name}".encode(errors="surrogatepass"), digest_size=8
-    ).digest()
+    key = f"{run_seed}/{task_name}".encode(errors="surrogatepass")
+    digest = hashlib.blake2b(key, digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 class SampleStrategy(UserConfigurable, abc.ABC):
-    """Hands out the examples of one dataset, without end. Deterministic: the same seed and observations, the same examples."""
+    """Strategy that hands out the examples of one dataset, without end.
+
+    It is deterministic: the same seed and the same observations give the same examples.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -54,32 +63,35 @@ class SampleStrategy(UserConfigurable, abc.ABC):
 
     @abc.abstractmethod
     def next(self) -> DataSample:
-        """The next example."""
+        """Return the next example."""
 
     def example(self, index: int) -> DataSample:
-        """Example ``index`` of the dataset.
+        """Return example ``index`` of the dataset.
 
         Raises:
-            UserCodeError: the dataset failed; names it and the index.
+            UserCodeError: the dataset failed; names the dataset and the index.
         """
         return read_example(self.dataset, index)
 
     def observe(self, group: RolloutGroup) -> None:
-        """Take note of a scored group; strategies that pick by difficulty use its rewards."""
+        """Take note of a scored group, for strategies that pick by its rewards."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on with the example that would have been next: plain JSON values."""
+        """Return the JSON values from which a resumed run goes on with the same next example."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state_dict.
+        """Continue from what ``state_dict`` returned.
 
         Raises:
             ConfigError: the state is of another strategy, dataset or seed.
         """
 
     def origin(self) -> dict[str, Any]:
-        """What a state belongs to: strategies put it into their state_dict, for ``check_origin`` to find."""
+        """Return what a state belongs to.
+
+        Strategies put it into their state_dict, where ``check_origin`` finds it.
+        """
         return {
             "strategy": type(self).__name__,
             "seed": self.seed,
@@ -87,9 +99,10 @@ class SampleStrategy(UserConfigurable, abc.ABC):
         }
 
     def check_origin(self, state: dict[str, Any]) -> None:
-        """
+        """Refuse a state of another strategy, dataset or seed.
+
         Raises:
-            ConfigError: the state is of another strategy, dataset or seed.
+            ConfigError: naming what differs, its value and the cure.
         """
         for name, value in self.origin().items():
             if state.get(name) != value:
@@ -101,7 +114,10 @@ class SampleStrategy(UserConfigurable, abc.ABC):
 
 
 class ShuffledCursor(SampleStrategy):
-    """Every example once per epoch, in an order that follows from the seed and the epoch."""
+    """Strategy that hands out every example once per epoch.
+
+    The order of an epoch follows from the seed and the epoch.
+    """
 
     def __init__(self, config: SampleStrategy.Config, *, dataset: Examples, seed: int):
         super().__init__(config, dataset=dataset, seed=seed)
@@ -122,21 +138,25 @@ class ShuffledCursor(SampleStrategy):
         self._start(epoch=state["epoch"], cursor=state["cursor"])
 
     def _start(self, *, epoch: int, cursor: int) -> None:
-        self._epoch, self._cursor = epoch, cursor
+        """Go to an epoch, of which ``cursor`` examples were handed out."""
+        self._epoch = epoch
+        self._cursor = cursor
         self._order = random_order(count_examples(self.dataset), [self.seed, epoch])
 
 
 LARGEST_TABLE = 2**24
-"""Examples up to which an order is held in memory, at 8 bytes each."""
+"""Maximum number of examples whose order is held in memory, at 8 bytes each."""
 
 _ROUNDS = 6
 _ODD = 0x9E3779B97F4A7C15
-"""To multiply by an odd number is a permutation of the numbers of so many bits."""
+"""Odd factor: multiplying by one permutes the numbers of any number of bits."""
 
 
 def random_order(size: int, seed: int | Sequence[int]) -> "np.ndarray | ComputedOrder":
-    """Each number from 0 to ``size`` - 1 once, in an order that follows from the seed alone. Above ``LARGEST_TABLE`` it takes
-    no memory."""
+    """Return the numbers from 0 to ``size`` - 1 in an order that follows from the seed alone.
+
+    An order of more than ``LARGEST_TABLE`` numbers is computed place by place, without memory.
+    """
     random = np.random.default_rng(seed)
     if size > LARGEST_TABLE:
         return ComputedOrder(size, [int(key) for key in random.integers(0, 2**63, _ROUNDS)])
@@ -144,19 +164,24 @@ def random_order(size: int, seed: int | Sequence[int]) -> "np.ndarray | Computed
 
 
 class ComputedOrder:
-    """An order that computes each of its places.
+    """Order of the numbers below ``size`` that computes each of its places.
 
-    In each round a number of so many bits gets a key, is multiplied, and its upper bits go into the lower ones. Each step can
-    be undone, so all are a permutation. A result that is no example goes through it again, until it is one (cycle walking:
-    Black and Rogaway, 2002). So every example has one place.
+    A place goes through rounds: in each, a key is added, the sum is multiplied by an odd number,
+    and the upper half of the bits is mixed into the lower one. Each step can be undone, so the
+    rounds permute the numbers of as many bits. A result that is not below ``size`` goes through the
+    rounds again, until it is (cycle walking: Black and Rogaway, 2002). So every number has one
+    place.
     """
 
     def __init__(self, size: int, keys: Sequence[int]):
-        """
+        """Initialize the order.
+
         Args:
-            keys: of the rounds; they choose the order.
+            size: number of places.
+            keys: key of each round. The keys choose the order.
         """
-        self._size, self._keys = size, keys
+        self._size = size
+        self._keys = keys
         self._bits = max(2, (size - 1).bit_length())
 
     def __len__(self) -> int:
@@ -171,6 +196,7 @@ class ComputedOrder:
         return number
 
     def _permuted(self, number: int) -> int:
+        """Return what the rounds make of a number of ``_bits`` bits."""
         for key in self._keys:
             number = (number + key) * _ODD % 2**self._bits
             number ^= number >> self._bits // 2

@@ -1,4 +1,4 @@
-"""Which task gives the next group."""
+"""Decides which task gives the next group."""
 
 import abc
 from collections.abc import Mapping
@@ -11,35 +11,47 @@ from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 
 class TaskMix(UserConfigurable, abc.ABC):
-    """Names tasks, without end, in proportion to their weights. Deterministic."""
+    """Mix that names tasks, without end, in proportion to their weights. It is deterministic."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         pass
 
     def __init__(self, config: Config, *, weights: dict[str, float]):
-        """``weights``: of the tasks, by name; each is above 0."""
+        """Initialize the mix.
+
+        Args:
+            config: config of the mix.
+            weights: weight of each task by name, above 0.
+        """
         self.config = config
         self.weights = dict(weights)
 
     @abc.abstractmethod
     def next(self) -> str:
-        """Name of the next task."""
+        """Return the name of the next task."""
 
     def observe(self, group: RolloutGroup) -> None:
         """Take note of a scored group of any task, for mixes that depend on rewards."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on where this one is: plain JSON values."""
+        """Return the JSON values from which a resumed run goes on with the same next task."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state_dict."""
+        """Continue from what ``state_dict`` returned."""
 
 
 def pick_in_turn(credit: dict[str, float], weights: Mapping[str, float]) -> str:
-    """Smooth weighted round robin, nginx's upstream rule: at each pick each name gains its weight in ``credit``, which is
-    changed. The name with the most (the first, of equals) is picked and pays the sum of the weights."""
+    """Return the next name by smooth weighted round robin, nginx's rule for upstream servers.
+
+    At each pick each name gains its weight as credit. The name with the most credit is picked, the
+    first of equals, and pays the sum of the weights.
+
+    Args:
+        credit: credit of each name, which is changed.
+        weights: weight of each name that may be picked.
+    """
     for name, weight in weights.items():
         credit[name] += weight
     picked = max(weights, key=credit.__getitem__)
@@ -48,10 +60,10 @@ def pick_in_turn(credit: dict[str, float], weights: Mapping[str, float]) -> str:
 
 
 class WeightedRoundRobin(TaskMix):
-    """``pick_in_turn`` of the tasks.
+    """Mix that picks tasks by smooth weighted round robin (``pick_in_turn``).
 
-    After any number of picks a task has had its share to within one pick per other task, so no stretch of a run belongs to one
-    task, as with random draws it might.
+    After any number of picks a task has had its share to within one pick per other task. With
+    random draws, a stretch of a run could belong to one task.
     """
 
     def __init__(self, config: TaskMix.Config, *, weights: dict[str, float]):
@@ -65,5 +77,9 @@ class WeightedRoundRobin(TaskMix):
         return {"credit": dict(self._credit)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Tasks that are new since the checkpoint start without credit; credit of tasks that are gone is dropped."""
+        """Continue from what ``state_dict`` returned.
+
+        Tasks that are new since then start without credit, and credit of tasks that are gone is
+        dropped.
+        """
         self._credit = {name: state["credit"].get(name, 0.0) for name in self.weights}

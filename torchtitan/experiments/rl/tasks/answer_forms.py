@@ -1,7 +1,8 @@
-r"""Compares two written answers, such as a row's and a reply's: both go through the same normalisation.
+r"""Compares two written answers, such as a row's and a reply's, after normalizing both alike.
 
-Numbers are equal by value: ``1 000``, ``1,000``, ``1e3``, ``2000/2`` and ``\frac{2000}{2}`` are one answer. Everything else
-is compared as text without its case and without what only sets it. Nothing is evaluated: ``2 + 2`` is not ``4``.
+Numbers are equal by value: ``1 000``, ``1,000``, ``1e3``, ``2000/2`` and ``\frac{2000}{2}`` are one
+answer. Everything else is compared as text, without its case and its markup. Nothing is evaluated:
+``2 + 2`` is not ``4``.
 """
 
 import calendar
@@ -14,7 +15,8 @@ from fractions import Fraction
 MAX_DIGITS = 400
 """Maximum length of a number that is compared by its value. A longer one is compared as text."""
 MAX_EXPONENT = 400
-"""Maximum exponent of a number that is compared by its value, so that ``1e999999999`` costs nothing."""
+"""Maximum exponent of a number that is compared by its value. Without it, ``1e999999999`` would be
+a number of a gigabyte."""
 
 _MINUS_SIGNS = re.compile("[\u2212\ufe63\uff0d]|[\u2010-\u2013](?=[\\d.$\\\\])")
 _SPACES = re.compile(r"(?:\\[ ,;:!]|~|\\quad\b|\s)+")
@@ -31,17 +33,21 @@ _DECIMAL = rf"(?:(?:{_GROUPED})(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,4}})?"
 _NUMBER = re.compile(
     rf"(?P<sign>[-+]?)\s?[$€£¥]?\s?(?P<sign2>[-+]?)"
     rf"(?:(?:(?P<whole>\d+) )?(?P<over>\d+) ?/ ?(?P<under>\d+)|(?P<decimal>{_DECIMAL}))"
-    r"(?P<power> ?(?:\\times|\\cdot|[x×*·]) ?10 ?\^ ?(?:\{(?P<braced>[-+]?\d+)\}|(?P<bare>[-+]?\d+)))?"
+    r"(?P<power> ?(?:\\times|\\cdot|[x×*·]) ?10 ?\^ ?"
+    r"(?:\{(?P<braced>[-+]?\d+)\}|(?P<bare>[-+]?\d+)))?"
     r"(?: ?[%°])?(?P<unit> ?[^\W\d_]+(?:/[^\W\d_]+)?(?:\^?\{?[23²³]\}?)?)?"
 )
 _SHORT_UNITS = frozenset(
     "km cm mm nm kg mg ml cl dl mi ft in yd lb oz hr min ms mph kph km/h m/s m² m³ m^2 m^3".split()
 )
 _NO_UNITS = frozenset(
-    "sin cos tan cot sec csc log exp sqrt theta alpha beta gamma delta lambda sigma omega epsilon phi".split()
+    (
+        "sin cos tan cot sec csc log exp sqrt "
+        "theta alpha beta gamma delta lambda sigma omega epsilon phi"
+    ).split()
     + [month.casefold() for month in (*calendar.month_name, *calendar.month_abbr)]
 )
-"""Words that make another thing of a number: ``3 theta`` and ``12 May`` are no numbers with units."""
+"""Words that are no units: ``3 theta`` and ``12 May`` are compared as texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +56,20 @@ class Quantity:
 
     value: Fraction
     unit: str
-    """Unit without its case, such as "km"; empty where there is none. Currencies, degrees and percent are left out."""
+    """Unit without its case, such as "km"; "" for none. Currencies, degrees and percent count as
+    none."""
 
     def equals(self, other: "Quantity") -> bool:
-        """Return whether the values are equal, and the units where both have one."""
-        return self.value == other.value and (
-            self.unit == other.unit or not self.unit or not other.unit
-        )
+        """Return True if the values are equal, and the units where both have one."""
+        same_unit = self.unit == other.unit or not self.unit or not other.unit
+        return self.value == other.value and same_unit
 
 
 def readable(text: str) -> str:
-    """Return the text with the characters of numbers in plain form, and without characters that nobody sees.
+    """Return the text with numbers in plain characters, and without invisible characters.
 
-    Letters are composed, so that both ways to write an accent are equal. Digits and letters of full width, minus signs and
-    fractions such as ½ are written in ASCII.
+    Letters are composed, so that both ways to write an accent are equal. Digits and letters of full
+    width, minus signs and fractions such as ½ are written in ASCII.
     """
     if text.isascii():
         return text
@@ -71,38 +77,40 @@ def readable(text: str) -> str:
 
 
 def same_form(expected: str, given: str) -> bool:
-    """Return whether two answers are equal as numbers or as texts."""
-    wanted = quantity_of(expected)
-    seen = quantity_of(given)
-    if wanted is not None and seen is not None:
-        return wanted.equals(seen)
+    """Return True if two answers are equal as numbers, or as texts if one is no number."""
+    expected_quantity = quantity_of(expected)
+    given_quantity = quantity_of(given)
+    if expected_quantity is not None and given_quantity is not None:
+        return expected_quantity.equals(given_quantity)
     return canonical(expected) == canonical(given)
 
 
 def quantity_of(answer: str) -> Quantity | None:
-    """Return the number that is the whole answer, or None where the answer is anything else."""
+    """Return the number that the whole answer is; None if the answer is anything else."""
     text = _plain_math(answer)
     if text.startswith("[") and text.endswith("]") and "," not in text:
         text = text[1:-1].strip()
     if len(text) > MAX_DIGITS:
         return None
-    found = _NUMBER.fullmatch(text)
-    if found is None or (found["sign"] and found["sign2"]):
+    match = _NUMBER.fullmatch(text)
+    if match is None or (match["sign"] and match["sign2"]):
         return None
-    unit = (found["unit"] or "").strip().casefold()
-    is_word = len(unit) >= 3 and unit not in _NO_UNITS and found["unit"].startswith(" ")
+    unit = (match["unit"] or "").strip().casefold()
+    is_word = len(unit) >= 3 and unit not in _NO_UNITS and match["unit"].startswith(" ")
     if unit and unit not in _SHORT_UNITS and not is_word:
         return None
-    value = _value(found)
-    return (
-        None
-        if value is None
-        else Quantity(value=value, unit=unit.removesuffix("s") if len(unit) > 3 else unit)
-    )
+    value = _value(match)
+    if value is None:
+        return None
+    singular = unit.removesuffix("s") if len(unit) > 3 else unit
+    return Quantity(value=value, unit=singular)
 
 
 def canonical(answer: str) -> str:
-    """Return the form in which two texts are compared: no case, one space between words and none beside signs."""
+    """Return the form in which texts are compared.
+
+    It has no case, one space between words, and none beside signs.
+    """
     text = re.sub(r"\\(?:left|right)\b", "", _plain_math(answer))
     text = re.sub(r"\s*([^\w\s])\s*", r"\1", text).casefold()
     in_parentheses = re.fullmatch(r"\(([^()]*)\)", text)
@@ -110,6 +118,7 @@ def canonical(answer: str) -> str:
 
 
 def _character(character: str) -> str:
+    """Return a character in plain form; "" if it is invisible."""
     if unicodedata.category(character) == "Cf" or character == "\ufe0f":
         return ""
     decomposed = unicodedata.decomposition(character)
@@ -121,33 +130,42 @@ def _character(character: str) -> str:
 
 
 def _plain_math(answer: str) -> str:
-    """Return the answer without LaTeX that only sets it."""
+    """Return the answer without LaTeX's commands for fonts, spaces, degrees and fractions."""
     text = _TEXT_COMMAND.sub(r" \1 ", readable(answer))
     text = _DEGREES.sub("°", _ESCAPED_SIGN.sub(r"\1", text))
     text = _SPACES.sub(" ", text.replace("{,}", ","))
     return _SPACES.sub(" ", _FRACTION_COMMAND.sub(_as_quotient, text)).strip()
 
 
-def _as_quotient(found: re.Match[str]) -> str:
-    """Return a fraction of LaTeX as ``a/b``, apart from a number before it: ``1\\frac12`` is one and a half."""
-    over, under = ((found[1] or found[2] or "").strip(), (found[3] or found[4] or "").strip())
-    parts = (part if re.fullmatch(r"-?\w+", part) else f"({part})" for part in (over, under))
-    return " " + "/".join(parts)
+def _as_quotient(fraction: re.Match[str]) -> str:
+    r"""Return a fraction of LaTeX as ``a/b`` after a space: ``1\frac12`` is one and a half."""
+    operands = (fraction[1] or fraction[2] or "", fraction[3] or fraction[4] or "")
+    return " " + "/".join(map(_as_operand, operands))
 
 
-def _value(found: re.Match[str]) -> Fraction | None:
-    exponent = int(found["braced"] or found["bare"] or 0) if found["power"] else 0
-    if found["decimal"]:
-        separator = found["separator"]
-        number = Decimal(found["decimal"].replace(separator, "") if separator else found["decimal"])
-        if abs(number.adjusted()) > MAX_EXPONENT:
-            return None
-        value = Fraction(number)
-    else:
-        if int(found["under"]) == 0:
-            return None
-        value = int(found["whole"] or 0) + Fraction(int(found["over"]), int(found["under"]))
+def _as_operand(text: str) -> str:
+    """Return the text, in parentheses unless it is one word or number."""
+    text = text.strip()
+    return text if re.fullmatch(r"-?\w+", text) else f"({text})"
+
+
+def _value(number: re.Match[str]) -> Fraction | None:
+    """Return the value of a match of `_NUMBER`.
+
+    None if its exponent is too large, or if it divides by 0.
+    """
+    exponent = int(number["braced"] or number["bare"] or 0) if number["power"] else 0
     if abs(exponent) > MAX_EXPONENT:
         return None
+    if number["decimal"]:
+        decimal = Decimal(number["decimal"].replace(number["separator"] or "", ""))
+        if abs(decimal.adjusted()) > MAX_EXPONENT:
+            return None
+        value = Fraction(decimal)
+    else:
+        under = int(number["under"])
+        if under == 0:
+            return None
+        value = int(number["whole"] or 0) + Fraction(int(number["over"]), under)
     value *= Fraction(10) ** exponent
-    return -value if "-" in (found["sign"], found["sign2"]) else value
+    return -value if "-" in (number["sign"], number["sign2"]) else value

@@ -1,4 +1,4 @@
-"""A policy that samples given replies, so that a task can be tried and tested without a model."""
+"""Samples given replies, so that a task can be tried and tested without a model."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,25 +15,27 @@ from torchtitan.experiments.rl.rollouts.types import Completion
 
 
 class ScriptedPolicy:
-    """Implements rollouts.policy.PolicyClient. Every token has log-probability -1; limits on tokens cut replies as they would a
-    model's.
+    """Policy whose replies are given. Implements rollouts.policy.PolicyClient.
 
-    ``replies`` are each rollout's completions, turn by turn, or a function of the rollout's index in its group and the turn.
+    Every token has log-probability -1, and limits on tokens cut replies as they would a model's.
     """
 
     version = 0
 
-    def __init__(self, tokenizer: Any, replies: Sequence[str] | Callable[[int, int], str]):
-        """
+    def __init__(self, tokenizer: Any, replies: Sequence[str] | Callable[[int, int], str]):  # noqa: ANN401 - transformers'
+        """Initialize the policy.
+
         Args:
-            tokenizer: the one that the task's renderer has, or its folder.
+            tokenizer: tokenizer of the task's renderer, or its folder.
+            replies: completions of each rollout, turn by turn; or a function of the rollout's index
+                in its group and of the turn.
         """
         if isinstance(tokenizer, str | Path):
             tokenizer = AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True)
         self.tokenizer = tokenizer
         self.reply = replies if callable(replies) else lambda rollout, turn: replies[turn]
         self.prompts: list[str] = []
-        """Prompts that it was given, special tokens included, in order."""
+        """Prompts that replies were asked for, special tokens included, in order."""
 
     def session(
         self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]
@@ -43,7 +45,7 @@ class ScriptedPolicy:
 
     @staticmethod
     def index_of(rollout_id: str) -> int:
-        """Of the rollout in its group."""
+        """Return the index of a rollout in its group."""
         return int(rollout_id.rpartition("/")[2].partition("~")[0])
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
@@ -61,17 +63,30 @@ class ScriptedPolicy:
         )
 
     def frozen(self, model: ModelReference) -> "ScriptedPolicy":
-        """See PolicyClient.frozen. Every model is this one."""
+        """Return this policy for every model; see PolicyClient.frozen."""
         return self
 
 
 class ScriptedSession:
-    """Implements rollouts.policy.PolicySession."""
+    """Session of a scripted policy. Implements rollouts.policy.PolicySession."""
 
     stops_at_texts = True
 
-    def __init__(self, policy: ScriptedPolicy, index: int, sampling: SamplingConfig, stop: int):
-        self._policy, self._index, self._sampling, self._stop = policy, index, sampling, stop
+    def __init__(
+        self, policy: ScriptedPolicy, index: int, sampling: SamplingConfig, stop_token: int
+    ):
+        """Initialize the session.
+
+        Args:
+            policy: policy that has the replies.
+            index: index of the rollout in its group.
+            sampling: limits of a completion.
+            stop_token: id of the token that ends each reply.
+        """
+        self._policy = policy
+        self._index = index
+        self._sampling = sampling
+        self._stop_token = stop_token
         self._turn = 0
 
     async def generate(
@@ -87,7 +102,7 @@ class ScriptedSession:
         policy.prompts.append(str(policy.tokenizer.decode(prompt_token_ids)))
         text = policy.reply(self._index, self._turn)
         self._turn += 1
-        ids = [*policy.tokenizer.encode(text, add_special_tokens=False), self._stop]
+        ids = [*policy.tokenizer.encode(text, add_special_tokens=False), self._stop_token]
         ids = ids[: self._tokens_to_stop(ids, stop)]
         limit = min(max_tokens, self._sampling.max_tokens)
         kept = np.asarray(ids[:limit], np.int32)
@@ -98,12 +113,14 @@ class ScriptedSession:
             finish_reason="stop" if len(ids) <= limit else "length",
         )
 
+    def close(self) -> None:
+        """Do nothing: the session holds nothing."""
+
     def _tokens_to_stop(self, ids: list[int], stop: Sequence[str]) -> int:
-        """Return how many of the tokens complete the first stop text; all of them if there is none."""
-        for count in range(1, len(ids) if stop else 0):
+        """Return how many tokens complete the first stop text; all of them if there is none."""
+        if not stop:
+            return len(ids)
+        for count in range(1, len(ids)):
             if any(text in self._policy.tokenizer.decode(ids[:count]) for text in stop):
                 return count
         return len(ids)
-
-    def close(self) -> None:
-        pass

@@ -1,9 +1,10 @@
-"""Several user turns: sort names, then merge more into the list. Copy this file for a conversation that follows a script.
+"""Asks to sort names, then to merge more names into the list, over several user turns.
 
     Sort these names ...: Nora Alice      ->   Alice Nora
     Now add these names ...: Bob          ->   Alice Bob Nora
 
-A split has its own sets of opening names: no set, in any order, is in both.
+Copy this file for a conversation that follows a script. No set of opening names is in both splits,
+in any order.
 """
 
 import random
@@ -26,31 +27,32 @@ from torchtitan.experiments.rl.tasks.answers import final_list
 from torchtitan.experiments.rl.tasks.task import Task
 
 Rounds = list[list[str]]
-"""Names that each round adds."""
+"""Names that each round of an example adds."""
 NAMES = """
-    Alice Anderson Bob Brown Carol Clark David Davis Emma Evans Fisher Frank Garcia Grace Harris Henry Irene Jack Johnson Karen
-    King Lewis Liam Maria Martin Nelson Nora Oliver Parker Paula Quinn Robert Roberts Sarah Smith Taylor Thomas Ursula Victor
-    Walker Wendy Wilson Xavier Young Yvonne Zoe
+    Alice Anderson Bob Brown Carol Clark David Davis Emma Evans Fisher Frank Garcia Grace Harris
+    Henry Irene Jack Johnson Karen King Lewis Liam Maria Martin Nelson Nora Oliver Parker Paula
+    Quinn Robert Roberts Sarah Smith Taylor Thomas Ursula Victor Walker Wendy Wilson Xavier Young
+    Yvonne Zoe
 """.split()
 
 
 def opening_text(names: list[str]) -> str:
-    """The user's first message."""
+    """Return the user's first message."""
     return "Sort these names in alphabetical order, one per line:\n" + "\n".join(names)
 
 
 def more_text(names: list[str]) -> str:
-    """The user's message in each later round."""
+    """Return the user's message of a later round."""
     return "Now add these names to the list and sort again:\n" + "\n".join(names)
 
 
 def sorted_lists(rounds: Rounds) -> Rounds:
-    """The right reply of each round: all names so far in alphabetical order."""
+    """Return the right reply of each round: all names so far in alphabetical order."""
     return [sorted(sum(rounds[: end + 1], [])) for end in range(len(rounds))]
 
 
 def split_of(opening: list[str]) -> Split:
-    """The split of these opening names. It depends neither on their order nor on the seed."""
+    """Return the split of these opening names, whatever their order and the seed."""
     return split_of_text("\n".join(sorted(opening)))
 
 
@@ -64,9 +66,9 @@ def make_examples(
     min_names: int = 2,
     max_names: int = 5,
 ) -> list[Rounds]:
-    """`count` examples of `min_rounds` to `max_rounds` lists of `min_names` to `max_names` names, every number equally likely.
+    """Return `count` examples, every number of rounds and of names equally likely.
 
-    No name comes twice in an example. A longer call with the same arguments starts with the shorter one's examples.
+    No name comes twice in an example. A larger `count` adds examples at the end.
     """
     stream = random.Random(f"alphabet_sort/{split}/{seed}")
 
@@ -88,6 +90,8 @@ SYSTEM = "You are a helpful assistant. Answer with the sorted list only."
 
 
 class AlphabetSortEnv(MessageEnv):
+    """Env that asks for each round in turn, whatever the model has answered."""
+
     def __init__(self, rounds: Rounds):
         self.rounds = rounds
         self._answered = 0
@@ -100,21 +104,21 @@ class AlphabetSortEnv(MessageEnv):
         self._answered += 1
         if self._answered == len(self.rounds):
             return StepOutput(env_messages=[], done=True)
-        return StepOutput(
-            env_messages=[{"role": "user", "content": more_text(self.rounds[self._answered])}],
-            done=False,
-        )
+        question = {"role": "user", "content": more_text(self.rounds[self._answered])}
+        return StepOutput(env_messages=[question], done=False)
 
 
 class AlphabetSortRubric(Rubric):
+    """Rubric that compares the list of each reply with the sorted list."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Rubric.Config):
         similarity_weight: NonNegativeFloat = 0.0
-        """Weight of `similarity` beside the 1.0 of `exact`: for long lists, of which a model seldom gets all in order."""
-
+        """Weight of `similarity` beside the 1.0 of `exact`, for long lists, which a model seldom
+        gets wholly in order."""
         exact: bool = False
-        """The reply has to be the list and nothing else: what the tiny models have learned. False: its last list counts, with
-        whatever numbers, bullets and words stand around it."""
+        """True if the reply has to be the list and nothing else, as the tiny models have learned.
+        If False, its last list counts, with any numbers, bullets and words around it."""
 
     config: Config
 
@@ -124,25 +128,29 @@ class AlphabetSortRubric(Rubric):
             RewardFn(self.similarity, weight=self.config.similarity_weight, takes="rollout"),
         ]
 
-    # Async, so they run on the event loop: for lists this short, a sync function's thread would cost more than the work.
+    # Async functions run on the event loop. Sync ones run in a thread, which would cost more.
     async def exact(self, rollout: Rollout, rounds: Rounds) -> float:
-        """Share of the rounds whose reply has the sorted list."""
-        return sum(reply == wanted for reply, wanted in self._replies(rollout, rounds)) / len(
-            rounds
-        )
+        """Return the share of the rounds whose reply has the sorted list."""
+        pairs = self._replies(rollout, rounds)
+        return sum(reply == wanted for reply, wanted in pairs) / len(rounds)
 
     async def similarity(self, rollout: Rollout, rounds: Rounds) -> float:
-        """Mean over the rounds of 2 M / T: M the names in common, in order, and T those of reply and sorted list together."""
-        pairs = self._replies(rollout, rounds)
-        return sum(
-            SequenceMatcher(None, reply, wanted, autojunk=False).ratio() for reply, wanted in pairs
-        ) / len(rounds)
+        """Return the mean similarity of reply and sorted list over the rounds.
+
+        The similarity is 2 M / T, where M is the number of names that both have in one order, and T
+        the number of names in both together.
+        """
+        ratios = [
+            SequenceMatcher(None, reply, wanted, autojunk=False).ratio()
+            for reply, wanted in self._replies(rollout, rounds)
+        ]
+        return sum(ratios) / len(rounds)
 
     def _replies(self, rollout: Rollout, rounds: Rounds) -> list[tuple[list[str], list[str]]]:
-        """The list of each reply, with the right one."""
+        """Return the list in each reply, with the right one. A rollout cut short has fewer."""
         texts = [turn.assistant_message["content"] for turn in rollout.turns]
         lists = [_lines(text) if self.config.exact else final_list(text) for text in texts]
-        return list(zip(lists, sorted_lists(rounds)))  # noqa: B905  a rollout cut short has fewer replies
+        return list(zip(lists, sorted_lists(rounds), strict=False))
 
 
 def _lines(text: str) -> list[str]:
@@ -150,24 +158,34 @@ def _lines(text: str) -> list[str]:
 
 
 class AlphabetSortDataset(MadeDataset):
+    """Dataset of scripts: the names that each round adds."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(MadeDataset.Config):
         min_rounds: Annotated[PositiveInt, AtMost("max_rounds")] = 2
         max_rounds: PositiveInt = 3
-        """Lists of names in an example. The model has one turn for each."""
+        """Maximum number of rounds in an example. The model has one turn for each."""
         min_names: Annotated[int, Ge(2), AtMost("max_names")] = 2
-        """At least 2: a single name needs no sorting, and there are too few single names for two splits."""
+        """Minimum number of names in each round. One name needs no sorting, and there are too few
+        names for two splits of single ones."""
         max_names: Annotated[int, Ge(2)] = 5
-        """Names in each list."""
+        """Maximum number of names in each round."""
 
         @property
         def turns_needed(self) -> int:
             return self.max_rounds
 
         def validate(self, *, field: str) -> None:
-            """Raises ConfigError where no example can be made."""
+            """Refuse bounds that need more names than there are.
+
+            Raises:
+                ConfigError: naming `max_names`.
+            """
             if self.max_rounds * self.max_names > len(NAMES):
-                cure = f"with max_rounds = {self.max_rounds} more than the {len(NAMES)} names there are; lower either"
+                cure = (
+                    f"with max_rounds = {self.max_rounds} more than the {len(NAMES)} names there "
+                    "are; lower either"
+                )
                 raise ConfigError(f"{field}.max_names", self.max_names, cure)
 
     make = staticmethod(make_examples)
@@ -177,6 +195,8 @@ class AlphabetSortDataset(MadeDataset):
 
 
 class AlphabetSortTask(Task):
+    """Task of several user turns, scored as a whole at the end."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         dataset: Dataset.Config = field(default_factory=AlphabetSortDataset.Config)

@@ -1,6 +1,8 @@
-"""Arithmetic with a tool that the model must call. Copy this file for a task with tools.
+"""Asks for the value of an expression, which the model has to compute with a tool.
 
-The calculator itself is in `calculator_program.py`.
+    What is 12 * 7 - 3? ...   ->   calculator(12 * 7 - 3)   ->   81   ->   81
+
+Copy this file for a task with tools. The calculator itself is in `calculator_program.py`.
 """
 
 import random
@@ -28,7 +30,7 @@ from torchtitan.experiments.rl.tasks.examples.calculator_program import (
 from torchtitan.experiments.rl.tasks.task import Task
 
 OPERATORS = "+-*"
-"""No division: every answer is an integer, written in one way."""
+"""Operators of an expression. Without division, every answer is an integer."""
 
 
 def make_examples(
@@ -40,9 +42,9 @@ def make_examples(
     max_operands: int = 4,
     max_operand: int = 999,
 ) -> list[str]:
-    """`count` expressions of `min_operands` to `max_operands` numbers from 0 to `max_operand`, every length equally likely.
+    """Return `count` expressions of numbers up to `max_operand`, every length equally likely.
 
-    A longer call with the same arguments starts with the shorter one's expressions.
+    A larger `count` adds expressions at the end.
     """
     stream = random.Random(f"calculator/{split}/{seed}")
 
@@ -59,34 +61,34 @@ def make_examples(
 
 
 class CalculatorEnv(MessageEnv):
-    """Gives 1, as component "calculated", for each call that gave a number.
+    """Env that answers the model's calls until the model answers without one.
 
-    A tool message tells the model of its mistake, so it can try again. An exception would make the mistake an error of
-    the env, and the rollout would be lost to training.
+    Each call that gave a number gives 1 as component "calculated". A tool message tells the model
+    of its mistake, so that it can try again. An exception would make the mistake an error of the
+    env, and the rollout would be lost to training.
     """
 
     def __init__(self, expression: str):
         self.expression = expression
 
     async def reset(self) -> ResetOutput:
-        return ResetOutput(
-            messages=[{"role": "user", "content": prompt_text(self.expression)}], tools=[CALCULATOR]
-        )
+        question = {"role": "user", "content": prompt_text(self.expression)}
+        return ResetOutput(messages=[question], tools=[CALCULATOR])
 
     async def step_message(self, message: Message) -> StepOutput:
         answers: list[Any] = [tool_message(call) for call in message.get("tool_calls", [])]
         calculated = sum(not answer["content"].startswith(ERROR) for answer in answers)
-        # These have no id to answer to: the renderer could not even tell where their parts begin.
-        answers += [
-            {"role": "tool", "content": "Error: invalid tool call"}
-            for _ in message.get("malformed_tool_calls", [])
-        ]
+        for _ in message.get("malformed_tool_calls", []):
+            # What the renderer can't parse has no id that the answer could name.
+            answers.append({"role": "tool", "content": "Error: invalid tool call"})
         return StepOutput(
             env_messages=answers, done=not answers, reward_components={"calculated": calculated}
         )
 
 
 class CalculatorRubric(Rubric):
+    """Rubric that rewards a right answer after a call. Its other functions are only logged."""
+
     def register_funcs(self) -> list[RewardFn]:
         return [
             RewardFn(solved, takes="rollout"),
@@ -96,35 +98,40 @@ class CalculatorRubric(Rubric):
 
 
 async def solved(rollout: Rollout, expression: str) -> float:
+    """Return 1 if the answer is right and the calculator was used, else 0."""
     return await right(rollout, expression) * await called(rollout, expression)
 
 
 async def right(rollout: Rollout, expression: str) -> float:
-    """Whether the final message gives the answer. A rollout that was cut off has no final message."""
-    return float(
-        rollout.status is RolloutStatus.COMPLETED and number_of(rollout) == evaluate(expression)
-    )
+    """Return 1 if the final message gives the answer, else 0.
+
+    A rollout that was cut off has no final message.
+    """
+    is_whole = rollout.status is RolloutStatus.COMPLETED
+    return float(is_whole and number_of(rollout) == evaluate(expression))
 
 
 async def called(rollout: Rollout, expression: str) -> float:
-    """Whether some call gave a number: its answer is in the conversation."""
-    shown = [
+    """Return 1 if some call gave a number, else 0. The conversation has the tool's answers."""
+    messages = [
         message for turn in rollout.turns for message in (*turn.prompt_messages, *turn.env_messages)
     ]
-    answers = [str(message["content"]) for message in shown if message["role"] == "tool"]
+    answers = [str(message["content"]) for message in messages if message["role"] == "tool"]
     return float(any(not answer.startswith(ERROR) for answer in answers))
 
 
 Operands = Annotated[int, Interval(ge=2, le=20)]
-"""What stays within the calculator's bound: 20 factors of 999 have 118 characters."""
+"""Number of operands within the calculator's limit: 20 factors of 999 have 118 characters."""
 
 
 class CalculatorDataset(MadeDataset):
+    """Dataset of expressions."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(MadeDataset.Config):
         min_operands: Annotated[Operands, AtMost("max_operands")] = 2
         max_operands: Operands = 4
-        """Numbers in an expression."""
+        """Maximum number of operands in an expression."""
         max_operand: Annotated[int, Interval(ge=9, le=999)] = 999
 
         @property
@@ -135,6 +142,8 @@ class CalculatorDataset(MadeDataset):
 
 
 class CalculatorTask(Task):
+    """Task whose rollouts are calls of the calculator and an answer."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         dataset: Dataset.Config = field(default_factory=CalculatorDataset.Config)

@@ -1,9 +1,10 @@
-"""An agent as a separate program: arithmetic with a calculator tool, over HTTP, with nothing but the standard library.
+"""Solves arithmetic with a calculator tool: an agent that is a separate program.
 
-`tasks/examples/calculator_agent.py` runs it. It imports no library, so that it starts in 50 ms. `tasks/examples/calculator.py` has the calculator
-from here.
+It speaks HTTP, and needs nothing but the standard library, so that it starts in 50 ms.
+`calculator_agent.py` has the command that runs it, and `calculator.py` imports the calculator.
 
-What the model writes for the tool may be anything. It is parsed and never run, and only whole numbers and operators count.
+What the model writes for the tool may be anything. It is parsed and never run, and only whole
+numbers and operators count.
 """
 
 import ast
@@ -14,14 +15,17 @@ import os
 from urllib.parse import urlsplit
 
 MAX_CHARACTERS = 200
-"""Of an expression. Bounds its value too, to 200 digits, and how deep the parser and `value_of` recurse."""
+"""Maximum length of an expression. It also bounds the value, to 200 digits, and the depth to which
+the parser and `value_of` recurse."""
 OPERATIONS: dict = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.USub: operator.neg,
 }
-NAME, ERROR = "calculator", "Error"
+NAME = "calculator"
+ERROR = "Error"
+"""Beginning of an answer that is no number."""
 CALCULATOR = {
     "type": "function",  # with its wrapping, because that is what models saw in training
     "function": {
@@ -37,27 +41,26 @@ CALCULATOR = {
 
 
 def prompt_text(expression: str) -> str:
-    """The user's message."""
+    """Return the user's message."""
     return f"What is {expression}? Use the calculator, then give the final answer as a number."
 
 
 def evaluate(expression: str) -> int:
-    """The value of an expression of whole numbers, + - * and parentheses.
+    """Return the value of an expression of whole numbers, + - * and parentheses.
 
     Raises:
-        ValueError: it is anything else, or too long. The message is for the model.
+        ValueError: the expression is anything else, or too long. The message is for the model.
     """
     if len(expression) > MAX_CHARACTERS:
         raise ValueError("expression too long")
     try:
         return value_of(ast.parse(expression, mode="eval").body)
-    except (
-        Exception
-    ):  # the parser has several ways to refuse a text, and `value_of` to refuse what it says
+    except Exception:  # noqa: BLE001 - the parser and `value_of` refuse a text in several ways
         raise ValueError("invalid expression") from None
 
 
 def value_of(node):
+    """Return the value of a parsed expression. Raise anything if it is none of numbers."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     operands = (value_of(part) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr))
@@ -65,18 +68,22 @@ def value_of(node):
 
 
 def calculate(function):
-    """What a well-formed tool call asks for. Raises as `evaluate` does, also for another tool or other arguments."""
+    """Return what a well-formed tool call asks for.
+
+    Raises:
+        ValueError: as `evaluate` does, or the call is of another tool or has other arguments.
+    """
     if function["name"] != NAME:
         raise ValueError("unknown tool")
     try:
         expression = json.loads(function["arguments"])["expression"].strip()
-    except Exception:  # it may be no JSON, or any
+    except Exception:  # noqa: BLE001 - the arguments may be no JSON, or any
         raise ValueError("invalid arguments") from None
     return evaluate(expression)
 
 
 def tool_message(call):
-    """The calculator's answer to a well-formed tool call: a number, or what is wrong, so that the model can try again."""
+    """Return the calculator's answer to a well-formed tool call: a number, or what is wrong."""
     try:
         content = str(calculate(call["function"]))
     except ValueError as error:
@@ -90,23 +97,26 @@ def tool_message(call):
 
 
 def main():
+    """Answer the calls of the model until it answers without one, and print its answer."""
     with open("row.json") as row:
         expression = json.load(row)["input"]
     messages = [{"role": "user", "content": prompt_text(expression)}]
-    url, key = urlsplit(os.environ["OPENAI_BASE_URL"]), os.environ["OPENAI_API_KEY"]
+    url = urlsplit(os.environ["OPENAI_BASE_URL"])
+    key = os.environ["OPENAI_API_KEY"]
     connection = http.client.HTTPConnection(url.hostname or "", url.port)
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     while True:
         body = json.dumps({"model": "policy", "messages": messages, "tools": [CALCULATOR]})
-        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         connection.request("POST", f"{url.path}/chat/completions", body, headers)
-        answer = json.loads(connection.getresponse().read())
-        if "error" in answer:  # a limit of the run's: it ends here
+        response = json.loads(connection.getresponse().read())
+        if "error" in response:  # a limit of the rollout
             return
-        choice = answer["choices"][0]
-        messages.append(choice["message"])
-        calls = choice["message"].get("tool_calls") or []
+        choice = response["choices"][0]
+        message = choice["message"]
+        messages.append(message)
+        calls = message.get("tool_calls") or []
         if not calls or choice["finish_reason"] == "length":
-            print(choice["message"]["content"])
+            print(message["content"])
             return
         messages += map(tool_message, calls)
 

@@ -1,9 +1,10 @@
-"""A game of several turns with a reward only at its end. Copy this file for an env that reacts to what the model does.
+"""Plays a game of several turns, with a reward only at its end.
 
-    I am thinking of a number between 41 and 47. You have 3 guesses. ...
+    I am thinking of a number between 41 and 47. You have 3 guesses. ...   ->   44
+    Wrong: the number is higher than 44. You have 2 guesses left.          ->   46
 
-The splits differ by range, not by number: if some numbers of a range were kept for validation, a policy could learn not to
-guess them.
+Copy this file for an env that reacts to what the model does. The splits differ by range, not by
+number: if some numbers of a range were kept for validation, a policy could learn not to guess them.
 """
 
 import random
@@ -28,19 +29,22 @@ from torchtitan.experiments.rl.tasks.task import Task
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Game:
+    """Game of the dataset."""
+
     low: int
+    """First number of the range."""
     high: int
-    """The last number of the range."""
+    """Last number of the range."""
     secret: int
     guesses: int
-    """Replies that the model has. A reply without a number uses up a guess too."""
+    """Number of replies that the model has. A reply without a number uses up a guess too."""
 
 
 def opening_text(game: Game) -> str:
-    """The user's first message."""
+    """Return the user's first message."""
     return (
-        f"I am thinking of a number between {game.low} and {game.high}. You have {guesses_text(game.guesses)}. "
-        "Reply with one number per turn."
+        f"I am thinking of a number between {game.low} and {game.high}. "
+        f"You have {guesses_text(game.guesses)}. Reply with one number per turn."
     )
 
 
@@ -49,12 +53,15 @@ def guesses_text(guesses: int) -> str:
 
 
 def split_of(low: int, high: int) -> Split:
-    """The split of this range. It does not depend on the seed."""
+    """Return the split of this range, whatever the seed."""
     return split_of_text(f"{low} {high}")
 
 
 def first_numbers(*, split: Split, numbers: int, max_number: int) -> list[int]:
-    """First numbers of the split's ranges of `numbers` numbers between 1 and `max_number`."""
+    """Return the first number of each range of the split.
+
+    A range has `numbers` numbers, from 1 to `max_number`.
+    """
     return [
         low
         for low in range(1, max_number - numbers + 2)
@@ -71,56 +78,67 @@ def make_examples(
     max_number: int = 1000,
     guesses: int = 7,
 ) -> list[Game]:
-    """`count` games, every range of the split and every number in it equally likely.
+    """Return `count` games, every range of the split and every number in it equally likely.
 
-    A longer call with the same arguments starts with the shorter one's games.
+    A larger `count` adds games at the end.
     """
     stream = random.Random(f"guess_number/{split}/{seed}")
     lows = first_numbers(split=split, numbers=numbers, max_number=max_number)
 
     def draw() -> Game:
         low = stream.choice(lows)
-        return Game(
-            low=low, high=low + numbers - 1, secret=low + stream.randrange(numbers), guesses=guesses
-        )
+        secret = low + stream.randrange(numbers)
+        return Game(low=low, high=low + numbers - 1, secret=secret, guesses=guesses)
 
     return [draw() for _ in range(count)]
 
 
 class GuessNumberEnv(MessageEnv):
-    """Gives a reward at the end only: component "found" is 1 or 0 in the last step."""
+    """Env that answers each guess, and rewards in its last step: "found" is 1 or 0."""
 
     def __init__(self, game: Game, *, exact: bool = False):
-        self.game, self.exact = game, exact
-        self._left = game.guesses
+        """Initialize the env.
+
+        Args:
+            game: an example of the dataset.
+            exact: as for `guess_in`.
+        """
+        self.game = game
+        self.exact = exact
+        self._guesses_left = game.guesses
 
     async def reset(self) -> ResetOutput:
         return ResetOutput(messages=[{"role": "user", "content": opening_text(self.game)}])
 
     async def step_message(self, message: Message) -> StepOutput:
-        guess, secret = guess_in(message["content"], exact=self.exact), self.game.secret
-        self._left -= 1
-        found = guess == secret
-        if found or not self._left:
-            answer = f"{'Correct! The' if found else 'Wrong: the'} number was {secret}. Game over."
-        else:
-            direction = "" if guess is None else "higher" if guess < secret else "lower"
-            hint = (
-                f"the number is {direction} than {guess}" if direction else "reply with one number"
+        guess = guess_in(message["content"], exact=self.exact)
+        self._guesses_left -= 1
+        is_found = guess == self.game.secret
+        if is_found or self._guesses_left == 0:
+            outcome = "Correct! The" if is_found else "Wrong: the"
+            answer = f"{outcome} number was {self.game.secret}. Game over."
+            return StepOutput(
+                env_messages=[{"role": "user", "content": answer}],
+                done=True,
+                reward_components={"found": float(is_found)},
             )
-            answer = f"Wrong: {hint}. You have {guesses_text(self._left)} left."
-        done = found or not self._left
-        return StepOutput(
-            env_messages=[{"role": "user", "content": answer}],
-            done=done,
-            reward_components={"found": float(found)} if done else {},
-        )
+        answer = f"Wrong: {self._hint(guess)}. You have {guesses_text(self._guesses_left)} left."
+        return StepOutput(env_messages=[{"role": "user", "content": answer}], done=False)
+
+    def _hint(self, guess: int | None) -> str:
+        """Return what the model is told after a wrong guess, or after a reply without one."""
+        if guess is None:
+            return "reply with one number"
+        direction = "higher" if guess < self.game.secret else "lower"
+        return f"the number is {direction} than {guess}"
 
 
 def guess_in(text: str, *, exact: bool = False) -> int | None:
-    """The integer that the text gives as its answer, or, where ``exact``, the only one in it; None where there is none.
+    """Return the integer that a reply gives; None if it gives none, or one of over nine digits.
 
-    None too for one of more than nine digits.
+    Args:
+        text: the reply.
+        exact: True if the reply may have no other integer. If False, its final answer counts.
     """
     if exact:
         numbers = re.findall(r"-?\d+", text)
@@ -130,10 +148,12 @@ def guess_in(text: str, *, exact: bool = False) -> int | None:
 
 
 class GuessNumberRubric(Rubric):
+    """Rubric that rewards a number that was found, and more if it was found early."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Rubric.Config):
         discount: Annotated[float, Gt(0), Le(1)] = 1.0
-        """Factor for each guess after the first."""
+        """Factor of the reward for each guess after the first."""
 
     config: Config
 
@@ -148,15 +168,17 @@ class GuessNumberRubric(Rubric):
 
 
 async def found(rollout: Rollout, game: Game) -> float:
-    """Whether the env's last step gave "found". A rollout that was cut short has none."""
+    """Return "found" of the env's last step, and 0 for a rollout that was cut short."""
     return env_components(rollout).get("found", 0.0)
 
 
 class GuessNumberDataset(MadeDataset):
+    """Dataset of games."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(MadeDataset.Config):
         numbers: Annotated[int, Ge(2)] = 100
-        """Numbers in a game's range. Halving it finds every one of 2^g - 1 numbers within g guesses."""
+        """Size of a game's range. Halving finds any of 2^g - 1 numbers in g guesses."""
         max_number: PositiveInt = 1000
         """Largest number of any range."""
         guesses: PositiveInt = 7
@@ -166,7 +188,11 @@ class GuessNumberDataset(MadeDataset):
             return self.guesses
 
         def validate(self, *, field: str) -> None:
-            """Raises ConfigError where no game can be made."""
+            """Refuse bounds within which no game can be made.
+
+            Raises:
+                ConfigError: naming `max_number`.
+            """
             if not first_numbers(
                 split=self.split, numbers=self.numbers, max_number=self.max_number
             ):
@@ -177,6 +203,8 @@ class GuessNumberDataset(MadeDataset):
 
 
 class GuessNumberTask(Task):
+    """Task that plays a game of several turns."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         dataset: Dataset.Config = field(default_factory=GuessNumberDataset.Config)
@@ -184,7 +212,8 @@ class GuessNumberTask(Task):
             default_factory=lambda: GuessNumberDataset.Config(split="validation", count=64, seed=1)
         )
         exact: bool = False
-        """A guess is the only integer of its reply: what the tiny models have learned. False: the reply's final answer."""
+        """True if a guess has to be the only integer of its reply, as the tiny models have learned.
+        If False, the reply's final answer counts."""
         rubric: Rubric.Config = field(default_factory=GuessNumberRubric.Config)
         env: RendererEnvConfig = field(
             default_factory=lambda: RendererEnvConfig(max_turns=8, max_rollout_tokens=1024)

@@ -1,9 +1,17 @@
-"""The smallest complete task: sums of digits, one question and one answer. Copy this file to start your own.
+"""Asks for the sum of some digits: the smallest complete task. Copy this file to start your own.
 
     Sum of the digits: 4 8 2 7   ->   21
 
-The examples follow from the arguments alone, in any process and on any machine. Behind the task are two more of the same sums:
-`JudgedSumDigitsRubric`, whose rewards a judge decides, and `SumDigitsRoundsTask`, of several turns.
+The file reads from the example to the task, and needs all five parts:
+
+    make_examples        lists of digits, which follow from the arguments alone on any machine
+    SumDigitsDataset     holds them, and describes each in `info`
+    SumDigitsEnv         asks for a sum
+    SumDigitsRubric      rewards the answer
+    SumDigitsTask        brings these together, with the limits of a rollout
+
+Three variations on the same sums follow: `SumDigitsDemonstrations` (supervised learning),
+`JudgedSumDigitsRubric` (a judge decides) and `SumDigitsRoundsTask` (several turns).
 """
 
 import random
@@ -32,22 +40,21 @@ from torchtitan.experiments.rl.tasks.task import Task
 
 
 def prompt_text(digits: list[int]) -> str:
-    """The user's message."""
+    """Return the user's message."""
     return "Sum of the digits: " + " ".join(map(str, digits))
 
 
 def answer_text(digits: list[int]) -> str:
-    """The only right reply."""
+    """Return the right reply."""
     return str(sum(digits))
 
 
 def make_examples(
     count: int, *, split: Split, seed: int = 0, min_digits: int = 2, max_digits: int = 5
 ) -> list[list[int]]:
-    """`count` lists of `min_digits` to `max_digits` digits, every length equally likely.
+    """Return `count` lists of `min_digits` to `max_digits` digits, every length equally likely.
 
-    A longer call with the same arguments starts with the shorter one's lists. Short lists repeat: there
-    are only about a hundred of two digits.
+    A larger `count` adds lists at the end. Short lists repeat: there are 100 of two digits.
     """
     stream = random.Random(f"sum_digits/{split}/{seed}")
 
@@ -62,8 +69,11 @@ def make_examples(
 
 
 class SumDigitsEnv(MessageEnv):
+    """Env that asks for the sum. The model's first reply ends the rollout."""
+
     def __init__(self, digits: list[int], *, instruction: str = ""):
-        self.digits, self.instruction = digits, instruction
+        self.digits = digits
+        self.instruction = instruction
 
     async def reset(self) -> ResetOutput:
         question = "\n\n".join(filter(None, (prompt_text(self.digits), self.instruction)))
@@ -74,11 +84,13 @@ class SumDigitsEnv(MessageEnv):
 
 
 class SumDigitsRubric(Rubric):
+    """Rubric that gives 1 for the right sum, else 0."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Rubric.Config):
         exact: bool = False
-        """The reply has to be the sum and nothing else: what the tiny models have learned. False: its final answer counts,
-        however it is written."""
+        """True if the reply has to be the sum and nothing else, as the tiny models have learned. If
+        False, its final answer counts, however it is written."""
 
     config: Config
 
@@ -86,7 +98,7 @@ class SumDigitsRubric(Rubric):
         return [RewardFn(exact if self.config.exact else found, name="correct", takes="rollout")]
 
 
-# Async, so they run on the event loop: for one comparison, the thread a sync function gets would cost more than the work.
+# Async functions run on the event loop. Sync ones run in a thread, which would cost more.
 async def exact(rollout: Rollout, digits: list[int]) -> float:
     return float(last_assistant_text(rollout).strip() == answer_text(digits))
 
@@ -99,6 +111,8 @@ INSTRUCTION = 'End your reply with the line "Answer: N", where N is the sum.'
 
 
 class SumDigitsDataset(MadeDataset):
+    """Dataset of lists of digits. OPSD shows the policy the answer as a demonstration."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(MadeDataset.Config):
         min_digits: Annotated[
@@ -113,6 +127,8 @@ class SumDigitsDataset(MadeDataset):
 
 
 class SumDigitsTask(Task):
+    """Task that asks for a sum and scores the one reply."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         dataset: Dataset.Config = field(default_factory=SumDigitsDataset.Config)
@@ -120,7 +136,8 @@ class SumDigitsTask(Task):
             default_factory=lambda: SumDigitsDataset.Config(split="validation", count=64, seed=1)
         )
         instruction: str = INSTRUCTION
-        """Stands below the question and says how to write the answer. The tiny models have seen questions without ("")."""
+        """Text below the question that says how to write the answer. The tiny models have learned
+        questions without one ("")."""
         rubric: Rubric.Config = field(default_factory=SumDigitsRubric.Config)
         env: RendererEnvConfig = field(
             default_factory=lambda: RendererEnvConfig(max_turns=1, max_rollout_tokens=128)
@@ -134,7 +151,7 @@ class SumDigitsTask(Task):
 
 
 class SumDigitsDemonstrations(SumDigitsDataset):
-    """As SumDigitsDataset, each example with its answer."""
+    """Dataset of conversations: the question of each example, and its answer."""
 
     def __getitem__(self, index: int) -> DataSample:
         example = super().__getitem__(index)
@@ -148,13 +165,18 @@ class SumDigitsDemonstrations(SumDigitsDataset):
 
 
 class JudgedSumDigitsRubric(Rubric):
-    """A Judge.Config in the config, the judge made with the rubric and set up with it, and reward functions that ask it."""
+    """Rubric whose rewards a judge decides: another model that is asked the same question.
+
+    The config holds the judge's config. The rubric builds the judge and sets it up, and reward
+    functions ask it.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Rubric.Config):
         judge: Annotated[Judge.Config, Cure("Judge.Config(model=HostedModel(path=...))")]
         mode: Literal["each", "pairwise"] = "each"
-        """each: 1 for a reply that is the judge's. pairwise: the share of comparisons with the group's others that it wins."""
+        """Reward of a reply: "each" gives 1 if it is the judge's own. "pairwise" gives the share of
+        comparisons with the group's other replies that it wins."""
 
     config: Config
 
@@ -189,7 +211,10 @@ class JudgedSumDigitsRubric(Rubric):
 
 
 class SumDigitsRoundsEnv(MessageEnv):
-    """Gives 1 / rounds, as component "right", for each right reply, so that a rollout's sum is in [0, 1]."""
+    """Env that asks for one sum a turn, and rewards each as it is answered.
+
+    A right reply gives 1 / rounds as component "right", so a rollout's sum is in [0, 1].
+    """
 
     def __init__(self, rounds: list[list[int]]):
         self.rounds = rounds
@@ -202,30 +227,26 @@ class SumDigitsRoundsEnv(MessageEnv):
         answer = answer_text(self.rounds[self._round])
         right = message["content"].strip() == answer
         self._round += 1
-        done = self._round == len(self.rounds)
-        messages = (
-            []
-            if done
-            else [
-                {
-                    "role": "user",
-                    "content": f"The sum is {answer}. {prompt_text(self.rounds[self._round])}",
-                }
-            ]
-        )
-        return StepOutput(
-            env_messages=messages, done=done, reward_components={"right": right / len(self.rounds)}
-        )
+        reward = {"right": right / len(self.rounds)}
+        if self._round == len(self.rounds):
+            return StepOutput(env_messages=[], done=True, reward_components=reward)
+        question = f"The sum is {answer}. {prompt_text(self.rounds[self._round])}"
+        messages = [{"role": "user", "content": question}]
+        return StepOutput(env_messages=messages, done=False, reward_components=reward)
 
 
-def make_rounds(*, rounds: int, **config: Any) -> list[list[list[int]]]:
-    """Examples of ``rounds`` lists of sum_digits each."""
-    lists = make_examples(**config)
+def make_rounds(
+    *,
+    rounds: int,
+    **arguments: Any,  # noqa: ANN401 - those of make_examples
+) -> list[list[list[int]]]:
+    """Return examples that consist of `rounds` lists each."""
+    lists = make_examples(**arguments)
     return [lists[end - rounds : end] for end in range(rounds, len(lists) + 1, rounds)]
 
 
 class SumDigitsRoundsDataset(MadeDataset):
-    """Examples of ``rounds`` lists of sum_digits each; ``env_input`` is a list of lists."""
+    """Dataset whose examples consist of `rounds` lists each."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SumDigitsDataset.Config):
@@ -235,6 +256,8 @@ class SumDigitsRoundsDataset(MadeDataset):
 
 
 class SumDigitsRoundsTask(Task):
+    """Task that asks for several sums in turn, rewarded as they are answered."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         dataset: Dataset.Config = field(default_factory=SumDigitsRoundsDataset.Config)
