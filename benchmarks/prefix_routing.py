@@ -31,7 +31,8 @@ from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E4
 from torchtitan.experiments.rl.plan.placement import (
     place,  # noqa: E402
 )
-from torchtitan.experiments.rl.process.setup import set_up_logging, set_up_process  # noqa: E402
+from torchtitan.experiments.rl.process.logs import set_up_logging  # noqa: E402
+from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 
 REPLICAS = 2

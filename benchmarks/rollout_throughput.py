@@ -43,7 +43,8 @@ from torchtitan.experiments.rl.loops.ledger import Ledger  # noqa: E402
 from torchtitan.experiments.rl.loops.loop import Parts, Schedule, build_loop  # noqa: E402
 from torchtitan.experiments.rl.loops.selection import Selection
 from torchtitan.experiments.rl.plan.placement import place  # noqa: E402
-from torchtitan.experiments.rl.process.setup import set_up_logging, set_up_process  # noqa: E402
+from torchtitan.experiments.rl.process.logs import set_up_logging  # noqa: E402
+from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup  # noqa: E402
 from torchtitan.experiments.rl.tasks.task import (

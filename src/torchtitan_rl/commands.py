@@ -66,7 +66,7 @@ def _run(module: str) -> int:
     if problem := what_hides_the_library() or what_is_lacking():
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    from torchtitan.experiments.rl.process.setup import run_command
+    from torchtitan.experiments.rl.process.entry import run_command
 
     return run_command(
         lambda: importlib.import_module(f"torchtitan.experiments.rl.{module}").main()

@@ -22,7 +22,7 @@ from torchtitan.experiments.rl.process.actor import (
     reported,
     reported_endpoint,
 )
-from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.logs import set_up_logging
 
 WAIT_S = 60
 

@@ -35,7 +35,7 @@ from torchtitan.experiments.rl.compat.monarch import (
     ranks_of,
 )
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.logs import set_up_logging
 
 
 class Worker(Actor):

@@ -13,7 +13,8 @@ from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.fleet import hangs as hang_watch
 from torchtitan.experiments.rl.fleet.hangs import HangWatch, is_stopped, stacks_of
-from torchtitan.experiments.rl.process.lifetime import Heartbeat, Lifetime, Pulse
+from torchtitan.experiments.rl.process.heartbeat import Heartbeat, Pulse
+from torchtitan.experiments.rl.process.lifetime import Lifetime
 
 CONFIG = SupervisionConfig(stall_s=20.0, slow_work_s=200.0)
 
@@ -121,7 +122,9 @@ async def test_a_pause_of_everything_is_no_hang(watched, clock):
 
 def test_a_heartbeat_says_what_is_done_and_since_when(monkeypatch):
     now = [10.0]
-    monkeypatch.setattr("torchtitan.experiments.rl.process.lifetime.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        "torchtitan.experiments.rl.process.heartbeat.time.monotonic", lambda: now[0]
+    )
     heartbeat = Heartbeat()
     assert heartbeat.pulse() == Pulse(doing="", seconds=0.0, slow=False)
     with heartbeat.work("a step", slow=True):

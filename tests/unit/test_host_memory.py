@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from tests.fake_gpu import fake_gpus
@@ -31,7 +32,9 @@ QWEN3_0_6B, QWEN3_8B, QWEN3_32B = 596_049_920, 8_190_735_360, 32_762_123_264
 
 # ---- what a host has
 
-MEMINFO = f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {60 * 2**20} kB\n"
+MEMINFO = f"MemTotal: {64 * 2**20} kB\nMemAvailable: {60 * 2**20} kB\n" + "".join(
+    f"{name}: 1 kB\n" for name in "MemFree Buffers Cached Shmem Active Inactive".split()
+)
 """Excerpt of /proc/meminfo on a machine of 64 GiB, of which 60 are free."""
 UNLIMITED = str(2**63 - 4096)
 """Limit that version 1 of control groups has where there is none."""
@@ -96,6 +99,7 @@ def test_the_memory_of_a_host_is_the_lowest_limit_that_this_process_is_under(
         for name, text in contents.items():
             (folder / name).write_text(text)
     monkeypatch.setattr(host, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "proc"))
     monkeypatch.setattr(host, "SYS", tmp_path / "sys")
     assert host.memory_gib() == expected
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SETUP = """
 import logging, sys, threading, warnings
 from pathlib import Path
-from torchtitan.experiments.rl.process.setup import ENDS_THE_RUN, set_up_logging
+from torchtitan.experiments.rl.process.logs import ENDS_THE_RUN, set_up_logging
 path = set_up_logging(Path(sys.argv[1]), "trainer-0")
 ours, other = logging.getLogger("torchtitan.experiments.rl.controller.actor"), logging.getLogger("vllm.engine")
 """
@@ -64,7 +64,7 @@ warnings.warn("deprecated")
 
 def test_a_traceback_is_in_the_file_and_one_line_on_the_terminal(run):
     (record,), terminal = run("""
-path = sys.modules["torchtitan.experiments.rl.process.setup"].__file__  # the library's own code
+path = sys.modules["torchtitan.experiments.rl.process.logs"].__file__  # the library's own code
 exec(compile("try: 1 / 0\\nexcept ZeroDivisionError: ours.exception('reward function failed')", path, "exec"))
 """)
     assert record["exception"].startswith("Traceback") and "Traceback" not in terminal
@@ -230,8 +230,8 @@ def test_a_traceback_from_another_process_is_one_sentence_on_the_terminal(run):
 
 def test_a_log_grows_to_its_limit_and_keeps_the_file_before(run, tmp_path):
     records, terminal = run("""
-from torchtitan.experiments.rl.process import setup
-setup.LOG_BYTES = 2000
+from torchtitan.experiments.rl.process import logs
+logs.LOG_BYTES = 2000
 set_up_logging(path.parents[1], "trainer-0")
 for number in range(100):
     ours.info("record %d", number)

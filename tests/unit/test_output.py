@@ -15,7 +15,7 @@ SETUP = """
 import logging, os, subprocess, sys
 from pathlib import Path
 from torchtitan.experiments.rl.process.output import print_to, send_notes_to
-from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.logs import set_up_logging
 folder = Path(sys.argv[1])
 print("before")
 print_to(folder / "logs" / "generator_0_0.txt")

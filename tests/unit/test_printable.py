@@ -12,7 +12,7 @@ from torchtitan.experiments.rl import train
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.console import Console
 from torchtitan.experiments.rl.printable import printable, printable_json, printable_line
-from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.logs import set_up_logging
 
 ACTS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c\u2028\u2029\ud800-\udfff]"

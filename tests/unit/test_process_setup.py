@@ -197,7 +197,7 @@ def run_python(code: str, folder: Path) -> str:
 def test_the_log_leaves_out_a_line_for_every_request(tmp_path):
     code = """
 import logging, sys
-from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.logs import set_up_logging
 path = set_up_logging(sys.argv[1], "controller")
 for library in ("httpx", "httpx2", "openai._base_client", "anthropic._base_client"):
     logging.getLogger(library).info("POST"); logging.getLogger(library).warning("odd")
@@ -209,7 +209,7 @@ print(path.read_text().count("POST"), path.read_text().count("odd"))
 def test_a_command_ends_with_its_code_after_its_functions_for_exit():
     code = (
         "import atexit, sys\n"
-        "from torchtitan.experiments.rl.process.setup import run_command\n"
+        "from torchtitan.experiments.rl.process.entry import run_command\n"
         "class Dear:\n"
         "    def __del__(self): print('finalized')\n"
         "dear = Dear()\n"
@@ -229,13 +229,13 @@ def test_a_command_ends_with_its_code_after_its_functions_for_exit():
 def test_a_process_that_is_stopped_runs_its_functions_for_exit_and_no_finalization(stopped):
     code = (
         "import atexit\n"
-        "from torchtitan.experiments.rl.process import setup\n"
-        "atexit.register(setup._exit_unless_finalizing)\n"
+        "from torchtitan.experiments.rl.process import finalization\n"
+        "finalization.may_end_without_finalizing()\n"
         "atexit.register(print, 'a function of the user')\n"
         "class Dear:\n"
         "    def __del__(self): print('finalized')\n"
         "dear = Dear()\n"
-        f"{stopped} and setup.end_without_finalizing()\n"
+        f"{stopped} and finalization.end_without_finalizing()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240

@@ -746,22 +746,6 @@ def test_renderer_that_does_not_fit_the_tokenizer_is_a_config_error(tokenizer_pa
         build_renderer(RendererConfig(), tmp_path)
 
 
-def test_texts_that_are_remembered_are_encoded_as_the_tokenizer_does(renderer, tokenizer):
-    own = renderer._tokenizer
-    for text in ("<|im_start|>assistant\n", "user\n", "", "x" * 500):
-        for options in ({"add_special_tokens": False}, {"add_special_tokens": True}, {}):
-            expected = tokenizer.encode(text, **options)
-            encoded = own.encode(text, **options)
-            assert encoded == expected
-            encoded.append(-1)
-            assert own.encode(text, **options) == expected, (
-                "who changes what it got changes nothing that is kept"
-            )
-    assert own.encode("user", "pair", add_special_tokens=False) == tokenizer.encode(
-        "user", "pair", add_special_tokens=False
-    )
-
-
 async def test_default_renderer_follows_the_tokenizers_template_and_attributes_no_roles(
     tokenizer_path, tokenizer, renderer
 ):

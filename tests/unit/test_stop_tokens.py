@@ -9,11 +9,8 @@ from transformers import AutoTokenizer
 from tests.unit.command_line import DRY_OR_NOT
 from tests.unit.model_shapes import CHATML
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
-from torchtitan.experiments.rl.envs.renderer import (
-    RendererConfig,
-    build_renderer,
-    template_turn_end,
-)
+from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
+from torchtitan.experiments.rl.envs.stop_tokens import template_turn_end
 from torchtitan.experiments.rl.errors import ConfigError
 
 IM_START, IM_END, END_OF_TEXT = 760, 761, 759

@@ -20,7 +20,8 @@ from torchtitan.experiments.rl.fleet.supervisor import Supervisor
 from torchtitan.experiments.rl.observability.console import Waits
 from torchtitan.experiments.rl.plan.placement import Place
 from torchtitan.experiments.rl.process.actor import ProcessIdentity
-from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost, Pulse
+from torchtitan.experiments.rl.process.heartbeat import Pulse
+from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 
 KILLED = "killed by SIGKILL"
 

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import pytest
 
 from tests.unit.renderer_families import family_renderer, family_tokenizer
+from torchtitan.experiments.rl.envs.json_schema import allowed_types
 from torchtitan.experiments.rl.envs.messages import assistant_message
-from torchtitan.experiments.rl.envs.tool_calls import parse_completion, types_of
+from torchtitan.experiments.rl.envs.tool_calls import parse_completion
 from torchtitan.experiments.rl.tasks.tools import Tool
 
 
@@ -117,5 +118,5 @@ def test_a_text_where_none_is_allowed_is_malformed(folder):
 
 def test_a_schema_that_refers_to_itself_ends():
     root = {"$defs": {"Tree": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Tree"}]}}}
-    assert types_of({"$ref": "#/$defs/Tree"}, root) == {"string"}
-    assert "string" in types_of({"$ref": "#/$defs/Absent"}, root)
+    assert allowed_types({"$ref": "#/$defs/Tree"}, root) == {"string"}
+    assert "string" in allowed_types({"$ref": "#/$defs/Absent"}, root)

@@ -7,8 +7,9 @@ import pytest
 
 from torchtitan.experiments.rl.generation.engine import Occupancy
 from torchtitan.experiments.rl.generation.engine_thread import EngineUsage
-from torchtitan.experiments.rl.process import lifetime
-from torchtitan.experiments.rl.process.lifetime import Heartbeat, Lifetime
+from torchtitan.experiments.rl.process import heartbeat
+from torchtitan.experiments.rl.process.heartbeat import Heartbeat
+from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.watch import profile
 from torchtitan.experiments.rl.watch.profile import lap_usage
 
@@ -16,7 +17,7 @@ from torchtitan.experiments.rl.watch.profile import lap_usage
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(lifetime.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock.now)
     return clock
 
 

@@ -26,13 +26,10 @@ from torchtitan.experiments.rl.command.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.console import typed_command, write_line
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
+from torchtitan.experiments.rl.process.entry import of_command, run_command
 from torchtitan.experiments.rl.process.host import other_users_line
-from torchtitan.experiments.rl.process.setup import (
-    of_command,
-    quiet_libraries,
-    run_command,
-    set_up_process,
-)
+from torchtitan.experiments.rl.process.logs import quiet_libraries
+from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 
 if TYPE_CHECKING:  # imported after the process is set up

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import typed_command
-from torchtitan.experiments.rl.process.setup import of_command, run_command
+from torchtitan.experiments.rl.process.entry import of_command, run_command
 
 if TYPE_CHECKING:  # imported once the options are read
     from torchtitan.experiments.rl.tools.report.run import ReportedRun

@@ -24,12 +24,9 @@ from torchtitan.experiments.rl.command.command_line import (
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.observability.console import near, typed_command
 from torchtitan.experiments.rl.printable import printable_line
-from torchtitan.experiments.rl.process.setup import (
-    of_command,
-    quiet_libraries,
-    run_command,
-    set_up_process,
-)
+from torchtitan.experiments.rl.process.entry import of_command, run_command
+from torchtitan.experiments.rl.process.logs import quiet_libraries
+from torchtitan.experiments.rl.process.setup import set_up_process
 
 
 @of_command()

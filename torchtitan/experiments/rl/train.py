@@ -27,13 +27,10 @@ from torchtitan.experiments.rl.command.hub import push
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.process.entry import of_command, run_command
 from torchtitan.experiments.rl.process.host import other_users_line
-from torchtitan.experiments.rl.process.setup import (
-    of_command,
-    quiet_libraries,
-    run_command,
-    set_up_process,
-)
+from torchtitan.experiments.rl.process.logs import quiet_libraries
+from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_left_over
 
 if TYPE_CHECKING:  # imported after the process is set up

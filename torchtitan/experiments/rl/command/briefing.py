@@ -9,7 +9,8 @@ from torchtitan.experiments.rl.command.build import PolicyTokenizer
 from torchtitan.experiments.rl.command.preflight import PreflightResult
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.run_config import RunConfig
-from torchtitan.experiments.rl.envs.renderer import AUTO, renderer_name, template_turn_end
+from torchtitan.experiments.rl.envs.renderer import AUTO, renderer_name
+from torchtitan.experiments.rl.envs.stop_tokens import template_turn_end
 from torchtitan.experiments.rl.observability.console import FEW_EXAMPLES, counted_examples
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.tasks.task import Task

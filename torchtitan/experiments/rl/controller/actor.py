@@ -23,7 +23,7 @@ from torchtitan.experiments.rl.observability.console import RunSummary, near
 from torchtitan.experiments.rl.plan.plan import RunPlan
 from torchtitan.experiments.rl.process.actor import reported_endpoint
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
-from torchtitan.experiments.rl.process.setup import ENDS_THE_RUN, set_up_logging
+from torchtitan.experiments.rl.process.logs import ENDS_THE_RUN, set_up_logging
 from torchtitan.experiments.rl.watch.checkpoints import Resumed, resume
 
 logger = logging.getLogger(__name__)

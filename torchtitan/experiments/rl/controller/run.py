@@ -39,7 +39,7 @@ from torchtitan.experiments.rl.loops.selection import Selection
 from torchtitan.experiments.rl.models.policy import model_positions
 from torchtitan.experiments.rl.observability.console import RunSummary
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
-from torchtitan.experiments.rl.process.setup import ENDS_THE_RUN
+from torchtitan.experiments.rl.process.logs import ENDS_THE_RUN
 from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE, ROLLOUTS_FILE

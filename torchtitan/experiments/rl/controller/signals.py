@@ -41,7 +41,7 @@ from torchtitan.experiments.rl.observability.console import (
 )
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.lifetime import descendants, kill_descendants
-from torchtitan.experiments.rl.process.setup import quiet_libraries
+from torchtitan.experiments.rl.process.logs import quiet_libraries
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 
 SIGNAL_POLL_S = 0.2

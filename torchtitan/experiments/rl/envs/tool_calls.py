@@ -1,8 +1,14 @@
-"""Parses completions, and reads and writes the arguments of tool calls by the whole schema of each parameter.
+"""Parses the tool calls of completions, each argument by the whole schema of its parameter.
 
-Families whose calls are XML (Qwen3.5, GLM, MiniMax) write a text and a number alike: ``<parameter=x>42</parameter>``.
-Their parsers look at the ``type`` of a parameter alone. So they refuse a text where the schema is a ``$ref`` (an Enum) or
-lists its types, and read "42" as a number where the schema allows a text or null. Calls in JSON say what is a text.
+A JSON call says which argument is a text. Families whose calls are XML (Qwen3.5, GLM, MiniMax)
+write a text and a number alike: ``<parameter=x>42</parameter>``. Their parsers in the renderers
+package look at the ``type`` of the parameter alone. So they refuse a text if the schema is a
+``$ref``, as that of an Enum, or a list of types, and they read "42" as a number if a text or null
+is allowed.
+
+`parse_completion` gives such a parser simple schemas that say the same. It parses a completion once
+more if an argument was read as a number although its parameter allows none, and takes that argument
+as the text that it is.
 """
 
 import json
@@ -11,7 +17,16 @@ from typing import Any, cast
 
 from renderers import Message, ParsedResponse, Renderer, ToolSpec
 
-JSON_TYPES = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
+from torchtitan.experiments.rl.envs.json_schema import (
+    JSON_TYPES,
+    allowed_types,
+    example_object,
+    type_of,
+)
+
+TypesByParameter = Mapping[str, frozenset[str]]
+"""JSON types that each parameter of a tool allows."""
+_TEXT = frozenset({"string"})
 
 
 def parse_completion(
@@ -21,86 +36,68 @@ def parse_completion(
     tools: Sequence[ToolSpec] | None,
     prompt_ids: Sequence[int] | None,
 ) -> ParsedResponse:
-    """Parse a completion. An argument that its parameter allows only as a text is a text, whatever else it looks like."""
+    """Parse a completion.
+
+    An argument whose parameter allows it only as a text is a text, whatever else it looks like.
+
+    Args:
+        renderer: the model's renderer.
+        sampled_ids: tokens of the completion.
+        tools: tools that the model was offered.
+        prompt_ids: tokens of the prompt, if they are known.
+    """
     if not tools:
         return renderer.parse_response(sampled_ids, tools=None, prompt_ids=prompt_ids)
-    types = {
-        name: _parameter_types(parameters) for name, parameters in map(_named_parameters, tools)
-    }
+    types = {}
+    for tool in tools:
+        name, parameters = _named_parameters(tool)
+        types[name] = _parameter_types(parameters)
     parsed = renderer.parse_response(sampled_ids, tools=_plain_tools(types), prompt_ids=prompt_ids)
-    misread = [
-        (index, argument)
-        for index, call in enumerate(parsed.tool_calls)
-        if isinstance(call.arguments, dict)
-        for argument, value in call.arguments.items()
-        if _is_text_only(types.get(call.name or "", {}).get(argument, JSON_TYPES), value)
-    ]
+    misread = _misread_texts(parsed, types)
     if misread:
-        texts = {
-            name: dict.fromkeys(of_tool, frozenset({"string"})) for name, of_tool in types.items()
-        }
+        text_types = {name: dict.fromkeys(of_tool, _TEXT) for name, of_tool in types.items()}
         as_texts = renderer.parse_response(
-            sampled_ids, tools=_plain_tools(texts), prompt_ids=prompt_ids
+            sampled_ids, tools=_plain_tools(text_types), prompt_ids=prompt_ids
         )
         for index, argument in misread:
-            arguments = cast(dict[str, Any], parsed.tool_calls[index].arguments)
-            arguments[argument] = cast(dict[str, Any], as_texts.tool_calls[index].arguments)[
-                argument
-            ]
+            text = _arguments_of(as_texts, index)[argument]
+            _arguments_of(parsed, index)[argument] = text
     return parsed
 
 
-def types_of(
-    schema: Any, root: Mapping[str, Any], seen: frozenset[str] = frozenset()
-) -> frozenset[str]:
-    """Return the JSON types that a schema allows, its references and alternatives followed.
+def _misread_texts(
+    parsed: ParsedResponse, types: Mapping[str, TypesByParameter]
+) -> list[tuple[int, str]]:
+    """Return the arguments that the parser took for another type, and that can only be texts.
 
-    Args:
-        root: the schema that holds ``schema``, in which references are looked up.
-        seen: references that led here. One that leads to itself allows nothing by itself.
+    The parameter of such an argument allows a text, and does not allow the type that was read.
+
+    Returns:
+        The index of the call and the name of the argument, for each.
     """
-    if not isinstance(schema, Mapping):
-        return frozenset() if schema is False else JSON_TYPES
-    allowed = JSON_TYPES
-    if isinstance(reference := schema.get("$ref"), str):
-        target = _referred(reference, root)
-        allowed &= frozenset() if reference in seen else types_of(target, root, seen | {reference})
-    if (declared := schema.get("type")) is not None:
-        names = (
-            [declared]
-            if isinstance(declared, str)
-            else [name for name in declared if isinstance(name, str)]
-        )
-        allowed &= frozenset(names) | (frozenset({"integer"}) if "number" in names else frozenset())
-    if "const" in schema:
-        allowed &= frozenset({type_of(schema["const"])})
-    if isinstance(values := schema.get("enum"), list):
-        allowed &= frozenset(map(type_of, values))
-    for alternatives in (schema.get("anyOf"), schema.get("oneOf")):
-        if isinstance(alternatives, list):
-            allowed &= frozenset().union(*(types_of(branch, root, seen) for branch in alternatives))
-    for part in schema.get("allOf") or ():
-        allowed &= types_of(part, root, seen)
-    return allowed
+    misread = []
+    for index, call in enumerate(parsed.tool_calls):
+        if not isinstance(call.arguments, dict):
+            continue
+        of_tool = types.get(call.name or "", {})
+        for argument, value in call.arguments.items():
+            allowed = of_tool.get(argument, JSON_TYPES)
+            if "string" in allowed and type_of(value) not in allowed:
+                misread.append((index, argument))
+    return misread
 
 
-def type_of(value: Any) -> str:
-    """Return the name that JSON schemas have for the type of a value."""
-    names = {
-        bool: "boolean",
-        int: "integer",
-        float: "number",
-        str: "string",
-        list: "array",
-        type(None): "null",
-    }
-    return names.get(type(value), "object")
+def _arguments_of(parsed: ParsedResponse, index: int) -> dict[str, Any]:
+    return cast(dict[str, Any], parsed.tool_calls[index].arguments)
 
 
 def example_call(tool: ToolSpec) -> tuple[str, dict[str, Any]]:
-    """Return the name of a tool and arguments that its schema allows: a small value for each parameter that it requires."""
+    """Return the name of a tool and arguments that its schema allows.
+
+    There is a small value for each parameter that the tool requires.
+    """
     name, parameters = _named_parameters(tool)
-    return name, _example_object(parameters, parameters, frozenset())
+    return name, example_object(parameters, parameters)
 
 
 def call_ids(
@@ -110,9 +107,17 @@ def call_ids(
     name: str,
     arguments: dict[str, Any],
 ) -> list[int] | None:
-    """Return the tokens with which the model would call a tool after ``messages``, without the end of its turn.
+    """Return the tokens with which the model would call a tool, without the end of its turn.
 
-    None: the renderer's template does not go on from the prompt, or the call can't be read from these tokens.
+    The result is None if the model's template renders the call as no continuation of the prompt, or
+    if the call can't be read from these tokens.
+
+    Args:
+        renderer: the model's renderer.
+        messages: the conversation before the call.
+        tools: tools that the model is offered.
+        name: name of the tool that is called.
+        arguments: arguments of the call.
     """
     call = {
         "id": "call_0",
@@ -120,107 +125,48 @@ def call_ids(
         "function": {"name": name, "arguments": json.dumps(arguments)},
     }
     reply = cast(Message, {"role": "assistant", "content": "", "tool_calls": [call]})
-    prompt = list(
-        renderer.render(list(messages), tools=list(tools), add_generation_prompt=True).token_ids
-    )
+    rendered = renderer.render(list(messages), tools=list(tools), add_generation_prompt=True)
+    prompt = list(rendered.token_ids)
     whole = list(renderer.render([*messages, reply], tools=list(tools)).token_ids)
     if whole[: len(prompt)] != prompt:
         return None
-    sampled, stops = whole[len(prompt) :], set(renderer.get_stop_token_ids())
-    end = next((index for index, token in enumerate(sampled) if token in stops), len(sampled))
-    parsed = parse_completion(renderer, sampled[:end], tools=tools, prompt_ids=prompt)
-    read = [(found.name, found.arguments) for found in parsed.tool_calls]
-    return sampled[:end] if read == [(name, arguments)] else None
-
-
-def _example_object(
-    schema: Mapping[str, Any], root: Mapping[str, Any], seen: frozenset[str]
-) -> dict[str, Any]:
-    properties = schema.get("properties") or {}
-    return {
-        name: _example_value(properties.get(name), root, seen)
-        for name in schema.get("required") or ()
-    }
-
-
-def _example_value(schema: Any, root: Mapping[str, Any], seen: frozenset[str]) -> Any:
-    """Return a value that a schema allows; None where it refers to itself."""
-    if not isinstance(schema, Mapping):
-        return "text"
-    if "const" in schema:
-        return schema["const"]
-    for choices in ("examples", "enum"):
-        if isinstance(schema.get(choices), list) and schema[choices]:
-            return schema[choices][0]
-    if isinstance(reference := schema.get("$ref"), str):
-        return (
-            None
-            if reference in seen
-            else _example_value(_referred(reference, root), root, seen | {reference})
-        )
-    for parts in ("anyOf", "oneOf", "allOf"):
-        if isinstance(schema.get(parts), list) and schema[parts]:
-            return _example_value(schema[parts][0], root, seen)
-    declared = schema.get("type", "string")
-    kind = declared if isinstance(declared, str) else next(iter(declared), "string")
-    if kind in ("integer", "number"):
-        return min(max(1, schema.get("minimum", 1)), schema.get("maximum", float("inf")))
-    if kind == "array":
-        return [_example_value(schema["items"], root, seen)] if schema.get("items") else []
-    if kind == "object":
-        return _example_object(schema, root, seen)
-    return {"boolean": True, "null": None}.get(kind, "text")
-
-
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the schema that "#/$defs/Color" names; True, which allows everything, where there is none."""
-    found: Any = root
-    for key in reference.removeprefix("#").split("/")[1:]:
-        found = (
-            found.get(key.replace("~1", "/").replace("~0", "~"), True)
-            if isinstance(found, Mapping)
-            else True
-        )
-    return found
+    completion = whole[len(prompt) :]
+    stops = set(renderer.get_stop_token_ids())
+    end = next((index for index, token in enumerate(completion) if token in stops), None)
+    sampled = completion[:end]
+    parsed = parse_completion(renderer, sampled, tools=tools, prompt_ids=prompt)
+    calls = [(read.name, read.arguments) for read in parsed.tool_calls]
+    return sampled if calls == [(name, arguments)] else None
 
 
 def _named_parameters(tool: ToolSpec) -> tuple[str, Mapping[str, Any]]:
+    """Return the name of a tool, and the schema of its parameters."""
     function = cast(dict[str, Any], tool).get("function", tool)
     parameters = function.get("parameters")
     return function["name"], parameters if isinstance(parameters, Mapping) else {}
 
 
 def _parameter_types(parameters: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+    """Return the types that each parameter allows, by the schema of all parameters."""
     properties = parameters.get("properties")
     if not isinstance(properties, Mapping):
         return {}
-    return {name: types_of(schema, parameters) for name, schema in properties.items()}
+    return {name: allowed_types(schema, parameters) for name, schema in properties.items()}
 
 
-def _is_text_only(allowed: frozenset[str], value: Any) -> bool:
-    """Return whether a value that is no text stands where its schema allows a text, and no value of this type."""
-    return "string" in allowed and type_of(value) not in allowed
+def _plain_tools(types: Mapping[str, TypesByParameter]) -> list[ToolSpec]:
+    """Return tools whose parameters have these types, with schemas that every parser reads."""
+    tools = []
+    for name, parameters in types.items():
+        properties = {parameter: _plain_schema(of) for parameter, of in parameters.items()}
+        schema = {"type": "object", "properties": properties}
+        tools.append(cast(ToolSpec, {"name": name, "parameters": schema}))
+    return tools
 
 
-def _plain_tools(types: Mapping[str, Mapping[str, Iterable[str]]]) -> list[ToolSpec]:
-    """Return the tools as parsers read them: each parameter has one type, or "anyOf" with one type in each branch."""
-
-    def plain(allowed: Iterable[str]) -> dict[str, Any]:
-        names = sorted(allowed)
-        return (
-            {"type": names[0]} if len(names) == 1 else {"anyOf": [{"type": name} for name in names]}
-        )
-
-    return [
-        cast(
-            ToolSpec,
-            {
-                "name": name,
-                "parameters": {
-                    "type": "object",
-                    "properties": {key: plain(of) for key, of in parameters.items()},
-                },
-            },
-        )
-        for name, parameters in types.items()
-    ]
+def _plain_schema(allowed: Iterable[str]) -> dict[str, Any]:
+    """Return a schema of one type, or of alternatives with one type each."""
+    names = sorted(allowed)
+    if len(names) == 1:
+        return {"type": names[0]}
+    return {"anyOf": [{"type": name} for name in names]}

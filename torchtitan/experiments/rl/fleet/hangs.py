@@ -26,7 +26,8 @@ from torchtitan.experiments.rl.compat.monarch import ask
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.fleet.restarts import deaths_logger
 from torchtitan.experiments.rl.process.actor import STACK_SIGNAL
-from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost, Pulse
+from torchtitan.experiments.rl.process.heartbeat import Pulse
+from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.hosts.pool import HostPool, text_of
 from torchtitan.experiments.rl.plan.placement import Placement, place
 from torchtitan.experiments.rl.plan.plan import RunPlan, host_memory
-from torchtitan.experiments.rl.process.setup import quiet_libraries
+from torchtitan.experiments.rl.process.logs import quiet_libraries
 
 logger = logging.getLogger(__name__)
 

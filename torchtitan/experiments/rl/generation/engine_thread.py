@@ -45,7 +45,7 @@ from torchtitan.experiments.rl.generation.engine import (
 )
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.actor import cause_in, for_a_future
-from torchtitan.experiments.rl.process.lifetime import Heartbeat
+from torchtitan.experiments.rl.process.heartbeat import Heartbeat
 from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt, fingerprint
 
 logger = logging.getLogger(__name__)

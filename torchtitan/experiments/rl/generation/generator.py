@@ -24,7 +24,7 @@ from torchtitan.experiments.rl.generation.engine import (
 from torchtitan.experiments.rl.generation.engine_thread import EngineThread
 from torchtitan.experiments.rl.process.actor import WatchedActor, reported_endpoint
 from torchtitan.experiments.rl.process.host import host_identity
-from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.logs import set_up_logging
 from torchtitan.experiments.rl.weights.reader import on_this_host, proven, published
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
 

@@ -28,7 +28,7 @@ from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.actor import WatchedActor, reported_endpoint
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
-from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.logs import set_up_logging
 from torchtitan.experiments.rl.process.trace import LoopLag
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import (

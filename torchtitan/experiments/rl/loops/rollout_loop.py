@@ -63,7 +63,7 @@ from torchtitan.experiments.rl.loops.selection import (
     check_whole,
     refuse_future_versions,
 )
-from torchtitan.experiments.rl.process.setup import ENDS_THE_RUN
+from torchtitan.experiments.rl.process.logs import ENDS_THE_RUN
 from torchtitan.experiments.rl.rollouts.filters import FilterResult
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient

@@ -23,13 +23,11 @@ from monarch.actor import Actor, Port, concurrent_endpoint
 from torchtitan.experiments.rl.compat.monarch import original, process_death_behind
 from torchtitan.experiments.rl.errors import PeerGone, RunError, cause_of, users_traceback
 from torchtitan.experiments.rl.process import trace
+from torchtitan.experiments.rl.process.finalization import end_without_finalizing
+from torchtitan.experiments.rl.process.heartbeat import Heartbeat, Pulse
 from torchtitan.experiments.rl.process.host import host_identity
-from torchtitan.experiments.rl.process.lifetime import Heartbeat, Pulse
 from torchtitan.experiments.rl.process.output import printed_file, send_notes_to
-from torchtitan.experiments.rl.process.setup import (
-    end_without_finalizing,
-    ignore_signals_of_the_command,
-)
+from torchtitan.experiments.rl.process.setup import heed_signals_again
 
 logger = logging.getLogger(__name__)
 
@@ -178,5 +176,5 @@ class WatchedActor(Actor):
 
         Monarch is about to send it, unless the process ends by itself first.
         """
-        ignore_signals_of_the_command(False)
+        heed_signals_again()
         end_without_finalizing()

@@ -1,14 +1,24 @@
-"""Programs that run what others wrote: agents' commands, isolated functions. They see no keys of the run, and end with it.
+"""Ends programs that run other people's code, with all that they have started.
 
-``marked`` starts each with a mark that its descendants inherit, whatever session they open: a number of 18 digits, nine
-random ones of the process that started it and nine that count its programs. ``kill_marked`` ends all that have a mark, or all
-whose mark begins with some digits. A watcher, a process of its own, waits for the end of this one and then ends what is left
-with its nine digits: also after SIGKILL, when no code of this process runs.
+Such a program is an agent's command, or the server of isolated calls. It may start processes that
+outlive it, in sessions of their own, and none may stay when the program or the run has ended.
 
-The mark is for what forgets to end, not for what hides: a program that sets its own limit of file locks loses it, and a
-program with a mark can give those that it starts a lower one only.
+1. `new_mark` returns a mark, a number of 18 digits. The caller starts the program by the command
+   line of `marked`, with the variables of `variables_of`, and every descendant inherits the mark.
+2. When the program has ended, `kill_marked` kills the processes that still have its mark.
+3. If this process is killed, it can do nothing itself. So its first mark starts a watcher, another
+   process, which waits for the end of this one. The first 9 digits are the same in all marks of a
+   process: by them the watcher finds everything that this process has left.
 
-This file is also the watcher's program, and imports the standard library alone: a watcher starts within 50 ms.
+The mark is the program's limit of file locks (RLIMIT_LOCKS). Linux has ignored that limit since
+version 2.4, children inherit it, everyone may read it in /proc, and a program that clears its
+environment keeps it. Hosts without the ``prlimit`` command use an environment variable instead,
+which such a program loses.
+
+A mark finds processes that were forgotten, not processes that hide: a program may lower its limit.
+
+The watcher runs this file as a program. The file imports nothing but the standard library, so that
+the watcher starts within 50 ms.
 """
 
 import contextlib
@@ -24,98 +34,138 @@ import threading
 from collections.abc import Sequence
 
 INHERITED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
-"""Environment variables of the run that a program gets. The others may hold keys, which what the model writes could read."""
+"""Names of the run's environment variables that a program gets. The others may hold keys, which the
+code that a model writes could read."""
 PRLIMIT = shutil.which("prlimit")
-"""Sets the mark as a limit of file locks, which Linux has not heeded since 2.4. None: a variable is the mark."""
+"""Path of the command that sets the limit of file locks; None if the host has no such command."""
 VARIABLE = "TORCHTITAN_RL_MARK"
+"""Environment variable that holds the mark if there is no ``prlimit``."""
 END_S = 1.0
-"""Time to wait for a killed process to be gone. One that reads a dead disk takes longer."""
+"""Seconds to wait for each killed process to be gone. One that reads a dead disk takes longer."""
 _DIGITS = 9
-"""Number of digits of a mark that all marks of this process share; as many count its programs."""
+"""Number of digits in each half of a mark: those of the process, and those of the program."""
 
 _lock = threading.Lock()
-_shared = ""
-"""Digits that every mark of this process begins with; "" before the first."""
-_pid = 0
-"""Process that the watcher watches: a fork needs one of its own."""
-_counter = itertools.count(1)
+_process_digits = ""
+"""First half of every mark of this process; empty before the first mark."""
+_watched_pid = 0
+"""Process that has a watcher. After a fork it is another process than this one."""
+_programs = itertools.count(1)
 
 
 def new_mark() -> str:
-    """Return a mark that no other program has. The first call of a process starts its watcher."""
-    global _shared, _pid
+    """Return a mark that no other program has. The first call in a process starts its watcher."""
+    global _process_digits, _watched_pid
     with _lock:
-        if _pid != os.getpid():
-            _shared = str(secrets.randbelow(9 * 10 ** (_DIGITS - 1)) + 10 ** (_DIGITS - 1))
-            _start_watcher(_shared)
-            _pid = os.getpid()  # last: where the watcher can't start, the next call tries again
-        return f"{_shared}{next(_counter):0{_DIGITS}d}"
+        if _watched_pid != os.getpid():
+            smallest = 10 ** (_DIGITS - 1)
+            _process_digits = str(smallest + secrets.randbelow(9 * smallest))
+            _start_watcher(_process_digits)
+            # Last: if the watcher can't start, the next call tries again.
+            _watched_pid = os.getpid()
+        return f"{_process_digits}{next(_programs):0{_DIGITS}d}"
 
 
 def marked(command: Sequence[str], mark: str) -> list[str]:
-    """Return the command line that runs ``command`` with a mark. Its environment also has ``variables_of(mark)``."""
-    return [*([PRLIMIT, f"--locks={mark}", "--"] if PRLIMIT else []), *command]
+    """Return the command line that runs ``command`` with a mark.
+
+    The program's environment needs `variables_of` the mark too.
+    """
+    if PRLIMIT is None:
+        return list(command)
+    return [PRLIMIT, f"--locks={mark}", "--", *command]
 
 
 def variables_of(mark: str) -> dict[str, str]:
-    """Return the environment variables that a command with this mark has."""
-    return {} if PRLIMIT else {VARIABLE: mark}
+    """Return the environment variables that a program with a mark needs."""
+    return {VARIABLE: mark} if PRLIMIT is None else {}
 
 
 def kill_marked(mark: str) -> None:
-    """End the processes whose mark begins with ``mark``, and what they start meanwhile.
+    """Kill the processes whose mark begins with ``mark``, and wait until they are gone.
 
-    A whole mark is one program's; the first nine digits of it are those of all programs of a process.
+    Processes that these start meanwhile are killed too.
+
+    Args:
+        mark: a whole mark for the processes of one program; the first 9 digits for those of all
+            programs that a process has started.
     """
-    killed: set[str] = set()
+    seen: set[int] = set()
     with contextlib.ExitStack() as descriptors:
-        ending = []
-        while new := {
-            pid
-            for pid in os.listdir("/proc")
-            if pid.isdigit() and pid not in killed and _has(pid, mark)
-        }:
-            killed |= new
-            for pid in new:
-                with contextlib.suppress(OSError):
-                    process = os.pidfd_open(int(pid))
-                    descriptors.callback(os.close, process)
-                    if _has(pid, mark):  # else the number is another process's by now
-                        signal.pidfd_send_signal(process, signal.SIGKILL)
-                        ending.append(process)
-        for process in ending:
-            select.select([process], [], [], END_S)
+        killed = []
+        while found := _marked_pids(mark) - seen:
+            seen |= found
+            for pid in found:
+                descriptor = _kill_if_marked(pid, mark)
+                if descriptor is not None:
+                    descriptors.callback(os.close, descriptor)
+                    killed.append(descriptor)
+        for descriptor in killed:
+            select.select([descriptor], [], [], END_S)
 
 
-def _has(pid: str, mark: str) -> bool:
-    begins = f" {mark}".encode() if PRLIMIT else f"{VARIABLE}={mark}".encode()
-    with (
-        contextlib.suppress(OSError),
-        open(f"/proc/{pid}/{'limits' if PRLIMIT else 'environ'}", "rb") as held,
-    ):
-        return begins in held.read()
-    return False
+def _marked_pids(mark: str) -> set[int]:
+    pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    return {pid for pid in pids if _has_mark(pid, mark)}
 
 
-def _start_watcher(shared: str) -> None:
-    environment = {
-        name: os.environ[name] for name in INHERITED if name in os.environ
-    }  # it finds prlimit where this one does
-    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), shared]
+def _kill_if_marked(pid: int, mark: str) -> int | None:
+    """Kill a process if it has the mark.
+
+    The mark is read again once the process can't be confused with a later one of the same pid.
+
+    Returns:
+        A descriptor of the process that was killed, for the caller to close; None if none was.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return None
+    try:
+        if _has_mark(pid, mark):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _has_mark(pid: int, mark: str) -> bool:
+    """Return True if the mark of a process begins with ``mark``."""
+    if PRLIMIT is None:
+        file, text = "environ", f"{VARIABLE}={mark}"
+    else:
+        file, text = "limits", f" {mark}"
+    try:
+        with open(f"/proc/{pid}/{file}", "rb") as contents:
+            return text.encode() in contents.read()
+    except OSError:  # it has ended, or it is another user's
+        return False
+
+
+def _start_watcher(process_digits: str) -> None:
+    # With the same PATH, so that it finds ``prlimit`` if this process does.
+    environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), process_digits]
     subprocess.run(command, stdin=subprocess.DEVNULL, cwd="/", env=environment, check=True)
 
 
-def _watch(parent: int, shared: str) -> None:
-    """Run the watcher, as no descendant of who started it: whoever ends a run's processes leaves it alone."""
-    process = os.pidfd_open(parent)  # which waits for the fork below
+def _watch(parent: int, process_digits: str) -> None:
+    """Be the watcher: wait for the end of ``parent``, then kill what has its digits.
+
+    The watcher forks and is an orphan from then on. So it survives a command that kills all its
+    descendants.
+    """
+    parent_descriptor = os.pidfd_open(parent)  # before the fork, for which ``parent`` waits
     if os.fork():
         return
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
-    for stream in (1, 2):  # who reads the command's output is not kept waiting
+    for stream in (1, 2):  # else the reader of the command's output would wait for the watcher
         os.dup2(null, stream)
-    select.select([process], [], [])
-    kill_marked(shared)
+    select.select([parent_descriptor], [], [])
+    kill_marked(process_digits)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
-"""What this host is: its identity, its address, and the cores, GPUs and memory of this process.
+"""Reads this host: its identity and address, and the cores, memory and GPUs that a process may use.
 
-Host names do not tell hosts apart: containers and cluster nodes may share one, or change theirs. A process on the cores of a
-NUMA node, as Linux describes them in /sys, has its memory there too: Linux gives it pages of the node that it runs on.
+Everything is read from Linux (/proc, /sys), from psutil or from torch, and nothing is changed but
+the limit of file descriptors (`raise_descriptor_limit`).
+
+A machine's cores and memory are divided into NUMA nodes, and each GPU is attached to one. Linux
+gives a process memory of the node that it runs on. So a process that stays on the cores of one node
+has its memory there too, and nothing here binds memory.
 """
 
 import contextlib
@@ -20,65 +24,45 @@ import psutil
 
 Device = Literal["cpu", "cuda"]
 HOST_VARIABLE = "TORCHTITAN_RL_HOST"
-"""Environment variable that replaces the identity: processes of one machine then count as several hosts."""
+"""Environment variable that replaces the identity of the host. With it, processes of one machine
+count as several hosts."""
 LOOPBACK = "lo"
-"""Linux's name of the interface that no other host reaches."""
+"""Linux's name of the network interface that no other host reaches."""
 LOOPBACK_ADDRESS = "127.0.0.1"
 _SOMEWHERE = "192.0.2.1"
-"""Reserved for documentation: nothing answers there, and nothing is sent."""
+"""Address that stands for any other host. It is reserved for documentation, and nothing is sent."""
 SYS = Path("/sys")
 PROC = Path("/proc")
 MASK = "CUDA_VISIBLE_DEVICES"
+"""Environment variable that names the GPUs which CUDA shows to a process."""
+
+
+# ---- identity and network
 
 
 def host_identity() -> str:
-    """The same in two processes exactly where they share memory, process ids and network interfaces.
+    """Return a text that two processes share if, and only if, they are on one host.
 
-    It names the boot of the kernel, and what this process sees of it: its process ids and network (their namespaces) and the
-    file system that shared memory is in. Two containers of one machine differ where they do not share one of these.
+    One host means: shared memory, process ids and network interfaces in common. Host names don't
+    tell that, because containers and cluster nodes may have the same one, or change it. So the
+    identity is made of the kernel's boot id, the process's pid and network namespaces, and the file
+    system that holds its shared memory. Two containers of one machine that differ in any of these
+    are two hosts.
     """
-    return os.environ.get(HOST_VARIABLE) or ":".join(
-        [_kernel(), _namespace("pid"), _namespace("net"), _shared_memory()]
-    )
-
-
-def network_address() -> str:
-    """IPv4 address of this host. Its loopback address where it has no network.
-
-    A host name is no address for others: many systems map their own name to the loopback interface.
-    """
-    try:
-        found = [
-            str(entry[4][0])
-            for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
-        ]
-    except OSError:
-        found = []
-    outside = [address for address in found if not ipaddress.ip_address(address).is_loopback]
-    return outside[0] if outside else source_address(_SOMEWHERE)
-
-
-def visible_gpus() -> list[int]:
-    """Indices of the GPUs that this process sees, from 0 on."""
-    if sliced():
-        # CUDA shows a process one of its slices and no more. Each process of a run gets a slice of its own.
-        return list(range(len(_entries())))
-    import torch  # here: the command sets its process up before torch is imported
-
-    return list(range(torch.cuda.device_count()))
+    parts = [_kernel(), _namespace("pid"), _namespace("net"), _shared_memory()]
+    return os.environ.get(HOST_VARIABLE) or ":".join(parts)
 
 
 def _kernel() -> str:
-    for file in (
-        "/proc/sys/kernel/random/boot_id",
-        "/etc/machine-id",
-    ):  # some container runtimes have no such files
+    """Return an id of the running kernel; the host's name in containers that hide both files."""
+    for file in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
         with contextlib.suppress(OSError):
             return Path(file).read_text().strip()
     return socket.gethostname()
 
 
 def _namespace(kind: str) -> str:
+    """Return the id of one of this process's namespaces, such as "pid" or "net"."""
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
@@ -86,60 +70,97 @@ def _namespace(kind: str) -> str:
 
 
 def _shared_memory() -> str:
-    """Linux numbers each mounted memory file system."""
+    """Return the number that Linux gave to the file system at /dev/shm."""
     try:
         return f"shm:{os.stat('/dev/shm').st_dev}"
     except OSError:
         return "shm"
 
 
+def network_address() -> str:
+    """Return the IPv4 address at which other hosts reach this one.
+
+    It is the loopback address if the host has no network. The host's name would not do, because
+    many systems resolve their own name to the loopback interface.
+    """
+    try:
+        entries = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+    except OSError:
+        entries = []
+    for *_, socket_address in entries:
+        address = str(socket_address[0])
+        if not ipaddress.ip_address(address).is_loopback:
+            return address
+    return source_address(_SOMEWHERE)
+
+
 def source_address(target: str) -> str:
-    """Address of this host's interface that leads to ``target``."""
+    """Return the address of the network interface from which this host reaches ``target``.
+
+    It is the loopback address if there is no route, as on a machine without a network.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((target, 9))
-        except OSError:  # no route: a machine without a network
+            probe.connect((target, 9))  # sends nothing: it only has Linux choose the route
+        except OSError:
             return LOOPBACK_ADDRESS
         return str(probe.getsockname()[0])
 
 
 def interface_towards(target: str) -> str:
-    """Name of this host's interface that leads to the address ``target``; "" where there is none."""
-    own = source_address(target)
-    named = psutil.net_if_addrs().items()
-    return next(
-        (name for name, addresses in named if any(own == entry.address for entry in addresses)), ""
-    )
+    """Return the name of the network interface from which this host reaches an address.
+
+    It is empty if there is no such interface.
+    """
+    address = source_address(target)
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return ""
+
+
+# ---- cores
 
 
 def cores_by_node() -> list[tuple[int, ...]]:
-    """The cores that this process may use: of each node that has some, and last those of which Linux names no node."""
-    left = set(os.sched_getaffinity(0))
-    found = []
-    for node in sorted(
-        (SYS / "devices/system/node").glob("node[0-9]*"), key=lambda node: int(node.name[4:])
-    ):
-        own = _cores_of(node) & left
-        left -= own
-        found.append(tuple(sorted(own)))
-    return [cores for cores in (*found, tuple(sorted(left))) if cores]
+    """Return the cores that this process may use, a tuple for each NUMA node that has some.
+
+    The last tuple has the cores that Linux assigns to no node, if there are any.
+    """
+    unassigned = set(os.sched_getaffinity(0))
+    folders = (SYS / "devices/system/node").glob("node[0-9]*")
+    by_node = []
+    for folder in sorted(folders, key=lambda folder: int(folder.name.removeprefix("node"))):
+        cores = _cores_of(folder) & unassigned
+        unassigned -= cores
+        by_node.append(cores)
+    by_node.append(unassigned)
+    return [tuple(sorted(cores)) for cores in by_node if cores]
 
 
 def own_cores() -> list[int]:
-    """The cores that this process may use, node by node: who gets a run of them is on as few nodes as it can be."""
+    """Return the cores that this process may use, node after node.
+
+    So a run of consecutive entries is on as few NUMA nodes as possible.
+    """
     return [core for cores in cores_by_node() for core in cores]
 
 
 def cores_on_nodes_of(cores: Iterable[int]) -> tuple[int, ...]:
-    """The cores that this process may use of the nodes that ``cores`` are on."""
+    """Return the cores that this process may use on the NUMA nodes of the given cores."""
     wanted = set(cores)
-    return tuple(sorted(core for node in cores_by_node() if wanted & set(node) for core in node))
+    nodes = [node for node in cores_by_node() if wanted.intersection(node)]
+    return tuple(sorted(core for node in nodes for core in node))
 
 
 def cores_near(addresses: Iterable[str]) -> tuple[int, ...]:
-    """The cores that this process may use of the nodes that PCI devices ("0000:3b:00.0") are attached to.
+    """Return the cores that this process may use on the NUMA nodes of some PCI devices.
 
-    Empty where Linux does not say a device's node, or where this process may use none of its cores: then all are as near.
+    The result is empty, and every core as good as another, if Linux does not know the node of one
+    of the devices, or if this process may use no core of it.
+
+    Args:
+        addresses: PCI addresses as Linux writes them, such as "0000:3b:00.0".
     """
     near: set[int] = set()
     for address in addresses:
@@ -147,11 +168,26 @@ def cores_near(addresses: Iterable[str]) -> tuple[int, ...]:
             node = int((SYS / f"bus/pci/devices/{address}/numa_node").read_text())
         except (OSError, ValueError):
             return ()
-        own = _cores_of(SYS / f"devices/system/node/node{node}") & os.sched_getaffinity(0)
-        if not own:
+        cores = _cores_of(SYS / f"devices/system/node/node{node}") & os.sched_getaffinity(0)
+        if not cores:
             return ()
-        near |= own
+        near |= cores
     return tuple(sorted(near))
+
+
+def _cores_of(node: Path) -> set[int]:
+    """Return the cores of a NUMA node, which Linux lists as "0-3,8-11"; none if it lists none."""
+    cores: set[int] = set()
+    try:
+        ranges = (node / "cpulist").read_text().strip().split(",")
+        for first, _, last in (cores_range.partition("-") for cores_range in ranges if cores_range):
+            cores.update(range(int(first), int(last or first) + 1))
+    except (OSError, ValueError):
+        return set()
+    return cores
+
+
+# ---- memory and limits
 
 
 def memory_gib() -> tuple[float, float]:
@@ -160,8 +196,9 @@ def memory_gib() -> tuple[float, float]:
     Containers and schedulers limit memory by control groups: the lowest limit that this process is
     under counts, where it is below the memory of the machine.
     """
-    lines = dict(line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines())
-    free, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    machine = psutil.virtual_memory()
+    free = machine.available
+    total = machine.total
     for limit, used in _memory_groups():
         total = min(total, limit)
         free = min(free, max(0, limit - used))
@@ -176,9 +213,22 @@ _GROUP_FILES = (
 
 
 def _memory_groups() -> Iterator[tuple[int, int]]:
-    """Yield the limit and the usage, in bytes, of each control group with a limit that this process is in.
+    """Yield the limit and the usage of each control group that limits this process, in bytes.
 
     Pages of files that nobody uses are left out: Linux drops them before it refuses memory.
+    """
+    for group in _control_groups():
+        for limit_file, usage_file in _GROUP_FILES:
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                limit = int((group / limit_file).read_text())
+                yield limit, int((group / usage_file).read_text()) - _unused_pages(group)
+
+
+def _control_groups() -> Iterator[Path]:
+    """Yield the folder of each control group of memory that this process is in, and of its parents.
+
+    A folder need not exist: a container may see its own group as the root, and not by the path that
+    the group has outside.
     """
     try:
         entries = (PROC / "self/cgroup").read_text().splitlines()
@@ -189,15 +239,9 @@ def _memory_groups() -> Iterator[tuple[int, int]]:
         if controllers and "memory" not in controllers.split(","):
             continue
         root = SYS / "fs/cgroup" / ("memory" if controllers else "")
-        # A container may see its own group as the root, and not by the path that it has outside.
-        own = root / path.strip("/")
-        for folder in (own, *own.parents):
-            if not folder.is_relative_to(root):
-                break
-            for limit_file, usage_file in _GROUP_FILES:
-                with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                    limit = int((folder / limit_file).read_text())
-                    yield limit, int((folder / usage_file).read_text()) - _unused_pages(folder)
+        group = root / path.strip("/")
+        yield group
+        yield from (folder for folder in group.parents if folder.is_relative_to(root))
 
 
 def _unused_pages(group: Path) -> int:
@@ -213,6 +257,8 @@ def raise_descriptor_limit() -> None:
         with contextlib.suppress(OSError, ValueError):  # some systems refuse "unlimited"
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
+
+# ---- other people
 
 FIRST_PERSON = 1000
 """Smallest user id that Linux distributions give to a person; those below are of services."""
@@ -233,13 +279,9 @@ def other_users() -> list[str]:
 
 
 def process_owners() -> set[int]:
-    """Return the user ids of this host's processes, as far as /proc shows them."""
-    owners = set()
-    for entry in os.listdir(PROC):
-        if entry.isdigit():
-            with contextlib.suppress(FileNotFoundError):
-                owners.add((PROC / entry).stat().st_uid)
-    return owners
+    """Return the user ids of this host's processes, as far as this process may see them."""
+    owners = (process.info["uids"] for process in psutil.process_iter(["uids"]))
+    return {uids.real for uids in owners if uids is not None}
 
 
 def other_users_line() -> str:
@@ -259,103 +301,134 @@ def _user_name(user: int) -> str:
         return str(user)
 
 
-def _cores_of(node: Path) -> set[int]:
-    """Linux writes them as "0-3,8-11"."""
-    cores: set[int] = set()
-    try:
-        for part in filter(None, (node / "cpulist").read_text().strip().split(",")):
-            first, _, last = part.partition("-")
-            cores.update(range(int(first), int(last or first) + 1))
-    except (OSError, ValueError):
-        return set()
-    return cores
+# ---- GPUs
+
+
+def visible_gpus() -> list[int]:
+    """Return the indices of the GPUs that this process sees, from 0 on.
+
+    If these are slices of GPUs, they are counted by the mask: CUDA shows a process only the first
+    slice, and each process of a run gets one of its own.
+    """
+    if sliced():
+        return list(range(len(_mask_entries())))
+    import torch  # here, because the command sets its process up before torch is imported
+
+    return list(range(torch.cuda.device_count()))
 
 
 def gpu_memory_gib() -> float | None:
-    """Of the smallest GPU that this process sees. None: it sees none, or CUDA does not say."""
+    """Return the memory of the smallest GPU that this process sees.
+
+    None if it sees no GPU, or if CUDA can't say.
+    """
     return min((gpu.total_memory for gpu in _gpus()), default=0) / 2**30 or None
 
 
 def pci_addresses() -> list[str]:
-    """Of the GPUs that this process sees, by index, as Linux names them ("0000:3b:00.0"). Empty where CUDA does not say."""
+    """Return the PCI address of each GPU that this process sees, such as "0000:3b:00.0".
+
+    The list is empty if CUDA can't say.
+    """
     return [
         f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in _gpus()
     ]
 
 
 def _gpus() -> list[Any]:
+    """Return torch's properties of each GPU that this process sees; none if the driver is broken.
+
+    The code that computes on the GPU reports a broken driver better.
+    """
     import torch
 
     try:
         return [
             torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
         ]
-    except RuntimeError:  # a broken driver: who computes on the GPU says it better
+    except RuntimeError:
         return []
 
 
 def gpu_host_lacks(*, several_hosts: bool) -> list[str]:
-    """What this host lacks for a run on its GPUs, the end of a sentence each.
+    """Return what this host lacks for a run on its GPUs, the end of a sentence for each lack."""
+    lacks = [_compiler_lack(), _header_lack(), _lockable_memory_lack() if several_hosts else ""]
+    return [lack for lack in lacks if lack]
 
-    Triton compiles a launcher when a kernel first runs, in trainer and engine, so it needs a C compiler and Python's headers
-    there. Between hosts weights go through InfiniBand or RoCE where a host has it; these devices lock the memory they reach.
-    """
-    found = []
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        found.append(
-            "has no C compiler, with which Triton builds its kernels: install gcc, or name a compiler in CC"
-        )
+
+def _compiler_lack() -> str:
+    """Return the lack of a C compiler, with which Triton builds a launcher for each new kernel."""
+    if os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
+        return ""
+    return (
+        "has no C compiler, with which Triton builds its kernels: "
+        "install gcc, or name a compiler in CC"
+    )
+
+
+def _header_lack() -> str:
+    """Return the lack of Python's header, which Triton's launchers include."""
     header = Path(sysconfig.get_path("include"), "Python.h")
-    if not header.is_file():
-        found.append(
-            f"has no {header}, which Triton's kernels are built with: install Python's headers (python3.11-dev)"
-        )
+    if header.is_file():
+        return ""
+    return (
+        f"has no {header}, which Triton's kernels are built with: "
+        "install Python's headers (python3.11-dev)"
+    )
+
+
+def _lockable_memory_lack() -> str:
+    """Return the lack of memory that this process may lock, on a host with InfiniBand or RoCE.
+
+    Weights go from host to host through such devices, which lock the memory that they reach.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if (
-        several_hosts
-        and soft != resource.RLIM_INFINITY
-        and any(Path("/sys/class/infiniband").glob("*"))
-    ):
-        cure = (
-            "ulimit -l unlimited; docker: --ulimit memlock=-1; Kubernetes: the capability IPC_LOCK"
-        )
-        found.append(
-            f"may lock {soft // 2**10} KiB of memory, and its InfiniBand devices lock all weights: raise the limit ({cure})"
-        )
-    return found
+    if soft == resource.RLIM_INFINITY or not any(Path("/sys/class/infiniband").glob("*")):
+        return ""
+    cure = "ulimit -l unlimited; docker: --ulimit memlock=-1; Kubernetes: the capability IPC_LOCK"
+    return (
+        f"may lock {soft // 2**10} KiB of memory, and its InfiniBand devices lock all weights: "
+        f"raise the limit ({cure})"
+    )
 
 
 def sliced() -> bool:
-    """Whether what this process sees are slices of GPUs (MIG), of which a process can use one."""
-    return "".join(_entries()[:1]).startswith("MIG-")
+    """Return True if this process sees slices of GPUs (MIG), of which a process can use one."""
+    entries = _mask_entries()
+    return bool(entries) and entries[0].startswith("MIG-")
 
 
 def mask_of(gpus: Iterable[int]) -> str:
-    """CUDA_VISIBLE_DEVICES of a process that is to see ``gpus`` only.
+    """Return CUDA_VISIBLE_DEVICES for a process that is to see only the given GPUs.
+
+    If this process has a mask itself, the other process is given entries of that mask. They may be
+    indices, UUIDs or MIG ids.
 
     Args:
-        gpus: indices, of ``visible_gpus``. Where this process has a mask itself, of indices, UUIDs or MIG ids, an index is a
-            place in that mask, and the other process is given what stands there.
+        gpus: indices, as `visible_gpus` counts them.
 
     Raises:
-        ValueError: the mask has no such place.
+        ValueError: This process's mask has no entry of an index.
     """
-    entries = _entries()
     if os.environ.get(MASK) is None:
         return ",".join(map(str, gpus))
-    hidden = [gpu for gpu in gpus if not 0 <= gpu < len(entries)]
-    if hidden:
-        raise ValueError(
-            f"{MASK}={os.environ[MASK]!r} shows {len(entries)} GPUs, and none of index {hidden[0]}"
-        )
-    return ",".join(entries[gpu] for gpu in gpus)
+    entries = _mask_entries()
+    chosen = []
+    for index in gpus:
+        if not 0 <= index < len(entries):
+            raise ValueError(
+                f"{MASK}={os.environ[MASK]!r} shows {len(entries)} GPUs, and none of index {index}"
+            )
+        chosen.append(entries[index])
+    return ",".join(chosen)
 
 
-def _entries() -> list[str]:
-    """Of the mask, as CUDA reads it: it ends at the first entry that is no device."""
+def _mask_entries() -> list[str]:
+    """Return the entries of this process's mask up to the first that is no device, as CUDA does."""
     entries: list[str] = []
-    for entry in os.environ.get(MASK, "").split(","):
-        if not entry.strip() or entry.strip().startswith("-"):
+    for text in os.environ.get(MASK, "").split(","):
+        entry = text.strip()
+        if not entry or entry.startswith("-"):
             break
-        entries.append(entry.strip())
+        entries.append(entry)
     return entries

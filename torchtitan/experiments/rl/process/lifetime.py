@@ -1,6 +1,8 @@
-"""The ends of processes: calls to one end when it does, and whoever owns it learns the cause.
+"""Notices when a process ends and why, and kills processes.
 
-``Heartbeat`` is what the working thread of a process does, and since when: how another process sees that it hangs, or is idle.
+`Lifetime` belongs to whoever calls a process. It ends the calls that wait for the process, which
+would otherwise wait for ever. `descendants` and the functions after it find and kill processes of
+this host.
 """
 
 import asyncio
@@ -9,9 +11,7 @@ import os
 import select
 import signal
 import threading
-import time
-from collections.abc import Awaitable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -21,79 +21,99 @@ from torchtitan.experiments.rl.compat.monarch import process_death_behind
 from torchtitan.experiments.rl.errors import RunError
 
 WATCH_S = 5.0
-"""How long the watch of a process has to say why it ended after Monarch has; of an end it hears within milliseconds."""
+"""Seconds that the watch of a process has to say why it ended, once Monarch has reported the end.
+The watch itself hears of an end within milliseconds."""
 _PF_EXITING = 0x4
-"""Linux's flag of a process that is being taken down (proc(5), "flags" of /proc/PID/stat)."""
+"""Linux's flag of a process that is being taken down."""
+_FLAGS_FIELD = 6
+"""Index of a process's flags in /proc/PID/stat, counted after the name in parentheses."""
+
+
+# ---- the end of a process
 
 
 class ProcessLost(RunError):
-    """A call can't be answered: its process has ended."""
+    """A call that can't be answered, because its process has ended."""
 
     def __init__(self, name: str, cause: str):
         super().__init__(f"{name} died: {cause}")
-        self.name, self.cause = name, cause
+        self.name = name
+        self.cause = cause
 
     def __reduce__(self) -> tuple[type["ProcessLost"], tuple[str, str]]:
         return type(self), (self.name, self.cause)
 
 
 class Lifetime:
-    """Made on the event loop that uses it.
+    """Life of a process, as another process sees it that calls it.
 
-    ``watch`` notices the end of a process of this host at once; Monarch reports any process's, within some ten seconds.
+    The end is learned in two ways. `watch` notices the end of a process of this host at once, and
+    reads its exit code. Monarch reports the end of any process, within some ten seconds, to
+    `report`.
+
+    A lifetime is made on the event loop that uses it.
     """
 
     def __init__(self, name: str):
-        """``name`` is what people call the part, such as "generator 1"."""
+        """Begin with a process that lives and is not watched.
+
+        Args:
+            name: name of the process in messages, such as "generator 1".
+        """
         self.name = name
         self.pid: int | None = None
-        """Set by ``watch``."""
+        """Process that is watched; None before `watch`."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[str] = self._loop.create_future()
         self._descriptor = -1
+        """Descriptor of the watched process; -1 while none is watched."""
 
     @property
     def cause(self) -> str | None:
-        """Why the process ended; None while it lives."""
+        """Cause of the process's end; None while it lives."""
         return self._ended.result() if self._ended.done() else None
 
     @property
     def ending(self) -> bool:
-        """Whether the system is taking this host's process down: its files are closed by then, and its end is seen soon."""
-        with contextlib.suppress(
-            OSError, IndexError
-        ):  # there is no such process, or its end was seen
-            return bool(
-                int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[6])
-                & _PF_EXITING
-            )
-        return False
+        """True if Linux is taking the watched process down.
+
+        Its files and sockets are closed by then, and `watch` is about to see its end.
+        """
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text()
+            flags = int(status.rpartition(")")[2].split()[_FLAGS_FIELD])
+        except (OSError, IndexError):  # no process is watched, or it is gone
+            return False
+        return bool(flags & _PF_EXITING)
 
     async def ended(self) -> str:
-        """Wait for the end. Returns the cause."""
+        """Wait until the process has ended, and return the cause."""
         return await asyncio.shield(self._ended)
 
     def end(self, cause: str) -> None:
-        """The process has ended, or is to be treated as if it had. The first cause counts."""
+        """Take the process as ended. If it is called again, the first cause stays."""
         if not self._ended.done():
             self._ended.set_result(cause)
         self.close()
 
     def report(self, cause: str) -> None:
-        """Monarch says that the process has ended, or that its actor can't be called. Of a process that is watched the cause is
-        the one that its watch learns, so that people read the same words for the same end; Monarch may say it first.
+        """Take note of Monarch's report that the process has ended, or that its actor is lost.
+
+        If the process is watched, the watch has WATCH_S to say why it ended, and ``cause`` counts
+        only if it says nothing. So people read the same words for the same end, although Monarch
+        may report it first.
         """
         if self._descriptor < 0:
             self.end(cause)
         else:
             self._loop.call_later(WATCH_S, self.end, cause)
 
-    async def call(self, answer: Awaitable[Any]) -> Any:
-        """The answer of a call to the process.
+    async def call(self, answer: Awaitable[Any]) -> Any:  # noqa: ANN401 - any endpoint's
+        """Return the answer of a call to the process.
 
         Raises:
-            ProcessLost: the process ended first.
-            Exception: what the call raises.
+            ProcessLost: The process ended first.
+            Exception: The call raised it.
         """
         try:
             return await self.during(answer)
@@ -104,167 +124,127 @@ class Lifetime:
             self.report(death.cause)
             raise ProcessLost(self.name, await self.ended()) from error
 
-    async def during(self, work: Awaitable[Any]) -> Any:
-        """What ``work`` returns or raises; it is cancelled when the process ends.
+    async def during(self, work: Awaitable[Any]) -> Any:  # noqa: ANN401 - any result
+        """Return what ``work`` returns, or raise what it raises.
+
+        The work is cancelled if the process ends first.
 
         Raises:
-            ProcessLost: the process ended first.
+            ProcessLost: The process ended first.
         """
-        working = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait({working, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, self._ended}, return_when=asyncio.FIRST_COMPLETED)
             if self._ended.done():
                 raise ProcessLost(self.name, self._ended.result())
-            return working.result()
+            return task.result()
         finally:
-            if not working.done():
-                working.cancel()
-            elif not working.cancelled():
-                working.exception()  # looked at: asyncio logs one that nobody does
+            if not task.done():
+                task.cancel()
+            elif not task.cancelled():
+                task.exception()  # asyncio logs an exception that nobody has asked for
 
     def watch(self, pid: int, output: str = "") -> None:
-        """``end`` this lifetime when the process ``pid`` of this host ends. Of one that crashes the cause names ``output``, the
-        file with what it has printed.
+        """Call `end` when a process of this host ends.
+
+        Args:
+            pid: the process.
+            output: file with what the process has printed. If the process crashes, the cause names
+                the file.
         """
         self.pid = pid
         try:
             self._descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
-            return self.end("ended before it was watched")
-        arguments = (pid, os.dup(self._descriptor), output)
+            self.end("ended before it was watched")
+            return
+        # A thread that waits in the kernel, and not the event loop, which could be busy when the
+        # process ends: Monarch waits for its children too, and only the first learns the exit code.
         threading.Thread(
-            target=self._wait, args=arguments, name=f"wait for {pid}", daemon=True
+            target=self._wait,
+            args=(pid, os.dup(self._descriptor), output),
+            name=f"wait for {pid}",
+            daemon=True,
         ).start()
 
     def kill(self, cause: str) -> None:
-        """End the process with SIGKILL, for ``cause``."""
+        """Kill the process if it is watched, and take it as ended for ``cause``."""
         if self._descriptor >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
         self.end(cause)
 
     def close(self) -> None:
-        """Its end is of no interest any more."""
+        """Stop watching the process."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def _wait(self, pid: int, descriptor: int, output: str) -> None:
-        # In a thread that waits in the kernel: Monarch waits for its children too, and who is second learns no exit code.
+        """Wait for the end of the process, in a thread of its own, and close the descriptor."""
         try:
             status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:  # Monarch was first, or it is another's child
+        except ChildProcessError:  # Monarch was first, or it is another process's child
             select.select([descriptor], [], [])
             status = None
         os.close(descriptor)
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is interested
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, and nobody listens
             self._loop.call_soon_threadsafe(self.end, _cause_in(status, output))
 
 
 def _cause_in(status: os.waitid_result | None, output: str) -> str:
+    """Return the cause of a process's end in words; ``status`` is None if its code is unknown."""
     if status is None:
         return "its process ended"
     if status.si_code == os.CLD_EXITED:
-        return f"its process ended with exit code {status.si_status}" + _last_words(output)
-    killed = f"killed by {signal.Signals(status.si_status).name}"
-    return killed if status.si_status == signal.SIGKILL else killed + _last_words(output)
+        return f"its process ended with exit code {status.si_status}" + _note_of_output(output)
+    cause = f"killed by {signal.Signals(status.si_status).name}"
+    if status.si_status == signal.SIGKILL:  # it had no time to print why
+        return cause
+    return cause + _note_of_output(output)
 
 
-def _last_words(output: str) -> str:
+def _note_of_output(output: str) -> str:
+    """Return a note that names the file with what a process has printed, unless it is empty."""
     with contextlib.suppress(OSError):
         if output and Path(output).stat().st_size:
             return f" (what it printed is in {output})"
     return ""
 
 
+# ---- processes of this host
+
+
 def descendants(of: int | None = None) -> list[int]:
-    """Process ids of those that live, parents before their children.
+    """Return the pids of the living descendants of a process, parents before their children.
 
     Args:
-        of: their ancestor; None: this process.
+        of: their ancestor; None for this process.
     """
-    found = []
+    pids = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(of).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if child.status() != psutil.STATUS_ZOMBIE:
-                    found.append(child.pid)
-    return found
+                    pids.append(child.pid)
+    return pids
 
 
 def kill_descendants() -> None:
-    """End them with SIGKILL; those too that one of them starts meanwhile."""
+    """Kill the descendants of this process, and those that they start meanwhile."""
     while alive := descendants():
         kill(alive)
 
 
 def kill_family(ancestor: int) -> None:
-    """End the descendants of ``ancestor`` with SIGKILL, then itself, and this process last, which may be one of them."""
+    """Kill a process and its descendants, and this process last, which may be one of them."""
     while others := [pid for pid in descendants(ancestor) if pid != os.getpid()]:
         kill(others)
     kill([ancestor, os.getpid()])
 
 
 def kill(pids: list[int]) -> None:
+    """Kill processes, in this order. Those that are gone, or another user's, are passed over."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pulse:
-    doing: str
-    """"" while the thread waits for work."""
-    seconds: float
-    """Since it began, or last made progress."""
-    slow: bool
-    """Whether what it does may take long: a build, a load of weights, a first step that compiles, a checkpoint."""
-
-
-class Heartbeat:
-    """Written by the working thread and read by the others; each write is one assignment, and so needs no lock."""
-
-    def __init__(self) -> None:
-        self._work: tuple[str, float, bool] = ("", time.monotonic(), False)
-        self._used = False
-        self._worked_s = 0.0
-        """In blocks of ``work`` that have ended."""
-        self._lapped = (0.0, time.monotonic())
-
-    @contextlib.contextmanager
-    def work(self, what: str, *, slow: bool = False) -> Iterator[None]:
-        """The thread does ``what`` in the block."""
-        began = time.monotonic()
-        self._used = True
-        self._work = (what, began, slow)
-        try:
-            yield
-        finally:
-            ended = time.monotonic()
-            self._work = ("", ended, False)
-            self._worked_s += ended - began
-
-    def beat(self, what: str | None = None, *, slow: bool | None = None) -> None:
-        """The work goes on: its time starts again. ``what`` and ``slow`` are of its next part; None: as before."""
-        before, _, was_slow = self._work
-        self._work = (
-            before if what is None else what,
-            time.monotonic(),
-            was_slow if slow is None else slow,
-        )
-
-    def pulse(self) -> Pulse:
-        what, since, slow = self._work
-        return Pulse(doing=what, seconds=time.monotonic() - since, slow=slow)
-
-    def lap_busy(self) -> float | None:
-        """Share of the time since the last call that the thread worked, from 0 to 1. Work under way counts when it ends.
-
-        None where nothing was ever noted: the process has no working thread.
-        """
-        worked_s, now = self._worked_s, time.monotonic()
-        before_s, then = self._lapped
-        self._lapped = (worked_s, now)
-        if not self._used:
-            return None
-        return min(1.0, (worked_s - before_s) / (now - then)) if now > then else 0.0

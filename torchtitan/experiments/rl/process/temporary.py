@@ -1,7 +1,12 @@
-"""What a run leaves on its host and has to remove: one temporary folder, and POSIX shared memory.
+"""Removes what a run leaves on its host: its folder of temporary files, and POSIX shared memory.
 
-The folder has what the run's processes put into TMPDIR. It goes when the run ends, or when a later run starts. Files of shared
-memory stay when the process that made them is killed before it removes them.
+Each run has a folder of its own, and its processes have it as TMPDIR. The folder is removed when
+the run ends. If the run was killed, the next run on the host removes it: a run holds a lock in its
+folder while it lives, so a folder that can be locked belongs to no run.
+
+Shared memory lies outside of that folder, as files in /dev/shm. A process removes its own, unless
+it is killed. So the run notes in its folder which files its processes have, and whoever removes the
+folder removes these files too.
 """
 
 import contextlib
@@ -16,64 +21,70 @@ from pathlib import Path
 from typing import BinaryIO
 
 PREFIX = "torchtitan-rl-"
+"""Beginning of the name of a run's folder."""
 LOCK_FILE = ".lock"
+"""File in a run's folder that the run holds a lock on while it lives."""
 SHARED_MEMORY_FILE = ".shared-memory"
-"""Names of the shared memory of the run's processes, a line each."""
-HOSTS_PREFIX = "hosts_"
-"""Of the folder with the sockets of hosts that are processes."""
-SOCKET_NAME = 24
-"""Number of characters of the names that Monarch makes up for its sockets."""
-_LONGEST = 107 - len(f"/{PREFIX}12345678/{HOSTS_PREFIX}12345678/") - SOCKET_NAME
-"""Characters of a folder that sockets fit below: a socket's path has at most 107."""
+"""File in a run's folder that names the shared memory of the run's processes, one name a line."""
 SHARED_MEMORY = Path("/dev/shm")
+HOSTS_PREFIX = "hosts_"
+"""Beginning of the name of a folder inside a run's, for the sockets of hosts that are processes."""
+SOCKET_NAME = 24
+"""Number of characters of the names that Monarch gives its sockets."""
+_MAX_SOCKET_PATH = 107
+"""Maximum number of characters of a socket's path in Linux."""
+_LONGEST = _MAX_SOCKET_PATH - len(f"/{PREFIX}12345678/{HOSTS_PREFIX}12345678/") - SOCKET_NAME
+"""Maximum number of characters of the path of a folder that a run's folder, with its sockets, may
+lie in."""
 
 
 class TemporaryFolder:
-    """Made by the command before anything is spawned: children inherit TMPDIR."""
+    """Folder for the temporary files of a run, from its start until `remove`.
+
+    The command makes it before it starts a process, because processes inherit TMPDIR.
+    """
 
     def __init__(self) -> None:
-        """
+        """Make the folder, lock it, and put it into TMPDIR. Remove those of runs that were killed.
+
         Raises:
-            OSError: no folder for temporary files can be written.
+            OSError: There is no place where temporary files can be written.
         """
         parent = _parent()
         remove_left_over(parent)
-        # Compiled kernels are for later runs too: they stay where torch keeps them.
+        # Compiled kernels stay where torch keeps them, because later runs use them too.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(parent / f"torchinductor_{_user()}"))
-        self._before = os.environ.get("TMPDIR")
+        self._tmpdir_before = os.environ.get("TMPDIR")
         self.path, self._lock = _locked_folder(parent)
-        os.environ["TMPDIR"] = tempfile.tempdir = str(self.path)
+        os.environ["TMPDIR"] = str(self.path)
+        tempfile.tempdir = str(self.path)
 
     def note_shared_memory(self, pids: list[int]) -> None:
-        """Remember the POSIX shared memory that processes have open: nobody else removes that of a process that was killed."""
+        """Note the shared memory that processes have now, so that it is removed with the folder."""
+        lines = [f"{name}\n" for name in sorted(shared_memory_of(pids))]
         with contextlib.suppress(OSError):
-            (self.path / SHARED_MEMORY_FILE).write_text(
-                "".join(f"{name}\n" for name in sorted(shared_memory_of(pids)))
-            )
+            (self.path / SHARED_MEMORY_FILE).write_text("".join(lines))
 
     def remove(self) -> None:
-        """Call it when the run's processes have ended."""
-        if self._before is None:
+        """Remove the folder, after the run's processes have ended."""
+        if self._tmpdir_before is None:
             os.environ.pop("TMPDIR", None)
         else:
-            os.environ["TMPDIR"] = self._before
+            os.environ["TMPDIR"] = self._tmpdir_before
         tempfile.tempdir = None
         _remove(self.path)
         self._lock.close()
-        # Processes of a killed run that had not ended when this one began may have written into theirs again.
+        # Once more: processes of a killed run that still lived when this run began may have made
+        # theirs again.
         remove_left_over(self.path.parent)
 
 
-def _locked_folder(parent: Path) -> tuple[Path, BinaryIO]:
-    """A new folder, and its lock. It is locked before it has its name: one of that name without a lock belongs to no run."""
-    unnamed = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
-    lock = (unnamed / LOCK_FILE).open("wb")
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return unnamed.rename(parent / unnamed.name.removeprefix(".")), lock
-
-
 def remove_left_over(parent: Path | None = None) -> None:
-    """Remove the folders of runs that were killed. ``parent``: where they are; None: the folder for temporary files."""
+    """Remove the folders of this user's runs that were killed.
+
+    Args:
+        parent: folder that these folders are in; None for the place of temporary files.
+    """
     for path in (parent or _parent()).glob(f"{PREFIX}*"):
         try:
             if path.stat().st_uid != os.getuid():
@@ -81,42 +92,56 @@ def remove_left_over(parent: Path | None = None) -> None:
             with (path / LOCK_FILE).open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove(path)
-        except OSError:  # its run lives, or another command removes it
+        except OSError:  # its run lives, or another command is removing it
             pass
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return str(os.getuid())
+def shared_memory_of(pids: Iterable[int]) -> set[str]:
+    """Return the names of the files of shared memory that processes have mapped."""
+    mapped = re.compile(f" {SHARED_MEMORY}/([^/\n]+)$", re.MULTILINE)
+    names: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            names.update(mapped.findall(Path(f"/proc/{pid}/maps").read_text()))
+    return {name for name in names if not name.endswith(" (deleted)")}
+
+
+def remove_shared_memory(names: Iterable[str]) -> None:
+    """Remove files of shared memory by name. Those that are gone already are passed over."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            (SHARED_MEMORY / Path(name).name).unlink()
 
 
 def _parent() -> Path:
-    """The folder for temporary files; /tmp where its path is too long for sockets."""
+    """Return the place of temporary files, or /tmp if its path leaves no room for sockets."""
     parent = Path(tempfile.gettempdir())
-    return Path("/tmp") if len(str(parent)) > _LONGEST and os.access("/tmp", os.W_OK) else parent
+    if len(str(parent)) > _LONGEST and os.access("/tmp", os.W_OK):
+        return Path("/tmp")
+    return parent
+
+
+def _locked_folder(parent: Path) -> tuple[Path, BinaryIO]:
+    """Make a run's folder, and return it with its lock.
+
+    The folder is locked before it gets its name. Else `remove_left_over` of another run could find
+    it without a lock, and remove it.
+    """
+    unnamed = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
+    lock = (unnamed / LOCK_FILE).open("wb")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return unnamed.rename(parent / unnamed.name.removeprefix(".")), lock
 
 
 def _remove(path: Path) -> None:
+    """Remove a run's folder, and the shared memory that is noted in it."""
     with contextlib.suppress(OSError):
         remove_shared_memory((path / SHARED_MEMORY_FILE).read_text().split())
     shutil.rmtree(path, ignore_errors=True)
 
 
-def shared_memory_of(pids: Iterable[int]) -> set[str]:
-    """Names of the files that these processes have mapped and that are there."""
-    found: list[str] = []
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            found += re.findall(
-                f" {SHARED_MEMORY}/([^/\n]+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE
-            )
-    return {name for name in found if not name.endswith(" (deleted)")}
-
-
-def remove_shared_memory(names: Iterable[str]) -> None:
-    """Remove files by name, as far as they are there."""
-    for name in names:
-        with contextlib.suppress(OSError):
-            (SHARED_MEMORY / Path(name).name).unlink()
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # the user of a container may have no name
+        return str(os.getuid())

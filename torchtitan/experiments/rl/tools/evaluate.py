@@ -45,7 +45,7 @@ from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.actor import reported_endpoint
 from torchtitan.experiments.rl.process.host import raise_descriptor_limit
 from torchtitan.experiments.rl.process.lifetime import descendants, kill_descendants
-from torchtitan.experiments.rl.process.setup import quiet_libraries, set_up_logging
+from torchtitan.experiments.rl.process.logs import quiet_libraries, set_up_logging
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder

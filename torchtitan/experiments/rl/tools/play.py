@@ -45,7 +45,7 @@ from torchtitan.experiments.rl.plan.plan import RunPlan
 from torchtitan.experiments.rl.printable import printable, printable_line
 from torchtitan.experiments.rl.process.actor import cause_in, reported_endpoint
 from torchtitan.experiments.rl.process.host import other_users_line
-from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.logs import set_up_logging
 from torchtitan.experiments.rl.rollouts.policy import PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutGroup

@@ -42,7 +42,7 @@ from torchtitan.experiments.rl.process.host import (
     interface_towards,
     network_address,
 )
-from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.logs import set_up_logging
 from torchtitan.experiments.rl.training.checkpoints import write_error
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, check_finite

@@ -23,7 +23,7 @@ from torchtitan.experiments.rl.compat.torchstore import use_async_controller
 from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.process.actor import WatchedActor, cause_in, reported_endpoint
 from torchtitan.experiments.rl.process.host import host_identity
-from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.logs import set_up_logging
 from torchtitan.experiments.rl.weights.snapshot import (
     Handle,
     Manifest,
