@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from torchtitan.experiments.rl.compat import vllm as compat
-from torchtitan.experiments.rl.generation.vllm import worker as vllm_worker
 from torchtitan.experiments.rl.weights.snapshot import Manifest
+
+honest_reload = compat.reload_weights
 
 Tensors = dict[str, torch.Tensor]
 Q, K, V, OUT = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkvo")
@@ -74,11 +75,11 @@ class Given(dict):
 @contextmanager
 def reloading_by(reload: Callable[[Any, Any], None]) -> Iterator[None]:
     """The worker's ``reload_weights(worker, tensors)`` is ``reload``."""
-    vllm_worker.reload_weights = reload
+    compat.reload_weights = reload
     try:
         yield
     finally:
-        vllm_worker.reload_weights = compat.reload_weights
+        compat.reload_weights = honest_reload
 
 
 def _reloading(change: Callable[[Tensors], Tensors | None]) -> Iterator[None]:
@@ -87,7 +88,7 @@ def _reloading(change: Callable[[Tensors], Tensors | None]) -> Iterator[None]:
     def changed(worker: Any, tensors: Any) -> None:
         given = change(dict(tensors))
         if given is not None:
-            compat.reload_weights(worker, Given(given))
+            honest_reload(worker, Given(given))
 
     with reloading_by(changed):
         yield None
@@ -178,7 +179,7 @@ def byte_flipped_in_the_engine(delivery: Delivery) -> Iterator[None]:
     """After the reload, before the engine answers."""
 
     def reload(worker: Any, tensors: Any) -> None:
-        compat.reload_weights(worker, tensors)
+        honest_reload(worker, tensors)
         delivery.model.model.embed_tokens.weight.data.view(torch.uint8)[3, 3] ^= 1
 
     with reloading_by(reload):
@@ -191,7 +192,7 @@ def old_packed_copy_put_back(delivery: Delivery) -> Iterator[None]:
     old = layer.cpu_linear
 
     def reload(worker: Any, tensors: Any) -> None:
-        compat.reload_weights(worker, tensors)
+        honest_reload(worker, tensors)
         layer.cpu_linear = old
 
     with reloading_by(reload):
@@ -334,7 +335,7 @@ def old_packed_experts_put_back(delivery: Delivery) -> Iterator[None]:
     old = experts.w2_weight
 
     def reload(worker: Any, tensors: Any) -> None:
-        compat.reload_weights(worker, tensors)
+        honest_reload(worker, tensors)
         experts.w2_weight = old
 
     with reloading_by(reload):
@@ -424,7 +425,7 @@ def _adapter_changed_in_the_engine(delivery: Delivery) -> Iterator[None]:
 
     def spoil(worker: Any, tensors: Tensors) -> None:
         honest(worker, tensors)
-        module = compat._adapters_of(worker).modules["model.layers.1.mlp.gate_up_proj"]
+        module = compat._adapter_manager(worker).modules["model.layers.1.mlp.gate_up_proj"]
         module.lora_b_stacked[1][0, 0, 3, 1] += 1e-3
 
     compat.set_adapters = spoil

@@ -7,12 +7,15 @@ What takes a running engine is asserted in ``tests/integration/test_generator.py
 import inspect
 import os
 import re
+from collections import deque
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 
 from torchtitan.experiments.rl.compat import vllm as compat
+from torchtitan.experiments.rl.generation.vllm.engine import LORA_RANKS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,6 +133,38 @@ def test_scheduler_is_reached_from_the_engine_in_this_process():
         "Scheduler.requests"
     )
     assert "engine_core.shutdown" in source_of(InprocClient.shutdown), "InprocClient.shutdown"
+
+
+def test_steps_in_flight_end_while_the_scheduler_is_paused_and_none_follows():
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    scheduler = SimpleNamespace(pause_state=PauseState.UNPAUSED)
+    scheduler.set_pause_state = lambda state: setattr(scheduler, "pause_state", state)
+    core = object.__new__(EngineCore)
+    core.scheduler = scheduler
+    core.model_executor = SimpleNamespace(
+        collective_rpc=lambda method: method == "synchronize_device" or pytest.fail(method),
+        is_sleeping=False,
+    )
+    core.batch_queue = deque(["second", "first"])
+    client = object.__new__(InprocClient)
+    client.engine_core = core
+    engine = object.__new__(LLMEngine)
+    engine.engine_core = client
+    engine.logger_manager = None
+
+    def step() -> list[str]:
+        assert scheduler.pause_state is PauseState.PAUSED_ALL, "a step would begin another"
+        return [core.batch_queue.pop()]
+
+    engine.step = step
+    assert compat.finish_steps(engine) == ["first", "second"]
+    assert scheduler.pause_state is PauseState.UNPAUSED
+    core.batch_queue = None  # without asynchronous scheduling
+    assert compat.finish_steps(engine) == []
 
 
 def test_a_request_with_a_new_salt_has_the_block_hashes_of_one_that_always_had_it():
@@ -586,3 +621,42 @@ def test_routers_tell_their_choices_and_the_runner_where_each_tokens_keys_go():
     assert "enable_return_routed_experts" in EngineArgs.__dataclass_fields__
     assert "routed_experts" in CompletionOutput.__annotations__
     assert "routed_experts_prompt_start" in SamplingParams.__struct_fields__
+
+
+# ---- adapters
+
+
+def test_ranks_of_adapters_are_those_that_vllm_has_room_for():
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == LORA_RANKS
+
+
+def test_a_matrix_without_an_adapter_is_left_out_where_ranks_share_the_module():
+    """As where an adapter is of attention alone, and the engine has two processes."""
+
+    def matrix(inputs: int, outputs: int) -> torch.Tensor:
+        return torch.arange(float(inputs * outputs)).view(outputs, inputs)
+
+    def shared_by_rows() -> SimpleNamespace:
+        return SimpleNamespace(
+            tp_size=2,
+            slice_lora_a=lambda a: a[:, 2:4],
+            slice_lora_b=lambda b: b,
+            lora_a_stacked=(torch.zeros(1, 1, 8, 2),),
+            lora_b_stacked=(torch.zeros(1, 1, 3, 8),),
+        )
+
+    manager = SimpleNamespace(
+        lora_index_to_id=[1],
+        packed_modules={},
+        modules={"o_proj": shared_by_rows(), "down_proj": shared_by_rows()},
+    )
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
+    )
+    a, b = (f"base_model.model.o_proj.lora_{part}.weight" for part in "AB")
+    tensors = {a: matrix(4, 2), b: matrix(2, 3)}
+    found = {name: share for name, _, share in compat.held_adapters(worker, tensors)}
+    assert found.keys() == {a, b}
+    assert found[a].tolist() == [[2, 3], [6, 7]] and found[b].tolist() == tensors[b].tolist()

@@ -22,6 +22,7 @@ EXTRAS = {
     "tasks/examples/reasoning_gym": "gym",
     "compat/vllm.py": "cpu",
     "generation/vllm/engine.py": "cpu",
+    "generation/vllm/requests.py": "cpu",
     "generation/vllm/worker.py": "cpu",
 }
 """Files that may import what an extra installs. The engine's files need vllm, from the extra cpu or gpu."""

@@ -89,9 +89,9 @@ def test_an_engine_waits_for_the_device_once_for_all_that_it_holds(monkeypatch):
         version=1, shapes=shapes, dtype=torch.float32, parts=(), publication="", digests={}
     )
     with device:
-        parts = worker.HeldWeights(None, manifest).parts()
+        found = worker.HeldWeights(None, manifest).read()
     assert device.reads == 1
-    assert worker.whole_digests([parts]) == digests_of(tensors)
+    assert worker.whole_digests([found]) == digests_of(tensors)
 
 
 def test_an_engine_of_adapters_waits_for_the_device_once_for_all_that_it_holds(monkeypatch):
@@ -103,11 +103,11 @@ def test_an_engine_of_adapters_waits_for_the_device_once_for_all_that_it_holds(m
         (name, device.place(tensor.clone()), tensor) for name, tensor in tensors.items()
     ]
     monkeypatch.setattr(worker.compat, "set_adapters", lambda worker, tensors: None)
-    monkeypatch.setattr(worker.compat, "held_adapter", lambda worker, tensors: iter(computed_with))
+    monkeypatch.setattr(worker.compat, "held_adapters", lambda worker, tensors: iter(computed_with))
     with device:
-        loaded = worker.SnapshotLoader()._load_adapter(tensors, 0.0, verify=True)
+        loaded = worker.SnapshotLoader()._load_adapters(tensors, verify=True, started=0.0)
     assert device.reads == 1
-    assert worker.whole_digests([loaded.parts]) == digests_of(tensors)
+    assert worker.whole_digests([loaded.held]) == digests_of(tensors)
 
 
 def test_adapters_on_two_ranks_devices_are_read_once_from_each():

@@ -93,7 +93,8 @@ def test_vllm_is_imported_by_its_engine_alone_and_only_when_one_is_built():
             if any(name.partition(".")[0] == "vllm" for name in imported_names(node)):
                 importers.add(str(file.relative_to(library)))
                 assert node in inside, f"{file}, line {node.lineno}: import it inside a function"
-    assert importers == {"compat/vllm.py", "generation/vllm/engine.py"}
+    files = {"generation/vllm/engine.py", "generation/vllm/requests.py"}
+    assert importers == {"compat/vllm.py", *files}
 
 
 def imported_names(node: ast.AST) -> list[str]:
@@ -283,19 +284,18 @@ def test_a_vllm_engine_whose_load_breaks_can_go_on_only_if_nothing_has_changed(
     gone, kind, monkeypatch
 ):
     def collective_rpc(method, args):
-        assert engine._early == ["ended"], "no step is in flight while weights change"
+        assert engine._early_results == ["ended"], "no step is in flight while weights change"
         if method == "map_snapshot":
             return gone
         assert method == "load_snapshot" and not any(gone)
         raise ValueError("no such tensor")
 
     engine = object.__new__(VLLMEngine)
-    engine._engine, engine._version, engine._asleep = (
-        SimpleNamespace(collective_rpc=collective_rpc),
-        4,
-        False,
-    )
-    engine._early, engine._results = [], list
+    engine._engine = SimpleNamespace(collective_rpc=collective_rpc)
+    engine._version = 4
+    engine._asleep = False
+    engine._early_results = []
+    engine._take_results = list
     monkeypatch.setattr(compat, "finish_steps", lambda engine: ["ended"])
     with pytest.raises(
         RunError, match="gone|version 5 are not loaded: ValueError: no such tensor"

@@ -1,14 +1,18 @@
-"""vLLM 0.32: what is read, called or set of it beyond its documented interface.
+"""Every use of vLLM 0.32 beyond its documented interface.
 
-``tests/unit/test_compat_vllm.py`` names what an upgrade takes away. This module does not import vLLM: vLLM reads its
-environment when it is imported, so ``set_environment`` has to run first.
+* its environment and arguments: `set_environment`, `refused_argument`
+* the engine in this process: steps in flight, cached prefixes, progress, its end
+* weights: which tensors a model's weights are made of, how a version is loaded, what is packed
+* adapters: put into a worker without a folder, and read back
+* routes: the experts that computed each token
 
-A weight of the engine may be several tensors of the checkpoint, one below the other, or a share of one. On CPU vLLM packs the
-weight of a linear layer for its kernels and drops the weight itself: nothing can read the packed copy back. So what is packed
-is noted when it is packed, and the note hangs on the function that owns the copy. The experts of a layer are two weights, of
-three dimensions, made of three stacks: gate above up, and down. What is packed of them takes their place, and has the note.
+``tests/unit/test_compat_vllm.py`` names what an upgrade takes away.
+
+This module does not import vLLM before a function needs it: vLLM reads its environment when it is
+imported, so ``set_environment`` has to run first.
 """
 
+import dataclasses
 import json
 import logging
 import os
@@ -18,26 +22,60 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, product
-from typing import Any
+from itertools import groupby
+from typing import Any, Protocol, TypeAlias
 
 import torch
+from pydantic import TypeAdapter, ValidationError
+
+# vLLM's own classes, by their names. Importing them for annotations would import vLLM.
+LLMEngine: TypeAlias = Any
+EngineRequest: TypeAlias = Any
+"""``vllm.v1.request.Request``, the scheduler's record of a request."""
+Worker: TypeAlias = Any
+SchedulerOutput: TypeAlias = Any
+ModelRunnerOutput: TypeAlias = Any
+LoRAModelManager: TypeAlias = Any
+LoRALayer: TypeAlias = Any
+"""``vllm.lora.layers.BaseLayerWithLoRA``."""
+PunicaWrapper: TypeAlias = Any
+Layer: TypeAlias = Any
+"""A module of vLLM's model, with attributes that ``torch.nn.Module`` does not declare."""
+
+
+class VersionTensors(Protocol):
+    """Tensors of a version, by published name: a `weights.snapshot.PartedTensors`."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the whole tensors."""
+
+    def items(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return names and tensors. A tensor may be put together when it is asked for."""
+
+    def copy_to(self, name: str, target: torch.Tensor) -> None:
+        """Copy a tensor into ``target``, without putting it together elsewhere."""
+
+
+# ---- environment and arguments
 
 
 def set_environment(*, device: str, workers: int = 1) -> None:
-    """Set the environment variables that vLLM 0.32 reads in place of arguments. Call before vLLM is imported.
+    """Set the environment variables that vLLM reads in place of arguments.
 
-    The engine runs in this process, because its scheduler is reached from here (``recompute_open_requests``). Log handlers are
-    the process's own.
+    Call it before vLLM is imported. The engine then runs in this process, because its scheduler is
+    reached from here (`recompute_open_requests`), and vLLM leaves the process's log handlers alone.
 
     Args:
-        workers: processes that share the model (tensor parallelism). On CPU they share out its threads.
+        workers: number of processes that share the model (tensor parallelism). On CPU they divide
+            the threads of this process.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
-    # vLLM forks its workers otherwise: a copy of a process with threads, and on GPUs with CUDA, which may hang or fail.
+    # vLLM forks its workers otherwise: a copy of a process with threads, and on GPUs with CUDA,
+    # which may hang or fail.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if device == "cpu":
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would go before the argument
@@ -46,77 +84,132 @@ def set_environment(*, device: str, workers: int = 1) -> None:
         os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // workers))
 
 
-_CHECK = """
-import dataclasses, json, sys
-from pydantic import TypeAdapter, ValidationError
-from torchtitan.experiments.rl.compat import vllm as compat
-compat.set_environment(device="cpu")
-from vllm.engine import arg_utils
-kinds = {field.name: field.type for field in dataclasses.fields(arg_utils.EngineArgs)}
-for name, value in json.load(sys.stdin).items():
-    cause = "" if name in kinds else "vLLM has no such argument of its engine"
-    try:
-        kind = kinds.get(name, object)
-        kind = eval(kind, vars(arg_utils)) if isinstance(kind, str) else kind
-        cause or TypeAdapter(kind).validate_python(value)
-    except NameError:
-        pass  # a type that vLLM imports for type checkers alone
-    except ValidationError as error:
-        cause = "vLLM wants another value: " + error.errors()[0]["msg"]
-    if cause:
-        print(json.dumps([name, cause]))
-        break
-"""
-
-
 def refused_argument(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first of these that vLLM's ``EngineArgs`` does not take, and why. Their values are plain data.
+    """Return the first argument that vLLM's ``EngineArgs`` does not take, and why.
 
-    It takes some 6 s: the class is looked up in a process of its own, because importing vLLM changes the process.
+    A process of its own asks the class, because importing vLLM changes the process. It takes some
+    6 s.
+
+    Args:
+        arguments: values by name, which JSON can hold.
+
+    Returns:
+        Name and cause; None if vLLM takes all arguments.
     """
+    question = f"from {__name__} import answer_refused_argument as answer; answer()"
     asked = subprocess.run(
-        [sys.executable, "-c", _CHECK], input=json.dumps(arguments), capture_output=True, text=True
+        [sys.executable, "-c", question],
+        input=json.dumps(arguments),
+        capture_output=True,
+        text=True,
     )
     if asked.returncode:
-        return next(
-            iter(arguments)
-        ), f"vLLM can't be asked: {asked.stderr.strip().splitlines()[-1]}"
-    lines = asked.stdout.strip().splitlines()
-    return tuple(json.loads(lines[-1])) if lines else None
+        error = asked.stderr.strip().splitlines()[-1]
+        return next(iter(arguments)), f"vLLM can't be asked: {error}"
+    answer = json.loads(asked.stdout.splitlines()[-1])
+    return None if answer is None else (answer[0], answer[1])
 
 
-def finish_steps(engine: Any) -> list[Any]:
-    """Outputs of the engine steps that have begun, once they have ended. None begins meanwhile.
+def answer_refused_argument() -> None:
+    """Read arguments from stdin, and print the answer of `refused_argument`, both as JSON."""
+    set_environment(device="cpu")
+    from vllm import EngineArgs
 
-    With asynchronous scheduling vLLM 0.32 begins a step before it has the tokens of the last, and gives all tokens that it
-    processes the version that is set then. Its ``pause_scheduler`` leaves a step that has begun in the queue.
+    types = {field.name: field.type for field in dataclasses.fields(EngineArgs)}
+    answer = None
+    for name, value in json.load(sys.stdin).items():
+        if name in types:
+            cause = _refusal(value, types[name])
+        else:
+            cause = "vLLM has no such argument of its engine"
+        if cause is not None:
+            answer = name, cause
+            break
+    print(json.dumps(answer))
+
+
+def _refusal(value: object, wanted: Any) -> str | None:  # noqa: ANN401 - a type or its name
+    """Return why a value does not have the type of vLLM's argument; None if it has."""
+    if isinstance(wanted, str):  # it names a type that vLLM imports for type checkers alone
+        return None
+    try:
+        TypeAdapter(wanted).validate_python(value)
+    except ValidationError as error:
+        return "vLLM wants another value: " + error.errors()[0]["msg"]
+    return None
+
+
+# ---- the engine
+
+
+def finish_steps(engine: LLMEngine) -> list[Any]:
+    """End the engine steps that have begun, and begin none. Return their outputs.
+
+    With asynchronous scheduling vLLM begins a step before it has the tokens of the last one, and
+    labels all tokens that it processes with the version that is set then. Its own pause leaves a
+    step that has begun in the queue.
     """
     outputs: list[Any] = []
     core = engine.engine_core.engine_core
     if not core.batch_queue:
         return outputs
-    from vllm.v1.core.sched.interface import PauseState
-
-    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.sleep(level=0, mode="keep")  # it pauses the scheduler alone
     while core.batch_queue:
         outputs += engine.step()
-    core.resume_scheduler()
+    engine.wake_up(["scheduling"])
     return outputs
 
 
-def output_token_count(engine: Any, internal_id: str) -> int:
-    """Tokens sampled so far for an open request, by the id that ``LLMEngine.add_request`` returned.
+def recompute_open_requests(engine: LLMEngine, *, cache_salt: str) -> None:
+    """Discard the keys and values of every open request and of the prefix cache.
 
-    vLLM 0.32 reports a request's progress only in outputs, which FINAL_ONLY requests have none of before they end. The output
-    processor counts tokens in its detokenizer, also where nothing is detokenized.
+    The next step computes them again. ``reset_prefix_cache(reset_running_requests=True)`` is
+    public: it preempts the running requests, which keep their tokens and their random generators.
+
+    But vLLM can't change a request's salt, so it would cache the blocks under the salt of the old
+    weights. Here the scheduler's own record gets the new salt, and its blocks are hashed again. So
+    the conversation's next turn, and the rest of the group, find them.
+    """
+    engine.reset_prefix_cache(reset_running_requests=True)
+    for request in engine.engine_core.engine_core.scheduler.requests.values():
+        replace_cache_salt(request, cache_salt)
+
+
+def replace_cache_salt(request: EngineRequest, cache_salt: str) -> None:
+    """Give a scheduler's request another salt, and block hashes that include it."""
+    request.cache_salt = cache_salt
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def output_token_count(engine: LLMEngine, internal_id: str) -> int:
+    """Return the number of tokens sampled so far for an open request.
+
+    vLLM reports a request's progress in its outputs only, and a FINAL_ONLY request has none before
+    it ends. The output processor counts the tokens in its detokenizer, even if it detokenizes
+    nothing.
+
+    Args:
+        internal_id: id that ``LLMEngine.add_request`` returned.
     """
     return engine.output_processor.request_states[internal_id].detokenizer.num_output_tokens()
 
 
-def give_tokenizer(engine: Any, path: str) -> None:
-    """Have the engine find stop texts, once a request has some.
+def occupancy(engine: LLMEngine) -> tuple[int, int, float]:
+    """Return the numbers of requests that run and that wait, and the share of the cache in use.
 
-    vLLM 0.32 looks for them in its output processor, which has no tokenizer where ``skip_tokenizer_init`` is set.
+    vLLM tells this in its log and its metrics server only; its scheduler has a method for each.
+    """
+    scheduler = engine.engine_core.engine_core.scheduler
+    running, waiting = scheduler.get_request_counts()
+    return running, waiting, scheduler.get_kv_cache_usage()
+
+
+def give_tokenizer(engine: LLMEngine, path: str) -> None:
+    """Enable the engine to find stop texts. Called when a request has some.
+
+    vLLM looks for them in its output processor, which has no tokenizer after
+    ``skip_tokenizer_init``.
     """
     if engine.output_processor.tokenizer is None:
         from transformers import AutoTokenizer
@@ -126,118 +219,200 @@ def give_tokenizer(engine: Any, path: str) -> None:
         )
 
 
-def occupancy(engine: Any) -> tuple[int, int, float]:
-    """Requests that run, requests that wait, and the share of the key-value cache in use.
+def shut_down(engine: LLMEngine) -> None:
+    """Free the engine's memory and end its workers.
 
-    vLLM 0.32 tells this in its log and its metrics server only; its scheduler has a method for each.
+    ``LLMEngine`` has no method for it; its core client has.
     """
-    scheduler = engine.engine_core.engine_core.scheduler
-    return *scheduler.get_request_counts(), scheduler.get_kv_cache_usage()
-
-
-def recompute_open_requests(engine: Any, *, cache_salt: str) -> None:
-    """Discard the keys and values of every open request and of the prefix cache: the next step computes them again.
-
-    ``reset_prefix_cache(reset_running_requests=True)`` is public. It preempts the running requests, which keep their tokens and
-    their random generators. vLLM 0.32 has no way to change a request's salt: its blocks would be cached again under the salt of
-    the old weights. So the scheduler's own record is given the new salt, and its blocks are hashed again. The conversation's
-    next turn, and the rest of the group, then find them.
-    """
-    engine.reset_prefix_cache(reset_running_requests=True)
-    for request in engine.engine_core.engine_core.scheduler.requests.values():
-        replace_cache_salt(request, cache_salt)
-
-
-def replace_cache_salt(request: Any, cache_salt: str) -> None:
-    """Give a scheduler's request (``vllm.v1.request.Request``) another salt, and block hashes that include it."""
-    request.cache_salt = cache_salt
-    request.block_hashes.clear()
-    request.update_block_hashes()
-
-
-def shut_down(engine: Any) -> None:
-    """Free the engine's memory and end its workers. ``LLMEngine`` 0.32 has no method for it; its core client has."""
     engine.engine_core.shutdown()
 
 
-def leave_to_the_exit(engine: Any) -> None:
-    """Do not shut the engine down when the process ends. vLLM 0.32 does, by a ``weakref.finalize`` of its core client: it
-    collects all garbage for up to a second, and frees memory that ends with the process anyway."""
+def leave_to_the_exit(engine: LLMEngine) -> None:
+    """Keep vLLM from shutting the engine down when the process ends.
+
+    Its core client does so by a ``weakref.finalize``: it collects all garbage, for up to a second,
+    and frees memory that ends with the process anyway.
+    """
     engine.engine_core._finalizer.atexit = False
 
 
-def reload_weights(worker: Any, tensors: Any) -> None:
-    """In a worker process: copy a version (``weights.snapshot.PartedTensors``) into the running model.
+# ---- weights: which tensors they are made of
 
-    vLLM 0.32 warns at each version that modules which own no weight, such as a tied head, "failed to load": the digests of what
-    is held say what failed.
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class HeldWeight:
+    """One weight of a worker's model, and the published tensors that it is made of.
+
+    They lie one below the other, and with tensor parallelism the worker has a share of each::
+
+        qkv_proj.weight      q_proj.weight
+                             k_proj.weight
+                             v_proj.weight
+
+    A layer's experts are two weights of three dimensions, made of three published stacks: in
+    ``w13_weight`` each expert has its gate above its up, and ``w2_weight`` has the downs.
+
+    On CPU vLLM packs the weight of a linear layer for its kernels and drops the weight itself.
+    Experts are packed in their own place.
     """
-    model, names = worker.get_model(), set(tensors.shapes)
+
+    module: Layer
+    name: str = "weight"
+    """Name of the weight in its module."""
+    parameter: torch.Tensor
+    sources: tuple[str, ...]
+    """Published names of the tensors that the weight is made of, from top to bottom."""
+    packed: bool
+    """True if the model computes with a packed copy of the weight."""
+
+    @property
+    def axis(self) -> int:
+        """Dimension along which the sources lie below each other: the rows, of each expert."""
+        return 1 if self.is_of_experts else 0
+
+    @property
+    def is_of_experts(self) -> bool:
+        """True if the weight has a layer's experts."""
+        return self.parameter.ndim == 3
+
+    @property
+    def plain(self) -> torch.Tensor | None:
+        """The weight itself; None if vLLM keeps nothing but the packed copy."""
+        weight = self.parameter.data
+        if self.is_of_experts:
+            return None if self.packed else weight
+        return weight if weight.numel() else None
+
+
+def held_weights(model: Layer, names: set[str]) -> Iterator[HeldWeight]:
+    """Yield each weight of a worker's model that is made of published tensors.
+
+    A tied head has the embedding's parameter and source, and may have a packed copy of its own.
+
+    Args:
+        names: published names of the version's tensors.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    stacked: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    sources_of_parameter: dict[int, tuple[str, ...]] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, RoutedExperts):
+                sources = _sources_of_experts(module_name, module, name)
+                packed = parameter.device.type == "cpu"
+            else:
+                sources = _sources(module_name, name, names, stacked)
+                if not sources:  # a tied head
+                    sources = sources_of_parameter.get(id(parameter), ())
+                # vLLM packs an embedding as if it were a head, but looks it up in the weight.
+                is_linear = hasattr(module, "cpu_linear") and not _is_embedding(module)
+                packed = name == "weight" and is_linear
+            if sources:
+                sources_of_parameter[id(parameter)] = sources
+                yield HeldWeight(
+                    module=module, name=name, parameter=parameter, sources=sources, packed=packed
+                )
+
+
+def _sources(
+    module_name: str, weight_name: str, names: set[str], stacked: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
+    """Return the tensors that a weight is made of: one of its own name, or several; () for none.
+
+    Args:
+        names: published names.
+        stacked: hub's modules that vLLM has as one, by the name of that one.
+    """
+    own = f"{module_name}.{weight_name}"
+    if own in names:
+        return (own,)
+    parent, dot, leaf = module_name.rpartition(".")
+    sources = tuple(f"{parent}{dot}{part}.{weight_name}" for part in stacked.get(leaf, ()))
+    return sources if names.issuperset(sources) else ()
+
+
+def _sources_of_experts(layer_name: str, layer: Layer, weight_name: str) -> tuple[str, ...]:
+    """Return the stacks that a weight of experts is made of; () for others, such as scales."""
+    projections = {
+        "w13_weight": (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name),
+        "w2_weight": (layer.ckpt_down_proj_name,),
+    }.get(weight_name, ())
+    parent, dot, _ = layer_name.rpartition(".")
+    return tuple(f"{parent}{dot}*.{projection}.weight" for projection in projections)
+
+
+def _is_embedding(module: Layer) -> bool:
+    """Return whether tokens are looked up in a module, and no logits computed with it."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
+
+    return isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+
+
+def parts_of_sources(held: HeldWeight, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the part of a weight that each of its sources has made, as views."""
+    if held.is_of_experts or len(held.sources) == 1:
+        return weight.chunk(len(held.sources), held.axis)
+    return weight.split(list(held.module.output_partition_sizes))
+
+
+def region(held: HeldWeight, shape: tuple[int, ...], part: torch.Size) -> tuple[slice, ...]:
+    """Return which region of a source this worker holds.
+
+    Tensor parallelism divides rows or columns. If there are fewer key-value heads than workers,
+    several workers hold the same head.
+
+    Args:
+        shape: shape of the source.
+        part: shape of what this worker has made of the source.
+    """
+    from vllm.distributed import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
+
+    if hasattr(held.module, "shard_indices"):  # a vocabulary, which is filled up and divided
+        indices = held.module.shard_indices
+        rows = slice(indices.org_vocab_start_index, indices.org_vocab_end_index)
+        return rows, *(slice(0, size) for size in shape[1:])
+    rank = get_tensor_model_parallel_rank()
+    workers = get_tensor_model_parallel_world_size()
+    sides = []
+    for size, part_size in zip(shape, part, strict=True):
+        start = 0
+        if part_size < size:
+            parts = size // part_size
+            start = part_size * (rank * parts // workers)
+        sides.append(slice(start, start + min(part_size, size)))
+    return tuple(sides)
+
+
+# ---- weights: loading a version
+
+
+def reload_weights(worker: Worker, tensors: VersionTensors) -> None:
+    """Copy a version into the running model, in a worker process."""
+    model = worker.get_model()
+    names = set(tensors.shapes)
     weights = list(held_weights(model, names))
     if copying_suffices(model, weights, names):
         _copy_and_pack(weights, tensors)
     else:
-        logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
-        device = next(model.parameters()).device
-        worker.reload_weights(weights_iterator=_for_vllms_loader(weights, tensors, device))
-        if device.type == "cuda":
-            torch.cuda.synchronize(
-                device
-            )  # the memory that the tensors lie in may be written again then, or closed
-        else:
-            for module in {
-                id(held.module): held.module for held in weights if held.parameter.ndim == 3
-            }.values():
-                pack_experts(module)
+        _reload_by_vllm(worker, weights, tensors)
     repack_tied_head(model)
 
 
-_SHARDS_OF_EXPERTS = {"w13_weight": ("w1", "w3"), "w2_weight": ("w2",)}
-"""vLLM's names of the sources of each weight of experts: gate and up, and down."""
+def copying_suffices(model: Layer, weights: Sequence[HeldWeight], names: set[str]) -> bool:
+    """Return whether a load has only to copy ``weights``, and to pack those that are packed.
 
+    vLLM's own reload also prepares weights that are quantized, or from which others are computed.
+    For that it takes every module apart and puts it together again, and copies each tensor twice.
 
-def _for_vllms_loader(
-    weights: Iterable["HeldWeight"], tensors: Any, device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what vLLM's loader of the model takes, on ``device``, and load stacks of experts.
-
-    The loader takes experts one by one, each twice through vLLM's Python: 0.4 ms, and 8 s for the
-    18,432 of 30B-A3B. The function under it, which the weight itself has, takes a stack as well.
-    Where vLLM's own expert parallelism gives each worker some experts whole, it takes one at a time.
-
-    On a GPU each tensor arrives whole, and its slices are taken there: torch packs a slice of CPU
-    memory first.
-    """
-    loads = {
-        source: (held, shard)
-        for held in weights
-        if held.parameter.ndim == 3
-        for source, shard in zip(held.sources, _SHARDS_OF_EXPERTS[held.name], strict=True)
-    }
-    for name, tensor in tensors.items():
-        staged = tensor.to(device, non_blocking=True)
-        if name not in loads:
-            yield name, staged
-            continue
-        held, shard = loads[name]
-        if held.module.use_ep:
-            yield from ((name.replace("*", str(expert)), own) for expert, own in enumerate(staged))
-            continue
-        weight = getattr(held.module, held.name)  # a reload has put another in its place
-        weight.weight_loader(
-            param=weight,
-            loaded_weight=staged,
-            weight_name=held.name,
-            shard_id=shard,
-            expert_id=0,  # the first of the stack
-        )
-
-
-def copying_suffices(model: Any, weights: Sequence["HeldWeight"], names: set[str]) -> bool:
-    """Whether a load of the tensors ``names`` is to copy each of ``weights``, and to pack those that are packed, for CPU.
-
-    vLLM 0.32's own reload also prepares weights that are quantized, or from which others are computed. For that it takes every
-    module apart and puts it together again, and copies each tensor twice.
+    Args:
+        names: published names of the tensors that are loaded.
     """
     from vllm.distributed import get_tensor_model_parallel_world_size
     from vllm.model_executor.layers.attention import Attention
@@ -251,421 +426,465 @@ def copying_suffices(model: Any, weights: Sequence["HeldWeight"], names: set[str
         UnquantizedEmbeddingMethod,
     )
 
-    methods = {
-        type(module.quant_method)
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    undivided = get_tensor_model_parallel_world_size() == 1
+    every_tensor_has_a_place = {source for held in weights for source in held.sources} == names
+    parameters = {id(parameter) for parameter in model.parameters()}
+    every_parameter_is_known = parameters == {id(held.parameter) for held in weights}
+    methods = {type(getattr(module, "quant_method", None)) for module in model.modules()}
+    unquantized = methods <= {
+        type(None),
+        UnquantizedLinearMethod,
+        UnquantizedEmbeddingMethod,
+        UnquantizedFusedMoEMethod,
+    }
+    # Other attention has matrices that are computed from weights.
+    plain_attention = all(
+        type(module) is Attention
         for module in model.modules()
-        if getattr(module, "quant_method", None) is not None
-    }
-    attentions = {
-        type(module) for module in model.modules() if isinstance(module, AttentionLayerBase)
-    }
+        if isinstance(module, AttentionLayerBase)
+    )
+    known_head = isinstance(getattr(model, "lm_head", None), ParallelLMHead)
     return (
-        all(parameter.device.type == "cpu" for parameter in model.parameters())
-        and get_tensor_model_parallel_world_size() == 1
-        and {source for held in weights for source in held.sources} == names
-        and {id(parameter) for parameter in model.parameters()}
-        == {id(held.parameter) for held in weights}
-        and methods
-        <= {UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod}
-        and attentions <= {Attention}
-        and isinstance(getattr(model, "lm_head", None), ParallelLMHead)
+        on_cpu
+        and undivided
+        and every_tensor_has_a_place
+        and every_parameter_is_known
+        and unquantized
+        and plain_attention
+        and known_head
     )
 
 
-def _copy_and_pack(weights: Iterable["HeldWeight"], tensors: Any) -> None:
+def _copy_and_pack(weights: Iterable[HeldWeight], tensors: VersionTensors) -> None:
+    """Copy a version into each weight, and pack each module that is packed."""
     copied: set[int] = set()
     for module, of_module in groupby(weights, key=lambda held: held.module):
-        pack = experts = False
-        for held in of_module:
-            if id(held.parameter) in copied:
-                continue  # a tied head, whose weight is the embedding's
+        # The weight of a tied head is the embedding's, which comes before it.
+        to_copy = [held for held in of_module if id(held.parameter) not in copied]
+        for held in to_copy:
             copied.add(id(held.parameter))
-            experts = held.parameter.ndim == 3
-            axis = held.axis
-            shapes = [tensors.shapes[name] for name in held.sources]
-            rows = [shape[axis] for shape in shapes]
-            weight = held.plain
-            if weight is None:
-                shape = (*shapes[0][:axis], sum(rows), *shapes[0][axis + 1 :])
-                weight = torch.empty(shape, dtype=held.parameter.dtype)
-                setattr(module, held.name, torch.nn.Parameter(weight, requires_grad=False))
-            pack = hasattr(
-                module, "cpu_linear"
-            )  # an embedding's too, which ``packing_noted`` frees where it is for nothing
-            filled = weight.narrow(axis, 0, sum(rows))  # a vocabulary may be filled up
-            for own, name in zip(filled.split(rows, axis), held.sources, strict=True):
-                tensors.copy_to(name, own)
-        if pack:
-            module.quant_method.process_weights_after_loading(module)
-        elif experts:
+            _copy_sources(held, tensors)
+        if any(held.is_of_experts for held in to_copy):
             pack_experts(module)
+        elif to_copy and hasattr(module, "cpu_linear"):
+            # An embedding is packed too, unless `packing_noted` is told that it is for nothing.
+            module.quant_method.process_weights_after_loading(module)
 
 
-def pack_experts(module: Any) -> None:
-    """Pack the weights of a layer's experts for CPU, as a load left them. vLLM 0.32 packs those of the first load only: after
-    another it would compute with rows in the wrong places."""
+def _copy_sources(held: HeldWeight, tensors: VersionTensors) -> None:
+    """Copy a weight's sources to their places in it. A weight that vLLM dropped is made again."""
+    axis = held.axis
+    shapes = [tensors.shapes[name] for name in held.sources]
+    rows = [shape[axis] for shape in shapes]
+    weight = held.plain
+    if weight is None:
+        shape = (*shapes[0][:axis], sum(rows), *shapes[0][axis + 1 :])
+        weight = torch.empty(shape, dtype=held.parameter.dtype)
+        setattr(held.module, held.name, torch.nn.Parameter(weight, requires_grad=False))
+    filled = weight.narrow(axis, 0, sum(rows))  # what is below fills a vocabulary up
+    for part, name in zip(filled.split(rows, axis), held.sources, strict=True):
+        tensors.copy_to(name, part)
+
+
+def _reload_by_vllm(worker: Worker, weights: Sequence[HeldWeight], tensors: VersionTensors) -> None:
+    """Have vLLM load a version, and do what its reload leaves out.
+
+    vLLM warns at each version that modules which own no weight, such as a tied head, "failed to
+    load". The warning is silenced: digests of what is held say what failed.
+    """
+    logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
+    device = next(worker.get_model().parameters()).device
+    worker.reload_weights(weights_iterator=_for_vllms_loader(weights, tensors, device))
+    if device.type == "cuda":
+        # After this, the memory that the tensors lie in may be written again, or closed.
+        torch.cuda.synchronize(device)
+        return
+    experts = {id(held.module): held.module for held in weights if held.is_of_experts}
+    for module in experts.values():
+        pack_experts(module)
+
+
+_SHARDS_OF_EXPERTS = {"w13_weight": ("w1", "w3"), "w2_weight": ("w2",)}
+"""vLLM's names of the sources of each weight of experts: gate and up, and down."""
+
+
+def _for_vllms_loader(
+    weights: Iterable[HeldWeight],
+    tensors: VersionTensors | Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what vLLM's loader of the model takes, on ``device``, and load stacks of experts.
+
+    The loader takes experts one by one, each twice through vLLM's Python: 0.4 ms, and 8 s for the
+    18,432 of 30B-A3B. The function under it, which the weight itself has, takes a stack as well.
+    If vLLM's own expert parallelism gives each worker some experts whole, that function takes one
+    expert at a time, and they go through the loader by their hub names.
+
+    On a GPU each tensor arrives whole, and its slices are taken there: torch packs a slice of CPU
+    memory first.
+    """
+    stacks = {
+        source: (held, shard)
+        for held in weights
+        if held.is_of_experts
+        for source, shard in zip(held.sources, _SHARDS_OF_EXPERTS[held.name], strict=True)
+    }
+    for name, tensor in tensors.items():
+        staged = tensor.to(device, non_blocking=True)
+        if name not in stacks:
+            yield name, staged
+            continue
+        held, shard = stacks[name]
+        if held.module.use_ep:
+            for number, expert in enumerate(staged):
+                yield name.replace("*", str(number)), expert
+            continue
+        weight = getattr(held.module, held.name)  # a reload has put another in its place
+        weight.weight_loader(
+            param=weight,
+            loaded_weight=staged,
+            weight_name=held.name,
+            shard_id=shard,
+            expert_id=0,  # the first of the stack
+        )
+
+
+def pack_experts(module: Layer) -> None:
+    """Pack the weights of a layer's experts for CPU, as a load left them.
+
+    vLLM packs those of the first load only: after another one it would compute with rows in the
+    wrong places.
+    """
     module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
-def repack_tied_head(model: Any) -> None:
-    """Pack the head again after a reload, where it is tied to the embedding and on CPU.
+def repack_tied_head(model: Layer) -> None:
+    """Pack the head again after a reload, if it is tied to the embedding and on CPU.
 
-    vLLM 0.32 packs the head's weights for CPU when the model is made, and a reload packs only modules that own a weight. A
-    tied head owns none: it would go on with the old weights, and the policy would drift from the trainer without an error.
+    vLLM packs the head for CPU when the model is made, and a reload packs only modules that own a
+    weight. A tied head owns none: it would go on with the old weights, and the policy would drift
+    from the trainer without an error.
     """
     head = getattr(model, "lm_head", None)
-    if (
-        head is None
-        or not model.config.tie_word_embeddings
-        or next(head.parameters()).device.type != "cpu"
-    ):
+    if head is None or not model.config.tie_word_embeddings:
         return
-    head.quant_method.process_weights_after_loading(head)
+    if next(head.parameters()).device.type == "cpu":
+        head.quant_method.process_weights_after_loading(head)
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class HeldWeight:
-    """One weight of the engine."""
-
-    module: Any
-    name: str = "weight"
-    """In its module."""
-    parameter: torch.Tensor
-    sources: tuple[str, ...]
-    """Published names of the tensors that it is made of, one below the other. Of experts these are
-    stacks, and each expert has its gate above its up."""
-    packed: bool
-    """Whether the model computes with a packed copy of it."""
-
-    @property
-    def axis(self) -> int:
-        """Dimension along which the sources lie below each other: rows, of each expert in a stack."""
-        return 1 if self.parameter.ndim == 3 else 0
-
-    @property
-    def plain(self) -> torch.Tensor | None:
-        """The weight itself; None where vLLM keeps nothing but the packed copy."""
-        weight = self.parameter.data
-        if self.parameter.ndim == 3:
-            return None if self.packed else weight
-        return weight if weight.numel() else None
-
-
-def held_weights(model: Any, names: set[str]) -> Iterator[HeldWeight]:
-    """Yield each weight of a worker's model that is made of published tensors.
-
-    A tied head has the embedding's source, and may have a packed copy of its own.
-
-    Args:
-        names: published names of the version's tensors.
-    """
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-    from vllm.model_executor.layers.vocab_parallel_embedding import (
-        ParallelLMHead,
-        VocabParallelEmbedding,
-    )
-
-    parts: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    sources_of: dict[int, tuple[str, ...]] = {}
-    for module_name, module in model.named_modules():
-        parent, _, leaf = module_name.rpartition(".")
-        # An embedding is packed as if it were a head, and looked up in the weight itself.
-        looked_up = isinstance(module, VocabParallelEmbedding) and not isinstance(
-            module, ParallelLMHead
-        )
-        for name, parameter in module.named_parameters(recurse=False):
-            prefix = f"{parent}." if parent else ""
-            sources: tuple[str, ...] = (f"{module_name}.{name}",)
-            if sources[0] not in names:
-                sources = tuple(f"{prefix}{part}.{name}" for part in parts.get(leaf, ()))
-            if not sources or not names.issuperset(sources):
-                sources = sources_of.get(id(parameter), ())  # a tied head
-            packed = name == "weight" and hasattr(module, "cpu_linear") and not looked_up
-            if isinstance(module, RoutedExperts):
-                gate, up, down = (
-                    module.ckpt_gate_proj_name,
-                    module.ckpt_up_proj_name,
-                    module.ckpt_down_proj_name,
-                )
-                of_one = {"w13_weight": (gate, up), "w2_weight": (down,)}.get(
-                    name, ()
-                )  # scales have none
-                sources = tuple(f"{prefix}*.{own}.weight" for own in of_one)
-                packed = parameter.device.type == "cpu"
-            if sources:
-                sources_of[id(parameter)] = sources
-                yield HeldWeight(
-                    module=module, name=name, parameter=parameter, sources=sources, packed=packed
-                )
-
-
-def parts_of_sources(held: HeldWeight, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the part of a weight that each of its sources has made, as views."""
-    if held.parameter.ndim == 3 or len(held.sources) == 1:
-        return weight.chunk(len(held.sources), held.axis)
-    return weight.split(list(held.module.output_partition_sizes))
-
-
-def region(held: HeldWeight, shape: tuple[int, ...], part: torch.Size) -> tuple[slice, ...]:
-    """Return which region of a source this worker holds.
-
-    Tensor parallelism divides rows or columns. Key-value heads that are fewer than the workers lie in several of them.
-
-    Args:
-        shape: of the source.
-        part: shape of what this worker has made of it.
-    """
-    from vllm.distributed import (
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_world_size,
-    )
-
-    if hasattr(held.module, "shard_indices"):  # of a vocabulary that is filled up and divided
-        indices = held.module.shard_indices
-        return (
-            slice(indices.org_vocab_start_index, indices.org_vocab_end_index),
-            *(slice(0, size) for size in shape[1:]),
-        )
-    rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    found = []
-    for size, own in zip(shape, part, strict=True):
-        start = own * (rank * (size // own) // world) if own < size else 0
-        found.append(slice(start, start + min(own, size)))
-    return tuple(found)
-
-
-def packed_for_nothing(model: Any) -> list[Any]:
-    """Embeddings that no logits are computed with, because the model's head is a module of its own. vLLM packs them as well."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import (
-        ParallelLMHead,
-        VocabParallelEmbedding,
-    )
-
-    if not isinstance(getattr(model, "lm_head", None), ParallelLMHead):
-        return []
-    embeddings = (
-        module for module in model.modules() if isinstance(module, VocabParallelEmbedding)
-    )
-    return [module for module in embeddings if not isinstance(module, ParallelLMHead)]
+# ---- weights: packed copies
 
 
 @contextmanager
-def packing_noted(note: Callable[[Any], Any], *, unpacked: Iterable[Any] = ()) -> Iterator[None]:
-    """While it lasts, ``note(module)`` is called before a module is packed for CPU, and ``packed_from`` returns its result.
+def packing_noted(
+    note: Callable[[Layer], object], *, unpacked: Iterable[Layer] = ()
+) -> Iterator[None]:
+    """Call ``note`` with each module that is about to be packed for CPU, and keep its result.
 
-    The modules of ``unpacked`` are not packed: they would compute with the weight itself. For a vocabulary of 32,000 that saves
-    a tenth of a reload, and the memory of a copy.
+    `packed_from` returns the result. It is an attribute of what owns the packed copy: of the
+    function ``cpu_linear``, which vLLM makes to compute with it, or of the packed parameters of
+    experts. So an old copy keeps its old note.
 
-    The note is an attribute of ``cpu_linear``, the function that vLLM makes to compute with the packed copy, or of the packed
-    parameters of experts: an old copy keeps its old note.
+    Args:
+        note: returns a note of the module, or None for none.
+        unpacked: modules that are not packed, and compute with the weight itself. For a vocabulary
+            of 32,000 that saves a tenth of a reload, and the memory of a copy.
     """
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-    pack, kept = utils.dispatch_cpu_unquantized_gemm, {id(module) for module in unpacked}
     kernels: Any = cpu_moe.CPUUnquantizedExperts
-    pack_experts = kernels.process_weights_after_loading
+    pack_linear = utils.dispatch_cpu_unquantized_gemm
+    pack_kernel = kernels.process_weights_after_loading
+    unpacked_ids = {id(module) for module in unpacked}
 
-    def pack_experts_noted(kernel: Any, layer: Any) -> None:
-        noted = note(layer)
-        pack_experts(kernel, layer)
-        if noted is not None:
-            layer.w13_weight.packed_from = layer.w2_weight.packed_from = noted
-
-    def pack_noted(layer: Any, remove_weight: bool) -> None:
-        if id(layer) in kept:
+    def pack_linear_noted(layer: Layer, remove_weight: bool) -> None:
+        if id(layer) in unpacked_ids:
             layer.cpu_linear = torch.nn.functional.linear
             return
         noted = note(layer)
-        pack(layer, remove_weight)
+        pack_linear(layer, remove_weight)
         if noted is not None:
             layer.cpu_linear.packed_from = noted
 
-    utils.dispatch_cpu_unquantized_gemm = pack_noted
-    kernels.process_weights_after_loading = pack_experts_noted
+    def pack_kernel_noted(kernel: Any, layer: Layer) -> None:  # noqa: ANN401 - vLLM's kernel
+        noted = note(layer)
+        pack_kernel(kernel, layer)
+        if noted is not None:
+            layer.w13_weight.packed_from = noted
+            layer.w2_weight.packed_from = noted
+
+    utils.dispatch_cpu_unquantized_gemm = pack_linear_noted
+    kernels.process_weights_after_loading = pack_kernel_noted
     try:
         yield
     finally:
-        utils.dispatch_cpu_unquantized_gemm = pack
-        kernels.process_weights_after_loading = pack_experts
+        utils.dispatch_cpu_unquantized_gemm = pack_linear
+        kernels.process_weights_after_loading = pack_kernel
 
 
-def packed_from(module: Any, name: str = "weight") -> Any:
-    """What was noted when the packed copy was made that ``module`` computes with in place of its weight ``name``; None for one
-    made without a note."""
-    return getattr(
-        module.cpu_linear if name == "weight" else getattr(module, name), "packed_from", None
-    )
+def packed_from(module: Layer, name: str = "weight") -> Any:  # noqa: ANN401 - what `note` returned
+    """Return the note of the packed copy with which a module computes; None if there is none.
 
-
-class RecordedRoutes:
-    """The experts of each token in a worker's key-value cache, where they lie as the keys do: a prefix that is found there has
-    the experts it was computed with. A request that is preempted keeps those of its tokens, which are computed again.
-
-    vLLM 0.32 returns routes from its V2 model runner only, which the CPU build does not have. Its routers tell each choice, and
-    the context of a forward pass where each token's keys go.
+    Args:
+        name: weight of the module that the copy is made of.
     """
-
-    def __init__(self, worker: Any):
-        from vllm.model_executor.layers.fused_moe import routed_experts_capturer as vllm_routes
-
-        runner = self._runner = worker.model_runner
-        layers, experts, chosen = vllm_routes._get_routed_experts_shape(worker.vllm_config)
-        self._block_size = worker.cache_config.block_size
-        # One block more, for tokens of padding: they go to the last place.
-        shape = (runner.kv_cache_config.num_blocks + 1, self._block_size, layers, chosen)
-        dtype = getattr(torch, route_dtype(experts))
-        blocks = torch.full(shape, torch.iinfo(dtype).max, dtype=dtype)
-        self._places, self.kept = blocks.flatten(0, 1), dict[str, torch.Tensor]()
-        """``kept``: by request, of the tokens that it had when it was preempted."""
-        capturer: Any = self  # vLLM's routers call its ``capture``, and nothing else of it
-        vllm_routes.bind_routed_experts_capturer(runner.get_model(), capturer)
-        self._execute, runner.execute_model = runner.execute_model, self._execute_model
-
-    def capture(self, layer: int, ids: torch.Tensor) -> None:
-        from vllm.forward_context import get_forward_context
-
-        of_layers: Any = get_forward_context().slot_mapping
-        places = next(iter(of_layers.values()))
-        self._places[places[: len(ids)].long(), layer] = ids.to(self._places.dtype)
-
-    def _execute_model(self, scheduled: Any, *rest: Any) -> Any:
-        for request_id in scheduled.finished_req_ids:
-            self.kept.pop(request_id, None)
-        for request_id in (
-            scheduled.preempted_req_ids or ()
-        ):  # others may take its blocks in this step
-            self.kept[request_id] = self.of(
-                request_id, self._runner.requests[request_id].num_tokens - 1
-            )
-        return self._execute(scheduled, *rest)
-
-    def of(self, request_id: str, tokens: int) -> torch.Tensor:
-        """[tokens, layers, k]. The request may have ended in the last step."""
-        blocks = torch.tensor(self._runner.requests[request_id].block_ids[0])
-        places = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()
-        first = self.kept.get(request_id, self._places[:0])
-        return torch.cat([first, self._places[places[len(first) : tokens]]])[:tokens]
+    owner = module.cpu_linear if name == "weight" else getattr(module, name)
+    return getattr(owner, "packed_from", None)
 
 
-def route_dtype(experts: int) -> str:
-    """The largest value of it names no expert. Of 256 experts vLLM's has 8 bits."""
-    return "uint8" if experts < 256 else "uint16"
+def packed_for_nothing(model: Layer) -> list[Layer]:
+    """Return the embeddings with which no logits are computed. vLLM packs them like a head.
+
+    There are none if the model has no head of its own: the embedding may be its head.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    if not isinstance(getattr(model, "lm_head", None), ParallelLMHead):
+        return []
+    return [module for module in model.modules() if _is_embedding(module)]
 
 
-def returns_routes(device: str) -> bool:
-    """Whether the model runner that vLLM will take has ``enable_return_routed_experts``."""
-    from vllm import envs
-
-    return device == "cuda" or bool(envs.VLLM_USE_V2_MODEL_RUNNER)
+# ---- adapters
 
 
 def adapters_in(names: Iterable[str]) -> dict[str, int]:
-    """vLLM's number of each adapter that a version of these tensors is, by PEFT's names behind the adapter's. Empty: it is the
-    whole model."""
-    found = dict.fromkeys(
+    """Return vLLM's number of each adapter in a version; none if the version is a whole model.
+
+    Args:
+        names: published names of the version's tensors: PEFT's, behind the adapter's name.
+    """
+    adapters = dict.fromkeys(
         name.rpartition("/")[0] for name in names if name.endswith(".lora_A.weight")
     )
-    return {name: number for number, name in enumerate(found, 1)}
+    return {adapter: number for number, adapter in enumerate(adapters, 1)}
 
 
 def lora_requests(names: Iterable[str]) -> dict[str, Any]:
-    """By adapter of a version of these tensors: what a request names it with."""
+    """Return vLLM's ``LoRARequest`` for each adapter of a version, by its name.
+
+    Args:
+        names: published names of the version's tensors.
+    """
     from vllm.lora.request import LoRARequest
 
     # The path is never read: the adapter is there, by its number, before a request names it.
     return {
-        name: LoRARequest(name or "policy", number, "in memory")
-        for name, number in adapters_in(names).items()
+        adapter: LoRARequest(adapter or "policy", number, "in memory")
+        for adapter, number in adapters_in(names).items()
     }
 
 
-def set_adapters(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """In a worker process: serve the adapters of these tensors in place of those before. Their scale is in B already.
+def set_adapters(worker: Worker, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Serve a version's adapters in place of those before, in a worker process.
 
-    vLLM 0.32 loads adapters from folders only. Its manager of a worker takes what it has read from one, and copies it to where
-    the kernels read it; a scale of 1 leaves B as it is given.
+    vLLM loads adapters from folders only. The manager in its worker takes what was read from one,
+    and copies it to where the kernels read it. Their scale is in B already, so vLLM's is 1.
+
+    Args:
+        tensors: tensors of the version in the host's memory, by published name.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    manager = _adapters_of(worker)
+    manager = _adapter_manager(worker)
     for adapter, number in adapters_in(tensors).items():
         prefix = f"{adapter}/" if adapter else ""
-        own = {
+        matrices = {
             name.removeprefix(prefix): tensor.clone()
             for name, tensor in tensors.items()
             if name.startswith(prefix)
         }
-        rank = next(len(tensor) for name, tensor in own.items() if name.endswith(".lora_A.weight"))
-        helper = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": []})
-        manager.remove_adapter(number)
-        manager.add_adapter(
-            LoRAModel.from_lora_tensors(
-                number, own, helper, device="cpu", dtype=manager.lora_config.lora_dtype
-            )
+        rank = next(
+            len(matrix) for name, matrix in matrices.items() if name.endswith(".lora_A.weight")
         )
+        config = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": []})
+        model = LoRAModel.from_lora_tensors(
+            number, matrices, config, device="cpu", dtype=manager.lora_config.lora_dtype
+        )
+        manager.remove_adapter(number)
+        manager.add_adapter(model)
         manager.activate_adapter(number)
     for wrapper in manager.punica_wrapper_mapping.values():
         if isinstance(wrapper, PunicaWrapperCPU):
-            vars(wrapper)["add_lora_linear"] = partial(_add_adapters, wrapper)
+            vars(wrapper)["add_lora_linear"] = partial(_add_lora_linear, wrapper)
 
 
-def _add_adapters(
-    wrapper: Any,
+def _add_lora_linear(  # noqa: PLR0913 - vLLM's signature
+    wrapper: PunicaWrapper,
     y: torch.Tensor,
     x: torch.Tensor,
     stacked_a: Sequence[torch.Tensor],
     stacked_b: Sequence[torch.Tensor],
     scale: float,
     sizes: Sequence[int],
-    **options: Any,
+    **options: object,
 ) -> None:
-    """As ``PunicaWrapperCPU.add_lora_linear``, which copies the adapter once for every token: a tenth of the tokens a second at
-    rank 64. Here the tokens of each are two products."""
+    """Add to ``y`` what each token's adapter makes of its row of ``x``, slice by slice.
+
+    It replaces ``PunicaWrapperCPU.add_lora_linear``, which copies the adapter once for every token:
+    at rank 64 the engine samples a tenth of the tokens with that. Here the tokens of each adapter
+    are two products.
+
+    Args:
+        stacked_a: A of every slice, [slots, 1, rank, inputs].
+        stacked_b: B of every slice, [slots, 1, outputs, rank].
+        sizes: number of outputs of every slice.
+        options: arguments that vLLM's function ignores as well.
+    """
     if wrapper.no_lora:
         return
-    of_token = wrapper.token_lora_indices[: len(x)]
-    slots = [0] if len(stacked_a[0]) == 1 else of_token.unique().tolist()
+    slot_of_token = wrapper.token_lora_indices[: len(x)]
+    slots = [0] if len(stacked_a[0]) == 1 else slot_of_token.unique().tolist()
     for slot in slots:
-        if slot < 0:  # of requests without one
+        if slot < 0:  # tokens of requests without an adapter
             continue
-        rows: Any = slice(None) if len(slots) == 1 else (of_token == slot).nonzero().squeeze(1)
-        own, start = x[rows], 0
+        rows: Any = slice(None)
+        if len(slots) > 1:
+            rows = (slot_of_token == slot).nonzero().squeeze(1)
+        inputs = x[rows]
+        start = 0
         for a, b, size in zip(stacked_a, stacked_b, sizes, strict=True):
-            added = torch.addmm(
-                y[rows, start : start + size], own @ a[slot, 0].T, b[slot, 0].T, alpha=scale
+            columns = slice(start, start + size)
+            y[rows, columns] = torch.addmm(
+                y[rows, columns], inputs @ a[slot, 0].T, b[slot, 0].T, alpha=scale
             )
-            y[rows, start : start + size] = added
             start += size
 
 
-def held_adapter(
-    worker: Any, tensors: Mapping[str, torch.Tensor]
+def held_adapters(
+    worker: Worker, tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Of each of ``tensors`` that a module computes with: its name, what the module holds, and what it should hold of it: all
-    but where ranks share the module."""
-    manager = _adapters_of(worker)
-    for (adapter, number), (module_name, module) in product(
-        adapters_in(tensors).items(), manager.modules.items()
-    ):
+    """Yield each tensor of a version's adapters that a module of the worker computes with.
+
+    Yields:
+        Published name, what the module holds, and what it should hold: a view of the tensor in
+        ``tensors``. It is the whole tensor, or a share of it if ranks share the module.
+    """
+    manager = _adapter_manager(worker)
+    for adapter, number in adapters_in(tensors).items():
         slot = manager.lora_index_to_id.index(number)
-        own = manager.packed_modules.get(module_name, [module_name])
         prefix = f"{adapter}/base_model.model" if adapter else "base_model.model"
-        names = [[f"{prefix}.{name}.lora_{part}.weight" for name in own] for part in "AB"]
-        shares = [[tensors.get(name) for name in part] for part in names]
-        if module.tp_size > 1:
-            several = len(own) > 1
-            shares_a = module.slice_lora_a(shares[0] if several else shares[0][0])
-            shares_b = module.slice_lora_b(shares[1] if several else shares[1][0])
-            shares = [shares_a, shares_b] if several else [[shares_a], [shares_b]]
-        for part, stacked in enumerate((module.lora_a_stacked, module.lora_b_stacked)):
-            for name, share, held in zip(names[part], shares[part], stacked, strict=True):
-                if share is not None and name in tensors:
-                    yield name, held[slot, 0, : share.shape[0], : share.shape[1]], share
+        for module_name, module in manager.modules.items():
+            sources = manager.packed_modules.get(module_name, [module_name])
+            for matrix, stacked in (("A", module.lora_a_stacked), ("B", module.lora_b_stacked)):
+                names = [f"{prefix}.{source}.lora_{matrix}.weight" for source in sources]
+                wholes = [tensors.get(name) for name in names]
+                shares = _shares_of_rank(module, matrix, wholes)
+                for name, share, held in zip(names, shares, stacked, strict=True):
+                    if share is not None:
+                        rows, columns = share.shape
+                        yield name, held[slot, 0, :rows, :columns], share
 
 
-def _adapters_of(worker: Any) -> Any:
-    """``LoRAModelManager`` of a worker: private in vLLM 0.32."""
+def _shares_of_rank(
+    module: LoRALayer, matrix: str, wholes: list[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Return the share of each matrix that this rank's module computes with.
+
+    Args:
+        matrix: "A" or "B".
+        wholes: matrix of each of the module's sources; None for one without an adapter.
+    """
+    if module.tp_size == 1:
+        return wholes
+    slice_of_rank = module.slice_lora_a if matrix == "A" else module.slice_lora_b
+    if len(wholes) > 1:
+        return slice_of_rank(wholes)
+    return [None if whole is None else slice_of_rank(whole) for whole in wholes]
+
+
+def _adapter_manager(worker: Worker) -> LoRAModelManager:
+    """Return the worker's manager of adapters, which vLLM keeps private."""
     return worker.model_runner.lora_manager._adapter_manager
+
+
+# ---- routes
+
+
+def returns_routes(device: str) -> bool:
+    """Return whether vLLM will take a model runner that has ``enable_return_routed_experts``."""
+    from vllm import envs
+
+    return device == "cuda" or bool(envs.VLLM_USE_V2_MODEL_RUNNER)
+
+
+def route_dtype(experts: int) -> str:
+    """Return the dtype of routes, whose largest value names no expert.
+
+    It differs from vLLM's for 256 experts, for which vLLM takes 8 bits.
+    """
+    return "uint8" if experts < 256 else "uint16"
+
+
+class RecordedRoutes:
+    """Experts that computed each token in a worker's key-value cache.
+
+    They lie as the keys do: a prefix that is found in the cache has the experts it was computed
+    with. A request that is preempted loses its places, but its tokens keep their routes when they
+    are computed again, because the log-probabilities after them were computed with these.
+
+    vLLM returns routes from its V2 model runner only, which the CPU build does not have. But its
+    routers tell a capturer each choice, and the context of a forward pass tells where each token's
+    keys go. So this object takes the capturer's place, and is told of each step by
+    ``execute_model`` of the model runner, which it wraps.
+    """
+
+    def __init__(self, worker: Worker):
+        """Record what the worker's model chooses from now on."""
+        from vllm.model_executor.layers.fused_moe import routed_experts_capturer as vllm_routes
+
+        self._runner = worker.model_runner
+        self._block_size: int = worker.cache_config.block_size
+        layers, experts, chosen = vllm_routes._get_routed_experts_shape(worker.vllm_config)
+        dtype = getattr(torch, route_dtype(experts))
+        # One block more, for tokens of padding: they go to the last place.
+        blocks = self._runner.kv_cache_config.num_blocks + 1
+        shape = (blocks * self._block_size, layers, chosen)
+        self._places = torch.full(shape, torch.iinfo(dtype).max, dtype=dtype)
+        """Routes by place in the cache, [places, layers, k]."""
+        self._kept: dict[str, torch.Tensor] = {}
+        """Routes of the tokens that each request had when it was preempted."""
+        capturer: Any = self  # vLLM's routers call its ``capture``, and nothing else of it
+        vllm_routes.bind_routed_experts_capturer(self._runner.get_model(), capturer)
+        self._execute = self._runner.execute_model
+        self._runner.execute_model = self._execute_model
+
+    def capture(self, layer: int, ids: torch.Tensor) -> None:
+        """Record the experts that a layer's router chose for the tokens of this forward pass.
+
+        Args:
+            ids: [tokens, k].
+        """
+        from vllm.forward_context import get_forward_context
+
+        places_by_layer: Any = get_forward_context().slot_mapping
+        places = next(iter(places_by_layer.values()))
+        self._places[places[: len(ids)].long(), layer] = ids.to(self._places.dtype)
+
+    def read(self, request_id: str, tokens: int) -> torch.Tensor:
+        """Return the routes of a request's first tokens, [tokens, layers, k].
+
+        The request may have ended in the last step.
+        """
+        block_ids = torch.tensor(self._runner.requests[request_id].block_ids[0])
+        offsets = torch.arange(self._block_size)
+        places = (block_ids[:, None] * self._block_size + offsets).flatten()
+        kept = self._kept.get(request_id, self._places[:0])
+        computed_since = self._places[places[len(kept) : tokens]]
+        return torch.cat([kept, computed_since])[:tokens]
+
+    def kept_tokens(self, request_id: str) -> int:
+        """Return how many tokens of a request keep the routes of their first computation."""
+        return len(self._kept.get(request_id, ()))
+
+    def _execute_model(self, scheduled: SchedulerOutput, *others: object) -> ModelRunnerOutput:
+        for request_id in scheduled.finished_req_ids:
+            self._kept.pop(request_id, None)
+        # Other requests may take the blocks of a preempted one in this step.
+        for request_id in scheduled.preempted_req_ids or ():
+            computed = self._runner.requests[request_id].num_tokens - 1
+            self._kept[request_id] = self.read(request_id, computed)
+        return self._execute(scheduled, *others)

@@ -460,9 +460,14 @@ def read_together(shares: Iterable[torch.Tensor]) -> list[int]:
     return torch.stack(values).cpu().tolist() if values else []
 
 
+def digest_text(value: int) -> str:
+    """Return a digest as it is compared and shown: 16 hexadecimal digits."""
+    return f"{value % 2**64:016x}"
+
+
 def named(digests: Iterable[tuple[str, int]]) -> dict[str, str]:
-    """Return digests as they are compared and shown: 16 hexadecimal digits, by tensor."""
-    return {name: f"{value % 2**64:016x}" for name, value in digests}
+    """Return the texts of digests, by tensor."""
+    return {name: digest_text(value) for name, value in digests}
 
 
 def of_copies(digests: Iterable[str]) -> str:

@@ -1,175 +1,99 @@
-"""What runs inside each vLLM worker process to load a new policy version, and digests of what the worker then holds."""
+"""Loads versions inside each of vLLM's worker processes, and digests what the worker then holds.
+
+    map_snapshot     open the snapshot: nothing has changed yet, so the engine survives a failure
+    load_snapshot    copy it into the model, or its adapters into theirs, and digest every copy
+
+Every digest is of a copy that the model computes with, and never of the snapshot. On CPU vLLM packs
+most weights for its kernels, and nothing can read a packed copy back. So a weight is digested just
+before it is packed, and the digest is noted on what owns the packed copy (`compat.packing_noted`):
+a copy that is left from an older version has its old digest.
+"""
 
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from torchtitan.experiments.rl.compat import vllm as compat
-from torchtitan.experiments.rl.compat.vllm import reload_weights
 from torchtitan.experiments.rl.errors import PeerGone
 from torchtitan.experiments.rl.generation.engine import QUANTIZED
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.weights.snapshot import (
     Manifest,
+    PartedTensors,
     Shard,
     SnapshotReader,
     digest,
-    named,
+    digest_text,
     of_copies,
     read_together,
     whole,
 )
 
 UNKNOWN = "packed before this version"
-"""In place of a digest: nobody has seen what the copy was made of."""
+"""Text in place of a digest for a packed copy of which no note says what it was made of."""
+
 NOT_HELD = "not held"
-"""In place of a digest: the engine has no copy."""
+"""Text in place of a digest for a tensor of which the engine has no copy."""
 
 BESIDE_BYTES = 2**18
-"""Of a CPU tensor whose digest is worth another thread: 35 us of one core."""
+"""Minimum size of a CPU tensor whose digest is worth another thread: 35 us of one core."""
 
-Part = tuple[Shard, torch.Tensor | Future[torch.Tensor] | str]
-"""Where it lies in its tensor; its share of that one's digest, or what there is in its place."""
+HeldShard = tuple[Shard, int | str]
+"""A copy of a tensor, or of a shard of it, that a worker holds: its place in the tensor, and its
+share of the tensor's digest, or a text in place of it."""
+
+
+class _PendingShard(NamedTuple):
+    """A `HeldShard` whose digest may still be computed, by a thread or by the device."""
+
+    place: Shard
+    digest: torch.Tensor | Future[torch.Tensor] | str
+
+
+_Copy = dict[str, _PendingShard]
+"""One copy of the tensors that a weight is made of, by published name."""
 
 
 @dataclass(kw_only=True, slots=True)
-class LoadedParts:
-    """What one worker says of a version that it loaded."""
+class WorkerReport:
+    """One worker's report on a version that it loaded."""
 
-    parts: dict[str, list[tuple[Shard, int | str]]]
-    """By published name: of each copy that it holds, of the whole or a share."""
+    held: dict[str, list[HeldShard]]
+    """All copies that the worker holds, by published name. Empty if it was not asked to verify."""
     verify_s: float
+    """Seconds that finding the model's weights and taking digests took."""
     reload_s: float
-
-
-def whole_digests(workers: Iterable[Mapping[str, list[tuple[Shard, int | str]]]]) -> dict[str, str]:
-    """Digests of the tensors that workers hold together. Those of copies that differ, in one or between them, equal none."""
-    found: dict[str, dict[Shard, set[int | str]]] = {}
-    for parts in workers:
-        for name, own in parts.items():
-            places = found.setdefault(name, {})
-            for place, value in own:
-                places.setdefault(place, set()).add(value)
-    digests = {}
-    for name, places in found.items():
-        values = [value for seen in places.values() for value in seen]
-        shares = [value for value in values if isinstance(value, int)]
-        if not values:
-            digests[name] = NOT_HELD
-        elif len(shares) == len(places) == len(values):
-            digests |= named([(name, sum(shares))])
-        else:
-            digests[name] = of_copies(
-                value if isinstance(value, str) else f"{value % 2**64:016x}" for value in values
-            )
-    return digests
-
-
-class HeldWeights:
-    """Of one version: load it within ``compat.packing_noted(held.note)``, then read ``parts``."""
-
-    def __init__(self, model: Any, manifest: Manifest):
-        self._shapes, self._dtype = manifest.shapes, manifest.dtype
-        self._weights = list(compat.held_weights(model, set(self._shapes)))
-        self._packed: dict[int, list[compat.HeldWeight]] = {}
-        for held in self._weights:
-            if held.packed:
-                self._packed.setdefault(id(held.module), []).append(held)
-        first = {id(held.parameter): held.module for held in reversed(self._weights)}
-        self._tied = {
-            id(held.module)
-            for held in self._weights
-            if first[id(held.parameter)] is not held.module
-        }
-        self._noted_later: dict[int, dict[str, Part]] = {}
-        """By tied module: filled when its weight is read, which comes after the packing and is not done twice."""
-        self.seconds = 0.0
-        """That the load has waited for digests so far."""
-
-    def note(self, module: Any) -> dict[str, Part] | None:
-        """Digests of what is about to be packed."""
-        packed, found = self._packed.get(id(module), []), dict[str, Part]()
-        if packed and id(module) in self._tied:
-            return self._noted_later.setdefault(id(module), {})
-        for held in packed:
-            found |= self._parts_of(held, getattr(module, held.name))  # another one than it was
-        return found or None
-
-    def parts(self) -> dict[str, list[tuple[Shard, int | str]]]:
-        """By published name, in the snapshot's order. A model may hold a tensor more than once, as a tied head."""
-        found: dict[str, list[Part]] = {name: [] for name in self._shapes}
-        read: dict[int, dict[str, Part]] = {}
-        for held in self._weights:
-            own = id(held.parameter)  # a tied head has the embedding's
-            if own not in read and (plain := held.plain) is not None:
-                read[own] = self._parts_of(held, plain)
-            copies = [read[own]] if own in read else []
-            if held.packed:
-                self._noted_later.get(id(held.module), {}).update(read.get(own, {}))
-                noted = compat.packed_from(held.module, held.name) or dict.fromkeys(
-                    held.sources, ((), UNKNOWN)
-                )
-                copies.append({name: noted[name] for name in held.sources if name in noted})
-            for copy in copies:
-                for name, part in copy.items():
-                    found[name].append(part)
-        values = [value for own in found.values() for _, value in own if not isinstance(value, str)]
-        taken = [value.result() if isinstance(value, Future) else value for value in values]
-        numbers = iter(read_together(taken))
-        return {
-            name: [
-                (place, value if isinstance(value, str) else next(numbers)) for place, value in own
-            ]
-            for name, own in found.items()
-        }
-
-    def _parts_of(self, held: compat.HeldWeight, weight: torch.Tensor) -> dict[str, Part]:
-        started = time.perf_counter()
-        found: dict[str, Part] = {}
-        weight = weight.detach()
-        if weight.element_size() < self._dtype.itemsize:
-            return dict.fromkeys(held.sources, ((), QUANTIZED))
-        for name, own in zip(held.sources, compat.parts_of_sources(held, weight), strict=True):
-            shape = self._shapes[name]
-            place = whole(shape)
-            if own.shape != shape:  # a share, or a vocabulary that is filled up
-                region = compat.region(held, shape, own.shape)
-                own = own[: region[0].stop - region[0].start]
-                place = tuple((part.start, part.stop) for part in region)
-            share = own.to(self._dtype), place, shape
-            # Nobody writes to it before ``parts`` returns: what is packed is dropped then, and the next is copied meanwhile.
-            beside = own.is_cpu and own.nbytes >= BESIDE_BYTES
-            found[name] = place, _thread().submit(digest, *share) if beside else digest(*share)
-        self.seconds += time.perf_counter() - started
-        return found
-
-
-@cache
-def _thread() -> ThreadPoolExecutor:
-    """None of those between which ``digest`` divides a large tensor: it waits for them."""
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="digests-beside")
+    """Seconds that copying the version into the model took."""
 
 
 class SnapshotLoader:
-    """Mixed into vLLM's worker (``worker_extension_cls``): ``collective_rpc("load_snapshot", ...)`` reaches every worker.
+    """Methods that `VLLMEngine` calls in every worker, by ``collective_rpc``.
 
-    vLLM makes it: there is no __init__ for the reader.
+    vLLM mixes this class into its worker (``worker_extension_cls``) and makes the object itself, so
+    there is no __init__.
     """
+
+    _mapped: tuple[Manifest, PartedTensors] | None = None
+    """Version that `load_snapshot` will load."""
+    _routes: compat.RecordedRoutes
 
     @cached_property
     def _snapshots(self) -> SnapshotReader:
         return SnapshotReader()
 
     def map_snapshot(self, manifest: Manifest) -> str:
-        """Why the version can't be read any more; "" where it is mapped.
+        """Open the version that `load_snapshot` will load.
 
-        It is returned, because an engine of several workers can't be called again after one of them has raised: vLLM 0.32 reads
-        the answer of the first, and takes those of the others for the answers to the next call.
+        Returns:
+            The reason why the version can't be read any more; "" if it can. It is not raised: vLLM
+            0.32 reads the answers of several workers up to the first error, and would take those
+            that are left for the answers to the next call.
         """
         worker: Any = self
         try:
@@ -179,75 +103,259 @@ class SnapshotLoader:
             return str(error)
         return ""
 
-    def record_routes(self) -> None:
-        """Once, before the first request."""
-        self._routes = compat.RecordedRoutes(self)
+    def load_snapshot(self, verify: bool) -> WorkerReport:
+        """Copy the version of `map_snapshot` into the running model.
 
-    def routes_of(self, tokens: Mapping[str, tuple[int, int]]) -> dict[str, tuple[Any, int]]:
-        """uint8 or uint16 [R, layers, k] of requests that ended in the last step, and how many of their tokens have the routes
-        of a first computation. ``tokens``: by vLLM's id, the first that is asked for and the end."""
-        kept = self._routes.kept
-        return {
-            own: (self._routes.of(own, end)[start:].numpy(), len(kept.get(own, ())))
-            for own, (start, end) in tokens.items()
-        }
-
-    def load_snapshot(self, verify: bool) -> LoadedParts:
-        """Copy the version of ``map_snapshot`` into the running model, and digest what that holds, where it lies.
-
-        The snapshot itself is neither read again nor verified: every digest is of a copy that the model computes with.
+        Args:
+            verify: True to digest what the model then holds, where it lies. The snapshot itself is
+                neither read again nor verified.
         """
-        worker: Any = self
         started = time.perf_counter()
-        (manifest, tensors), model = vars(self).pop("_mapped"), worker.get_model()
-        if compat.adapters_in(tensors):  # vLLM takes them on the CPU
-            return self._load_adapter(dict(tensors.in_host_memory()), started, verify)
-        held = HeldWeights(model, manifest)
-        mapped = time.perf_counter()
-        note = held.note if verify else lambda module: None
+        assert self._mapped is not None, "map_snapshot comes first"
+        manifest, tensors = self._mapped
+        self._mapped = None  # they may lie in memory of another process, which wants it back
+        if compat.adapters_in(tensors):
+            in_host_memory = dict(tensors.in_host_memory())  # vLLM takes adapters from there
+            return self._load_adapters(in_host_memory, verify=verify, started=started)
+        return self._load_model(manifest, tensors, verify=verify, started=started)
+
+    def _load_model(
+        self, manifest: Manifest, tensors: PartedTensors, *, verify: bool, started: float
+    ) -> WorkerReport:
+        worker: Any = self
+        model = worker.get_model()
+        weights = HeldWeights(model, manifest)
+        found = time.perf_counter()
+        note = weights.note if verify else _note_nothing
         with (
             trace.span("reload"),
             compat.packing_noted(note, unpacked=compat.packed_for_nothing(model)),
         ):
-            reload_weights(worker, tensors)
-        packed_s = held.seconds
+            compat.reload_weights(worker, tensors)
+        noted_s = weights.digest_s
         reloaded = time.perf_counter()
         with trace.span("digests of what is held"):
-            parts = held.parts() if verify else {}
-        read_back = time.perf_counter()
-        return LoadedParts(
-            parts=parts,
-            verify_s=(mapped - started) + packed_s + (read_back - reloaded),
-            reload_s=reloaded - mapped - packed_s,
+            held = weights.read() if verify else {}
+        ended = time.perf_counter()
+        return WorkerReport(
+            held=held,
+            verify_s=(found - started) + noted_s + (ended - reloaded),
+            reload_s=reloaded - found - noted_s,
         )
 
-    def _load_adapter(
-        self, tensors: dict[str, torch.Tensor], started: float, verify: bool
-    ) -> LoadedParts:
-        """Put the adapters in the place of those before, and read them back from where the model computes with them."""
-        mapped = time.perf_counter()
+    def _load_adapters(
+        self, tensors: dict[str, torch.Tensor], *, verify: bool, started: float
+    ) -> WorkerReport:
+        """Replace the adapters, and read them back from where the model computes with them."""
         with trace.span("reload"):
             compat.set_adapters(self, tensors)
         reloaded = time.perf_counter()
-        parts: dict[str, list[tuple[Shard, int | str]]] = (
-            {name: [] for name in tensors} if verify else {}
-        )
         with trace.span("digests of what is held"):
-            taken: list[tuple[str, Shard, torch.Tensor]] = []
-            for name, held, share in compat.held_adapter(self, tensors) if verify else ():
-                tensor = tensors[name]
-                # The share is a view of the whole.
-                row, column = divmod(
-                    int(share.storage_offset() - tensor.storage_offset()), tensor.shape[1]
-                )
-                place = ((row, row + share.shape[0]), (column, column + share.shape[1]))
-                own = digest(held.to(tensor.dtype), place, tuple(tensor.shape))
-                taken.append((name, place, own))
-            numbers = read_together(own for _, _, own in taken)
-            for (name, shard, _), number in zip(taken, numbers, strict=True):
-                parts[name].append((shard, number))
-        return LoadedParts(
-            parts=parts,
-            verify_s=(mapped - started) + time.perf_counter() - reloaded,
-            reload_s=reloaded - mapped,
+            held = self._held_adapters(tensors) if verify else {}
+        return WorkerReport(
+            held=held,
+            verify_s=time.perf_counter() - reloaded,
+            reload_s=reloaded - started,
         )
+
+    def _held_adapters(self, tensors: dict[str, torch.Tensor]) -> dict[str, list[HeldShard]]:
+        """Return the shards of adapters that the model computes with."""
+        held: dict[str, list[_PendingShard]] = {name: [] for name in tensors}
+        for name, copy, original in compat.held_adapters(self, tensors):
+            tensor = tensors[name]
+            # The original is a view of the tensor: where it begins tells its place.
+            offset = int(original.storage_offset() - tensor.storage_offset())
+            row, column = divmod(offset, tensor.shape[1])
+            rows, columns = original.shape
+            place = ((row, row + rows), (column, column + columns))
+            share = digest(copy.to(tensor.dtype), place, tuple(tensor.shape))
+            held[name].append(_PendingShard(place, share))
+        return _read_digests(held)
+
+    def record_routes(self) -> None:
+        """Record which experts compute each token from now on. Called before the first request."""
+        self._routes = compat.RecordedRoutes(self)
+
+    def routes_of(self, tokens: Mapping[str, tuple[int, int]]) -> dict[str, tuple[np.ndarray, int]]:
+        """Return the routes of requests that ended in the last step.
+
+        Args:
+            tokens: first token whose route is wanted and end of the tokens, by vLLM's id.
+
+        Returns:
+            By vLLM's id: uint8 or uint16 [R, layers, k], and how many of the request's tokens were
+            computed again and have the routes of their first computation.
+        """
+        answer = {}
+        for request_id, (start, end) in tokens.items():
+            routes = self._routes.read(request_id, end)[start:].numpy()
+            answer[request_id] = routes, self._routes.kept_tokens(request_id)
+        return answer
+
+
+class HeldWeights:
+    """Weights of a worker's model that are made of a version's tensors.
+
+    Load the version within ``compat.packing_noted(weights.note)``, and then ``read`` the digests of
+    what the model holds.
+    """
+
+    def __init__(self, model: torch.nn.Module, manifest: Manifest):
+        self._shapes = manifest.shapes
+        self._dtype = manifest.dtype
+        self._weights = list(compat.held_weights(model, set(manifest.shapes)))
+        self._packed: dict[int, list[compat.HeldWeight]] = {}
+        """Weights that are packed, by the id of their module."""
+        for weight in self._weights:
+            if weight.packed:
+                self._packed.setdefault(id(weight.module), []).append(weight)
+        owners: dict[int, Any] = {}
+        for weight in self._weights:
+            owners.setdefault(id(weight.parameter), weight.module)
+        self._tied = {
+            id(weight.module)
+            for weight in self._weights
+            if owners[id(weight.parameter)] is not weight.module
+        }
+        """Ids of modules whose weight is another module's, as a tied head's is the embedding's."""
+        self._tied_notes: dict[int, _Copy] = {}
+        """Notes of tied modules, by the id of the module. They are packed before the weight is
+        read, and filled in then: so it is digested once."""
+        self.digest_s = 0.0
+        """Seconds that digests have held up the load, or the answer, so far."""
+
+    def note(self, module: torch.nn.Module) -> _Copy | None:
+        """Digest the weights of a module that is about to be packed; return None if it has none."""
+        packed = self._packed.get(id(module), [])
+        if packed and id(module) in self._tied:
+            return self._tied_notes.setdefault(id(module), {})
+        noted: _Copy = {}
+        for weight in packed:
+            # A load may have put another tensor in the place of `weight.parameter`.
+            noted |= self._digest(weight, getattr(module, weight.name))
+        return noted or None
+
+    def read(self) -> dict[str, list[HeldShard]]:
+        """Return all copies that the model holds, by published name in the snapshot's order.
+
+        A model may hold a tensor more than once: as it is, packed, and in a tied head.
+        """
+        held: dict[str, list[_PendingShard]] = {name: [] for name in self._shapes}
+        plain: dict[int, _Copy] = {}
+        for weight in self._weights:
+            for copy in self._copies(weight, plain):
+                for name, shard in copy.items():
+                    held[name].append(shard)
+        return _read_digests(held)
+
+    def _copies(self, weight: compat.HeldWeight, plain: dict[int, _Copy]) -> list[_Copy]:
+        """Return the copies of a weight that the model holds: the weight itself, a packed one.
+
+        Args:
+            plain: weights themselves that were digested so far, by the id of their parameter, which
+                a tied head shares with the embedding.
+        """
+        key = id(weight.parameter)
+        tensor = weight.plain
+        if key not in plain and tensor is not None:
+            plain[key] = self._digest(weight, tensor)
+        copies = [plain[key]] if key in plain else []
+        if weight.packed:
+            if id(weight.module) in self._tied_notes:
+                self._tied_notes[id(weight.module)].update(plain.get(key, {}))
+            noted = compat.packed_from(weight.module, weight.name)
+            if not noted:
+                noted = dict.fromkeys(weight.sources, _PendingShard((), UNKNOWN))
+            copies.append({name: noted[name] for name in weight.sources if name in noted})
+        return copies
+
+    def _digest(self, weight: compat.HeldWeight, tensor: torch.Tensor) -> _Copy:
+        """Digest the part of each source in a weight that the model holds as ``tensor``."""
+        started = time.perf_counter()
+        tensor = tensor.detach()
+        if tensor.element_size() < self._dtype.itemsize:
+            return dict.fromkeys(weight.sources, _PendingShard((), QUANTIZED))
+        copy: _Copy = {}
+        parts = compat.parts_of_sources(weight, tensor)
+        for name, part in zip(weight.sources, parts, strict=True):
+            shape = self._shapes[name]
+            place = whole(shape)
+            if part.shape != shape:  # a share of the source, or a vocabulary that is filled up
+                region = compat.region(weight, shape, part.shape)
+                part = part[: region[0].stop - region[0].start]
+                place = tuple((side.start, side.stop) for side in region)
+            copy[name] = _PendingShard(place, _start_digest(part.to(self._dtype), place, shape))
+        self.digest_s += time.perf_counter() - started
+        return copy
+
+
+def whole_digests(workers: Iterable[Mapping[str, list[HeldShard]]]) -> dict[str, str]:
+    """Return the digests of the tensors that workers hold together.
+
+    If copies of a tensor differ, in one worker or between two, all of theirs are returned, a text
+    that equals no digest.
+
+    Args:
+        workers: what each of them holds, by published name.
+    """
+    digests: dict[str, dict[Shard, set[int | str]]] = {}
+    for held in workers:
+        for name, shards in held.items():
+            of_tensor = digests.setdefault(name, {})
+            for place, value in shards:
+                of_tensor.setdefault(place, set()).add(value)
+    return {name: _whole_digest(of_tensor) for name, of_tensor in digests.items()}
+
+
+def _whole_digest(digests: Mapping[Shard, set[int | str]]) -> str:
+    """Return the digest of one tensor, given all digests that were seen at each place in it."""
+    values = [value for seen in digests.values() for value in seen]
+    if not values:
+        return NOT_HELD
+    shares = [value for value in values if isinstance(value, int)]
+    if len(shares) == len(values) == len(digests):  # one share at each place
+        return digest_text(sum(shares))
+    return of_copies(value if isinstance(value, str) else digest_text(value) for value in values)
+
+
+def _note_nothing(module: torch.nn.Module) -> None:
+    """Take no note of a module that is about to be packed."""
+
+
+def _start_digest(
+    part: torch.Tensor, place: Shard, shape: tuple[int, ...]
+) -> torch.Tensor | Future[torch.Tensor]:
+    """Begin the digest of a part of a tensor; a large one on CPU in a thread, beside the load.
+
+    Nobody writes to the part before `HeldWeights.read` returns: what is packed is dropped then, and
+    meanwhile the next weight is copied.
+    """
+    if part.is_cpu and part.nbytes >= BESIDE_BYTES:
+        return _digest_thread().submit(digest, part, place, shape)
+    return digest(part, place, shape)
+
+
+@cache
+def _digest_thread() -> ThreadPoolExecutor:
+    """Return a thread for digests beside the load.
+
+    It is none of the threads among which `digest` divides a large tensor: it waits for those.
+    """
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="digests-beside")
+
+
+def _read_digests(held: Mapping[str, list[_PendingShard]]) -> dict[str, list[HeldShard]]:
+    """Wait for all digests. The device is asked once for all."""
+    digests = [shard.digest for shards in held.values() for shard in shards]
+    tensors = [
+        value.result() if isinstance(value, Future) else value
+        for value in digests
+        if not isinstance(value, str)
+    ]
+    numbers = iter(read_together(tensors))
+    return {
+        name: [
+            (place, value if isinstance(value, str) else next(numbers)) for place, value in shards
+        ]
+        for name, shards in held.items()
+    }
