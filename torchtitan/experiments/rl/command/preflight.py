@@ -245,20 +245,25 @@ class Preflight:
             self._announce("score_group of a group of scripted replies")
             failure = await task.score_group(group)
             if failure is not None:
-                raise self._refusal(failure, traceback=_first_traceback(group))
+                tracebacks = [rollout.traceback for rollout in group.rollouts if rollout.traceback]
+                raise self._refusal(failure, traceback=next(iter(tracebacks), ""))
             return
         functions = ", ".join(task.rubric.names) or type(task.rubric).__name__
         self._announce(f"the rewards of the reply {REPLY!r} by {functions}")
         await task.score_rewards(group)
-        for rollout in group.rollouts:
-            if rollout.status is RolloutStatus.ERROR:
-                raise self._refusal(str(rollout.error), "rubric", traceback=rollout.traceback)
+        self._check_scored(group, "rubric")
         for rollout in group.scored[1::2]:
             rollout.amend(reward=0.0 if rollout.reward else 1.0)
         self._announce("the credit of a group of scripted replies")
-        failure = await task.give_credit(group)
-        if failure is not None:
-            raise self._refusal(failure, "algorithm", traceback=_first_traceback(group))
+        # A group of which too few are scored is not refused: these are replies of no model.
+        await task.give_credit(group)
+        self._check_scored(group, "algorithm")
+
+    def _check_scored(self, group: RolloutGroup, part: str) -> None:
+        """Refuse the config if a part of the task failed while it scored the group."""
+        for rollout in group.rollouts:
+            if rollout.status is RolloutStatus.ERROR:
+                raise self._refusal(str(rollout.error), part, traceback=rollout.traceback)
 
     def _filter(self, group: RolloutGroup) -> None:
         self._announce("the filters")
@@ -317,10 +322,6 @@ class Preflight:
         if not isinstance(row, dict) or not row:
             return ""
         return f"; the row has {', '.join(repr(text_of(name)) for name in row)}"
-
-
-def _first_traceback(group: RolloutGroup) -> str:
-    return next((rollout.traceback for rollout in group.rollouts if rollout.traceback), "")
 
 
 def _copy(rollout: Rollout, index: int) -> Rollout:
