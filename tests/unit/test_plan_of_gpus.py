@@ -13,13 +13,14 @@ from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms import OPD
 from torchtitan.experiments.rl.command import machine
 from torchtitan.experiments.rl.command.briefing import learning_rate_warning
-from torchtitan.experiments.rl.command.checks import check, plan_run, split_of
+from torchtitan.experiments.rl.command.checks import check, plan_run
 from torchtitan.experiments.rl.command.command_line import (
     DEFAULT_MODULE,
     config_functions,
     load_config,
     parse_command,
 )
+from torchtitan.experiments.rl.command.gpu_split import split_of
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel

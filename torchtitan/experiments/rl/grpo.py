@@ -116,12 +116,13 @@ def summary_of(doc: str) -> str:
 
 def _with_gpus_divided(command: Command, config: "RunConfig") -> "RunConfig":
     """Return the config with ``--gpus`` divided between trainer and generators."""
-    from torchtitan.experiments.rl.command import checks
+    from torchtitan.experiments.rl.command.checks import check
+    from torchtitan.experiments.rl.command.gpu_split import USUAL_GPU_GIB, split_of
     from torchtitan.experiments.rl.process.host import gpu_memory_gib
 
-    checks.check(config)
-    gpu_gib = gpu_memory_gib() or checks.USUAL_GPU_GIB
-    command.overrides += checks.split_of(config, int(command.gpus or 0), gpu_gib=gpu_gib)
+    check(config)
+    gpu_gib = gpu_memory_gib() or USUAL_GPU_GIB
+    command.overrides += split_of(config, int(command.gpus or 0), gpu_gib=gpu_gib)
     return load_config(command)
 
 

@@ -35,6 +35,7 @@ from torchtitan.experiments.rl.command.run_folder import (
     save_command,
 )
 from torchtitan.experiments.rl.command.start import Ended, Ready, Start, ToSubmit
+from torchtitan.experiments.rl.command.teachers import check_servers, check_teachers
 from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.envs.renderer import AUTO, DEFAULT, renderer_name
@@ -156,9 +157,9 @@ class _Gate:
         if self.has_model:
             self.policy = read_policy_tokenizer(config)
             self.tasks = build_tasks(config, self.policy, left_out=missing)
-            checks.check_teachers(config, self.policy.tokenizer, ask_servers=not dry_run)
+            check_teachers(config, self.policy.tokenizer, ask_servers=not dry_run)
         if not dry_run:
-            checks.check_servers(config)
+            check_servers(config)
 
     def _check_machine(self, plan: RunPlan) -> None:
         """Check this machine's engine, GPUs, memory and disk, and the hub that is pushed to."""
