@@ -174,10 +174,10 @@ class _Gate:
             self._note(error)
         option, folder = self._folder_option()
         saved = 0 if self.resumed is None else self.resumed.checkpoints
-        for lack in machine.lacks(
-            plan, folder, field=option, checkpoints=saved, here=self.runs_here
+        for shortage in machine.shortages(
+            plan, folder, field=option, checkpoints=saved, runs_here=self.runs_here
         ):
-            self._note(lack)
+            self._note(shortage)
         if hub is not None and (fault := push_fault(hub)) is not None:
             self._note(MissingError("--push-to-hub", hub, fault))
         self.checkpoint_s = machine.checkpoint_seconds(plan, folder)
