@@ -41,7 +41,6 @@ from torchtitan.experiments.rl.bounds import (
 from torchtitan.experiments.rl.command.overrides import (
     EMPTY,
     Override,
-    names_of_parts,
     option_name,
     options_of_absent_part,
     replaced,
@@ -49,6 +48,7 @@ from torchtitan.experiments.rl.command.overrides import (
     take_named_parts,
     value_at,
 )
+from torchtitan.experiments.rl.command.part_names import names_of_parts
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.errors import ConfigError, UnknownOption
 from torchtitan.experiments.rl.observability.console import typed_command, write_line
