@@ -1,4 +1,12 @@
-"""Checks of this machine before processes are spawned: descriptors, room on the disk, memory."""
+"""Compares what a run needs with what this machine has, before processes are spawned.
+
+    fit_rows             rows of a microbatch, halved until a run on CPU fits into memory
+    shortages            descriptors, shared memory, disk, memory and GPUs that are too few or small
+    checkpoint_seconds   duration of a checkpoint on the disk of the run's folder
+    memory_warning       memory that other programs have, and a run on GPUs needs
+
+The gate calls them when it has the run's plan.
+"""
 
 import hashlib
 import os
@@ -36,6 +44,11 @@ FLOAT8_CAPABILITY = (8, 9)
 SHARED_MEMORY_PER_ENGINE = 64 * MIB
 """Bytes of shared memory through which an engine's several processes talk. A write beyond its end
 kills the process."""
+_LESS_MEMORY = (
+    "lower it to the longest rollout, set trainer.activation_checkpoint, lower "
+    "generator.engine.cpu_kv_cache_gib"
+)
+"""Cure for a run that takes too much memory, behind the name of ``batcher.row_length``."""
 
 
 def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
@@ -51,53 +64,50 @@ def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
         MissingError: one row needs more memory than this host has.
     """
     config = plan.config
-    first = plan
-    rows = wanted = config.batcher.rows_per_microbatch
-    free, total = memory_gib()
-    if plan.generator_gib > total:
+    wanted = config.batcher.rows_per_microbatch
+    free_gib, total_gib = memory_gib()
+    if plan.generator_gib > total_gib:
         cure = (
-            f"it needs {plan.generator_gib:,.0f} GiB and this host has {total:.0f}: lower "
+            f"it needs {plan.generator_gib:,.0f} GiB and this host has {total_gib:.0f}: lower "
             "generator.engine.cpu_kv_cache_gib"
         )
         raise MissingError("generator.engine", type(config.generator.engine).__name__, cure)
-    while _run_gib(plan) > free and rows > 1:
+    rows = wanted
+    fitted = plan
+    while _run_gib(fitted) > free_gib and rows > 1:
         rows //= 2
         batcher = replace(config.batcher, rows_per_microbatch=rows)
-        plan = plan_run(replace(config, batcher=batcher))
-    lower = (
-        "lower it to the longest rollout, set trainer.activation_checkpoint, lower "
-        "generator.engine.cpu_kv_cache_gib"
-    )
-    if _run_gib(plan) > total:
+        fitted = plan_run(replace(config, batcher=batcher))
+    needed_gib = _run_gib(fitted)
+    if needed_gib > total_gib:
         cure = (
-            f"this host has {total:.2f} GiB of memory, and with one such row at a time the run "
-            f"needs {_run_gib(plan):.2f}"
+            f"this host has {total_gib:.2f} GiB of memory, and with one such row at a time the run "
+            f"needs {needed_gib:.2f}: {_LESS_MEMORY}, or take a smaller model"
         )
-        raise MissingError(
-            "batcher.row_length",
-            config.batcher.row_length,
-            f"{cure}: {lower}, or take a smaller model",
-        )
-    if plan is first and _run_gib(plan) <= free:
+        raise MissingError("batcher.row_length", config.batcher.row_length, cure)
+    fits = needed_gib <= free_gib
+    if fits and rows == wanted:
         return plan, None
-    said = f"{_run_gib(first):.2f} GiB, and {free:.2f} are free here"
     line = (
-        f"rows        {rows} a microbatch: batcher.rows_per_microbatch = {wanted} would need {said}"
+        f"rows        {rows} a microbatch: batcher.rows_per_microbatch = {wanted} would need "
+        f"{_run_gib(plan):.2f} GiB, and {free_gib:.2f} are free here"
     )
-    if _run_gib(plan) > free:
+    if not fits:
         line += (
-            f"; this needs {_run_gib(plan):.2f} still. If the system kills it: "
-            f"batcher.row_length, {lower}"
+            f"; this needs {needed_gib:.2f} still. If the system kills it: batcher.row_length, "
+            f"{_LESS_MEMORY}"
         )
-    return plan, line
+    return fitted, line
 
 
 def _run_gib(plan: RunPlan) -> float:
     """Return the memory of a run on one host, on CPU, in GiB."""
-    engines = engine_processes(plan.config) * plan.generator_gib
-    weights = sum(plan.shared_weights.values()) / GIB
-    held = engines + weights + plan.copied_gib  # of a checkpoint: from the first on its copy stays
-    return plan.config.trainer.ranks * plan.trainer_gib + held + (1 + plan.processes) * PROCESS_GIB
+    trainer_gib = plan.config.trainer.ranks * plan.trainer_gib
+    engines_gib = engine_processes(plan.config) * plan.generator_gib
+    weights_gib = sum(plan.shared_weights.values()) / GIB
+    processes_gib = (1 + plan.processes) * PROCESS_GIB
+    # The copy of a checkpoint in memory stays from the first one on.
+    return trainer_gib + engines_gib + weights_gib + plan.copied_gib + processes_gib
 
 
 def checkpoint_seconds(plan: RunPlan, folder: str) -> float | None:
