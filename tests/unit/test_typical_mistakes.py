@@ -464,11 +464,16 @@ UNSCORED = """
 from torchtitan.experiments.rl.rubrics.rubric import Reward
 class Undecided(Rubric):
     async def score_group(self, rollouts, env_input): return [Reward(reward=None) for _ in rollouts]
+class ScoresItself(Own):
+    async def score_group(self, group): return await super().score_group(group)
 """
 
 
-def test_a_rubric_that_leaves_the_scripted_replies_unscored_is_no_mistake(command, config_module):
-    task = MADE.format(task="own(rubric=Undecided.Config())")
+@pytest.mark.parametrize("kind", ["Own", "ScoresItself"])
+def test_a_rubric_that_leaves_the_scripted_replies_unscored_is_no_mistake(
+    kind, command, config_module
+):
+    task = MADE.format(task=f"own({kind}, rubric=Undecided.Config())")
     name, _ = config_module(f"{MODULE}\n{UNSCORED}\n{task}")
     code, _, err = command("--module", name, "--config", "made", "--dry-run")
     assert (code, err) == (0, "")

@@ -239,14 +239,15 @@ class Preflight:
         self.result.prompt_token_ids = rollout.turns[0].prompt_token_ids
 
     async def _score(self, group: RolloutGroup) -> None:
-        """Have the task give the group its rewards and its credit."""
+        """Have the task give the group its rewards and its credit.
+
+        A group of which too few are scored refuses nothing: these are replies of no model.
+        """
         task = self._task
         if type(task).score_group is not Task.score_group:
             self._announce("score_group of a group of scripted replies")
-            failure = await task.score_group(group)
-            if failure is not None:
-                tracebacks = [rollout.traceback for rollout in group.rollouts if rollout.traceback]
-                raise self._refusal(failure, traceback=next(iter(tracebacks), ""))
+            await task.score_group(group)
+            self._check_scored(group)
             return
         functions = ", ".join(task.rubric.names) or type(task.rubric).__name__
         self._announce(f"the rewards of the reply {REPLY!r} by {functions}")
@@ -255,12 +256,15 @@ class Preflight:
         for rollout in group.scored[1::2]:
             rollout.amend(reward=0.0 if rollout.reward else 1.0)
         self._announce("the credit of a group of scripted replies")
-        # A group of which too few are scored is not refused: these are replies of no model.
         await task.give_credit(group)
         self._check_scored(group, "algorithm")
 
-    def _check_scored(self, group: RolloutGroup, part: str) -> None:
-        """Refuse the config if a part of the task failed while it scored the group."""
+    def _check_scored(self, group: RolloutGroup, part: str = "") -> None:
+        """Refuse the config if a rollout of the group failed while it was scored.
+
+        Args:
+            part: part of the task that scored it; "" for the task itself.
+        """
         for rollout in group.rollouts:
             if rollout.status is RolloutStatus.ERROR:
                 raise self._refusal(str(rollout.error), part, traceback=rollout.traceback)
