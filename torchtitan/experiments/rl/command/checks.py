@@ -82,30 +82,38 @@ def check(config: RunConfig) -> None:
     config.metrics.validate(field="metrics")
     config.provision.validate()
     config.validation.validate(field="validation")
-    for name, task in config.tasks.items():
-        field = f"tasks.{name}"
-        call_part(field, task, "validate", field=field, policy_path=config.model.hf_assets_path)
-        if task.sampling.stop and not config.generator.engine.stops_at_texts:
-            cure = (
-                f"{type(config.generator.engine).__name__} does not look for texts: name "
-                "sampling.stop_token_ids"
-            )
-            raise ConfigError(f"{field}.sampling.stop", task.sampling.stop, cure)
-        for limit_field, limit in (
-            ("batcher.row_length", config.batcher.row_length),
-            ("generator.engine.max_model_len", config.generator.engine.max_model_len),
-        ):
-            if task.env.max_rollout_tokens > limit:
-                cure = f"{limit_field} is {limit}; lower this or raise that"
-                raise ConfigError(
-                    f"{field}.env.max_rollout_tokens", task.env.max_rollout_tokens, cure
-                )
+    for name in config.tasks:
+        _check_task(config, name)
     for field, entry in config.filters():
         call_part(field, entry, "validate", field=field)
     for field, reference in find_references(config.tasks, field="tasks"):
         reference.validate(field=field)
     hosted_models(config.tasks)
     config.replay.validate(rollouts_per_step=config.rollouts_per_step)
+
+
+def _check_task(config: RunConfig, name: str) -> None:
+    """Check a task by itself, and that the engine and the trainer's rows hold its rollouts.
+
+    Raises:
+        ConfigError: the first field at fault.
+    """
+    task = config.tasks[name]
+    engine = config.generator.engine
+    field = f"tasks.{name}"
+    call_part(field, task, "validate", field=field, policy_path=config.model.hf_assets_path)
+    if task.sampling.stop and not engine.stops_at_texts:
+        cure = f"{type(engine).__name__} does not look for texts: name sampling.stop_token_ids"
+        raise ConfigError(f"{field}.sampling.stop", task.sampling.stop, cure)
+    tokens = task.env.max_rollout_tokens
+    limits = {
+        "batcher.row_length": config.batcher.row_length,
+        "generator.engine.max_model_len": engine.max_model_len,
+    }
+    for limit_field, limit in limits.items():
+        if tokens > limit:
+            cure = f"{limit_field} is {limit}; lower this or raise that"
+            raise ConfigError(f"{field}.env.max_rollout_tokens", tokens, cure)
 
 
 def call_part(where: str, part: Any, method: str, *arguments: Any, **named: Any) -> Any:
@@ -130,67 +138,56 @@ def check_adapters(config: RunConfig) -> None:
     if config.adapters == ("",):
         return
     named = next(name for name, task in config.tasks.items() if task.adapter)
+    unnamed = [name for name, task in config.tasks.items() if not task.adapter]
     if config.trainer.lora is None:
         cure = "nothing trains adapters: set trainer.lora.rank, or leave it out"
         raise ConfigError(f"tasks.{named}.adapter", config.tasks[named].adapter, cure)
-    if (
-        unnamed := next((name for name, task in config.tasks.items() if not task.adapter), None)
-    ) is not None:
+    if unnamed:
         cure = (
             f"tasks.{named} trains an adapter of its own: name one for each task, two of which "
             "may have the same"
         )
-        raise ConfigError(f"tasks.{unnamed}.adapter", "", cure)
+        raise ConfigError(f"tasks.{unnamed[0]}.adapter", "", cure)
     if not config.served:
-        raise ConfigError(
-            "trainer.lora.serve",
-            "merged",
-            "there would be a whole model for each adapter that tasks name: serve them",
-        )
+        cure = "there would be a whole model for each adapter that tasks name: serve them"
+        raise ConfigError("trainer.lora.serve", "merged", cure)
 
 
 def check_sharing(config: RunConfig) -> None:
-    """Trainer and generators on the same GPUs, and engines that sleep meanwhile.
+    """Check that engines sleep only while a trainer steps on their GPUs, and nobody asks them.
 
     Raises:
         ConfigError: an engine sleeps while requests are open, or for nobody.
     """
-    if config.generator.engine.sleep:
-        if config.max_offpolicy_steps:
-            cure = (
-                f"set it to 0: requests are open while the trainer steps, and {SLEEP} = True "
-                "stops the engines then"
-            )
-            raise ConfigError("max_offpolicy_steps", config.max_offpolicy_steps, cure)
-        if not config.provision.share_gpus:
-            raise ConfigError(
-                SLEEP,
-                True,
-                (
-                    "frees memory for a trainer on the same GPUs: set provision.share_gpus, or "
-                    "leave it out"
-                ),
-            )
+    if config.generator.engine.sleep and config.max_offpolicy_steps:
+        cure = (
+            f"set it to 0: requests are open while the trainer steps, and {SLEEP} = True "
+            "stops the engines then"
+        )
+        raise ConfigError("max_offpolicy_steps", config.max_offpolicy_steps, cure)
+    if config.generator.engine.sleep and not config.provision.share_gpus:
+        cure = (
+            "frees memory for a trainer on the same GPUs: set provision.share_gpus, or leave it out"
+        )
+        raise ConfigError(SLEEP, True, cure)
     for field, reference in find_references(config.tasks, field="tasks"):
         if isinstance(reference, HostedModel) and reference.engine.sleep:
-            raise ConfigError(
-                f"{field}.engine.sleep", True, "a hosted model is asked at any time: leave it out"
-            )
+            cure = "a hosted model is asked at any time: leave it out"
+            raise ConfigError(f"{field}.engine.sleep", True, cure)
 
 
 def check_relations(config: RunConfig) -> None:
-    """Numbers of the run and the trainer that are in bounds each, and do not fit together.
+    """Check fields of the run and the trainer that are in bounds each, and may not fit together.
 
     Raises:
-        ConfigError: by the first such field.
+        ConfigError: the first field that does not fit another.
     """
     trainer = config.trainer
     compiled = trainer.compile
     if compiled is not None and compiled.async_tensor_parallel:
         cure = (
             "set it to False: torch exchanges through memory that ranks name by their device's "
-            "index, "
-            "and each trainer process sees one GPU of its host, as index 0"
+            "index, and each trainer process sees one GPU of its host, as index 0"
         )
         raise ConfigError("trainer.compile.async_tensor_parallel", True, cure)
     if compiled is not None and compiled.float8 != "off" and trainer.lora is not None:
@@ -202,11 +199,8 @@ def check_relations(config: RunConfig) -> None:
     profiled_steps(config.profile_steps)
     first, second = trainer.optimizer.betas
     if first > second:
-        raise ConfigError(
-            "trainer.optimizer.betas[0]",
-            first,
-            f"must be at most betas[1] = {second}: the second moment is the slower average",
-        )
+        cure = f"must be at most betas[1] = {second}: the second moment is the slower average"
+        raise ConfigError("trainer.optimizer.betas[0]", first, cure)
     total = trainer.lr_scheduler.total_steps
     if total is not None and total < config.steps:
         cure = (
@@ -257,14 +251,14 @@ def check_model_folder(model: ModelConfig) -> None:
         MissingError: the folder, or its weights or tokenizer, is not there.
         ConfigError: config.json or the weights can't be read, or the two are of different models.
     """
-    path, field = model.hf_assets_path, "model.hf_assets_path"
+    path = model.hf_assets_path
+    field = "model.hf_assets_path"
     hub = HubConfig.read(path)
-    _ = hub.dtype  # the final policy is saved in it
+    _ = hub.dtype  # raises if there is none: the final policy is saved in it
     check_weights(path, hub_shapes(policy_spec(model, device="cpu", max_seq_len=1)), field=field)
     if not any(Path(path).glob("tokenizer*.json")):
-        raise MissingError(
-            field, path, "has no tokenizer (tokenizer*.json); download the whole model"
-        )
+        cure = "has no tokenizer (tokenizer*.json); download the whole model"
+        raise MissingError(field, path, cure)
 
 
 def check_first_adapters(config: RunConfig) -> None:
@@ -484,32 +478,35 @@ def check_loss(config: RunConfig) -> None:
     loss = config.trainer.loss
     check_corrections(loss.corrections, field="trainer.loss.corrections")
     for name, task in config.tasks.items():
-        if (
-            getattr(task.algorithm, "reference", None) == "trainer"
-            and config.trainer.reference is None
-        ):
+        wants_reference = getattr(task.algorithm, "reference", None) == "trainer"
+        if wants_reference and config.trainer.reference is None:
             cure = "the trainer has no reference: set trainer.reference = ReferenceConfig()"
             raise ConfigError(f"tasks.{name}.algorithm.reference", "trainer", cure)
         algorithm: type[Algorithm] = built_class(task.algorithm)
-        if not algorithm.batch_normalized:
-            continue
-        if not loss.normalize_advantages:
+        if algorithm.batch_normalized:
+            _check_normalized_credit(config, name, algorithm)
+
+
+def _check_normalized_credit(config: RunConfig, name: str, algorithm: type[Algorithm]) -> None:
+    """Check that the trainer normalises a task's credit over the step, and no filter takes it away.
+
+    Raises:
+        ConfigError: the loss's field, or the filter's.
+    """
+    kind = algorithm.__name__
+    if not config.trainer.loss.normalize_advantages:
+        cure = (
+            f"{kind} of tasks.{name} gives credit that is normalised over the step: set it to True"
+        )
+        raise ConfigError("trainer.loss.normalize_advantages", False, cure)
+    if algorithm.group_relative:
+        return
+    for field, entry in config.filters():
+        if built_class(entry) is ZeroAdvantage and entry.mode == "enforce":
             cure = (
-                f"{algorithm.__name__} of tasks.{name} gives credit that is normalised over the "
-                "step: set it to True"
+                f"drops groups of reward 0, from which {kind} of tasks.{name} learns: leave it out"
             )
-            raise ConfigError("trainer.loss.normalize_advantages", False, cure)
-        for field, entry in config.filters():
-            if (
-                built_class(entry) is ZeroAdvantage
-                and entry.mode == "enforce"
-                and not algorithm.group_relative
-            ):
-                cure = (
-                    f"drops groups of reward 0, from which {algorithm.__name__} of tasks.{name} "
-                    "learns: leave it out"
-                )
-                raise ConfigError(f"{field}.mode", entry.mode, cure)
+            raise ConfigError(f"{field}.mode", entry.mode, cure)
 
 
 def profiled_steps(value: str) -> range | None:
