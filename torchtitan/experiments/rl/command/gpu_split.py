@@ -22,7 +22,7 @@ def split_of(config: RunConfig, gpus: int, *, gpu_gib: float) -> list[str]:
     Degrees of parallelism stay.
 
     Args:
-        gpu_gib: memory of each.
+        gpu_gib: memory of each GPU.
 
     Raises:
         ConfigError: no division fits.
@@ -78,7 +78,8 @@ def _plan_of_split(
 
 def _too_few_gpus(config: RunConfig, *, gpu_gib: float) -> str:
     """Return how many GPUs a run needs at least, in the words of an error about too few."""
-    engine, hosted = config.generator.engine.tensor_parallel_degree, hosted_processes(config)
+    engine = config.generator.engine.tensor_parallel_degree
+    hosted = hosted_processes(config)
     sizes = model_sizes(config, "cuda")
     for ranks in range(1, MAX_RANKS_TRIED + 1):
         gpus = ranks + engine + hosted
@@ -87,8 +88,7 @@ def _too_few_gpus(config: RunConfig, *, gpu_gib: float) -> str:
         others = f", hosted models {hosted}" if hosted else ""
         return (
             f"too few: the trainer takes {ranks} of {gpu_gib:.0f} GiB, a generator "
-            f"{engine}{others}: "
-            f"at least --gpus {gpus}, or --provision.share-gpus"
+            f"{engine}{others}: at least --gpus {gpus}, or --provision.share-gpus"
         )
     return (
         f"too few: the trainer takes more than {MAX_RANKS_TRIED} of {gpu_gib:.0f} GiB: "

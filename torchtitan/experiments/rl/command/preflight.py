@@ -58,7 +58,7 @@ CURE = "user_code.preflight_timeout_s = 0 leaves this check out"
 
 @dataclass(kw_only=True, slots=True)
 class PreflightResult:
-    """What the preflight saw of one task. It is filled on the way, until the task hangs."""
+    """Findings of the preflight on one task, filled in on the way until the task hangs."""
 
     prompt: str = ""
     """First prompt, with its special tokens; "" if there was none."""
@@ -67,7 +67,7 @@ class PreflightResult:
     lacks_answers: bool = False
     """True if the task knows where a row's answer stands, and no row that was tried has one."""
     warnings: list[str] = field(default_factory=list)
-    """What a person should know before the run, a line each."""
+    """Lines that a person should read before the run."""
 
 
 def run_preflight(
@@ -121,7 +121,7 @@ class Preflight:
         )
         self._last_words = last_words
         self._step = ""
-        """What is tried now, for errors."""
+        """Step of the preflight that is tried now, for errors."""
 
     def run_within(self, limit_s: float) -> None:
         """Try the task, in an event loop and a thread of its own, which is abandoned if it hangs.
@@ -302,7 +302,7 @@ class Preflight:
         """Return the error that refuses the config because of what was tried.
 
         Args:
-            part: the part of the task at fault; "" for the task itself.
+            part: part of the task at fault; "" for the task itself.
             traceback: frames of the user's code.
         """
         task = self._task

@@ -306,7 +306,7 @@ def find_resumed(
     """Return the run that goes on, with its newest valid checkpoint or the one that is named.
 
     Args:
-        given: a run folder, a checkpoint in one, or "auto": the newest run of ``config_name`` in
+        given: run folder, checkpoint in one, or "auto" for the newest run of ``config_name`` in
             ``output_dir``.
 
     Returns:
@@ -484,8 +484,9 @@ def _verify_checkpoint(
             path, refused = newest_valid(run_dir)
         else:
             verify(checkpoint)
-            step_of(checkpoint)
-            path, refused = checkpoint, []
+            step_of(checkpoint)  # raises if its name says no step
+            path = checkpoint
+            refused = []
         for folder in (path / TRAINER_FOLDER).glob("step-*"):
             check_pickles(folder)
         return path, refused
