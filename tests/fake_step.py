@@ -12,6 +12,8 @@ is counted from its birth to its end.
    its kernels keep: queries, keys, values, the output and a float32 normaliser.
 3. What a program reads from the device (masks, metrics) is stood in for: every token is trained on, and numbers are 1.
 4. Not seen: CUDA's and NCCL's own memory, and what the allocator can't use.
+5. Planned operations are planned seconds times a GPU's rate. They are more than the traced ones where the host launches layers
+   more slowly than the GPU computes them, as with 0.6B.
 """
 
 import argparse
