@@ -11,7 +11,8 @@ from tests.unit.test_algorithms import of_rewards
 from torchtitan.experiments.rl.algorithms import GRPO, ReinforcePP, ReinforcePPBaseline
 from torchtitan.experiments.rl.command.checks import check
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command
-from torchtitan.experiments.rl.config.recipes import dr_grpo, reinforce_pp
+from torchtitan.experiments.rl.command.resume import resolved_config
+from torchtitan.experiments.rl.config.recipes import dapo, dr_grpo, reinforce_pp
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.losses import (
@@ -125,6 +126,16 @@ def test_denominators_are_fields_of_the_command_line():
 
 
 # ------------------------------------------------------------------ recipes
+
+
+@pytest.mark.parametrize("recipe", [dapo, dr_grpo, reinforce_pp])
+def test_a_recipe_leaves_the_config_that_it_is_given(recipe):
+    config = rl_grpo_qwen3_debug()
+    config.pre_batch_filters = [ZeroAdvantage.Config(mode="monitor"), Truncated.Config()]
+    config.tasks["sum_digits"].algorithm = GRPO.Config(normalize_std=True)
+    before = resolved_config(config)
+    assert resolved_config(recipe(config)) != before
+    assert resolved_config(config) == before
 
 
 def test_dr_grpo_divides_by_the_most_tokens_a_step_can_sample():

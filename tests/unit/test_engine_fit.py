@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.command.checks import check_cores, check_engine_fits
+from torchtitan.experiments.rl.command.engine_fit import check_cores, check_engine_fits
 from torchtitan.experiments.rl.compat.vllm import set_environment
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.vllm.engine import OWN_ARGUMENTS, VLLMEngineConfig

@@ -51,7 +51,7 @@ def test_a_step_takes_the_memory_and_the_operations_that_the_plan_says(
     """Whole models: ``python -m tests.fake_step``."""
     config = config()
     config.trainer.lora = LoRA.Config(rank=rank) if rank else None
-    config.trainer.activation_checkpoint, config.trainer.compile = checkpointing, None
+    config.trainer.activation_checkpoint = checkpointing
     plan, found = plan_of(config), traced(config, 4096)
     memory = plan.trainer_memory
     assert memory.total - memory.fixed == pytest.approx(found.peak, rel=0.05)
@@ -85,7 +85,7 @@ def test_a_microbatch_does_not_wait_for_its_gpu(two_layers, monkeypatch):
     """From the second microbatch's beginning to the last one's end. A copy to or from the GPU would be a wait too: on a GPU all
     of a step's batches are there before the first."""
     config, seen, microbatches = rl_grpo_qwen3_8b(), [], []
-    config.trainer.compile, known = None, fake_step.known_value
+    known = fake_step.known_value
 
     def noted(func, args):
         name = func.overloadpacket.__name__

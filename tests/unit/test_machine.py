@@ -16,7 +16,7 @@ from torchtitan.experiments.rl.command.checks import checked_plan, missing, plan
 from torchtitan.experiments.rl.command.machine import (
     checkpoint_seconds,
     fit_rows,
-    lacks,
+    shortages,
 )
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug, rl_opd_qwen3_debug
 from torchtitan.experiments.rl.plan.plan import GIB, RunPlan
@@ -71,7 +71,9 @@ def test_too_little_room_on_the_disk_is_one_line_that_names_the_folder(plan, mon
 
 
 def lacking(plan: RunPlan, folder: str, checkpoints: int = 0) -> list[str]:
-    return [str(lack) for lack in lacks(plan, folder, field="output_dir", checkpoints=checkpoints)]
+    return [
+        str(lack) for lack in shortages(plan, folder, field="output_dir", checkpoints=checkpoints)
+    ]
 
 
 def test_checkpoints_that_are_there_already_need_no_more_room(plan, monkeypatch, tmp_path):

@@ -9,8 +9,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.command_line import assert_one_line
 from tests.unit.model_shapes import CHATML, SMOLLM2, write_model
-from torchtitan.experiments.rl.command.checks import difference
 from torchtitan.experiments.rl.command.command_line import DEFAULT_MODULE, config_functions
+from torchtitan.experiments.rl.command.teachers import difference
 
 QWEN3_0_6B = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -9,7 +9,7 @@ import pytest
 from torchtitan.experiments.rl.algorithms import GRPO, MaxRL
 from torchtitan.experiments.rl.command.checks import check
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command
-from torchtitan.experiments.rl.command.overrides import part_named, parts_that_fit
+from torchtitan.experiments.rl.command.part_names import part_named, parts_that_fit
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.losses import IcePop, PPOClip, ProbabilityMask, RLLoss

@@ -13,13 +13,14 @@ from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms import OPD
 from torchtitan.experiments.rl.command import machine
 from torchtitan.experiments.rl.command.briefing import learning_rate_warning
-from torchtitan.experiments.rl.command.checks import check, plan_run, split_of
+from torchtitan.experiments.rl.command.checks import check, plan_run
 from torchtitan.experiments.rl.command.command_line import (
     DEFAULT_MODULE,
     config_functions,
     load_config,
     parse_command,
 )
+from torchtitan.experiments.rl.command.gpu_split import split_of
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel
@@ -203,7 +204,7 @@ def test_the_page_on_clusters_lists_each_config_as_it_is_planned():
 
 def lacking(name: str, field: str) -> list[str]:
     """What this host lacks of GPUs for a config."""
-    found = [str(lack) for lack in machine.lacks(plan_of(name), "outputs", field="output_dir")]
+    found = [str(lack) for lack in machine.shortages(plan_of(name), "outputs", field="output_dir")]
     return [lack for lack in found if lack.startswith(field)]
 
 
@@ -410,7 +411,7 @@ def test_8_bit_floats_need_a_gpu_that_has_them_and_torchao(monkeypatch):
         )
         for capability, lack in lacks.items():  # it is not among the packages of CPU hosts
             fake_gpus(monkeypatch, 8, capability=capability)
-            found = machine.lacks(replace(plan, config=config), "outputs", field="output_dir")
+            found = machine.shortages(replace(plan, config=config), "outputs", field="output_dir")
             found = [str(lack) for lack in found if lack.field == "trainer.compile.float8"]
             assert [lack in text for text in found] == [True] * (recipe != "off")
 
@@ -464,7 +465,7 @@ def test_more_gpus_than_a_host_has_are_planned_on_whole_hosts():
     assert generators == [(0, 6), (0, 7), *((1, gpu) for gpu in range(8))]
     (asked,) = (
         str(lack)
-        for lack in machine.lacks(plan, "outputs", field="output_dir")
+        for lack in machine.shortages(plan, "outputs", field="output_dir")
         if lack.field == "provision.device"
     )
     assert "the run needs 16 GPUs" in asked and asked.endswith(
@@ -472,7 +473,7 @@ def test_more_gpus_than_a_host_has_are_planned_on_whole_hosts():
     )
     config.generator.replicas = 6
     plan = plan_run(config, device="cuda", available=list(range(12)))
-    asked = "".join(str(lack) for lack in machine.lacks(plan, "outputs", field="output_dir"))
+    asked = "".join(str(lack) for lack in machine.shortages(plan, "outputs", field="output_dir"))
     assert "2 whole hosts of 8, of whose 16 GPUs it uses 12" in asked
     assert plan_of("rl_grpo_qwen3_8b").hosts == 1
 

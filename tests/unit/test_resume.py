@@ -25,7 +25,7 @@ from torchtitan.experiments.rl.command.command_line import (
 from torchtitan.experiments.rl.command.hub import model_folder
 from torchtitan.experiments.rl.command.resume import (
     Change,
-    _located,
+    _locate,
     check_changes,
     compare,
     files_of_models,
@@ -330,7 +330,7 @@ def test_a_policy_in_place_of_a_checkpoint_is_named(tmp_path, option):
     with pytest.raises(
         ConfigError, match=f"a hub folder already: --model takes it as it is, and the run is {run}$"
     ):
-        _located(str(run / "policy/step-40"), option)
+        _locate(str(run / "policy/step-40"), option)
 
 
 def test_a_run_named_as_the_model_brings_its_config_and_its_overrides(tmp_path):

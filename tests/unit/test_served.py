@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from torchtitan.experiments.rl.algorithms import OPD
-from torchtitan.experiments.rl.command.checks import check_servers, check_teachers
+from torchtitan.experiments.rl.command.teachers import check_servers, check_teachers
 from torchtitan.experiments.rl.config_registry import (
     TINY_MODEL,
     rl_judge_qwen3_debug,

@@ -460,6 +460,25 @@ def test_an_evaluation_of_few_examples_is_warned_of_unless_there_is_none(command
     assert command(*words, "--validation.every", "0")[2] == ""
 
 
+UNSCORED = """
+from torchtitan.experiments.rl.rubrics.rubric import Reward
+class Undecided(Rubric):
+    async def score_group(self, rollouts, env_input): return [Reward(reward=None) for _ in rollouts]
+class ScoresItself(Own):
+    async def score_group(self, group): return await super().score_group(group)
+"""
+
+
+@pytest.mark.parametrize("kind", ["Own", "ScoresItself"])
+def test_a_rubric_that_leaves_the_scripted_replies_unscored_is_no_mistake(
+    kind, command, config_module
+):
+    task = MADE.format(task=f"own({kind}, rubric=Undecided.Config())")
+    name, _ = config_module(f"{MODULE}\n{UNSCORED}\n{task}")
+    code, _, err = command("--module", name, "--config", "made", "--dry-run")
+    assert (code, err) == (0, "")
+
+
 SLOW = {
     "awaits": "await asyncio.sleep(3600)",
     "blocks": "time.sleep(3)",

@@ -143,7 +143,9 @@ def build_tasks(
         left_out: names of tasks that lack something on this machine.
 
     Returns:
-        The tasks by name. The run builds its own.
+        The tasks by name. The run builds its own: the preflight uses these up, in a thread and an
+        event loop that end with it, while a run's tasks belong to the thread that calls their
+        samplers (`TaskSet.build`), or to the processes of its rollout workers.
 
     Raises:
         ConfigError: a task or filter can't be built, or has no example that can be used; the error

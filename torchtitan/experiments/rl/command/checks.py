@@ -1,30 +1,19 @@
 """Checks a run's config before a process is spawned, and works out the plan of a run."""
 
 import dataclasses
-import json
 import math
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import AutoTokenizer
-
 from torchtitan.experiments.rl.algorithms import Algorithm
 from torchtitan.experiments.rl.bounds import check_fields
+from torchtitan.experiments.rl.command.engine_fit import check_cores, check_engine_fits
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
-from torchtitan.experiments.rl.generation.endpoint import (
-    PROBE,
-    check_same_model,
-    check_served_tokenizer,
-)
-from torchtitan.experiments.rl.generation.engine import EngineConfig
-from torchtitan.experiments.rl.generation.judge import Judge
 from torchtitan.experiments.rl.generation.references import (
-    FrozenModel,
     HostedModel,
     find_references,
     hosted_models,
@@ -44,7 +33,6 @@ from torchtitan.experiments.rl.models.policy import (
 )
 from torchtitan.experiments.rl.plan.costs import GIB, ModelSizes, balance, version_bytes
 from torchtitan.experiments.rl.plan.placement import (
-    hosted_processes,
     place_on_fewest,
     weights_stay_on_devices,
 )
@@ -60,10 +48,6 @@ from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
 from torchtitan.models.common import Decoder
 
 SLEEP = "generator.engine.sleep"
-MOST_RANKS_TRIED = 64
-"""Maximum number of trainer ranks that are tried to say how many GPUs a run needs."""
-USUAL_GPU_GIB = 80e9 / GIB
-"""Memory of a GPU in GiB that is assumed if no GPU can be asked."""
 
 
 def checked_plan(config: RunConfig) -> RunPlan:
@@ -98,30 +82,38 @@ def check(config: RunConfig) -> None:
     config.metrics.validate(field="metrics")
     config.provision.validate()
     config.validation.validate(field="validation")
-    for name, task in config.tasks.items():
-        field = f"tasks.{name}"
-        call_part(field, task, "validate", field=field, policy_path=config.model.hf_assets_path)
-        if task.sampling.stop and not config.generator.engine.stops_at_texts:
-            cure = (
-                f"{type(config.generator.engine).__name__} does not look for texts: name "
-                "sampling.stop_token_ids"
-            )
-            raise ConfigError(f"{field}.sampling.stop", task.sampling.stop, cure)
-        for limit_field, limit in (
-            ("batcher.row_length", config.batcher.row_length),
-            ("generator.engine.max_model_len", config.generator.engine.max_model_len),
-        ):
-            if task.env.max_rollout_tokens > limit:
-                cure = f"{limit_field} is {limit}; lower this or raise that"
-                raise ConfigError(
-                    f"{field}.env.max_rollout_tokens", task.env.max_rollout_tokens, cure
-                )
+    for name in config.tasks:
+        _check_task(config, name)
     for field, entry in config.filters():
         call_part(field, entry, "validate", field=field)
     for field, reference in find_references(config.tasks, field="tasks"):
         reference.validate(field=field)
     hosted_models(config.tasks)
     config.replay.validate(rollouts_per_step=config.rollouts_per_step)
+
+
+def _check_task(config: RunConfig, name: str) -> None:
+    """Check a task by itself, and that the engine and the trainer's rows hold its rollouts.
+
+    Raises:
+        ConfigError: the first field at fault.
+    """
+    task = config.tasks[name]
+    engine = config.generator.engine
+    field = f"tasks.{name}"
+    call_part(field, task, "validate", field=field, policy_path=config.model.hf_assets_path)
+    if task.sampling.stop and not engine.stops_at_texts:
+        cure = f"{type(engine).__name__} does not look for texts: name sampling.stop_token_ids"
+        raise ConfigError(f"{field}.sampling.stop", task.sampling.stop, cure)
+    tokens = task.env.max_rollout_tokens
+    limits = {
+        "batcher.row_length": config.batcher.row_length,
+        "generator.engine.max_model_len": engine.max_model_len,
+    }
+    for limit_field, limit in limits.items():
+        if tokens > limit:
+            cure = f"{limit_field} is {limit}; lower this or raise that"
+            raise ConfigError(f"{field}.env.max_rollout_tokens", tokens, cure)
 
 
 def call_part(where: str, part: Any, method: str, *arguments: Any, **named: Any) -> Any:
@@ -146,67 +138,56 @@ def check_adapters(config: RunConfig) -> None:
     if config.adapters == ("",):
         return
     named = next(name for name, task in config.tasks.items() if task.adapter)
+    unnamed = [name for name, task in config.tasks.items() if not task.adapter]
     if config.trainer.lora is None:
         cure = "nothing trains adapters: set trainer.lora.rank, or leave it out"
         raise ConfigError(f"tasks.{named}.adapter", config.tasks[named].adapter, cure)
-    if (
-        unnamed := next((name for name, task in config.tasks.items() if not task.adapter), None)
-    ) is not None:
+    if unnamed:
         cure = (
             f"tasks.{named} trains an adapter of its own: name one for each task, two of which "
             "may have the same"
         )
-        raise ConfigError(f"tasks.{unnamed}.adapter", "", cure)
+        raise ConfigError(f"tasks.{unnamed[0]}.adapter", "", cure)
     if not config.served:
-        raise ConfigError(
-            "trainer.lora.serve",
-            "merged",
-            "there would be a whole model for each adapter that tasks name: serve them",
-        )
+        cure = "there would be a whole model for each adapter that tasks name: serve them"
+        raise ConfigError("trainer.lora.serve", "merged", cure)
 
 
 def check_sharing(config: RunConfig) -> None:
-    """Trainer and generators on the same GPUs, and engines that sleep meanwhile.
+    """Check that engines sleep only while a trainer steps on their GPUs, and nobody asks them.
 
     Raises:
         ConfigError: an engine sleeps while requests are open, or for nobody.
     """
-    if config.generator.engine.sleep:
-        if config.max_offpolicy_steps:
-            cure = (
-                f"set it to 0: requests are open while the trainer steps, and {SLEEP} = True "
-                "stops the engines then"
-            )
-            raise ConfigError("max_offpolicy_steps", config.max_offpolicy_steps, cure)
-        if not config.provision.share_gpus:
-            raise ConfigError(
-                SLEEP,
-                True,
-                (
-                    "frees memory for a trainer on the same GPUs: set provision.share_gpus, or "
-                    "leave it out"
-                ),
-            )
+    if config.generator.engine.sleep and config.max_offpolicy_steps:
+        cure = (
+            f"set it to 0: requests are open while the trainer steps, and {SLEEP} = True "
+            "stops the engines then"
+        )
+        raise ConfigError("max_offpolicy_steps", config.max_offpolicy_steps, cure)
+    if config.generator.engine.sleep and not config.provision.share_gpus:
+        cure = (
+            "frees memory for a trainer on the same GPUs: set provision.share_gpus, or leave it out"
+        )
+        raise ConfigError(SLEEP, True, cure)
     for field, reference in find_references(config.tasks, field="tasks"):
         if isinstance(reference, HostedModel) and reference.engine.sleep:
-            raise ConfigError(
-                f"{field}.engine.sleep", True, "a hosted model is asked at any time: leave it out"
-            )
+            cure = "a hosted model is asked at any time: leave it out"
+            raise ConfigError(f"{field}.engine.sleep", True, cure)
 
 
 def check_relations(config: RunConfig) -> None:
-    """Numbers of the run and the trainer that are in bounds each, and do not fit together.
+    """Check fields of the run and the trainer that are in bounds each, and may not fit together.
 
     Raises:
-        ConfigError: by the first such field.
+        ConfigError: the first field that does not fit another.
     """
     trainer = config.trainer
     compiled = trainer.compile
     if compiled is not None and compiled.async_tensor_parallel:
         cure = (
             "set it to False: torch exchanges through memory that ranks name by their device's "
-            "index, "
-            "and each trainer process sees one GPU of its host, as index 0"
+            "index, and each trainer process sees one GPU of its host, as index 0"
         )
         raise ConfigError("trainer.compile.async_tensor_parallel", True, cure)
     if compiled is not None and compiled.float8 != "off" and trainer.lora is not None:
@@ -218,11 +199,8 @@ def check_relations(config: RunConfig) -> None:
     profiled_steps(config.profile_steps)
     first, second = trainer.optimizer.betas
     if first > second:
-        raise ConfigError(
-            "trainer.optimizer.betas[0]",
-            first,
-            f"must be at most betas[1] = {second}: the second moment is the slower average",
-        )
+        cure = f"must be at most betas[1] = {second}: the second moment is the slower average"
+        raise ConfigError("trainer.optimizer.betas[0]", first, cure)
     total = trainer.lr_scheduler.total_steps
     if total is not None and total < config.steps:
         cure = (
@@ -273,14 +251,14 @@ def check_model_folder(model: ModelConfig) -> None:
         MissingError: the folder, or its weights or tokenizer, is not there.
         ConfigError: config.json or the weights can't be read, or the two are of different models.
     """
-    path, field = model.hf_assets_path, "model.hf_assets_path"
+    path = model.hf_assets_path
+    field = "model.hf_assets_path"
     hub = HubConfig.read(path)
-    _ = hub.dtype  # the final policy is saved in it
+    _ = hub.dtype  # raises if there is none: the final policy is saved in it
     check_weights(path, hub_shapes(policy_spec(model, device="cpu", max_seq_len=1)), field=field)
     if not any(Path(path).glob("tokenizer*.json")):
-        raise MissingError(
-            field, path, "has no tokenizer (tokenizer*.json); download the whole model"
-        )
+        cure = "has no tokenizer (tokenizer*.json); download the whole model"
+        raise MissingError(field, path, cure)
 
 
 def check_first_adapters(config: RunConfig) -> None:
@@ -313,92 +291,12 @@ def check_hosted_model(model: HostedModel, *, field: str) -> None:
     check_engine_fits(model.engine, hub, field=f"{field}.engine")
 
 
-def split_of(config: RunConfig, gpus: int, *, gpu_gib: float) -> list[str]:
-    """Return overrides that divide ``gpus`` between trainer ranks and generator replicas.
-
-    The division is the one in which the slower side of a step costs least, by the cost model.
-    Degrees of parallelism stay.
-
-    Args:
-        gpu_gib: memory of each.
-
-    Raises:
-        ConfigError: no division fits.
-    """
-    if config.provision.share_gpus:
-        raise ConfigError(
-            "--gpus",
-            gpus,
-            "divides GPUs, and provision.share_gpus has both sides on the same ones: leave one out",
-        )
-    engine = config.generator.engine.tensor_parallel_degree
-    own = gpus - hosted_processes(config)
-    sizes = model_sizes(config, "cuda")
-    costs: dict[tuple[int, int], float] = {}
-    for ranks in range(1, own - engine + 1):
-        replicas = (own - ranks) // engine
-        plan = _plan_of_split(config, sizes, ranks, replicas, gpus=gpus, gpu_gib=gpu_gib)
-        if plan is not None:
-            assert plan.balance is not None
-            costs[ranks, replicas] = max(plan.balance.train_s, plan.balance.generate_s)
-    if not costs:
-        raise ConfigError("--gpus", gpus, _too_few_gpus(config, gpu_gib=gpu_gib))
-    ranks, replicas = min(costs, key=lambda split: costs[split])
-    return ["--trainer.ranks", str(ranks), "--generator.replicas", str(replicas)]
-
-
-def _plan_of_split(
-    config: RunConfig,
-    sizes: ModelSizes,
-    ranks: int,
-    replicas: int,
-    *,
-    gpus: int,
-    gpu_gib: float,
-) -> RunPlan | None:
-    """Return the plan of so many ranks and generators on ``gpus`` GPUs; None if they don't fit."""
-    trainer = dataclasses.replace(config.trainer, ranks=ranks)
-    generator = dataclasses.replace(config.generator, replicas=replicas)
-    split = dataclasses.replace(config, trainer=trainer, generator=generator)
-    try:
-        trainer.parallelism.validate(field="trainer.parallelism", ranks=ranks)
-        if trainer_memory(sizes, split, device="cuda").total > gpu_gib * GIB:
-            return None  # before the whole plan, which takes long to make
-        plan = plan_run(
-            split,
-            device="cuda",
-            available=list(range(gpus)) if config.provision.job.has_gpus is None else None,
-        )
-    except ConfigError:  # ranks that the mesh or the hosts can't hold
-        return None
-    return plan if plan.trainer_gib <= gpu_gib else None
-
-
-def _too_few_gpus(config: RunConfig, *, gpu_gib: float) -> str:
-    """Return how many GPUs a run needs at least, in the words of an error about too few."""
-    engine, hosted = config.generator.engine.tensor_parallel_degree, hosted_processes(config)
-    sizes = model_sizes(config, "cuda")
-    for ranks in range(1, MOST_RANKS_TRIED + 1):
-        gpus = ranks + engine + hosted
-        if _plan_of_split(config, sizes, ranks, 1, gpus=gpus, gpu_gib=gpu_gib) is None:
-            continue
-        others = f", hosted models {hosted}" if hosted else ""
-        return (
-            f"too few: the trainer takes {ranks} of {gpu_gib:.0f} GiB, a generator "
-            f"{engine}{others}: "
-            f"at least --gpus {gpus}, or --provision.share-gpus"
-        )
-    return (
-        f"too few: the trainer takes more than {MOST_RANKS_TRIED} of {gpu_gib:.0f} GiB: "
-        "lower batcher.row_length, or take a smaller model"
-    )
-
-
 def model_sizes(config: RunConfig, device: Device) -> ModelSizes:
     """Return the sizes of the policy, with the adapters that are trained."""
+    lora = config.trainer.lora
     spec = policy_spec(config.model, device=device, max_seq_len=config.batcher.row_length)
     parameters = trained = parameter_count(spec)
-    if (lora := config.trainer.lora) is not None:
+    if lora is not None:
         trained = (parameter_count(with_lora(spec, lora)) - parameters) * len(config.adapters)
     return ModelSizes.of(decoder_config(spec), parameters, trained)
 
@@ -417,84 +315,117 @@ def plan_run(
             few cores or GPUs.
     """
     device = device or config.provision.resolve()
+    trainer = config.trainer
+    engine = config.generator.engine
     decoder = decoder_config(
         policy_spec(config.model, device=device, max_seq_len=config.batcher.row_length)
     )
-    trainer, engine = config.trainer, config.generator.engine
-    parallelism, positions = trainer.parallelism, model_positions(config.model)
-    if config.batcher.row_length > positions and parallelism.context_parallel_degree == 1:
-        cure = (
-            f"the model has {positions} positions; choose at most that, or divide rows by "
-            "context_parallel_degree"
-        )
-        raise ConfigError("batcher.row_length", config.batcher.row_length, cure)
-    parallelism.check_model(decoder, field="trainer.parallelism", ranks=trainer.ranks)
-    if trainer.compile is not None and device == "cpu":
-        why = "on a CPU each step would compile again, for where its rows' sequences end"
-        raise ConfigError("trainer.compile", trainer.compile, f"{why}: set it to None")
-    if trainer.enable_cpu_offload and device == "cpu":
-        raise ConfigError(
-            "trainer.enable_cpu_offload",
-            True,
-            "everything is in the host's memory on CPU; set it to False",
-        )
-    check_engine_fits(
-        engine, _as_hub_config(decoder), field="generator.engine", positions=positions
-    )
-    hosted = tuple(hosted_models(config.tasks).values())
-    for field, reference in find_references(config.tasks, field="tasks"):
-        if isinstance(reference, HostedModel) and has_config(reference.path):
-            theirs = HubConfig.read(reference.path, field=f"{field}.path")
-            check_engine_fits(reference.engine, theirs, field=f"{field}.engine")
+    _check_trainer_fits(config, decoder, device)
+    _check_engines_fit(config, decoder)
     sizes = model_sizes(config, device)
-    parameters = sizes.parameters
-    if config.served and device == "cpu" and sizes.experts > 1:
-        cure = (
-            "set it to merged: with adapters vLLM computes experts by Triton's kernels, which "
-            "need a GPU"
-        )
-        raise ConfigError("trainer.lora.serve", "served", cure)
-    known, placement = place_on_fewest(config, device, parameters=parameters, available=available)
+    _check_experts(config, sizes, device)
+    known, placement = place_on_fewest(
+        config, device, parameters=sizes.parameters, available=available
+    )
     if device == "cpu":
         cores = len(os.sched_getaffinity(0)) if known is None else min(map(len, known))
         check_cores(engine, cores, field="generator.engine")
-        for model in hosted:
+        for model in hosted_models(config.tasks).values():
             check_cores(model.engine, cores, field=f"the hosted model {model.path!r}: engine")
     if trainer.router_replay != "off":
-        if sizes.experts == 1:
-            raise ConfigError(
-                "trainer.router_replay",
-                trainer.router_replay,
-                'the model is no mixture of experts: set it to "off"',
-            )
         engine.check_routes()
     memory = trainer_memory(sizes, config, device=device)
     on_devices = weights_stay_on_devices(config, device, placement)
     if on_devices:
-        copies = parallelism.data_parallel_replicate_degree
-        memory = dataclasses.replace(
-            memory, published=version_bytes(config, sizes) * copies / trainer.ranks
-        )
-    shares_gpus = config.provision.share_gpus and device == "cuda"
+        copies = trainer.parallelism.data_parallel_replicate_degree
+        published = version_bytes(config, sizes) * copies / trainer.ranks
+        memory = dataclasses.replace(memory, published=published)
+    on_gpus = device == "cuda"
+    shared_gpu = None
+    if config.provision.share_gpus and on_gpus:
+        shared_gpu = _shared_gpu(config, sizes.parameters, memory)
+    longest_rollout = max(task.env.max_rollout_tokens for task in config.tasks.values())
+    open_rollouts = (config.max_offpolicy_steps + 1) * config.rollouts_per_step
     return RunPlan(
         config=config,
         device=device,
         sizes=sizes,
         rollouts_per_step=config.rollouts_per_step,
-        open_rollouts=with_last_group(
-            config, (config.max_offpolicy_steps + 1) * config.rollouts_per_step
-        ),
-        tokens_per_step=with_last_group(config, config.rollouts_per_step)
-        * max(task.env.max_rollout_tokens for task in config.tasks.values()),
+        open_rollouts=with_last_group(config, open_rollouts),
+        tokens_per_step=with_last_group(config, config.rollouts_per_step) * longest_rollout,
         hosts=1 if known is None else len(known),
         placement=placement,
         trainer_memory=memory,
-        shared_gpu=_shared_gpu(config, parameters, memory) if shares_gpus else None,
-        balance=balance(config, sizes, config.rollouts_per_step) if device == "cuda" else None,
-        generator_gib=engine.process_memory(parameters=parameters, device=device),
+        shared_gpu=shared_gpu,
+        balance=balance(config, sizes, config.rollouts_per_step) if on_gpus else None,
+        generator_gib=engine.process_memory(parameters=sizes.parameters, device=device),
         weights_on_devices=on_devices,
         shared_weights=versions_on_hosts(config, sizes, placement, on_devices=on_devices),
     )
+
+
+def _check_trainer_fits(config: RunConfig, decoder: Decoder.Config, device: Device) -> None:
+    """Check that the model and the device can have the trainer's rows, parallelism and options.
+
+    Raises:
+        ConfigError: the first field that they can't have.
+    """
+    trainer = config.trainer
+    positions = model_positions(config.model)
+    divides_rows = trainer.parallelism.context_parallel_degree > 1
+    if config.batcher.row_length > positions and not divides_rows:
+        cure = (
+            f"the model has {positions} positions; choose at most that, or divide rows by "
+            "context_parallel_degree"
+        )
+        raise ConfigError("batcher.row_length", config.batcher.row_length, cure)
+    trainer.parallelism.check_model(decoder, field="trainer.parallelism", ranks=trainer.ranks)
+    if device != "cpu":
+        return
+    if trainer.compile is not None:
+        why = "on a CPU each step would compile again, for where its rows' sequences end"
+        raise ConfigError("trainer.compile", trainer.compile, f"{why}: set it to None")
+    if trainer.enable_cpu_offload:
+        cure = "everything is in the host's memory on CPU; set it to False"
+        raise ConfigError("trainer.enable_cpu_offload", True, cure)
+
+
+def _check_engines_fit(config: RunConfig, decoder: Decoder.Config) -> None:
+    """Check that the policy and the hosted models can have what their engines are set to.
+
+    Raises:
+        ConfigError: the first field of an engine that its model can't have.
+    """
+    check_engine_fits(
+        config.generator.engine,
+        _as_hub_config(decoder),
+        field="generator.engine",
+        positions=model_positions(config.model),
+    )
+    for field, reference in find_references(config.tasks, field="tasks"):
+        if isinstance(reference, HostedModel) and has_config(reference.path):
+            hub = HubConfig.read(reference.path, field=f"{field}.path")
+            check_engine_fits(reference.engine, hub, field=f"{field}.engine")
+
+
+def _check_experts(config: RunConfig, sizes: ModelSizes, device: Device) -> None:
+    """Check what is served and recorded of a mixture of experts.
+
+    Raises:
+        ConfigError: adapters of experts would be served on CPU, or the choices of experts replayed
+            of a model that has none.
+    """
+    has_experts = sizes.experts > 1
+    if config.served and device == "cpu" and has_experts:
+        cure = (
+            "set it to merged: with adapters vLLM computes experts by Triton's kernels, which "
+            "need a GPU"
+        )
+        raise ConfigError("trainer.lora.serve", "served", cure)
+    replay = config.trainer.router_replay
+    if replay != "off" and not has_experts:
+        cure = 'the model is no mixture of experts: set it to "off"'
+        raise ConfigError("trainer.router_replay", replay, cure)
 
 
 def _as_hub_config(decoder: Decoder.Config) -> HubConfig:
@@ -535,83 +466,6 @@ def _shared_gpu(config: RunConfig, parameters: int, trainer: TrainerMemory) -> S
     )
 
 
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-"""Names by which model families call the longest sequence in config.json."""
-_VOCABULARY_BLOCK = 64
-"""Engines fill the vocabulary up to a multiple of it before they split it."""
-
-
-def check_engine_fits(
-    engine: EngineConfig, hub: HubConfig, *, field: str, positions: int | None = None
-) -> None:
-    """Check that a model can have the engine's length and degree of parallelism.
-
-    Args:
-        field: config field of ``engine``.
-        positions: longest sequence of the model, where more is known than config.json says.
-
-    Raises:
-        ConfigError: the engine's ``max_model_len`` or ``tensor_parallel_degree``, which the model
-            can't have.
-    """
-    if positions is None:
-        positions = next((value for name in _POSITIONS if (value := _size(hub, name))), None)
-    if positions is not None and engine.max_model_len > positions:
-        raise ConfigError(
-            f"{field}.max_model_len",
-            engine.max_model_len,
-            f"the model has {positions} positions; choose at most that",
-        )
-    degree = engine.tensor_parallel_degree
-    for what, count in _divided(hub, degree).items():
-        if count % degree:
-            cure = (
-                f"the model's {what} can't be divided by it; choose a degree that divides {count}"
-            )
-            raise ConfigError(f"{field}.tensor_parallel_degree", degree, cure)
-
-
-def check_cores(engine: EngineConfig, cores: int, *, field: str) -> None:
-    """Check that each process of an engine has a core.
-
-    Args:
-        cores: of this host.
-
-    Raises:
-        ConfigError: the engine's ``tensor_parallel_degree``: processes that wait for each other on
-            one core hardly go on.
-    """
-    if engine.tensor_parallel_degree > cores:
-        cure = f"each part needs a CPU core, and there are {cores} here; choose at most {cores}"
-        raise ConfigError(f"{field}.tensor_parallel_degree", engine.tensor_parallel_degree, cure)
-
-
-def _divided(hub: HubConfig, degree: int) -> dict[str, int]:
-    """Return the sizes that tensor parallelism divides, by name, if config.json has them."""
-    heads = _size(hub, "num_attention_heads")
-    kv_heads = _size(hub, "num_key_value_heads")
-    vocabulary = _size(hub, "vocab_size")
-    width = _size(hub, "moe_intermediate_size") or _size(
-        hub, "intermediate_size"
-    )  # a mixture's dense layers have another
-    sizes = {f"{heads} attention heads": heads, f"intermediate size of {width}": width}
-    # Fewer key-value heads than parts are copied: each part then has one.
-    if kv_heads is not None and (kv_heads >= degree or degree % kv_heads):
-        sizes[f"{kv_heads} key-value heads"] = kv_heads
-    if vocabulary is not None:
-        filled = -(-vocabulary // _VOCABULARY_BLOCK) * _VOCABULARY_BLOCK
-        sizes[f"vocabulary of {vocabulary} (filled up to {filled})"] = filled
-    return {what: count for what, count in sizes.items() if count is not None}
-
-
-def _size(hub: HubConfig, name: str) -> int | None:
-    text: Any = hub.get("text_config", {})  # of a model that reads images too
-    for value in (hub.get(name), text.get(name) if isinstance(text, dict) else None):
-        if type(value) is int and value > 0:
-            return value
-    return None
-
-
 def check_loss(config: RunConfig) -> None:
     """Check that the loss, the algorithms' credit and the filters fit together.
 
@@ -624,32 +478,35 @@ def check_loss(config: RunConfig) -> None:
     loss = config.trainer.loss
     check_corrections(loss.corrections, field="trainer.loss.corrections")
     for name, task in config.tasks.items():
-        if (
-            getattr(task.algorithm, "reference", None) == "trainer"
-            and config.trainer.reference is None
-        ):
+        wants_reference = getattr(task.algorithm, "reference", None) == "trainer"
+        if wants_reference and config.trainer.reference is None:
             cure = "the trainer has no reference: set trainer.reference = ReferenceConfig()"
             raise ConfigError(f"tasks.{name}.algorithm.reference", "trainer", cure)
         algorithm: type[Algorithm] = built_class(task.algorithm)
-        if not algorithm.batch_normalized:
-            continue
-        if not loss.normalize_advantages:
+        if algorithm.batch_normalized:
+            _check_normalized_credit(config, name, algorithm)
+
+
+def _check_normalized_credit(config: RunConfig, name: str, algorithm: type[Algorithm]) -> None:
+    """Check that the trainer normalises a task's credit over the step, and no filter takes it away.
+
+    Raises:
+        ConfigError: the loss's field, or the filter's.
+    """
+    kind = algorithm.__name__
+    if not config.trainer.loss.normalize_advantages:
+        cure = (
+            f"{kind} of tasks.{name} gives credit that is normalised over the step: set it to True"
+        )
+        raise ConfigError("trainer.loss.normalize_advantages", False, cure)
+    if algorithm.group_relative:
+        return
+    for field, entry in config.filters():
+        if built_class(entry) is ZeroAdvantage and entry.mode == "enforce":
             cure = (
-                f"{algorithm.__name__} of tasks.{name} gives credit that is normalised over the "
-                "step: set it to True"
+                f"drops groups of reward 0, from which {kind} of tasks.{name} learns: leave it out"
             )
-            raise ConfigError("trainer.loss.normalize_advantages", False, cure)
-        for field, entry in config.filters():
-            if (
-                built_class(entry) is ZeroAdvantage
-                and entry.mode == "enforce"
-                and not algorithm.group_relative
-            ):
-                cure = (
-                    f"drops groups of reward 0, from which {algorithm.__name__} of tasks.{name} "
-                    "learns: leave it out"
-                )
-                raise ConfigError(f"{field}.mode", entry.mode, cure)
+            raise ConfigError(f"{field}.mode", entry.mode, cure)
 
 
 def profiled_steps(value: str) -> range | None:
@@ -666,104 +523,3 @@ def profiled_steps(value: str) -> range | None:
             "profile_steps", value, "write the first and the last step to record, such as 3:5"
         )
     return range(int(found[1]), int(found[2]) + 1)
-
-
-TEXTS = (
-    PROBE,
-    "What is 19 + 9?",
-    "1234567890 3.14159 -2e-10 1,000,000 0x1F",
-    "def f(x):\n    return x  # twice\n\n\n\tx *= 2\n",
-    '{"name": "add", "arguments": {"a": [1, 2], "b": null}}',
-    "<think>\nno\n</think>\n\n<tool_call>",
-    "\\boxed{\\frac{1}{2}} $x^2 \\leq 4$",
-    "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich",
-    "いろはにほへと ちりぬるを 数学",
-    "Съешь же ещё этих мягких французских булок",
-    "👩‍👩‍👧 🇺🇳 é e\u0301 \u200b\u00a0",
-    "AAAAAAAA        aaaa\r\n\r\n...---!!!???",
-    "don't we'll I'VE they're O'Neill's",
-    "https://example.org/a_b?c=%20d&e=f#g user@example.org",
-    "SELECT \"a\" FROM t WHERE b <> 'c'; -- d",
-    "| a | b |\n|---|:-:|\n| **1** | `2` |",
-    "antidisestablishmentarianism supercalifragilistic xqzjkvb",
-    "مرحبا بالعالم שלום עולם नमस्ते",
-    "½ ² Ⅷ ① ﬁ Å Ω ™ → ≠ ∑",
-    " leading, trailing and  double   spaces ",
-)
-"""Texts that tokenizers divide differently."""
-
-
-def check_teachers(config: RunConfig, tokenizer: Any, *, ask_servers: bool) -> None:
-    """Compare the tokenizer of every model that an algorithm names with the policy's.
-
-    Judges are asked in messages: theirs may be any. A folder that is not there is another check's.
-
-    Args:
-        tokenizer: of the policy.
-        ask_servers: a server that does not answer, or can't be asked for tokens, is passed over.
-
-    Raises:
-        ConfigError: naming the model's field, and what differs.
-    """
-    policy = config.model.hf_assets_path
-    for name, task in config.tasks.items():
-        for field, reference in find_references(
-            task.algorithm, field=f"tasks.{name}.algorithm", beside=(Judge.Config,)
-        ):
-            cure = (
-                f"the policy's, in {policy}, differs, and they exchange token ids: name a model "
-                "with the policy's tokenizer"
-            )
-            if isinstance(reference, FrozenModel) and ask_servers:
-                check_served_tokenizer(reference, f"{field}.base_url", policy, cure=cure)
-            elif isinstance(reference, HostedModel) and Path(reference.path).is_dir():
-                with user_code(f"{field}.path", reference.path, "its tokenizer can't be loaded"):
-                    theirs = AutoTokenizer.from_pretrained(reference.path, local_files_only=True)
-                if (found := difference(theirs, tokenizer)) is not None:
-                    raise ConfigError(
-                        f"{field}.path", reference.path, f"its tokenizer {found}; {cure}"
-                    )
-
-
-def check_servers(config: RunConfig) -> None:
-    """Ask the servers of each frozen model that has several, whether they serve the same model.
-
-    Raises:
-        ConfigError: naming the field of the server that serves another one.
-    """
-    for field, reference in find_references(config.tasks, field="tasks"):
-        if isinstance(reference, FrozenModel) and len(reference.urls) > 1:
-            check_same_model(reference, field)
-
-
-def difference(theirs: Any, ours: Any) -> str | None:
-    """Return in words what two tokenizers differ in; None if they are equal.
-
-    Compared are their vocabularies, special tokens, merges and what they make of TEXTS.
-    """
-    for said, of in _COMPARED.items():
-        if of(theirs) != of(ours):
-            return said
-    return None
-
-
-def _merges(tokenizer: Any) -> Any:
-    """Return the merges of byte-pair encoding, in order; None if the tokenizer has none."""
-    return (
-        json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges")
-        if tokenizer.is_fast
-        else None
-    )
-
-
-_COMPARED: dict[str, Callable[[Any], Any]] = {
-    "has another number of tokens": len,
-    "has other tokens, or other ids of them": lambda tokenizer: tokenizer.get_vocab(),
-    "treats other ids as special tokens": lambda tokenizer: {
-        index for index, token in tokenizer.added_tokens_decoder.items() if token.special
-    },
-    "merges characters into tokens by other rules": _merges,
-    "divides texts into other tokens": lambda tokenizer: [
-        tokenizer.encode(text, add_special_tokens=False) for text in TEXTS
-    ],
-}

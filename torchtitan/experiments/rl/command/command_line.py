@@ -46,18 +46,25 @@ class Command:
     """Command of a run, taken apart: its own options, and the overrides of the config's fields."""
 
     config_name: str | None
+    """Name of the config function; None if a run's own is taken, or configs are listed."""
     module: str
+    """Module that has the config functions."""
     list_configs: bool
+    """True if the command only prints the configs of the module."""
     dry_run: bool
+    """True if the command passes the checks and starts nothing."""
     run_dir: str | None
+    """Folder for a new run; None for one that is made in the config's ``output_dir``."""
     resume: str | None
+    """Run folder or checkpoint to go on from, or "auto"; None for a new run."""
     init_from: str | None
+    """Run folder or checkpoint whose weights a new run begins with."""
     model: str | None = None
-    """A folder, or a model of the hub."""
+    """Folder of the model, or name of a model of the hub; None for the config's own."""
     push_to_hub: str | None = None
-    """The model of the hub that the final policy is uploaded to."""
+    """Model of the hub to which the final policy is uploaded."""
     gpus: int | None = None
-    """To divide between trainer and generators."""
+    """Number of GPUs to divide between trainer and generators; None for the config's division."""
     overrides: list[str] = field(default_factory=list)
     """Words that set fields of the config. A resumed run's own stand before those of this command.
     """
@@ -67,7 +74,7 @@ class Command:
     """Learning rate of the named config before the overrides, if it trains the whole model;
     ``load_config`` sets it."""
     started_in: str = ""
-    """The folder that the run was started in whose command this takes; "" where it takes none's."""
+    """Folder in which the run was started whose command this one takes; "" if it takes none's."""
 
     def find_modules_of(self, folder: str) -> None:
         """Import modules from the folder that a run was started in; "" is unknown."""
@@ -127,7 +134,82 @@ def parse_command(words: list[str]) -> Command:
     """Split the command's own options from the overrides.
 
     ``--help`` without a config explains both and exits.
+
+    Raises:
+        ConfigError: an own option lacks its value, contradicts another, or is missing.
     """
+    parser = _parser_of_run()
+    known, overrides = own_options(parser, words)
+    _check_contradictions(known)
+    needs_config = not known.list_configs and known.resume in (None, "auto")
+    if needs_config and known.config_name is None:
+        if {"-h", "--help"} & set(overrides):
+            parser.print_help()
+            sys.exit(0)
+        raise ConfigError("--config", None, "name a config; --list prints them")
+    if known.run_dir == "":
+        cure = "must not be empty; leave it out for a new folder in output_dir"
+        raise ConfigError("--run-dir", "", cure)
+    # Of two overrides of a field the last counts, so what is typed goes last.
+    if known.init_adapter is not None:
+        overrides = [*_adapter_overrides(known.init_adapter), *overrides]
+    if known.size is not None:
+        overrides = ["--size", known.size, *overrides]
+    return Command(
+        config_name=known.config_name,
+        module=known.module,
+        list_configs=known.list_configs,
+        dry_run=known.dry_run,
+        run_dir=known.run_dir,
+        resume=known.resume,
+        init_from=known.init_from,
+        model=known.model,
+        push_to_hub=known.push_to_hub,
+        gpus=known.gpus,
+        overrides=overrides,
+        words=words,
+    )
+
+
+def _check_contradictions(known: argparse.Namespace) -> None:
+    """Refuse two own options that say different things.
+
+    Raises:
+        ConfigError: names one of them.
+    """
+    for option, value in (("--run-dir", known.run_dir), ("--init-from", known.init_from)):
+        if known.resume is not None and value is not None:
+            cure = "a resumed run has its own: leave this or --resume out"
+            raise ConfigError(option, value, cure)
+    if known.init_adapter is not None and known.init_from is not None:
+        cure = "the adapters begin as --init-adapter's: leave one of them out"
+        raise ConfigError("--init-from", known.init_from, cure)
+
+
+def _adapter_overrides(given: str) -> list[str]:
+    """Return the overrides that ``--init-adapter`` stands for.
+
+    They say what the adapter's folder says, so a resumed run takes them from its saved command.
+
+    Raises:
+        ConfigError: the folder holds no adapters that can be trained.
+    """
+    from torchtitan.experiments.rl.models.lora import adapter_sizes  # torch: seconds
+
+    folder = adapter_folder(given)
+    rank, alpha = adapter_sizes(folder, field="--init-adapter")
+    return [
+        "--trainer.lora.rank",
+        str(rank),
+        "--trainer.lora.alpha",
+        str(alpha),
+        "--trainer.lora.init-from",
+        str(folder),
+    ]
+
+
+def _parser_of_run() -> argparse.ArgumentParser:
+    """Return the parser of the own options of ``rl-train``."""
     parser = argparse.ArgumentParser(
         prog=typed_command("train"),
         description="Reinforcement learning of a language model. Any field of the config can be "
@@ -155,7 +237,7 @@ def parse_command(words: list[str]) -> Command:
         type=int,
         help="divide N GPUs between trainer and generators, by modelled costs (--dry-run says how)",
     )
-    # Kept with the overrides: it belongs to the config, and goes into a run that is resumed.
+    # It goes on among the overrides: it belongs to the config, and to the saved command of a run.
     add(
         "--size",
         metavar="NAME",
@@ -192,39 +274,7 @@ def parse_command(words: list[str]) -> Command:
         metavar="NAME",
         help="at the end upload the policy to this model of the hub",
     )
-    known, overrides = own_options(parser, words)
-    for option, value in (("--run-dir", known.run_dir), ("--init-from", known.init_from)):
-        if known.resume is not None and value is not None:
-            raise ConfigError(
-                option, value, "a resumed run has its own: leave this or --resume out"
-            )
-    if known.config_name is None and not known.list_configs and known.resume in (None, "auto"):
-        if {"-h", "--help"} & set(overrides):
-            parser.print_help()
-            sys.exit(0)
-        raise ConfigError("--config", None, "name a config; --list prints them")
-    if known.run_dir == "":
-        raise ConfigError(
-            "--run-dir", "", "must not be empty; leave it out for a new folder in output_dir"
-        )
-    if known.init_adapter is not None:
-        from torchtitan.experiments.rl.models.lora import adapter_sizes  # torch: seconds
-
-        if known.init_from is not None:
-            raise ConfigError(
-                "--init-from",
-                known.init_from,
-                "the adapters begin as --init-adapter's: leave one of them out",
-            )
-        adapter = adapter_folder(known.init_adapter)
-        rank, alpha = adapter_sizes(adapter, field="--init-adapter")
-        given = {"rank": rank, "alpha": alpha, "init-from": adapter}
-        overrides = [
-            word for name, value in given.items() for word in (f"--trainer.lora.{name}", str(value))
-        ] + overrides
-    overrides = [*([] if known.size is None else ["--size", known.size]), *overrides]
-    del known.size, known.init_adapter
-    return Command(**vars(known), overrides=overrides, words=words)
+    return parser
 
 
 def starting_line(command: Command) -> str:
@@ -239,7 +289,7 @@ def own_options(
     """Return the options of ``parser``, and the other words.
 
     Args:
-        words: of the command line; None for those of this process.
+        words: words of the command line; None for those of this process.
         refused: options that may not be among the other words, as a word of their own or with "=".
 
     Raises:
@@ -267,7 +317,7 @@ def parse_with_own(
     Such a tool takes a run as ``--model`` in place of a config.
 
     Args:
-        words: of the command line; None for those of this process.
+        words: words of the command line; None for those of this process.
     """
     parser.add_argument(
         "--config", metavar="NAME", help="a named config; it gives tasks, sampling and engine"
@@ -289,14 +339,8 @@ def parse_with_own(
     elif known.config is not None:
         named = ["--config", known.config]
     else:
-        raise ConfigError(
-            "--config",
-            None,
-            (
-                f"name a config, or a run as --model; {typed_command('train')} --list prints the "
-                "configs"
-            ),
-        )
+        cure = f"name a config, or a run as --model; {typed_command('train')} --list prints the configs"
+        raise ConfigError("--config", None, cure)
     command = parse_command([*named, *rest])
     command.model = known.model
     if saved is not None:
@@ -308,7 +352,7 @@ def served_by(options: argparse.Namespace, url: str, field: str, config: Any) ->
     """Return the ``FrozenModel`` of a server, by the options of ``parse_with_own``.
 
     Args:
-        field: the option that names ``url``.
+        field: option that names ``url``.
     """
     from torchtitan.experiments.rl.generation.endpoint import served_model
 
@@ -325,12 +369,8 @@ def find_model(command: Command) -> None:
     """Add the folder that ``--model`` names to the overrides. It may be downloaded before."""
     if command.model is not None:
         path = ["--model.hf-assets-path", model_folder(command.model)]
-        command.overrides = [
-            "--model.flavor",
-            "None",
-            *command.overrides,
-            *path,
-        ]  # the config's flavor is another model's
+        no_flavor = ["--model.flavor", "None"]  # the config's is another model's
+        command.overrides = [*no_flavor, *command.overrides, *path]
 
 
 def check_whole_policy(options: argparse.Namespace, config: Any) -> None:
@@ -356,8 +396,8 @@ def check_whole_policy(options: argparse.Namespace, config: Any) -> None:
 def config_functions(module_name: str) -> dict[str, Callable[[], Any]]:
     """Return the config functions of a registry, by name.
 
-    They are the public functions that its module or one of its package's defines, and that need no
-    argument.
+    They are the public functions that the module, or a module of its package, defines and that need
+    no argument.
 
     Raises:
         ConfigError: no such module, or one that can't be imported.
@@ -369,16 +409,21 @@ def config_functions(module_name: str) -> dict[str, Callable[[], Any]]:
         if inspect.isfunction(function)
         and f"{function.__module__}.".startswith(f"{module.__name__}.")
         and not name.startswith("_")
-        if not any(
-            p.default is p.empty and p.kind not in _VARIADIC
-            for p in inspect.signature(function).parameters.values()
-        )
+        and not _needs_arguments(function)
     }
+
+
+def _needs_arguments(function: Callable[..., Any]) -> bool:
+    return any(
+        parameter.default is parameter.empty and parameter.kind not in _VARIADIC
+        for parameter in inspect.signature(function).parameters.values()
+    )
 
 
 def config_groups(module_name: str) -> dict[str, list[str]]:
     """Return the module's GROUPS: titles, and names of configs that it has. May be empty."""
-    groups, functions = getattr(_import(module_name), "GROUPS", {}), config_functions(module_name)
+    groups = getattr(_import(module_name), "GROUPS", {})
+    functions = config_functions(module_name)
     if not isinstance(groups, dict):
         return {}
     return {
@@ -393,29 +438,19 @@ def load_config(command: Command) -> Any:
         ConfigError: unknown config or field, a value of the wrong type, or a config function that
             fails or returns something other than a RunConfig.
     """
-    functions, name = config_functions(command.module), str(command.config_name)
+    functions = config_functions(command.module)
+    name = str(command.config_name)
     if name not in functions:
         near = difflib.get_close_matches(name, functions, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError("--config", name, f"{hint}--list prints the configs of {command.module}")
     overrides, size = _without_size(command.overrides)
-    arguments = {}
-    if size is not None:
-        if "size" not in inspect.signature(functions[name]).parameters:
-            sized = [
-                other
-                for other, function in functions.items()
-                if "size" in inspect.signature(function).parameters
-            ]
-            raise ConfigError(
-                "--size",
-                size,
-                (
-                    f"{name} has one size; {' and '.join(sized) or 'no config'} of "
-                    f"{command.module} take others"
-                ),
-            )
-        arguments["size"] = size
+    sized = [other for other, function in functions.items() if _takes_size(function)]
+    if size is not None and name not in sized:
+        others = " and ".join(sized) or "no config"
+        cure = f"{name} has one size; {others} of {command.module} take others"
+        raise ConfigError("--size", size, cure)
+    arguments = {} if size is None else {"size": size}
     with user_code("--config", name, "the config function failed"), _name_removed_fields(name):
         config = functions[name](**arguments)
     # Imported here: --help without a config needs none of it, and the import takes seconds.
@@ -434,6 +469,10 @@ def load_config(command: Command) -> Any:
 
     command.whole_model_rate = None if config.trainer.lora else config.trainer.optimizer.lr
     return _validated_on_the_rest(override(config, overrides), overrides)
+
+
+def _takes_size(function: Callable[..., Any]) -> bool:
+    return "size" in inspect.signature(function).parameters
 
 
 def _validated_on_the_rest(config: Any, overrides: Sequence[str]) -> Any:
@@ -462,6 +501,11 @@ def _without_size(words: list[str]) -> tuple[list[str], str | None]:
 
 
 def _import(name: str) -> ModuleType:
+    """Import the module that ``--module`` names.
+
+    Raises:
+        ConfigError: the name is no module's, there is no such module, or it can't be imported.
+    """
     stem = name.replace("\\", "/").removesuffix(".py").strip("./").replace("/", ".")
     words_of_stem = stem.split(".")
     if name != stem or not all(map(str.isidentifier, words_of_stem)):

@@ -35,6 +35,7 @@ from torchtitan.experiments.rl.command.run_folder import (
     save_command,
 )
 from torchtitan.experiments.rl.command.start import Ended, Ready, Start, ToSubmit
+from torchtitan.experiments.rl.command.teachers import check_servers, check_teachers
 from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.envs.renderer import AUTO, DEFAULT, renderer_name
@@ -149,20 +150,22 @@ class _Gate:
         return plan
 
     def _check_tasks(self) -> None:
-        config, dry_run = self.config, self.command.dry_run
+        config = self.config
+        dry_run = self.command.dry_run
         missing = checks.missing(config)
         for lack in missing.values():
             self._note(lack)
         if self.has_model:
             self.policy = read_policy_tokenizer(config)
             self.tasks = build_tasks(config, self.policy, left_out=missing)
-            checks.check_teachers(config, self.policy.tokenizer, ask_servers=not dry_run)
+            check_teachers(config, self.policy.tokenizer, ask_servers=not dry_run)
         if not dry_run:
-            checks.check_servers(config)
+            check_servers(config)
 
     def _check_machine(self, plan: RunPlan) -> None:
         """Check this machine's engine, GPUs, memory and disk, and the hub that is pushed to."""
-        config, hub = self.config, self.command.push_to_hub
+        config = self.config
+        hub = self.command.push_to_hub
         raise_descriptor_limit()
         if hub is not None and not config.trainer.save_final_model:
             cure = "there is nothing to push: trainer.save_final_model is False"
@@ -173,11 +176,12 @@ class _Gate:
             self._note(error)
         option, folder = self._folder_option()
         saved = 0 if self.resumed is None else self.resumed.checkpoints
-        for lack in machine.lacks(
-            plan, folder, field=option, checkpoints=saved, here=self.runs_here
+        for shortage in machine.shortages(
+            plan, folder, field=option, checkpoints=saved, runs_here=self.runs_here
         ):
-            self._note(lack)
-        if hub is not None and (fault := push_fault(hub)) is not None:
+            self._note(shortage)
+        fault = None if hub is None else push_fault(hub)
+        if fault is not None:
             self._note(MissingError("--push-to-hub", hub, fault))
         self.checkpoint_s = machine.checkpoint_seconds(plan, folder)
 
@@ -224,12 +228,16 @@ class _Gate:
 
     def _take_folder(self, plan: RunPlan, run_dir: str, init_from: Path | None) -> Ready:
         """Lock the run folder for this process, and save the command there for ``--resume``."""
-        resumed, command, folder = self.resumed, self.command, Path(run_dir)
+        resumed = self.resumed
+        command = self.command
+        folder = Path(run_dir)
         files: dict[str, Mapping[str, str]] = {**files_of_models(self.config)}
+        checkpoint = None
         if resumed is None:
-            lock, checkpoint = lock_run_folder(folder, field="--run-dir"), None
+            lock = lock_run_folder(folder, field="--run-dir")
         else:
-            lock, checkpoint = resumed.lock, resumed.checkpoint
+            lock = resumed.lock
+            checkpoint = resumed.checkpoint
             files = {**resumed.saved.model_files, **files}
         saved = SavedCommand(
             config_name=str(command.config_name),
@@ -258,7 +266,8 @@ class _Gate:
 
     def _print_plan(self, plan: RunPlan, run_dir: str, script: str | None) -> None:
         """Print the plan, the tasks with their first prompts, and what is missing here."""
-        config, job = self.config, self.config.provision.job
+        config = self.config
+        job = config.provision.job
         shown = plan.lines() + plan.placement.lines(plan.device, submitted=script is not None)
         if self.checkpoint_s is not None:
             takes = f"about {self.checkpoint_s:,.0f} s, at the speed of this folder's disk"
@@ -276,7 +285,8 @@ class _Gate:
         print("\n".join(shown))
 
     def _print_warnings(self, plan: RunPlan) -> None:
-        config, engine = self.config, self.config.generator.engine
+        config = self.config
+        engine = config.generator.engine
         rate = self.command.whole_model_rate
         warnings = [
             self._checkpoint_warning(),
@@ -298,7 +308,8 @@ class _Gate:
 
     def _checkpoint_warning(self) -> str | None:
         """Return a line if a checkpoint takes longer than the run has after SIGTERM."""
-        job, takes_s = self.config.provision.job, self.checkpoint_s
+        job = self.config.provision.job
+        takes_s = self.checkpoint_s
         grace_s = max(self.config.checkpoint.grace_s, job.seconds_left())
         if takes_s is None or takes_s <= grace_s:
             return None

@@ -42,7 +42,7 @@ def model_folder(model: str, *, field: str = "--model") -> str:
     A model of the hub is downloaded into the hub's own cache, with its progress on stderr.
 
     Args:
-        field: the option that names ``model``; errors name it.
+        field: option that names ``model``, for errors.
 
     Raises:
         ConfigError: it is neither a folder nor a model of the hub that can be downloaded or was

@@ -1,13 +1,19 @@
-"""Checks of this machine before processes are spawned: descriptors, room on the disk, memory."""
+"""Compares what a run needs with what this machine has, before processes are spawned.
 
-import contextlib
+    fit_rows             rows of a microbatch, halved until a run on CPU fits into memory
+    shortages            descriptors, shared memory, disk, memory and GPUs that are too few or small
+    checkpoint_seconds   duration of a checkpoint on the disk of the run's folder
+    memory_warning       memory that other programs have, and a run on GPUs needs
+
+The gate calls them when it has the run's plan.
+"""
+
 import hashlib
 import os
 import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -26,14 +32,23 @@ from torchtitan.experiments.rl.process.host import (
 )
 from torchtitan.experiments.rl.process.temporary import SHARED_MEMORY
 
+MIB = 2**20
 DESCRIPTORS = 128
 DESCRIPTORS_PER_PROCESS = 64
-"""With 2 processes and a limit of 128 a run hung at its start, and with 256 it ran."""
-PROBE_BYTES = 64 * 2**20
-"""Written to learn how fast a disk is."""
-SHARED_MEMORY_PER_ENGINE = 64 * 2**20
+"""File descriptors that a run takes beside ``DESCRIPTORS``, for each of its processes. With 2
+processes and a limit of 128 a run hung at its start, and with 256 it ran."""
+PROBE_BYTES = 64 * MIB
+"""Bytes that are written to learn how fast a disk is."""
+FLOAT8_CAPABILITY = (8, 9)
+"""Lowest compute capability of a GPU that multiplies in float8."""
+SHARED_MEMORY_PER_ENGINE = 64 * MIB
 """Bytes of shared memory through which an engine's several processes talk. A write beyond its end
 kills the process."""
+_LESS_MEMORY = (
+    "lower it to the longest rollout, set trainer.activation_checkpoint, lower "
+    "generator.engine.cpu_kv_cache_gib"
+)
+"""Cure for a run that takes too much memory, behind the name of ``batcher.row_length``."""
 
 
 def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
@@ -49,68 +64,65 @@ def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
         MissingError: one row needs more memory than this host has.
     """
     config = plan.config
-    first = plan
-    rows = wanted = config.batcher.rows_per_microbatch
-    free, total = memory_gib()
-    if plan.generator_gib > total:
+    wanted = config.batcher.rows_per_microbatch
+    free_gib, total_gib = memory_gib()
+    if plan.generator_gib > total_gib:
         cure = (
-            f"it needs {plan.generator_gib:,.0f} GiB and this host has {total:.0f}: lower "
+            f"it needs {plan.generator_gib:,.0f} GiB and this host has {total_gib:.0f}: lower "
             "generator.engine.cpu_kv_cache_gib"
         )
         raise MissingError("generator.engine", type(config.generator.engine).__name__, cure)
-    while _run_gib(plan) > free and rows > 1:
+    rows = wanted
+    fitted = plan
+    while _run_gib(fitted) > free_gib and rows > 1:
         rows //= 2
         batcher = replace(config.batcher, rows_per_microbatch=rows)
-        plan = plan_run(replace(config, batcher=batcher))
-    lower = (
-        "lower it to the longest rollout, set trainer.activation_checkpoint, lower "
-        "generator.engine.cpu_kv_cache_gib"
-    )
-    if _run_gib(plan) > total:
+        fitted = plan_run(replace(config, batcher=batcher))
+    needed_gib = _run_gib(fitted)
+    if needed_gib > total_gib:
         cure = (
-            f"this host has {total:.2f} GiB of memory, and with one such row at a time the run "
-            f"needs {_run_gib(plan):.2f}"
+            f"this host has {total_gib:.2f} GiB of memory, and with one such row at a time the run "
+            f"needs {needed_gib:.2f}: {_LESS_MEMORY}, or take a smaller model"
         )
-        raise MissingError(
-            "batcher.row_length",
-            config.batcher.row_length,
-            f"{cure}: {lower}, or take a smaller model",
-        )
-    if plan is first and _run_gib(plan) <= free:
+        raise MissingError("batcher.row_length", config.batcher.row_length, cure)
+    fits = needed_gib <= free_gib
+    if fits and rows == wanted:
         return plan, None
-    said = f"{_run_gib(first):.2f} GiB, and {free:.2f} are free here"
     line = (
-        f"rows        {rows} a microbatch: batcher.rows_per_microbatch = {wanted} would need {said}"
+        f"rows        {rows} a microbatch: batcher.rows_per_microbatch = {wanted} would need "
+        f"{_run_gib(plan):.2f} GiB, and {free_gib:.2f} are free here"
     )
-    if _run_gib(plan) > free:
+    if not fits:
         line += (
-            f"; this needs {_run_gib(plan):.2f} still. If the system kills it: "
-            f"batcher.row_length, {lower}"
+            f"; this needs {needed_gib:.2f} still. If the system kills it: batcher.row_length, "
+            f"{_LESS_MEMORY}"
         )
-    return plan, line
+    return fitted, line
 
 
 def _run_gib(plan: RunPlan) -> float:
     """Return the memory of a run on one host, on CPU, in GiB."""
-    engines = engine_processes(plan.config) * plan.generator_gib
-    weights = sum(plan.shared_weights.values()) / GIB
-    held = engines + weights + plan.copied_gib  # of a checkpoint: from the first on its copy stays
-    return plan.config.trainer.ranks * plan.trainer_gib + held + (1 + plan.processes) * PROCESS_GIB
+    trainer_gib = plan.config.trainer.ranks * plan.trainer_gib
+    engines_gib = engine_processes(plan.config) * plan.generator_gib
+    weights_gib = sum(plan.shared_weights.values()) / GIB
+    processes_gib = (1 + plan.processes) * PROCESS_GIB
+    # The copy of a checkpoint in memory stays from the first one on.
+    return trainer_gib + engines_gib + weights_gib + plan.copied_gib + processes_gib
 
 
 def checkpoint_seconds(plan: RunPlan, folder: str) -> float | None:
     """Return about how long a checkpoint of this run takes in ``folder``.
 
-    A file is written, synced, read and digested there, as the checkpoint's files will be. None: the
-    checkpoint is small, or the folder can't be written.
+    A file is written, synced, read and digested there, as the checkpoint's files will be. Return
+    None if the checkpoint is small or the folder can't be written.
     """
     if plan.checkpoint_gib < 1:
         return None
-    block, count = os.urandom(2**20), PROBE_BYTES // 2**20
+    block = os.urandom(MIB)
     try:
         with tempfile.NamedTemporaryFile(dir=_existing(folder)) as file:
             began = time.perf_counter()
-            for _ in range(count):
+            for _ in range(PROBE_BYTES // MIB):
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
@@ -122,68 +134,102 @@ def checkpoint_seconds(plan: RunPlan, folder: str) -> float | None:
     return seconds * plan.checkpoint_gib * GIB / PROBE_BYTES
 
 
-def lacks(
-    plan: RunPlan, folder: str, *, field: str, checkpoints: int = 0, here: bool = True
-) -> Iterator[MissingError]:
-    """Yield what this host has too little of for the run.
+def shortages(
+    plan: RunPlan, folder: str, *, field: str, checkpoints: int = 0, runs_here: bool = True
+) -> list[MissingError]:
+    """Return what this host, or the job that the config asks for, has too little of for the run.
 
     Args:
-        folder: the run's, or the one it will be made in; it need not exist yet.
-        field: names ``folder`` in the error.
-        checkpoints: complete ones that are in it already.
-        here: the run is computed on this host, and on no other.
+        folder: folder of the run, or the one in which it will be made; it need not exist yet.
+        field: option or field that names ``folder``, for errors.
+        checkpoints: number of complete checkpoints that ``folder`` holds already.
+        runs_here: True if the whole run is computed on this host.
     """
-    generator = plan.config.generator
+    found = [
+        _descriptor_shortage(plan),
+        _shared_memory_shortage(plan),
+        _disk_shortage(plan, folder, field=field, checkpoints=checkpoints),
+        job_memory_shortage(plan),
+    ]
+    if runs_here:
+        found.append(_float8_shortage(plan))
+    if runs_here and plan.device == "cuda":
+        found.append(_host_memory_shortage(plan))
+        found += _gpu_shortages(plan)
+    return [shortage for shortage in found if shortage is not None]
+
+
+def _descriptor_shortage(plan: RunPlan) -> MissingError | None:
+    """Compare the file descriptors that this process may open with those that a run opens."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     needed = DESCRIPTORS + DESCRIPTORS_PER_PROCESS * plan.processes
-    if limit != resource.RLIM_INFINITY and limit < needed:
-        cure = (
-            f"the run's {plan.processes} processes need {needed}: raise the limit (ulimit -n "
-            f"{needed})"
-        )
-        yield MissingError("file descriptors", limit, cure)
-    engines = generator.replicas if generator.engine.tensor_parallel_degree > 1 else 0
-    shared = engines * SHARED_MEMORY_PER_ENGINE / 2**20
-    if (
-        shared
-        and SHARED_MEMORY.is_dir()
-        and (free := shutil.disk_usage(SHARED_MEMORY).free / 2**20) < shared
-    ):
-        cure = (
-            f"{engines} engine(s) of several processes need {shared:.0f} MiB there: enlarge it "
-            "(docker: --shm-size)"
-        )
-        yield MissingError("shared memory", f"{SHARED_MEMORY} with {free:.0f} MiB free", cure)
-    needed_gib = plan.disk_gib - min(checkpoints, plan.config.checkpoint.keep) * plan.checkpoint_gib
-    with contextlib.suppress(OSError, ValueError):  # making the folder says what is wrong with it
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        return None
+    cure = (
+        f"the run's {plan.processes} processes need {needed}: raise the limit (ulimit -n {needed})"
+    )
+    return MissingError("file descriptors", limit, cure)
+
+
+def _shared_memory_shortage(plan: RunPlan) -> MissingError | None:
+    """Compare /dev/shm with what the engines of several processes need of it."""
+    generator = plan.config.generator
+    if generator.engine.tensor_parallel_degree == 1 or not SHARED_MEMORY.is_dir():
+        return None
+    engines = generator.replicas
+    needed = engines * SHARED_MEMORY_PER_ENGINE
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free >= needed:
+        return None
+    cure = (
+        f"{engines} engine(s) of several processes need {needed / MIB:.0f} MiB there: enlarge it "
+        "(docker: --shm-size)"
+    )
+    return MissingError("shared memory", f"{SHARED_MEMORY} with {free / MIB:.0f} MiB free", cure)
+
+
+def _disk_shortage(
+    plan: RunPlan, folder: str, *, field: str, checkpoints: int
+) -> MissingError | None:
+    """Compare the disk of the run's folder with the files that the run has still to write there."""
+    kept = min(checkpoints, plan.config.checkpoint.keep)
+    needed_gib = plan.disk_gib - kept * plan.checkpoint_gib
+    try:
         disk = shutil.disk_usage(_existing(folder))
-        # /proc and /sys have no space; no folder can be made there.
-        if disk.total and disk.free / GIB < needed_gib:
-            cure = (
-                f"its disk has {disk.free / GIB:,.2f} GiB free, and the run's checkpoints and "
-                f"policy need {needed_gib:,.2f}: "
-                "free space, lower checkpoint.keep, or name a folder on another disk"
-            )
-            yield MissingError(field, folder, cure)
-    if (lack := job_lacks(plan)) is not None:
-        yield lack
+    except (OSError, ValueError):
+        return None  # making the folder says what is wrong with it
+    # /proc and /sys have no space; no folder can be made there.
+    if disk.total == 0 or disk.free / GIB >= needed_gib:
+        return None
+    cure = (
+        f"its disk has {disk.free / GIB:,.2f} GiB free, and the run's checkpoints and policy need "
+        f"{needed_gib:,.2f}: free space, lower checkpoint.keep, or name a folder on another disk"
+    )
+    return MissingError(field, folder, cure)
+
+
+def _float8_shortage(plan: RunPlan) -> MissingError | None:
+    """Return what products in float8, if the config asks for them, lack on this host."""
     compiled = plan.config.trainer.compile
-    if here and compiled is not None and compiled.float8 != "off":
-        if (
-            plan.device == "cpu"
-            or torch.cuda.is_available()
-            and torch.cuda.get_device_capability() < (8, 9)
-        ):
-            cure = 'needs GPUs of capability 8.9 and above (H100, B200): set it to "off"'
-            yield MissingError("trainer.compile.float8", compiled.float8, cure)
-        elif find_spec("torchao") is None:
-            cure = "needs torchao: pip install torchao==0.18.0"
-            yield MissingError("trainer.compile.float8", compiled.float8, cure)
-    if here and plan.device == "cuda":
-        total_gib = memory_gib()[1]
-        if (cause := memory_lacks(host_memory(plan, plan.placement)[0], total_gib)) is not None:
-            yield MissingError("host memory", f"{total_gib:.1f} GiB", cause)
-        yield from (MissingError("provision.device", "cuda", lack) for lack in _gpus_lack(plan))
+    if compiled is None or compiled.float8 == "off":
+        return None
+    on_older_gpu = (
+        torch.cuda.is_available() and torch.cuda.get_device_capability() < FLOAT8_CAPABILITY
+    )
+    if plan.device == "cpu" or on_older_gpu:
+        cure = 'needs GPUs of capability 8.9 and above (H100, B200): set it to "off"'
+    elif find_spec("torchao") is None:
+        cure = "needs torchao: pip install torchao==0.18.0"
+    else:
+        return None
+    return MissingError("trainer.compile.float8", compiled.float8, cure)
+
+
+def _host_memory_shortage(plan: RunPlan) -> MissingError | None:
+    """Compare this host's memory with what a run on its GPUs needs."""
+    total_gib = memory_gib()[1]
+    cause = memory_shortage(host_memory(plan, plan.placement)[0], total_gib)
+    return None if cause is None else MissingError("host memory", f"{total_gib:.1f} GiB", cause)
 
 
 def memory_warning(plan: RunPlan) -> str | None:
@@ -199,18 +245,17 @@ def memory_warning(plan: RunPlan) -> str | None:
     )
 
 
-def memory_lacks(needed: HostMemory, total_gib: float) -> str | None:
-    """Return what a host has too little memory for and the cure, or None where it has enough."""
+def memory_shortage(needed: HostMemory, total_gib: float) -> str | None:
+    """Return how much memory a host lacks and the cure, or None if it has enough."""
     if needed.total / GIB <= total_gib:
         return None
     return (
         f"the run needs about {needed}: raise the limit of the container or job (docker --memory, "
-        "Kubernetes "
-        "resources.memory, Slurm --mem), or give the trainer more hosts"
+        "Kubernetes resources.memory, Slurm --mem), or give the trainer more hosts"
     )
 
 
-def job_lacks(plan: RunPlan) -> MissingError | None:
+def job_memory_shortage(plan: RunPlan) -> MissingError | None:
     """Return the memory that the config's job asks for, if it is less than a host needs."""
     asked = plan.config.provision.job.memory
     if asked is None or plan.device == "cpu":
@@ -218,40 +263,48 @@ def job_lacks(plan: RunPlan) -> MissingError | None:
     field, text, gib = asked
     hosts = host_memory(plan, plan.placement)
     largest = max(hosts, key=lambda host: hosts[host].total)
-    lack = memory_lacks(hosts[largest], gib)
-    return (
-        None
-        if lack is None
-        else MissingError(f"provision.job.{field}", text, f"on host {largest} {lack}")
-    )
+    cause = memory_shortage(hosts[largest], gib)
+    if cause is None:
+        return None
+    return MissingError(f"provision.job.{field}", text, f"on host {largest} {cause}")
 
 
-def _gpus_lack(plan: RunPlan) -> Iterator[str]:
-    if (there := len(visible_gpus())) < (needed := needed_gpus(plan.config)):
-        where = "run it where they are, or on other hosts (provision.job)"
-        if plan.hosts > 1:
-            there_are = plan.hosts * GPUS_PER_HOST
-            unused = f", of whose {there_are} GPUs it uses {needed}" if needed < there_are else ""
-            where = (
-                f"--provision.job slurm or kubernetes asks for {plan.hosts} whole hosts of "
-                f"{GPUS_PER_HOST}{unused}"
-            )
-        yield f"the run needs {needed} GPUs and this host has {there}: {where}"
-    memory_gib = gpu_memory_gib()
-    if memory_gib is not None and plan.gpu_gib > memory_gib:
-        if plan.shared_gpu is None:
-            who, cure = (
-                "a trainer rank takes",
-                "lower batcher.row_length, or name more GPUs (--gpus)",
-            )
-        else:
-            who, cure = (
-                "trainer rank and engine take",
-                "lower generator.engine.kv_cache_gib or batcher.row_length",
-            )
-        yield f"{who} about {plan.gpu_gib:.1f} GiB and a GPU here has {memory_gib:.1f}: {cure}"
-    for what in gpu_host_lacks(several_hosts=False):
-        yield f"this host {what}"
+def _gpu_shortages(plan: RunPlan) -> list[MissingError]:
+    """Return why the run can't be computed on this host's GPUs, an error for each reason."""
+    causes = [_gpu_count_shortage(plan), _gpu_memory_shortage(plan)]
+    causes += [f"this host {what}" for what in gpu_host_lacks(several_hosts=False)]
+    return [MissingError("provision.device", "cuda", cause) for cause in causes if cause]
+
+
+def _gpu_count_shortage(plan: RunPlan) -> str | None:
+    """Return that this host has fewer GPUs than the run needs, and the cure."""
+    present = len(visible_gpus())
+    needed = needed_gpus(plan.config)
+    if present >= needed:
+        return None
+    cure = "run it where they are, or on other hosts (provision.job)"
+    if plan.hosts > 1:
+        of_hosts = plan.hosts * GPUS_PER_HOST
+        unused = f", of whose {of_hosts} GPUs it uses {needed}" if needed < of_hosts else ""
+        cure = (
+            f"--provision.job slurm or kubernetes asks for {plan.hosts} whole hosts of "
+            f"{GPUS_PER_HOST}{unused}"
+        )
+    return f"the run needs {needed} GPUs and this host has {present}: {cure}"
+
+
+def _gpu_memory_shortage(plan: RunPlan) -> str | None:
+    """Return that a GPU of this host has less memory than the run needs of one, and the cure."""
+    present_gib = gpu_memory_gib()
+    if present_gib is None or plan.gpu_gib <= present_gib:
+        return None
+    if plan.shared_gpu is None:
+        takers = "a trainer rank takes"
+        cure = "lower batcher.row_length, or name more GPUs (--gpus)"
+    else:
+        takers = "trainer rank and engine take"
+        cure = "lower generator.engine.kv_cache_gib or batcher.row_length"
+    return f"{takers} about {plan.gpu_gib:.1f} GiB and a GPU here has {present_gib:.1f}: {cure}"
 
 
 def _existing(folder: str) -> str:

@@ -41,7 +41,6 @@ from torchtitan.experiments.rl.bounds import (
 from torchtitan.experiments.rl.command.overrides import (
     EMPTY,
     Override,
-    names_of_parts,
     option_name,
     options_of_absent_part,
     replaced,
@@ -49,6 +48,7 @@ from torchtitan.experiments.rl.command.overrides import (
     take_named_parts,
     value_at,
 )
+from torchtitan.experiments.rl.command.part_names import names_of_parts
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.errors import ConfigError, UnknownOption
 from torchtitan.experiments.rl.observability.console import typed_command, write_line
@@ -316,14 +316,15 @@ def _kinds(annotation: Any) -> list[Any]:
 def metavar(annotation: Any) -> str | None:
     """Return what stands for the value in the help, such as ``FLOAT`` or ``{a,b}``.
 
-    None: no word can say a value of this type.
+    Return None if no word can say a value of this type.
     """
     kinds = _kinds(annotation)
     if len(kinds) > 1:
         said = [text for kind in kinds if (text := metavar(kind)) is not None]
         return "|".join(said) if set(said) - {"None"} else None
     (plain,) = kinds
-    origin, arguments = get_origin(plain), get_args(plain)
+    origin = get_origin(plain)
+    arguments = get_args(plain)
     if origin is Literal:
         return "{" + ",".join(map(str, arguments)) + "}"
     if origin in (*_SEVERAL, dict):
@@ -374,7 +375,8 @@ def _of_words(annotation: Any) -> Any:
         read = union[tuple(map(_of_words, kinds))]
         return annotated[read, Field(union_mode="left_to_right")]
     (plain,) = kinds
-    origin, arguments = get_origin(plain), get_args(plain)
+    origin = get_origin(plain)
+    arguments = get_args(plain)
     if origin is Literal:
         return annotated[plain, BeforeValidator(_choice_of(arguments))]
     if origin is dict:
@@ -487,7 +489,7 @@ def _described(option: Option, of_part: Sequence[str], names: Sequence[str]) -> 
 
     Args:
         of_part: options of the part that its field may hold and the config leaves out.
-        names: of the library's parts that its field may hold.
+        names: names of the library's parts that its field may hold.
     """
     # torchtitan's own help names an option of its trainer.
     parts = [" ".join(option.text.split()).replace("training.steps", "steps")]

@@ -1,12 +1,16 @@
 """Parts of a config that the command line names.
 
-By a short name, where the library has it: ``--tasks.sums.algorithm max_rl``, ``--trainer.loss.rl
-ppo_clip``, ``--provision.job slurm``; a list with commas between, or empty: ``--pre-batch-filters
-zero_advantage,repetition``, or ``[]``. By its place, where it is yours: ``--tasks.sums.rubric
-my_rewards.py:exact``. The place is a file or a module, a colon, and a name in it: a class with a
-Config that fits the field, or, for a rubric, reward functions, several of them with commas between;
-for any other field that takes a function, one. Data is named by its file: ``--tasks.sums.validation
-held_out.jsonl``. ``None`` takes a part out where the config may do without it.
+    --tasks.sums.algorithm max_rl                      a part of the library, by its short name
+    --provision.job slurm
+    --pre-batch-filters zero_advantage,repetition      a list of parts, with commas between; or []
+    --tasks.sums.sampler my_samplers:Hardest           a class of yours that has a fitting Config
+    --tasks.sums.rubric my_rewards.py:exact,short      reward functions of yours
+    --tasks.sums.validation held_out.jsonl             data, by its file or its name on the hub
+    --trainer.lora                                     a part with its defaults
+    --trainer.lora None                                no part, where the config may do without
+
+What is yours is named by its *location*: a module or a file, a colon, and names in it with commas
+between. A location also gives a function to a field that takes one.
 
 Options that set fields of the part follow as for any other, and make a part that the config leaves
 out. ``command/options.py`` reads these: it knows what the config holds by then. The config that is
@@ -16,29 +20,21 @@ given never changes: each function returns a copy, which shares the parts that n
 import dataclasses
 import importlib
 import inspect
-import re
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args, get_origin
 
-import torchtitan.experiments.rl.data.difficulty_pool
-import torchtitan.experiments.rl.data.replay
-import torchtitan.experiments.rl.rollouts.filters  # noqa: F401 - each defines parts that no config may have named yet
 from torchtitan.config import Configurable
-from torchtitan.experiments.rl.algorithms import Algorithm
 from torchtitan.experiments.rl.bounds import declared, field_annotations
+from torchtitan.experiments.rl.command.part_names import part_named, parts_that_fit
 from torchtitan.experiments.rl.data.rows import RowDataset
-from torchtitan.experiments.rl.data.sampler import SampleStrategy
-from torchtitan.experiments.rl.data.task_mix import TaskMix
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
 from torchtitan.experiments.rl.hosts.jobs import JobConfig
-from torchtitan.experiments.rl.losses import Correction, CrossEntropy, RefKL, RLLoss
 from torchtitan.experiments.rl.process.setup import add_import_folder
-from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.task import Task
 
@@ -135,88 +131,107 @@ def take_named_parts(config: Any, overrides: Sequence[Override]) -> tuple[Any, l
     others: list[Override] = []
     for override in overrides:
         config = _with_parts_on_the_way(config, override)
-        place = _find(config, override)
-        changed = None if place is None else _choose(place) if override.values else place.made()
-        if place is None or changed is None:
+        target = _target_of(config, override)
+        changed = None if target is None else _with_named_part(target)
+        if target is None or changed is None:
             others.append(override)
             continue
-        if len(override.values) > 1:
-            raise place.refusal(
-                f"takes one word, and {override.values[1]!r} follows: several names have commas "
-                "between"
-            )
         config = changed
-        if value_at(config, place.keys) is None:
+        if value_at(config, target.keys) is None:
             others = [other for other in others if not other.sets_inside(override)]
     return config, others
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Field or dict entry that an override names, in the config that holds it."""
+class _Target:
+    """Field or dict entry of a config that may hold a part, and the override that names it."""
 
     config: Any
+    """Whole config, to whose copies the part is given."""
     keys: tuple[str, ...]
     """Names of fields and keys of dicts that lead to the value."""
     override: Override
 
     @property
     def holder(self) -> Any:
+        """Config or dict that holds the value."""
         return value_at(self.config, self.keys[:-1])
 
     @property
     def value(self) -> Any:
+        """Value that the config has."""
         return value_at(self.config, self.keys)
 
     @property
-    def given(self) -> str:
-        """Word that names the part; empty where the option stands alone."""
-        return next(iter(self.override.values), "")
-
-    @property
-    def field(self) -> str:
+    def path(self) -> str:
         """Path of the field, as it was typed."""
         return self.override.option.removeprefix("--")
 
     @property
-    def type(self) -> Any:
+    def word(self) -> str:
+        """First word behind the option; empty where the option stands alone."""
+        return next(iter(self.override.values), "")
+
+    @property
+    def declared_type(self) -> Any:
         """Type that the field declares; None for an entry of a dict."""
         return _declared_type(self.holder, self.keys[-1])
 
     @property
     def may_be_none(self) -> bool:
-        return types.NoneType in get_args(self.type)
+        return types.NoneType in get_args(self.declared_type)
 
     @property
-    def optional_kind(self) -> Any:
-        """Class of the part that the field may hold or leave out; None for any other field."""
-        kind = _only_kind(self.type)
-        return kind if self.may_be_none and not self.is_data else None
+    def optional_class(self) -> Any:
+        """Class of the part that the field holds or leaves out; None for any other field."""
+        if not self.may_be_none or self.is_data:
+            return None
+        return _only_config_class(self.declared_type)
 
     @property
     def is_data(self) -> bool:
+        """True for a task's dataset and its validation set."""
         return isinstance(self.holder, Task.Config) and self.keys[-1] in ("dataset", "validation")
 
     @property
     def takes_function(self) -> bool:
-        return any(get_origin(option) is Callable for option in (self.type, *get_args(self.type)))
+        kinds = (self.declared_type, *get_args(self.declared_type))
+        return any(get_origin(kind) is Callable for kind in kinds)
 
-    def put(self, part: Any) -> Any:
-        """Return a copy of the config with a part in this place."""
+    @property
+    def takes_location(self) -> bool:
+        """True if a class or function of the user's may stand here.
+
+        False for a plain dataclass that the field may leave out, such as ``trainer.lora``.
+        """
+        return self.optional_class is None or isinstance(self.value, Configurable.Config)
+
+    def with_part(self, part: Any) -> Any:
+        """Return a copy of the config that has the part here."""
         return replaced(self.config, self.keys, part)
 
-    def made(self) -> Any | None:
-        """Return the config with the part that an option without a value asks for.
+    def with_default_part(self) -> Any | None:
+        """Return the config with a part here, which has its defaults if it was left out.
 
-        The part has its defaults if the config leaves it out. None: the field holds no part that
-        may be left out.
+        Return None if the field is none that may leave a part out.
         """
-        if self.optional_kind is None:
+        if self.optional_class is None:
             return None
-        return self.put(self.optional_kind()) if self.value is None else self.config
+        return self.config if self.value is not None else self.with_part(self.optional_class())
 
     def refusal(self, cure: str) -> ConfigError:
-        return ConfigError(self.field, self.given, cure)
+        return ConfigError(self.path, self.word, cure)
+
+
+def _target_of(config: Any, override: Override) -> _Target | None:
+    """Return what an override names; None if that can hold no part."""
+    keys = _keys(config, override.name)
+    if keys is None:
+        return None
+    target = _Target(config, keys, override)
+    holds_part = isinstance(target.value, Configurable.Config | JobConfig | list)
+    takes_part = target.takes_function or target.is_data or target.optional_class is not None
+    return target if holds_part or takes_part else None
 
 
 def _declared_type(holder: Any, name: str) -> Any:
@@ -227,8 +242,8 @@ def _declared_type(holder: Any, name: str) -> Any:
     return declared(field_annotations(config_class).get(name)).type
 
 
-def _only_kind(annotation: Any) -> Any:
-    """Return the class of the configs that a field may hold; None if it is no union with one."""
+def _only_config_class(annotation: Any) -> Any:
+    """Return the only config class in a union; None if there are none or several."""
     kinds = [kind for kind in get_args(annotation) if dataclasses.is_dataclass(kind)]
     return kinds[0] if len(kinds) == 1 else None
 
@@ -244,6 +259,20 @@ def _keys(config: Any, name: str) -> tuple[str, ...] | None:
     return tuple(keys)
 
 
+def _names(holder: Any) -> Collection[str]:
+    """Return the names of a config's fields or the keys of a dict."""
+    if dataclasses.is_dataclass(holder):
+        return [entry.name for entry in dataclasses.fields(holder)]
+    return holder if isinstance(holder, dict) else ()
+
+
+def _like(word: str, names: Collection[str]) -> str | None:
+    """Return the name that a word means, where "-" and "_" are the same."""
+    return next(
+        (name for name in names if str(name).replace("-", "_") == word.replace("-", "_")), None
+    )
+
+
 def _with_parts_on_the_way(config: Any, override: Override) -> Any:
     """Return a copy of the config with the parts that it leaves out and an override sets fields of.
 
@@ -254,22 +283,11 @@ def _with_parts_on_the_way(config: Any, override: Override) -> Any:
         keys = _keys(config, ".".join(words[:length]))
         if keys is None:
             return config
-        kind = _only_kind(_declared_type(value_at(config, keys[:-1]), keys[-1]))
+        kind = _only_config_class(_declared_type(value_at(config, keys[:-1]), keys[-1]))
         left_out = value_at(config, keys) is None and kind is not None
         if left_out and _like(words[length], _names(kind)):
             config = replaced(config, keys, kind())
     return config
-
-
-def _find(config: Any, override: Override) -> _Place | None:
-    """Return the place that an override names; None where there is no part."""
-    keys = _keys(config, override.name)
-    if keys is None:
-        return None
-    place = _Place(config, keys, override)
-    has_part = isinstance(place.value, Configurable.Config | JobConfig | list)
-    takes_part = has_part or place.takes_function or place.is_data
-    return place if takes_part or place.optional_kind is not None else None
 
 
 def options_of_absent_part(config: Any, name: str) -> list[str]:
@@ -286,206 +304,174 @@ def options_of_absent_part(config: Any, name: str) -> list[str]:
     ]
 
 
-def _names(holder: Any) -> Collection[str]:
-    if dataclasses.is_dataclass(holder):
-        return [entry.name for entry in dataclasses.fields(holder)]
-    return holder if isinstance(holder, dict) else ()
+def _with_named_part(target: _Target) -> Any | None:
+    """Return the config with the part that the override names; None if it sets a plain value.
+
+    Raises:
+        ConfigError: the words name no part that fits the field.
+    """
+    words = target.override.values
+    if not words:
+        return target.with_default_part()
+    changed = _with_part_of_word(target)
+    if changed is not None and len(words) > 1:
+        raise target.refusal(
+            f"takes one word, and {words[1]!r} follows: several names have commas between"
+        )
+    return changed
 
 
-def _like(word: str, names: Collection[str]) -> str | None:
-    return next(
-        (name for name in names if str(name).replace("-", "_") == word.replace("-", "_")), None
+def _with_part_of_word(target: _Target) -> Any | None:
+    """Return the config with the part that the word names; None if the word is a plain value.
+
+    Raises:
+        ConfigError: the word names no part that fits the field.
+    """
+    if target.word in NONE and target.may_be_none:
+        return target.with_part(None)
+    if isinstance(target.value, list):
+        return _with_parts_of_list(target)
+    if ":" in target.word and target.takes_location:
+        return target.with_part(_part_at(target))
+    if target.is_data:
+        return _with_data(target)
+    if isinstance(target.value, Rubric.Config):
+        raise target.refusal(
+            "a rubric is reward functions and their place: a file or a module, a colon, names: "
+            f"my_rewards.py:{target.word}; each is fn(completion, example)"
+        )
+    return _with_part_of_name(target)
+
+
+def _with_parts_of_list(target: _Target) -> Any | None:
+    """Return the config with a list of parts; None if the field is a list of plain values."""
+    kinds = [kind for kind in get_args(target.declared_type) if inspect.isclass(kind)]
+    if len(kinds) != 1 or not parts_that_fit(kinds[0]):
+        return None
+    names = [] if target.word in ("", EMPTY, *NONE) else target.word.split(",")
+    return target.with_part([_config_named(target, name, kinds[0]) for name in names])
+
+
+def _with_data(target: _Target) -> Any | None:
+    """Return the config with a file or a dataset of the hub, read as the task's dataset is.
+
+    Return None if the task's dataset is none of rows.
+    """
+    rows = target.value or target.holder.dataset
+    if not isinstance(rows, RowDataset.Config):
+        return None
+    if target.word in NONE:
+        raise target.refusal("a task can't do without it: name a file, or a dataset of the hub")
+    split_name = "train" if target.value is None else rows.split
+    return target.with_part(
+        dataclasses.replace(rows, path=target.word, rows=None, split=split_name)
     )
 
 
-def _choose(place: _Place) -> Any | None:
-    """Return the config with the part that is named in its place; None for a field's plain value.
+def _with_part_of_name(target: _Target) -> Any | None:
+    """Return the config with a part of the library; None if parts of the field have no names.
 
-    Raises:
-        ConfigError: the name is none of a part that fits the field.
+    A part of the class that the field holds already keeps what the config says of it.
     """
-    kind, held, given = place.type, place.value, place.given
-    if given in NONE and place.may_be_none:
-        return place.put(None)
-    if isinstance(held, list):
-        return _choose_several(place)
-    is_plain = place.optional_kind is not None and not isinstance(held, Configurable.Config)
-    if ":" in given and not is_plain:
-        return place.put(_at_place(place))
-    if place.is_data:
-        return _choose_data(place)
-    if isinstance(held, Rubric.Config):
-        cure = (
-            "a rubric is reward functions and their place: a file or a module, a colon, names: "
-            f"my_rewards.py:{given}"
-        )
-        raise place.refusal(f"{cure}; each is fn(completion, example)")
-    if inspect.isclass(kind) and parts_that_fit(kind):  # so it is no union, and never left out
-        part = _config_named(place, given, kind)
-        # A part of the same kind keeps what the config says of it.
-        return place.config if type(held) is type(part) else place.put(part)
-    return None
-
-
-def _choose_several(place: _Place) -> Any | None:
-    """Return the config with a list of parts that are named with commas between."""
-    kinds = [kind for kind in get_args(place.type) if inspect.isclass(kind)]
-    if len(kinds) != 1 or not parts_that_fit(kinds[0]):
+    wanted = target.declared_type
+    if not inspect.isclass(wanted) or not parts_that_fit(wanted):
         return None
-    names = [] if place.given in ("", EMPTY, *NONE) else place.given.split(",")
-    return place.put([_config_named(place, name, kinds[0]) for name in names])
+    part = _config_named(target, target.word, wanted)
+    return target.config if type(target.value) is type(part) else target.with_part(part)
 
 
-def _choose_data(place: _Place) -> Any | None:
-    """Return the config with a file or a dataset of the hub, read as the task's dataset is."""
-    rows = place.value or place.holder.dataset
-    if not isinstance(rows, RowDataset.Config):
-        return None
-    if place.given in NONE:
-        raise place.refusal("a task can't do without it: name a file, or a dataset of the hub")
-    split_name = "train" if place.value is None else rows.split
-    return place.put(dataclasses.replace(rows, path=place.given, rows=None, split=split_name))
+def _config_named(target: _Target, name: str, wanted: type[Any]) -> Any:
+    """Return the config of a part of the library by its name, or of a class by its location.
 
-
-def _config_named(place: _Place, name: str, wanted: type[Any]) -> Any:
-    """Return the config of a part by its name, or of a class of the user's by its place."""
+    Args:
+        wanted: config class that the field holds.
+    """
     if ":" in name:
-        return _config_of(place, _objects(place, name), wanted)
+        return _config_of_class(target, _objects_at(target, name), wanted)
     parts = parts_that_fit(wanted)
-    if (found := part_named(name, parts)) is None:
-        raise place.refusal(
+    config_class = part_named(name, parts)
+    if config_class is None:
+        raise target.refusal(
             f"name one of {', '.join(parts)}, or a class of yours as my_module:MyClass"
         )
-    return _made(place, found)
+    return _made(target, config_class)
 
 
-def _at_place(place: _Place) -> Any:
-    """Return the config of a class, a function, or a rubric of functions, by their place."""
-    found = _objects(place, place.given)
+def _part_at(target: _Target) -> Any:
+    """Return the function, the config of a class, or the rubric of functions at a location."""
+    found = _objects_at(target, target.word)
     first, *others = found.values()
-    if place.takes_function and callable(first) and not others:
+    if target.takes_function and callable(first) and not others:
         return first
-    if inspect.isclass(first) or not isinstance(place.value, Rubric.Config):
-        return _config_of(
-            place, found, place.type if inspect.isclass(place.type) else Configurable.Config
-        )
+    if inspect.isclass(first) or not isinstance(target.value, Rubric.Config):
+        declares_class = inspect.isclass(target.declared_type)
+        wanted = target.declared_type if declares_class else Configurable.Config
+        return _config_of_class(target, found, wanted)
     for name, entry in found.items():
         if not callable(entry) or inspect.isclass(entry):
-            raise place.refusal(
+            raise target.refusal(
                 f"{name} is no function: want reward functions fn(completion, example)"
             )
-    return dataclasses.replace(place.value, reward_fns=list(found.values()))
+    return dataclasses.replace(target.value, reward_fns=list(found.values()))
 
 
-def _config_of(place: _Place, found: dict[str, Any], wanted: type[Any]) -> Any:
+def _config_of_class(target: _Target, found: dict[str, Any], wanted: type[Any]) -> Any:
+    """Return the config of the one class that was found.
+
+    Raises:
+        ConfigError: it is no class, there are several, or its Config does not fit the field.
+    """
     (name, first), *others = found.items()
     if others or not inspect.isclass(first):
-        raise place.refusal(f"{place.given.rpartition(':')[2]} is no class with a Config")
-    config = getattr(first, "Config", first)
-    if not (inspect.isclass(config) and issubclass(config, wanted)):
-        raise place.refusal(f"{name} is no {wanted.__qualname__.removesuffix('.Config')}")
-    return _made(place, config)
+        names = target.word.rpartition(":")[2]
+        raise target.refusal(f"{names} is no class with a Config")
+    config_class = getattr(first, "Config", first)
+    if not (inspect.isclass(config_class) and issubclass(config_class, wanted)):
+        raise target.refusal(f"{name} is no {wanted.__qualname__.removesuffix('.Config')}")
+    return _made(target, config_class)
 
 
-def _made(place: _Place, wanted: type[Any]) -> Any:
-    with user_code(place.field, place.given, "its Config can't be made without arguments"):
-        return wanted()
+def _made(target: _Target, config_class: type[Any]) -> Any:
+    """Return a config with its defaults."""
+    with user_code(target.path, target.word, "its Config can't be made without arguments"):
+        return config_class()
 
 
-def _objects(place: _Place, words: str) -> dict[str, Any]:
-    """Return what a module or file has by the names behind the colon."""
-    path, _, names = words.rpartition(":")
-    module = _module(place, path)
+def _objects_at(target: _Target, location: str) -> dict[str, Any]:
+    """Return what a module or file has by the names behind the colon.
+
+    Raises:
+        ConfigError: there is no such module or file, it can't be imported, or it lacks a name.
+    """
+    path, _, names = location.rpartition(":")
+    module = _import_module(target, path)
     for name in names.split(","):
         if not hasattr(module, name):
-            own = [
+            defined = [
                 key
                 for key, entry in vars(module).items()
                 if getattr(entry, "__module__", None) == module.__name__
             ]
-            raise place.refusal(f"{path} has no {name!r}; it defines {', '.join(own) or 'nothing'}")
+            raise target.refusal(
+                f"{path} has no {name!r}; it defines {', '.join(defined) or 'nothing'}"
+            )
     return {name: getattr(module, name) for name in names.split(",")}
 
 
-def _module(place: _Place, path: str) -> ModuleType:
-    """Import a module by its name, or a .py file under its stem."""
+def _import_module(target: _Target, path: str) -> ModuleType:
+    """Import a module by its name, or a .py file under its stem.
+
+    Raises:
+        ConfigError: there is none, it can't be imported, or another module has the file's name.
+    """
     name = path
     if path.endswith(".py"):
         file = Path(path).expanduser().resolve()
         name = file.stem
         if not file.is_file():
-            raise MissingError(place.field, place.given, f"no such file: {path}")
+            raise MissingError(target.path, target.word, f"no such file: {path}")
         if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(file):
-            raise place.refusal(f"a module is named {name!r} already: rename the file")
+            raise target.refusal(f"a module is named {name!r} already: rename the file")
         add_import_folder(file.parent)
-    with user_code(place.field, place.given, f"{path} can't be imported"):
+    with user_code(target.path, target.word, f"{path} can't be imported"):
         return importlib.import_module(name)
-
-
-KINDS: tuple[type[Any], ...] = (
-    Algorithm,
-    SampleStrategy,
-    TaskMix,
-    RLLoss,
-    CrossEntropy,
-    RefKL,
-    Correction,
-    Filter,
-)
-"""Bases of the parts that have names."""
-BASES_ONLY = ("Algorithm", "GroupRewards")
-"""Classes that give no credit themselves, and so have no names."""
-PACKAGE = "torchtitan.experiments.rl."
-
-
-def parts_that_fit(config_class: type[Any]) -> dict[str, type[Any]]:
-    """Return the config classes of the library that fit a field of this class, by name.
-
-    Empty where the parts of such a field have no names.
-    """
-    if issubclass(config_class, JobConfig):
-        return JobConfig.by_name
-    base = next((kind for kind in KINDS if issubclass(config_class, kind.Config)), None)
-    if base is None:
-        return {}
-    found = [
-        kind
-        for kind in _with_subclasses(base)
-        if kind.__module__.startswith(PACKAGE) and kind.__name__ not in BASES_ONLY
-    ]
-    found = [
-        kind
-        for kind in found
-        if not inspect.isabstract(kind) and issubclass(kind.Config, config_class)
-    ]
-    return {
-        snake_case(kind.__name__): kind.Config
-        for kind in sorted(found, key=lambda kind: snake_case(kind.__name__))
-    }
-
-
-def names_of_parts(annotation: Any) -> list[str]:
-    """Return the names of the library's parts that a field may hold, one or a list of them."""
-    kind = declared(annotation).type
-    kinds = get_args(kind) if get_origin(kind) is list else (kind,)
-    if len(kinds) != 1 or not inspect.isclass(kinds[0]):
-        return []
-    return list(parts_that_fit(kinds[0]))
-
-
-def part_named(name: str, parts: dict[str, type[Any]]) -> type[Any] | None:
-    return next((part for known, part in parts.items() if _plain(known) == _plain(name)), None)
-
-
-def snake_case(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-
-
-def _plain(name: str) -> str:
-    return re.sub("[-_]", "", name).lower()
-
-
-def _with_subclasses(base: type[Any]) -> Iterator[type[Any]]:
-    yield base
-    for kind in base.__subclasses__():
-        yield from _with_subclasses(kind)

@@ -58,7 +58,7 @@ CURE = "user_code.preflight_timeout_s = 0 leaves this check out"
 
 @dataclass(kw_only=True, slots=True)
 class PreflightResult:
-    """What the preflight saw of one task. It is filled on the way, until the task hangs."""
+    """Findings of the preflight on one task, filled in on the way until the task hangs."""
 
     prompt: str = ""
     """First prompt, with its special tokens; "" if there was none."""
@@ -67,7 +67,7 @@ class PreflightResult:
     lacks_answers: bool = False
     """True if the task knows where a row's answer stands, and no row that was tried has one."""
     warnings: list[str] = field(default_factory=list)
-    """What a person should know before the run, a line each."""
+    """Lines that a person should read before the run."""
 
 
 def run_preflight(
@@ -121,7 +121,7 @@ class Preflight:
         )
         self._last_words = last_words
         self._step = ""
-        """What is tried now, for errors."""
+        """Step of the preflight that is tried now, for errors."""
 
     def run_within(self, limit_s: float) -> None:
         """Try the task, in an event loop and a thread of its own, which is abandoned if it hangs.
@@ -239,26 +239,35 @@ class Preflight:
         self.result.prompt_token_ids = rollout.turns[0].prompt_token_ids
 
     async def _score(self, group: RolloutGroup) -> None:
-        """Have the task give the group its rewards and its credit."""
+        """Have the task give the group its rewards and its credit.
+
+        A group of which too few are scored refuses nothing: these are replies of no model.
+        """
         task = self._task
         if type(task).score_group is not Task.score_group:
             self._announce("score_group of a group of scripted replies")
-            failure = await task.score_group(group)
-            if failure is not None:
-                raise self._refusal(failure, traceback=_first_traceback(group))
+            await task.score_group(group)
+            self._check_scored(group)
             return
         functions = ", ".join(task.rubric.names) or type(task.rubric).__name__
         self._announce(f"the rewards of the reply {REPLY!r} by {functions}")
         await task.score_rewards(group)
-        for rollout in group.rollouts:
-            if rollout.status is RolloutStatus.ERROR:
-                raise self._refusal(str(rollout.error), "rubric", traceback=rollout.traceback)
+        self._check_scored(group, "rubric")
         for rollout in group.scored[1::2]:
             rollout.amend(reward=0.0 if rollout.reward else 1.0)
         self._announce("the credit of a group of scripted replies")
-        failure = await task.give_credit(group)
-        if failure is not None:
-            raise self._refusal(failure, "algorithm", traceback=_first_traceback(group))
+        await task.give_credit(group)
+        self._check_scored(group, "algorithm")
+
+    def _check_scored(self, group: RolloutGroup, part: str = "") -> None:
+        """Refuse the config if a rollout of the group failed while it was scored.
+
+        Args:
+            part: part of the task that scored it; "" for the task itself.
+        """
+        for rollout in group.rollouts:
+            if rollout.status is RolloutStatus.ERROR:
+                raise self._refusal(str(rollout.error), part, traceback=rollout.traceback)
 
     def _filter(self, group: RolloutGroup) -> None:
         self._announce("the filters")
@@ -293,7 +302,7 @@ class Preflight:
         """Return the error that refuses the config because of what was tried.
 
         Args:
-            part: the part of the task at fault; "" for the task itself.
+            part: part of the task at fault; "" for the task itself.
             traceback: frames of the user's code.
         """
         task = self._task
@@ -317,10 +326,6 @@ class Preflight:
         if not isinstance(row, dict) or not row:
             return ""
         return f"; the row has {', '.join(repr(text_of(name)) for name in row)}"
-
-
-def _first_traceback(group: RolloutGroup) -> str:
-    return next((rollout.traceback for rollout in group.rollouts if rollout.traceback), "")
 
 
 def _copy(rollout: Rollout, index: int) -> Rollout:

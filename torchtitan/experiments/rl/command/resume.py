@@ -52,31 +52,36 @@ ABSENT = "(absent)"
 
 @dataclass(frozen=True, slots=True)
 class Change:
+    """Field whose value differs between a resumed run and the command that resumes it."""
+
     field: str
+    """Path of the field."""
     saved: Any
-    """The value the run was started with; ABSENT where it had no such field."""
+    """Value that the run was started with; ABSENT if it had no such field."""
     new: Any
+    """Value that the command gives; ABSENT if its config has no such field."""
     allowed: bool = False
+    """True if a resumed run may change the field."""
 
     def __str__(self) -> str:
         return f"{self.field} = {self.new!r} (was {self.saved!r})"
 
 
 def compare(saved: Any, config: Any) -> list[Change]:
-    """Return what differs between a resolved config and a config, in the order of the latter.
+    """Return the differences between a run's resolved config and a config, in the latter's order.
 
-    The fields of the config say which of them may.
+    The annotations of the config's fields say which of them may change.
     """
-    may = [path for path, _, annotation in walk(config) if declared(annotation).may_change]
+    changeable = [path for path, _, annotation in walk(config) if declared(annotation).may_change]
     return [
-        Change(
-            path,
-            before,
-            now,
-            any(f"{path}.".startswith((f"{field}.", f"{field}[")) for field in may),
-        )
+        Change(path, before, now, any(_is_or_lies_in(path, field) for field in changeable))
         for path, before, now in _differences(saved, resolved_config(config), "")
     ]
+
+
+def _is_or_lies_in(path: str, field: str) -> bool:
+    """Return True if a path names a field, or a place inside the field's value."""
+    return path == field or path.startswith((f"{field}.", f"{field}["))
 
 
 def check_changes(changes: list[Change]) -> None:
@@ -95,27 +100,43 @@ def check_changes(changes: list[Change]) -> None:
 
 
 def _differences(before: Any, now: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield path, old and new value of each difference of two resolved configs.
+    """Yield path, old and new value of each place in which two resolved configs differ.
 
-    The value of a part is the class that its config builds.
+    Args:
+        path: path of the two values in their configs; "" for whole configs.
     """
-    if isinstance(before, list) and isinstance(now, list) and before and now:
-        before, now = (
-            {f"[{index}]": entry for index, entry in enumerate(entries)}
-            for entries in (before, now)
-        )
     if isinstance(before, dict) and isinstance(now, dict):
-        # Fields of two classes say nothing about each other.
-        same_class = before.get("class") == now.get("class")
-        for key in {**now, **before} if same_class else ("class",):
-            inside = f"{path}.{key}".removeprefix(".").replace(".[", "[")
-            yield from _differences(before.get(key, ABSENT), now.get(key, ABSENT), inside)
+        yield from _differences_of_entries(before, now, path)
+    elif isinstance(before, list) and isinstance(now, list) and before and now:
+        yield from _differences_of_entries(_by_index(before), _by_index(now), path)
     elif before != now:
-        old, new = (
-            value["class"] if isinstance(value, dict) and "class" in value else value
-            for value in (before, now)
-        )
-        yield path, old, new
+        yield path, _class_or_value(before), _class_or_value(now)
+
+
+def _differences_of_entries(
+    before: dict[str, Any], now: dict[str, Any], path: str
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the differences of two dicts' entries: those of ``now`` first, then those that went.
+
+    Of parts of two classes the classes alone are compared: their fields say nothing about each
+    other.
+    """
+    keys = [*now, *(key for key in before if key not in now)]
+    if before.get("class") != now.get("class"):
+        keys = ["class"]
+    for key in keys:
+        inside = f"{path}{key}" if key.startswith("[") else f"{path}.{key}".removeprefix(".")
+        yield from _differences(before.get(key, ABSENT), now.get(key, ABSENT), inside)
+
+
+def _by_index(entries: list[Any]) -> dict[str, Any]:
+    """Return the entries of a list by the ends of their paths, such as ``[0]``."""
+    return {f"[{index}]": entry for index, entry in enumerate(entries)}
+
+
+def _class_or_value(value: Any) -> Any:
+    """Return the class that a part's resolved config builds; any other value as it is."""
+    return value["class"] if isinstance(value, dict) and "class" in value else value
 
 
 def save_config(run_dir: Path, config: Any) -> Any:
@@ -150,7 +171,8 @@ def _qualified_name(value: Any) -> str:
     return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
-RESUME, INIT_FROM = "--resume", "--init-from"
+RESUME = "--resume"
+INIT_FROM = "--init-from"
 AUTO = "auto"
 
 
@@ -160,10 +182,13 @@ class ResumedRun:
 
     run_dir: Path
     checkpoint: Path
-    """Verified."""
+    """Verified checkpoint from which the run goes on."""
     saved: SavedCommand
+    """Command that started the run."""
     saved_config: dict[str, Any]
+    """Resolved config that the run was started with."""
     lock: BinaryIO
+    """Locked file of the run folder; the lock is held until the file is closed."""
     lines: list[str] = field(default_factory=list)
     """Lines for the person who resumes: checkpoints that were refused, fields that changed."""
 
@@ -173,7 +198,7 @@ class ResumedRun:
 
     @property
     def checkpoints(self) -> int:
-        """Complete ones in the run folder."""
+        """Number of complete checkpoints in the run folder."""
         return len(checkpoints(self.run_dir))
 
     def command(self, given: Command) -> Command:
@@ -188,7 +213,7 @@ class ResumedRun:
         return command
 
     def has_ended(self, config: RunConfig) -> bool:
-        """Return whether every step is taken, and the policy saved if the config asks for it."""
+        """Return True if every step is taken, and the policy saved if the config asks for it."""
         saved = any(path.name == f"step-{self.step}" for path in policies(self.run_dir))
         return self.step >= config.steps and (saved or not config.trainer.save_final_model)
 
@@ -199,50 +224,62 @@ class ResumedRun:
             ConfigError: a field differs that may not change.
         """
         files = files_of_models(config)
-        for path, now in files.items():
-            before = self.saved.model_files.get(path)
-            if before is not None and (
-                other := [name for name in {**before, **now} if before.get(name) != now.get(name)]
-            ):
-                cure = (
-                    f"its {sorted(other)[0]} is not the one the run began with: put that back, or "
-                    "start a new run"
-                )
-                raise ConfigError(
-                    "model.hf_assets_path" if path == config.model.hf_assets_path else "path",
-                    path,
-                    cure,
-                )
+        self._check_model_files(config, files)
         changes = compare(self.saved_config, config)
         check_changes([change for change in changes if not self._moved(change, files)])
         self.lines += [f"changed     {change}" for change in changes]
-        if (stretched := self._schedule_line(config)) is not None:
+        stretched = self._schedule_line(config)
+        if stretched is not None:
             self.lines.append(stretched)
+
+    def _check_model_files(self, config: RunConfig, files: dict[str, dict[str, str]]) -> None:
+        """Refuse a model's folder, named as when the run began, whose files have changed since.
+
+        Args:
+            files: digests of the files of each model, by the path of its folder.
+
+        Raises:
+            ConfigError: names the folder and the first file that differs.
+        """
+        for path, now in files.items():
+            before = self.saved.model_files.get(path)
+            if before is None or before == now:
+                continue
+            first = min(name for name in {**before, **now} if before.get(name) != now.get(name))
+            field = "model.hf_assets_path" if path == config.model.hf_assets_path else "path"
+            cure = (
+                f"its {first} is not the one the run began with: put that back, or start a new run"
+            )
+            raise ConfigError(field, path, cure)
 
     def _schedule_line(self, config: RunConfig) -> str | None:
         """Return how the learning rate goes on, if the resumed run has another schedule."""
-        trainer, own = self.saved_config.get("trainer") or {}, config.trainer.lr_scheduler
-        rate, schedule = (trainer.get("optimizer") or {}).get("lr"), trainer.get("lr_scheduler")
-        if not rate or not schedule or not self.step:
+        saved_trainer = self.saved_config.get("trainer") or {}
+        saved_rate = (saved_trainer.get("optimizer") or {}).get("lr")
+        saved_fields = saved_trainer.get("lr_scheduler")
+        if not saved_rate or not saved_fields or not self.step:
             return None
-        names = [entry.name for entry in dataclasses.fields(own)]
-        saved = dataclasses.replace(
-            own, **{name: schedule[name] for name in names if name in schedule}
+        schedule = config.trainer.lr_scheduler
+        names = [entry.name for entry in dataclasses.fields(schedule)]
+        saved_schedule = dataclasses.replace(
+            schedule, **{name: saved_fields[name] for name in names if name in saved_fields}
         )
-        before = rate * learning_rate_factor(saved, self.saved_config["steps"], self.step)
-        after = config.trainer.optimizer.lr * learning_rate_factor(own, config.steps, self.step + 1)
-        planned = rate * learning_rate_factor(saved, self.saved_config["steps"], self.step + 1)
+        saved_steps = self.saved_config["steps"]
+        step = self.step
+        before = saved_rate * learning_rate_factor(saved_schedule, saved_steps, step)
+        planned = saved_rate * learning_rate_factor(saved_schedule, saved_steps, step + 1)
+        after = config.trainer.optimizer.lr * learning_rate_factor(schedule, config.steps, step + 1)
         if math.isclose(after, planned, rel_tol=1e-6):
             return None
         return (
-            f"schedule    the learning rate goes from {before:.3g} at step {self.step} to "
-            f"{after:.3g} at step {self.step + 1}: "
-            f"its schedule is now one of {own.total_steps or config.steps} steps "
+            f"schedule    the learning rate goes from {before:.3g} at step {step} to "
+            f"{after:.3g} at step {step + 1}: "
+            f"its schedule is now one of {schedule.total_steps or config.steps} steps "
             "(trainer.lr_scheduler, trainer.optimizer.lr)"
         )
 
     def _moved(self, change: Change, files: dict[str, dict[str, str]]) -> bool:
-        """Return whether a model's folder has another path and holds the same model."""
+        """Return True if the change is another path of a model's folder with the same files."""
         before = self.saved.model_files.get(change.saved) if isinstance(change.saved, str) else None
         return bool(before) and files.get(change.new) == before
 
@@ -251,7 +288,7 @@ def learning_rate_factor(schedule: LRSchedulersContainer.Config, steps: int, ste
     """Return the share of the learning rate that a step is taken with; 0 after the schedule's end.
 
     Args:
-        steps: of the run.
+        steps: number of steps of the run.
         step: number of the step, counted from 1.
     """
     total = schedule.total_steps or steps
@@ -266,14 +303,14 @@ def learning_rate_factor(schedule: LRSchedulersContainer.Config, steps: int, ste
 def find_resumed(
     given: str, *, config_name: str | None = None, output_dir: str | None = None
 ) -> ResumedRun | None:
-    """Return the run to go on with, and its newest valid checkpoint.
+    """Return the run that goes on, with its newest valid checkpoint or the one that is named.
 
     Args:
-        given: a run folder, a checkpoint in one, or "auto": the newest run of ``config_name`` in
+        given: run folder, checkpoint in one, or "auto" for the newest run of ``config_name`` in
             ``output_dir``.
 
     Returns:
-        None: "auto" found no run with a checkpoint.
+        The run; None if "auto" found no run with a checkpoint.
 
     Raises:
         ConfigError: there is no such run, it has no valid checkpoint, or another process runs in
@@ -283,9 +320,9 @@ def find_resumed(
         newest = _newest_run(Path(output_dir or "."), str(config_name))
         if newest is None or not checkpoints(newest):
             return None
-        return _opened(newest, None, given)
-    run_dir, checkpoint = _located(given, RESUME)
-    return _opened(run_dir, checkpoint, given)
+        return _open_run(newest, None, given)
+    run_dir, checkpoint = _locate(given, RESUME)
+    return _open_run(run_dir, checkpoint, given)
 
 
 def find_initial(given: str, config: RunConfig) -> tuple[Path, list[str]]:
@@ -294,8 +331,8 @@ def find_initial(given: str, config: RunConfig) -> tuple[Path, list[str]]:
     Raises:
         ConfigError: there is none, or it is of another model.
     """
-    run_dir, checkpoint = _located(given, INIT_FROM)
-    path, refused = _verified(run_dir, checkpoint, given, INIT_FROM)
+    run_dir, checkpoint = _locate(given, INIT_FROM)
+    path, refused = _verify_checkpoint(run_dir, checkpoint, given, INIT_FROM)
     saved, saved_config = read_saved(run_dir, path)
     old_path = str(((saved_config or {}).get("model") or {}).get("hf_assets_path"))
     old = saved.model_files.get(old_path, {}).get("config.json") if saved is not None else None
@@ -317,9 +354,8 @@ def _check_adapters(given: str, saved: dict[str, Any], config: RunConfig) -> Non
     Raises:
         ConfigError: what the checkpoint holds is not what is trained.
     """
-    before, now = (
-        (side.get("trainer") or {}).get("lora") for side in (saved, resolved_config(config))
-    )
+    before = (saved.get("trainer") or {}).get("lora")
+    now = resolved_config(config.trainer.lora)
     if before is None and now is None:
         return
     if before is None:
@@ -346,8 +382,8 @@ def find_checkpoint(given: str) -> tuple[Path, Path]:
         ConfigError: there is none.
     """
     option = "RUN_OR_CHECKPOINT"
-    run_dir, checkpoint = _located(given, option)
-    return run_dir, _verified(run_dir, checkpoint, given, option)[0]
+    run_dir, checkpoint = _locate(given, option)
+    return run_dir, _verify_checkpoint(run_dir, checkpoint, given, option)[0]
 
 
 def files_of_models(config: RunConfig) -> dict[str, dict[str, str]]:
@@ -364,11 +400,21 @@ def read_saved(*folders: Path) -> tuple[SavedCommand | None, dict[str, Any] | No
 
     The folders are the run's, then its checkpoints with their copies.
     """
-    commands, configs = map(read_command, folders), map(read_config, folders)
-    return next(filter(None, commands), None), next(filter(None, configs), None)
+    command = next(filter(None, map(read_command, folders)), None)
+    config = next(filter(None, map(read_config, folders)), None)
+    return command, config
 
 
-def _opened(run_dir: Path, checkpoint: Path | None, given: str) -> ResumedRun:
+def _open_run(run_dir: Path, checkpoint: Path | None, given: str) -> ResumedRun:
+    """Read a run's command and config, lock its folder, and verify the checkpoint to go on from.
+
+    Args:
+        checkpoint: checkpoint that the command names; None for the newest that is valid.
+
+    Raises:
+        ConfigError: the folder holds no such run, its checkpoint is not valid, or another process
+            runs in it.
+    """
     saved, saved_config = read_saved(run_dir, *reversed(checkpoints(run_dir)))
     if saved is None or saved_config is None:
         cure = (
@@ -378,7 +424,7 @@ def _opened(run_dir: Path, checkpoint: Path | None, given: str) -> ResumedRun:
         raise ConfigError(RESUME, str(run_dir), cure)
     lock = lock_run_folder(run_dir, field=RESUME)
     try:
-        path, refused = _verified(run_dir, checkpoint, given, RESUME)
+        path, refused = _verify_checkpoint(run_dir, checkpoint, given, RESUME)
     except ConfigError:
         lock.close()
         raise
@@ -389,7 +435,7 @@ def _opened(run_dir: Path, checkpoint: Path | None, given: str) -> ResumedRun:
     return ResumedRun(run_dir, path, saved, saved_config, lock, lines)
 
 
-def _located(given: str, option: str) -> tuple[Path, Path | None]:
+def _locate(given: str, option: str) -> tuple[Path, Path | None]:
     """Return the run folder, and the checkpoint where ``given`` names one.
 
     A folder of no known kind may be a run whose checkpoints are gone, and is refused as such later.
@@ -422,16 +468,25 @@ def _located(given: str, option: str) -> tuple[Path, Path | None]:
     raise ConfigError(option, given, cure)
 
 
-def _verified(
+def _verify_checkpoint(
     run_dir: Path, checkpoint: Path | None, given: str, option: str
 ) -> tuple[Path, list[str]]:
+    """Return a checkpoint that is whole and safe to read, and why newer ones were refused.
+
+    Args:
+        checkpoint: checkpoint that the command names; None for the run's newest that is valid.
+
+    Raises:
+        ConfigError: there is none.
+    """
     try:
         if checkpoint is None:
             path, refused = newest_valid(run_dir)
         else:
             verify(checkpoint)
-            step_of(checkpoint)
-            path, refused = checkpoint, []
+            step_of(checkpoint)  # raises if its name says no step
+            path = checkpoint
+            refused = []
         for folder in (path / TRAINER_FOLDER).glob("step-*"):
             check_pickles(folder)
         return path, refused
@@ -441,12 +496,10 @@ def _verified(
 
 def _newest_run(output_dir: Path, config_name: str) -> Path | None:
     """Return the run of a config that was started or resumed last; None if there is none."""
-    commands = {
-        path: read_command(path) for path in (output_dir.iterdir() if output_dir.is_dir() else ())
-    }
-    started = {
-        path: saved.started
-        for path, saved in commands.items()
-        if saved and saved.config_name == config_name
-    }
+    folders = output_dir.iterdir() if output_dir.is_dir() else ()
+    started = {}
+    for folder in folders:
+        command = read_command(folder)
+        if command is not None and command.config_name == config_name:
+            started[folder] = command.started
     return max(started, key=started.__getitem__).resolve() if started else None

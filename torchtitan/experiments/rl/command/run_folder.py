@@ -1,4 +1,7 @@
-"""The run's folder, which a run makes and a plan makes and removes again, as a test."""
+"""The folder of a run: made, tried, locked, and read again by the command that resumes the run.
+
+A dry run makes the folder too, to try it, and removes it again.
+"""
 
 import contextlib
 import fcntl
@@ -21,7 +24,7 @@ _LONGEST_FILE = (
     "checkpoint-step-000000000-sharded-and-the-name-of-a-file-in-it-"
     "which-may-have-sixty-characters.safetensors"
 )
-"""As long as the paths that a run writes in its folder."""
+"""Name of a file whose path is as long as the longest that a run writes in its folder."""
 
 
 def make_run_folder(
@@ -35,9 +38,9 @@ def make_run_folder(
     """Make the run's folder, and write and remove a file in it.
 
     Args:
-        given: the value of --run-dir; None: a new folder in ``output_dir``.
-        keep: False removes whatever folders were made.
-        may_hold: patterns of files that it may hold already.
+        given: value of --run-dir; None for a new folder in ``output_dir``.
+        keep: False to remove again whatever folders were made.
+        may_hold: patterns of files that the folder may hold already.
 
     Returns:
         Its absolute path.
@@ -45,42 +48,52 @@ def make_run_folder(
     Raises:
         ConfigError: it holds files, or can't be made or written. What was made of it is removed.
     """
-    field, value = ("output_dir", output_dir) if given is None else ("--run-dir", given)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    folder = (
-        Path(output_dir) / f"{config_name}-{stamp}-{os.getpid()}" if given is None else Path(given)
-    )
+    if given is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        folder = Path(output_dir) / f"{config_name}-{stamp}-{os.getpid()}"
+    else:
+        folder = Path(given)
     made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     kept = False
     try:
-        if os.path.isdir(folder) and not all(
-            any(map(file.match, may_hold)) for file in folder.iterdir()
-        ):
-            cure = "holds files already; name a new folder, nothing in it is overwritten"
-            if checkpoints(folder):
-                cure += f"; --resume {folder} goes on with the run in it"
-            raise ConfigError("--run-dir", str(folder), cure)
+        _check_holds_no_files(folder, may_hold)
+        # A path that is too long is refused before a thousand folders of it are made.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(
-                folder / _LONGEST_FILE
-            )  # a path that is too long: before a thousand folders of it are made
+            os.lstat(folder / _LONGEST_FILE)
         folder.mkdir(parents=True, exist_ok=True)
         _write_and_remove(folder)
         kept = keep
         return str(folder.resolve())
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a null character
-        if isinstance(error, ConfigError):
-            raise
+        field, value = ("output_dir", output_dir) if given is None else ("--run-dir", given)
         is_file = os.path.exists(value) and not os.path.isdir(value)
-        raise ConfigError(
-            field,
-            value,
-            f"{'is a file' if is_file else _cause(error)}; name a folder that can be written",
-        ) from None
+        fault = "is a file" if is_file else _cause(error)
+        raise ConfigError(field, value, f"{fault}; name a folder that can be written") from None
     finally:
         for path in () if kept else made:
             with contextlib.suppress(OSError, ValueError):  # it was not made
                 path.rmdir()
+
+
+def _check_holds_no_files(folder: Path, may_hold: Collection[str]) -> None:
+    """Refuse a folder for a new run that holds files.
+
+    Args:
+        may_hold: patterns of files that it may hold.
+
+    Raises:
+        ConfigError: it holds others.
+    """
+    if not os.path.isdir(folder):
+        return
+    if all(any(map(file.match, may_hold)) for file in folder.iterdir()):
+        return
+    cure = "holds files already; name a new folder, nothing in it is overwritten"
+    if checkpoints(folder):
+        cure += f"; --resume {folder} goes on with the run in it"
+    raise ConfigError("--run-dir", str(folder), cure)
 
 
 def check_run_folder(run_dir: Path, *, field: str) -> None:
@@ -92,11 +105,8 @@ def check_run_folder(run_dir: Path, *, field: str) -> None:
     try:
         _write_and_remove(run_dir)
     except OSError as error:
-        raise ConfigError(
-            field,
-            str(run_dir),
-            f"{_cause(error)}; the run goes on in its own folder: make it writable",
-        ) from None
+        cure = f"{_cause(error)}; the run goes on in its own folder: make it writable"
+        raise ConfigError(field, str(run_dir), cure) from None
 
 
 def _write_and_remove(folder: Path) -> None:
@@ -106,13 +116,16 @@ def _write_and_remove(folder: Path) -> None:
 
 
 def _cause(error: Exception) -> str:
+    """Return why a folder can't be made or written."""
     return getattr(error, "strerror", None) or f"can't be made a folder ({error})"
 
 
 COMMAND_FILE = "command.json"
+"""File with the `SavedCommand` of a run. Each checkpoint has a copy of it and of the config."""
 CONFIG_FILE = "config.json"
-"""The resolved config; the controller writes it. Each checkpoint has a copy of both."""
+"""File with the resolved config, which the controller writes."""
 LOCK_FILE = ".lock"
+"""File that the process locks which runs in the folder."""
 
 _MODEL_FILES = (
     "config.json",
@@ -127,16 +140,19 @@ _MODEL_FILES = (
 
 @dataclass(kw_only=True, slots=True)
 class SavedCommand:
+    """Command that started a run, by which the run can be resumed."""
+
     config_name: str
     module: str
     overrides: list[str]
     started: float = field(default_factory=time.time)
-    """Seconds since 1970 of the last start or resume."""
+    """Time of the last start or resume, in seconds since 1970."""
     folder: str = ""
-    """The folder that the run was started in: its modules may lie there, and relative paths begin
+    """Folder in which the run was started: its modules may lie there, and relative paths begin
     there."""
     model_files: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """SHA-256 by file name, of each model's folder. A folder that was moved is the same model."""
+    """SHA-256 of the files of each model's folder, by file name. A folder that was moved is the
+    same model."""
 
 
 def save_command(run_dir: Path, command: SavedCommand) -> None:
@@ -162,10 +178,9 @@ def read_config(run_dir: Path) -> dict[str, Any] | None:
 
 
 def model_files(folder: str) -> dict[str, str]:
-    """SHA-256 of what defines a model, without its weights."""
-    files = sorted(
-        {path for pattern in _MODEL_FILES for path in Path(folder).glob(pattern) if path.is_file()}
-    )
+    """Return the SHA-256 of each file that defines a model, by file name, without its weights."""
+    found = {path for pattern in _MODEL_FILES for path in Path(folder).glob(pattern)}
+    files = sorted(path for path in found if path.is_file())
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 

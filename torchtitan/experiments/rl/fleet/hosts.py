@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from torchtitan.experiments.rl.command.machine import memory_lacks
+from torchtitan.experiments.rl.command.machine import memory_shortage
 from torchtitan.experiments.rl.command.start import Ready
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import RunError
@@ -118,6 +118,6 @@ def check_host_memory(plan: RunPlan, placement: Placement, hosts: HostPool | Non
         return
     for number, needed in host_memory(plan, placement).items():
         host = hosts.hosts[number]
-        cause = memory_lacks(needed, host.memory_gib)
+        cause = memory_shortage(needed, host.memory_gib)
         if cause is not None:
             raise RunError(f"{host.name} has {host.memory_gib:.1f} GiB of memory: {cause}")

@@ -215,7 +215,7 @@ class LocalRunner(GroupRunner):
         with trace.lane("group", group=request.group_id):
             if request.uncredited is not None:
                 with trace.span("score"):
-                    await task.credit_late(request.uncredited)
+                    await task.give_credit(request.uncredited, late=True)
                 return request.uncredited
             try:
                 example = frozen_sample(request.data_sample)

@@ -236,10 +236,10 @@ class SimulatedTask(Task):
             self.open.pop(group_id, None)
         return group
 
-    async def give_credit(self, group: RolloutGroup) -> str | None:
+    async def give_credit(self, group: RolloutGroup, *, late: bool = False) -> str | None:
         """Have the algorithm give credit. It asks no model, so that takes no virtual time."""
-        failure = await super().give_credit(group)
-        group.credit_s = 0.0
+        failure = await super().give_credit(group, late=late)
+        group.amend(credit_s=0.0)
         return failure
 
     async def score_rewards(self, group: RolloutGroup) -> None:

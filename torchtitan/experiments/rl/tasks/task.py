@@ -17,8 +17,8 @@ each token. A task has a method for each of the user's functions::
       give_credit        Algorithm.score_group      after that
 
 Where credit is expensive, groups run and are rewarded without it (``run_group(credit=False)``,
-``score_rewards``), and ``credit_late`` makes the two calls of the algorithm for those that filters
-keep.
+``score_rewards``), and ``give_credit(late=True)`` makes the two calls of the algorithm for those
+that filters keep.
 
 User code that fails on the way ends in a rollout's status, and is named there; nothing but
 cancellation is raised. From the rubric on, rollouts are read-only (`frozen.py`).
@@ -487,7 +487,7 @@ class Task(UserConfigurable):
             sampling: sampling settings; None for the task's.
             group_size: number of rollouts; None for the task's.
             credit: if False, the rollouts are the policy's and the algorithm doesn't see them. Call
-                ``score_rewards`` next, and ``credit_late`` unless it is for validation.
+                ``score_rewards`` next, and ``give_credit(late=True)`` unless it is for validation.
         """
         sample = frozen_sample(sample)
         rollouts = [
@@ -561,29 +561,32 @@ class Task(UserConfigurable):
     async def score_group(self, group: RolloutGroup) -> str | None:
         """Give rewards, then credit.
 
+        If the group can't be trained on, set ``group.failure`` to the reason and return it.
+        """
+        await self.score_rewards(group)
+        return await self.give_credit(group)
+
+    async def give_credit(self, group: RolloutGroup, *, late: bool = False) -> str | None:
+        """Have the algorithm give credit to a group that was rewarded.
+
         If the group can't be trained on, because too few rollouts were scored or the algorithm
         failed, set ``group.failure`` to the reason and return it. A rollout without a reward is
         never trained on.
+
+        Args:
+            late: True if the group was run without credit, so that ``score_rollout`` has not seen
+                its rollouts yet.
         """
-        await self.score_rewards(group)
-        return await self._credit(group)
-
-    async def credit_late(self, group: RolloutGroup) -> str | None:
-        """Have the algorithm give credit to a group that was run without it, and rewarded.
-
-        Set ``group.failure`` and return it as ``score_group`` does.
-        """
-        costs = dict(group.costs)
-        try:
-            with counted_in(costs):
-                rollouts = group.rollouts
-                await asyncio.gather(*(self.credit_rollout(rollout, group) for rollout in rollouts))
-        finally:
-            group.amend(costs=costs)
-        return await self._credit(group)
-
-    async def _credit(self, group: RolloutGroup) -> str | None:
-        failure = self._too_few_scored(group) or await self.give_credit(group)
+        if late:
+            costs = dict(group.costs)
+            try:
+                with counted_in(costs):
+                    await asyncio.gather(
+                        *(self.credit_rollout(rollout, group) for rollout in group.rollouts)
+                    )
+            finally:
+                group.amend(costs=costs)
+        failure = self._too_few_scored(group) or await self._credit_group(group)
         # Count again: a rollout that its algorithm gave no credit has lost its reward.
         group.amend(failure=failure or self._too_few_scored(group))
         return group.failure
@@ -623,8 +626,8 @@ class Task(UserConfigurable):
         finally:
             group.amend(credit_s=group.credit_s + time.perf_counter() - began)
 
-    async def give_credit(self, group: RolloutGroup) -> str | None:
-        """Have the algorithm give credit to a group that was rewarded.
+    async def _credit_group(self, group: RolloutGroup) -> str | None:
+        """Have the algorithm's ``score_group`` give credit.
 
         Return the cause if that failed; every rollout has failed then.
         """

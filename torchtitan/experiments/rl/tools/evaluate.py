@@ -21,6 +21,7 @@ from monarch.actor import Actor, shutdown_context, this_proc
 
 from torchtitan.experiments.rl.command import checks
 from torchtitan.experiments.rl.command.build import build_tasks, read_policy_tokenizer
+from torchtitan.experiments.rl.command.teachers import check_servers
 from torchtitan.experiments.rl.compat.monarch import (
     MONARCH_OUTPUT,
     original,
@@ -139,7 +140,7 @@ def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> RunPlan:
             raise
     for lacking in checks.missing(config).values():
         raise lacking
-    checks.check_servers(config)
+    check_servers(config)
     if endpoint is None:
         config.generator.engine.check_present(field="generator.engine")
     build_tasks(config, read_policy_tokenizer(config))
