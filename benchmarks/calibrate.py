@@ -40,18 +40,19 @@ from torchtitan.experiments.rl.batching.batcher import BatchPlan  # noqa: E402
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.loops.step_metrics import StepRecord  # noqa: E402
 from torchtitan.experiments.rl.observability.metrics import read_metrics  # noqa: E402
+from torchtitan.experiments.rl.plan.costs import EngineRates, TrainerRates  # noqa: E402
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts  # noqa: E402
 from torchtitan.experiments.rl.simulation.clock import Cores, run_virtually  # noqa: E402
-from torchtitan.experiments.rl.simulation.engine import EngineRates, Rates, TrainerRates  # noqa: E402
+from torchtitan.experiments.rl.simulation.lengths import Recorded  # noqa: E402
+from torchtitan.experiments.rl.simulation.outcome import Outcome  # noqa: E402
+from torchtitan.experiments.rl.simulation.rates import Rates  # noqa: E402
 from torchtitan.experiments.rl.simulation.run import (  # noqa: E402
     Attempt,
     Failures,
-    Outcome,
     Saved,
     SimulatedRun,
-    SimulatedTrainer,
 )
-from torchtitan.experiments.rl.simulation.tasks import Recorded  # noqa: E402
+from torchtitan.experiments.rl.simulation.trainer import SimulatedTrainer  # noqa: E402
 
 WARM_UP = 5
 CPU_FILE = "cpu.json"
@@ -214,19 +215,19 @@ class HostTrainer(SimulatedTrainer):
 
 
 class HostAttempt(Attempt):
-    trainer = HostTrainer
+    trainer_class = HostTrainer
 
     def step_taken(self, record: StepRecord) -> None:
         super().step_taken(record)
         if self._rates.report_s:
-            self._beside_run(self._report())
-        if record.step == self._whole.replica_dies_after:
-            self._lose(0)
+            self._run_in_background(self._report())
+        if record.step == self.simulation.replica_dies_after:
+            self._lose([0])
 
     async def _report(self) -> None:
         left = self._rates.report_s
         while left > 0:
-            async with self._threads:
+            async with self._processes:
                 await self._cores.use(min(left, SLICE_S))
             left -= SLICE_S
 
@@ -240,7 +241,7 @@ class HostRun(SimulatedRun):
         self.replica_dies_after = replica_dies_after
 
     def attempt(self, saved: Saved | None) -> Attempt:
-        return HostAttempt(self, saved, SharedCores(self._rates.cores))
+        return HostAttempt(self, saved, SharedCores(self.rates.cores))
 
 
 def run(scenario: Scenario, folder: Path, steps: int) -> None:
@@ -472,9 +473,9 @@ def levelled(
                 cpu["generator"] + cpu["generator beside"] - rates.engine.load_s * scenario.replicas
             )
             simulated += (
-                simulate(scenario, folder, rates, lengths[scenario.digits], steps).engines[
-                    "computed_s"
-                ]
+                simulate(
+                    scenario, folder, rates, lengths[scenario.digits], steps
+                ).engines.computed_s
                 / steps
             )
         engine, factor = rates.engine, real / simulated
