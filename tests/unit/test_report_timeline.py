@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.report_runs import small_run, write_metrics
 from torchtitan.experiments.rl.fleet.restarts import deaths_logger
-from torchtitan.experiments.rl.tools.report.pages import (
+from torchtitan.experiments.rl.tools.report.timeline import (
     DEATHS,
     LOG_BYTES,
     MOST_CHARACTERS,
