@@ -198,7 +198,8 @@ class HostRates(Rates):
     pack_token_s: float = 0.0
     """Of the controller, before the step: packing and pickling a token's streams, in a thread beside the rollouts."""
     digest_s: float = 0.0
-    """Of the trainer, after ``publish_s``, beside the next step, until generators may load."""
+    """Seconds that the trainer takes digests for, beside its next step and the generators' loads.
+    A version is live once both are done."""
     report_s: float = 0.0
     """Of the other threads of the process that runs the rollouts, for each step: recording rollouts, messages. A thread holds
     the interpreter for at most ``SLICE_S`` where another waits for it."""
@@ -209,9 +210,9 @@ class HostTrainer(SimulatedTrainer):
         await self._cores.use(self._rates.pack_token_s * packed.tokens)
         return await super().step(packed, step)
 
-    async def _publish(self, version: int, remote_readers: bool) -> None:
+    async def _proof(self) -> tuple[str, np.ndarray]:
         await self._cores.use(self._rates.digest_s)
-        await super()._publish(version, remote_readers)
+        return await super()._proof()
 
 
 class HostAttempt(Attempt):
@@ -453,7 +454,7 @@ def fitted(folders: dict[Scenario, Path]) -> HostRates:
         ),
         pack_token_s=pack / np.mean([run["tokens"] for run in each]),
         digest_s=digest,
-        fetch_s=max(0.0, way - digest - step_s),  # less the canary's step
+        fetch_s=max(0.0, way - step_s),  # less the canary's step
         start_s=0.0,
         turn_s=turns / np.mean([run["rollouts"] for run in each]),
         report_s=max(0.0, beside - pack),

@@ -308,6 +308,16 @@ def test_a_replica_that_dies_alone_comes_back_and_its_requests_run_elsewhere():
     assert outcome.lost_tokens > 0
 
 
+def test_a_version_is_live_once_the_trainer_has_its_digests_and_the_generators_have_loaded_it():
+    def seconds(digest_s):
+        rates = host_rates(cores=100, digest_s=digest_s)
+        return run_virtually(HostRun(config_of(max_offpolicy_steps=0), rates, LENGTHS).run).seconds
+
+    # A load takes 3 s to fetch, 5 s to load and 1 s for the canary's step.
+    assert seconds(8.0) == pytest.approx(seconds(0.0))
+    assert seconds(59.0) == pytest.approx(seconds(0.0) + 12 * 50.0)
+
+
 @given(report=st.sampled_from([0.0, 0.013]), turn=st.sampled_from([0.0, 0.002]))
 @settings(deadline=None, max_examples=4)
 def test_on_shared_cores_a_step_takes_no_less_than_its_processes_compute(report, turn):

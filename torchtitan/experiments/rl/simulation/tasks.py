@@ -69,7 +69,7 @@ class SimulatedDataset(Dataset):
 class SimulatedTask(Task):
     """Task without envs, in the place of a task of the config."""
 
-    def __init__(  # noqa: PLR0913 - those of a task, and the simulation's
+    def __init__(
         self,
         config: Task.Config,
         *,
