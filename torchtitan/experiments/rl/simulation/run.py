@@ -253,24 +253,13 @@ class Attempt(RunEvents):
         self._last_step_at = asyncio.get_running_loop().time()
         self._last_busy_s = {"generators": 0.0, "trainer": 0.0}
         """Seconds that a replica, on average, and the trainer were busy until the last step."""
-        self._metrics: MetricsLogger | None = None
-        if simulation.run_dir is not None:
-            metrics = MetricsLogger.Config(tensorboard=False, samples=0)
-            self._metrics = metrics.build(
-                run_dir=simulation.run_dir, resume_step=self._steps_done or None
-            )
+        self._metrics = self._build_metrics()
         self._client = GeneratorClient(
             lockstep=self._config.max_offpolicy_steps == 0,
             on_failure=self._fail,
             open_channel=open_channel,
         )
-        # The trainer stands for the loop's client, for the weights' mesh and for hosts' copies.
-        self._trainer: Any = self.trainer_class(
-            self._rates,
-            cores,
-            self._config.trainer.parallelism.data_parallel_size(self._config.trainer.ranks),
-            take_up_answer=self._take_up_answer,
-        )
+        self._trainer = self._build_trainer()
         self._weights = WeightSync(
             self._trainer,
             self._client,
@@ -292,6 +281,24 @@ class Attempt(RunEvents):
     def _steps_done(self) -> int:
         """Number of steps that were taken before this attempt, and stay."""
         return 0 if self._saved is None else self._saved.step
+
+    def _build_metrics(self) -> MetricsLogger | None:
+        """Open the run's file of metrics, if the run has a folder."""
+        run_dir = self.simulation.run_dir
+        if run_dir is None:
+            return None
+        config = MetricsLogger.Config(tensorboard=False, samples=0)
+        return config.build(run_dir=run_dir, resume_step=self._steps_done or None)
+
+    def _build_trainer(self) -> Any:  # noqa: ANN401 - a client, a mesh and hosts' copies in one
+        """Build the trainer, which stands for its client, its mesh and the copies of its hosts."""
+        trainer = self._config.trainer
+        return self.trainer_class(
+            self._rates,
+            self._cores,
+            trainer.parallelism.data_parallel_size(trainer.ranks),
+            take_up_answer=self._take_up_answer,
+        )
 
     def _build_loops(self, context: BuildContext) -> Loops:
         """Build the loops of a run around the simulated actors, with this as their observer."""
