@@ -295,6 +295,31 @@ def test_the_same_seed_gives_the_same_files_byte_for_byte_with_failures_too(end_
     assert len(ended) == len(set(ended)), "a rollout ends once, across restarts"
 
 
+class Attempts(SimulatedRun):
+    """Whose hosts die after 100 s and then after 40 s, and which is complete 10 s later."""
+
+    ends = ((100.0, True), (40.0, True), (10.0, False))
+
+    def attempt(self, saved):
+        if not hasattr(self, "left"):
+            self.left = iter(self.ends)
+        seconds, dies = next(self.left)
+
+        class Attempt:
+            async def run(self):
+                await asyncio.sleep(seconds)
+                return asyncio.get_running_loop().time() if dies else None
+
+        return Attempt()
+
+
+def test_work_that_no_checkpoint_has_is_repeated_once_for_each_death():
+    failures = Failures(seen_s=10, repair_s=50)
+    outcome = run_virtually(Attempts(config_of(), RATES, LENGTHS, failures=failures).run)
+    assert (outcome.repeated_s, outcome.down_s) == (100 + 40, 2 * (10 + 50 + RATES.start_s))
+    assert outcome.seconds == 100 + 40 + 10 + outcome.down_s
+
+
 def test_a_replica_that_dies_alone_comes_back_and_its_requests_run_elsewhere():
     config, rates = config_of(generator=replicas(2), max_offpolicy_steps=1), host_rates(cores=100)
     run = HostRun(
@@ -311,11 +336,13 @@ def test_a_replica_that_dies_alone_comes_back_and_its_requests_run_elsewhere():
 def test_a_version_is_live_once_the_trainer_has_its_digests_and_the_generators_have_loaded_it():
     def seconds(digest_s):
         rates = host_rates(cores=100, digest_s=digest_s)
-        return run_virtually(HostRun(config_of(max_offpolicy_steps=0), rates, LENGTHS).run).seconds
+        config = config_of(max_offpolicy_steps=0, steps=2)
+        return run_virtually(HostRun(config, rates, LENGTHS).run).seconds
 
-    # A load takes 3 s to fetch, 5 s to load and 1 s for the canary's step.
-    assert seconds(8.0) == pytest.approx(seconds(0.0))
-    assert seconds(59.0) == pytest.approx(seconds(0.0) + 12 * 50.0)
+    # A version takes 3 s to fetch, 5 s to load, and 1 s for the canary's step.
+    without = seconds(0.0)
+    assert seconds(8.0) == pytest.approx(without)
+    assert seconds(59.0) == pytest.approx(without + 2 * 50.0)
 
 
 @given(report=st.sampled_from([0.0, 0.013]), turn=st.sampled_from([0.0, 0.002]))
