@@ -40,8 +40,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
-    # typeshed ties the types of the arguments to those of the function's parameters.
-    def run_in_executor(  # type: ignore[override]
+    def run_in_executor(
         self, executor: object, func: Callable[..., T], *args: object
     ) -> asyncio.Future[T]:
         """Call the function now, and return a future that is done."""
@@ -52,7 +51,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
             answer.set_exception(error)
         return answer
 
-    def call_soon_threadsafe(  # type: ignore[override]
+    def call_soon_threadsafe(
         self,
         callback: Callable[..., object],
         *args: object,
