@@ -40,18 +40,19 @@ from torchtitan.experiments.rl.batching.batcher import BatchPlan  # noqa: E402
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.loops.step_metrics import StepRecord  # noqa: E402
 from torchtitan.experiments.rl.observability.metrics import read_metrics  # noqa: E402
+from torchtitan.experiments.rl.plan.costs import EngineRates, TrainerRates  # noqa: E402
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts  # noqa: E402
 from torchtitan.experiments.rl.simulation.clock import Cores, run_virtually  # noqa: E402
-from torchtitan.experiments.rl.simulation.engine import EngineRates, Rates, TrainerRates  # noqa: E402
+from torchtitan.experiments.rl.simulation.lengths import Recorded  # noqa: E402
+from torchtitan.experiments.rl.simulation.outcome import Outcome  # noqa: E402
+from torchtitan.experiments.rl.simulation.rates import Rates  # noqa: E402
 from torchtitan.experiments.rl.simulation.run import (  # noqa: E402
     Attempt,
     Failures,
-    Outcome,
     Saved,
     SimulatedRun,
-    SimulatedTrainer,
 )
-from torchtitan.experiments.rl.simulation.tasks import Recorded  # noqa: E402
+from torchtitan.experiments.rl.simulation.trainer import SimulatedTrainer  # noqa: E402
 
 WARM_UP = 5
 CPU_FILE = "cpu.json"
@@ -197,7 +198,8 @@ class HostRates(Rates):
     pack_token_s: float = 0.0
     """Of the controller, before the step: packing and pickling a token's streams, in a thread beside the rollouts."""
     digest_s: float = 0.0
-    """Of the trainer, after ``publish_s``, beside the next step, until generators may load."""
+    """Seconds that the trainer takes digests for, beside its next step and the generators' loads.
+    A version is live once both are done."""
     report_s: float = 0.0
     """Of the other threads of the process that runs the rollouts, for each step: recording rollouts, messages. A thread holds
     the interpreter for at most ``SLICE_S`` where another waits for it."""
@@ -208,25 +210,25 @@ class HostTrainer(SimulatedTrainer):
         await self._cores.use(self._rates.pack_token_s * packed.tokens)
         return await super().step(packed, step)
 
-    async def _publish(self, version: int, remote_readers: bool) -> None:
+    async def _proof(self) -> tuple[str, np.ndarray]:
         await self._cores.use(self._rates.digest_s)
-        await super()._publish(version, remote_readers)
+        return await super()._proof()
 
 
 class HostAttempt(Attempt):
-    trainer = HostTrainer
+    trainer_class = HostTrainer
 
     def step_taken(self, record: StepRecord) -> None:
         super().step_taken(record)
         if self._rates.report_s:
-            self._beside_run(self._report())
-        if record.step == self._whole.replica_dies_after:
-            self._lose(0)
+            self._run_in_background(self._report())
+        if record.step == self.simulation.replica_dies_after:
+            self._lose([0])
 
     async def _report(self) -> None:
         left = self._rates.report_s
         while left > 0:
-            async with self._threads:
+            async with self._processes:
                 await self._cores.use(min(left, SLICE_S))
             left -= SLICE_S
 
@@ -240,7 +242,7 @@ class HostRun(SimulatedRun):
         self.replica_dies_after = replica_dies_after
 
     def attempt(self, saved: Saved | None) -> Attempt:
-        return HostAttempt(self, saved, SharedCores(self._rates.cores))
+        return HostAttempt(self, saved, SharedCores(self.rates.cores))
 
 
 def run(scenario: Scenario, folder: Path, steps: int) -> None:
@@ -452,7 +454,7 @@ def fitted(folders: dict[Scenario, Path]) -> HostRates:
         ),
         pack_token_s=pack / np.mean([run["tokens"] for run in each]),
         digest_s=digest,
-        fetch_s=max(0.0, way - digest - step_s),  # less the canary's step
+        fetch_s=max(0.0, way - step_s),  # less the canary's step
         start_s=0.0,
         turn_s=turns / np.mean([run["rollouts"] for run in each]),
         report_s=max(0.0, beside - pack),
@@ -472,9 +474,9 @@ def levelled(
                 cpu["generator"] + cpu["generator beside"] - rates.engine.load_s * scenario.replicas
             )
             simulated += (
-                simulate(scenario, folder, rates, lengths[scenario.digits], steps).engines[
-                    "computed_s"
-                ]
+                simulate(
+                    scenario, folder, rates, lengths[scenario.digits], steps
+                ).engines.computed_s
                 / steps
             )
         engine, factor = rates.engine, real / simulated

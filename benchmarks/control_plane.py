@@ -25,7 +25,6 @@ import resource
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -45,18 +44,16 @@ from torchtitan.experiments.rl.loops.group_runner import (  # noqa: E402
     LocalRunner,
     WorkerRunner,
 )
+from torchtitan.experiments.rl.plan.costs import EngineRates, TrainerRates  # noqa: E402
 from torchtitan.experiments.rl.process.lifetime import Lifetime  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion  # noqa: E402
-from torchtitan.experiments.rl.simulation.engine import (  # noqa: E402
-    Endpoint,  # noqa: E402
-    EngineRates,
-    Rates,
-    TrainerRates,
-)
+from torchtitan.experiments.rl.simulation.engine import EngineTotals  # noqa: E402
+from torchtitan.experiments.rl.simulation.lengths import Lengths, Turn  # noqa: E402
+from torchtitan.experiments.rl.simulation.local_actor import LocalEndpoint  # noqa: E402
+from torchtitan.experiments.rl.simulation.rates import Rates  # noqa: E402
 from torchtitan.experiments.rl.simulation.run import SimulatedRun  # noqa: E402
-from torchtitan.experiments.rl.simulation.tasks import Lengths, Turn  # noqa: E402
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt  # noqa: E402
 
 TOKENS, TURNS, GROUP, ANSWER_S, PROCESSES = 64, 2, 16, 4.0, 4
@@ -87,13 +84,14 @@ class StubReplica:
     """Answers each message as a whole, ANSWER_S later."""
 
     def __init__(self, version: int):
-        self.totals, self._version, self._port = Counter(), version, None
-        self.attach, self.submit, self.abort = (
-            Endpoint(self._attach),
-            Endpoint(self._submit),
-            Endpoint(lambda ids: None),
-        )
-        self.update_weights, self.canary = Endpoint(self._update), Endpoint(self._canary)
+        self.totals = EngineTotals()
+        self._version = version
+        self._port = None
+        self.attach = LocalEndpoint(self._attach)
+        self.submit = LocalEndpoint(self._submit)
+        self.abort = LocalEndpoint(lambda ids: None)
+        self.update_weights = LocalEndpoint(self._update)
+        self.canary = LocalEndpoint(self._canary)
 
     async def _attach(self, client_id: int, port: Any) -> None:
         self._port = port
@@ -176,7 +174,7 @@ class StubWorker:
 
     def __init__(self, pickled: bytes, policy: Any, actor: Any = None):
         self._pickled, self._policy, self._actor = pickled, policy, actor
-        self.run = Endpoint(self._run)
+        self.run = LocalEndpoint(self._run)
 
     async def _run(self, task: str, request: Any) -> GroupResult:
         if self._actor is not None:
@@ -238,7 +236,7 @@ class StubbedRun(SimulatedRun):
     def runner(self, policy: Any) -> GroupRunner:
         if not self._workers:
             return super().runner(policy)
-        return MixedRunner(policy, seed=self._config.seed, workers=self._workers)
+        return MixedRunner(policy, seed=self.config.seed, workers=self._workers)
 
 
 async def measured(

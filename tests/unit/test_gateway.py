@@ -16,7 +16,8 @@ from tests.unit.agents import ADD, CALL, client_of, config_of, run_agent, run_ta
 from tests.unit.renderer_families import SETTINGS, family_renderer, family_tokenizer
 from tests.unit.rollout_stubs import ScriptedPolicy, ScriptedSession
 from torchtitan.experiments.rl.gateway import anthropic as messages
-from torchtitan.experiments.rl.gateway import chat, responses, rollout, server
+from torchtitan.experiments.rl.gateway import chat, responses, server
+from torchtitan.experiments.rl.gateway import rollout as agent_rollout
 from torchtitan.experiments.rl.gateway.request import ModelReply, ModelRequest
 from torchtitan.experiments.rl.rollouts.credit import draft_rollout
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
@@ -197,7 +198,7 @@ async def test_a_marked_retry_generates_once_and_an_unmarked_repeat_is_a_sibling
 async def test_a_client_that_goes_away_ends_its_request_and_a_call_at_the_end_is_not_trained(
     renderer, tokenizer, monkeypatch
 ):
-    monkeypatch.setattr(rollout, "KEEP_S", 0.05)
+    monkeypatch.setattr(agent_rollout, "KEEP_S", 0.05)
     ended, begun = [], asyncio.Event()
 
     async def hang(session, prompt_token_ids, *, max_tokens):

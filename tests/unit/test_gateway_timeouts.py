@@ -10,7 +10,8 @@ from openai import AsyncOpenAI, InternalServerError
 from tests.unit.agents import client_of, run_agent
 from tests.unit.rollout_stubs import ScriptedPolicy, ScriptedSession
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.gateway import rollout, server
+from torchtitan.experiments.rl.gateway import rollout as agent_rollout
+from torchtitan.experiments.rl.gateway import server
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 
@@ -119,7 +120,7 @@ async def test_a_repeat_gets_the_answer_that_nobody_was_there_for(renderer, toke
 async def test_a_call_ends_in_the_engine_a_while_after_its_last_reader_and_is_no_turn(
     renderer, tokenizer, monkeypatch
 ):
-    monkeypatch.setattr(rollout, "KEEP_S", 0.1)
+    monkeypatch.setattr(agent_rollout, "KEEP_S", 0.1)
 
     async def agent(sample, endpoint):
         async with client_of(endpoint) as ask:
@@ -139,7 +140,7 @@ async def test_a_call_ends_in_the_engine_a_while_after_its_last_reader_and_is_no
 
 
 async def test_a_reader_that_comes_back_keeps_the_call(renderer, tokenizer, monkeypatch):
-    monkeypatch.setattr(rollout, "KEEP_S", 0.3)
+    monkeypatch.setattr(agent_rollout, "KEEP_S", 0.3)
 
     async def agent(sample, endpoint):
         async with client_of(endpoint) as ask:

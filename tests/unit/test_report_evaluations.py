@@ -5,7 +5,7 @@ from fastapi.testclient import TestClient
 
 from tests.unit.report_runs import record_evaluation, small_run
 from torchtitan.experiments.rl.tools.report.app import report_app
-from torchtitan.experiments.rl.tools.report.pages import sign_test
+from torchtitan.experiments.rl.tools.report.evaluations import sign_test
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.experiments.rl.tools.report.pages import hints
+from torchtitan.experiments.rl.tools.report.hints import hints
 
 DONE = {"state": "done", "step": 100, "steps": 100, "silent_s": 1.0}
 

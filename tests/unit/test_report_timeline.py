@@ -6,13 +6,13 @@ import pytest
 
 from tests.unit.report_runs import small_run, write_metrics
 from torchtitan.experiments.rl.fleet.restarts import deaths_logger
-from torchtitan.experiments.rl.tools.report.pages import (
+from torchtitan.experiments.rl.tools.report.run import ReportedRun
+from torchtitan.experiments.rl.tools.report.timeline import (
     DEATHS,
     LOG_BYTES,
     MOST_CHARACTERS,
     timeline,
 )
-from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
 OURS = "torchtitan.experiments.rl.fleet."
 

@@ -93,6 +93,19 @@ def test_what_is_wrong_with_a_file_is_said_by_its_line_with_the_cure(
     assert "\n" not in text and not re.search(r"\w+\.py:\d+", text)
 
 
+def test_a_path_that_is_no_file_of_rows_is_named_once(tmp_path):
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "a.txt").write_text("a text")
+    kinds = ".jsonl, .json, .parquet, .csv, .tsv, or of text and .gz"
+    for name, file, cure in (
+        ("folder.jsonl", "folder.jsonl", "is no file"),
+        ("*.txt", "a.txt", f"want a file of one of the kinds {kinds}"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            load_rows(RowDataset.Config(path=str(tmp_path / name)), field="dataset")
+        assert str(error.value) == f"dataset.path = '{tmp_path / file}': {cure}"
+
+
 def test_values_of_a_csv_are_the_text_of_the_file_whatever_stands_in_the_other_rows(tmp_path):
     rows = read(tmp_path, "a.csv", 'a,b,c,d,e\n1,1.50,007,,"x, ""y"""\n-2,3,8,7,NA\n')
     assert rows == [

@@ -17,19 +17,17 @@ from torchtitan.experiments.rl.config_registry.qwen3 import rl_grpo_qwen3_8b, rl
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.models.lora import LoRA
+from torchtitan.experiments.rl.plan.costs import EngineRates, TrainerRates
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.simulate import main
 from torchtitan.experiments.rl.simulation.clock import Escape, run_virtually
-from torchtitan.experiments.rl.simulation.engine import (
-    EngineRates,
-    Rates,
-    SimulatedReplica,
-    TrainerRates,
-    open_channel,
-)
-from torchtitan.experiments.rl.simulation.run import Failures, Outcome, SimulatedRun
+from torchtitan.experiments.rl.simulation.engine import SimulatedReplica
+from torchtitan.experiments.rl.simulation.lengths import LogNormal, lengths_of
+from torchtitan.experiments.rl.simulation.local_actor import open_channel
+from torchtitan.experiments.rl.simulation.outcome import Outcome
+from torchtitan.experiments.rl.simulation.rates import Rates
+from torchtitan.experiments.rl.simulation.run import Failures, SimulatedRun
 from torchtitan.experiments.rl.simulation.study import Setting
-from torchtitan.experiments.rl.simulation.tasks import LogNormal, lengths_of
 
 ENGINE = EngineRates(
     step_s=1.0,
@@ -186,7 +184,7 @@ def test_one_request_takes_its_prompt_and_its_steps():
     [(ended, versions)], totals = served((0.0, 100, 3))
     # 100 tokens of prompt at 0.01; steps of 1 + 0.1 + 0.001 * 100, 101, 102.
     assert ended == pytest.approx(1.0 + 3 * 1.1 + 0.303)
-    assert versions == [0, 0, 0] and totals["sampled"] == 3
+    assert versions == [0, 0, 0] and totals.sampled == 3
 
 
 def test_a_second_request_joins_after_the_step_that_is_under_way():
@@ -199,7 +197,7 @@ def test_a_second_request_joins_after_the_step_that_is_under_way():
 def test_new_weights_pause_the_engine_and_label_what_follows():
     [(ended, versions)], totals = served((0.0, 100, 3), update_at=1.5)
     assert versions == [0, 1, 1] and ended == pytest.approx(1.0 + 3 * 1.1 + 0.303 + 5.0)
-    assert totals["loading_s"] == 5.0
+    assert totals.loading_s == 5.0
     [(ended, versions)], totals = served((0.0, 100, 3), update_at=1.5, how="recompute")
     assert versions == [0, 1, 1] and ended == pytest.approx(1.0 + 3 * 1.1 + 0.303 + 5.0 + 1.01)
     [(ended, versions), (_, later)], _ = served(
@@ -213,9 +211,9 @@ def test_what_has_no_room_is_preempted_and_computed_again():
         **{**{name: getattr(ENGINE, name) for name in ENGINE.__slots__}, "cache_tokens": 300}
     )
     answers, totals = served((0.0, 100, 80), (0.0, 100, 80), rates=rates)
-    assert totals["preemptions"] > 0 and totals["recomputed"] > 0
+    assert totals.preemptions > 0 and totals.recomputed > 0
     assert [len(versions) for _, versions in answers] == [80, 80]
-    assert totals["sampled"] == 160, "what was sampled before is not sampled again"
+    assert totals.sampled == 160, "what was sampled before is not sampled again"
 
 
 @given(data=st.data())
@@ -237,7 +235,7 @@ def test_every_request_gets_its_length_and_versions_that_never_fall(data):
     )
     assert [len(versions) for _, versions in answers] == [length for _, _, length in requests]
     assert all(versions == sorted(versions) for _, versions in answers)
-    assert totals["sampled"] == sum(length for _, _, length in requests)
+    assert totals.sampled == sum(length for _, _, length in requests)
     if how == "drain":
         assert all(len(set(versions)) == 1 for _, versions in answers)
 
@@ -271,9 +269,7 @@ def test_a_run_takes_every_step_and_its_ledger_balances(bound):
     assert columns.pop("dispatched") == sum(columns.values())
     assert max(metrics["policy/age_max"] for metrics in outcome.steps.values()) <= bound
     # The trainer and the generators work one after the other, or side by side.
-    assert outcome.seconds > outcome.trainer_busy_s + (
-        outcome.engines["busy_s"] if bound == 0 else 0
-    )
+    assert outcome.seconds > outcome.trainer_busy_s + (outcome.engines.busy_s if bound == 0 else 0)
 
 
 @pytest.mark.parametrize("end_run", [True, False])
@@ -299,6 +295,31 @@ def test_the_same_seed_gives_the_same_files_byte_for_byte_with_failures_too(end_
     assert len(ended) == len(set(ended)), "a rollout ends once, across restarts"
 
 
+class Attempts(SimulatedRun):
+    """Whose hosts die after 100 s and then after 40 s, and which is complete 10 s later."""
+
+    ends = ((100.0, True), (40.0, True), (10.0, False))
+
+    def attempt(self, saved):
+        if not hasattr(self, "left"):
+            self.left = iter(self.ends)
+        seconds, dies = next(self.left)
+
+        class Attempt:
+            async def run(self):
+                await asyncio.sleep(seconds)
+                return asyncio.get_running_loop().time() if dies else None
+
+        return Attempt()
+
+
+def test_work_that_no_checkpoint_has_is_repeated_once_for_each_death():
+    failures = Failures(seen_s=10, repair_s=50)
+    outcome = run_virtually(Attempts(config_of(), RATES, LENGTHS, failures=failures).run)
+    assert (outcome.repeated_s, outcome.down_s) == (100 + 40, 2 * (10 + 50 + RATES.start_s))
+    assert outcome.seconds == 100 + 40 + 10 + outcome.down_s
+
+
 def test_a_replica_that_dies_alone_comes_back_and_its_requests_run_elsewhere():
     config, rates = config_of(generator=replicas(2), max_offpolicy_steps=1), host_rates(cores=100)
     run = HostRun(
@@ -312,6 +333,18 @@ def test_a_replica_that_dies_alone_comes_back_and_its_requests_run_elsewhere():
     assert outcome.lost_tokens > 0
 
 
+def test_a_version_is_live_once_the_trainer_has_its_digests_and_the_generators_have_loaded_it():
+    def seconds(digest_s):
+        rates = host_rates(cores=100, digest_s=digest_s)
+        config = config_of(max_offpolicy_steps=0, steps=2)
+        return run_virtually(HostRun(config, rates, LENGTHS).run).seconds
+
+    # A version takes 3 s to fetch, 5 s to load, and 1 s for the canary's step.
+    without = seconds(0.0)
+    assert seconds(8.0) == pytest.approx(without)
+    assert seconds(59.0) == pytest.approx(without + 2 * 50.0)
+
+
 @given(report=st.sampled_from([0.0, 0.013]), turn=st.sampled_from([0.0, 0.002]))
 @settings(deadline=None, max_examples=4)
 def test_on_shared_cores_a_step_takes_no_less_than_its_processes_compute(report, turn):
@@ -323,12 +356,12 @@ def test_on_shared_cores_a_step_takes_no_less_than_its_processes_compute(report,
     outcome = run_virtually(HostRun(config_of(max_offpolicy_steps=1), rates, lengths).run)
     turns = sum(count for name, count in outcome.ledger.items() if name.endswith("/trained"))
     computed = (
-        outcome.engines["computed_s"]
+        outcome.engines.computed_s
         + 12 * (TRAINER.step_s + TRAINER.publish_s + report)
         + turns * turn
     )
     assert outcome.seconds * 2 >= computed
-    assert outcome.engines["computed_s"] <= outcome.engines["busy_s"] * (1 + 1e-9)
+    assert outcome.engines.computed_s <= outcome.engines.busy_s * (1 + 1e-9)
 
 
 def every(steps):
@@ -404,14 +437,14 @@ def test_rates_of_adapters_of_selective_checkpointing_and_of_a_mixture_by_hand()
     layers = 8_190_735_360 - 2 * head
     assert whole.trainer.token_s == pytest.approx((8 * layers + 8 * head) / flops, rel=1e-4)
     # Computed again: attention's way out, and one product of the feed-forward part; attention itself is kept.
-    selective = setting.changed(**{"trainer.activation_checkpoint": "selective"}).rates().trainer
+    selective = setting.changed({"trainer.activation_checkpoint": "selective"}).rates().trainer
     assert selective.token_s == pytest.approx(
         (6 * layers + 8 * head + 2 * 36 * 4096 * (4096 + 12288)) / flops, rel=1e-4
     )
     assert selective.pair_s == pytest.approx(7 / 9 * whole.trainer.pair_s)
     # Rank 16 of the five matrices of each layer, whose sides are these; they alone are published, loaded and kept.
     adapter = 36 * 16 * (4096 + 6144 + 4096 + 4096 + 3 * (4096 + 12288))
-    lora = setting.changed(**{"trainer.lora": LoRA.Config(rank=16)}).rates()
+    lora = setting.changed({"trainer.lora": LoRA.Config(rank=16)}).rates()
     assert lora.trainer.token_s == pytest.approx(
         (6 * layers + 6 * head + 8 * adapter) / flops, rel=1e-4
     )
@@ -429,4 +462,4 @@ def test_rates_of_adapters_of_selective_checkpointing_and_of_a_mixture_by_hand()
 def test_a_trainer_that_does_not_fit_is_refused():
     setting = setting_of(rl_grpo_qwen3_8b())
     with pytest.raises(ConfigError, match="trainer.ranks"):
-        setting.changed(**{"trainer.ranks": 1}).rates()
+        setting.changed({"trainer.ranks": 1}).rates()

@@ -110,14 +110,17 @@ def _simulate(options: argparse.Namespace, command: Command, failures_per_day: f
     with quiet_libraries():
         from torchtitan.experiments.rl.command.resume import save_config
         from torchtitan.experiments.rl.command.run_folder import make_run_folder
+        from torchtitan.experiments.rl.plan.costs import DEVICES
         from torchtitan.experiments.rl.simulation import study
-        from torchtitan.experiments.rl.simulation.tasks import lengths_of
+        from torchtitan.experiments.rl.simulation.lengths import lengths_of
+        from torchtitan.experiments.rl.simulation.outcome import describe
+        from torchtitan.experiments.rl.simulation.run import Failures
 
         find_model(command)
         config = load_config(command)
-    if options.device not in study.DEVICES:
-        raise ConfigError("--device", options.device, f"want one of {', '.join(study.DEVICES)}")
-    failures = study.Failures(
+    if options.device not in DEVICES:
+        raise ConfigError("--device", options.device, f"want one of {', '.join(DEVICES)}")
+    failures = Failures(
         per_day=failures_per_day,
         hosts=options.hosts_at_once,
         end_run=not options.survive,
@@ -151,7 +154,7 @@ def _simulate(options: argparse.Namespace, command: Command, failures_per_day: f
         "No GPU has run it."
     )
     outcome = setting.run(run_dir)
-    print("\n".join(study.described(outcome)))
+    print("\n".join(describe(outcome)))
     print(f"folder         {near(run_dir)}, in {time.monotonic() - start:.0f} s")
     print(f"see it         {typed_command('report')} {near(run_dir)}")
     return 0

@@ -1,10 +1,17 @@
-"""The folder of each checkpoint: complete or absent, at every instant.
+"""The folder of each checkpoint, which is complete or absent at every instant.
 
-    checkpoints/.step-000040.partial    being written
-    checkpoints/step-000020             complete: it has been renamed, after its manifest.json was written last
+    checkpoints/.step-000040.partial    a checkpoint that is being written
+    checkpoints/.step-000020.removed    a checkpoint that is being deleted
+    checkpoints/step-000020             a complete checkpoint
 
-``manifest.json`` has every file's size and SHA-256. Files and folders are fsynced before the rename, so a power failure leaves
-no complete checkpoint with a file that is not.
+A checkpoint is written in this order, so that a power failure leaves none that is half there:
+
+1. the files, into the partial folder
+2. an fsync of every file and folder
+3. ``manifest.json``, with the size and the SHA-256 of every file
+4. the rename to ``step-000040``
+
+A checkpoint is deleted in the opposite order: it is renamed first.
 """
 
 import contextlib
@@ -28,120 +35,138 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS_FOLDER = "checkpoints"
 MANIFEST_FILE = "manifest.json"
-POLICY_FOLDER = "policy"
-"""In the run folder: the policy as hub folders, ``policy/step-N``."""
-OLD_POLICY_FOLDER = "checkpoint"
-"""What older runs call it."""
 TRAINER_FOLDER = "trainer"
-"""In a checkpoint's folder: what the trainer's ranks wrote."""
+"""Folder in a checkpoint with the files of the trainer's ranks."""
+POLICY_FOLDER = "policy"
+"""Folder in a run's folder with the policy as hub folders, ``policy/step-N``."""
+OLD_POLICY_FOLDER = "checkpoint"
+"""Name of the same folder in older runs."""
 FORMAT = 2
-"""Of the manifest; a reader refuses others."""
+"""Format of the manifest. A reader refuses others."""
 
 _NAME = re.compile(r"step-(\d{6,})")
 _READERS = 4
-"""Threads that read files for their checksums. SHA-256 takes a core about 1 GB/s."""
+"""Number of threads that read files for their checksums. SHA-256 takes a core about 1 GB/s."""
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-"""What network file systems answer that can't fsync a folder."""
+"""Errors of network file systems that can't fsync a folder."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
+    """When a run writes checkpoints, and how many it keeps."""
+
     interval: NonNegativeInt = 20
-    """Optimizer steps between two checkpoints. 0: none but those at a signal, at an error and at the end."""
+    """Optimizer steps between two checkpoints. With 0 a run writes one at a signal, at an error and
+    at its end."""
     keep: PositiveInt = 2
-    """Checkpoints that stay; older ones are deleted. With 1, a damaged disk block costs the whole run."""
+    """Number of checkpoints that stay; older ones are deleted. With 1, a damaged disk block costs
+    the whole run."""
     grace_s: PositiveFloat = 25.0
-    """After SIGTERM or SIGHUP: seconds for the step to end and be saved. Then the run ends with the last checkpoint. Schedulers
-    kill 30 s after SIGTERM unless told otherwise."""
-
-
-def policies(run_dir: Path) -> list[Path]:
-    """The hub folders that a run has written of its policy, the newest last."""
-    found = [
-        path
-        for name in (OLD_POLICY_FOLDER, POLICY_FOLDER)
-        for path in (run_dir / name).glob("step-*")
-    ]
-    return sorted(
-        (path for path in found if path.name[5:].isdigit()), key=lambda path: int(path.name[5:])
-    )
-
-
-class _File(msgspec.Struct):
-    size: int
-    sha256: str
-
-
-class _Manifest(msgspec.Struct):
-    format: int
-    step: int
-    files: dict[str, _File]
+    """Seconds after SIGTERM or SIGHUP for the step to end and be saved. After them the run ends
+    with the checkpoint before. Schedulers kill 30 s after SIGTERM unless told otherwise."""
 
 
 class CheckpointError(RunError):
     """A checkpoint that can't be written or read."""
 
 
+class _File(msgspec.Struct):
+    """Size and checksum of a file when it was written."""
+
+    size: int
+    sha256: str
+
+
+class _Manifest(msgspec.Struct):
+    """Contents of manifest.json."""
+
+    format: int
+    step: int
+    files: dict[str, _File]
+    """Files by their path within the checkpoint."""
+
+
 class CheckpointFolder:
-    """Writes the checkpoints of one run, one at a time: ``begin``, write files, then ``commit`` or ``discard``."""
+    """Writer of the checkpoints of one run, one at a time.
+
+    Call ``begin``, write the files, and call ``commit`` or ``discard``.
+    """
 
     def __init__(self, run_dir: Path, keep: int):
-        """``keep``: complete checkpoints that stay when another is committed."""
-        self._folder, self._keep = Path(run_dir) / CHECKPOINTS_FOLDER, keep
+        """Write into a run's folder.
+
+        Args:
+            keep: number of complete checkpoints that stay when another one is committed.
+        """
+        self._folder = Path(run_dir) / CHECKPOINTS_FOLDER
+        self._keep = keep
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the files of ``step``'s checkpoint. Removes what earlier crashes left.
+        """Return an empty folder for the files of a step's checkpoint.
+
+        What earlier crashes left in the run's folder is removed.
 
         Raises:
             CheckpointError: the disk is full, read-only or failing.
         """
         with self._explained(step):
             self._folder.mkdir(parents=True, exist_ok=True)
-            for left in sorted(self._folder.glob(".step-*")):
-                shutil.rmtree(left)
+            for leftover in sorted(self._folder.glob(".step-*")):
+                shutil.rmtree(leftover)
             partial = self._partial(step)
             partial.mkdir()
             return partial
 
     def commit(self, step: int) -> Path:
-        """Make what lies in ``begin``'s folder the checkpoint of ``step``, and delete old ones. Returns its folder.
+        """Make the folder of ``begin`` the step's checkpoint, and delete the oldest ones.
 
-        Where a valid checkpoint of this step is there already, that one stays.
+        A valid checkpoint of the step that is there already stays in its place. The call blocks
+        while every file is read again, for its checksum.
 
-        Blocks: it reads every file again, for the checksum.
+        Returns:
+            Folder of the checkpoint.
 
         Raises:
-            CheckpointError: the disk is full, read-only or failing. The checkpoints before are as they were.
+            CheckpointError: the disk is full, read-only or failing. The checkpoints before are as
+                they were.
         """
-        partial, target = self._partial(step), self._folder / _name(step)
+        target = self._folder / _name(step)
         with self._explained(step):
-            _write_manifest(partial, step)
-            if target.exists() and _is_valid(target):
-                shutil.rmtree(
-                    partial
-                )  # two folders can't change places at once, and this one could be the only checkpoint
-            else:
-                if target.exists():
-                    target.rename(self._removed(step))
-                partial.rename(target)
-                _sync_folder(self._folder)
-        kept = _complete(self._folder)
-        for path in kept[: -self._keep]:
+            _write_manifest(self._partial(step), step)
+            self._put_in_place(step, target)
+        for path in _complete(self._folder)[: -self._keep]:
             try:
                 self._remove(path)
             except OSError as error:  # the new checkpoint is complete all the same
                 logger.warning("an old checkpoint can't be deleted: %s", error)
         return target
 
+    def _put_in_place(self, step: int, target: Path) -> None:
+        """Rename the partial folder to ``target``, unless a valid checkpoint is there."""
+        partial = self._partial(step)
+        if target.exists():
+            if _is_valid(target):
+                # Two folders can't change places at once, and this could be the only checkpoint.
+                shutil.rmtree(partial)
+                return
+            target.rename(self._removed(step))
+        partial.rename(target)
+        _sync_folder(self._folder)
+
     def discard(self, step: int) -> None:
-        """Remove ``begin``'s folder. What can't be removed now goes when another checkpoint begins."""
+        """Remove the folder of ``begin``.
+
+        What can't be removed now is removed when another checkpoint begins.
+        """
         shutil.rmtree(self._partial(step), ignore_errors=True)
 
     def drop_after(self, step: int) -> list[Path]:
-        """Delete the checkpoints of later steps: the run goes on from ``step``, and will write others. Returns them.
+        """Delete the checkpoints of later steps, and return them.
+
+        The run goes on from ``step``, and will write others.
 
         Raises:
-            CheckpointError: one can't be deleted.
+            CheckpointError: a checkpoint can't be deleted.
         """
         later = [path for path in _complete(self._folder) if step_of(path) > step]
         for path in reversed(later):
@@ -156,64 +181,135 @@ class CheckpointFolder:
         return self._folder / f".{_name(step)}.removed"
 
     def _remove(self, path: Path) -> None:
-        """Renamed first: deleting takes several operations, and a folder without some of its files must not look complete.
-        ``begin`` removes what is left."""
+        """Delete a checkpoint.
+
+        It is renamed first, because deleting takes several operations, and a folder without some of
+        its files must not look complete. ``begin`` removes what is left of it.
+        """
         removed = self._removed(step_of(path))
         path.rename(removed)
         shutil.rmtree(removed, ignore_errors=True)
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
+        """Turn an error of the disk into a CheckpointError with its cause and the cure."""
         try:
             yield
         except OSError as error:
-            why = f"{error.strerror or type(error).__name__}: {error.filename or self._folder}"
+            cause = f"{error.strerror or type(error).__name__}: {error.filename or self._folder}"
             cure = "checkpoints before it are intact; free space, or make the folder writable"
             raise CheckpointError(
-                f"the checkpoint of step {step} can't be written ({why}); {cure}"
+                f"the checkpoint of step {step} can't be written ({cause}); {cure}"
             ) from error
 
 
+# ---- the checkpoints of a run
+
+
 def step_of(path: Path) -> int:
-    """The step of a checkpoint's folder."""
-    found = _NAME.fullmatch(path.name)
-    if found is None:
+    """Return the step of a checkpoint's folder.
+
+    Raises:
+        ValueError: the folder has no name of a checkpoint.
+    """
+    match = _NAME.fullmatch(path.name)
+    if match is None:
         raise ValueError(f"{path} is no checkpoint: its name is not step-NNNNNN")
-    return int(found[1])
+    return int(match[1])
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first. Their files may be damaged: ``verify``."""
+    """Return the complete checkpoints of a run, oldest first.
+
+    Their files may have been damaged since; ``verify`` says so.
+    """
     return _complete(Path(run_dir) / CHECKPOINTS_FOLDER)
+
+
+def newest_valid(run_dir: Path) -> tuple[Path, list[str]]:
+    """Return the newest checkpoint whose files are all as they were written.
+
+    Returns:
+        The checkpoint's folder, and a line for each newer one that says why it was refused.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+    refusals: list[str] = []
+    for path in reversed(_named(Path(run_dir) / CHECKPOINTS_FOLDER)):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            refusals.append(str(error))
+        else:
+            return path, refusals
+    cause = "; ".join(refusals)
+    if not refusals:
+        names = sorted(path.name for path in Path(run_dir).iterdir())
+        visible = [name for name in names if not name.startswith(".")]
+        cause = f"it has no complete checkpoint (there is {', '.join(visible) or 'nothing'})"
+    raise CheckpointError(f"{run_dir} can't be resumed: {cause}; start a new run")
+
+
+def policies(run_dir: Path) -> list[Path]:
+    """Return the hub folders that a run has written of its policy, the newest last."""
+    folders = [
+        path
+        for name in (OLD_POLICY_FOLDER, POLICY_FOLDER)
+        for path in (run_dir / name).glob("step-*")
+    ]
+    numbered = [path for path in folders if path.name.removeprefix("step-").isdigit()]
+    return sorted(numbered, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Return the checkpoints that have a manifest, oldest first."""
+    return [path for path in _named(folder) if (path / MANIFEST_FILE).is_file()]
+
+
+def _named(folder: Path) -> list[Path]:
+    """Return the checkpoints by their names, oldest first: also one that lost its manifest."""
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
+
+
+# ---- the manifest
 
 
 def verify(path: Path) -> None:
     """Read every file of a checkpoint and compare it with the manifest.
 
     Raises:
-        CheckpointError: names the first damaged file, what is wrong with it, and the cure.
+        CheckpointError: a file is damaged; names the first one, what is wrong with it and the cure.
     """
     path = Path(path)
-    manifest = _read_manifest(path)
+    files = _read_manifest(path).files
 
-    def problem(name: str) -> str | None:
-        file, said = path / name, manifest.files[name]
-        try:
-            size = file.stat().st_size
-            if size != said.size:
-                return f"{file} has {size:,} bytes and had {said.size:,}"
-            return (
-                None
-                if _checksum(file) == said.sha256
-                else f"{file} has other bytes than were written"
-            )
-        except OSError as error:
-            return _unread(file, error)
+    def damage_of(name: str) -> str | None:
+        return _damage(path / name, files[name])
 
     with ThreadPoolExecutor(_READERS) as readers:
-        for found in readers.map(problem, sorted(manifest.files)):
-            if found is not None:
-                raise _damaged(path, found)
+        for damage in readers.map(damage_of, sorted(files)):
+            if damage is not None:
+                raise _damaged(path, damage)
+
+
+def _damage(path: Path, written: _File) -> str | None:
+    """Return what is wrong with a file; None if it is as it was written."""
+    try:
+        size = path.stat().st_size
+        if size != written.size:
+            return f"{path} has {size:,} bytes and had {written.size:,}"
+        if _checksum(path) != written.sha256:
+            return f"{path} has other bytes than were written"
+    except OSError as error:
+        return _unread(path, error)
+    return None
 
 
 def _is_valid(path: Path) -> bool:
@@ -224,59 +320,14 @@ def _is_valid(path: Path) -> bool:
     return True
 
 
-def newest_valid(run_dir: Path) -> tuple[Path, list[str]]:
-    """The newest checkpoint whose files are all as they were written, and why newer ones were refused, a line each.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    refused: list[str] = []
-    for path in reversed(_named(Path(run_dir) / CHECKPOINTS_FOLDER)):
-        try:
-            verify(path)
-        except CheckpointError as error:
-            refused.append(str(error))
-        else:
-            return path, refused
-    there = sorted(path.name for path in Path(run_dir).iterdir() if not path.name.startswith("."))
-    why = (
-        "; ".join(refused)
-        or f"it has no complete checkpoint (there is {', '.join(there) or 'nothing'})"
-    )
-    raise CheckpointError(f"{run_dir} can't be resumed: {why}; start a new run")
-
-
-def _name(step: int) -> str:
-    return f"step-{step:06d}"
-
-
-def _complete(folder: Path) -> list[Path]:
-    return [path for path in _named(folder) if (path / MANIFEST_FILE).is_file()]
-
-
-def _named(folder: Path) -> list[Path]:
-    """Those too that have lost their manifest."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=step_of)
-
-
 def _write_manifest(folder: Path, step: int) -> None:
-    """Fsync every file and folder below, and then write the manifest."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-
-    def entry(path: Path) -> _File:
-        _sync(path)
-        return _File(path.stat().st_size, _checksum(path))
-
+    """Fsync every file and folder of a checkpoint, and then write its manifest."""
+    paths = sorted(folder.rglob("*"))
+    files = [path for path in paths if path.is_file()]
+    names = [str(path.relative_to(folder)) for path in files]
     with ThreadPoolExecutor(_READERS) as readers:
-        entries = dict(
-            zip(
-                (str(path.relative_to(folder)) for path in files),
-                readers.map(entry, files),
-                strict=True,
-            )
-        )
-    for path in folder.rglob("*"):
+        entries = dict(zip(names, readers.map(_synced_entry, files), strict=True))
+    for path in paths:
         if path.is_dir():
             _sync_folder(path)
     manifest = msgspec.json.encode(_Manifest(FORMAT, step, entries))
@@ -285,7 +336,18 @@ def _write_manifest(folder: Path, step: int) -> None:
     _sync_folder(folder)
 
 
+def _synced_entry(path: Path) -> _File:
+    """Fsync a file, and return its entry in the manifest."""
+    _sync(path)
+    return _File(path.stat().st_size, _checksum(path))
+
+
 def _read_manifest(path: Path) -> _Manifest:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged, or has another format.
+    """
     file = path / MANIFEST_FILE
     try:
         manifest = msgspec.json.decode(file.read_bytes(), type=_Manifest)
@@ -295,25 +357,24 @@ def _read_manifest(path: Path) -> _Manifest:
         raise _damaged(path, f"{file} is not what was written") from None
     if manifest.format != FORMAT:
         raise CheckpointError(
-            f"{file} has format {manifest.format}, and this version reads {FORMAT}: resume with the one that wrote it"
+            f"{file} has format {manifest.format}, and this version reads {FORMAT}: "
+            "resume with the one that wrote it"
         )
     if _NAME.fullmatch(path.name) and step_of(path) != manifest.step:
         raise _damaged(path, f"{file} is not what was written")
     return manifest
 
 
-def _damaged(path: Path, what: str) -> CheckpointError:
+def _damaged(path: Path, damage: str) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint {path} is damaged: {what}; use the one before, or copy this one again"
+        f"checkpoint {path} is damaged: {damage}; use the one before, or copy this one again"
     )
 
 
 def _unread(file: Path, error: OSError) -> str:
-    return (
-        f"{file} is missing"
-        if isinstance(error, FileNotFoundError)
-        else f"{file} can't be read ({error.strerror})"
-    )
+    if isinstance(error, FileNotFoundError):
+        return f"{file} is missing"
+    return f"{file} can't be read ({error.strerror})"
 
 
 def _checksum(path: Path) -> str:
@@ -321,8 +382,11 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+# ---- the disk
+
+
 def write_durably(path: Path, text: str) -> None:
-    """Write a file that a power failure leaves as it was or as it is to be."""
+    """Write a file that a power failure leaves either as it was or as it is to be."""
     scratch = path.with_name(f"{path.name}.partial")
     scratch.write_text(text, encoding="utf-8")
     _sync(scratch)
@@ -332,6 +396,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
+    """Return once a file or folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -340,6 +405,7 @@ def _sync(path: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
+    """Return once the names in a folder are on the disk, where the file system can say so."""
     try:
         _sync(path)
     except OSError as error:

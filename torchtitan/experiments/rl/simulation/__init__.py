@@ -1,1 +1,1 @@
-"""The real controller in virtual time, with simulated engines, trainer, hosts and envs. docs/scale.md."""
+"""Runs a config's loops in virtual time, with simulated engines, trainer, hosts and envs."""

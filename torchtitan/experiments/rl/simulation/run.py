@@ -1,29 +1,34 @@
-"""A simulated run: the real controller, and simulated parts behind the protocols of those that it drives.
+"""A simulated run: the real loops, and simulated actors behind the protocols that they call.
 
-    real        TrainingLoop, RolloutLoop, Pacer, Selection, samplers, algorithm, filters, Validator, Ledger, Batcher,
-                LocalRunner, GeneratorClient and its Router, WeightSync, Restarts, the state of a checkpoint and the way back
-                from it, metrics
-    simulated   replicas (`engine.py`), trainer, network, envs (`tasks.py`), hosts that fail and come back
-    left out    Monarch's messages, rollout workers, the recorder, files of checkpoints, replayed groups
+    SimulatedRun ──▶ Attempt, from the start ──▶ hosts die ──▶ Attempt, from a checkpoint ──▶ end
 
-A host that dies ends the run, which goes on from its newest checkpoint, as the library has it; or, to see what that costs, only
-its own parts are made again. Either way the ledger balances, no token is older than the bound, and no group is left behind: a
-simulation in which that does not hold ends with an error.
+    real        training and rollout loop, pacer, selection, samplers, algorithm, filters,
+                validation, ledger, batcher, LocalRunner, GeneratorClient and its router,
+                WeightSync, restarts, the state of a checkpoint and the way back from it, metrics
+    simulated   replicas (`engine.py`), trainer (`trainer.py`), network, envs (`tasks.py`), hosts
+                that fail and come back
+    left out    Monarch's messages, rollout workers, the recorder, files of checkpoints, replayed
+                groups
+
+A host that dies ends the run, which goes on from its newest checkpoint, as in the library. With
+``Failures.end_run=False`` only the replicas of the host are made again, which shows what ending the
+run costs. The simulation ends with an error if the ledger does not balance, if a trained token is
+older than the bound, or if a group is left behind.
 """
 
 import asyncio
+import contextlib
 import json
+import math
 import os
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self, TextIO
 
 import numpy as np
 
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
-from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.configurable import BuildContext, build_with
 from torchtitan.experiments.rl.errors import RunError
@@ -32,7 +37,7 @@ from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.loops.events import RunEvents
 from torchtitan.experiments.rl.loops.group_runner import GroupRunner, LocalRunner
 from torchtitan.experiments.rl.loops.ledger import Ledger
-from torchtitan.experiments.rl.loops.loop import Parts, Schedule, build_loop
+from torchtitan.experiments.rl.loops.loop import Loops, Parts, Schedule, build_loop
 from torchtitan.experiments.rl.loops.saved_state import RolloutLoopState
 from torchtitan.experiments.rl.loops.selection import Selection
 from torchtitan.experiments.rl.loops.step_metrics import StepRecord
@@ -44,158 +49,67 @@ from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.simulation.clock import Cores, InlineThread
-from torchtitan.experiments.rl.simulation.engine import (
-    DEATH_SEEN_S,
-    Endpoint,
-    Rates,
-    SimulatedReplica,
-    open_channel,
-)
-from torchtitan.experiments.rl.simulation.tasks import Lengths, simulated_tasks
+from torchtitan.experiments.rl.simulation.engine import EngineTotals, SimulatedReplica
+from torchtitan.experiments.rl.simulation.lengths import Lengths
+from torchtitan.experiments.rl.simulation.local_actor import open_channel
+from torchtitan.experiments.rl.simulation.outcome import Outcome
+from torchtitan.experiments.rl.simulation.rates import DEATH_SEEN_S, Rates
+from torchtitan.experiments.rl.simulation.tasks import simulated_tasks
+from torchtitan.experiments.rl.simulation.trainer import SimulatedTrainer
 from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, WeightSync
 
 EVENTS_FILE = "events.jsonl"
+"""File in the run folder with a line for each event of the simulation."""
+VOCABULARY = 1 << 31
+"""Number of token ids: simulated ones are of no vocabulary, and none of them counts as rare."""
+LAG_INTERVAL_S = 3600.0
+"""Seconds between two measurements of the event loop's lag, which is always 0. At the usual 10 ms
+the measurements were most of what there is to simulate."""
+DAY_S = 86_400
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Failures:
+    """Hosts that die, and what becomes of the run then."""
+
     per_day: float = 0.0
-    """Of all hosts together."""
+    """Mean number of failures a day, of all hosts together."""
     hosts: int = 1
-    """That die at once."""
+    """Number of hosts that die at once."""
     end_run: bool = True
-    """False: a host of generators that dies costs its replicas, and nothing else."""
+    """False if a host of generators that dies costs its replicas and nothing else."""
     repair_s: float = 600.0
-    """Until there is a host again."""
+    """Seconds until there is another host."""
     seen_s: float = DEATH_SEEN_S
-    """Until a death is known."""
+    """Seconds until the death is known."""
 
 
-class SimulatedTrainer:
-    """Implements HostCopies, and what a TrainingLoop asks of a TrainerClient and a WeightSync of the trainer's mesh."""
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Hosts:
+    """Hosts of a run, by number: those of the trainer come first."""
 
-    lost = 0
+    trainer_hosts: int
+    hosts: int
+    """Number of all hosts."""
+    gpus_of_replica: int
 
-    def __init__(
-        self,
-        rates: Rates,
-        cores: Cores,
-        data_parallel_size: int,
-        *,
-        heard: Callable[[], Awaitable[None]],
-    ):
-        """``heard`` returns when the controller takes an answer up."""
-        self._rates, self._cores, self.data_parallel_size, self._heard = (
-            rates,
-            cores,
-            data_parallel_size,
-            heard,
+    @classmethod
+    def of_config(cls, config: RunConfig) -> Self:
+        gpus_of_replica = config.generator.engine.tensor_parallel_degree
+        trainer_hosts = math.ceil(config.trainer.ranks / GPUS_PER_HOST)
+        replica_hosts = math.ceil(config.generator.replicas * gpus_of_replica / GPUS_PER_HOST)
+        return cls(
+            trainer_hosts=trainer_hosts,
+            hosts=trainer_hosts + replica_hosts,
+            gpus_of_replica=gpus_of_replica,
         )
-        self.busy_s = 0.0
-        self._published = 0
-        self.copy_weights = Endpoint(self._copy)
-        self.proof, self.score = Endpoint(self._proof), Endpoint(self._score)
 
-    async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
-        rates = self._rates.trainer
-        await self._work(
-            rates.step_s
-            + max(
-                sum(
-                    max(
-                        rates.microbatch_s,
-                        rates.token_s * (batch.trees or batch).token_ids.numel()
-                        + rates.pair_s
-                        * sum(len(sample) ** 2 / 2 for row in rows for sample in row),
-                    )
-                    for batch, rows in zip(batches, of_rank, strict=True)
-                )
-                for batches, of_rank in zip(packed.microbatches, packed.samples, strict=True)
-            )
-        )
-        return {}
-
-    async def _work(self, seconds: float) -> None:
-        began = asyncio.get_running_loop().time()
-        await self._cores.use(seconds)
-        self.busy_s += asyncio.get_running_loop().time() - began
-        await self._heard()
-
-    def size(self, dimension: str) -> int:
-        return 1  # one stands for all ranks, which publish side by side
-
-    def slice(self, **dimensions: int) -> "SimulatedTrainer":
-        return self
-
-    async def _copy(self, version: int, canary_token_ids: np.ndarray, remote_readers: bool) -> None:
-        await self._work(self._rates.trainer.publish_s)
-        self._published = version
-
-    async def _proof(self) -> tuple[str, np.ndarray]:
-        return str(self._published), np.zeros(CANARY_TOKENS, np.float32)
-
-    async def _score(self, canary_token_ids: np.ndarray) -> np.ndarray:
-        return np.zeros(len(canary_token_ids), np.float32)
-
-    async def fetch(self, version: int) -> None:
-        await asyncio.sleep(self._rates.fetch_s)
-
-    def take_fetched_bytes(self) -> dict[str, int]:
-        return {}
+    def of_replica(self, index: int) -> int:
+        """Return the number of the host that a replica runs on."""
+        return self.trainer_hosts + index * self.gpus_of_replica // GPUS_PER_HOST
 
 
-@dataclass(kw_only=True, slots=True)
-class Outcome:
-    """What a run has shown. Seconds are virtual."""
-
-    gpus: int
-    seconds: float = 0.0
-    steps: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Metrics of each step; of one that was repeated, the last time."""
-    ledger: dict[str, int] = field(default_factory=dict)
-    replicas: int = 0
-    engines: Any = field(default_factory=Counter)
-    """``SimulatedReplica.totals`` of all replicas together."""
-    engine_down_s: float = 0.0
-    """Replicas' seconds without a process."""
-    trainer_busy_s: float = 0.0
-    deaths: int = 0
-    down_s: float = 0.0
-    """From a death that ended the run until it went on."""
-    repeated_s: float = 0.0
-    """Of the steps since the newest checkpoint."""
-    lost_tokens: int = 0
-    """Sampled, and gone with a process."""
-
-    def mean(self, name: str) -> float:
-        """Of a metric over the steps, without the first tenth: the pipeline fills."""
-        steps = sorted(self.steps)[len(self.steps) // 10 :]
-        values = [self.steps[step][name] for step in steps if name in self.steps[step]]
-        return sum(values) / max(1, len(values))
-
-    @property
-    def trained_tokens(self) -> float:
-        return sum(metrics["batch/sampled_tokens"] for metrics in self.steps.values())
-
-    @property
-    def step_s(self) -> float:
-        return self.mean("time/step_s")
-
-    @property
-    def generators_idle(self) -> float:
-        return 1 - self.engines["busy_s"] / max(1e-9, self.seconds * self.replicas)
-
-    @property
-    def trainer_idle(self) -> float:
-        return 1 - self.trainer_busy_s / max(1e-9, self.seconds)
-
-    @property
-    def gpu_hours_per_million(self) -> float:
-        """Of tokens that were sampled and trained on."""
-        return self.gpus * self.seconds / 3600 / max(1.0, self.trained_tokens) * 1e6
-
-
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Saved:
     """A checkpoint."""
 
@@ -203,11 +117,11 @@ class Saved:
     rollouts: RolloutLoopState
     groups: Sequence[RolloutGroup]
     offsets: dict[Path, int]
-    time: float
+    """Size of each of the run's files when the checkpoint was made."""
 
 
 class SimulatedRun:
-    """``run`` once, in virtual time."""
+    """A run in virtual time. Call ``run`` once; ``outcome`` fills meanwhile."""
 
     def __init__(
         self,
@@ -219,67 +133,86 @@ class SimulatedRun:
         run_dir: Path | None = None,
         recorder: RolloutRecorder | None = None,
     ):
-        """``run_dir`` gets metrics, ledger and events; None: nothing is written."""
-        self._config, self._rates, self._lengths = config, rates, lengths
-        self._failures, self._run_dir, self._recorder = failures or Failures(), run_dir, recorder
-        engine, ranks = config.generator.engine, config.trainer.ranks
-        self._gpus_of_engine = engine.tensor_parallel_degree
-        self._trainer_hosts = -(-ranks // GPUS_PER_HOST)
-        self._hosts = self._trainer_hosts + -(
-            -config.generator.replicas * self._gpus_of_engine // GPUS_PER_HOST
-        )
+        """Prepare the run.
+
+        Args:
+            failures: hosts that die; None for none.
+            run_dir: folder for metrics, ledger and events; None writes none.
+        """
+        self.config = config
+        self.rates = rates
+        self.lengths = lengths
+        self.failures = failures or Failures()
+        self.run_dir = run_dir
+        self.recorder = recorder
+        self.files: list[Path] = []
+        """Files that are cut back to a checkpoint when the run goes on from it."""
+        if run_dir is not None:
+            self.files = [run_dir / METRICS_FILE, run_dir / LEDGER_FILE]
+        self.hosts = Hosts.of_config(config)
+        replicas = config.generator.replicas
         self.outcome = Outcome(
-            gpus=ranks + config.generator.replicas * self._gpus_of_engine,
-            replicas=config.generator.replicas,
+            gpus=config.trainer.ranks + replicas * self.hosts.gpus_of_replica, replicas=replicas
         )
-        self._random = np.random.default_rng([config.seed, 33])
-        self._restarts = Restarts(
+        self.random = np.random.default_rng([config.seed, 33])
+        """Random numbers of the failures."""
+        self.restarts = Restarts(
             config.supervision, clock=lambda: asyncio.get_running_loop().time()
         )
-        self._saved: Saved | None = None
-        self._events = (
-            None if run_dir is None else (run_dir / EVENTS_FILE).open("w", encoding="utf-8")
-        )
-        self._files = [] if run_dir is None else [run_dir / METRICS_FILE, run_dir / LEDGER_FILE]
+        self.saved: Saved | None = None
+        """Newest checkpoint."""
+        self.unsaved_since = 0.0
+        """Time from which on the run's work is in no checkpoint."""
+        self._events: TextIO | None = None
 
     async def run(self) -> Outcome:
-        """
+        """Run until the last step, as often as hosts die.
+
         Raises:
-            RunError: a part died too often, or an invariant does not hold.
+            RunError: a replica died too often, or an invariant does not hold.
         """
         loop = asyncio.get_running_loop()
-        while True:
-            died_at = await self.attempt(self._saved).run()
-            self.outcome.seconds = loop.time()
-            if died_at is None:
-                break
-            outcome = self.outcome
-            outcome.repeated_s += died_at - (0.0 if self._saved is None else self._saved.time)
-            await asyncio.sleep(
-                self._failures.seen_s + self._failures.repair_s + self._rates.start_s
-            )
-            outcome.down_s += loop.time() - died_at
-            for file in self._files:
-                if file.exists():
-                    os.truncate(
-                        file, 0 if self._saved is None else self._saved.offsets.get(file, 0)
-                    )
-            if self._saved is not None:
-                self._saved.time = loop.time()
-            self._tell("goes on", step=0 if self._saved is None else self._saved.step)
-        if self._events is not None:
-            self._events.close()
-        return self.outcome
+        with contextlib.ExitStack() as files:
+            if self.run_dir is not None:
+                events_file = (self.run_dir / EVENTS_FILE).open("w", encoding="utf-8")
+                self._events = files.enter_context(events_file)
+            while True:
+                died_at = await self.attempt(self.saved).run()
+                self.outcome.seconds = loop.time()
+                if died_at is None:
+                    return self.outcome
+                await self._repair(died_at)
 
-    # Parts that a benchmark replaces.
+    async def _repair(self, died_at: float) -> None:
+        """Wait until the run can go on from its newest checkpoint, or from the start."""
+        clock = asyncio.get_running_loop().time
+        self.outcome.repeated_s += died_at - self.unsaved_since
+        await asyncio.sleep(self.failures.seen_s + self.failures.repair_s + self.rates.start_s)
+        self.outcome.down_s += clock() - died_at
+        self.unsaved_since = clock()
+        offsets = {} if self.saved is None else self.saved.offsets
+        for file in self.files:
+            if file.exists():
+                os.truncate(file, offsets.get(file, 0))
+        self.record_event("goes on", step=0 if self.saved is None else self.saved.step)
+
+    def record_event(self, event: str, **values: object) -> None:
+        """Write a line of JSON to the file of events, if the run has a folder."""
+        if self._events is not None:
+            line = {"t": round(asyncio.get_running_loop().time(), 6), "event": event} | values
+            self._events.write(json.dumps(line) + "\n")
+
+    # What a benchmark overrides.
 
     def attempt(self, saved: Saved | None) -> "Attempt":
+        """Return an attempt that goes on from a checkpoint, or from the start."""
         return Attempt(self, saved, Cores())
 
     def replica(self, version: int, cores: Cores) -> SimulatedReplica:
-        generator = self._config.generator
+        """Return a new replica, which holds a version of the weights."""
+        generator = self.config.generator
         return SimulatedReplica(
-            self._rates.engine,
+            self.rates.engine,
             max_num_seqs=getattr(generator.engine, "max_num_seqs", 1 << 30),
             weight_update=generator.weight_update,
             prefix_caching=getattr(generator.engine, "enable_prefix_caching", True),
@@ -288,156 +221,199 @@ class SimulatedRun:
         )
 
     def runner(self, policy: GeneratorClient) -> GroupRunner:
-        return LocalRunner(policy, seed=self._config.seed)
-
-    def _tell(self, event: str, **values: Any) -> None:
-        if self._events is not None:
-            line = {"t": round(asyncio.get_running_loop().time(), 6), "event": event} | values
-            self._events.write(json.dumps(line) + "\n")
+        """Return what runs the rollout groups of an attempt."""
+        return LocalRunner(policy, seed=self.config.seed)
 
 
 class Attempt(RunEvents):
-    """From the start, or a checkpoint, to the end or a death that ends the run."""
+    """Part of a run, from its start or a checkpoint to its end or a death that ends it."""
 
-    trainer = SimulatedTrainer
+    trainer_class: ClassVar[type[SimulatedTrainer]] = SimulatedTrainer
 
-    def __init__(self, whole: SimulatedRun, saved: Saved | None, cores: Cores):
-        self._whole, self._saved, self._cores = whole, saved, cores
-        self._config, self._rates = whole._config, whole._rates
-        config = self._config
-        self._lap_at = asyncio.get_running_loop().time()
-        self._lap_busy = (0.0, 0.0)
-        self._died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        synchronous = config.max_offpolicy_steps == 0
+    def __init__(self, simulation: SimulatedRun, saved: Saved | None, cores: Cores):
+        """Build the loops.
+
+        Args:
+            simulation: run that this is a part of.
+            saved: checkpoint to go on from; None for the start.
+        """
+        self.simulation = simulation
+        self._saved = saved
+        self._cores = cores
+        self._config = simulation.config
+        self._rates = simulation.rates
+        self._died_at: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        """Time at which hosts died and ended the run."""
+        self._processes = asyncio.Semaphore(max(1, self._config.rollout_workers))
+        """Processes that run rollouts: each computes one turn at a time."""
+        self._background: set[asyncio.Task[None]] = set()
+        self._replicas: dict[int, SimulatedReplica] = {}
+        self._lost_totals = EngineTotals()
+        """Totals of the replicas that died."""
+        self._last_step_at = asyncio.get_running_loop().time()
+        self._last_busy_s = {"generators": 0.0, "trainer": 0.0}
+        """Seconds that a replica, on average, and the trainer were busy until the last step."""
+        self._metrics = self._build_metrics()
         self._client = GeneratorClient(
-            lockstep=synchronous, on_failure=self._fail, open_channel=open_channel
+            lockstep=self._config.max_offpolicy_steps == 0,
+            on_failure=self._fail,
+            open_channel=open_channel,
         )
-        size = config.trainer.parallelism.data_parallel_size(config.trainer.ranks)
-        self._threads = asyncio.Semaphore(max(1, config.rollout_workers))
-        """Of the processes that run rollouts."""
-        trainer: Any = self.trainer(self._rates, self._cores, size, heard=self._heard)
-        self._trainer = (
-            trainer  # the loop's TrainerClient, the weights' mesh and the copies of hosts
-        )
-        text = np.arange(CANARY_TOKENS, dtype=np.int32)
+        self._trainer = self._build_trainer()
         self._weights = WeightSync(
             self._trainer,
             self._client,
-            text=text,
+            text=np.arange(CANARY_TOKENS, dtype=np.int32),
             bound=CanaryBound("float32"),
             copies=self._trainer,
         )
-        self._replicas: dict[int, SimulatedReplica] = {}
-        self._gone: Any = Counter()
-        """Of replicas that died."""
-        self._beside: set[asyncio.Task[None]] = set()
-        ordered = OrderedCalls(thread=InlineThread())
-        # Nothing is rendered, and simulated ids are of no vocabulary, so that none is rare.
-        nothing: Any = None
-        context = BuildContext(renderer=nothing, vocab_size=1 << 31, seed=config.seed)
+        nothing: Any = None  # nothing is rendered
+        context = BuildContext(renderer=nothing, vocab_size=VOCABULARY, seed=self._config.seed)
         self._tasks = simulated_tasks(
-            config.tasks,
+            self._config.tasks,
             context=context,
-            lengths=whole._lengths,
-            turn=self._turn,
+            lengths=simulation.lengths,
+            compute_turn=self._compute_turn,
         )
+        self._loops = self._build_loops(context)
+
+    @property
+    def _steps_done(self) -> int:
+        """Number of steps that were taken before this attempt, and stay."""
+        return 0 if self._saved is None else self._saved.step
+
+    def _build_metrics(self) -> MetricsLogger | None:
+        """Open the run's file of metrics, if the run has a folder."""
+        run_dir = self.simulation.run_dir
+        if run_dir is None:
+            return None
+        config = MetricsLogger.Config(tensorboard=False, samples=0)
+        return config.build(run_dir=run_dir, resume_step=self._steps_done or None)
+
+    def _build_trainer(self) -> Any:  # noqa: ANN401 - a client, a mesh and hosts' copies in one
+        """Build the trainer, which stands for its client, its mesh and the copies of its hosts."""
+        trainer = self._config.trainer
+        return self.trainer_class(
+            self._rates,
+            self._cores,
+            trainer.parallelism.data_parallel_size(trainer.ranks),
+            take_up_answer=self._take_up_answer,
+        )
+
+    def _build_loops(self, context: BuildContext) -> Loops:
+        """Build the loops of a run around the simulated actors, with this as their observer."""
+        config = self._config
+        run_dir = self.simulation.run_dir
+        ordered = OrderedCalls(thread=InlineThread())
+        weights = {name: task.weight for name, task in config.tasks.items()}
         selection = Selection(
             ordered,
-            mix=config.task_mix.build(
-                weights={name: task.weight for name, task in config.tasks.items()}
-            ),
+            mix=config.task_mix.build(weights=weights),
             tasks=dict(self._tasks),
-            pre_batch_filters=[build_with(entry, context) for entry in config.pre_batch_filters],
-            post_batch_filters=[build_with(entry, context) for entry in config.post_batch_filters],
+            pre_batch_filters=[build_with(part, context) for part in config.pre_batch_filters],
+            post_batch_filters=[build_with(part, context) for part in config.post_batch_filters],
         )
-        step, run_dir = (0 if saved is None else saved.step), whole._run_dir
-        self._metrics = None
-        if run_dir is not None:
-            own = MetricsLogger.Config(tensorboard=False, samples=0)
-            self._metrics = own.build(run_dir=run_dir, resume_step=step or None)
-        schedule = Schedule.of_config(config, steps_done=step)
         parts = Parts(
             selection=selection,
-            runner=whole.runner(self._client),
+            runner=self.simulation.runner(self._client),
             policy=self._client,
             batcher=config.batcher.build(),
             trainer=self._trainer,
             weights=self._weights,
             ordered=ordered,
             ledger=Ledger(None if run_dir is None else run_dir / LEDGER_FILE),
-            recorder=whole._recorder,
+            recorder=self.simulation.recorder,
             generated_tokens=lambda: self._client.generated_tokens,
-            # Always 0. At the usual 10 ms the measurements were most of what there is to simulate.
-            lag=LoopLag(interval_s=3600.0),
+            lag=LoopLag(interval_s=LAG_INTERVAL_S),
         )
-        loops = build_loop(schedule, parts, watchers=[self])
-        self._rollouts = loops.rollouts
-        self._training = loops.training
+        schedule = Schedule.of_config(config, steps_done=self._steps_done)
+        return build_loop(schedule, parts, watchers=[self])
 
     async def run(self) -> float | None:
-        """Returns when it died; None at its end."""
-        step = 0 if self._saved is None else self._saved.step
-        if step:
-            await self._weights.publish_start(step)
-            self._client.version = step
-        await asyncio.gather(
-            *(self._start_replica(index) for index in range(self._config.generator.replicas))
-        )
+        """Run until the last step, or until hosts die and end the run.
+
+        Returns:
+            Time at which the hosts died; None if the run is complete.
+        """
+        await self._start()
+        self._run_in_background(self._let_hosts_fail())
+        training = asyncio.create_task(self._loops.training.run())
+        try:
+            ends: set[asyncio.Future[Any]] = {training, self._died_at}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._died_at.done():
+                return self._died_at.result()
+            training.result()
+            return None
+        finally:
+            await self._close(training)
+
+    async def _start(self) -> None:
+        """Bring up the replicas, and restore the checkpoint."""
+        if self._saved is not None and self._saved.step:
+            await self._weights.publish_start(self._saved.step)
+            self._client.version = self._saved.step
+        replicas = range(self._config.generator.replicas)
+        await asyncio.gather(*(self._start_replica(index) for index in replicas))
         if self._saved is not None:
             finished = {group.group_id: group for group in self._saved.groups}
-            await self._rollouts.restore(self._saved.rollouts, finished, step)
-        self._beside_run(self._let_hosts_fail())
-        training = asyncio.create_task(self._training.run())
-        try:
-            either: set[asyncio.Future[Any]] = {training, self._died}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not self._died.done():
-                training.result()
-        finally:
-            lost = sum(replica.kill() for _, replica in sorted(self._replicas.items()))
-            if self._died.done():
-                self._whole.outcome.lost_tokens += lost
-            for task in [*self._beside, training]:
-                task.cancel()
-            await asyncio.wait({training})
-            await self._training.close()
-            await self._rollouts.close()
-            self._client.close()
-            if self._metrics is not None:
-                self._metrics.close()
-            self._whole.outcome.trainer_busy_s += self._trainer.busy_s
-            self._whole.outcome.engines += self._totals()
-        return self._died.result() if self._died.done() else None
+            await self._loops.rollouts.restore(self._saved.rollouts, finished, self._saved.step)
 
-    # Its parts.
+    async def _close(self, training: asyncio.Task[None]) -> None:
+        """Stop everything, and add up what the actors have done."""
+        outcome = self.simulation.outcome
+        lost_tokens = sum(replica.kill() for _, replica in sorted(self._replicas.items()))
+        if self._died_at.done():
+            outcome.lost_tokens += lost_tokens
+        for task in [*self._background, training]:
+            task.cancel()
+        await asyncio.wait({training})
+        await self._loops.training.close()
+        await self._loops.rollouts.close()
+        self._client.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        outcome.trainer_busy_s += self._trainer.busy_s
+        outcome.engines += self._engine_totals()
 
-    async def _turn(self, share: float) -> None:
-        """A share of what is to be done for a turn."""
+    # Processes of the controller's host.
+
+    async def _compute_turn(self, share: float) -> None:
+        """Compute a share of a turn, in a process that runs rollouts."""
         if self._rates.turn_s:
-            async with self._threads:
+            async with self._processes:
                 await self._cores.use(self._rates.turn_s * share)
 
-    async def _heard(self) -> None:
-        """Where the controller's event loop runs the rollouts too, an answer waits behind what is ready there."""
+    async def _take_up_answer(self) -> None:
+        """Return when the controller takes up an answer of the trainer.
+
+        Where its event loop runs the rollouts too, the answer waits behind what is ready there.
+        """
         if self._config.rollout_workers == 0:
-            async with self._threads:
+            async with self._processes:
                 pass
 
     def _fail(self, error: Exception) -> None:
-        self._rollouts.fail(error)
+        """End the run with an error."""
+        self._loops.rollouts.fail(error)
 
-    def _beside_run(self, work: Any) -> None:
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run beside the loops. If the work fails, the run ends with its error."""
         task = asyncio.create_task(work)
-        self._beside.add(task)
-        task.add_done_callback(self._ended_beside)
+        self._background.add(task)
+        task.add_done_callback(self._end_background)
 
-    def _ended_beside(self, task: asyncio.Task[None]) -> None:
-        self._beside.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+    def _end_background(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
             self._fail(error if isinstance(error, Exception) else RunError(str(error)))
 
+    # Hosts and replicas.
+
     async def _start_replica(self, index: int) -> None:
-        replica = self._whole.replica(self._client.version, self._cores)
+        """Start a replica, have it load the current version, and let it take requests."""
+        replica = self.simulation.replica(self._client.version, self._cores)
 
         async def take_requests() -> None:
             self._replicas[index] = replica
@@ -446,97 +422,119 @@ class Attempt(RunEvents):
         await self._weights.admit(index, replica, take_requests)
 
     async def _let_hosts_fail(self) -> None:
-        """For as long as the run goes on."""
-        whole, failures = self._whole, self._whole._failures
+        """Let hosts die at random times, until a death ends the run."""
+        simulation = self.simulation
+        failures = simulation.failures
+        hosts = simulation.hosts
+        count = min(failures.hosts, hosts.hosts)
         while failures.per_day:
-            await asyncio.sleep(float(whole._random.exponential(86_400 / failures.per_day)))
-            hosts = sorted(
-                int(host)
-                for host in whole._random.choice(
-                    whole._hosts, min(failures.hosts, whole._hosts), replace=False
-                )
-            )
-            whole.outcome.deaths += 1
-            whole._tell("hosts die", hosts=hosts)
-            if failures.end_run or hosts[0] < whole._trainer_hosts:
-                self._died.set_result(asyncio.get_running_loop().time())
+            pause_s = float(simulation.random.exponential(DAY_S / failures.per_day))
+            await asyncio.sleep(pause_s)
+            dead = sorted(map(int, simulation.random.choice(hosts.hosts, count, replace=False)))
+            simulation.outcome.deaths += 1
+            simulation.record_event("hosts die", hosts=dead)
+            has_trainer = dead[0] < hosts.trainer_hosts
+            if failures.end_run or has_trainer:
+                self._died_at.set_result(asyncio.get_running_loop().time())
                 return
-            for index in sorted(self._replicas):
-                if self._host_of(index) in hosts:
-                    self._lose(index)
+            self._lose([index for index in self._replicas if hosts.of_replica(index) in dead])
 
-    def _host_of(self, replica: int) -> int:
-        return self._whole._trainer_hosts + replica * self._whole._gpus_of_engine // GPUS_PER_HOST
-
-    def _lose(self, index: int) -> None:
-        self._beside_run(self._replace(index, self._replicas.pop(index)))
+    def _lose(self, replicas: Iterable[int]) -> None:
+        """Have replicas die, and others take their places later."""
+        for index in sorted(replicas):
+            self._run_in_background(self._replace(index, self._replicas.pop(index)))
 
     async def _replace(self, index: int, dead: SimulatedReplica) -> None:
-        outcome, began = self._whole.outcome, asyncio.get_running_loop().time()
-        outcome.lost_tokens += dead.kill()
-        self._gone += dead.totals
-        await asyncio.sleep(self._whole._failures.seen_s)
-        self._whole._restarts.count(f"generator_{index}", f"generator {index}", "its host died")
+        """Kill a replica, and start another one when its host is repaired."""
+        simulation = self.simulation
+        failures = simulation.failures
+        clock = asyncio.get_running_loop().time
+        died_at = clock()
+        simulation.outcome.lost_tokens += dead.kill()
+        self._lost_totals += dead.totals
+        await asyncio.sleep(failures.seen_s)
+        simulation.restarts.count(f"generator_{index}", f"generator {index}", "its host died")
         self._client.lose(index)
-        await asyncio.sleep(self._whole._failures.repair_s)
+        await asyncio.sleep(failures.repair_s)
         await self._cores.use(self._rates.start_s)
         await self._start_replica(index)
-        outcome.engine_down_s += asyncio.get_running_loop().time() - began
-        self._whole._tell("replica is back", replica=index)
+        simulation.outcome.engine_down_s += clock() - died_at
+        simulation.record_event("replica is back", replica=index)
 
-    # What it hears of the loops.
+    def _engine_totals(self) -> EngineTotals:
+        """Return the totals of all replicas, dead ones included."""
+        totals = self._lost_totals
+        for replica in self._replicas.values():
+            totals += replica.totals
+        return totals
+
+    # Events of the loops.
 
     def group_arrived(self, group: RolloutGroup) -> None:
         tokens = sum(rollout.completion_tokens for rollout in group.rollouts)
-        self._whole._tell("group", id=group.group_id, tokens=tokens, failure=group.failure)
+        self.simulation.record_event(
+            "group", id=group.group_id, tokens=tokens, failure=group.failure
+        )
 
     async def step_published(self, step: int, metrics: dict[str, float]) -> None:
-        now, replicas = asyncio.get_running_loop().time(), self._config.generator.replicas
-        engines, elapsed = self._totals(), max(1e-9, now - self._lap_at)
-        busy = (engines["busy_s"] + engines["loading_s"]) / replicas, self._trainer.busy_s
-        for name, until, before in zip(
-            ("generators", "trainer"), busy, self._lap_busy, strict=True
-        ):
-            metrics[f"perf/{name}/busy"] = (until - before) / elapsed
+        """Add the shares of the step in which generators and trainer were busy."""
+        now = asyncio.get_running_loop().time()
+        elapsed_s = max(1e-9, now - self._last_step_at)
+        engines = self._engine_totals()
+        replicas_s = engines.busy_s + engines.loading_s
+        busy_s = {
+            "generators": replicas_s / self._config.generator.replicas,
+            "trainer": self._trainer.busy_s,
+        }
+        for name, seconds in busy_s.items():
+            metrics[f"perf/{name}/busy"] = (seconds - self._last_busy_s[name]) / elapsed_s
         metrics["time/virtual_s"] = now
-        self._lap_at, self._lap_busy = now, busy
+        self._last_step_at = now
+        self._last_busy_s = busy_s
 
     def step_taken(self, record: StepRecord) -> None:
-        """
+        """Check the invariants, and record the step.
+
         Raises:
             RunError: a token is too old, or a group was left behind.
         """
-        bound, metrics = self._config.max_offpolicy_steps, record.metrics
-        if metrics["policy/age_max"] > bound:
+        self._check_staleness(record)
+        metrics = record.metrics
+        if self._metrics is not None:
+            self._metrics.log(record.step, metrics)
+        outcome = self.simulation.outcome
+        outcome.steps[record.step] = metrics
+        outcome.ledger = self._loops.rollouts.ledger.counts()
+        self.simulation.record_event(
+            "step",
+            step=record.step,
+            tokens=metrics["batch/tokens"],
+            age=metrics["policy/age_mean"],
+        )
+
+    def _check_staleness(self, record: StepRecord) -> None:
+        bound = self._config.max_offpolicy_steps
+        age = record.metrics["policy/age_max"]
+        if age > bound:
             raise RunError(
-                f"step {record.step} trained a token of age {metrics['policy/age_max']}, and the bound is {bound}"
+                f"step {record.step} trained a token of age {age}, and the bound is {bound}"
             )
         for task in self._tasks.values():
-            for group_id, version in task.open.items():
+            for group_id, version in task.open_groups.items():
                 if version < record.step - bound:
                     raise RunError(
                         f"group {group_id} of version {version} still runs after step {record.step}"
                     )
-        if self._metrics is not None:
-            self._metrics.log(record.step, metrics)
-        self._whole.outcome.steps[record.step] = metrics
-        self._whole.outcome.ledger = self._rollouts.ledger.counts()
-        self._whole._tell(
-            "step", step=record.step, tokens=metrics["batch/tokens"], age=metrics["policy/age_mean"]
-        )
 
     async def step_ended(self, step: int) -> None:
-        every = self._config.checkpoint.interval
-        if not every or step % every:
+        """Take a checkpoint if one is due."""
+        interval = self._config.checkpoint.interval
+        if not interval or step % interval:
             return
-        state, groups, offsets = await self._rollouts.capture(
-            lambda: {file: file.stat().st_size for file in self._whole._files if file.exists()}
-        )
+        state, groups, offsets = await self._loops.rollouts.capture(self._file_sizes)
         await asyncio.sleep(self._rates.trainer.checkpoint_s)
-        now = asyncio.get_running_loop().time()
-        self._whole._saved = Saved(
-            step=step, rollouts=state, groups=groups, offsets=offsets, time=now
-        )
+        self.simulation.saved = Saved(step=step, rollouts=state, groups=groups, offsets=offsets)
+        self.simulation.unsaved_since = asyncio.get_running_loop().time()
 
-    def _totals(self) -> Any:
-        return sum((replica.totals for replica in self._replicas.values()), self._gone)
+    def _file_sizes(self) -> dict[Path, int]:
+        return {file: file.stat().st_size for file in self.simulation.files if file.exists()}

@@ -1,13 +1,16 @@
-"""Tasks whose rollouts take turns with the policy and say nothing: only lengths, rewards and times are drawn.
+"""Tasks whose rollouts take turns with the policy and say nothing.
 
-Sampler, algorithm, group size and limits are the config's. A prompt begins with a token that its example alone has and with its
-own length; an engine needs no more to know what is cached (`engine.py`).
+    SimulatedTask.run_group ──▶ _RolloutRun, for each rollout
+                                   turn by turn: prompt ──▶ request ──▶ completion ──▶ env's answer
+
+Only lengths, rewards and times are drawn. Sampler, algorithm, group size and limits are those of
+the task's config. A prompt begins with the token of its example and with its own length, and an
+engine needs no more to know what is cached (`engine.py`).
 """
 
 import asyncio
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,189 +19,89 @@ from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.configurable import BuildContext, build_with
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
-from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
+from torchtitan.experiments.rl.rollouts.policy import (
+    PolicyClient,
+    PolicySession,
+    SamplingConfig,
+)
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import (
+    Completion,
     DataSample,
     Rollout,
     RolloutGroup,
     RolloutStatus,
     RolloutTurn,
 )
+from torchtitan.experiments.rl.simulation.lengths import Lengths, Turn
 from torchtitan.experiments.rl.tasks.task import Task, derive_seed
 
 BEFORE_REQUEST = 0.25
-"""Share of a turn's time that comes before its request. A group renders its first prompt once."""
+"""Share of a turn's computing that comes before its request. It is small, because a group renders
+its first prompt once."""
+EXAMPLES = 1 << 16
+"""Number of examples of every simulated dataset."""
+MAX_TOKEN_ID = 2**29
+"""Bound of the ids that the tokens of prompts count up from, so that they stay in int32."""
 
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Turn:
-    prompt: int
-    """Tokens that the env adds before it."""
-    completion: int
-    env_s: float
-    """Of the env's answer; in the first turn its reset too."""
-    recorded: RolloutTurn | None = None
-    """It has the token ids, which decide what samples of a row share."""
-
-
-class Lengths:
-    """Draws a rollout's turns."""
-
-    def draw(self, example: np.random.Generator, own: np.random.Generator) -> list[Turn]:
-        """
-        Args:
-            example: gives all rollouts of an example the same numbers.
-        """
-        raise NotImplementedError
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class LogNormal(Lengths):
-    """``--lengths lognormal:mean=800,sigma=1``. Half of the logarithm's variance is the example's, half the rollout's."""
-
-    mean: float = 512.0
-    """Tokens of a completion, without the tail and the task's limits."""
-    sigma: float = 0.8
-    tail: float = 0.0
-    """Share of the rollouts that are ``times`` as long."""
-    times: float = 8.0
-    prompt: float = 200.0
-    """Tokens that each turn's prompt adds."""
-    turns: float = 1.0
-    """Of a rollout, on average; geometric above 1."""
-    env_s: float = 0.0
-    """Of a turn, on average; exponential."""
-
-    def draw(self, example: np.random.Generator, own: np.random.Generator) -> list[Turn]:
-        half = self.sigma / 2**0.5
-        scale = self.mean * np.exp(half * example.standard_normal() - self.sigma**2 / 2)
-        scale *= self.times if own.random() < self.tail else 1.0
-        return [
-            Turn(
-                prompt=max(2, round(self.prompt)),
-                completion=max(1, round(scale * np.exp(half * own.standard_normal()))),
-                env_s=float(own.exponential(self.env_s)) if self.env_s else 0.0,
-            )
-            for _ in range(int(own.geometric(1 / self.turns)))
-        ]
-
-
-class Recorded(Lengths):
-    """``--lengths outputs/RUN``: rollouts that a run recorded, for each example those of one of its groups."""
-
-    def __init__(self, folder: str):
-        """
-        Raises:
-            ConfigError: nothing was recorded there.
-        """
-        groups: dict[str, list[list[Turn]]] = {}
-        with suppress(OSError):
-            for rollout in (record.rollout for record in read_rollouts(folder)):
-                if turns := _turns(rollout):
-                    groups.setdefault(rollout.group_id, []).append(turns)
-        self._groups = list(groups.values())
-        if not groups:
-            cure = "has no recorded rollouts: name a run with rollouts.jsonl.gz, or lognormal:..."
-            raise ConfigError("--lengths", folder, cure)
-
-    def draw(self, example: np.random.Generator, own: np.random.Generator) -> list[Turn]:
-        group = self._groups[int(example.integers(len(self._groups)))]
-        return group[int(own.integers(len(group)))]
-
-
-def _turns(rollout: Rollout) -> list[Turn]:
-    turns, before = [], 0
-    for turn in rollout.turns:
-        prompt, completion = len(turn.prompt_token_ids), len(turn.completion.token_ids)
-        if completion:  # a prompt that was rendered anew counts as one that goes on
-            turns.append(
-                Turn(
-                    prompt=max(2, prompt - before),
-                    completion=completion,
-                    env_s=turn.env_s,
-                    recorded=turn,
-                )
-            )
-            before = prompt + completion
-    return turns
-
-
-def lengths_of(words: str) -> Lengths:
-    """What ``--lengths`` names.
-
-    Raises:
-        ConfigError: no distribution, no such field of it, or no run.
-    """
-    kind, _, fields = words.partition(":")
-    if kind != "lognormal":
-        return Recorded(words)
-    try:
-        given = {
-            name: float(value)
-            for name, value in (pair.split("=") for pair in fields.split(",") if pair)
-        }
-        drawn = LogNormal(**given)
-    except (TypeError, ValueError):
-        cure = f"want lognormal:NAME=NUMBER,... of {', '.join(LogNormal.__dataclass_fields__)}, or the folder of a run"
-        raise ConfigError("--lengths", words, cure) from None
-    if (
-        drawn.mean < 1
-        or drawn.turns < 1
-        or drawn.sigma < 0
-        or not 0 <= drawn.tail <= 1
-        or drawn.env_s < 0
-        or drawn.times <= 0
-    ):
-        raise ConfigError(
-            "--lengths",
-            words,
-            "want mean and turns of at least 1, tail from 0 to 1, and nothing below 0",
-        )
-    return drawn
+ComputeTurn = Callable[[float], Awaitable[None]]
+"""Function that computes a share of a turn, in the process that runs the rollouts."""
 
 
 class SimulatedDataset(Dataset):
+    """Dataset whose examples have ids and no content."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Dataset.Config):
         name: str
 
-    def __init__(self, config: Config):
-        super().__init__(config)
-        self._config = config
+    config: Config
 
     def __len__(self) -> int:
-        return 1 << 16
+        return EXAMPLES
 
     def __getitem__(self, index: int) -> DataSample:
-        return DataSample(sample_id=f"{self._config.name}-{index}", env_input=None)
+        return DataSample(sample_id=f"{self.config.name}-{index}", env_input=None)
 
 
 class SimulatedTask(Task):
-    """``simulate`` before the first group."""
+    """Task without envs, in the place of a task of the config."""
 
-    def simulate(
-        self, lengths: Lengths, *, turn: Callable[[float], Awaitable[None]], needs_group: bool
-    ) -> None:
-        """
+    def __init__(
+        self,
+        config: Task.Config,
+        *,
+        name: str,
+        context: BuildContext,
+        lengths: Lengths,
+        compute_turn: ComputeTurn,
+        compares_group: bool,
+    ):
+        """Prepare to run groups.
+
         Args:
-            turn: takes a share of the time that the process which runs the rollouts needs for a turn.
-            needs_group: of the task that this one stands for.
+            lengths: source of the turns that rollouts take.
+            compute_turn: computes a share of a turn, in the process that runs the rollouts.
+            compares_group: True if the task that this one stands for compares the rollouts of a
+                group.
         """
-        self._lengths, self._turn, self._needs_group = lengths, turn, needs_group
-        self.open: dict[str, int] = {}
-        """Policy version at the start of each training group that runs."""
+        super().__init__(config, name=name, context=context)
+        self.open_groups: dict[str, int] = {}
+        """Policy version at the start of each training group that runs, by the group's id."""
+        self._lengths = lengths
+        self._compute_turn = compute_turn
+        self._compares_group = compares_group
 
     def make_env(self, sample: DataSample) -> MessageEnv:
         raise NotImplementedError("a simulated rollout has no env")
 
     @property
     def needs_group(self) -> bool:
-        return self._needs_group
+        return self._compares_group
 
-    async def run_group(
+    async def run_group(  # noqa: PLR0913 - as the base class declares it
         self,
         sample: DataSample,
         policy: PolicyClient,
@@ -209,6 +112,7 @@ class SimulatedTask(Task):
         group_size: int | None = None,
         credit: bool = True,
     ) -> RolloutGroup:
+        """Run the rollouts of one example side by side."""
         rollouts = [
             Rollout(
                 group_id=group_id, index_in_group=index, task_name=self.name, data_sample=sample
@@ -223,17 +127,17 @@ class SimulatedTask(Task):
             admitted_version=policy.version,
         )
         if credit:
-            self.open[group_id] = policy.version
+            self.open_groups[group_id] = policy.version
+        example_seed = zlib.crc32(f"{seed}/{sample.sample_id}".encode())
+        sampling = sampling or self.config.sampling
+        runs = [
+            self._run_rollout(rollout, policy, sampling, seed=seed, example_seed=example_seed)
+            for rollout in rollouts
+        ]
         try:
-            family = zlib.crc32(f"{seed}/{sample.sample_id}".encode())
-            await asyncio.gather(
-                *(
-                    self._run(each, family, policy, seed, sampling or self.config.sampling)
-                    for each in rollouts
-                )
-            )
+            await asyncio.gather(*runs)
         finally:
-            self.open.pop(group_id, None)
+            self.open_groups.pop(group_id, None)
         return group
 
     async def give_credit(self, group: RolloutGroup, *, late: bool = False) -> str | None:
@@ -243,70 +147,40 @@ class SimulatedTask(Task):
         return failure
 
     async def score_rewards(self, group: RolloutGroup) -> None:
+        """Give each rollout the reward that was drawn for it."""
         for rollout in group.rollouts:
             rollout.amend(reward=rollout.metadata["reward"])
 
-    async def _run(
+    async def _run_rollout(
         self,
         rollout: Rollout,
-        family: int,
         policy: PolicyClient,
-        seed: int,
         sampling: SamplingConfig,
+        *,
+        seed: int,
+        example_seed: int,
     ) -> None:
-        limits, own_seed = (
-            self.config.env,
-            derive_seed(seed, rollout.group_id, rollout.index_in_group, 0),
-        )
-        length: list[int] = [0]
+        """Draw the reward and the turns of a rollout, and take the turns."""
+        own_seed = derive_seed(seed, rollout.group_id, rollout.index_in_group, 0)
+        # Every request of the session has this list, where the engine reads a completion's length.
+        length = [0]
         session = policy.session(
             rollout_id=rollout.rollout_id, seed=own_seed, sampling=sampling, stop_token_ids=length
         )
-        example, own = np.random.default_rng(family), np.random.default_rng(own_seed)
-        rollout.metadata = {"reward": float(own.random() < example.random())}
-        turns = self._lengths.draw(example, own)
-        rollout.status = (
-            RolloutStatus.COMPLETED
-            if len(turns) <= limits.max_turns
-            else RolloutStatus.TRUNCATED_MAX_TURNS
+        run = _RolloutRun(
+            rollout=rollout,
+            session=session,
+            length=length,
+            limits=self.config.env,
+            compute_turn=self._compute_turn,
+            example_seed=example_seed,
+            own_seed=own_seed,
         )
-        prompt = np.zeros(0, np.int32)
+        example = np.random.default_rng(example_seed)
+        own = np.random.default_rng(own_seed)
+        rollout.metadata = {"reward": float(own.random() < example.random())}
         try:
-            for turn in turns[: limits.max_turns]:
-                prompt = _prompt(prompt, turn.prompt, family, own_seed)
-                room = limits.max_rollout_tokens - len(prompt)
-                if room < 1:
-                    rollout.status = RolloutStatus.TRUNCATED_PROMPT_OVERFLOW
-                    break
-                await self._turn(BEFORE_REQUEST)
-                length[0], began = turn.completion, asyncio.get_running_loop().time()
-                completion = await session.generate(prompt, max_tokens=room)
-                ids, sampled = prompt, completion
-                if turn.recorded is not None:
-                    ids, own_ids = (
-                        turn.recorded.prompt_token_ids,
-                        turn.recorded.completion.token_ids,
-                    )
-                    sampled = replace(completion, token_ids=own_ids[: len(completion.token_ids)])
-                rollout.turns.append(
-                    RolloutTurn(
-                        prompt_messages=[],
-                        prompt_token_ids=ids,
-                        prompt_role_ids=np.full(len(ids), -1, np.int8),
-                        prompt_is_content=np.zeros(len(ids), bool),
-                        completion=sampled,
-                        assistant_message={"role": "assistant", "content": ""},
-                        generate_s=asyncio.get_running_loop().time() - began,
-                        env_s=turn.env_s,
-                    )
-                )
-                prompt = np.concatenate([prompt, completion.token_ids])
-                await self._turn(1 - BEFORE_REQUEST)
-                if turn.env_s:
-                    await asyncio.sleep(turn.env_s)
-                if completion.finish_reason == "length":
-                    rollout.status = RolloutStatus.TRUNCATED_LENGTH
-                    break
+            await run.take_turns(self._lengths.draw(example, own))
         finally:
             session.close()
         rollout.samples = samples_from_turns(
@@ -317,49 +191,138 @@ class SimulatedTask(Task):
         )
 
 
-def _prompt(before: np.ndarray, tokens: int, family: int, own: int) -> np.ndarray:
-    """What an env adds to a conversation: to an empty one its example's beginning, else tokens that no other rollout has."""
-    if len(before):
-        return np.concatenate(
-            [before, np.arange(own % 2**29, own % 2**29 + tokens, dtype=np.int32)]
-        )
-    first = np.arange(family % 2**29, family % 2**29 + tokens, dtype=np.int32)
-    first[:2] = family % 2**31, tokens
-    return first
+@dataclass(kw_only=True, slots=True)
+class _RolloutRun:
+    """One rollout under way."""
+
+    rollout: Rollout
+    session: PolicySession
+    length: list[int]
+    """Number of tokens of the next completion, where the engine reads it."""
+    limits: RendererEnvConfig
+    compute_turn: ComputeTurn
+    example_seed: int
+    """Seed that all rollouts of the example share."""
+    own_seed: int
+
+    async def take_turns(self, turns: list[Turn]) -> None:
+        """Take turns until they are over or a limit is reached, and set the rollout's status."""
+        max_turns = self.limits.max_turns
+        self.rollout.status = RolloutStatus.COMPLETED
+        if len(turns) > max_turns:
+            self.rollout.status = RolloutStatus.TRUNCATED_MAX_TURNS
+        conversation = np.zeros(0, np.int32)
+        for turn in turns[:max_turns]:
+            prompt = self._extend(conversation, turn.prompt)
+            room = self.limits.max_rollout_tokens - len(prompt)
+            if room < 1:
+                self.rollout.status = RolloutStatus.TRUNCATED_PROMPT_OVERFLOW
+                return
+            completion = await self._take_turn(turn, prompt, max_tokens=room)
+            conversation = np.concatenate([prompt, completion.token_ids])
+            if completion.finish_reason == "length":
+                self.rollout.status = RolloutStatus.TRUNCATED_LENGTH
+                return
+
+    def _extend(self, conversation: np.ndarray, tokens: int) -> np.ndarray:
+        """Return a conversation with the tokens that the env adds.
+
+        An empty conversation gets the beginning that all rollouts of the example have: a token that
+        names the example, and the length of the beginning. Later tokens are this rollout's alone.
+        """
+        seed = self.own_seed if len(conversation) else self.example_seed
+        first_id = seed % MAX_TOKEN_ID
+        added = np.arange(first_id, first_id + tokens, dtype=np.int32)
+        if not len(conversation):
+            added[0] = self.example_seed % 2**31
+            added[1] = tokens
+        return np.concatenate([conversation, added])
+
+    async def _take_turn(self, turn: Turn, prompt: np.ndarray, *, max_tokens: int) -> Completion:
+        """Have the policy answer a prompt, let the env answer, and add the turn to the rollout."""
+        await self.compute_turn(BEFORE_REQUEST)
+        clock = asyncio.get_running_loop().time
+        self.length[0] = turn.completion
+        began = clock()
+        completion = await self.session.generate(prompt, max_tokens=max_tokens)
+        generate_s = clock() - began
+        self.rollout.turns.append(_rollout_turn(turn, prompt, completion, generate_s=generate_s))
+        await self.compute_turn(1 - BEFORE_REQUEST)
+        if turn.env_s:
+            await asyncio.sleep(turn.env_s)
+        return completion
+
+
+def _rollout_turn(
+    turn: Turn, prompt: np.ndarray, completion: Completion, *, generate_s: float
+) -> RolloutTurn:
+    """Return the record of a turn, with the token ids of the recorded one if there is one."""
+    if turn.recorded is not None:
+        prompt = turn.recorded.prompt_token_ids
+        recorded_ids = turn.recorded.completion.token_ids
+        completion = replace(completion, token_ids=recorded_ids[: len(completion.token_ids)])
+    return RolloutTurn(
+        prompt_messages=[],
+        prompt_token_ids=prompt,
+        prompt_role_ids=np.full(len(prompt), -1, np.int8),
+        prompt_is_content=np.zeros(len(prompt), bool),
+        completion=completion,
+        assistant_message={"role": "assistant", "content": ""},
+        generate_s=generate_s,
+        env_s=turn.env_s,
+    )
 
 
 def simulated_tasks(
-    tasks: Mapping[str, Task.Config],
+    configs: Mapping[str, Task.Config],
     *,
     context: BuildContext,
     lengths: Lengths,
-    turn: Callable[[float], Awaitable[None]],
+    compute_turn: ComputeTurn,
 ) -> dict[str, SimulatedTask]:
-    """One for each task of a config.
+    """Return a simulated task for each task of a config.
 
     Raises:
-        ConfigError: its rollouts or their credit need another model than the policy.
+        ConfigError: the rollouts of a task, or their credit, need another model than the policy.
     """
-    built = {}
-    for name, config in tasks.items():
+    tasks = {}
+    for name, config in configs.items():
         algorithm = build_with(config.algorithm, context)
         if config.algorithm.frozen_source() is not None or algorithm.asks_models:
-            cure = f"asks another model than the policy, which is not simulated: give tasks.{name} another algorithm"
+            cure = (
+                "asks another model than the policy, which is not simulated: give "
+                f"tasks.{name} another algorithm"
+            )
             raise ConfigError(f"tasks.{name}.algorithm", type(algorithm).__name__, cure)
-        task = SimulatedTask.Config(
-            algorithm=config.algorithm,
-            dataset=SimulatedDataset.Config(name=name),
-            validation=config.validation and SimulatedDataset.Config(name=f"{name}-held-out"),
-            validation_schedule=config.validation_schedule,
-            sampler=config.sampler,
-            env=config.env,
-            sampling=config.sampling,
-            group_size=config.group_size,
-            min_group_size=config.min_group_size,
-            weight=config.weight,
-            adapter=config.adapter,
-        ).build(name=name, context=context)
-        compares = algorithm.needs_group or type(algorithm).score_group is not Algorithm.score_group
-        task.simulate(lengths, turn=turn, needs_group=compares)
-        built[name] = task
-    return built
+        compares_group = (
+            algorithm.needs_group or type(algorithm).score_group is not Algorithm.score_group
+        )
+        task = _without_envs(config, name).build(
+            name=name,
+            context=context,
+            lengths=lengths,
+            compute_turn=compute_turn,
+            compares_group=compares_group,
+        )
+        tasks[name] = task
+    return tasks
+
+
+def _without_envs(config: Task.Config, name: str) -> SimulatedTask.Config:
+    """Return the config of the simulated task that stands for a task."""
+    validation = None
+    if config.validation is not None:
+        validation = SimulatedDataset.Config(name=f"{name}-held-out")
+    return SimulatedTask.Config(
+        algorithm=config.algorithm,
+        dataset=SimulatedDataset.Config(name=name),
+        validation=validation,
+        validation_schedule=config.validation_schedule,
+        sampler=config.sampler,
+        env=config.env,
+        sampling=config.sampling,
+        group_size=config.group_size,
+        min_group_size=config.min_group_size,
+        weight=config.weight,
+        adapter=config.adapter,
+    )

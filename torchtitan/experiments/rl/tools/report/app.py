@@ -24,9 +24,11 @@ from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 
-from torchtitan.experiments.rl.tools.report import pages, rollouts
+from torchtitan.experiments.rl.tools.report import evaluations, pages, rollouts
 from torchtitan.experiments.rl.tools.report.rollouts import MOST_TEXT, token_streams, tokenizer_of
 from torchtitan.experiments.rl.tools.report.run import Json, ReportedRun
+from torchtitan.experiments.rl.tools.report.series import chart_line, metric_names
+from torchtitan.experiments.rl.tools.report.timeline import timeline, traces
 
 STATIC = Path(__file__).parent / "static"
 SCRIPTS = ("charts.js", "pages.js", "evaluations.js", "rollouts.js", "report.js")
@@ -34,8 +36,8 @@ SCRIPTS = ("charts.js", "pages.js", "evaluations.js", "rollouts.js", "report.js"
 PAGES: dict[str, Callable[[ReportedRun], Json]] = {
     "overview": pages.overview,
     "ledger": pages.ledger,
-    "evaluations": pages.evaluations,
-    "timeline": pages.timeline,
+    "evaluations": evaluations.evaluations,
+    "timeline": timeline,
 }
 Ask = Callable[[str], Awaitable[Json]]
 """Function that asks the server for an address, and keeps the answer for the exported file."""
@@ -103,13 +105,13 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
 
     @app.get("/api/runs/{number}/metrics")
     def metrics(run: Run, name: Text) -> Response:
-        return as_json({"points": pages.chart_line(run, name)})
+        return as_json({"points": chart_line(run, name)})
 
     @app.get("/api/changes")
     def between(before_run: int, after_run: int, before: Text, after: Text) -> Response:
-        first = (run_of(before_run), before_run, before)
-        second = (run_of(after_run), after_run, after)
-        return as_json(pages.changes(first, second))
+        first = evaluations.Evaluated(run_of(before_run), before_run, before)
+        second = evaluations.Evaluated(run_of(after_run), after_run, after)
+        return as_json(evaluations.changes(first, second))
 
     @app.get("/api/runs/{number}/rollouts")
     def list_rollouts(run: Run, wanted: Annotated[rollouts.Wanted, Query()]) -> Response:
@@ -135,7 +137,7 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
 
     @app.get("/api/runs/{number}/traces/{name}")
     def trace(run: Run, name: str) -> Response:
-        for path in pages.traces(run.folder):
+        for path in traces(run.folder):
             if path.name == name:
                 return FileResponse(path, media_type="application/json", filename=path.name)
         raise HTTPException(404, "no such trace")
@@ -217,7 +219,7 @@ async def exported_answers(runs: Sequence[ReportedRun], sample: int) -> Json:
         await ask("api/runs")
         for number, run in enumerate(runs):
             base = f"api/runs/{number}"
-            for metric in {*pages.metric_names(run), "validation/reward", "rollout/reward_mean"}:
+            for metric in {*metric_names(run), "validation/reward", "rollout/reward_mean"}:
                 await ask(f"{base}/metrics?name={quote(metric, safe='')}")
             for name in PAGES:
                 await ask(f"{base}/page/{name}")
@@ -240,7 +242,7 @@ async def _sampled_rollouts(ask: Ask, base: str, sample: int) -> Json:
 
 async def _changed_rollouts(ask: Ask, run: ReportedRun, number: int) -> set[str]:
     """Return the keys of rollouts behind what the page Evaluations compares at first."""
-    labels = [evaluation["label"] for evaluation in pages.recorded(run)]
+    labels = [evaluation["label"] for evaluation in evaluations.recorded(run)]
     if len(labels) < 2:
         return set()
     query = {

@@ -1,0 +1,132 @@
+"""Answers of the page Evaluations: the metrics of each, and the examples that changed between two.
+
+An evaluation is known by its label, which its groups' ids end with: the policy version that it
+measured, or "20.final" for the final policy.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+from torchtitan.experiments.rl.tools.report.run import Json, ReportedRun
+from torchtitan.experiments.rl.tools.report.series import metric_names, read_series
+
+MOST_CHANGES = 200
+"""Maximum number of examples that are listed as won, and as lost."""
+
+
+class Evaluated(NamedTuple):
+    """An evaluation of a run."""
+
+    run: ReportedRun
+    number: int
+    """Number of the run in the report."""
+    label: str
+
+
+def evaluations(run: ReportedRun) -> Json:
+    """Return the answer of the page Evaluations.
+
+    Returns:
+        ``evaluations``: the metrics of each, in the order in which they were reported. ``lines``:
+        the shares avg@k and pass@k over versions. ``recorded``: see `recorded`.
+    """
+    rows: dict[int, Json] = {}
+    query = (
+        "SELECT * FROM points WHERE name LIKE 'validation/%' AND value IS NOT NULL "
+        "ORDER BY reported"
+    )
+    for name, version, reported, value in run.rows(query):
+        row = rows.setdefault(reported, {"version": version, "reported": reported, "metrics": {}})
+        row["metrics"][name] = value
+    names = metric_names(run, like="validation/%")
+    shares = [name for name in names if re.search(r"/(avg@|pass@)\d+$", name)]
+    return {
+        "evaluations": list(rows.values()),
+        "lines": read_series(run, shares),
+        "recorded": recorded(run),
+    }
+
+
+def recorded(run: ReportedRun) -> list[Json]:
+    """Return the evaluations whose rollouts the run has recorded, oldest first."""
+    rows = run.rows(
+        "SELECT evaluation AS label, MIN(step) AS version, COUNT(DISTINCT group_id) AS examples "
+        "FROM rollouts WHERE evaluation IS NOT NULL "
+        "GROUP BY evaluation ORDER BY version, MIN(place)"
+    )
+    return [dict(row) for row in rows]
+
+
+def changes(before: Evaluated, after: Evaluated) -> Json:
+    """Compare two evaluations by the examples that both have, with a reward in both.
+
+    Returns:
+        ``won`` and ``lost``: the examples whose mean reward rose or fell, the largest change first.
+        ``counts`` of these, and of the ones that stayed the ``same``. ``left_out``: number of
+        examples that were not compared. ``chance``: see `sign_test`.
+    """
+    first = _examples(before)
+    second = _examples(after)
+    rows = [
+        _change(old, second[example])
+        for example, old in first.items()
+        if example in second and _are_comparable(old, second[example])
+    ]
+    rows.sort(key=lambda row: -abs(row["change"]))
+    won = [row for row in rows if row["change"] > 0]
+    lost = [row for row in rows if row["change"] < 0]
+    return {
+        "won": won[:MOST_CHANGES],
+        "lost": lost[:MOST_CHANGES],
+        "counts": {"won": len(won), "lost": len(lost), "same": len(rows) - len(won) - len(lost)},
+        "left_out": len(first.keys() | second.keys()) - len(rows),
+        "chance": sign_test(len(won), len(lost)),
+    }
+
+
+def sign_test(won: int, lost: int) -> float:
+    """Return the chance of numbers at least as uneven if each example won or lost by a coin.
+
+    This is the two-sided sign test.
+    """
+    count = won + lost
+    tail = sum(math.comb(count, heads) for heads in range(min(won, lost) + 1))
+    return min(1.0, float(2 * tail / 2**count))
+
+
+def _examples(evaluated: Evaluated) -> dict[str, Json]:
+    """Return the keys of each example's rollouts and their mean reward.
+
+    The mean is rounded, because a sum depends on the order of its terms. Examples are known by the
+    id of their group without the evaluation's label.
+    """
+    rows = evaluated.run.rows(
+        "SELECT group_id, task, sample_id, group_concat(place || '-' || line) AS keys, "
+        "round(avg(reward), 12) AS reward "
+        "FROM rollouts WHERE evaluation = ? GROUP BY group_id, task ORDER BY task, place",
+        (evaluated.label,),
+    )
+    return {
+        row["group_id"].removesuffix(evaluated.label): {
+            **row,
+            "run": evaluated.number,
+            "keys": row["keys"].split(","),
+        }
+        for row in rows
+    }
+
+
+def _are_comparable(old: Json, new: Json) -> bool:
+    has_rewards = old["reward"] is not None and new["reward"] is not None
+    return has_rewards and old["sample_id"] == new["sample_id"]
+
+
+def _change(old: Json, new: Json) -> Json:
+    return {
+        "task": old["task"],
+        "example": old["sample_id"],
+        "change": new["reward"] - old["reward"],
+        "before": old,
+        "after": new,
+    }
