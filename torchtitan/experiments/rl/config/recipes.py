@@ -51,14 +51,13 @@ def dr_grpo(config: RunConfig) -> RunConfig:
 def reinforce_pp(config: RunConfig) -> RunConfig:
     """Set REINFORCE++ (Hu et al., arXiv:2501.03262) for every task that learns by GRPO.
 
-    Rewards are normalised over the whole step.
-
-    Groups of equal rewards teach by it, so a filter that drops them is taken out.
+    Rewards are normalised over the whole step, so a group of equal rewards teaches too. Filters
+    that drop such groups are taken out of the config.
     """
     config.trainer.loss.normalize_advantages = True
     config.trainer.loss.rl = PPOClip.Config()
-    for slot in (config.pre_batch_filters, config.post_batch_filters):
-        slot[:] = [entry for entry in slot if built_class(entry) is not ZeroAdvantage]
+    for filters in (config.pre_batch_filters, config.post_batch_filters):
+        filters[:] = [entry for entry in filters if built_class(entry) is not ZeroAdvantage]
     for task in config.tasks.values():
         if built_class(task.algorithm) is GRPO:
             task.algorithm = ReinforcePP.Config()

@@ -348,7 +348,7 @@ READER_BYTES_S = 1.5e9
 """A weight reader's, measured over TCP between two hosts of one machine (benchmarks/host_weights.py).
 No network of a device is slower."""
 TURN_S = 0.77e-3
-"""Renderer and all else of a turn, measured (docs/measured.md)."""
+"""Seconds of the event loop's time that a turn takes, its renderer included (docs/scale.md)."""
 START_S, DEATH_SEEN_S = 180.0, 10.0
 """Until a process of a real model takes work, compiled; until Monarch reports the death of a process elsewhere."""
 

@@ -1,4 +1,7 @@
-"""Everything the author of a task imports. Worked tasks lie in folders beside this file; sum_digits is the smallest."""
+"""Names that the author of a task imports.
+
+Worked tasks are in ``tasks/examples``, a file each; ``sum_digits.py`` is the smallest.
+"""
 
 from torchtitan.experiments.rl.configurable import BuildContext
 from torchtitan.experiments.rl.data.dataset import Dataset, MadeDataset
