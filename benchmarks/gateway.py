@@ -23,7 +23,7 @@ from torchtitan.experiments.rl.algorithms import GRPO  # noqa: E402
 from torchtitan.experiments.rl.config_registry import TINY_MODEL  # noqa: E402
 from torchtitan.experiments.rl.configurable import BuildContext  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer  # noqa: E402
-from torchtitan.experiments.rl.gateway.chains import Chains  # noqa: E402
+from torchtitan.experiments.rl.gateway.chains import TurnTree  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion  # noqa: E402
 from torchtitan.experiments.rl.tasks import (  # noqa: E402
@@ -186,7 +186,7 @@ async def compare(options) -> None:
 
 def matching(turns: int) -> tuple[float, float]:
     """CPU microseconds of the last call's match, and of all calls for each message that was new, of an append-only client."""
-    chains, history, spent = Chains(), [], []
+    tree, history, spent = TurnTree(), [], []
     for number in range(turns):
         asked = {"role": "user", "content": f"{number} " * 100}
         said = {"role": "assistant", "content": f"said {number} " * 50}
@@ -194,8 +194,8 @@ def matching(turns: int) -> tuple[float, float]:
             json.dumps([*history, asked])
         )  # as a server parses it: equal, and not the same
         began = time.thread_time_ns()
-        match = chains.match((), history)
-        chains.add(match, history[match.known :], said, number, extends=True)
+        match = tree.match((), history)
+        tree.add(match, history[match.known :], said, number, extends=True)
         spent.append((time.thread_time_ns() - began) / 1e3)
         history.append(said)
     return spent[-1], sum(spent) / (2 * turns)

@@ -198,6 +198,21 @@ async def test_rewards_may_judge_exit_codes(renderer, tokenizer, places):
     assert group.rollouts[0].reward == 1.0, group.rollouts[0].error
 
 
+async def test_no_attempt_leaves_a_folder(renderer, tokenizer, places):
+    """Neither attempt asks the model anything, so the rollout fails twice."""
+    config = config_of(AgentCommandTask, command=["true"], rows=[{"question": "x"}], max_retries=1)
+    policy = ScriptedPolicy(tokenizer, "ok")
+    task = config.build(name="agent", context=context_of(renderer))
+    await task.setup(policy)
+    try:
+        group = await task.run_group(task.dataset[0], policy, group_id="g", seed=0)
+        assert len(policy.sessions) == 2 and group.rollouts[0].status is RolloutStatus.ERROR
+        await task.score_group(group)
+        assert list(places.iterdir()) == [], "while the task goes on"
+    finally:
+        await task.close()
+
+
 @pytest.mark.parametrize(
     ("column", "value"),
     [("files", ["a"]), ("files", {"a": None}), ("variables", "x"), ("variables", {"A": [1]})],

@@ -19,9 +19,10 @@ from torchtitan.experiments.rl.gateway import anthropic as messages
 from torchtitan.experiments.rl.gateway import chat, responses, server
 from torchtitan.experiments.rl.gateway import rollout as agent_rollout
 from torchtitan.experiments.rl.gateway.request import ModelReply, ModelRequest
+from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.rollouts.credit import draft_rollout
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
-from torchtitan.experiments.rl.tasks import EnvTask, MessageEnv, ResetOutput, StepOutput
+from torchtitan.experiments.rl.tasks import EnvTask, MessageEnv, ResetOutput, Rubric, StepOutput
 from torchtitan.experiments.rl.types import STREAMS
 
 HELLO = {"role": "user", "content": "hello"}
@@ -383,8 +384,6 @@ async def test_budgets_end_in_a_truncation_and_not_in_an_error(renderer, tokeniz
 
 
 async def test_models_are_the_policy_auxiliary_or_frozen(renderer, tokenizer):
-    from torchtitan.experiments.rl.generation.references import FrozenModel
-
     async def agent(sample, endpoint):
         async with client_of(endpoint) as ask:
             for model in ("policy", "title-writer", "judge", "any-other"):
@@ -400,6 +399,33 @@ async def test_models_are_the_policy_auxiliary_or_frozen(renderer, tokenizer):
         "any-other": None,
     }
     assert rollout.calls == {"answered": 2, "auxiliary": 1, "frozen model": 1}
+
+
+async def test_a_reward_of_the_text_gets_what_the_policy_said_last(renderer, tokenizer):
+    """The turns of a rollout are in the order of its conversations, and this is not of time."""
+    seen = []
+
+    def reward(completion, row):
+        seen.append(completion)
+        return 0.0
+
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            _, reply = await ask([HELLO])
+            history = [HELLO, reply["choices"][0]["message"]]
+            await ask([{"role": "user", "content": "of a sub-agent"}])
+            await ask([*history, HELLO])
+            for model in ("side", "user"):
+                await ask.raw("chat/completions", {"model": model, "messages": [HELLO]})
+
+    script = iter(["first", "of the sub-agent", "last", "aside"])
+    policy = Policy(tokenizer, lambda rollout_id, turn: next(script))
+    models = {"side": "auxiliary", "user": FrozenModel(name="user", base_url="http://localhost/v1")}
+    rubric = Rubric.Config(reward_fns=[reward])
+    rollout = await run_agent(agent, policy, renderer, models=models, rubric=rubric)
+    said = [turn.assistant_message["content"] for turn in rollout.turns]
+    assert said == ["first", "last", "of the sub-agent", "aside", "from elsewhere"]
+    assert rollout.status is RolloutStatus.COMPLETED and seen == ["last"]
 
 
 async def test_a_message_that_writes_control_tokens_is_answered_counted_and_logged_once(
@@ -437,6 +463,24 @@ async def test_noise_in_a_system_message_is_left_out(renderer, tokenizer):
     policy = Policy(tokenizer, "before END after")
     rollout = await run_agent(agent, policy, renderer, noise={"billing": r"billing: .*\n"})
     assert rollout.calls["noise/billing"] == 2 and len(rollout.samples) == 2
+
+
+async def test_a_question_for_the_number_of_tokens_counts_no_noise(renderer, tokenizer):
+    """No model is asked, so nothing is left out of a prompt."""
+
+    async def agent(sample, endpoint):
+        system = "billing: Monday\nBe brief."
+        fields = {"model": "policy", "system": system, "messages": [HELLO]}
+        async with client_of(endpoint) as ask:
+            status, reply = await ask.raw("messages/count_tokens", fields)
+            assert status == 200
+            status, answer = await ask.raw("messages", {"max_tokens": 8, **fields})
+            assert status == 200 and answer["usage"]["input_tokens"] == reply["input_tokens"]
+
+    noise = {"billing": r"billing: .*\n"}
+    rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer, noise=noise)
+    assert rollout.status is RolloutStatus.COMPLETED, rollout.error
+    assert rollout.calls["noise/billing"] == 1
 
 
 async def test_a_stream_lives_while_its_turn_is_sampled(renderer, tokenizer, monkeypatch):

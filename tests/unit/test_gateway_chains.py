@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.gateway.chains import Chains, meaning
+from torchtitan.experiments.rl.gateway.chains import TurnTree, meaning
 
 USERS = st.sampled_from(["go", "more", "no", ""])
 ANSWERS = st.sampled_from(["yes", "maybe", ""])
@@ -77,11 +77,11 @@ def steps(draw):
 @settings(deadline=None, max_examples=300)
 @given(steps())
 def test_a_request_goes_on_from_the_deepest_turn_that_begins_it(script):
-    chains, turns = Chains(), []
+    tree, turns = TurnTree(), []
     for step in script:
         history = turns[step["from"]][0] if step["from"] >= 0 else []
         request = [as_clients_send(message, step["how"]) for message in [*history, *step["new"]]]
-        match = chains.match("scope", request)
+        match = tree.match("scope", request)
         depths = [
             len(known)
             for known, _ in turns
@@ -94,24 +94,24 @@ def test_a_request_goes_on_from_the_deepest_turn_that_begins_it(script):
         assert len(own) == match.known and all(
             agrees(a, b) for a, b in zip(own, request, strict=False)
         )
-        node = chains.add(match, request[match.known :], step["said"], len(turns), extends=True)
+        node = tree.add(match, request[match.known :], step["said"], len(turns), extends=True)
         turns.append(([*own, *request[match.known :], step["said"]], node))
-    assert sorted(node.value for node in chains.in_order()) == list(range(len(turns)))
+    assert sorted(node.value for node in tree.in_order()) == list(range(len(turns)))
 
 
 @settings(deadline=None, max_examples=100)
 @given(steps())
 def test_turns_are_handed_on_chain_by_chain(script):
-    chains, nodes = Chains(), []
+    tree, nodes = TurnTree(), []
     for index, step in enumerate(script):
         history = nodes[step["from"]].value[1] if step["from"] >= 0 else []
         request = [*history, *step["new"]]
-        match = chains.match("scope", request)
+        match = tree.match("scope", request)
         value = (index, [*request, step["said"]])
         nodes.append(
-            chains.add(match, request[match.known :], step["said"], value, extends=index % 2 == 0)
+            tree.add(match, request[match.known :], step["said"], value, extends=index % 2 == 0)
         )
-    order = list(chains.in_order())
+    order = list(tree.in_order())
     for before, node in zip([None, *order], order, strict=False):
         extending = (
             [child for child in node.parent.children if child.extends] if node.parent else []
@@ -122,32 +122,32 @@ def test_turns_are_handed_on_chain_by_chain(script):
 
 
 def test_another_scope_is_another_tree():
-    chains = Chains()
-    chains.add(
-        chains.match(("policy", None), [user("go")]), [user("go")], said("yes"), 1, extends=False
+    tree = TurnTree()
+    tree.add(
+        tree.match(("policy", None), [user("go")]), [user("go")], said("yes"), 1, extends=False
     )
     request = [user("go"), said("yes"), user("more")]
-    assert chains.match(("policy", None), request).known == 2
-    assert chains.match(("policy", [{"name": "new"}]), request).known == 0
+    assert tree.match(("policy", None), request).known == 2
+    assert tree.match(("policy", [{"name": "new"}]), request).known == 0
 
 
 def test_of_equal_answers_one_that_nobody_went_on_from_is_taken():
-    chains, request = Chains(), [user("go")]
-    first = chains.add(chains.match("s", request), request, said("yes"), 1, extends=False)
-    second = chains.add(chains.match("s", request), request, said("yes"), 2, extends=False)
+    tree, request = TurnTree(), [user("go")]
+    first = tree.add(tree.match("s", request), request, said("yes"), 1, extends=False)
+    second = tree.add(tree.match("s", request), request, said("yes"), 2, extends=False)
     first.taken = True
-    assert chains.match("s", [*request, said("yes"), user("more")]).node is second
+    assert tree.match("s", [*request, said("yes"), user("more")]).node is second
 
 
 def test_where_a_client_leaves_reasoning_out_every_answer_that_may_be_meant_is_followed():
     """Two answers differ in their reasoning alone: a history goes on from the one that has its second answer below it."""
-    chains, go, yes = Chains(), user("go"), said("yes", reasoning="because")
-    first = chains.add(chains.match("s", [go]), [go], yes, 1, extends=False)
-    deep = chains.add(chains.match("s", [go, yes, go]), [go], said("no"), 2, extends=True)
-    plain = chains.add(chains.match("s", [go]), [go], said("yes"), 3, extends=False)
-    assert chains.match("s", [go, said("yes"), go]).node is plain
-    assert chains.match("s", [go, yes, go]).node is first
-    assert chains.match("s", [go, said("yes"), go, said("no"), go]).node is deep
+    tree, go, yes = TurnTree(), user("go"), said("yes", reasoning="because")
+    first = tree.add(tree.match("s", [go]), [go], yes, 1, extends=False)
+    deep = tree.add(tree.match("s", [go, yes, go]), [go], said("no"), 2, extends=True)
+    plain = tree.add(tree.match("s", [go]), [go], said("yes"), 3, extends=False)
+    assert tree.match("s", [go, said("yes"), go]).node is plain
+    assert tree.match("s", [go, yes, go]).node is first
+    assert tree.match("s", [go, said("yes"), go, said("no"), go]).node is deep
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_what_two_messages_of_one_meaning_may_differ_in(ours, theirs, same):
 
 
 def test_looking_up_a_long_history_canonicalises_only_what_is_new(monkeypatch):
-    chains, history = Chains(), []
+    tree, history = TurnTree(), []
     looked_at = []
     monkeypatch.setattr(
         "torchtitan.experiments.rl.gateway.chains.meaning",
@@ -181,8 +181,8 @@ def test_looking_up_a_long_history_canonicalises_only_what_is_new(monkeypatch):
         history.append(user(f"{turn}"))
         request = copy.deepcopy(history)  # a client's own copies
         looked_at.clear()
-        match = chains.match("s", request)
+        match = tree.match("s", request)
         assert match.known == len(history) - 1
-        chains.add(match, request[match.known :], said(f"a{turn}"), turn, extends=True)
+        tree.add(match, request[match.known :], said(f"a{turn}"), turn, extends=True)
         history.append(said(f"a{turn}"))
         assert len(looked_at) <= 5

@@ -205,7 +205,7 @@ async def test_a_stream_lives_from_the_moment_the_model_is_asked(renderer, token
                 async with ask.session.post(f"{endpoint.url}/{path}", json=body) as response:
                     assert await response.content.readany() in (
                         b": keep-alive\n\n",
-                        server.messages.KEEP_ALIVE,
+                        server.anthropic.KEEP_ALIVE,
                     )
                     policy.released.set()
                     assert b"ok" in await response.read()
@@ -265,4 +265,51 @@ async def test_a_frozen_model_that_fails_is_named_once_and_leaves_no_traceback(
     rollout = await run_agent(agent, FailingModel(tokenizer, "ok"), renderer, models=models)
     assert rollout.status is RolloutStatus.COMPLETED, rollout.error
     assert rollout.calls == {"answered": 1, "lost": 2}  # the client did not ask again
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+class WrongModel(ScriptedPolicy):
+    """Its frozen model answers with log-probabilities above 0 from the second turn on."""
+
+    def frozen(self, model):
+        wrong = ScriptedPolicy(self.tokenizer, "from elsewhere")
+        sessions = wrong.session
+
+        def session(**options):
+            opened = sessions(**options)
+            generate = opened.generate
+
+            async def spoilt(prompt, **settings):
+                completion = await generate(prompt, **settings)
+                if len(opened.prompts) > 1:
+                    completion.logprobs = -completion.logprobs
+                return completion
+
+            opened.generate = spoilt
+            return opened
+
+        wrong.session = session
+        return wrong
+
+
+async def test_a_completion_of_a_frozen_model_that_is_none_loses_its_own_call_alone(
+    renderer, tokenizer, caplog
+):
+    caplog.set_level(logging.INFO)
+
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            body = {"model": "user", "messages": [HELLO]}
+            status, reply = await ask.raw("chat/completions", body)
+            assert status == 200
+            messages = [HELLO, reply["choices"][0]["message"], HELLO]
+            status, reply = await ask.raw("chat/completions", {**body, "messages": messages})
+            assert status == 502 and "model 'user'" in reply["error"]["message"]
+            await ask([HELLO])
+
+    models = {"user": FrozenModel(name="user", base_url="http://localhost:1/v1")}
+    rollout = await run_agent(agent, WrongModel(tokenizer, "ok"), renderer, models=models)
+    assert rollout.status is RolloutStatus.COMPLETED, rollout.error
+    assert rollout.calls == {"answered": 1, "frozen model": 1, "lost": 1}
+    assert [turn.untrained for turn in rollout.turns] == ["frozen model", None]
     assert not [record for record in caplog.records if record.exc_info]

@@ -36,7 +36,7 @@ from torchtitan.experiments.rl.rubrics.rubric import (
     env_component,
     last_assistant_text,
 )
-from torchtitan.experiments.rl.tasks.task import Task, derive_seed, first_use
+from torchtitan.experiments.rl.tasks.task import Task, claim, derive_seed
 
 SAMPLE = DataSample(sample_id="0", env_input="question")
 
@@ -387,9 +387,9 @@ async def test_env_is_known_by_itself_and_not_by_what_it_says_of_itself():
         __hash__ = None
 
     one, two = Lying(), Lying()
-    assert first_use(one) and first_use(two) and not first_use(one)
+    assert claim(one) and claim(two) and not claim(one)
     for _ in range(100):  # ids come again
-        assert first_use(Lying())
+        assert claim(Lying())
 
 
 async def test_envs_made_before_one_that_can_not_be_made_are_closed(build, tokenizer):

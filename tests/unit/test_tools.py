@@ -1,5 +1,6 @@
 """Tools of a task: what the model is told of them, and what each of its calls is answered with."""
 
+import asyncio
 import functools
 import json
 import sys
@@ -160,6 +161,63 @@ async def test_the_tools_of_a_server_are_called(renderer, tokenizer, tmp_path):
     assert rollout.status is RolloutStatus.ERROR and "ToolEnv.reset" in rollout.error
 
 
+class Stuck:
+    """Its close fails, or takes as long as it likes."""
+
+    def __init__(self, row, seconds=0.0):
+        self.seconds = seconds
+
+    def look(self) -> str:
+        return "here"
+
+    async def close(self):
+        await asyncio.sleep(self.seconds)
+        raise OSError("stuck")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 3600.0])
+async def test_an_object_that_can_not_be_closed_keeps_no_other_open(seconds, renderer, tokenizer):
+    Shop.closed.clear()
+    tools = [functools.partial(Stuck, seconds=seconds), Shop]
+    config = config_of(ToolTask, tools=tools, rows=[ROW])
+    config.env.step_timeout_s = 0.5
+    await run_task(config, ScriptedPolicy(tokenizer, "done"), renderer)
+    assert Shop.closed == [3]
+
+
+class Clock:
+    """Some of its methods need no object."""
+
+    def __init__(self, row):
+        pass
+
+    @staticmethod
+    def now() -> str:
+        return "noon"
+
+    @classmethod
+    def zone(cls) -> str:
+        return cls.__name__
+
+
+async def test_static_methods_and_class_methods_are_tools(renderer, tokenizer):
+    replies = [call("now") + call("zone"), "done"]
+    tool_task([ROW], [Clock], lambda completion, row: 0.0).validate(field="tasks.notes")
+    rollout, answers = await played([Clock], replies, renderer, tokenizer)
+    assert rollout.status is RolloutStatus.COMPLETED and answers == ["noon", "Clock"]
+
+
+class Empty:
+    def __init__(self, row):
+        pass
+
+
+async def test_a_class_without_tools_fails_by_its_name(renderer, tokenizer):
+    rollout, _ = await played([Empty], ["done"], renderer, tokenizer)
+    assert rollout.status is RolloutStatus.ERROR
+    assert "Empty has no public method" in rollout.error
+
+
 def untyped(query):
     return query
 
@@ -182,6 +240,7 @@ class Untyped:
         (untyped, "query"),
         (many, "words"),
         (Untyped, "find(word)"),
+        (functools.partial(search, limit=1), "write a typed function around it"),
         ("search", "want a typed function"),
         (MCPServer(), "command or its url"),
     ],

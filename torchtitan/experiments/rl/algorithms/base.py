@@ -30,8 +30,8 @@ class Algorithm(UserConfigurable):
     A task has one instance. It is given each rollout as it arrives (`score_rollout`), then the
     whole group (`score_group`); the base class does nothing with either. The trainer knows no
     algorithm: it reads advantages, weights of the loss components, and log-probabilities of a
-    reference. One that writes a prompt of its own takes ``context`` in its constructor, which has
-    the renderer (`configurable.BuildContext`).
+    reference. An algorithm that writes prompts of its own takes ``context`` in its constructor,
+    which has the renderer (`configurable.BuildContext`).
     """
 
     action_component: ClassVar[str] = "rl"
@@ -42,9 +42,9 @@ class Algorithm(UserConfigurable):
     """True if a rollout's credit waits for its group. If False, and the class defines no
     ``score_group``, rollouts are trained on as they finish (``Task.needs_group``)."""
     asks_models: ClassVar[bool] = False
-    """True if ``score_rollout`` asks models, and sets no advantages. If the algorithm does not need
-    its group, and no pre-batch filter reads credit, it then runs after these filters, so that
-    rollouts they drop cost no model's time."""
+    """True if ``score_rollout`` asks models, and sets no advantages. It then runs after the
+    pre-batch filters, so that a rollout which they drop costs no model's time, if the algorithm
+    does not need its group and none of these filters reads credit."""
     batch_normalized: ClassVar[bool] = False
     """True if advantages are meant to be normalised over the step, by
     ``trainer.loss.normalize_advantages``."""
@@ -178,8 +178,8 @@ class GroupRewards(Algorithm):
             counts_tools = self.length_penalty == "tokens" and self.tool_token_weight > 0
             return "tool_token_weight" if counts_tools else None
 
-        def validate(self, *, field: str, **context) -> None:
-            super(GroupRewards.Config, self).validate(field=field, **context)
+        def validate(self, *, field: str, **task_fields) -> None:
+            super(GroupRewards.Config, self).validate(field=field, **task_fields)
             if self.length_penalty == "tokens" and not (
                 self.completion_token_weight or self.tool_token_weight
             ):

@@ -32,8 +32,8 @@ class DAPO(GRPO):
         overlong_buffer: PositiveInt = 4096
         """B: number of tokens below the limit over which the penalty rises from 0 to 1."""
 
-        def validate(self, *, field: str, **context) -> None:
-            super(DAPO.Config, self).validate(field=field, **context)
+        def validate(self, *, field: str, **task_fields) -> None:
+            super(DAPO.Config, self).validate(field=field, **task_fields)
             if self.overlong_limit is not None and self.overlong_buffer > self.overlong_limit:
                 cure = (
                     f"must be at most overlong_limit = {self.overlong_limit}: else an empty answer "

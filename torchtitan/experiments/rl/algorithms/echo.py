@@ -48,8 +48,8 @@ class Echo(GRPO):
         def needs_roles(self) -> str | None:
             return "alpha" if self.alpha else "tool_names"
 
-        def validate(self, *, field: str, **context) -> None:
-            super(Echo.Config, self).validate(field=field, **context)
+        def validate(self, *, field: str, **task_fields) -> None:
+            super(Echo.Config, self).validate(field=field, **task_fields)
             if not (self.alpha or self.tool_names):
                 raise ConfigError(
                     f"{field}.alpha",
@@ -129,10 +129,11 @@ def tool_names(messages: Sequence[Message]) -> list[str | None]:
 
 
 def _answering(message: Mapping, open_calls: dict[str, str]) -> str | None:
-    """Return the name of the tool, and remove the call that the message answers."""
-    own = message.get("name")
-    call = message.get("tool_call_id")
-    if call is None:  # the first of that name, where the message has one
-        call = next((key for key, name in open_calls.items() if own is None or name == own), None)
-    called = open_calls.pop(str(call), None)
-    return own if isinstance(own, str) else called
+    """Return the name of the tool that the message is of, and close the call that it answers."""
+    given = message.get("name")
+    call_id = message.get("tool_call_id")
+    if call_id is None:  # the first open call, of the given name if there is one
+        fitting = (key for key, name in open_calls.items() if given in (None, name))
+        call_id = next(fitting, None)
+    called = open_calls.pop(str(call_id), None)
+    return given if isinstance(given, str) else called

@@ -40,13 +40,13 @@ class OPD(Algorithm):
         teacher: Teacher = field(default_factory=LivePolicy)
         """Model to learn from, a FrozenModel or HostedModel with the policy's tokenizer."""
 
-        def validate(self, *, field: str, policy_path: str | None = None, **context) -> None:
-            super(OPD.Config, self).validate(field=field, policy_path=policy_path, **context)
+        def validate(self, *, field: str, policy_path: str | None = None, **task_fields) -> None:
+            super(OPD.Config, self).validate(field=field, policy_path=policy_path, **task_fields)
             check_frozen(
                 self.teacher,
                 field=f"{field}.teacher",
                 why="the policy as its own teacher has a KL of zero and nothing to learn",
-                max_rollout_tokens=context.get("max_rollout_tokens"),
+                max_rollout_tokens=task_fields.get("max_rollout_tokens"),
             )
             if not isinstance(self.teacher, HostedModel) or policy_path is None:
                 return

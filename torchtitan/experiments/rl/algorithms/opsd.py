@@ -63,8 +63,8 @@ class OPSD(Algorithm):
         max_concurrency: Changeable[PositiveInt] = 256
         """Maximum number of score requests in flight."""
 
-        def validate(self, *, field: str, **context) -> None:
-            super(OPSD.Config, self).validate(field=field, **context)
+        def validate(self, *, field: str, **task_fields) -> None:
+            super(OPSD.Config, self).validate(field=field, **task_fields)
             if "{demonstration}" not in self.template:
                 raise ConfigError(
                     f"{field}.template",
@@ -80,7 +80,7 @@ class OPSD(Algorithm):
 
     async def setup(self, policy: PolicyClient) -> None:
         self._policy = policy
-        self._places = asyncio.Semaphore(self.config.max_concurrency)
+        self._requests = asyncio.Semaphore(self.config.max_concurrency)
 
     async def score_rollout(self, rollout: Rollout) -> None:
         # The first turn of each sample: the demonstration goes into its prompt.
@@ -112,7 +112,7 @@ class OPSD(Algorithm):
         """
         token_ids, prompt = self._conditioned(sample, turn, demonstration)
         try:
-            async with self._places:
+            async with self._requests:
                 logprobs = await contained(self._policy.score(token_ids))
         except RunError as error:
             added = prompt - len(turn.prompt_token_ids)
@@ -148,16 +148,22 @@ class OPSD(Algorithm):
         return self._demonstration_in(rollout.data_sample, rollout)
 
     def _demonstration_in(self, example: DataSample | None, rollout: Rollout | None) -> str:
-        key, sample_id = self.config.demonstration_key, example and example.sample_id
+        """Return the text with the configured name in the example, or else in the rollout.
+
+        Raises:
+            ValueError: neither has one.
+        """
+        key = self.config.demonstration_key
+        sample_id = example.sample_id if example is not None else None
         info = example.info.get(key) if example is not None else None
-        places = (info, getattr(example, key, None), getattr(rollout, key, None))
-        text = next((place for place in places if isinstance(place, str)), None)
+        candidates = (info, getattr(example, key, None), getattr(rollout, key, None))
+        text = next((value for value in candidates if isinstance(value, str)), None)
         if text is None:
             raise ValueError(
                 f"data sample {sample_id!r} has no text in info[{key!r}]: the dataset must put its "
                 "demonstration there"
             )
-        check_unicode(text, f"the demonstration of data sample {example and example.sample_id!r}")
+        check_unicode(text, f"the demonstration of data sample {sample_id!r}")
         return text
 
     def check_example(
@@ -167,10 +173,11 @@ class OPSD(Algorithm):
 
         A demonstration that is made from a rollout, or is a field of it, is not there yet.
         """
-        text, of_rollouts = "", {entry.name for entry in fields(Rollout)}
+        text = ""
+        fields_of_rollouts = {entry.name for entry in fields(Rollout)}
         if (
             type(self).demonstration is OPSD.demonstration
-            and self.config.demonstration_key not in of_rollouts
+            and self.config.demonstration_key not in fields_of_rollouts
         ):
             try:
                 text = self._demonstration_in(example, None)
@@ -184,11 +191,8 @@ class OPSD(Algorithm):
             added = len(self.block(text))
         else:
             message: Message = {"role": "user", "content": "x"}
-            plain, shown = (
-                len(self.renderer.render(messages, add_generation_prompt=True).token_ids)
-                for messages in ([message], self.demonstrated([message], text))
-            )
-            added = shown - plain
+            with_text = self._prompt_tokens(self.demonstrated([message], text))
+            added = with_text - self._prompt_tokens([message])
         if max_rollout_tokens + added >= max_model_len:
             cure = (
                 f"a rollout of that length and the demonstration of data sample "
@@ -196,6 +200,9 @@ class OPSD(Algorithm):
                 f"generator.engine.max_model_len = {max_model_len}: lower this or raise that"
             )
             raise ConfigError(f"{field}.env.max_rollout_tokens", max_rollout_tokens, cure)
+
+    def _prompt_tokens(self, messages: list[Message]) -> int:
+        return len(self.renderer.render(messages, add_generation_prompt=True).token_ids)
 
     def block(self, demonstration: str) -> list[int]:
         """Return the tokens of the demonstration as a system message, to stand before a sample."""

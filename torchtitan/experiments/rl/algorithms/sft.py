@@ -37,13 +37,13 @@ class SFT(Algorithm):
         def frozen_source(self) -> FrozenModel | HostedModel | None:
             return self.teacher if isinstance(self.teacher, FrozenModel | HostedModel) else None
 
-        def validate(self, *, field: str, **context) -> None:
-            super(SFT.Config, self).validate(field=field, **context)
+        def validate(self, *, field: str, **task_fields) -> None:
+            super(SFT.Config, self).validate(field=field, **task_fields)
             check_frozen(
                 self.teacher,
                 field=f"{field}.teacher",
                 why="the policy's own samples teach it nothing",
-                max_rollout_tokens=context.get("max_rollout_tokens"),
+                max_rollout_tokens=task_fields.get("max_rollout_tokens"),
             )
 
     config: Config

@@ -48,18 +48,22 @@ class TurnCredit(Algorithm):
                 "step_message, or set outcome_weight"
             )
         returns = [self._returns(rollout) for rollout in group.scored]
-        advantages = [np.zeros(len(own)) for own in returns]
-        for k in range(max(map(len, returns), default=0)):
-            reached = [index for index, own in enumerate(returns) if len(own) > k]
-            at_k = np.array([returns[index][k] for index in reached])
-            scale = np.std(at_k) + 1e-6 if self.config.normalize_std else 1.0
-            for index, advantage in zip(reached, centered(at_k) / scale, strict=True):
-                advantages[index][k] = advantage
-        for rollout, own in zip(group.scored, advantages, strict=True):
+        for rollout, advantages in zip(group.scored, self._advantages(returns), strict=True):
             sampled = [
                 0 if turn.untrained else len(turn.completion.token_ids) for turn in rollout.turns
             ]
-            rollout.assign_advantages(np.repeat(own, sampled).tolist())
+            rollout.assign_advantages(np.repeat(advantages, sampled).tolist())
+
+    def _advantages(self, returns: list[np.ndarray]) -> list[np.ndarray]:
+        """Return A_k of each turn of each rollout, whose R_k are ``returns``."""
+        advantages = [np.zeros(len(turns)) for turns in returns]
+        for k in range(max(map(len, returns), default=0)):
+            rollouts = [index for index, turns in enumerate(returns) if len(turns) > k]
+            at_k = np.array([returns[index][k] for index in rollouts])
+            scale = np.std(at_k) + 1e-6 if self.config.normalize_std else 1.0
+            for index, advantage in zip(rollouts, centered(at_k) / scale, strict=True):
+                advantages[index][k] = advantage
+        return advantages
 
     def _rewarded(self, rollout: Rollout) -> bool:
         return any(self._counts(name) for turn in rollout.turns for name in turn.reward_components)

@@ -50,9 +50,8 @@ def dr_grpo(config: RunConfig) -> RunConfig:
 def reinforce_pp(config: RunConfig) -> RunConfig:
     """Return the config with REINFORCE++ (Hu et al., arXiv:2501.03262) for the tasks of GRPO.
 
-    Rewards are normalised over the whole step.
-
-    Groups of equal rewards teach by it, so a filter that drops them is taken out.
+    Rewards are normalised over the whole step, so a group of equal rewards teaches too. Filters
+    that drop such groups are taken out of the config.
     """
     loss = replace(config.trainer.loss, rl=PPOClip.Config(), normalize_advantages=True)
     config = replace(

@@ -268,7 +268,7 @@ def _qwen3(
         steps=200,
         rollouts_per_step=512,
         max_offpolicy_steps=2,
-        # One Python thread serves some 1,300 turns a second (docs/measured.md). The engines of 4
+        # One Python thread serves some 1,300 turns a second (docs/scale.md). The engines of 4
         # GPUs ask for fewer.
         rollout_workers=(trainer_ranks + replicas * tensor_parallel_degree) // 4,
         recorder=RolloutRecorder.Config(fraction=1 / 16),

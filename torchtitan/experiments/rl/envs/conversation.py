@@ -90,7 +90,7 @@ class Conversation:
 
         Args:
             max_tokens: maximum number of tokens of a prompt and its completion together.
-            group: what was rendered for the other conversations of its group.
+            group: prompts that were rendered for other conversations of the group.
         """
         self.messages: list[Message] = []
         """The whole conversation so far."""
@@ -206,8 +206,8 @@ class Conversation:
             )
             if rendered is None:
                 return None
-            # It describes the new messages alone. It kept less than all of the old tokens if the
-            # completion goes on after the end of its turn.
+            # The roles in `rendered` are those of the new messages alone. Its token ids begin with
+            # the old ones, but for those that the completion has after the end of its turn.
             kept = _common_prefix(rendered.token_ids, old_ids)
             check_all_rendered(rendered, new, start=kept)
             return next_prompt(

@@ -63,7 +63,7 @@ def next_prompt(
     answer_index: int = 0,
     first_index: int = 0,
 ) -> Prompt:
-    """Return the prompt that a renderer gave, with what is known of each token.
+    """Return the prompt that a renderer gave, with the author and the message of each token.
 
     Args:
         rendered: tokens of the whole prompt. It describes all messages, or those from
@@ -77,8 +77,8 @@ def next_prompt(
         first_index: index of the first message that ``rendered`` describes.
 
     Raises:
-        ValueError: the prompt holds an image, its token ids are no token ids, or it has not one
-            role for each.
+        ValueError: the prompt holds an image, has something else than token ids, or has fewer or
+            more roles than token ids.
     """
     if rendered.multi_modal_data is not None and not rendered.multi_modal_data.is_empty():
         raise ValueError("the env sent an image or a video: only text reaches the model")

@@ -77,7 +77,7 @@ class RendererEnv:
         """Wrap an env that no rollout has used.
 
         Args:
-            group: what was rendered for the other rollouts of its group.
+            group: prompts that were rendered for other rollouts of the group.
         """
         self.status = RolloutStatus.ONGOING
         self.error: str | None = None

@@ -10,8 +10,8 @@ branches are what the model said:
 
 A request goes on from the deepest turn whose messages and answer begin its own. What the client
 sends back of an answer is compared by its meaning: a client may write the arguments of a call as
-other JSON of the same value, and may leave the reasoning out. Behind that turn, its own messages
-are the history, not the client's copies of them.
+other JSON of the same value, and may leave the reasoning out. The prompt is made of the messages
+that the turn has, and not of the client's copies of them.
 """
 
 import json
@@ -48,20 +48,20 @@ class Node(Generic[T]):
 
 
 @dataclass(eq=False, slots=True)
-class _Place(Generic[T]):
-    """A message of some history, with all before it."""
+class _Prefix(Generic[T]):
+    """First messages of a history."""
 
     nodes: list[Node[T]] = field(default_factory=list)
-    """Turns that said the message; none if the client wrote it."""
-    after: "dict[Hashable, dict[str, _Place[T]]]" = field(default_factory=dict)
-    """Messages that followed, by their meaning and then by their reasoning."""
+    """Turns whose answer is the last of these messages; none if the client wrote that one."""
+    longer: "dict[Hashable, dict[str, _Prefix[T]]]" = field(default_factory=dict)
+    """Prefixes with one message more, by its meaning and then by its reasoning."""
     last_message: Message | None = None
     """Message that was looked up last. In a long history the same one is looked up again."""
     last_meaning: Hashable = None
     """Meaning of that message."""
 
-    def find(self, message: Message) -> "list[_Place[T]]":
-        """Return the places where a history goes on with the message.
+    def find(self, message: Message) -> "list[_Prefix[T]]":
+        """Return the known prefixes that have this message as one more.
 
         There are several if answers differ in nothing but their reasoning, and the client leaves it
         out. The answer without reasoning comes first.
@@ -69,16 +69,16 @@ class _Place(Generic[T]):
         if self.last_message != message:
             self.last_message = message
             self.last_meaning = meaning(message)
-        known = self.after.get(self.last_meaning, {})
+        known = self.longer.get(self.last_meaning, {})
         reasoning = _reasoning(message)
         return [
             known[other] for other in sorted(known, key=bool) if other == reasoning or not reasoning
         ]
 
-    def add(self, message: Message) -> "_Place[T]":
-        """Return the place behind the message, made if there is none."""
-        by_reasoning = self.after.setdefault(meaning(message), {})
-        return by_reasoning.setdefault(_reasoning(message), _Place())
+    def add(self, message: Message) -> "_Prefix[T]":
+        """Return the prefix that has this message as one more, made if there is none."""
+        by_reasoning = self.longer.setdefault(meaning(message), {})
+        return by_reasoning.setdefault(_reasoning(message), _Prefix())
 
 
 @dataclass(slots=True)
@@ -89,17 +89,18 @@ class Match(Generic[T]):
     """Turn that the request goes on from; None if it begins a history."""
     known: int
     """Number of the request's messages up to and with that turn's answer. The others are new."""
-    place: _Place[T]
+    prefix: _Prefix[T]
+    """The known messages."""
 
 
-class Chains(Generic[T]):
-    """The turns of one rollout."""
+class TurnTree(Generic[T]):
+    """Tree of the turns of one rollout."""
 
     def __init__(self) -> None:
         self.roots: list[Node[T]] = []
         """Turns that go on from no other."""
-        self._scopes: list[tuple[object, _Place[T]]] = []
-        """Root of the histories of each scope."""
+        self._scopes: list[tuple[object, _Prefix[T]]] = []
+        """Empty prefix of the histories of each scope."""
 
     def match(self, scope: object, messages: Sequence[Message]) -> Match[T]:
         """Return the turn that a request goes on from.
@@ -108,59 +109,60 @@ class Chains(Generic[T]):
             scope: what histories have to agree in beside their messages, compared with ``==``: the
                 tools, and the model that is asked.
         """
-        root = self._root_of(scope)
-        match = Match(None, 0, root)
-        places = [root]
+        empty = self._empty_prefix(scope)
+        match = Match(None, 0, empty)
+        prefixes = [empty]
         for index, message in enumerate(messages):
-            places = [after for place in places for after in place.find(message)]
-            if not places:
+            prefixes = [longer for prefix in prefixes for longer in prefix.find(message)]
+            if not prefixes:
                 break
-            said = next((place for place in places if place.nodes), None)
-            if said is not None:
+            answered = next((prefix for prefix in prefixes if prefix.nodes), None)
+            if answered is not None:
                 # Of equal answers, take one that nobody has gone on from. They are siblings, so it
                 # does not matter which.
-                node = min(said.nodes, key=lambda node: node.taken)
-                match = Match(node, index + 1, said)
+                node = min(answered.nodes, key=lambda node: node.taken)
+                match = Match(node, index + 1, answered)
         return match
 
-    def _root_of(self, scope: object) -> _Place[T]:
-        for known, root in self._scopes:
+    def _empty_prefix(self, scope: object) -> _Prefix[T]:
+        for known, empty in self._scopes:
             if known == scope:
-                return root
-        root = _Place()
-        self._scopes.append((scope, root))
-        return root
+                return empty
+        empty = _Prefix()
+        self._scopes.append((scope, empty))
+        return empty
 
     def add(  # noqa: PLR0913 - a turn, and how it was reached
         self,
         match: Match[T],
         new: Sequence[Message],
-        said: Message | None,
+        answer: Message | None,
         value: T,
         *,
         extends: bool,
-        kept: Message | None = None,
+        whole_answer: Message | None = None,
     ) -> Node[T]:
         """Add a turn that has ended.
 
         Args:
-            match: place of the turn's request.
+            match: place of the turn's request in the tree.
             new: messages of the request after ``match.known``.
-            said: answer of the turn; None if no client has it, so that none goes on from it.
+            answer: answer that the client was sent; None if no client has it, so that none goes on
+                from it.
             extends: see `Node`.
-            kept: answer with the stop text that ended it, which some clients put back.
+            whole_answer: answer with the stop text that ended it, which some clients put back.
         """
         node = Node(value, match.node, extends and match.node is not None)
         siblings = self.roots if match.node is None else match.node.children
         siblings.append(node)
-        if said is None:
+        if answer is None:
             return node
-        place = match.place
+        prefix = match.prefix
         for message in new:
-            place = place.add(message)
-        for answer in (said, kept):
-            if answer is not None:
-                nodes = place.add(answer).nodes
+            prefix = prefix.add(message)
+        for form in (answer, whole_answer):
+            if form is not None:
+                nodes = prefix.add(form).nodes
                 if node not in nodes:
                     nodes.append(node)
         return node
@@ -184,7 +186,7 @@ class Chains(Generic[T]):
 
 
 def meaning(message: Message) -> Hashable:
-    """Return what messages of the same meaning have in common, reasoning aside.
+    """Return a key that is equal for messages of the same meaning, whatever their reasoning.
 
     Contents are texts, because the dialects join parts.
     """

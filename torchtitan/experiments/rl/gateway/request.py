@@ -101,7 +101,9 @@ class FieldRule(NamedTuple):
 
 
 def cut_at_stop(content: str, stops: Sequence[str], *, at_text: bool) -> tuple[str, str | None]:
-    """Return what comes before the first stop text, and that text; all and None without one.
+    """Return what comes before the first stop text, and that text.
+
+    Without a stop text in it, the content is returned whole, and None.
 
     Args:
         at_text: True if the model ended at a text. Renderers strip the space around an answer, and
@@ -251,7 +253,8 @@ def checked_request(
     """Return the request that a dialect has parsed, with every field checked.
 
     Args:
-        body: the request. What a dialect nests of UNAVAILABLE, it has taken out.
+        body: the request. Fields that the dialect nests, such as ``text.format`` of responses, have
+            been moved to the top, under the names that UNAVAILABLE and WISHES have.
         messages: conversation as OpenAI's chat completions have it.
         tools: tools in the same form.
         fields: the other fields of a ModelRequest.

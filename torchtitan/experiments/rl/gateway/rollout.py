@@ -3,12 +3,14 @@
     begin(request) ─▶ match a turn ─▶ render ─▶ sample ─▶ parse, record as a turn ─▶ reply
     leave(call)    ◀─ a connection was sent the reply, or has gone
 
-1. `chains.py` finds the turn that a request goes on from. What it adds is rendered behind that
-   turn's own tokens; a request that goes on from none begins a chain.
-2. A chain has a session with the model that was asked for: the policy, or a frozen model.
-3. What was sampled is a turn of the rollout, whoever asked for it. It is trained on if its answer
-   was delivered, and if the model that was asked for is the trained one.
-4. A client that sends a request again joins the call that answers it already.
+1. The turns of a rollout are a tree (`chains.py`). The turn that a request goes on from is found
+   there, and the request's new messages are rendered behind that turn's own tokens.
+2. A path in the tree that one session samples is a chain. The session is with the model that was
+   asked for: the policy, or a frozen model. A request begins a chain if it goes on from no turn, or
+   from one that another request has gone on from.
+3. Whatever was sampled is a turn of the rollout. It is trained on if its answer was delivered, and
+   if the model that was asked for is the trained one.
+4. A client that repeats a request whose call is still open is given the answer of that call.
 """
 
 import asyncio
@@ -34,7 +36,7 @@ from torchtitan.experiments.rl.errors import (
     UserCodeTimeout,
     users_traceback,
 )
-from torchtitan.experiments.rl.gateway.chains import Chains, Match
+from torchtitan.experiments.rl.gateway.chains import Match, TurnTree
 from torchtitan.experiments.rl.gateway.request import (
     MODEL_FAILED,
     ModelReply,
@@ -45,6 +47,7 @@ from torchtitan.experiments.rl.gateway.request import (
 )
 from torchtitan.experiments.rl.gateway.rules import RequestRules, check_stop
 from torchtitan.experiments.rl.rollouts.policy import PolicySession, SamplingConfig
+from torchtitan.experiments.rl.rollouts.samples import checked_completion
 from torchtitan.experiments.rl.rollouts.types import (
     Completion,
     DataSample,
@@ -77,8 +80,8 @@ LIMITS = {
 """Status of a rollout that ended because a call was refused with this code."""
 
 
-class Sampler(PolicySession, Protocol):
-    """The policy, for one rollout: a session, and more of them beside it."""
+class BranchingSession(PolicySession, Protocol):
+    """Session of a rollout with the policy, which opens more of them beside itself."""
 
     sampling: SamplingConfig
     """Sampling settings of the rollout: the task's, or those of a validation."""
@@ -213,7 +216,7 @@ class AgentRollout:
             renderer=renderer, noise=noise, refused_fields=refused_fields, counts=self.counts
         )
 
-        self._policy: Sampler | None = None
+        self._policy: BranchingSession | None = None
         """The policy while the rollout is open."""
         self._opened_at = 0.0
         self._frozen_sessions: list[PolicySession] = []
@@ -221,7 +224,7 @@ class AgentRollout:
         self._session_keys: Counter[str] = Counter()
         """Number of sessions that began with a prompt, by its digest."""
 
-        self._chains: Chains[SampledTurn] = Chains()
+        self._tree: TurnTree[SampledTurn] = TurnTree()
         self._chain_count = 0
 
         self._calls: dict[bytes, Call] = {}
@@ -244,7 +247,7 @@ class AgentRollout:
     @property
     def turns(self) -> list[RolloutTurn]:
         """Turns chain by chain, so that a turn follows the one that it extends."""
-        return [node.value.turn for node in self._chains.in_order()]
+        return [node.value.turn for node in self._tree.in_order()]
 
     @property
     def was_asked(self) -> bool:
@@ -258,7 +261,7 @@ class AgentRollout:
 
     # Life of the rollout, which the task calls.
 
-    def open(self, policy: Sampler) -> None:
+    def open(self, policy: BranchingSession) -> None:
         """Take calls from now on."""
         self._policy = policy
         self._rules.sampling = policy.sampling
@@ -295,10 +298,10 @@ class AgentRollout:
     def _truncation(self) -> RolloutStatus | None:
         """Return how the run's limits cut short an agent that has returned; None if they did not.
 
-        An agent that went on from a cut answer has dealt with it. So has one that caught a refusal
-        and had an answer of the policy's already.
+        A cut answer that the agent went on from has not cut the agent short. Nor has a refusal that
+        it caught, if the policy had answered it before.
         """
-        nodes = list(self._chains.in_order())
+        nodes = list(self._tree.in_order())
         if any(node.value.is_cut_for_a_client and not node.children for node in nodes):
             return RolloutStatus.TRUNCATED_LENGTH
         if self._budget_spent:
@@ -324,7 +327,7 @@ class AgentRollout:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._all_left.wait(), CLOSE_S)
         self._calls.clear()
-        for node in self._chains.in_order():
+        for node in self._tree.in_order():
             node.value.conversation = None
         for session in self._frozen_sessions:
             session.close()
@@ -417,12 +420,15 @@ class AgentRollout:
     async def count_tokens(self, request: ModelRequest) -> int:
         """Return the number of tokens of the request's prompt.
 
+        A prompt that is too long to be tokenised counts as the most that a rollout may have.
+
         Raises:
             Refusal: the prompt can't be rendered.
         """
         conversation = Conversation(self._renderer, max_tokens=self._config.max_rollout_tokens)
         try:
-            await conversation.open(self._rules.without_noise(request.messages), request.tools)
+            messages = self._rules.without_noise(request.messages, counted=False)
+            await conversation.open(messages, request.tools)
         except UserCodeError as error:
             raise Refusal(str(error)) from error
         if conversation.prompt is None:
@@ -445,7 +451,7 @@ class AgentRollout:
             "model": request.model,
         }
         try:
-            branch = await self._prompted(request, is_first=is_first)
+            branch = await self._open_branch(request, is_first=is_first)
             check_stop(request, branch.session)
             call.prompted.set()
             completion = await self._sample(branch, request)
@@ -482,7 +488,7 @@ class AgentRollout:
     def _model_of(self, request: ModelRequest) -> str:
         return self._models.get(request.model, POLICY)
 
-    async def _prompted(self, request: ModelRequest, *, is_first: bool) -> _Branch:
+    async def _open_branch(self, request: ModelRequest, *, is_first: bool) -> _Branch:
         """Find the request's place in the tree, and render its prompt there.
 
         Raises:
@@ -492,16 +498,16 @@ class AgentRollout:
         model = self._model_of(request)
         self._rules.check_fields(request, asks_policy=model in (POLICY, AUXILIARY))
         messages = self._rules.without_noise(request.messages)
-        match = self._chains.match((model, request.tools), messages)
+        match = self._tree.match((model, request.tools), messages)
         new = messages[match.known :]
         self._rules.count_control_tokens(new)
 
-        # The first request that goes on from a turn takes its session. Another one begins a chain.
+        # The first request that goes on from a turn has its session. Any other begins a chain.
         node = match.node
         goes_on = node is not None and not node.taken
         if node is not None:
             node.taken = True
-        conversation = await self._rendered(match, new, request)
+        conversation = await self._render(match, new, request)
         if node is not None and goes_on:
             session = node.value.session
             chain = node.value.chain
@@ -519,7 +525,7 @@ class AgentRollout:
             chain=chain,
         )
 
-    async def _rendered(
+    async def _render(
         self, match: "Match[SampledTurn]", new: list[Message], request: ModelRequest
     ) -> Conversation:
         """Return the conversation up to the request's prompt.
@@ -582,7 +588,12 @@ class AgentRollout:
         return session
 
     async def _sample(self, branch: _Branch, request: ModelRequest) -> Completion:
-        """Ask the model for the completion of the prompt."""
+        """Ask the model for the completion of the prompt.
+
+        Raises:
+            UserCodeError: the policy's generator failed.
+            RunError: a frozen model failed, or its completion is none.
+        """
         prompt = branch.conversation.prompt
         assert prompt is not None
         options: dict[str, Any] = {}
@@ -594,6 +605,10 @@ class AgentRollout:
         completion = await branch.session.generate(
             prompt.token_ids, max_tokens=min(room, request.max_tokens or room), **options
         )
+        try:
+            completion = checked_completion(completion)  # the policy's is checked already
+        except ValueError as error:
+            raise RunError(f"model {branch.model!r}: {error}") from error
         self._sampled_tokens += len(completion.token_ids)
         self._refusal_code = ""
         return completion
@@ -646,8 +661,13 @@ class AgentRollout:
             depth = len(node.path()) if node is not None else 0
             turn.call = about | {"chain": branch.chain, "depth": depth}
             sampled = SampledTurn(call, turn, branch.chain, conversation, branch.session)
-            self._chains.add(
-                branch.match, branch.new, without_stop, sampled, extends=extends, kept=whole
+            self._tree.add(
+                branch.match,
+                branch.new,
+                without_stop,
+                sampled,
+                extends=extends,
+                whole_answer=whole,
             )
         assert without_stop is not None, "the completion was parsed"
         return sampled, without_stop, stopped_at

@@ -68,29 +68,37 @@ class RequestRules:
             if value is not None and value != self._own_value(name, value):
                 raise unavailable(name, value, WISHES[name].cure)
 
-    def without_noise(self, messages: list[Message]) -> list[Message]:
-        """Return the messages without what the patterns of noise match in system messages."""
+    def without_noise(self, messages: list[Message], *, counted: bool = True) -> list[Message]:
+        """Return the messages without what the patterns of noise match in system messages.
+
+        Args:
+            counted: True to count what is left out; False if no model is asked.
+        """
         if not self._noise:
             return messages
         return [
-            self._quiet(message) if message["role"] in ("system", "developer") else message
+            self._without_noise(message, counted)
+            if message["role"] in ("system", "developer")
+            else message
             for message in messages
         ]
 
-    def _quiet(self, message: Message) -> Message:
-        """Return a message without noise. Count what is left out, and log the first of a kind."""
-        quiet = message
+    def _without_noise(self, message: Message, counted: bool) -> Message:
         for name, pattern in self._noise.items():
-            rest, count = pattern.subn("", quiet["content"])
+            rest, count = pattern.subn("", message["content"])
             if not count:
                 continue
-            key = f"noise/{name}"
-            if not self._counts[key]:
-                example = pattern.search(message["content"])
-                logger.info("noise %r: left out %s", name, shown(example))
-            self._counts[key] += count
-            quiet = quiet | {"content": rest}
-        return quiet
+            if counted:
+                self._count_noise(name, count, example=pattern.search(message["content"]))
+            message = message | {"content": rest}
+        return message
+
+    def _count_noise(self, name: str, count: int, *, example: re.Match[str] | None) -> None:
+        """Count texts that were left out, and log the first of each name."""
+        key = f"noise/{name}"
+        if not self._counts[key]:
+            logger.info("noise %r: left out %s", name, shown(example and example[0]))
+        self._counts[key] += count
 
     def count_control_tokens(self, new: list[Message]) -> None:
         """Count a request whose new messages have a text that becomes a control token.
@@ -121,8 +129,8 @@ class RequestRules:
     def _own_value(self, name: str, value: object) -> object:
         """Return the rollout's own value of a field of TASKS_OWN or WISHES; None if it has none.
 
-        The field of a template's arguments holds several: the rollout's values for the keys of
-        ``value`` are returned.
+        For ``chat_template_kwargs``, whose ``value`` is a dict, it is a dict of the rollout's own
+        values for the same keys.
         """
         settings = getattr(self._renderer, "config", None)
         if name == "chat_template_kwargs":

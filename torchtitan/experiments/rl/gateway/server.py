@@ -23,8 +23,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from torchtitan.experiments.rl.gateway import anthropic as messages
-from torchtitan.experiments.rl.gateway import chat, responses
+from torchtitan.experiments.rl.gateway import anthropic, chat, responses
 from torchtitan.experiments.rl.gateway.request import (
     MODEL_FAILED,
     ModelReply,
@@ -38,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 0.5
 """Seconds between a stream's signs of life, from the moment the model is asked until its turn is
-sampled. Few clients wait for less."""
+sampled. Hardly any client times out sooner."""
 MAX_BODY = 64 << 20
-"""Maximum number of bytes of a request. A prompt that a model has room for has far less."""
+"""Maximum number of bytes of a request, far above those of a prompt that a model has room for."""
 LARGE_BODY = 1 << 18
 """Number of bytes from which on JSON is parsed off the event loop."""
-ROUTES = {"chat/completions": chat, "responses": responses, "messages": messages}
+ROUTES = {"chat/completions": chat, "responses": responses, "messages": anthropic}
 """Dialects by their path under /v1."""
 ANTHROPIC_HEADER = "anthropic-version"
 """Header that Anthropic's clients send."""
@@ -75,10 +74,10 @@ class Endpoint:
     def client(self) -> AsyncOpenAI:
         """Return an OpenAI client of this rollout.
 
-        Clients of the event loop that serves the rollouts share connections, at most 1,000: a
-        client that makes its own takes 0.1 s of the loop for it. In a loop of the agent's own each
-        client has connections of its own, which end with that loop. Proxies of the environment are
-        not asked.
+        Clients made on the event loop that serves the rollouts share at most 1,000 connections,
+        because setting up a client with connections of its own holds up the loop for 0.1 s. A
+        client made on another loop has connections of its own, which end with that loop. No client
+        asks the proxies that the environment names.
 
         Raises:
             RuntimeError: no event loop runs in this thread: the agent is a plain function.
@@ -219,17 +218,17 @@ class Gateway:
         rollout = self._rollout(request)
         raw, body = await self._body(request)
         try:
-            asked = dialect.parse(body)
+            model_request = dialect.parse(body)
         except Refusal:
             rollout.counts["refused"] += 1
             raise
         retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         digest = hashlib.blake2b(request.path.encode() + raw, digest_size=16).digest()
-        call = rollout.begin(asked, digest=digest, retry=retry, dialect=dialect.NAME)
+        call = rollout.begin(model_request, digest=digest, retry=retry, dialect=dialect.NAME)
         delivered = False
         try:
-            if asked.stream:
-                response = await _streamed(dialect, request, asked, call)
+            if model_request.stream:
+                response = await _stream(dialect, request, model_request, call)
             else:
                 response = web.json_response(dialect.reply(await _answer(call)))
                 await response.prepare(request)
@@ -242,7 +241,8 @@ class Gateway:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         rollout = self._rollout(request)
         _, body = await self._body(request)
-        return web.json_response({"input_tokens": await rollout.count_tokens(messages.parse(body))})
+        tokens = await rollout.count_tokens(anthropic.parse(body))
+        return web.json_response({"input_tokens": tokens})
 
     async def _models(self, request: web.Request) -> web.Response:
         """Answer a question for the models: there is one, by whatever name it is asked for."""
@@ -287,7 +287,7 @@ async def _refused_in_words(request: web.Request, handler: Handler) -> web.Strea
         logger.exception("%s %s", request.method, request.path)
         refusal = Refusal(f"the run's server failed: {error!r}", status=500, code="server_error")
     is_of_anthropic = request.path.startswith("/v1/messages") or ANTHROPIC_HEADER in request.headers
-    dialect = messages if is_of_anthropic else chat
+    dialect = anthropic if is_of_anthropic else chat
     headers = None
     if refusal.status == MODEL_FAILED:
         # The run has asked the failing model's servers again, as often as the config says.
@@ -306,7 +306,7 @@ def _refusal_of(error: web.HTTPException, request: web.Request) -> Refusal:
 async def _answer(call: Call) -> ModelReply:
     """Return the reply of a call.
 
-    A reader that goes does not end the call: another one may wait for it.
+    If this reader is cancelled the call goes on, because another reader may wait for it.
 
     Raises:
         Refusal: the call was refused, or lost.
@@ -314,15 +314,15 @@ async def _answer(call: Call) -> ModelReply:
     try:
         return (await asyncio.shield(call.answer)).reply
     except asyncio.CancelledError:
-        if call.answer.cancelled():  # and not this reader
+        if call.answer.cancelled():  # the call, and not this reader
             raise Refusal(
                 "the rollout of this key has ended", status=401, code="rollout_ended"
             ) from None
         raise
 
 
-async def _streamed(
-    dialect: ModuleType, request: web.Request, asked: ModelRequest, call: Call
+async def _stream(
+    dialect: ModuleType, request: web.Request, model_request: ModelRequest, call: Call
 ) -> web.StreamResponse:
     """Send the answer of a call as a stream, which begins with a sign of life.
 
@@ -339,7 +339,7 @@ async def _streamed(
     while not (await asyncio.wait([call.answer], timeout=KEEP_ALIVE_S))[0]:
         await response.write(dialect.KEEP_ALIVE)
     try:
-        parts = list(dialect.stream(await _answer(call), asked))
+        parts = list(dialect.stream(await _answer(call), model_request))
     except Refusal as refusal:
         if not response.prepared:
             raise

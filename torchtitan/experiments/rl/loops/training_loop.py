@@ -230,13 +230,13 @@ class TrainingLoop:
             await self._wait_for_update()
 
     async def _update(self, copied: CopiedOut) -> SyncReport:
-        """Have the generators load a version; then evaluate it, and free its groups' slots."""
+        """Have the generators load a version; then evaluate it, and free its groups' places."""
         try:
             with trace.lane("weights", version=copied.version):
                 report = await self._weights.update(copied)
             if copied.version < self._steps:
                 self._validator.start(copied.version)
-            # A synchronous run leaves the slots empty until its checkpoint is taken (`_step`).
+            # A synchronous run starts no group until its checkpoint is taken (`_step`).
             self._rollouts.live(copied.version, fill=not self._synchronous)
         except Exception as error:
             self._rollouts.fail(error)

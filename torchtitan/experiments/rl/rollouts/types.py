@@ -184,6 +184,20 @@ class Rollout(Freezable):
         return f"{self.group_id}/{self.index_in_group}"
 
     @property
+    def last_turn(self) -> RolloutTurn | None:
+        """Turn in which the policy spoke last; None if there is none.
+
+        ``turns`` of an agent are in the order of its conversations. So the last of them may have
+        been sampled before others, and may be of a frozen model or of a call that is not trained.
+        """
+        spoken = [turn for turn in self.turns if turn.untrained is None]
+        return max(
+            reversed(spoken),  # an env's turns are in the order of time
+            key=lambda turn: turn.call["at_s"] if turn.call is not None else 0.0,
+            default=None,
+        )
+
+    @property
     def completion_tokens(self) -> int:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 

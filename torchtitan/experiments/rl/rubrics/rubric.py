@@ -1,7 +1,7 @@
 """Rubrics: how rollouts become rewards.
 
-A rubric weighs reward functions. Each gets ``(completion, example)``: the text of the last
-assistant message and the ``env_input`` of the data sample. A ``RewardFn`` adds a weight or a name
+A rubric weighs reward functions. Each gets ``(completion, example)``: the text that the policy said
+last and the ``env_input`` of the data sample. A ``RewardFn`` adds a weight or a name
 to a function, and changes its arguments only if it says so: with ``takes="rollout"`` the function
 gets ``(rollout, example)``. A group-level function gets a list in place of the completion or the
 rollout. Each returns a number, group-level one number per rollout, and may be async. What an env
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Reward:
-    """What a rubric returns for one rollout."""
+    """Reward that a rubric gives one rollout."""
 
     reward: float | None
     """Weighted mean of the functions; None on a rollout excluded from its group."""
@@ -125,7 +125,7 @@ class Rubric(UserConfigurable):
         check_fields(config, field="rubric")
         self.config = config
         named = [(entry.name or _name_of(entry.fn), entry) for entry in self._registered()]
-        _check(named)
+        _check_functions(named)
         total = math.fsum(entry.weight for _, entry in named)
         self._fns = {name: replace(entry, weight=entry.weight / total) for name, entry in named}
         self._isolated = IsolatedCalls(
@@ -136,6 +136,13 @@ class Rubric(UserConfigurable):
             _check_isolated(entry, name)
 
     def _registered(self) -> list[RewardFn]:
+        """Return the reward functions, each as a RewardFn.
+
+        Raises:
+            ConfigError: ``register_funcs`` raised it.
+            RunError: ``register_funcs`` raised another error.
+            TypeError: ``register_funcs`` returned something else than functions.
+        """
         owner = f"{type(self).__name__}.register_funcs"
         try:
             entries = self.register_funcs()
@@ -199,7 +206,7 @@ class Rubric(UserConfigurable):
         for position, index in enumerate(pending):
             values = [column[position] for column in columns]
             rewards[index] = self._reward(rollouts[index], values)
-        self._log_env_components(rollouts, rewards)
+        self._add_env_components(rollouts, rewards)
         return rewards
 
     def _reward(self, rollout: Rollout, values: Sequence[float | UserCodeError]) -> Reward:
@@ -278,7 +285,11 @@ class Rubric(UserConfigurable):
         call = self._isolated.ask if entry.isolate else ask
         return await call(entry.fn, subject, env_input, timeout_s=timeout_s)
 
-    def _log_env_components(self, rollouts: Sequence[Rollout], rewards: list[Reward]) -> None:
+    def _add_env_components(self, rollouts: Sequence[Rollout], rewards: list[Reward]) -> None:
+        """Add what the envs rewarded and no function weighs, as ``env/<name>``.
+
+        If the rubric has no function at all, warn once that such rewards don't count.
+        """
         for rollout, reward in zip(rollouts, rewards, strict=True):
             unweighed = {
                 name: value
@@ -353,7 +364,12 @@ def _number(value: object) -> float | UserCodeError:
     )
 
 
-def _check(named: list[tuple[str, RewardFn]]) -> None:
+def _check_functions(named: list[tuple[str, RewardFn]]) -> None:
+    """Refuse reward functions that can't be called, or that have one name or no weight together.
+
+    Raises:
+        ConfigError: names the functions, or the one at fault, and the cure.
+    """
     names = [name for name, _ in named]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(
@@ -377,7 +393,7 @@ def _itself(rollout: Rollout) -> Rollout:
 def completion_of(rollout: Rollout) -> Any:  # noqa: ANN401 - an agent returns anything
     """Return what a reward function of the completion is given.
 
-    It is the content of the last assistant message, without its reasoning, or what the agent
+    It is the content of what the policy said last, without its reasoning, or what the agent
     returned if it returned something.
     """
     return last_assistant_text(rollout) if rollout.answer is None else rollout.answer
@@ -454,8 +470,9 @@ def looks_for_thoughts(entry: RewardFn) -> bool:
 
 
 def last_assistant_text(rollout: Rollout) -> str:
-    """Return the last assistant message's content, without its reasoning; "" if there is none."""
-    return rollout.turns[-1].assistant_message["content"] if rollout.turns else ""
+    """Return the content of what the policy said last, without its reasoning; "" if nothing."""
+    turn = rollout.last_turn
+    return turn.assistant_message["content"] if turn is not None else ""
 
 
 async def win_shares(count: int, prefers: Callable[[int, int], Awaitable[float]]) -> list[float]:

@@ -19,7 +19,7 @@ READER_BYTES_S = 1.5e9
 """Bytes a second that a weight reader fetches. Measured over TCP between two hosts of one machine
 (benchmarks/host_weights.py); no network between GPU hosts is slower."""
 TURN_S = 0.77e-3
-"""Seconds of Python a turn: rendering, parsing and messages. Measured (docs/measured.md)."""
+"""Seconds of Python a turn: rendering, parsing and messages. Measured (docs/scale.md)."""
 START_S = 180.0
 """Seconds until a new process of a real model takes requests, compiled."""
 DEATH_SEEN_S = 10.0

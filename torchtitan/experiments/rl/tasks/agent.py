@@ -44,7 +44,12 @@ from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.errors import ConfigError, RunError, UserCodeError
 from torchtitan.experiments.rl.gateway.request import WISHES
-from torchtitan.experiments.rl.gateway.rollout import AUXILIARY, POLICY, AgentRollout, Sampler
+from torchtitan.experiments.rl.gateway.rollout import (
+    AUXILIARY,
+    POLICY,
+    AgentRollout,
+    BranchingSession,
+)
 from torchtitan.experiments.rl.gateway.server import Endpoint, Gateway, gateway_at
 from torchtitan.experiments.rl.generation.references import ModelReference
 from torchtitan.experiments.rl.printable import shown
@@ -82,8 +87,9 @@ class AgentTask(Task):
         """Models by the name that the agent asks for: "policy"; "auxiliary", the policy in calls
         that are not trained; or a frozen model. A name that is not here is the policy."""
         noise: dict[str, str] = field(default_factory=dict)
-        """Regular expressions by name. What one matches in a system message is left out first: a
-        line that changes with every call would make each call another conversation."""
+        """Regular expressions by name. Text that one matches in a system message is left out of the
+        prompt: a line that changes with every call would make each call a conversation of its
+        own."""
         refused_fields: list[str] = field(default_factory=list)
         """Fields that a request is refused for, of those that are only wishes otherwise, such as
         "response_format" and "tool_choice": they ask for what a grammar or another prompt would
@@ -193,10 +199,10 @@ class AgentTask(Task):
     async def run_rollout(self, env: Any, policy: Any) -> None:  # noqa: ANN401 - of `make_envs`
         """Run the agent until it returns, with a key that opens this rollout alone."""
         rollout: AgentRollout = env
-        sampler: Sampler = policy
+        session: BranchingSession = policy
         assert self._gateway is not None, "the task is set up"
         gateway = self._gateway
-        rollout.open(sampler)
+        rollout.open(session)
         name = socket.gethostname() if self.config.listen == ANY_ADDRESS else None
         endpoint = gateway.admit(rollout, name=name)
         failure = None
@@ -269,9 +275,9 @@ class AgentCommandTask(AgentTask):
     """Task whose agent is a command that runs in a folder made from the row.
 
     The folder has ``row.json`` and the files of the row's column "files", by path. An example that
-    is no row is the "input" of one. The environment has the endpoint, the task's ``variables`` and
-    those of the row's column "variables". The command's processes end with the rollout, and with
-    the process that runs it.
+    is not a dict stands for the row ``{"input": example}``. The environment has the endpoint, the
+    task's ``variables`` and those of the row's column "variables". The command's processes end with
+    the rollout, and with the process that runs it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -300,7 +306,7 @@ class AgentCommandTask(AgentTask):
 
     def __init__(self, config: Config, *, name: str, context: BuildContext):
         super().__init__(config, name=name, context=context)
-        self._places = asyncio.Semaphore(config.max_processes)
+        self._running_commands = asyncio.Semaphore(config.max_processes)
         self._folders: set[Path] = set()
         """Folders that exist."""
         self._started_in = Path.cwd()
@@ -317,7 +323,7 @@ class AgentCommandTask(AgentTask):
         row = sample.env_input
         if not isinstance(row, dict):
             row = {"input": row}
-        async with self._places:
+        async with self._running_commands:
             folder = await asyncio.to_thread(_make_folder, row, self._temporary)
             self._folders.add(folder)
             try:
@@ -333,6 +339,16 @@ class AgentCommandTask(AgentTask):
             except BaseException:
                 await self._remove(folder)
                 raise
+
+    async def run_rollout(self, env: Any, policy: Any) -> None:  # noqa: ANN401 - of `make_envs`
+        """Run the command, and remove its folder at once if the rollout failed.
+
+        No reward function sees such a rollout, and another attempt at it replaces the answer.
+        """
+        rollout: AgentRollout = env
+        await super().run_rollout(rollout, policy)
+        if rollout.status.is_error() and isinstance(rollout.answer, CommandResult):
+            await self._remove(rollout.answer.folder)
 
     def _script(self, part: str, folder: Path) -> str:
         """Return a part of the command, as a whole path if it names a script of the run's.

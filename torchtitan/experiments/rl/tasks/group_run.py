@@ -1,9 +1,10 @@
 """Runs the rollouts of one group, each to a terminal status.
 
-_open_session   a session with the policy for each rollout, all of them first
-_make_envs      the task's envs, in one call
-_attempt        task.run_rollout, within its time limit; again if it failed (`max_retries`)
-samples_from_turns, then Algorithm.score_rollout
+_open_session    a session with the policy for each rollout, all of them first
+_make_envs       the task's envs, in one call
+_attempt         task.run_rollout, within its time limit; again if it failed (`max_retries`)
+_make_samples    training samples of the rollout's turns
+credit_rollout   Algorithm.score_rollout, by the task
 """
 
 import asyncio
@@ -64,17 +65,20 @@ class SharedEnv(UserCodeError):
 
 
 class LateInside(UserCodeTimeout):
-    """A call that a turn loop made was late, and the loop let that pass; the message names it."""
+    """A call inside the turn loop took longer than its own limit, and so ended the loop.
+
+    The message names the call. A loop that itself takes too long raises UserCodeTimeout.
+    """
 
 
 _OWNER = "_used_by_rollout"
 """Attribute that an env carries once a rollout has it."""
 
 
-def first_use(env: MessageEnv) -> bool:
-    """Note that a rollout has the env, and return False if another had it before.
+def claim(env: MessageEnv) -> bool:
+    """Mark the env as used by a rollout, and return True if none had it before.
 
-    The other rollout may be of any group of this process.
+    Returns False if one had: any rollout of any group of this process.
     """
     owner = vars(env).get(_OWNER)
     vars(env)[_OWNER] = id(env)  # the id, because a copy of a used env is another env
@@ -149,18 +153,22 @@ class GroupRun:
                 session = self._open_session(rollout, attempt)
                 (env,) = await self._make_envs(1)
                 await self._attempt(rollout, env, session)
-            try:
-                rollout.samples = samples_from_turns(
-                    rollout.turns,
-                    task_name=rollout.task_name,
-                    rollout_id=rollout.rollout_id,
-                    temperature=self.sampling.temperature,
-                )
-            except ValueError as error:  # completions that do not fit each other
-                rollout.fail(f"generator: {error}")
+            self._make_samples(rollout)
             self._count_calls(rollout)
             if self.credit:
                 await self.task.credit_rollout(rollout, self.group)
+
+    def _make_samples(self, rollout: Rollout) -> None:
+        """Make the training samples of a rollout; fail it if its completions don't fit together."""
+        try:
+            rollout.samples = samples_from_turns(
+                rollout.turns,
+                task_name=rollout.task_name,
+                rollout_id=rollout.rollout_id,
+                temperature=self.sampling.temperature,
+            )
+        except ValueError as error:
+            rollout.fail(f"generator: {error}")
 
     def _count_calls(self, rollout: Rollout) -> None:
         """Add an agent's calls by their outcome to the costs of the group."""
@@ -173,17 +181,14 @@ class GroupRun:
     async def _attempt(
         self, rollout: Rollout, env: OpenRollout | UserCodeError, session: CheckedSession
     ) -> None:
-        """Run the turn loop in the env, and give the rollout its turns and its status."""
-        if isinstance(env, UserCodeError):  # there is no env
+        """Run the turn loop in the env, and give the rollout its turns and its status.
+
+        Args:
+            env: error in place of the env if none could be made.
+        """
+        if isinstance(env, UserCodeError):
             session.close()
-            rollout.turns = []
-            rollout.metadata = {}
-            rollout.answer = None
-            rollout.calls = {}
-            timed_out = isinstance(env, UserCodeTimeout)
-            rollout.status = RolloutStatus.TIMEOUT if timed_out else RolloutStatus.ERROR
-            rollout.error = str(env)
-            rollout.traceback = users_traceback(env)
+            self._fail_without_env(rollout, env)
             return
         failure: UserCodeError | None = None
         had_failed = False
@@ -196,7 +201,7 @@ class GroupRun:
             )
         except UserCodeError as error:
             failure = error
-            had_failed = env.status in RETRIED  # before its turn loop raised, or was late
+            had_failed = env.status in RETRIED  # then the env has its own cause of the failure
         finally:
             await env.close()  # its metadata may fail, and set its status
             session.close()
@@ -218,11 +223,23 @@ class GroupRun:
                 "env.finish(status)"
             )
 
+    def _fail_without_env(self, rollout: Rollout, cause: UserCodeError) -> None:
+        """Fail a rollout that has no env, without anything that an earlier attempt gave it."""
+        rollout.turns = []
+        rollout.metadata = {}
+        rollout.answer = None
+        rollout.calls = {}
+        timed_out = isinstance(cause, UserCodeTimeout)
+        rollout.status = RolloutStatus.TIMEOUT if timed_out else RolloutStatus.ERROR
+        rollout.error = str(cause)
+        rollout.traceback = users_traceback(cause)
+
     async def _turn_loop(self, env: OpenRollout, session: CheckedSession) -> None:
         """Run the task's turn loop.
 
         Raises:
-            LateInside: a call inside it was late, which is not told as the rollout's own limit.
+            LateInside: a call inside it was late. Its error must not read as if the rollout had
+                exceeded its own limit.
         """
         try:
             await self.task.run_rollout(cast(Any, env), session)
@@ -254,44 +271,50 @@ class GroupRun:
 
     async def _make_envs(self, n: int) -> list[OpenRollout | UserCodeError]:
         """Return ``n`` envs, or ``n`` times the reason why there are none."""
-        task = self.task
-        name = f"{type(task).__name__}.make_envs"
         made: list[Any] = []
         envs: list[OpenRollout | UserCodeError] = []
 
         async def make() -> None:
-            answer = await task.make_envs(self.group.data_sample, n)
+            answer = await self.task.make_envs(self.group.data_sample, n)
             made.extend(answer if isinstance(answer, list | tuple) else [answer])
-            for env in made:
+            for entry in made:
                 # An env that several rollouts are given is closed by the first of them.
-                if isinstance(env, MessageEnv) and first_use(env):
-                    env = self._renderer_env(env)
+                is_new = isinstance(entry, MessageEnv) and claim(entry)
+                env = self._renderer_env(entry) if is_new else entry
                 if isinstance(env, OpenRollout):
                     # Here, so that envs that come too late, or after a cancellation, are closed.
                     self._envs.append(env)
                     envs.append(env)
 
         try:
-            await ask(make, timeout_s=task.config.env.rollout_timeout_s)
+            await ask(make, timeout_s=self.task.config.env.rollout_timeout_s)
         except UserCodeError as error:
-            return [error.of(name)] * n
+            return [error.of(self._name_of_make_envs)] * n
         if len(envs) == len(made) == n:
             return envs
+        return [self._fault_of_envs(made, n)] * n
+
+    @property
+    def _name_of_make_envs(self) -> str:
+        return f"{type(self.task).__name__}.make_envs"
+
+    def _fault_of_envs(self, made: list[Any], n: int) -> UserCodeError:
+        """Return what is wrong with the value of ``make_envs``, which is not ``n`` new envs."""
+        name = self._name_of_make_envs
         kinds = ", ".join(sorted({type(env).__name__ for env in made})) or "nothing"
-        if len(made) == n and all(isinstance(env, MessageEnv) for env in made):
-            cause = (
+        if len(made) != n or not all(isinstance(env, MessageEnv) for env in made):
+            return UserCodeError(
+                f"{name} returned {len(made)} of {kinds}, want a list of {n} MessageEnv"
+            )
+        if len({id(env) for env in made}) < n:
+            return SharedEnv(
                 f"{name} returned the same {kinds} for several rollouts: make a new env for each, "
                 "because each rollout closes its own"
             )
-            if len({id(env) for env in made}) == n:
-                cause = (
-                    f"{name} returned a {kinds} that another rollout has had: make a new env for "
-                    "each, and keep what takes long to build in a pool, to which its close returns "
-                    "it"
-                )
-            return [SharedEnv(cause)] * n
-        cause = f"{name} returned {len(made)} of {kinds}, want a list of {n} MessageEnv"
-        return [UserCodeError(cause)] * n
+        return SharedEnv(
+            f"{name} returned a {kinds} that another rollout has had: make a new env for each, and "
+            "keep what takes long to build in a pool, to which its close returns it"
+        )
 
     def _renderer_env(self, env: MessageEnv) -> RendererEnv:
         return RendererEnv(

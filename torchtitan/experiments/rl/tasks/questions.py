@@ -46,8 +46,8 @@ _BRACES = re.compile(r"\{([^{}]+)\}")
 _WORD = re.compile(r"\w+")
 _NAME = re.compile(r"\s*\w[\w .-]*")
 """Pattern of a text between braces that looks like the name of a column."""
-_COMMAND = re.compile(r"(?:\\[A-Za-z]+\*?(?:\{[^{}]*\}|\[[^\[\]]*\])*|[\^_])$")
-"""Pattern of the end of a text after which braces belong to LaTeX."""
+_LATEX = re.compile(r"(?:\\[A-Za-z]+\*?(?:\{[^{}]*\}|\[[^\[\]]*\])*|[\^_])$")
+"""Pattern of the end of a text after which braces belong to LaTeX: a command, ``^`` or ``_``."""
 
 ANSWER_COLUMN = "answer"
 """Column of the right answer, which the preflight tries as a reply."""
@@ -356,7 +356,7 @@ def placeholders(template: str, columns: Collection[str]) -> list[str]:
     names = []
     for match in _BRACES.finditer(template):
         name = match[1]
-        is_latex = _COMMAND.search(template[: match.start()]) is not None
+        is_latex = _LATEX.search(template[: match.start()]) is not None
         looks_like_column = _NAME.fullmatch(name) is not None and not is_latex
         if name in columns or _WORD.fullmatch(name) or looks_like_column:
             names.append(name)

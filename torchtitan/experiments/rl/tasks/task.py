@@ -98,7 +98,7 @@ from torchtitan.experiments.rl.rollouts.types import (
     counted_in,
 )
 from torchtitan.experiments.rl.rubrics.rubric import Reward, Rubric
-from torchtitan.experiments.rl.tasks.group_run import GroupRun, derive_seed, first_use
+from torchtitan.experiments.rl.tasks.group_run import GroupRun, claim, derive_seed
 from torchtitan.experiments.rl.types import TrainingSample
 
 __all__ = [
@@ -107,8 +107,8 @@ __all__ = [
     "ValidationConfig",
     "build_algorithm",
     "build_part",
+    "claim",
     "derive_seed",
-    "first_use",
     "part_at_fault",
 ]
 
@@ -158,10 +158,15 @@ class ValidationConfig:
 
 @contextmanager
 def part_at_fault(part: str, name: str, what: str) -> Iterator[None]:
-    """Refuse ``part`` of a task if the code in the block fails; see `errors.user_code`.
+    """Refuse a part of a task if the code in the block fails; see `errors.user_code`.
 
-    Parts name themselves in their errors by their place in a task, and a validation set names
-    itself "dataset".
+    A ConfigError that the block raises names its field as the part knows it. Here it gets its path
+    in the task. A validation set, which is a dataset too, calls its fields "dataset.…".
+
+    Args:
+        part: field of the task's config, one of `PARTS`.
+        name: class of the part.
+        what: what went wrong, such as "it can't be built".
 
     Raises:
         ConfigError: the field is relative to the task.
@@ -305,10 +310,12 @@ class Task(UserConfigurable):
                 self.validation.check_present(field=f"{field}.validation")
 
     in_lockstep: ClassVar[bool] = True
-    """True if a rollout asks the policy as soon as it has been answered. An agent may think as long
-    as it likes."""
+    """True if every open rollout asks the policy before long. A synchronous run then waits for all
+    of them, and sends their requests together. An agent may do other things for as long as it
+    likes."""
     repeats_example: ClassVar[bool] = True
-    """True if rollouts that share a slot are of one example."""
+    """True if a task that needs no group starts all rollouts of one pick of the task mix with the
+    same example. If False, each has an example of its own."""
 
     def __init__(self, config: Config, *, name: str, context: BuildContext):
         if type(self).make_env is Task.make_env and type(self).make_envs is Task.make_envs:
@@ -320,7 +327,7 @@ class Task(UserConfigurable):
         self.config = config
         self.name = name
         self.examples_warning: str | None = None
-        """What a person should know of the examples, in one line; ``check_examples`` sets it."""
+        """Warning of odd examples in one line, which ``check_examples`` sets; None without one."""
         self.vocab_size = context.vocab_size
         self.renderer = context.renderer
         self.dataset: Dataset = build_part("dataset", config.dataset)
@@ -373,7 +380,7 @@ class Task(UserConfigurable):
                     await asyncio.sleep(HOLD_S)
         except BaseException:  # one failed, or all together took too long
             made = [env for env in envs if isinstance(env, MessageEnv)]
-            for env in filter(first_use, made):
+            for env in filter(claim, made):
                 await RendererEnv(
                     message_env=env, renderer=self.renderer, config=self.config.env
                 ).close()
@@ -416,7 +423,7 @@ class Task(UserConfigurable):
             field: path of this task's config, such as "tasks.sum_digits".
 
         Raises:
-            ConfigError: naming the field at fault; its ``lines`` name the examples.
+            ConfigError: naming the field at fault, and in its ``lines`` the examples.
         """
 
     def known_answer(self, sample: DataSample) -> str | None:

@@ -34,7 +34,7 @@ from torchtitan.experiments.rl.ask.call import ask
 from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
-from torchtitan.experiments.rl.errors import ConfigError, cause_of
+from torchtitan.experiments.rl.errors import ConfigError, UserCodeError, cause_of
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn
 from torchtitan.experiments.rl.tasks.questions import QuestionEnv, QuestionTask, row_task
@@ -224,7 +224,7 @@ class ToolEnv(QuestionEnv):
         self._config = config
         self._tools: dict[str, Tool | RemoteTool] = {}
         self._states: list[Any] = []
-        """Objects that are closed as the rollout ends: connections, and objects with tools."""
+        """Connections, and objects with tools. All are closed as the rollout ends."""
 
     async def reset(self) -> ResetOutput:
         for source in self._config.tools:
@@ -262,12 +262,27 @@ class ToolEnv(QuestionEnv):
         return merged
 
     async def close(self) -> None:
-        for state in self._states:
-            if hasattr(state, "close"):
-                await ask(state.close, timeout_s=None)
+        """Close every connection and every object, side by side.
+
+        So one that fails, or takes all of the time that closing may take, keeps no other open.
+
+        Raises:
+            UserCodeError: some of them failed; has the cause of each.
+        """
+        calls = [
+            ask(state.close, timeout_s=None) for state in self._states if hasattr(state, "close")
+        ]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if failures:
+            raise UserCodeError("; ".join(map(str, failures))) from failures[0]
 
     async def _open(self, source: object) -> list[Tool] | list[RemoteTool]:
-        """Return the tools of one entry of the config's list."""
+        """Return the tools of one entry of the config's list.
+
+        Raises:
+            TypeError: the entry made an object without a public method.
+        """
         if isinstance(source, MCPServer):
             connection = _Connection(source)
             self._states.append(connection)
@@ -276,7 +291,10 @@ class ToolEnv(QuestionEnv):
         if _makes_tools(function):
             state = await ask(function, self.row, timeout_s=None)
             self._states.append(state)
-            return [Tool(method, name) for name, method in _methods(state).items()]
+            methods = _methods(state)
+            if not methods:
+                raise TypeError(f"{type(state).__name__} has no public method to be a tool")
+            return [Tool(method, name) for name, method in methods.items()]
         return [Tool(function)]
 
     async def _answer(self, name: str, arguments: str) -> tuple[str, CallOutcome]:
@@ -374,9 +392,18 @@ def _check_source(source: object, field: str) -> None:
         raise ConfigError(field, source, cure)
     functions: dict[str, Callable[..., object]] = {getattr(source, "__name__", ""): source}
     if _makes_tools(source):
-        # A method's first parameter is the object, which does not exist yet.
-        methods = _methods(getattr(source, "func", source))
-        functions = {name: functools.partial(method, None) for name, method in methods.items()}
+        kind = getattr(source, "func", source)
+        if not isinstance(kind, type):
+            cure = (
+                "a functools.partial is called with the row to make an object with tools, and this "
+                "one is of a function: write a typed function around it, or a class"
+            )
+            raise ConfigError(field, source, cure)
+        functions = _methods(kind)
+        for name, method in functions.items():
+            if inspect.isfunction(inspect.getattr_static(kind, name)):
+                # The first parameter is the object, which does not exist yet.
+                functions[name] = functools.partial(method, None)
     try:
         for name, function in functions.items():
             Tool(function, name)
@@ -385,7 +412,7 @@ def _check_source(source: object, field: str) -> None:
 
 
 def _makes_tools(source: object) -> bool:
-    """Return True if the entry is a class, or makes an object of one, whose methods are tools."""
+    """Return True if the entry makes an object whose methods are tools: a class or a partial."""
     return isinstance(source, type | functools.partial)
 
 

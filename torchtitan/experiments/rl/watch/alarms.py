@@ -27,6 +27,7 @@ from torchtitan.experiments.rl.loops.saved_state import (
 )
 from torchtitan.experiments.rl.printable import one_sentence, text_of
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+from torchtitan.experiments.rl.rubrics.rubric import completion_of
 
 T = TypeVar("T")
 Note = Callable[[str, str], None]
@@ -274,9 +275,7 @@ def _one_reply(group: RolloutGroup) -> str:
     )
     if rollout is None:
         return ""
-    answered = (
-        rollout.turns[-1].assistant_message["content"] if rollout.answer is None else rollout.answer
-    )
+    answered = completion_of(rollout)
     sample = group.data_sample
     row = f"example {sample.sample_id} ({text_of(sample.env_input, SHOWN_CHARACTERS)})"
     reply = text_of(answered, SHOWN_CHARACTERS)
