@@ -12,7 +12,6 @@ id and its example are saved, and a resumed run runs it again.
 """
 
 import asyncio
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.records import (
     decode_rollout,
     encode_rollout,
+    is_json_example,
     plain_example,
 )
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
@@ -85,13 +85,11 @@ class SharedExample:
 
     def state(self, task: Task) -> ExampleState:
         """Return what a checkpoint keeps of the example."""
-        example = None if self.value is None else plain_example(self.value)
-        try:
-            is_json = self.value is not None and example == dataclasses.asdict(self.value)
-        except RecursionError:  # it contains itself, and its group fails for that
-            is_json = False
         return ExampleState(
-            task=task.name, example=example, example_is_json=is_json, example_key=self.key
+            task=task.name,
+            example=None if self.value is None else plain_example(self.value),
+            example_is_json=self.value is not None and is_json_example(self.value),
+            example_key=self.key,
         )
 
 
