@@ -182,7 +182,7 @@ class ValidatorState(Record):
     begun: int
     """Latest step whose evaluations were begun."""
     running: list[str]
-    """Names of the tasks whose evaluation had not ended."""
+    """Names of the tasks of evaluations that had not ended, and have no report."""
     left_out: dict[str, int]
     """Number of evaluations by task that were due and left out, because the last still ran."""
     reports: list[ValidationReport]
