@@ -216,8 +216,8 @@ class HostTrainer(SimulatedTrainer):
 class HostAttempt(Attempt):
     trainer = HostTrainer
 
-    def step_taken(self, record: StepRecord) -> None:
-        super().step_taken(record)
+    def step_recorded(self, record: StepRecord) -> None:
+        super().step_recorded(record)
         if self._rates.report_s:
             self._beside_run(self._report())
         if record.step == self._whole.replica_dies_after:

@@ -501,7 +501,7 @@ class Attempt(RunEvents):
         metrics["time/virtual_s"] = now
         self._lap_at, self._lap_busy = now, busy
 
-    def step_taken(self, record: StepRecord) -> None:
+    def step_recorded(self, record: StepRecord) -> None:
         """
         Raises:
             RunError: a token is too old, or a group was left behind.
