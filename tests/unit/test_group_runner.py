@@ -9,11 +9,8 @@ import pytest
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.loops.group_runner import (
-    GroupRequest,
-    GroupResult,
-    WorkerRunner,
-)
+from torchtitan.experiments.rl.fleet.rollout_workers import GroupResult, WorkerRunner
+from torchtitan.experiments.rl.loops.group_runner import GroupRequest
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import (
