@@ -519,8 +519,8 @@ class RolloutLoop:
         nothing is awaited, and no code of users or observers is called.
 
         Args:
-            filtered: result of the pre-batch filters; None if the group failed and they have not
-                looked at it.
+            filtered: result of the pre-batch filters. None if the group failed before they saw it;
+                it may also have failed after that, when its algorithm gave credit late.
         """
         signal = group.failure is None and has_signal(group)
         settled = self._open.settle(running, group, signal=signal)

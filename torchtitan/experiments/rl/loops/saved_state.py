@@ -221,7 +221,8 @@ class RunState(Record):
 
 def write_state(folder: Path, state: RunState) -> None:
     """Write ``controller.json`` into a checkpoint's folder."""
-    # json's encoder: msgspec's refuses half a character, which a user's text may hold.
+    # json's encoder: msgspec's refuses a lone surrogate, half of a character, which a user's text
+    # may hold. ``str`` encodes the Fractions.
     (folder / CONTROLLER_FILE).write_text(
         json.dumps(msgspec.to_builtins(state, enc_hook=str), indent=1) + "\n", encoding="ascii"
     )
