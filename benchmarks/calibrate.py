@@ -218,8 +218,8 @@ class HostTrainer(SimulatedTrainer):
 class HostAttempt(Attempt):
     trainer_class = HostTrainer
 
-    def step_taken(self, record: StepRecord) -> None:
-        super().step_taken(record)
+    def step_recorded(self, record: StepRecord) -> None:
+        super().step_recorded(record)
         if self._rates.report_s:
             self._run_in_background(self._report())
         if record.step == self.simulation.replica_dies_after:

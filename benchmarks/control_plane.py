@@ -37,13 +37,12 @@ from monarch.actor import Actor, concurrent_endpoint, shutdown_context, this_hos
 
 from torchtitan.experiments.rl.compat.monarch import ask, drop_late_faults, ranks_of  # noqa: E402
 from torchtitan.experiments.rl.config_registry.qwen3 import rl_grpo_qwen3_8b  # noqa: E402
-from torchtitan.experiments.rl.generation.engine import GenerateResult  # noqa: E402
-from torchtitan.experiments.rl.loops.group_runner import (  # noqa: E402
+from torchtitan.experiments.rl.fleet.rollout_workers import (  # noqa: E402
     GroupResult,
-    GroupRunner,
-    LocalRunner,
     WorkerRunner,
 )
+from torchtitan.experiments.rl.generation.engine import GenerateResult  # noqa: E402
+from torchtitan.experiments.rl.loops.group_runner import GroupRunner, LocalRunner  # noqa: E402
 from torchtitan.experiments.rl.plan.costs import EngineRates, TrainerRates  # noqa: E402
 from torchtitan.experiments.rl.process.lifetime import Lifetime  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402

@@ -222,7 +222,7 @@ async def run_ours(
     ends: list[float] = []
 
     class Steps(RunEvents):
-        def step_taken(self, record) -> None:
+        def step_recorded(self, record) -> None:
             ends.append(loop.time())
             outcome.ages.append(int(record.metrics["policy/age_max"]))
 

@@ -134,6 +134,15 @@ async def test_late_sync_function_is_named_with_its_place():
     assert late.value.where.startswith("hangs (test_ask.py:")
 
 
+async def test_sync_function_that_returned_late_while_the_event_loop_was_held_up_says_so():
+    call = asyncio.ensure_future(ask(time.sleep, 0.2, timeout_s=0.1))
+    await asyncio.sleep(0)
+    time.sleep(0.4)
+    with pytest.raises(UserCodeTimeout, match="^no answer within 0.1 s, but after 0.2") as late:
+        await call
+    assert late.value.returned
+
+
 # ---- exceptions and values that are hostile themselves
 
 

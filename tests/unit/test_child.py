@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.ask import child_server
-from torchtitan.experiments.rl.ask.child import IsolatedCalls
+from torchtitan.experiments.rl.ask.child import IsolatedCalls, _Caller, _Server
 from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -283,3 +283,21 @@ async def test_a_call_that_is_given_up_before_it_begins_never_runs(calls, grader
     await running
     assert await calls.ask(grader.grade, "42", timeout_s=30) == 1.0
     assert queued.cancelled() and not trace.exists()
+
+
+def test_a_server_that_is_ended_just_after_it_has_answered_is_given_to_no_other_call(
+    grader, monkeypatch
+):
+    calls = IsolatedCalls(max_workers=1, memory_gib=0.5)
+    caller = _Caller()
+    answered = _Server.call
+
+    def given_up_then(server, request):
+        value = answered(server, request)
+        caller.give_up()  # the caller's limit comes between the answer and its thread's next line
+        return value
+
+    monkeypatch.setattr(_Server, "call", given_up_then)
+    calls.call(grader.grade, ("42",), timeout_s=30, caller=caller)
+    monkeypatch.undo()
+    assert calls.call(grader.grade, ("42",), timeout_s=30) == 1.0

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 
 from tests.unit.test_algorithms import rollout
-from torchtitan.experiments.rl.loops.step_metrics import advantage_metrics, credit_seconds
+from torchtitan.experiments.rl.loops.groups import StepGroups
+from torchtitan.experiments.rl.loops.step_metrics import (
+    _rollout_metrics,
+    advantage_metrics,
+    credit_seconds,
+)
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 
 
@@ -55,3 +60,19 @@ def test_seconds_of_credit_are_a_rollouts_by_task():
 
     found = credit_seconds([group("a", 3.0, 4), group("b", 0.5, 2), group("a", 1.0, 1)])
     assert found == {"time/credit_s/a": 4.0 / 5, "time/credit_s/b": 0.25}
+
+
+def test_rewards_that_are_equal_are_counted_so_whatever_their_mean_is_rounded_to():
+    def group(*rewards: float) -> RolloutGroup:
+        sample = DataSample(sample_id="0", env_input=None)
+        rollouts = [rollout(reward) for reward in rewards]
+        return RolloutGroup(group_id="g", task_name="t", data_sample=sample, rollouts=rollouts)
+
+    assert np.std([0.1] * 3) > 0  # the mean of three 0.1 is rounded to another number
+    taken = StepGroups(sampled=[group(0.1, 0.1, 0.1), group(1.0, 1.0), group(0.0, 1.0), group(0.5)])
+    # A rollout that is compared with no other is in no spread.
+    found = _rollout_metrics(taken)
+    assert found["rollout/groups_all_equal"] == 2 / 3
+    assert found["rollout/reward_std_in_group"] == pytest.approx(0.5 / 3)
+    alone = _rollout_metrics(StepGroups(sampled=[group(0.5)]))
+    assert (alone["rollout/groups_all_equal"], alone["rollout/reward_std_in_group"]) == (1.0, 0.0)

@@ -9,11 +9,8 @@ import pytest
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.loops.group_runner import (
-    GroupRequest,
-    GroupResult,
-    WorkerRunner,
-)
+from torchtitan.experiments.rl.fleet.rollout_workers import GroupResult, WorkerRunner
+from torchtitan.experiments.rl.loops.group_runner import GroupRequest, LocalRunner
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import (
@@ -130,6 +127,32 @@ async def test_measured_group_carries_its_sampling_and_size():
         2,
         False,
     )
+
+
+async def test_a_task_is_given_what_a_request_sets_and_nothing_else():
+    given = []
+
+    async def run_group(sample, policy, *, group_id, seed, **options):
+        given.append(options)
+        return group_of(group_id, tokens=3)
+
+    async def score(group):
+        pass
+
+    simple = task(4)
+    simple.run_group = run_group
+    simple.score_group = score
+    simple.score_rewards = score
+    runner = LocalRunner(SimpleNamespace(), seed=0)
+    settings = [
+        {},
+        {"group_size": 2},
+        {"sampling": SamplingConfig(temperature=0.0)},
+        {"credit": False},
+    ]
+    for options in settings:
+        await runner.run(simple, request("a", **options))
+    assert given == settings
 
 
 async def test_groups_of_a_worker_that_dies_are_run_again_under_their_ids_elsewhere_or_when_it_is_back():

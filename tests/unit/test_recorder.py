@@ -18,6 +18,7 @@ from hypothesis.extra import numpy as arrays
 from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
 from tests.unit.test_samples import turn_of
+from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError
@@ -561,6 +562,27 @@ def test_thread_that_cannot_keep_up_loses_groups_and_holds_up_nobody(tmp_path, m
     assert [record.rollout.group_id for record in read_rollouts(tmp_path)] == ["t-0", "t-1", "t-2"]
     assert (recorder.recorded, recorder.not_recorded) == (3, 6)
     assert caplog.text.count("can't keep up") == 1
+
+
+def test_an_evaluation_of_more_groups_than_may_wait_is_recorded_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder_module, "QUEUED_GROUPS", 2)
+    gate = threading.Event()
+    encode = recorder_module.encode_rollout
+    monkeypatch.setattr(
+        recorder_module,
+        "encode_rollout",
+        lambda *args, **kwargs: gate.wait() and encode(*args, **kwargs),
+    )
+    recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
+    recorder.record_validation([group_of(rollout_of(group_id=f"v-{n}@5")) for n in range(9)])
+    size = recorder.size_by_now()
+    gate.set()
+    assert size.result(LIMIT_S) == (tmp_path / "rollouts.jsonl.gz").stat().st_size
+    recorder.close()
+    records = list(read_rollouts(tmp_path, "validation"))
+    assert [record.rollout.group_id for record in records] == [f"v-{n}@5" for n in range(9)]
+    assert {record.outcome for record in records} == {"validation"}
+    assert (recorder.recorded, recorder.not_recorded) == (9, 0)
 
 
 def test_folder_that_is_gone_ends_the_recording_not_the_run(tmp_path, caplog):

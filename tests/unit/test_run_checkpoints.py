@@ -70,7 +70,7 @@ async def test_a_trainer_that_dies_leaves_no_part_of_the_checkpoint_it_was_writi
     saved.checkpoints.recorder.size_by_now = lambda: recorded
     saved.trainer.written.clear()
     await saved.checkpoints.step_ended(4)
-    saved.checkpoints.step_taken(SimpleNamespace(step=5))
+    saved.checkpoints.step_recorded(SimpleNamespace(step=5))
     saved.trainer.life.end("rank 0: killed by SIGKILL")
     closing = asyncio.create_task(saved.checkpoints.close())
     await iterations()
@@ -90,7 +90,7 @@ async def test_a_trainer_that_dies_leaves_no_part_of_the_checkpoint_it_was_writi
 
 async def test_a_checkpoint_that_nobody_waits_for_any_more_is_written_to_its_end(tmp_path):
     saved = Saved(tmp_path)
-    saved.checkpoints.step_taken(SimpleNamespace(step=3))
+    saved.checkpoints.step_recorded(SimpleNamespace(step=3))
     ending = asyncio.create_task(saved.checkpoints.finish())
     await until(lambda: saved.checkpoints.writing)
     ending.cancel()
@@ -137,7 +137,7 @@ async def test_what_a_trainer_refuses_is_said_in_its_words_and_without_a_traceba
         )
 
     saved.trainer.begin_checkpoint = refuse
-    saved.checkpoints.step_taken(SimpleNamespace(step=2))
+    saved.checkpoints.step_recorded(SimpleNamespace(step=2))
     await saved.checkpoints.finish()
     expected = "the state after step 2 is not saved: trainer rank 0 has taken 3 steps, and can't save the state after 2"
     assert saved.checkpoints.failure == expected

@@ -1,6 +1,7 @@
 """What a checkpoint keeps of the controller: each part goes on from its record as if nothing had happened."""
 
 import json
+import threading
 from types import SimpleNamespace
 
 import msgspec
@@ -322,6 +323,32 @@ def test_an_example_that_neither_json_nor_the_dataset_gives_again_is_none():
     example = DataSample(sample_id="4", env_input={1, 2})
     assert not open_group(example).example_is_json and recovered(example) is None
     assert recovered(None) is None
+
+
+@pytest.mark.parametrize(
+    "env_input",
+    [
+        np.arange(3),
+        {"image": np.zeros((2, 2), np.uint8)},
+        [np.array([5])],
+        {"lock": threading.Lock()},
+        float("nan"),
+        {1: "a"},
+    ],
+    ids=["an array", "an array in a dict", "an array of one", "a lock", "NaN", "a key"],
+)
+def test_an_example_that_json_does_not_hold_is_saved_and_is_the_datasets_own_again(env_input):
+    own = DataSample(sample_id="4", env_input=env_input)
+    assert not open_group(own).example_is_json
+    assert recovered(DataSample(sample_id="4", env_input=env_input), own) is own
+
+
+@pytest.mark.parametrize(
+    "env_input", [{"a": [1, None, True, "x", 0.5]}, np.int64(3), [np.float32(0.5)], []]
+)
+def test_an_example_that_json_holds_comes_back_without_its_dataset(env_input):
+    example = DataSample(sample_id="4", env_input=env_input, info={"level": 2})
+    assert open_group(example).example_is_json and recovered(example) == example
 
 
 # ---- the file

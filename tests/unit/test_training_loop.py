@@ -82,7 +82,7 @@ class Noted(RunEvents):
     def started(self, report):
         self.starts.append(report)
 
-    def step_taken(self, record):
+    def step_recorded(self, record):
         self.records.append(record)
 
 
@@ -255,11 +255,11 @@ async def test_the_error_that_ends_a_step_is_the_first_though_its_record_fails_t
     async def update(copied):
         raise RunError("generators disagree")
 
-    def step_taken(record):
+    def step_recorded(record):
         raise OSError("the disk is full")
 
     run.parts.update = update
-    run.noted.step_taken = step_taken
+    run.noted.step_recorded = step_recorded
     with pytest.raises(RunError, match="generators disagree"):
         await asyncio.wait_for(run.loop.run(), LIMIT_S)
     await run.rollouts.close()

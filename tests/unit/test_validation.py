@@ -354,6 +354,67 @@ async def test_a_stop_ends_the_wait_and_a_checkpoint_has_the_evaluation_as_runni
     await validator.close()
 
 
+class OneTaskHeld(ScriptedPolicy):
+    """Answers the examples of the task "slow" when it is released."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.released = asyncio.Event()
+
+    def session(self, *, rollout_id, **options):
+        session = super().session(rollout_id=rollout_id, **options)
+        generate = session.generate
+
+        async def held(*args, **kwargs):
+            if "-slow-" in rollout_id:
+                await self.released.wait()
+            return await generate(*args, **kwargs)
+
+        session.generate = held
+        return session
+
+
+async def test_a_checkpoint_between_the_ends_of_two_tasks_has_their_evaluation_as_running(
+    build, tokenizer, tmp_path
+):
+    tasks = build("quick"), build("slow")
+    recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
+    policy = OneTaskHeld(tokenizer)
+    validator = validator_of(policy, *tasks, recorder=recorder, every=5)
+    validator.start(5)
+    await until(lambda: validator._running == ["slow"])
+    state = validator.state()
+    await validator.close()
+    recorder.close()
+    # "quick" has ended, but its rewards are in no report yet, and its rollouts in no record.
+    assert (state.begun, state.running, state.reports) == (5, ["quick", "slow"], [])
+    assert list(tmp_path.iterdir()) == []
+
+    resumed = validator_of(ScriptedPolicy(tokenizer), *tasks, every=5)
+    resumed.restore(state, 5)
+    await resumed.wait()
+    (report,) = resumed.take()
+    assert {"validation/quick/reward", "validation/slow/reward"} < report.metrics.keys()
+    assert resumed.state().running == []
+
+
+async def test_a_task_is_evaluated_again_while_another_of_its_last_evaluation_still_runs(
+    build, tokenizer
+):
+    policy = OneTaskHeld(tokenizer)
+    validator = validator_of(policy, build("quick"), build("slow"), every=1)
+    validator.start(1)
+    await until(lambda: validator._running == ["slow"])
+    validator.start(2)
+    await until(lambda: len(validator.take()) == 1)
+    assert validator.state().running == ["quick", "slow"]  # of the first evaluation
+    policy.released.set()
+    await validator.wait()
+    (report,) = validator.take()
+    assert report.step == 1 and report.metrics["validation/slow/left_out"] == 1
+    assert validator.state().running == []
+
+
 async def test_the_final_policy_is_not_tried_again_where_its_evaluation_was_due(build, tokenizer):
     often, seldom = build("often", validation_schedule=ValidationConfig(every=2)), build("seldom")
     validator = validator_of(ScriptedPolicy(tokenizer), often, seldom, every=3)

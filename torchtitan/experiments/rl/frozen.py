@@ -10,8 +10,9 @@ tries::
     turn.completion.token_ids[0] = 5     ValueError (numpy)
     turn.assistant_message["content"]=x  TypeError
 
-Copies can be changed: ``dataclasses.replace``, ``copy.copy``, ``copy.deepcopy`` and pickle return
-plain records, dicts and lists.
+Copies can be changed. ``copy.deepcopy`` and pickle return plain records, dicts and lists, and so is
+all that they hold. ``copy.copy`` and ``dataclasses.replace`` copy the outermost alone: what it
+holds is still read-only.
 """
 
 from collections.abc import Callable, Mapping
@@ -74,7 +75,8 @@ def read_only(value: Any) -> Any:  # noqa: ANN401 - anything that a record may h
     """Return a value that can't be changed in place.
 
     A dict or list becomes a read-only copy, an array a read-only view, and a `Freezable` record is
-    made read-only in place. Any other object, such as one of a user's class, is returned as it is.
+    made read-only in place. Any other object, such as one of a user's class or of a subclass of
+    dict, is returned as it is: a copy would lose its class. See `read_only_data` for messages.
     """
     freeze = _FREEZE.get(type(value))
     if freeze is not None:
@@ -83,10 +85,10 @@ def read_only(value: Any) -> Any:  # noqa: ANN401 - anything that a record may h
 
 
 def read_only_data(value: Any) -> Any:  # noqa: ANN401 - a user's data
-    """Return a copy of data that can't be changed in place, whatever its containers are.
+    """Return a copy of a message, or of other data that JSON holds, that can't be changed in place.
 
-    Data is what JSON holds, such as a message. Any Mapping, such as an OrderedDict, becomes a
-    read-only dict, and any list a read-only list.
+    Unlike `read_only` it makes a plain read-only dict of any Mapping, such as an OrderedDict, and a
+    read-only list of any list: of data only the content counts.
     """
     if isinstance(value, Mapping):
         return ReadOnlyDict({key: read_only_data(entry) for key, entry in value.items()})

@@ -46,10 +46,10 @@ class Stream:
     """Value on padding, and on every token of a sample that does not have the stream. -1 stands for
     the largest value of an unsigned ``dtype``."""
     in_loss: bool
-    """True if a loss reads the stream, as a value or as a mask. The model and the metrics may read
-    any stream."""
+    """True if a loss of the library reads the stream, as a value or as a mask; a test holds the
+    losses to it. The model and the metrics may read any stream."""
     credit: bool = False
-    """True if algorithms write the stream."""
+    """True if algorithms may write the stream. Of another one a change is an error."""
     like: str | None = None
     """Name of another stream that a sample without this one copies, instead of ``fill``."""
     dims: int = 0
@@ -83,7 +83,8 @@ class TokenStreams(Generic[Array, OptionalArray]):
     """The per-token streams: [L] in a sample, [B, L] in a batch, then a token's own dimensions.
 
     A stream that is declared here is packed, batched and recorded without further code. The sample
-    builder (rollouts/samples.py) or an algorithm sets it.
+    builder (rollouts/samples.py) or an algorithm sets it. An rl loss is given the streams of
+    `RLTokens` (losses/variants.py) alone, so one that it should read is added there too.
     """
 
     __slots__ = ()  # the subclasses store the fields
@@ -166,9 +167,10 @@ class TrainingSample(Freezable, TokenStreams[np.ndarray, np.ndarray | None]):
     """Name of the LoRA adapter that sampled the completion, and that the sample trains. "" in a run
     without several adapters."""
     reference_ids: np.ndarray | None = None
-    """int32 [R]. Sequence that the trainer's reference scores to get ``ref_logprobs``: another
-    prompt, such as one with a demonstration, then this sample from its first sampled token on. None
-    if the algorithm sets ``ref_logprobs``."""
+    """int32 [R]. Sequence that the trainer's reference scores in this sample's place, to get
+    ``ref_logprobs``: another prompt, such as one with a demonstration, then this sample from its
+    first sampled token on. None if the algorithm sets ``ref_logprobs`` itself, or gives the sample
+    no ref_kl weight."""
     trainer_logprobs: np.ndarray | None = None
     """float32 [L]. Log-probabilities of the sampled tokens at ``temperature``, under the weights
     with which the trainer's step began; 0 elsewhere. For the record only: the first step that
@@ -210,7 +212,7 @@ class PrefixTrees:
         """Return which tokens of the trees stand for a selected token of the batch, bool [B, T].
 
         Args:
-            mask: bool [B, L], True on the selected tokens.
+            mask: bool [B, L], True on the selected tokens. False wherever ``slots`` is -1.
         """
         selected = mask.new_zeros(self.token_ids.numel())
         selected[self.slots[mask]] = True

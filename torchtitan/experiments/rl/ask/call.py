@@ -47,7 +47,8 @@ CANCEL_GRACE_S = 1.0
 """Seconds that cancelled code may take to unwind before it is abandoned."""
 CANCELLED_ITSELF = "CancelledError: raised by the code itself"
 MAX_FRAMES = 20
-"""Number of innermost frames in which two failures of one kind agree: recursion depths differ."""
+"""Number of innermost frames by which failures are told apart: an endless recursion would otherwise
+be a new kind of failure at each depth."""
 MAX_KINDS = 1000
 """Maximum number of kinds of failures that are logged: generated code has no end of them."""
 
@@ -115,7 +116,7 @@ async def ask(
 async def ask_in_thread(
     threads: WorkerThreads, call: ThreadCall, timeout_s: float | None, owner: str = ""
 ) -> object:
-    """Return the value of a call in a thread; see `ask`."""
+    """Return the value of a call that was submitted to ``threads``; see `ask`."""
     caller = _CALLER.get()
     if caller is not None:
         call.owner = owner
@@ -155,6 +156,7 @@ async def _ask_on_loop(
                 raise _failure(outcome.error)
             if not call.has_blocked:
                 return outcome.value
+        # The code is late, or it has returned, but only after it blocked the event loop.
         late = call.late()
         late.returned = task.done()
         await _stop(task)
@@ -309,7 +311,7 @@ def _failure(error: BaseException) -> UserCodeError:
 
 
 async def contained(work: Awaitable[T]) -> T:
-    """Await ``work`` inside an asyncio task of the library.
+    """Await ``work``, as the body of an asyncio task of the library that runs code of users.
 
     Raises:
         UserCodeError: it raised what would stop the event loop: SystemExit or KeyboardInterrupt.

@@ -37,7 +37,7 @@ import cloudpickle
 
 from torchtitan.experiments.rl.ask import child_server
 from torchtitan.experiments.rl.ask.call import ask_in_thread
-from torchtitan.experiments.rl.ask.child_server import Outcome, Request
+from torchtitan.experiments.rl.ask.child_server import ChildOutcome, Request
 from torchtitan.experiments.rl.ask.threads import WorkerThreads
 from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout, cause_of
 from torchtitan.experiments.rl.process import foreign
@@ -135,10 +135,10 @@ class IsolatedCalls:
             if server is None:
                 server = _Server()
                 self._servers.append(server)
-            caller.wait_for(server)
+            caller.attach(server)
             return server.call(request)
         finally:
-            caller.wait_for(None)
+            caller.detach()
             self._give_back(server)
 
     def _give_back(self, server: "_Server | None") -> None:
@@ -153,23 +153,32 @@ class IsolatedCalls:
 
 
 class _Caller:
-    """Caller of one call, who may give it up while a thread waits for the answer."""
+    """Caller of one call, who may give it up while a thread waits for the answer.
+
+    The thread calls `attach` and `detach`, the caller `give_up`.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._server: _Server | None = None
+        """Server that has the call; None before `attach` and after `detach`."""
         self._has_given_up = False
 
-    def wait_for(self, server: "_Server | None") -> None:
-        """Note which server has the call now. Called by the thread.
+    def attach(self, server: "_Server") -> None:
+        """Note which server has the call.
 
         Raises:
             UserCodeError: the call was given up before it began.
         """
         with self._lock:
-            self._server = server
-            if server is not None and self._has_given_up:
+            if self._has_given_up:
                 raise UserCodeError("its caller has given it up")
+            self._server = server
+
+    def detach(self) -> None:
+        """Note that no server has the call any more. From now on `give_up` ends none."""
+        with self._lock:
+            self._server = None
 
     def give_up(self) -> None:
         """End the server that has the call, if one has: the thread then hears that it died."""
@@ -187,10 +196,10 @@ class _Server:
     """
 
     def __init__(self) -> None:
-        self.is_usable = True
-        """False during a call, and after one whose outcome was not received: the next call would
-        take it for its own."""
         self._has_started = False
+        self._has_outcome_to_come = False
+        """True from the start of a call until its outcome is received."""
+        self._was_ended = False
         self._mark = foreign.new_mark()
         self._connection, theirs = Pipe()
         code = f"from {child_server.__name__} import serve; serve({theirs.fileno()})"
@@ -213,8 +222,17 @@ class _Server:
         )
         self._printing.start()
 
+    @property
+    def is_usable(self) -> bool:
+        """True if the next call may have the server.
+
+        It may not if the server was ended, or if an outcome is still to come: the next call would
+        take it for its own.
+        """
+        return not self._has_outcome_to_come and not self._was_ended
+
     def call(self, request: Request) -> Any:  # noqa: ANN401 - JSON
-        self.is_usable = False
+        self._has_outcome_to_come = True
         late = UserCodeTimeout(f"no answer within {request.timeout_s:g} s; its process was killed")
         try:
             self._load(request)
@@ -226,7 +244,7 @@ class _Server:
             raise UserCodeTimeout(text) from None
         except (EOFError, ConnectionError):
             raise UserCodeError(self._death()) from None
-        self.is_usable = True
+        self._has_outcome_to_come = False
         if outcome.is_late:
             raise late
         if outcome.failure:
@@ -234,7 +252,11 @@ class _Server:
         return _value_of(outcome.answer)
 
     def end(self) -> None:
-        """End the server. Its caller hears of it, and then kills what its call has started."""
+        """End the server. Its caller hears of it, and then kills what its call has started.
+
+        The outcome may have been received already: no other call may be given the server then.
+        """
+        self._was_ended = True
         self._process.kill()
 
     def kill(self) -> None:
@@ -251,7 +273,7 @@ class _Server:
             self._has_started = True
         self._connection.send(request)
 
-    def _receive_or(self, late: UserCodeTimeout, timeout_s: float) -> Outcome:
+    def _receive_or(self, late: UserCodeTimeout, timeout_s: float) -> ChildOutcome:
         try:
             outcome = self._receive(timeout_s)
         except TimeoutError:
@@ -259,7 +281,7 @@ class _Server:
         assert outcome is not None
         return outcome
 
-    def _receive(self, timeout_s: float) -> Outcome | None:
+    def _receive(self, timeout_s: float) -> ChildOutcome | None:
         if not self._connection.poll(timeout_s):
             raise TimeoutError
         return self._connection.recv()

@@ -62,7 +62,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ChildOutcome:
     """End of a call, which the server sends to the caller. At most one of the fields is set."""
 
     answer: bytes = b""
@@ -103,7 +103,7 @@ def serve(fd: int) -> None:
                     gc.collect()
                     gc.freeze()  # a call that collects garbage would copy every page
             except BaseException as error:  # noqa: BLE001 - an import may raise or exit with anything
-                connection.send(Outcome(answer=_failure(error)))
+                connection.send(ChildOutcome(answer=_failure(error)))
                 continue
             connection.send(None)
             connection.send(_run(functions[request.function], request, connection, libc))
@@ -111,7 +111,7 @@ def serve(fd: int) -> None:
 
 def _run(
     function: Callable[..., Any], request: Request, connection: Connection, libc: ctypes.CDLL
-) -> Outcome:
+) -> ChildOutcome:
     """Fork a process for a call, and wait for its end."""
     answer, answer_end = os.pipe()
     output, output_end = os.pipe()
@@ -151,7 +151,7 @@ class _WatchedCall:
     answered: bytearray = field(default_factory=bytearray)
     printed: bytearray = field(default_factory=bytearray)
 
-    def outcome(self, timeout_s: float) -> Outcome:
+    def outcome(self, timeout_s: float) -> ChildOutcome:
         """Wait for the end of the call, for at most ``timeout_s``, and read what it writes."""
         process = os.pidfd_open(self.pid)
         try:
@@ -163,23 +163,25 @@ class _WatchedCall:
         finally:
             os.close(process)
 
-    def _watch(self, selector: selectors.BaseSelector, process: int, deadline: float) -> Outcome:
+    def _watch(
+        self, selector: selectors.BaseSelector, process: int, deadline: float
+    ) -> ChildOutcome:
         next_look = time.monotonic() + WATCH_S
         while (now := time.monotonic()) < deadline:
             if now >= next_look:
                 next_look = now + WATCH_S
                 if excess := self._excess():
-                    return Outcome(failure=excess)
+                    return ChildOutcome(failure=excess)
             wait_s = max(0.0, min(deadline, next_look) - now)
             ready = [key.fd for key, _ in selector.select(wait_s)]
             for descriptor in ready:
                 if descriptor != process and not self._read(descriptor):
                     selector.unregister(descriptor)
             if len(self.answered) > MAX_ANSWER:
-                return Outcome(failure=f"its answer has more than {MAX_ANSWER:,} bytes")
+                return ChildOutcome(failure=f"its answer has more than {MAX_ANSWER:,} bytes")
             if process in ready:
                 return self._ended()
-        return Outcome(is_late=True)
+        return ChildOutcome(is_late=True)
 
     def _read(self, descriptor: int) -> bool:
         """Read what there is. Returns False at the end."""
@@ -193,7 +195,7 @@ class _WatchedCall:
             self.printed += data
         return bool(data)
 
-    def _ended(self) -> Outcome:
+    def _ended(self) -> ChildOutcome:
         """Return the outcome of a call whose process has ended.
 
         A process without an answer has ended itself, by ``os._exit``.
@@ -207,8 +209,8 @@ class _WatchedCall:
                 self._read(descriptor)
         code = os.waitstatus_to_exitcode(status)
         if code or not self.answered:
-            return Outcome(failure=died(code))
-        return Outcome(answer=bytes(self.answered))
+            return ChildOutcome(failure=died(code))
+        return ChildOutcome(answer=bytes(self.answered))
 
     def _excess(self) -> str:
         """Return what the processes of the call use too much of; empty if nothing."""

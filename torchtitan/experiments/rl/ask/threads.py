@@ -135,7 +135,10 @@ class WorkerThreads:
         if timeout_s is not None and outcome.error is None:
             took_s = (call.ended_at or 0.0) - (call.began_at or 0.0)
             if took_s > timeout_s:  # the event loop was held up, and saw the deadline too late
-                raise UserCodeTimeout(f"no answer within {timeout_s:g} s, but after {took_s:.3g} s")
+                text = f"no answer within {timeout_s:g} s, but after {took_s:.3g} s"
+                late = UserCodeTimeout(text)
+                late.returned = True
+                raise late
         return outcome
 
     def abandon(self, call: ThreadCall) -> None:

@@ -339,7 +339,8 @@ def parse_with_own(
     elif known.config is not None:
         named = ["--config", known.config]
     else:
-        cure = f"name a config, or a run as --model; {typed_command('train')} --list prints the configs"
+        listing = f"{typed_command('train')} --list"
+        cure = f"name a config, or a run as --model; {listing} prints the configs"
         raise ConfigError("--config", None, cure)
     command = parse_command([*named, *rest])
     command.model = known.model

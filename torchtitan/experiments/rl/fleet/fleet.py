@@ -36,6 +36,7 @@ from torchtitan.experiments.rl.fleet.roles import (
     cores_at,
     host_name,
 )
+from torchtitan.experiments.rl.fleet.rollout_workers import WorkerRunner
 from torchtitan.experiments.rl.fleet.spawn import shut_down, spawn_on, start_trainer
 from torchtitan.experiments.rl.fleet.supervisor import Supervisor
 from torchtitan.experiments.rl.fleet.weight_readers import WeightReaders, first_generators
@@ -43,12 +44,7 @@ from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.endpoint import FrozenClients
 from torchtitan.experiments.rl.generation.references import hosted_models
-from torchtitan.experiments.rl.loops.group_runner import (
-    GroupRunner,
-    LocalRunner,
-    TaskSet,
-    WorkerRunner,
-)
+from torchtitan.experiments.rl.loops.group_runner import GroupRunner, LocalRunner, TaskSet
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.client import TrainerClient

@@ -25,10 +25,10 @@ from typing import Any
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.replicas import Replicas
 from torchtitan.experiments.rl.fleet.role import Role, SpawnedProcess
+from torchtitan.experiments.rl.fleet.rollout_workers import RolloutWorker, WorkerRunner
 from torchtitan.experiments.rl.fleet.weight_readers import WeightReaders
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
-from torchtitan.experiments.rl.loops.group_runner import RolloutWorker, WorkerRunner
 from torchtitan.experiments.rl.plan.placement import Place
 from torchtitan.experiments.rl.process.host import Device
 from torchtitan.experiments.rl.weights.reader import WeightReader

@@ -7,7 +7,7 @@ An observer extends ``RunEvents`` and overrides the methods that it needs::
       groups_taken          |     the step has its groups, none of which may be dropped any more
       step_trained          |     the optimizer step was taken
       step_published        |     its weights are being sent, or are loaded
-      step_taken            |     its record is complete
+      step_recorded         |     its record is complete
       step_ended            |     nothing is left to do for it
     step_over            ---+
     ended_early                   only if nothing is left to learn
@@ -51,20 +51,24 @@ class RunEvents:
         """
 
     def group_kept(self) -> None:
-        """Handle a group of which something is left after the pre-batch filters."""
+        """Handle that the group of the last `group_scored` has rollouts left for a step."""
 
     def group_dropped(
         self, columns: Sequence[str], group: RolloutGroup, *, signal: bool, taken: bool
     ) -> None:
         """Handle a group of which nothing is left to train on.
 
+        A group that post-batch filters have emptied is told of only if they emptied all groups of
+        the step.
+
         Args:
             columns: columns of the ledger in which the group's rollouts ended.
+            signal: True if training on the group would have changed anything.
             taken: True if a step had taken the group.
         """
 
     def groups_taken(self) -> None:
-        """Handle the final choice of the groups that a step trains on."""
+        """Handle that a step has its groups: post-batch filters have left something of them."""
 
     # From the training loop.
 
@@ -88,7 +92,7 @@ class RunEvents:
             metrics: metrics that the trainer reported. The observer may add to them.
         """
 
-    def step_taken(self, record: StepRecord) -> None:
+    def step_recorded(self, record: StepRecord) -> None:
         """Handle the complete record of a step."""
 
     async def step_ended(self, step: int) -> None:

@@ -12,7 +12,6 @@ id and its example are saved, and a resumed run runs it again.
 """
 
 import asyncio
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.records import (
     decode_rollout,
     encode_rollout,
+    is_json_example,
     plain_example,
 )
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
@@ -85,13 +85,11 @@ class SharedExample:
 
     def state(self, task: Task) -> ExampleState:
         """Return what a checkpoint keeps of the example."""
-        example = None if self.value is None else plain_example(self.value)
-        try:
-            is_json = self.value is not None and example == dataclasses.asdict(self.value)
-        except RecursionError:  # it contains itself, and its group fails for that
-            is_json = False
         return ExampleState(
-            task=task.name, example=example, example_is_json=is_json, example_key=self.key
+            task=task.name,
+            example=None if self.value is None else plain_example(self.value),
+            example_is_json=self.value is not None and is_json_example(self.value),
+            example_key=self.key,
         )
 
 
@@ -149,19 +147,23 @@ class OpenGroup:
 
 @dataclass(kw_only=True, slots=True)
 class DispatchedGroup(OpenGroup):
-    """A group that waits for its example."""
+    """A group that has not begun to run, because it waits for its example."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RunningGroup(OpenGroup):
-    """A group that has its example, until all its rollouts were scored and filtered."""
+    """A group whose rollouts run, or are being scored and filtered."""
 
     data_sample: DataSample
+    """Value of ``example``."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SettledGroup(OpenGroup):
-    """A scored group of which filters have kept something, or nothing. A step may take it."""
+    """A group that was scored and filtered, until it is trained on or dropped.
+
+    A step may take it, unless filters left nothing of it: then it is dropped at once.
+    """
 
     group: RolloutGroup
     """The group with all its rollouts."""
@@ -243,14 +245,14 @@ class OpenGroups:
         self.ledger.dispatch(task.name, group.rollout_ids, version=self._version())
         return group
 
-    def run(self, dispatched: OpenGroup, data_sample: DataSample) -> RunningGroup:
-        """Give a dispatched group its example: it runs from now on."""
+    def give_example(self, dispatched: DispatchedGroup, data_sample: DataSample) -> RunningGroup:
+        """Give a dispatched group its example. The caller runs it next."""
         running = RunningGroup(**_common(dispatched), data_sample=data_sample)
         self._groups[running.group_id] = running
         return running
 
     def settle(self, running: RunningGroup, group: RolloutGroup, *, signal: bool) -> SettledGroup:
-        """Give a running group its scored rollouts, none of which has ended yet."""
+        """Give a running group its scored rollouts. The caller ends those that filters drop."""
         settled = SettledGroup(**_common(running), group=group, signal=signal)
         self._groups[settled.group_id] = settled
         return settled
@@ -315,7 +317,8 @@ class OpenGroups:
             saved: the checkpoint's groups with rollouts, by id.
 
         Returns:
-            Ids of groups that can't be run again, because their example can't be recovered.
+            Ids of groups that can't be run again, because their example can't be recovered. They
+            are open too, until the caller has them leave.
 
         Raises:
             RunError: a group that had settled is not among ``saved``.
@@ -327,34 +330,39 @@ class OpenGroups:
                     f"the checkpoint lacks the rollouts of group {state.group_id}: "
                     "resume from another checkpoint"
                 )
-            example = examples.restore(state, copy_is_enough=state.settled)
-            group: OpenGroup = DispatchedGroup(
+            group = DispatchedGroup(
                 group_id=state.group_id,
                 task=tasks[state.task],
                 rollout_ids=set(state.rollout_ids),
-                example=example,
+                example=examples.restore(state, copy_is_enough=state.settled),
             )
-            if state.settled:
-                scored = saved[state.group_id]
-                if example.value is not None:
-                    scored.amend(data_sample=example.value)
-                    for rollout in scored.rollouts:
-                        rollout.amend(data_sample=example.value)
-                group = SettledGroup(
-                    **_common(group),
-                    group=scored,
-                    signal=state.signal,
-                    outcomes=dict(state.outcomes),
-                )
-            elif state.example is not None and example.value is None:
-                lost.append(state.group_id)
             self._groups[state.group_id] = group
+            if state.settled:
+                self._groups[state.group_id] = _restored(group, state, saved[state.group_id])
+            elif state.example is not None and group.example.value is None:
+                lost.append(state.group_id)
         return lost
 
 
 def _common(group: OpenGroup) -> dict[str, Any]:
     """Return the fields that a group keeps from one state to the next."""
     return {entry.name: getattr(group, entry.name) for entry in fields(OpenGroup)}
+
+
+def _restored(group: OpenGroup, state: OpenGroupState, scored: RolloutGroup) -> SettledGroup:
+    """Return a group as it had settled.
+
+    Args:
+        scored: its rollouts, as they were read. They share the group's example again.
+    """
+    example = group.example.value
+    if example is not None:
+        scored.amend(data_sample=example)
+        for rollout in scored.rollouts:
+            rollout.amend(data_sample=example)
+    return SettledGroup(
+        **_common(group), group=scored, signal=state.signal, outcomes=dict(state.outcomes)
+    )
 
 
 class SavedExamples:
@@ -432,7 +440,7 @@ def example_of(
     Args:
         dataset_examples: examples of the task's dataset, by sample id.
         copy_is_enough: True if the group has settled. It is not run again, so a copy that lost its
-        types will do.
+            types will do.
 
     Returns:
         The example; None if the sampler had given none, or if it can't be recovered.

@@ -80,16 +80,21 @@ class Ledger:
         """Return the number of the task's rollouts that were dispatched and have not ended."""
         return self._dispatched[task] - sum(self._ended.get(task, Counter()).values())
 
-    def check(self, seen: Collection[str]) -> None:
+    def check(self, open_ids: Collection[str]) -> None:
         """Compare the open records with the caller's open rollouts, and both with the counts.
+
+        Then write the records of rollouts that have ended (`flush`).
+
+        Args:
+            open_ids: ids of the rollouts that the caller has open.
 
         Raises:
             RunError: a rollout was lost or counted twice.
         """
-        seen = set(seen)
-        if seen != self._open.keys():
-            lost = sorted(self._open.keys() - seen)[:3] or "none"
-            unknown = sorted(seen - self._open.keys())[:3] or "none"
+        still_open = set(open_ids)
+        if still_open != self._open.keys():
+            lost = sorted(self._open.keys() - still_open)[:3] or "none"
+            unknown = sorted(still_open - self._open.keys())[:3] or "none"
             raise RunError(
                 f"the ledger does not balance: lost {lost}, ended but still seen {unknown}"
             )

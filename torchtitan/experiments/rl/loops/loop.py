@@ -46,7 +46,7 @@ class Schedule:
     max_offpolicy_steps: int
     """Number of versions that a rollout may be behind when it is trained on. 0 is synchronous."""
     validation: ValidationConfig = field(default_factory=lambda: ValidationConfig(every=0))
-    """Schedule of the tasks that have none of their own."""
+    """Schedule of the evaluations of the tasks that have none of their own."""
     sleep: bool = False
     """True if the generators free their memory while the trainer steps."""
 
@@ -84,7 +84,8 @@ class Parts:
     trainer: TrainerClient
     weights: WeightSync
     ordered: OrderedCalls
-    """Calls the datasets of evaluations."""
+    """Calls the datasets of evaluations. A run gives it to ``selection`` too, so that datasets,
+    samplers, task mix and filters are called in one thread."""
     ledger: Ledger
     recorder: RolloutRecorder | None = None
     replay: GroupReplay | None = None
@@ -118,7 +119,8 @@ def build_loop(
 
     Args:
         watchers: observers of the run, in the order in which they hear of each event. The loops
-            keep this sequence, so an observer that needs the loops is appended afterwards.
+            keep this very list. So an observer that needs the loops, such as the one that saves
+            checkpoints, is appended to it afterwards.
         on_failure: called with an error of an evaluation; by default it ends the run.
         pacer: takes the place of the pacer that is built otherwise.
         validator: takes the place of the validator that is built otherwise.

@@ -28,9 +28,9 @@ steps can take all of them in time, by deadline and in the order of admission: e
 takes at least ``rollouts_per_step`` rollouts, and the last one takes the last group whole. This
 stays true
 
-- when a group is admitted: fewer than all places are in use before it, each step that the trainer
-  is ahead of the generators holds at least ``rollouts_per_step`` of them, and no other group has a
-  later deadline;
+- when a group is admitted: no other has a later deadline, and fewer than all places were in use. If
+  the trainer is k steps ahead of the generators, k fewer steps are left until the deadline, but the
+  groups of these k steps hold at least ``k * rollouts_per_step`` of the places;
 - when a group is dropped, because fewer rollouts are due then;
 - when a step takes groups, by rule 2.
 
@@ -72,13 +72,16 @@ class Pacer:
         self._max_offpolicy_steps = max_offpolicy_steps
         self._groups: dict[str, PacedGroup] = {}
         """Groups that hold places, by id, in the order of their admission."""
-        self._made: dict[str, int] = {}
-        """Version that the step makes which has taken the group, by the group's id."""
+        self._made_versions: dict[str, int] = {}
+        """Groups that a step has taken, by id, with the version that this step makes."""
         # Running sums. `take_groups` is called whenever a group has finished, and looking at all
         # groups each time would be quadratic in the groups of a step.
         self._finished_rollouts = 0
+        """Number of rollouts of the groups that have finished and that no step has taken."""
         self._taken_rollouts = 0
+        """Number of rollouts of the groups that a step has taken and that still hold places."""
         self._unfinished = DueGroups(rollouts_per_step)
+        """Groups that have not finished."""
 
     @property
     def free_places(self) -> int:
@@ -120,14 +123,14 @@ class Pacer:
         A step may have taken the group already. If all groups of a step are dropped, the step takes
         others in their place.
         """
-        if group_id in self._made:
+        if group_id in self._made_versions:
             self._release_taken(group_id)
         else:
             self._leave_untaken(self._groups.pop(group_id))
 
     def live(self, version: int) -> None:
         """Free the places of groups whose step made ``version``, or an earlier version."""
-        released = [group_id for group_id, made in self._made.items() if made <= version]
+        released = [group_id for group_id, made in self._made_versions.items() if made <= version]
         for group_id in released:
             self._release_taken(group_id)
 
@@ -137,7 +140,8 @@ class Pacer:
         Returns:
             Ids of the groups; None while the trainer has to wait.
         """
-        # Nearly all calls end here, by the running sums.
+        # Nearly all calls end here, by the running sums. Every batch leaves at least the unfinished
+        # groups behind, so none passes below if these alone do not fit.
         if self._finished_rollouts < self.rollouts_per_step:
             return None
         if not self._unfinished.fit_after(base_version):
@@ -160,7 +164,7 @@ class Pacer:
         return [
             copy(group)
             for group_id, group in self._groups.items()
-            if self._made.get(group_id, version + 1) > version
+            if self._made_versions.get(group_id, version + 1) > version
         ]
 
     def restore(self, groups: Sequence[PacedGroup], version: int) -> list[str]:
@@ -204,7 +208,7 @@ class Pacer:
                 f"group {group.group_id} is {age} versions old at version {base_version}"
             )
             self._leave_untaken(group)
-            self._made[group.group_id] = base_version + 1
+            self._made_versions[group.group_id] = base_version + 1
             self._taken_rollouts += group.rollouts
         return [group.group_id for group in batch]
 
@@ -214,7 +218,7 @@ class Pacer:
 
     def _untaken_ids(self) -> set[str]:
         """Return the ids of the groups that no step has taken."""
-        return self._groups.keys() - self._made.keys()
+        return self._groups.keys() - self._made_versions.keys()
 
     def _fit_after(self, base_version: int, group_ids: Collection[str]) -> bool:
         """Return True if the steps after the one from ``base_version`` can take all these groups.
@@ -245,7 +249,7 @@ class Pacer:
             self._unfinished.remove(group.group_id, self._deadline(group))
 
     def _release_taken(self, group_id: str) -> None:
-        del self._made[group_id]
+        del self._made_versions[group_id]
         self._taken_rollouts -= self._groups.pop(group_id).rollouts
 
 
@@ -278,7 +282,7 @@ class DueGroups:
     def fit_after(self, base_version: int) -> bool:
         """Return True if the steps after the one from ``base_version`` can take all in time.
 
-        That is the invariant of this module, for a step that has started from ``base_version``.
+        That is the invariant of this module, where the steps up to that one have started.
         """
         due = 0
         for deadline in sorted(self._groups):

@@ -82,9 +82,10 @@ class RunStopped(Exception):
 
 
 class SnapshotLock:
-    """Lets many coroutines change state at once, and a snapshot wait until none does.
+    """Lets many coroutines change the loop's state at once, and a snapshot wait until none does.
 
-    A waiting snapshot blocks new changes, so it is not starved.
+    A change is a section in which the state is not whole, such as from a group's first filter to
+    its entry in the ledger. A waiting snapshot blocks new changes, so it is not starved.
     """
 
     def __init__(self) -> None:
@@ -226,14 +227,7 @@ class RolloutLoop:
                 self._end_filtered(filtered, group)
             if any(group.rollout_ids for group in taken):
                 return self._make_step(taken, sampled, base_version)
-            # The post-batch filters left nothing to train on, so the step takes other groups.
-            self._steps_left += 1
-            for group in taken:
-                self._pacer.drop(group.group_id)
-                self._drop(group)
-            for group in taken:
-                self._tell_dropped(group, taken=True)
-            self.fill()
+            self._drop_taken(taken)
 
     def trained(self, step: StepGroups) -> None:
         """End the rollouts of these groups as trained: their optimizer step was taken."""
@@ -310,6 +304,19 @@ class RolloutLoop:
                 return group_ids
             await self._changed.wait()
 
+    def _drop_taken(self, taken: list[SettledGroup]) -> None:
+        """Drop the groups that a step has taken, because post-batch filters emptied all of them.
+
+        The step takes others in their place.
+        """
+        self._steps_left += 1
+        for group in taken:
+            self._pacer.drop(group.group_id)
+            self._drop(group)
+        for group in taken:
+            self._tell_dropped(group, taken=True)
+        self.fill()
+
     def _make_step(
         self, taken: list[SettledGroup], sampled: list[RolloutGroup], base_version: int
     ) -> StepGroups:
@@ -356,7 +363,7 @@ class RolloutLoop:
         try:
             call = self._selection.pick_task()
             if call.answered:
-                self._begin_pick(self._selection.picked(call.value_now()))
+                self._begin_pick(call.value_now())
                 return
         except RunError as error:
             self._end_run(error)
@@ -368,7 +375,7 @@ class RolloutLoop:
     async def _pick_task_later(self, call: OrderedCall[str]) -> None:
         """Wait for the task mix's answer, and go on with `fill`."""
         try:
-            self._begin_pick(self._selection.picked(await call.value()))
+            self._begin_pick(await call.value())
         except RunError as error:
             self._end_run(error)
             return
@@ -377,8 +384,13 @@ class RolloutLoop:
             self._snapshots.end_change()
         self.fill()
 
-    def _begin_pick(self, task_name: str) -> None:
-        task = self._tasks[task_name]
+    def _begin_pick(self, answer: object) -> None:
+        """Have the groups of the task that the task mix has named start next.
+
+        Raises:
+            RunError: the answer is not the name of a task.
+        """
+        task = self._tasks[self._selection.checked_pick(answer)]
         self._pick = Pick(task=task, groups_left=groups_per_pick(task))
 
     def _start_group(self, pick: Pick) -> None:
@@ -443,7 +455,7 @@ class RolloutLoop:
                 example = await dispatched.example.get(
                     partial(self._selection.next_example, dispatched.task)
                 )
-        running = self._open.run(dispatched, example)
+        running = self._open.give_example(dispatched, example)
 
         group, filtered = await self._run_rollouts(running)
         if self._rollouts_failing:
@@ -507,8 +519,8 @@ class RolloutLoop:
         nothing is awaited, and no code of users or observers is called.
 
         Args:
-            filtered: result of the pre-batch filters; None if the group failed and they have not
-                looked at it.
+            filtered: result of the pre-batch filters. None if the group failed before they saw it;
+                it may also have failed after that, when its algorithm gave credit late.
         """
         signal = group.failure is None and has_signal(group)
         settled = self._open.settle(running, group, signal=signal)

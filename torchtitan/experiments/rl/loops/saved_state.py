@@ -182,7 +182,7 @@ class ValidatorState(Record):
     begun: int
     """Latest step whose evaluations were begun."""
     running: list[str]
-    """Names of the tasks whose evaluation had not ended."""
+    """Names of the tasks of evaluations that had not ended, and have no report."""
     left_out: dict[str, int]
     """Number of evaluations by task that were due and left out, because the last still ran."""
     reports: list[ValidationReport]
@@ -221,7 +221,8 @@ class RunState(Record):
 
 def write_state(folder: Path, state: RunState) -> None:
     """Write ``controller.json`` into a checkpoint's folder."""
-    # json's encoder: msgspec's refuses half a character, which a user's text may hold.
+    # json's encoder: msgspec's refuses a lone surrogate, half of a character, which a user's text
+    # may hold. ``str`` encodes the Fractions.
     (folder / CONTROLLER_FILE).write_text(
         json.dumps(msgspec.to_builtins(state, enc_hook=str), indent=1) + "\n", encoding="ascii"
     )

@@ -52,11 +52,14 @@ class Selection:
     # Choosing a task and an example.
 
     def pick_task(self) -> OrderedCall[Any]:
-        """Ask the task mix for the next task. Check its answer by `picked`."""
+        """Ask the task mix for the next task. The answer is unchecked: give it to `checked_pick`.
+
+        A call and not its value, so that the rollout loop need not await an answer that is there.
+        """
         return self._ordered.start(self._mix.next, owner=_owner("task mix", self._mix, "next"))
 
-    def picked(self, name: object) -> str:
-        """Return the answer of the task mix.
+    def checked_pick(self, name: object) -> str:
+        """Return the answer of the task mix, if it names a task.
 
         Raises:
             RunError: it names no task of the run.
@@ -135,12 +138,16 @@ class Selection:
         Raises:
             RunError: one of them failed, or returned what JSON can't hold.
         """
-        states = {}
+        samplers = {}
+        mix = None
         for name, what, part in self._stateful():
             owner = _owner(what, part, "state_dict")
-            states[name] = await self._ordered.call(_json_state, part.state_dict, owner=owner)
-        mix = states.pop(None)
-        return states, mix
+            state = await self._ordered.call(_json_state, part.state_dict, owner=owner)
+            if name is None:
+                mix = state
+            else:
+                samplers[name] = state
+        return samplers, mix
 
     async def restore(self, samplers: Mapping[str, Any], mix: Any) -> None:  # noqa: ANN401 - JSON
         """Have samplers and mix continue from a checkpoint.
@@ -150,7 +157,7 @@ class Selection:
         Raises:
             RunError: one of them failed, or the state is of another dataset or seed.
         """
-        states: dict[Any, Any] = {None: mix, **samplers}
+        states: dict[str | None, Any] = {None: mix, **samplers}
         for name, what, part in self._stateful():
             if name in states:
                 owner = _owner(what, part, "load_state_dict")
@@ -179,10 +186,7 @@ class Selection:
         """Return a line about each sampler, and the mix, that a resumed run has begin again."""
         lines = []
         for _, what, part in self._stateful():
-            bases = [vars(base) for base in (SampleStrategy, TaskMix)]
-            undefined = {base.get(name) for base in bases for name in STATE_METHODS} | {None}
-            defined = {name: getattr(type(part), name, None) for name in STATE_METHODS}
-            methods = " and ".join(name for name in STATE_METHODS if defined[name] in undefined)
+            methods = " and ".join(name for name in STATE_METHODS if not _defines(part, name))
             if methods:
                 lines.append(
                     f"{what} {_name_of(part)} has no {methods}: a resumed run has it begin again; "
@@ -190,10 +194,10 @@ class Selection:
                 )
         return lines
 
-    def _stateful(self) -> list[tuple[Any, str, SampleStrategy | TaskMix]]:
+    def _stateful(self) -> list[tuple[str | None, str, SampleStrategy | TaskMix]]:
         """Return each part that has a state: the task's name, the words of errors, and the part.
 
-        The mix has None in place of a task's name.
+        The name is None for the mix, because a task may have any name.
         """
         samplers = [
             (name, f"task {name!r}: sampler", task.sampler) for name, task in self.tasks.items()
@@ -251,6 +255,13 @@ def _name_of(part: object, method: str | None = None) -> str:
     """Return the name of a part of the run as errors say it: its class, and the method called."""
     cls = part if inspect.isclass(part) else type(part)
     return f"{cls.__name__}.{method}" if method else cls.__name__
+
+
+def _defines(part: SampleStrategy | TaskMix, method: str) -> bool:
+    """Return True if the part's class has a method that is not that of a base class."""
+    defined = getattr(type(part), method, None)
+    inherited = [vars(base).get(method) for base in (SampleStrategy, TaskMix)]
+    return defined is not None and defined not in inherited
 
 
 def _owner(what: str, part: SampleStrategy | TaskMix, method: str) -> str:

@@ -61,9 +61,10 @@ def step_record(  # noqa: PLR0913 - one argument for each source of metrics
         **trained,
         **_rollout_metrics(taken),
         **_demonstration_metrics(taken),
-        **_replay_metrics(taken, step - 1),
+        **_replay_metrics(taken, base_version=step - 1),
         **_batch_metrics(taken, packed),
-        **_age_metrics(taken, step),
+        "policy/version": step,
+        **_age_metrics(taken, base_version=step - 1),
         **{f"filter/{name}": count for name, count in taken.filter_matches.items()},
         **{f"filter/{name}/tokens": count for name, count in taken.filter_tokens.items()},
         **{f"time/{name}_s": waited for name, waited in spans.items()},
@@ -100,13 +101,12 @@ def _batch_metrics(taken: StepGroups, packed: BatchPlan) -> dict[str, float]:
     }
 
 
-def _age_metrics(taken: StepGroups, step: int) -> dict[str, float]:
-    """Return how many versions before the step's the trained tokens were sampled."""
-    ages = _ages(taken.groups, step - 1)
+def _age_metrics(taken: StepGroups, base_version: int) -> dict[str, float]:
+    """Return the ages of the step's sampled tokens, replayed ones left out (see `_ages`)."""
+    ages = _ages(taken.groups, base_version)
     sampled = len(ages)
     return {
         "batch/sampled_tokens": sampled,
-        "policy/version": step,
         "policy/age_mean": mean(ages) if sampled else 0.0,
         "policy/age_max": int(ages.max()) if sampled else 0,
         **{f"policy/age/{age}": mean(ages == age) for age in np.unique(ages).tolist()},
@@ -114,13 +114,17 @@ def _age_metrics(taken: StepGroups, step: int) -> dict[str, float]:
     }
 
 
-def _ages(groups: Sequence[RolloutGroup], version: int) -> np.ndarray:
-    """Return for every sampled token how many versions before ``version`` it was sampled."""
+def _ages(groups: Sequence[RolloutGroup], base_version: int) -> np.ndarray:
+    """Return the age of every sampled token.
+
+    Its age is the number of versions from the one that sampled it to the one that the step starts
+    from. On-policy tokens have age 0.
+    """
     samples = [
         sample for group in groups for rollout in group.rollouts for sample in rollout.samples
     ]
-    sampled = [version - sample.policy_versions[sample.loss_mask] for sample in samples]
-    return np.concatenate(sampled) if sampled else np.zeros(0, np.int32)
+    ages = [base_version - sample.policy_versions[sample.loss_mask] for sample in samples]
+    return np.concatenate(ages) if ages else np.zeros(0, np.int32)
 
 
 def _mixed_version_share(taken: StepGroups) -> float:
@@ -131,10 +135,10 @@ def _mixed_version_share(taken: StepGroups) -> float:
 
 
 def _sync_metrics(sync: SyncReport) -> dict[str, float]:
-    """Return the metrics of an update of weights.
+    """Return the metrics of an update of the generators' weights, with its version.
 
-    In an asynchronous run this is the update to the version before the step's, so the version is
-    among them.
+    An asynchronous run records a step while the update to the step's own version is under way. The
+    newest update that has ended is then that of the step before.
     """
     metrics: dict[str, float] = {
         "perf/sync_version": sync.version,
@@ -149,7 +153,7 @@ def _sync_metrics(sync: SyncReport) -> dict[str, float]:
     return metrics
 
 
-def _replay_metrics(taken: StepGroups, version: int) -> dict[str, float]:
+def _replay_metrics(taken: StepGroups, base_version: int) -> dict[str, float]:
     """Return the metrics of the groups that the step trains on again."""
     if not taken.replayed:
         return {}
@@ -157,14 +161,14 @@ def _replay_metrics(taken: StepGroups, version: int) -> dict[str, float]:
         "replay/groups": len(taken.replayed),
         "replay/rollouts": sum(len(group.rollouts) for group in taken.replayed),
     }
-    ages = _ages(taken.replayed, version)
+    ages = _ages(taken.replayed, base_version)
     if len(ages):
         metrics |= {"replay/age_mean": mean(ages), "replay/age_max": int(ages.max())}
     return metrics
 
 
 def _demonstration_metrics(taken: StepGroups) -> dict[str, float]:
-    """Return the number of a dataset's conversations by task, and of the tokens trained on."""
+    """Return the number of conversations of datasets by task, and of their tokens with weight."""
     metrics: Counter[str] = Counter()
     rollouts = [rollout for group in taken.groups for rollout in group.rollouts if rollout.static]
     for rollout in rollouts:
@@ -190,15 +194,15 @@ def _rollout_metrics(taken: StepGroups) -> dict[str, float]:
         return {}
     rewards = np.array([rollout.reward for rollout in rollouts])
     # A rollout that is compared with no other has no spread.
-    spreads = [np.std(group.rewards) for group in taken.sampled if len(group.rollouts) > 1]
-    spreads = spreads or [np.float64(0)]
+    compared = [group.rewards for group in taken.sampled if len(group.rollouts) > 1] or [[0.0]]
     lengths = np.array([rollout.completion_tokens for rollout in rollouts])
     metrics = {
         "rollout/count": len(rollouts),
         "rollout/reward_mean": mean(rewards),
         "rollout/reward_std": float(rewards.std()),
-        "rollout/reward_std_in_group": mean(spreads),
-        "rollout/groups_all_equal": mean([spread == 0 for spread in spreads]),
+        "rollout/reward_std_in_group": mean([np.std(rewards) for rewards in compared]),
+        # Not by the spread: rounding gives three rewards of 0.1 one of 1e-17.
+        "rollout/groups_all_equal": mean([min(rewards) == max(rewards) for rewards in compared]),
         "rollout/completion_tokens_mean": mean(lengths),
         "rollout/completion_tokens_max": int(lengths.max()),
         "rollout/turns_mean": mean([len(rollout.turns) for rollout in rollouts]),

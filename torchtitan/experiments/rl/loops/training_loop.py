@@ -77,9 +77,10 @@ class TrainingLoop:
         self._sleep = sleep
         self._stopwatch = Stopwatch()
         self._lag = lag or LoopLag()
-        self._sync: asyncio.Task[SyncReport] | None = None
-        """The weight update that is under way."""
+        self._updating: asyncio.Task[SyncReport] | None = None
+        """Weight update of the version that was published last; None once it was waited for."""
         self._last_sync: SyncReport | None = None
+        """Report of the newest update that was waited for."""
         self._stopping = False
 
     async def run(self) -> None:
@@ -116,8 +117,8 @@ class TrainingLoop:
     async def close(self) -> None:
         """Cancel the evaluation and the weight update that are under way."""
         await self._validator.close()
-        if self._sync is not None:
-            self._sync.cancel()
+        if self._updating is not None:
+            self._updating.cancel()
 
     async def _take_steps(self) -> None:
         while self.steps_done < self._steps and not self._stopping:
@@ -217,15 +218,19 @@ class TrainingLoop:
             ledger=self._rollouts.ledger.counts(),
         )
         for watcher in self._watchers:
-            watcher.step_taken(record)
+            watcher.step_recorded(record)
 
     # Publishing a version.
 
     async def _publish(self, version: int) -> None:
-        """Start publishing a version; in a synchronous run, wait until the generators hold it."""
+        """Start publishing a version; in a synchronous run, wait until the generators hold it.
+
+        Every step publishes the version that it has made. The generators load one at a time: the
+        version before is waited for first.
+        """
         await self._wait_for_update()
         copied = await self._weights.copy_out(version)
-        self._sync = asyncio.create_task(self._update(copied))
+        self._updating = asyncio.create_task(self._update(copied))
         if self._synchronous:
             await self._wait_for_update()
 
@@ -245,9 +250,9 @@ class TrainingLoop:
 
     async def _wait_for_update(self) -> None:
         """Wait until the generators hold the version that was published last."""
-        if self._sync is not None:
-            self._last_sync = await self._sync
-            self._sync = None
+        if self._updating is not None:
+            self._last_sync = await self._updating
+            self._updating = None
 
     # Evaluating the first and the last version. Those between are evaluated beside the steps.
 

@@ -30,7 +30,8 @@ from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
 class Validator:
     """Runs evaluations as asyncio tasks.
 
-    An evaluation that is due while its task's previous one still runs is left out, and counted.
+    An evaluation of a task is left out, and counted, if examples of the task still run for the
+    evaluation before.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a run, each built elsewhere
@@ -64,10 +65,13 @@ class Validator:
             for name, task in tasks.items()
             if task.validation is not None
         }
-        self._running: list[str] = []
-        """Names of the tasks that are being evaluated."""
         self._evaluations: set[asyncio.Task[None]] = set()
         """Evaluations under way, each of the tasks that were due at one step."""
+        self._running: list[str] = []
+        """Names of the tasks whose examples are being run."""
+        self._unreported: list[str] = []
+        """Names of the tasks of all evaluations under way. An evaluation ends with its slowest
+        task: the others are in this list and no longer in `_running`."""
         self._reports: list[ValidationReport] = []
         """Evaluations that have ended since the last `take`."""
         self._left_out: Counter[str] = Counter()
@@ -104,9 +108,9 @@ class Validator:
                 for name, config in self._configs.items()
                 if config.every > 0 and self._begun_of_task.get(name) != step
             ]
-            self._start(names, step, alone=True, label=f"{step}.final")
+            self._start(names, step, all_at_once=True, label=f"{step}.final")
         else:
-            self._start(self.due(step), step, alone=step == 0, label=str(step))
+            self._start(self.due(step), step, all_at_once=step == 0, label=str(step))
 
     async def wait(self) -> None:
         """Wait until no evaluation is under way, or `stop` was called."""
@@ -139,7 +143,7 @@ class Validator:
         """Return the state that a checkpoint keeps."""
         return ValidatorState(
             begun=self._begun,
-            running=list(self._running),
+            running=sorted(set(self._unreported)),
             left_out=dict(self._left_out),
             reports=list(self._reports),
         )
@@ -155,13 +159,14 @@ class Validator:
         self._reports = list(state.reports)
         due = self.due(step) if state.begun < step else []
         names = [name for name in self._configs if name in due or name in state.running]
-        self._start(names, step, alone=False, label=str(step))
+        self._start(names, step, all_at_once=False, label=str(step))
 
-    def _start(self, names: Sequence[str], step: int, *, alone: bool, label: str) -> None:
-        """Begin an evaluation of the tasks that are not being evaluated already.
+    def _start(self, names: Sequence[str], step: int, *, all_at_once: bool, label: str) -> None:
+        """Begin an evaluation of the tasks whose examples are not being run already.
 
         Args:
-            alone: True to run all examples at once, as at the start and the end of a run.
+            all_at_once: True to run all examples side by side, as at the start and the end of a
+                run; False to leave training its share of the generators.
             label: name of the evaluation in the records.
         """
         self._left_out.update(name for name in names if name in self._running)
@@ -169,9 +174,11 @@ class Validator:
         if not begun:
             return
         self._running += begun
+        self._unreported += begun
         self._begun_of_task |= dict.fromkeys(begun, step)
         evaluation = asyncio.create_task(
-            self._evaluate(begun, step, alone=alone, label=label), name=f"validation-{step}"
+            self._evaluate(begun, step, all_at_once=all_at_once, label=label),
+            name=f"validation-{step}",
         )
         self._evaluations.add(evaluation)
         evaluation.add_done_callback(self._ended)
@@ -180,24 +187,39 @@ class Validator:
         self._evaluations.discard(evaluation)
         self._changed.set()
 
-    async def _evaluate(self, names: Sequence[str], step: int, *, alone: bool, label: str) -> None:
-        """Evaluate tasks side by side, and make one report of them all."""
-        metrics: dict[str, float] = {}
+    async def _evaluate(
+        self, names: Sequence[str], step: int, *, all_at_once: bool, label: str
+    ) -> None:
+        """Evaluate tasks side by side, record their groups, and make one report of them all."""
+        groups: dict[str, list[RolloutGroup]] = {}
 
-        async def measure(name: str) -> None:
+        async def run(name: str) -> None:
             try:
-                metrics.update(await self._measure(name, alone=alone, label=label))
+                groups[name] = await self._run_examples(name, all_at_once=all_at_once)
             finally:
                 self._running.remove(name)
 
         try:
             async with asyncio.TaskGroup() as evaluations:
                 for name in names:
-                    evaluations.create_task(measure(name), name=f"validation-{name}-{step}")
-        except ExceptionGroup as failed:
-            self._on_failure(_first_error(failed))
-            return
+                    evaluations.create_task(run(name), name=f"validation-{name}-{step}")
+            # Nothing is awaited from here on. So a checkpoint has the report and the records of all
+            # tasks, or none of them, and then a resumed run begins the evaluation again.
+            report = self._report(step, {name: groups[name] for name in names})
+            self._reports.append(report)
+            for name in names:
+                self._unreported.remove(name)
+            if self._recorder is not None:
+                ended = [labelled(group, label) for name in names for group in groups[name]]
+                self._recorder.record_validation(ended)
+        except Exception as error:  # noqa: BLE001 - it ends the run, by `on_failure`
+            self._on_failure(_first_error(error))
 
+    def _report(self, step: int, groups: dict[str, list[RolloutGroup]]) -> ValidationReport:
+        """Return the report of an evaluation, given the groups of each of its tasks."""
+        metrics: dict[str, float] = {}
+        for name, of_task in groups.items():
+            metrics |= evaluation_metrics(name, of_task, self._configs[name])
         rewards = [value for name, value in metrics.items() if name.endswith("/reward")]
         metrics["validation/step"] = step
         for name, count in self._left_out.items():
@@ -205,10 +227,10 @@ class Validator:
         reward = mean(rewards) if rewards else None
         if reward is not None:
             metrics["validation/reward"] = reward
-        self._reports.append(ValidationReport(step=step, reward=reward, metrics=metrics))
+        return ValidationReport(step=step, reward=reward, metrics=metrics)
 
-    async def _measure(self, name: str, *, alone: bool, label: str) -> dict[str, float]:
-        """Run a task's examples and record their groups. Returns the task's metrics."""
+    async def _run_examples(self, name: str, *, all_at_once: bool) -> list[RolloutGroup]:
+        """Run the attempts at each of a task's examples, and return a group for each example."""
         task = self._tasks[name]
         config = self._configs[name]
         sampling = replace(task.config.sampling, temperature=config.temperature)
@@ -217,8 +239,8 @@ class Validator:
         owner = f"validation of task {name!r}"
         size = await self._ordered.call(count_examples, dataset, owner=owner)
         examples = min(config.examples, size)
-        at_once = examples if alone else max(1, config.max_concurrency // config.attempts)
-        places = asyncio.Semaphore(at_once)
+        beside_training = max(1, config.max_concurrency // config.attempts)
+        places = asyncio.Semaphore(examples if all_at_once else beside_training)
 
         async def run(index: int) -> RolloutGroup:
             async with places:
@@ -241,16 +263,7 @@ class Validator:
         # If one fails, the others are cancelled.
         async with asyncio.TaskGroup() as attempts:
             runs = [attempts.create_task(contained(run(index))) for index in range(examples)]
-        groups = [run.result() for run in runs]
-        metrics = evaluation_metrics(name, groups, config)
-        if self._recorder is not None:
-            # Only now that all have ended: a checkpoint has all the records of an evaluation, or
-            # begins it again.
-            for group in groups:
-                group = labelled(group, label)
-                outcomes = {rollout.rollout_id: "validation" for rollout in group.rollouts}
-                self._recorder.record(group, outcomes, kind="validation")
-        return metrics
+        return [run.result() for run in runs]
 
 
 def labelled(group: RolloutGroup, label: str) -> RolloutGroup:
@@ -265,10 +278,9 @@ def labelled(group: RolloutGroup, label: str) -> RolloutGroup:
     return group
 
 
-def _first_error(failed: ExceptionGroup) -> Exception:
-    """Return the first error of nested groups."""
-    first = failed.exceptions[0]
-    return _first_error(first) if isinstance(first, ExceptionGroup) else first
+def _first_error(error: Exception) -> Exception:
+    """Return the error, or the first of a group's, which may be in a group itself."""
+    return _first_error(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
 
 
 def evaluation_metrics(
@@ -313,7 +325,8 @@ def evaluation_metrics(
 def pass_at_k(n: int, passed: int, k: int) -> float:
     """Return the unbiased estimate of the chance that one of k attempts passes.
 
-    1 - C(n - c, k) / C(n, k), where c of n attempts passed: equation 1 of Chen et al.,
-    arXiv:2107.03374.
+        1 - C(n - passed, k) / C(n, k)
+
+    where ``passed`` of n attempts passed: equation 1 of Chen et al., arXiv:2107.03374.
     """
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)

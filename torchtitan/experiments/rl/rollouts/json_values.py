@@ -40,6 +40,25 @@ def json_value(value: Any) -> Any:  # noqa: ANN401 - of a user's
     return json.loads(json_text(value))
 
 
+def is_json(value: object) -> bool:
+    """Return True if JSON can hold the whole value: `json_value` returns one that is equal to it.
+
+    A tuple and an array are none: they are read again as lists.
+
+    Raises:
+        RecursionError: the value contains itself, or is nested too deep.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and all(map(is_json, value.values()))
+    if isinstance(value, list):
+        return all(map(is_json, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, str | int | None)
+
+
 def shown(value: object) -> str:
     """Return the ``repr`` of an object, or a text that says why it has none."""
     try:

@@ -12,7 +12,7 @@ import logging
 import queue
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,8 @@ from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 logger = logging.getLogger(__name__)
 
 QUEUED_GROUPS = 1024
-"""Maximum number of groups that wait for the thread. A step ends all of its groups at once."""
+"""Maximum number of entries that wait for the thread. An entry is a group, or all groups of an
+evaluation. A step ends all of its groups at once."""
 
 CLOSE_LIMIT_S = 120.0
 """Maximum time that the end of a run waits for queued groups, because a network disk may hang."""
@@ -91,7 +92,8 @@ class RolloutRecorder(Configurable):
         the rollout itself."""
         self._has_ended = False
         """True once the disk has failed or the file is full: the thread writes nothing more."""
-        self._queue: queue.Queue[EndedGroup | Future[int] | None] = queue.Queue(QUEUED_GROUPS)
+        self._queue: queue.Queue[list[EndedGroup] | Future[int] | None]
+        self._queue = queue.Queue(QUEUED_GROUPS)
         self._thread: threading.Thread | None = None
         if config.fraction > 0:
             self._thread = threading.Thread(target=self._run, name="rollout-recorder", daemon=True)
@@ -124,17 +126,38 @@ class RolloutRecorder(Configurable):
         Args:
             outcomes: column of the ledger by rollout id; "validation" for a validation's group.
         """
-        if self._thread is None or not self.chosen(group.group_id):
+        self._hand_over([EndedGroup(group=group, outcomes=dict(outcomes), kind=kind)])
+
+    def record_validation(self, groups: Sequence[RolloutGroup]) -> None:
+        """Have those groups of an evaluation written that are chosen, and return at once.
+
+        They are one entry of the queue: an evaluation may have more groups than the queue has
+        places, and ends all of them at once.
+        """
+        self._hand_over(
+            [
+                EndedGroup(
+                    group=group,
+                    outcomes={rollout.rollout_id: "validation" for rollout in group.rollouts},
+                    kind="validation",
+                )
+                for group in groups
+            ]
+        )
+
+    def _hand_over(self, ended: list[EndedGroup]) -> None:
+        chosen = [entry for entry in ended if self.chosen(entry.group.group_id)]
+        if self._thread is None or not chosen:
             return
         try:
-            self._queue.put_nowait(EndedGroup(group=group, outcomes=dict(outcomes), kind=kind))
+            self._queue.put_nowait(chosen)
         except queue.Full:
             if not self._dropped:
                 logger.warning(
                     "%s can't keep up: groups are dropped from it; lower recorder.fraction",
                     self.path,
                 )
-            self._dropped += len(group.rollouts)
+            self._dropped += sum(len(entry.group.rollouts) for entry in chosen)
 
     def size_by_now(self) -> Future[int] | None:
         """Return the file's size in bytes once every group handed over so far is in it.
@@ -177,22 +200,28 @@ class RolloutRecorder(Configurable):
             if isinstance(item, Future):
                 self._answer_size(item)
                 continue
-            is_written = False
-            try:
-                if not self._has_ended:
-                    file = file or RecordFile(self.path)
-                    is_written = self._write(file, item)
-            except OSError as error:
-                self._end(f"{type(error).__name__}: {error}")
-            except Exception:  # noqa: BLE001 - no record of a rollout is worth the run
-                if not self._unwritten:
-                    logger.exception("group %s can't be recorded", item.group.group_id)
-            if is_written:
-                self.recorded += len(item.group.rollouts)
-            else:
-                self._unwritten += len(item.group.rollouts)
+            for ended in item:
+                file = self._write_or_count(file, ended)
         if file is not None:
             file.close()
+
+    def _write_or_count(self, file: RecordFile | None, ended: EndedGroup) -> RecordFile | None:
+        """Append a group, or count it as unwritten. Return the file, which is opened if need be."""
+        is_written = False
+        try:
+            if not self._has_ended:
+                file = file or RecordFile(self.path)
+                is_written = self._write(file, ended)
+        except OSError as error:
+            self._end(f"{type(error).__name__}: {error}")
+        except Exception:  # noqa: BLE001 - no record of a rollout is worth the run
+            if not self._unwritten:
+                logger.exception("group %s can't be recorded", ended.group.group_id)
+        if is_written:
+            self.recorded += len(ended.group.rollouts)
+        else:
+            self._unwritten += len(ended.group.rollouts)
+        return file
 
     def _answer_size(self, size: Future[int]) -> None:
         try:

@@ -18,14 +18,14 @@ The structs of this file are the format. Three rules keep a line exact and short
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
 from torchtitan.experiments.rl.printable import printable_line
-from torchtitan.experiments.rl.rollouts.json_values import json_text, shown
+from torchtitan.experiments.rl.rollouts.json_values import is_json, json_text, shown
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import (
     Completion,
@@ -226,6 +226,14 @@ def plain_example(example: DataSample) -> dict[str, Any]:
     """Return an example's fields as they are read from a record of its rollouts."""
     written = msgspec.structs.asdict(_written_example(example, example.env_input))
     return {name: json.loads(bytes(text)) for name, text in written.items()}
+
+
+def is_json_example(example: DataSample) -> bool:
+    """Return True if JSON can hold the whole example, so that `plain_example` is equal to it."""
+    try:
+        return all(is_json(getattr(example, field.name)) for field in fields(example))
+    except RecursionError:  # it contains itself, and its group fails for that
+        return False
 
 
 # ---- arrays and values of user code: hooks of msgspec

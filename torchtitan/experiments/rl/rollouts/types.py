@@ -226,13 +226,21 @@ class Rollout(Freezable):
             ValueError: ``value`` is neither, or a number is not finite in float32.
         """
         counts = [int(np.count_nonzero(sample.loss_mask)) for sample in self.samples]
-        sampled = sum(counts)
+        advantages = self._checked_advantages(value, sum(counts))
+        start = 0
+        for sample, count in zip(self.samples, counts, strict=True):
+            sample.advantages = np.zeros(len(sample), np.float32)
+            sample.advantages[sample.loss_mask] = advantages[start : start + count]
+            start += count
+
+    def _checked_advantages(self, value: float | Sequence[float], sampled: int) -> np.ndarray:
+        """Return the advantages of the rollout's ``sampled`` tokens; see `assign_advantages`."""
         is_array_scalar = isinstance(value, np.ndarray) and value.ndim == 0
         is_one_number = is_array_scalar or isinstance(value, numbers.Real | np.bool_)
         values = np.full(sampled, value) if is_one_number else value
         try:
             advantages = checked_stream("advantages", values, sampled)
-        except ValueError as error:
+        except ValueError as error:  # which ends with "want 5 numbers, one for each token"
             raise ValueError(
                 f"rollout {self.rollout_id}: {error} sampled, or one number for all of them"
             ) from None
@@ -243,11 +251,7 @@ class Rollout(Freezable):
                 f"rollout {self.rollout_id}: the advantage {given} is not a finite number that "
                 "float32 holds"
             )
-        start = 0
-        for sample, count in zip(self.samples, counts, strict=True):
-            sample.advantages = np.zeros(len(sample), np.float32)
-            sample.advantages[sample.loss_mask] = advantages[start : start + count]
-            start += count
+        return advantages
 
 
 @dataclass(kw_only=True, slots=True)

@@ -492,7 +492,7 @@ class Attempt(RunEvents):
         self._last_step_at = now
         self._last_busy_s = busy_s
 
-    def step_taken(self, record: StepRecord) -> None:
+    def step_recorded(self, record: StepRecord) -> None:
         """Check the invariants, and record the step.
 
         Raises:

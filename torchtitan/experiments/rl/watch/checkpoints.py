@@ -101,7 +101,7 @@ class RunCheckpoints(RunEvents):
         self.saved_step = step
         self.newest = checkpoint
 
-    def step_taken(self, record: StepRecord) -> None:
+    def step_recorded(self, record: StepRecord) -> None:
         """Note a step whose metrics are logged: what follows in it may fail."""
         self._step = record.step
 

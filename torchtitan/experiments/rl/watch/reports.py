@@ -65,7 +65,7 @@ class RunReports(RunEvents):
         self._metrics.log(report.step, report.metrics)
         self._show(report, "before the first step")
 
-    def step_taken(self, record: StepRecord) -> None:
+    def step_recorded(self, record: StepRecord) -> None:
         """Log a step's metrics, and print its line.
 
         Raises:
