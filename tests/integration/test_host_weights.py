@@ -250,6 +250,27 @@ async def test_a_reader_that_is_made_again_reads_the_version_again_and_the_engin
     await assert_holds(world, "c")
 
 
+async def test_engines_that_find_the_memory_of_a_dead_reader_gone_load_from_the_next(
+    world, monkeypatch
+):
+    procs = spawn("short_lived", "c")
+    reader = procs.spawn("reader", WeightReader, run_dir=world.folder, index=9)
+    process = SpawnedProcess(procs=procs, actor=reader, life=Lifetime("host c"))
+    await world.readers.admit("host c", process)
+
+    async def load_after_its_death(version, canary_token_ids):
+        monkeypatch.undo()
+        await procs.stop()
+        world.readers.lose("host c")
+        await world.start_reader("host c", 2)
+        return await world.client.update_weights(version, canary_token_ids)
+
+    monkeypatch.setattr(world.client, "update_weights", load_after_its_death)
+    report = await world.deliver()
+    assert report.version == world.version and report.canary_max_diff < 1e-5
+    await assert_holds(world, "c")
+
+
 async def test_a_host_reads_from_another_reader_what_that_has_read(world):
     first, second = world.reader(2), world.reader(4)
     for _ in range(3):

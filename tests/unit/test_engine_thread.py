@@ -364,6 +364,17 @@ async def test_a_snapshot_that_is_gone_fails_its_update_alone_and_lets_go_of_wha
     assert (await asyncio.wait_for(update, LIMIT_S)).version == 1
 
 
+async def test_a_canary_that_fails_in_a_step_fails_its_update(harness):
+    step = harness.engine.step
+    harness.engine.step = lambda: [
+        RequestFailed(request_id=result.request_id, cause="no logits") for result in step()
+    ]
+    update = await harness.update(1, "keep")
+    await harness.step()
+    with pytest.raises(RunError, match="^the canary: no logits$"):
+        await asyncio.wait_for(update, LIMIT_S)
+
+
 @pytest.mark.parametrize("how", MODES)
 async def test_an_engine_that_fails_ends_every_update_that_waits_for_it_and_those_asked_for_later(
     harness, how

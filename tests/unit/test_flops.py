@@ -50,6 +50,28 @@ def test_utilisation_is_of_the_time_since_the_last_lap_and_of_a_ranks_share_of_t
     assert counted.lap_utilisation() == 0.0
 
 
+def test_a_lap_that_comes_while_a_batch_is_counted_counts_nothing_twice(monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(flops_module.time, "monotonic", lambda: clock.now)
+    laps = []
+
+    class Interrupted(ModelFlops):
+        """The other thread asks for a lap at this moment."""
+
+        def of_batch(self, batch):
+            flops = super().of_batch(batch)
+            clock.now += 1
+            laps.append(self.lap_utilisation())
+            return flops
+
+    counted = Interrupted(per_token=10, per_place=1, peak=95.0)
+    for _ in range(3):
+        counted.add(BATCH)
+    clock.now += 1
+    laps.append(counted.lap_utilisation())
+    assert laps == [0.0, 1.0, 1.0, 1.0]
+
+
 def test_a_device_whose_peak_is_not_known_has_no_utilisation(monkeypatch):
     assert peak_flops(torch.device("cpu")) is None
     assert ModelFlops(per_token=10, per_place=1, peak=None).lap_utilisation() is None

@@ -141,6 +141,18 @@ async def test_an_engine_that_stops_is_reported_and_its_requests_wait(connect): 
     assert (await task).finish_reason == "stop"
 
 
+async def test_results_that_can_not_be_read_stop_the_replica_that_sent_them(connect):  # noqa: F811
+    stopped = []
+    client, (replica,) = await connect(
+        on_stopped=lambda index, cause: stopped.append((index, cause))
+    )
+    generate(open_session(client))
+    await settle()
+    await replica.send(["a result of no kind"])
+    ((index, cause),) = stopped
+    assert index == 0 and cause.startswith("its results can't be read: AttributeError: ")
+
+
 async def test_a_replica_that_is_lost_while_it_is_admitted_gets_no_request(connect):  # noqa: F811
     client, replicas = await connect(1)
     late = Replica()

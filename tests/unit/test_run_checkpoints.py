@@ -15,7 +15,13 @@ from torchtitan.experiments.rl.checkpointing.folder import (
     newest_valid,
     verify,
 )
+from torchtitan.experiments.rl.command.checks import checked_plan
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.controller import run as run_module
+from torchtitan.experiments.rl.controller.run import Observers, Run
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.fleet.context import RunContext
+from torchtitan.experiments.rl.fleet.fleet import Fleet
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.watch.checkpoints import RunCheckpoints
 
@@ -80,7 +86,7 @@ async def test_a_trainer_that_dies_leaves_no_part_of_the_checkpoint_it_was_writi
     recorded.set_result(0)
     await asyncio.wait_for(closing, 60)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
-    saved.checkpoints.trainer_lost(ProcessLost("trainer rank 0", "killed by SIGKILL"))
+    saved.checkpoints.give_up("trainer rank 0 died: killed by SIGKILL")
     assert (
         saved.checkpoints.failure
         == "the state after step 5 is not saved: trainer rank 0 died: killed by SIGKILL"
@@ -122,8 +128,70 @@ async def test_nothing_is_lost_where_the_last_step_is_saved(tmp_path):
     saved.trainer.written.set()
     await saved.checkpoints.step_ended(2)
     await saved.checkpoints.close()
-    saved.checkpoints.trainer_lost(ProcessLost("trainer rank 0", "killed by SIGKILL"))
+    saved.checkpoints.give_up("trainer rank 0 died: killed by SIGKILL")
     assert saved.checkpoints.failure is None
+
+
+async def test_a_slow_checkpoint_counts_as_not_saved_until_it_is_written(tmp_path):
+    saved = Saved(tmp_path)
+    saved.checkpoints.step_taken(SimpleNamespace(step=3))
+    ending = asyncio.create_task(saved.checkpoints.finish())
+    await until(lambda: saved.checkpoints.writing)
+    ending.cancel()
+    saved.checkpoints.give_up("no answer within 120 s")
+    wanted = "the state after step 3 is not saved: no answer within 120 s"
+    assert saved.checkpoints.failure == wanted
+    saved.trainer.written.set()
+    await saved.checkpoints.close()
+    assert saved.checkpoints.failure is None and saved.checkpoints.newest.name == "step-000003"
+
+
+async def fail_after_step_3(saved: Saved, error: str, monkeypatch) -> None:
+    """Have a run fail that has taken three steps and saved none of them."""
+    folder = saved.checkpoints.context.run_dir
+    context = RunContext(checked_plan(rl_grpo_qwen3_debug()), folder)
+    run = Run(context, resumed=None, init_from=None)
+
+    async def set_up_and_fail():
+        run._observers = Observers(profile=None, reports=None, checkpoints=saved.checkpoints)
+        saved.checkpoints.step_taken(SimpleNamespace(step=3))
+        raise RunError(error)
+
+    monkeypatch.setattr(run, "_setup", set_up_and_fail)
+    with pytest.raises(RunError, match=f"^{error}$"):
+        await run.run()
+
+
+async def test_an_error_whose_state_takes_too_long_to_save_is_said_to_be_unsaved(
+    tmp_path, monkeypatch
+):
+    saved = Saved(tmp_path)
+    monkeypatch.setattr(run_module, "CLOSE_TIMEOUT_S", 0.1)
+    await fail_after_step_3(saved, "generator 0 and trainer disagree", monkeypatch)
+    wanted = "the state after step 3 is not saved: no answer within 0.1 s"
+    assert saved.checkpoints.failure.startswith(wanted)
+    saved.trainer.written.set()
+    await saved.checkpoints.close()
+
+
+async def test_steps_of_a_trainer_whose_host_died_are_said_to_be_unsaved(tmp_path, monkeypatch):
+    saved = Saved(tmp_path)
+    monkeypatch.setattr(Fleet, "trainer_unreachable", True)
+    await fail_after_step_3(saved, "host_1 died: no answer", monkeypatch)
+    wanted = "the state after step 3 is not saved: host_1 died: no answer"
+    assert saved.checkpoints.failure == wanted
+
+
+async def test_a_checkpoint_of_an_earlier_step_does_not_save_the_last(tmp_path):
+    saved = Saved(tmp_path)
+    await saved.checkpoints.step_ended(2)
+    saved.checkpoints.step_taken(SimpleNamespace(step=3))
+    saved.checkpoints.give_up("the trainer's host died")
+    saved.trainer.written.set()
+    await saved.checkpoints.close()
+    assert saved.checkpoints.newest.name == "step-000002"
+    wanted = "the state after step 3 is not saved: the trainer's host died"
+    assert saved.checkpoints.failure == wanted
 
 
 async def test_what_a_trainer_refuses_is_said_in_its_words_and_without_a_traceback(tmp_path):

@@ -195,7 +195,7 @@ def test_a_digest_does_not_depend_on_how_much_is_summed_at_once_or_where(most, m
     monkeypatch.setattr(snapshot_module, "_WORDS_OF_A_THREAD", most)
     monkeypatch.setattr(snapshot_module, "_WORDS_ON_CPU", most)
     assert [int(digest(tensor)) for tensor in tensors] == expected
-    monkeypatch.setattr(snapshot_module, "_WORDS", most)
+    monkeypatch.setattr(snapshot_module, "_WORDS_ON_GPU", most)
     on_gpu = [tensor.as_subclass(SaysGpu) for tensor in tensors]
     assert [int(digest(tensor)) for tensor in on_gpu] == expected
 

@@ -25,6 +25,34 @@ from torchtitan.experiments.rl.types import STREAMS, TrainingBatch, TrainingSamp
 ROOT = Path(__file__).resolve().parents[2]
 
 NEW_LINE = "    surprises: Annotated[OptionalArray, Stream(dtype=np.float32, fill=-7, in_loss=False)] = UNSET\n"
+NEW_CREDIT = """    entropy_weights: Annotated[
+        OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)
+    ] = UNSET
+"""
+
+USE_OF_THE_NEW_CREDIT = """
+import numpy as np
+from torchtitan.experiments.rl.batching.sample_checks import check_trainable
+from torchtitan.experiments.rl.rollouts.credit import check_draft, draft_rollout, take_credit
+from torchtitan.experiments.rl.rollouts.types import Rollout
+from torchtitan.experiments.rl.types import TrainingSample
+
+sample = TrainingSample(
+    token_ids=np.array([5, 6], np.int32), loss_mask=np.array([False, True]),
+    generator_logprobs=np.zeros(2, np.float32), policy_versions=np.zeros(2, np.int32),
+    advantages=np.ones(2, np.float32), task_name="t", rollout_id="t-0/0")
+rollout = Rollout(group_id="t-0", index_in_group=0, task_name="t", samples=[sample]).freeze()
+for weights in ([0.0, np.nan], [0.0, 0.5]):
+    draft = draft_rollout(rollout)
+    draft.samples[0].entropy_weights = np.array(weights)
+    try:
+        check_draft(rollout, draft, check_trainable)
+    except ValueError as error:
+        print(error)
+    else:
+        take_credit(rollout, draft)
+print(rollout.samples[0].entropy_weights.dtype, rollout.samples[0].entropy_weights.tolist())
+"""
 
 USE_OF_THE_NEW_STREAM = """
 import sys
@@ -55,26 +83,38 @@ print(first.dtype, first.tolist(), second)
 """
 
 
-def test_one_line_in_types_adds_a_stream_from_sample_to_batch_to_record(tmp_path):
+def printed_with(declaration: str, program: str, folder: Path) -> list[str]:
+    """Return what a program prints with one more stream declared, in a copy of the library."""
     shutil.copytree(
-        ROOT / "torchtitan", tmp_path / "torchtitan", ignore=shutil.ignore_patterns("__pycache__")
+        ROOT / "torchtitan", folder / "torchtitan", ignore=shutil.ignore_patterns("__pycache__")
     )
-    types = tmp_path / "torchtitan" / "experiments" / "rl" / "types.py"
+    types = folder / "torchtitan" / "experiments" / "rl" / "types.py"
     before, found, after = types.read_text().partition("    ref_logprobs: Annotated")
     assert found
-    types.write_text(before + NEW_LINE + found + after)
+    types.write_text(before + declaration + found + after)
 
-    (tmp_path / "run").mkdir()
-    command = [sys.executable, "-c", USE_OF_THE_NEW_STREAM, str(tmp_path / "run")]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    (folder / "run").mkdir()
+    command = [sys.executable, "-c", program, str(folder / "run")]
+    env = {**os.environ, "PYTHONPATH": str(folder)}
     result = subprocess.run(
-        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        command, env=env, cwd=folder, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_one_line_in_types_adds_a_stream_from_sample_to_batch_to_record(tmp_path):
     # Two samples of 3 tokens and 2 tokens of padding in one row.
-    assert result.stdout.splitlines()[-2:] == [
+    assert printed_with(NEW_LINE, USE_OF_THE_NEW_STREAM, tmp_path)[-2:] == [
         "torch.float32 [[0.5, nan, -1.0, -7.0, -7.0, -7.0, -7.0, -7.0]]",
         "float32 [0.5, nan, -1.0] None",
+    ]
+
+
+def test_a_new_stream_that_algorithms_write_is_checked_and_taken_over_like_the_others(tmp_path):
+    assert printed_with(NEW_CREDIT, USE_OF_THE_NEW_CREDIT, tmp_path)[-2:] == [
+        "entropy_weights is nan at token 1, want a finite number that float32 holds",
+        "float32 [0.0, 0.5]",
     ]
 
 

@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.compat.monarch import ProcessDeath
@@ -184,6 +185,23 @@ async def test_a_role_that_dies_while_it_is_made_is_made_again(stage):
         and made.done[-1] == "connect"
         and watching.supervisor.restarts.counts["generator_1"] == 1
     )
+    await watching.supervisor.close()
+
+
+async def test_a_death_that_a_call_sees_before_the_supervisor_is_one_of_the_role():
+    made, watching = Generator(), Watching()
+    await watching.supervisor.start(made)
+    connect = made.connect
+
+    async def connect_to_the_dead(process):
+        made.connect = connect
+        asyncio.get_running_loop().call_later(0.01, made.die)
+        raise SupervisionError("Actor X exited because of the following reason: gone")
+
+    made.connect = connect_to_the_dead
+    await watching.supervisor.connect(made)
+    assert made.done == ["spawn", "set up", "disconnect", "spawn", "set up", "connect"]
+    assert watching.lines == [f"generator 1 died: {KILLED}; made again (1 of 3)"]
     await watching.supervisor.close()
 
 

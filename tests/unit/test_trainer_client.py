@@ -158,3 +158,11 @@ async def test_a_batch_on_which_a_rank_fails_is_kept(tmp_path):
         await client.step(plan_of(["first"], ["second"]), 7)
     assert client.failed_batch == tmp_path / "failed-batch-7.pt"
     assert torch.load(client.failed_batch) == [["first"], ["second"]]
+
+
+async def test_a_batch_that_can_not_be_written_hides_nothing_of_the_failure(tmp_path, caplog):
+    client = await connected(Mesh(0, 0, 1, 1, size=2, broken=3), tmp_path / "gone")
+    with pytest.raises(RuntimeError, match="^rank 3 is broken$"):
+        await client.step(plan_of(["first"], ["second"]), 7)
+    assert client.failed_batch is None
+    assert "the batch of step 7 can't be written" in caplog.text

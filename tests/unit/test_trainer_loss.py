@@ -1,5 +1,6 @@
 """What the Controller does when the trainer dies: the parts here end as a list says, and the checkpoints are folders."""
 
+import asyncio
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,6 +236,25 @@ async def test_nothing_is_built_while_a_checkpoint_is_being_written(lost):
     ):
         await run.run((21, writing))
     assert len(Parts.made) == 1
+
+
+async def test_a_status_that_can_not_be_drawn_is_said_once_and_the_run_goes_on(lost, caplog):
+    run = lost()
+    drawn = []
+
+    def draw():
+        drawn.append(True)
+        raise LookupError("unknown encoding: x")
+
+    run.controller._console.draw = draw
+
+    async def last_step(parts):
+        await asyncio.sleep(0.01)
+
+    await run.run((100, last_step))
+    assert run.summary.stopped_by is None and len(drawn) == 1
+    (line,) = [record for record in caplog.records if "status" in record.message]
+    assert "LookupError: unknown encoding: x" in line.message
 
 
 async def test_other_errors_end_the_run_as_before(lost):

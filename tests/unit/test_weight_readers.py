@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from monarch.actor import ActorError
 
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.errors import PeerGone, RunError
@@ -23,10 +24,10 @@ from torchtitan.experiments.rl.weights.reader import (
     Fetched,
     WeightReader,
     copy_key,
-    fetch,
     manifest_key,
     memory_key,
     on_this_host,
+    read_offered,
 )
 from torchtitan.experiments.rl.weights.snapshot import (
     Manifest,
@@ -246,7 +247,9 @@ async def test_a_read_that_fails_ends_the_fetch_and_the_reads_beside_it():
 
     target = torch.zeros(2 * reader_module.READ_BYTES, dtype=torch.uint8)
     with pytest.raises(ConnectionError, match="the host is gone"):
-        await fetch([SimpleNamespace(read_into=slow), SimpleNamespace(read_into=broken)], target)
+        await read_offered(
+            [SimpleNamespace(read_into=slow), SimpleNamespace(read_into=broken)], target
+        )
     assert ended == [True]
 
 
@@ -269,11 +272,16 @@ class ReaderProcess:
         self.may_answer.set()
 
         self.sources: list[str] = []
+        self.fault: Exception | None = None
+        """Error of the next fetch."""
 
         async def answer(version: int, source: str, serves: bool) -> Fetched:
             self.fetched.append(version)
             self.sources.append(source)
             await self.may_answer.wait()
+            if self.fault is not None:
+                fault, self.fault = self.fault, None
+                raise ActorError(fault)  # as Monarch delivers what an endpoint raises
             own = str(id(self)) if serves else ""
             return Fetched(
                 source=own, nbytes=nbytes if self.fetched.count(version) == 1 else 0, seconds=0.1
@@ -372,6 +380,36 @@ async def test_a_host_that_reads_from_a_reader_that_dies_reads_from_another():
     assert len(reads_from_first.sources) == 2 and reads_from_first.sources[1] != str(id(first))
 
 
+async def test_a_trainer_that_can_not_be_read_ends_the_fetch_by_the_error_of_its_reader():
+    readers, reader, other = WeightReaders(["host 1", "host 2"]), ReaderProcess(), ReaderProcess()
+    reader.fault = PeerGone("version 1 can't be read from host a: no route")
+    other.may_answer.clear()
+    await readers.admit("host 1", reader.part)
+    await readers.admit("host 2", other.part)
+    with pytest.raises(PeerGone, match="^version 1 can't be read from host a: no route$"):
+        await readers.fetch(1)
+
+
+async def test_a_reader_that_can_not_be_read_is_passed_over():
+    processes = {f"host {index}": ReaderProcess() for index in range(6)}
+    readers = WeightReaders(processes)
+    first, *others = processes.values()
+    await readers.admit("host 0", first.part)
+    fetching = asyncio.create_task(readers.fetch(1))
+    await iterations()  # it has the version
+    for process in others:
+        process.may_answer.clear()
+    for host in [*processes][1:]:
+        await readers.admit(host, processes[host].part)
+    await iterations()
+    reads_from_first = next(process for process in others if process.sources == [str(id(first))])
+    reads_from_first.fault = PeerGone("version 1 can't be read from host 0: no route")
+    for process in others:
+        process.may_answer.set()
+    await fetching
+    assert len(reads_from_first.sources) > 1, "it was asked to read from another"
+
+
 def sync_with(copies: WeightReaders, load) -> WeightSync:
     async def answer(value):
         return value
@@ -398,7 +436,7 @@ async def test_generators_that_find_a_dead_readers_memory_gone_load_from_the_nex
         loads.append(version)
         if len(loads) == 1:
             first.life.end("killed by SIGKILL")
-            raise RunError("generator 0: the memory is gone")
+            raise ActorError(PeerGone("generator 0: the memory is gone"))
         return {}
 
     updating = asyncio.create_task(
@@ -417,7 +455,7 @@ async def test_generators_that_fail_for_another_reason_end_the_update():
     await readers.admit("host 1", reader.part)
 
     async def load(version, canary_token_ids):
-        raise RunError("generator 0: the engine stopped")
+        raise ActorError(RunError("generator 0: the engine stopped"))
 
-    with pytest.raises(RunError, match="generator 0: the engine stopped"):
+    with pytest.raises(ActorError, match="generator 0: the engine stopped"):
         await sync_with(readers, load).update(CopiedOut(version=5, seconds=0.0))

@@ -73,15 +73,40 @@ async def test_replicas_that_hold_the_same_wrong_weights_do_not_pass_for_agreein
 
 def test_the_bound_of_bfloat16_follows_from_the_first_versions_and_that_of_float32_is_fixed():
     exact, learned = CanaryBound("float32"), CanaryBound("bfloat16")
-    for difference in (0.3, 0.1, 1.4, 0.2, 0.2):
+    for version, difference in enumerate((0.3, 0.1, 1.4, 0.2, 0.2)):
         assert (exact.nats, learned.nats) == (1e-3, 10.0)
-        exact.passed(5e-4)
-        learned.passed(difference)
+        exact.passed(version, 5e-4)
+        learned.passed(version, difference)
     assert exact.nats == 1e-3
     assert learned.nats == pytest.approx(7.0), "five times 1.4"
-    learned.passed(6.0)
+    learned.passed(5, 6.0)
     assert learned.nats == pytest.approx(7.0), "a later version moves it no more"
     small = CanaryBound("bfloat16")
-    for _ in range(5):
-        small.passed(0.01)
+    for version in range(5):
+        small.passed(version, 0.01)
     assert small.nats == 1.0
+
+
+async def test_replicas_that_join_at_the_first_version_do_not_make_the_bound_alone():
+    async def answer(value):
+        return value
+
+    def logprobs(difference: float) -> np.ndarray:
+        return np.full(CANARY_TOKENS, -1.0 - difference, np.float32)
+
+    trainer = SimpleNamespace(
+        size=lambda dim: 1,
+        slice=lambda procs: None,
+        score=SimpleNamespace(call=lambda ids: answer({0: logprobs(0.0)})),
+    )
+    bound = CanaryBound("bfloat16")
+    sync = WeightSync(trainer, None, text=np.arange(CANARY_TOKENS), bound=bound)
+    for replica in range(8):
+        actor = SimpleNamespace(
+            canary=SimpleNamespace(call_one=lambda ids, by=replica: answer(logprobs(by / 4)))
+        )
+        await sync.admit(replica, actor, lambda: answer(None))
+    assert bound.nats == 10.0, "one version was seen"
+    for version in range(1, 5):
+        bound.passed(version, 0.1)
+    assert bound.nats == pytest.approx(5 * 7 / 4)

@@ -80,10 +80,13 @@ def check_streams(sample: TrainingSample) -> None:
         values = getattr(sample, name)
         if values is not None:
             setattr(sample, name, checked_stream(name, values, len(sample)))
-    for name in ("rl_weights", "ce_weights", "ref_kl_weights"):
-        _check_finite(sample, name, None)
-    _check_finite(sample, "advantages", sample.rl_weights, sample.loss_mask)
-    _check_finite(sample, "ref_logprobs", sample.ref_kl_weights)
+    for name in CREDIT_STREAMS:
+        if name == "advantages":
+            _check_finite(sample, name, sample.rl_weights, sample.loss_mask)
+        elif name == "ref_logprobs":
+            _check_finite(sample, name, sample.ref_kl_weights)
+        else:
+            _check_finite(sample, name, None)
 
 
 def check_trainable(sample: TrainingSample) -> None:

@@ -43,14 +43,14 @@ OF_OTHERS[LRSchedulersContainer.Config] = {
 }
 MOST_ROLLOUTS = 1_000_000
 """Maximum number of rollouts of a step."""
-
-
 MOST_HOSTS = 256
 """Maximum number of hosts of a job that counts its hosts itself."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ProvisionConfig:
+    """Hosts and devices of a run, and which process stands where."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA where torch sees a GPU, or where the job's hosts have GPUs."""
     job: JobConfig = field(default_factory=ThisHostJob)
@@ -73,15 +73,22 @@ class ProvisionConfig:
     (``generator.engine.sleep``). On CPU it means ``share_cores``."""
 
     def resolve(self) -> Device:
-        elsewhere = self.job.has_gpus
-        if self.device == "cuda" and elsewhere is False:
+        """Return the device that trainer and generators compute on.
+
+        The job knows whether its hosts have GPUs, unless it takes this host: torch is asked then.
+
+        Raises:
+            ConfigError: CUDA is wanted, and the hosts, or torch here, have none.
+        """
+        hosts_have_gpus = self.job.has_gpus
+        if self.device == "cuda" and hosts_have_gpus is False:
             raise ConfigError(
                 "provision.device",
                 "cuda",
                 "the job's hosts have no GPUs (provision.job.gpus_per_host = 0)",
             )
-        if elsewhere is not None:
-            return "cuda" if elsewhere and self.device != "cpu" else "cpu"
+        if hosts_have_gpus is not None:
+            return "cuda" if hosts_have_gpus and self.device != "cpu" else "cpu"
         if self.device == "cuda" and torch.version.cuda is None:
             cure = (
                 f"torch {torch.__version__} here is a build without CUDA; install "
@@ -134,6 +141,8 @@ class ProvisionConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SupervisionConfig:
+    """Limits after which a process counts as hung, and of restarts."""
+
     max_restarts: NonNegativeInt = 3
     """Maximum number of restarts within ``window_s`` seconds of one generator, hosted model or
     rollout worker. Its next death ends the run."""
@@ -142,7 +151,7 @@ class SupervisionConfig:
     """A process that does not answer for so many seconds, or is at one engine step or one
     microbatch for so long, is reported and killed, and then restarted like one that died."""
     slow_work_s: Annotated[float, Ge(5)] = 1800.0
-    """The same for what may take long: a build, the first steps, which compile, a checkpoint, and
+    """``stall_s`` of what may take long: a build, the first steps, which compile, a checkpoint, and
     user code that blocks the event loop of a rollout worker."""
 
 
@@ -225,7 +234,7 @@ class RunConfig:
     user_code: Changeable[UserCodeLimits] = field(default_factory=UserCodeLimits)
     """Time limits of tasks, samplers, datasets, the task mix and filters."""
     supervision: Changeable[SupervisionConfig] = field(default_factory=SupervisionConfig)
-    """When processes that have died are restarted."""
+    """Limits after which a process counts as hung, and of restarts."""
     provision: Changeable[ProvisionConfig] = field(default_factory=ProvisionConfig)
     profile_steps: Changeable[str] = ""
     """First and last optimizer step, such as "3:5", of which one file shows what every process did

@@ -15,7 +15,7 @@ from torchtitan.experiments.rl.checkpointing.folder import checkpoints, newest_v
 from torchtitan.experiments.rl.checkpointing.run_files import cut_back
 from torchtitan.experiments.rl.compat.monarch import ProcessDeath, process_death
 from torchtitan.experiments.rl.controller.run import Run
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.errors import RunError, cause_of
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.notes import print_notes
 from torchtitan.experiments.rl.hosts.pool import HostPool
@@ -66,7 +66,7 @@ class Controller(Actor):
         """Number of steps that the run had when this command resumed it."""
         self._stopped_by: str | None = None
         """What asked the run to end, such as "SIGINT"."""
-        self._run = self._attempt(None)
+        self._run = self._new_run(None)
         """Current attempt. `run` replaces it if there is a checkpoint to go on from."""
 
     @reported_endpoint
@@ -90,7 +90,7 @@ class Controller(Actor):
             failure = error
         drawing.cancel()
         if isinstance(failure, ProcessLost):
-            # The run was being stopped, or it would have been attempted again.
+            # It was stopped already: otherwise another attempt would have followed.
             self._console.note(f"{failure}; what follows the last checkpoint is lost")
             failure = None
         stopped_by = self._stopped_by or self._run.ended_early
@@ -133,22 +133,22 @@ class Controller(Actor):
         """
         set_up_logging(self._context.run_dir, "controller")
         if self._checkpoint is not None:
-            self._run = self._attempt(self._read(self._checkpoint))
+            self._run = self._new_run(self._read(self._checkpoint))
         self._print_header()
         failure = await self._run_attempt()
         while isinstance(failure, ProcessLost) and self._stopped_by is None:
             await self._run.close()
-            self._run = self._attempt(await self._state_after(failure))
-            if self._stopped_by is not None:  # meanwhile
+            self._run = self._new_run(await self._state_after(failure))
+            if self._stopped_by is not None:  # `request_stop` came meanwhile
                 return None
             failure = await self._run_attempt()
         return failure
 
-    def _attempt(self, resumed: Resumed | None) -> Run:
+    def _new_run(self, resumed: Resumed | None) -> Run:
         return Run(self._context, resumed=resumed, init_from=self._init_from)
 
     async def _run_attempt(self) -> BaseException | None:
-        """Run the current attempt, and have its files whole.
+        """Run the current attempt to its end, and have it write its files to the end.
 
         Returns:
             What ended it early; None if it ended by itself or was stopped.
@@ -212,10 +212,13 @@ class Controller(Actor):
         return resume(checkpoint, run_dir=self._context.run_dir, config=self._context.config)
 
     async def _draw(self) -> None:
-        """Keep the console up to date."""
-        while True:
-            self._console.draw()
-            await asyncio.sleep(REDRAW_S)
+        """Keep the console up to date. An error ends that, and not the run."""
+        try:
+            while True:
+                self._console.draw()
+                await asyncio.sleep(REDRAW_S)
+        except Exception as error:
+            logger.exception("the status can't be drawn any more: %s", cause_of(error))
 
     def _print_header(self) -> None:
         config = self._context.config

@@ -27,7 +27,7 @@ from torchtitan.experiments.rl.command.resume import save_config
 from torchtitan.experiments.rl.configurable import BuildContext, build_with
 from torchtitan.experiments.rl.controller.closing import CLOSE_TIMEOUT_S, Closing
 from torchtitan.experiments.rl.envs.renderer import build_context
-from torchtitan.experiments.rl.errors import RunError, UserCodeError
+from torchtitan.experiments.rl.errors import RunError, UserCodeError, cause_of
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.fleet import Fleet
 from torchtitan.experiments.rl.loops.events import RunEvents
@@ -80,7 +80,7 @@ class Run:
             init_from: checkpoint of another run, with whose weights this one begins.
         """
         config = context.config
-        self.fleet = Fleet(context, on_failure=self._fail)
+        self.fleet = Fleet(context, on_failure=self._end_rollouts)
         self._context = context
         self._resumed = resumed
         self._init_from = init_from
@@ -89,7 +89,7 @@ class Run:
         self._observers: Observers | None = None
         """Set, with the loops, when the set-up has succeeded."""
         self._setting_up: asyncio.Task[None] | None = None
-        self._failure: Exception | None = None
+        self._client_failure: Exception | None = None
         """First error of a client of generators."""
         self._writers = Closing()
         """What writes the run's files and counts its rollouts."""
@@ -135,7 +135,11 @@ class Run:
             await self._setting_up
             await contained(unless_failed(self._train()))
         except Exception as error:  # noqa: BLE001 - whatever ended the run is explained and raised
-            raise await self._failed(error) from None
+            explained = await self.fleet.supervisor.explained(error)
+            await self._save_what_can_be(explained, error)
+            if isinstance(explained, UserCodeError):
+                explained = RunError(str(explained))
+            raise explained from None
 
     def stop(self) -> None:
         """End after the step that is being taken, or at once during the set-up."""
@@ -155,12 +159,11 @@ class Run:
             # Without its trainer the run is attempted again: the checkpoint that is being written
             # must not appear once the next attempt has begun from the one before.
             trainer_lost = self.fleet.supervisor.lost is not None
+            timeout_s = CLOSE_TIMEOUT_S
+            if trainer_lost:
+                timeout_s = self._context.config.supervision.slow_work_s
             await self._writers.close_now(
-                "the checkpoints",
-                self._observers.checkpoints.close,
-                timeout_s=self._context.config.supervision.slow_work_s
-                if trainer_lost
-                else CLOSE_TIMEOUT_S,
+                "the checkpoints", self._observers.checkpoints.close, timeout_s=timeout_s
             )
         await self._writers.close()
         return self._writers.faults
@@ -198,8 +201,8 @@ class Run:
             runner = await self.fleet.start_runner(self._tasks)
 
         loops = await self._build_loops(selection, runner, metrics)
-        if self._failure is not None:  # it came before there were loops to tell
-            loops.rollouts.fail(self._failure)
+        if self._client_failure is not None:  # it came before there were loops to tell
+            loops.rollouts.fail(self._client_failure)
 
     async def _build_selection(self, known: BuildContext) -> Selection:
         """Build the task mix and the filters."""
@@ -208,7 +211,7 @@ class Run:
         weights = {name: task.weight for name, task in config.tasks.items()}
         selection = Selection(
             context.ordered,
-            mix=await self._build_users(
+            mix=await self._build_user_part(
                 partial(config.task_mix.build, weights=weights), "task_mix"
             ),
             tasks=self._tasks.tasks,
@@ -221,12 +224,12 @@ class Run:
 
     async def _build_filters(self, field: str, known: BuildContext) -> list[Filter]:
         return [
-            await self._build_users(partial(build_with, config, known), f"{field}[{index}]")
+            await self._build_user_part(partial(build_with, config, known), f"{field}[{index}]")
             for index, config in enumerate(getattr(self._context.config, field))
         ]
 
-    async def _build_users(self, build: Callable[[], T], field: str) -> T:
-        """Build what users may have written. An error names the field of its config."""
+    async def _build_user_part(self, build: Callable[[], T], field: str) -> T:
+        """Build a part that a user may have written. An error names the field of its config."""
         return await self._context.ordered.call(
             build,
             owner=f"{field} can't be built",
@@ -240,7 +243,6 @@ class Run:
         context = self._context
         config = context.config
         resumed = self._resumed
-        step = self.steps_done
         recorder = config.recorder.build(run_dir=context.run_dir)
         self._writers.push("the recorder", partial(self._close_recorder, recorder))
         ledger = Ledger(self._files["ledger"])
@@ -267,7 +269,7 @@ class Run:
         )
         watchers: list[RunEvents] = [stall, alarm, profile, reports]
         loops = build_loop(
-            Schedule.of_config(config, steps_done=step),
+            Schedule.of_config(config, steps_done=self.steps_done),
             Parts(
                 selection=selection,
                 runner=runner,
@@ -282,7 +284,7 @@ class Run:
                 generated_tokens=lambda: self.fleet.policy.generated_tokens,
             ),
             watchers=watchers,
-            on_failure=self._fail,
+            on_failure=self._end_rollouts,
         )
         self._writers.push("the rollout loop", loops.rollouts.close)
         checkpoints = RunCheckpoints(
@@ -296,14 +298,9 @@ class Run:
             recorder=recorder,
             reports=reports,
         )
-        watchers.append(checkpoints)
+        watchers.append(checkpoints)  # the loops tell it too: they keep this list
         if resumed is not None:
-            state = resumed.state
-            await loops.rollouts.restore(state.rollouts, resumed.groups, step)
-            stall.restore(state.stall)
-            loops.validator.restore(state.validator, step)
-            alarm.restore(state.mismatch)
-            checkpoints.resumed(resumed.checkpoint, step)
+            await checkpoints.restore(resumed)
         self._writers.push("the training loop", loops.training.close)
         self._writers.push("the profile", profile.close)
         self._loops = loops
@@ -327,30 +324,35 @@ class Run:
             if folder is not None:
                 self._files["policy"] = folder
 
-    def _fail(self, error: Exception) -> None:
+    def _end_rollouts(self, error: Exception) -> None:
         """End the rollouts with the error of a client that can't go on."""
-        if self._failure is None:
-            self._failure = error
+        if self._client_failure is None:
+            self._client_failure = error
         if self._loops is not None:
             self._loops.rollouts.fail(error)
 
-    async def _failed(self, error: Exception) -> Exception:
-        """Save what can be saved after an error, and return what explains it."""
+    async def _save_what_can_be(self, explained: Exception, error: Exception) -> None:
+        """Save the steps since the last checkpoint after an error, or note that they are lost.
+
+        Args:
+            explained: what ended the run.
+            error: the error by which that was noticed.
+        """
         supervisor = self.fleet.supervisor
-        explained = await supervisor.explained(error)
-        checkpoints = None if self._observers is None else self._observers.checkpoints
-        if explained is supervisor.lost:
-            if checkpoints is not None:
-                checkpoints.trainer_lost(supervisor.lost)
-            return explained
-        logger.error("the run failed", exc_info=error, extra=ENDS_THE_RUN)
-        if checkpoints is not None and not self.fleet.trainer_unreachable:
-            # Steps since the last checkpoint are saved as far as the trainer still answers.
-            try:
-                await ask(checkpoints.finish, timeout_s=CLOSE_TIMEOUT_S)
-            except UserCodeError as unsaved:
-                logger.warning("the state before the error is not saved: %s", sentence(unsaved))
-        return RunError(str(explained)) if isinstance(explained, UserCodeError) else explained
+        trainer_died = explained is supervisor.lost  # the run is attempted again
+        if not trainer_died:
+            logger.error("the run failed", exc_info=error, extra=ENDS_THE_RUN)
+        if self._observers is None:
+            return
+        checkpoints = self._observers.checkpoints
+        if trainer_died or self.fleet.trainer_unreachable:
+            checkpoints.give_up(cause_of(explained))
+            return
+        try:
+            await ask(checkpoints.finish, timeout_s=CLOSE_TIMEOUT_S)
+        except UserCodeError as unsaved:
+            logger.warning("the state before the error is not saved: %s", sentence(unsaved))
+            checkpoints.give_up(sentence(unsaved))
 
     async def _close_recorder(self, recorder: RolloutRecorder) -> None:
         await asyncio.to_thread(recorder.close)

@@ -118,9 +118,10 @@ class _Command:
     """Exit code if the run ends without an error."""
     handled: int = 0
     """Number of signals that were handled."""
-    asked: float | None = None
+    asked_at: float | None = None
     """Time at which the run was asked to stop; None before that."""
     grace_s: float = 0.0
+    """Seconds from then until the run is given up, unless Ctrl-C asked."""
     deadline: float = math.inf
     """Time at which the grace period is over."""
     answers: list[Any] = field(default_factory=list)
@@ -141,7 +142,7 @@ class _Command:
             init_from=self.start.init_from,
         )
         running = self.controller.run.call_one()
-        look_at_memory = time.monotonic() + SHARED_MEMORY_EVERY_S
+        next_look = time.monotonic() + SHARED_MEMORY_EVERY_S
         while True:
             try:
                 running.get(timeout=SIGNAL_POLL_S)
@@ -152,9 +153,9 @@ class _Command:
                 line = f"error: {printable_line(cause(error))} (logs in {self.start.run_dir}/logs)"
                 write_line(sys.stderr, line)
                 return 1
-            if now > look_at_memory:
+            if now > next_look:
                 self.temporary.note_shared_memory(descendants())
-                look_at_memory = now + SHARED_MEMORY_EVERY_S
+                next_look = now + SHARED_MEMORY_EVERY_S
             self._obey_signals(now)
 
     def _obey_signals(self, now: float) -> None:
@@ -170,16 +171,16 @@ class _Command:
             return
         self.handled = len(received)
         newest = received[-1]
-        if self.asked is None:  # several may have come since the last look
+        if self.asked_at is None:  # several may have come since the last look
             self._stop_after_the_step(newest, now)
-        elif newest == signal.SIGINT or now >= self.asked + SAME_SIGNAL_S:
+        elif newest == signal.SIGINT or now >= self.asked_at + SAME_SIGNAL_S:
             self._stop_at_once("stopped at once", 128 + newest)
 
     def _stop_after_the_step(self, number: int, now: float) -> None:
         self.code = 128 + number
-        self.asked = now
+        self.asked_at = now
         write_line(sys.stderr, "stopping after this step; once more stops at once")
-        if number != signal.SIGINT:  # who sends the others kills soon
+        if number != signal.SIGINT:  # whoever sends another signal kills the process soon
             job = self.config.provision.job
             self.grace_s = max(self.config.checkpoint.grace_s, job.seconds_left())
             self.deadline = now + self.grace_s

@@ -29,8 +29,8 @@ from torchtitan.experiments.rl.fleet.hosts import check_host_memory, place_run
 from torchtitan.experiments.rl.fleet.replicas import Replicas
 from torchtitan.experiments.rl.fleet.role import Role
 from torchtitan.experiments.rl.fleet.roles import (
-    FrozenGeneratorRole,
     GeneratorRole,
+    ReplicaRole,
     RolloutWorkerRole,
     WeightReaderRole,
     cores_at,
@@ -91,10 +91,11 @@ class Fleet:
         )
         """Client of the policy's generators."""
         self._replicas = Replicas({"": self.policy} | self._frozen.generators)
-        self._generators: dict[tuple[str, int], FrozenGeneratorRole] = {}
+        self._generators: dict[tuple[str, int], ReplicaRole] = {}
         """Roles by model, named as in `Replicas`, and index. Those of the policy come first."""
         self._worker_runner = WorkerRunner(self.policy)
         self._trainer_ranks: Any = None
+        """Mesh of the PolicyTrainer actors."""
         self._trainer_procs: ProcMesh | None = None
         """Mesh to stop the trainer's processes by."""
 
@@ -147,8 +148,10 @@ class Fleet:
             if isinstance(role, GeneratorRole):
                 role.weights = self.weights
         with waits.wait("the first weights to reach the generators"):
+            # The generators loaded the model's hub folder, which lacks a checkpoint's training, and
+            # the adapters.
             generators_are_behind = trainer_start is not None or config.trainer.lora is not None
-            if generators_are_behind:  # they loaded the model's hub folder
+            if generators_are_behind:
                 version = 0 if trainer_start is None else trainer_start.step
                 await self.weights.publish_start(version)
                 self.policy.version = version
@@ -163,7 +166,7 @@ class Fleet:
         """
         self._placement = place_run(self._context.plan, self._context.hosts)
         if policy:
-            self._add_policy_generators(FrozenGeneratorRole)
+            self._add_policy_generators(ReplicaRole)
         self._add_hosted_models()
         await self._start_all(self._generators.values())
 
@@ -229,8 +232,7 @@ class Fleet:
         if self._trainer_procs is not None and not self.trainer_unreachable:
             meshes.append(self._trainer_procs)
             if self._trainer_ranks is not None and self.supervisor.lost is None:
-                # Otherwise they were not spawned, or every rank was killed.
-                actors.append(self._trainer_ranks)
+                actors.append(self._trainer_ranks)  # they were spawned, and none was killed
         return await shut_down(actors, meshes)
 
     # ---- the trainer
@@ -295,7 +297,7 @@ class Fleet:
 
     # ---- the other roles
 
-    def _add_policy_generators(self, role_class: type[FrozenGeneratorRole]) -> None:
+    def _add_policy_generators(self, role_class: type[ReplicaRole]) -> None:
         for index, place in enumerate(self._placement.generators):
             self._generators["", index] = role_class(
                 name=f"generator {index}",
@@ -314,7 +316,7 @@ class Fleet:
                 name = f"hosted model {model.path!r}"
                 if len(places) > 1:
                     name += f" replica {index}"
-                self._generators[model.path, index] = FrozenGeneratorRole(
+                self._generators[model.path, index] = ReplicaRole(
                     name=name,
                     context=self._context,
                     place=place,
@@ -365,8 +367,8 @@ class Fleet:
 async def side_by_side(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     """Return what each coroutine returns.
 
-    The first error is raised once the others are cancelled and have ended: a role that were still
-    being filled would spawn processes after the fleet is closed.
+    The first error is raised once the others are cancelled and have ended: a role that is still
+    being filled would spawn a process after the fleet is closed.
     """
     try:
         async with asyncio.TaskGroup() as group:

@@ -16,7 +16,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +44,8 @@ STACK_CHARACTERS = 20_000
 """Maximum length of the stacks in the log."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """Result of one look at a process."""
-
-    hang: str | None
-    """How the process hangs; None if it does not."""
-    slow: bool
-    """True if what the process does now may take long."""
+class _Hang(Exception):
+    """A process that hangs. The message says how, and for how long."""
 
 
 class HangWatch:
@@ -95,55 +88,64 @@ class HangWatch:
         slow = True  # the process is being set up
         while life.cause is None:
             try:
-                look = await self._look(actor, life, slow=slow or blocks)
+                pulse = await self._pulse(actor, life, patient=slow or blocks)
+                slow = pulse.slow
+                self._check_progress(pulse)
             except ProcessLost:
+                return
+            except _Hang as hang:
+                if life.cause is None:
+                    await self._kill(life, str(hang), stacks)
                 return
             except Exception as error:  # noqa: BLE001 - a broken process fails at its work too
                 logger.info("%s gave no pulse: %s", life.name, error)
-                look = _Look(hang=None, slow=slow)
-            slow = look.slow
-            if look.hang is not None and life.cause is None:
-                await self._kill(life, look.hang, stacks)
-                return
             await asyncio.sleep(LOOK_S)
 
-    async def _look(self, actor: Any, life: Lifetime, *, slow: bool) -> _Look:  # noqa: ANN401
-        """Ask for a pulse, and wait for it until the process counts as hung.
+    async def _pulse(self, actor: Any, life: Lifetime, *, patient: bool) -> Pulse:  # noqa: ANN401
+        """Ask a process what it does, and return its answer.
 
         Args:
-            slow: True if the process may take long to answer.
+            patient: True if the process may take long to answer. One that is stopped will not.
+
+        Raises:
+            _Hang: it did not answer within its limit.
         """
         asked = self._now()
-        told = False
+        was_reported = False
         answer = asyncio.ensure_future(life.call(ask(actor.pulse)))
         try:
             while True:
                 await asyncio.wait({answer}, timeout=LOOK_S)
                 now = self._now()
                 if answer.done():
-                    if told and not answer.cancelled() and answer.exception() is None:
+                    pulse: Pulse = answer.result()
+                    if was_reported:
                         self._on_hang(f"{life.name} answers again after {now - asked:.0f} s")
-                    return self._judge(answer.result(), now)
+                    return pulse
                 silent_s = now - max(asked, self._limits_start)
                 stopped = is_stopped(life.pid)
-                if silent_s > SILENT_S and not told and (stopped or not slow):
-                    told = True
+                waits_longer = patient and not stopped
+                if silent_s > SILENT_S and not waits_longer and not was_reported:
+                    was_reported = True
                     why = "its host is busy, stopped or out of reach"
                     if stopped:
                         why = "it is stopped by a signal"
                     self._on_hang(f"{life.name} has not answered for {silent_s:.0f} s: {why}")
-                if silent_s > self._limit_s(slow and not stopped):
+                if silent_s > self._limit_s(waits_longer):
                     how = "stopped by a signal" if stopped else "no answer"
-                    return _Look(hang=f"{how} for {silent_s:.0f} s", slow=slow)
+                    raise _Hang(f"{how} for {silent_s:.0f} s")
         finally:
             answer.cancel()
 
-    def _judge(self, pulse: Pulse, now: float) -> _Look:
-        """Say whether a process that answers is overdue."""
-        seconds = min(pulse.seconds, now - self._limits_start)
-        overdue = bool(pulse.doing) and seconds > self._limit_s(pulse.slow)
-        hang = f"{pulse.doing} for {seconds:.0f} s" if overdue else None
-        return _Look(hang=hang, slow=pulse.slow)
+    def _check_progress(self, pulse: Pulse) -> None:
+        """Raise if a process that answers has been at one piece of work for too long.
+
+        Raises:
+            _Hang: names the work.
+        """
+        seconds = min(pulse.seconds, self._now() - self._limits_start)
+        if pulse.doing and seconds > self._limit_s(pulse.slow):
+            raise _Hang(f"{pulse.doing} for {seconds:.0f} s")
 
     def _limit_s(self, slow: bool) -> float:
         return self._config.slow_work_s if slow else self._config.stall_s

@@ -76,7 +76,7 @@ def check_shared_files(pool: FileReader, config: RunConfig, run_dir: Path) -> No
         for file, field in fields.items():
             here = text_of(file)  # None for a model that other hosts alone have: nothing to compare
             for host, there in pool.read(file).items():
-                if here not in (None, there):
+                if here is not None and there != here:
                     cure = f"name one that all hosts share ({field})"
                     raise RunError(
                         f"{host} does not see the folder {file.parent} as this host does: {cure}"

@@ -1,11 +1,14 @@
 """Prints what the processes of a run have to say, in the one process that prints."""
 
 import asyncio
+import logging
 import sys
 
 from monarch.actor import Channel
 
 from torchtitan.experiments.rl.observability.console import Console, write_line
+
+logger = logging.getLogger(__name__)
 
 
 def print_notes(console: Console) -> asyncio.Task[None]:
@@ -17,7 +20,10 @@ def print_notes(console: Console) -> asyncio.Task[None]:
     console.notes = port
 
     async def print_all() -> None:
-        while True:
-            write_line(sys.stderr, await receiver.recv())
+        try:
+            while True:
+                write_line(sys.stderr, await receiver.recv())
+        except Exception:
+            logger.exception("the notes of other processes can't be printed any more")
 
     return asyncio.create_task(print_all())

@@ -47,7 +47,7 @@ class Replicas:
         """Tell a new worker which replicas live, and from now on of all changes."""
         self._workers.append(worker)
         for (model, index), process in list(self._live.items()):
-            # A replica that has died meanwhile was lost for this worker already.
+            # One that has died meanwhile: `lose` has told this worker too.
             if self._live.get((model, index)) is process:
                 await worker.actor.admit.call_one(model, index, process.actor)
 

@@ -36,8 +36,8 @@ from torchtitan.experiments.rl.weights.sync import WeightSync
 
 
 @dataclass(kw_only=True, eq=False)
-class FrozenGeneratorRole(Role):
-    """A replica with fixed weights: of a hosted model, or of a policy that is only measured."""
+class ReplicaRole(Role):
+    """A replica that keeps its weights: of a hosted model, or of a policy that is only measured."""
 
     actor_class = Generator
 
@@ -74,8 +74,8 @@ class FrozenGeneratorRole(Role):
 
 
 @dataclass(kw_only=True, eq=False)
-class GeneratorRole(FrozenGeneratorRole):
-    """A replica of the policy that is trained."""
+class GeneratorRole(ReplicaRole):
+    """A replica of the policy that is trained, whose weights follow the trainer's."""
 
     weights: WeightSync = field(init=False)
     """Source of its weights. The fleet sets it once the trainer is up, before `connect`."""

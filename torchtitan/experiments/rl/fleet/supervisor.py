@@ -112,19 +112,7 @@ class Supervisor:
         """
         life = Lifetime(name)
         self._guarded.append((life, actor))
-
-        async def end_the_run() -> None:
-            cause = await life.ended()
-            deaths_logger.info("%s died: %s", name, cause)
-            lost = self._lose(ProcessLost(name, cause))
-            mesh.end(f"{lost.name}: {lost.cause}")
-
-        async def end_with_mesh() -> None:
-            # A rank alone waits for the others, and may write files meanwhile.
-            life.kill(f"ended with {await mesh.ended()}")
-
-        self._run_beside(end_the_run())
-        self._run_beside(end_with_mesh())
+        self._run_beside(self._end_together(life, mesh))
         try:
             await self._watch(actor, life)
         except ProcessLost as lost:
@@ -266,12 +254,24 @@ class Supervisor:
                 answer.cancel()
 
     async def _connect(self, role: Role) -> None:
+        """Connect the process of a role, or the one that takes its place if it dies meanwhile."""
         while True:
+            life = role.process.life
             try:
-                await role.process.life.during(role.connect(role.process))
+                await life.during(role.connect(role.process))
                 return
             except ProcessLost as lost:
                 await self._fill_again(role, lost.cause)
+            except Exception as error:
+                if process_death_behind(error) is None:
+                    raise
+                # A call to a process on another host is the first to see its death, and does not
+                # say whose it was: `connect` calls the trainer too.
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(life.ended(), DEATH_REPORTS_S)
+                if life.cause is None:
+                    raise
+                await self._fill_again(role, life.cause)
 
     async def _keep_filled(self, role: Role) -> None:
         """Fill the role again whenever its process has died."""
@@ -317,6 +317,17 @@ class Supervisor:
                 await process.procs.stop()
         except Exception as error:  # noqa: BLE001 - the process is dead all the same
             logger.info("clearing away %s: %s", process.life.name, error)
+
+    async def _end_together(self, life: Lifetime, mesh: Lifetime) -> None:
+        """Kill a process when its mesh ends, and end the mesh and the run when the process dies."""
+        with suppress(ProcessLost):  # it is the first of the mesh to die
+            cause = await life.during(mesh.ended())
+            # A rank alone waits for the others, and may write files meanwhile.
+            life.kill(f"ended with {cause}")
+        cause = await life.ended()
+        deaths_logger.info("%s died: %s", life.name, cause)
+        first = self._lose(ProcessLost(life.name, cause))
+        mesh.end(f"{first.name}: {first.cause}")
 
     def _lose(self, lost: ProcessLost) -> ProcessLost:
         """End the run because a process under guard died.

@@ -13,8 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from torchtitan.experiments.rl.compat.monarch import ask
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.compat.monarch import ask, original
 from torchtitan.experiments.rl.fleet.role import SpawnedProcess
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.weights.reader import Fetched
@@ -61,7 +60,8 @@ class WeightReaders:
         self._connected = {host: asyncio.Event() for host in hosts}
         self._processes: dict[str, SpawnedProcess] = {}
         self._fetched_bytes: Counter[str] = Counter()
-        self._trainers_readers = READERS_AT_ONCE * trainer_hosts
+        self._trainer_seats = READERS_AT_ONCE * trainer_hosts
+        """Number of readers that read from the trainer at a time."""
         self._fetching = asyncio.Lock()
         """Held during a fetch: replicas that join side by side each ask for the same version."""
 
@@ -88,12 +88,15 @@ class WeightReaders:
             # Seats at the sources: each host that has the version, with its lifetime, once for each
             # reader that it may serve. A reader takes a seat, and puts it back when it has read.
             seats: asyncio.Queue[tuple[str, Lifetime]] = asyncio.Queue()
-            for _ in range(self._trainers_readers):
+            for _ in range(self._trainer_seats):
                 # The trainer's end is seen by its own supervision.
                 seats.put_nowait((_TRAINER, Lifetime("trainer")))
-            async with asyncio.TaskGroup() as fetches:
-                for host in self._connected:
-                    fetches.create_task(self._fetch(host, version, seats))
+            try:
+                async with asyncio.TaskGroup() as fetches:
+                    for host in self._connected:
+                        fetches.create_task(self._fetch(host, version, seats))
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
 
     def take_fetched_bytes(self) -> dict[str, int]:
         """Return the bytes that each host has read since the last call."""
@@ -104,8 +107,15 @@ class WeightReaders:
     async def _fetch(
         self, host: str, version: int, seats: asyncio.Queue[tuple[str, Lifetime]]
     ) -> None:
-        """Have one host read the version, and offer its copy to others."""
-        others_read_here = len(self._connected) > self._trainers_readers
+        """Have one host read the version, and offer its copy to others.
+
+        A read that fails is tried again, by the host's next reader if this one died, or from the
+        next source.
+
+        Raises:
+            RunError: the trainer can't be read.
+        """
+        others_read_here = len(self._connected) > self._trainer_seats
         while True:
             await self._connected[host].wait()
             process = self._processes[host]
@@ -117,13 +127,13 @@ class WeightReaders:
                     ask(process.actor.fetch, version, source, others_read_here)
                 )
                 fetched: Fetched = await process.life.call(answer)
-            except RunError:
+            except Exception as error:  # noqa: BLE001 - a reader's RunError comes in an ActorError
                 if process.life.cause is not None:
                     seats.put_nowait((source, source_life))
                     if self._processes[host] is process:
                         self._connected[host].clear()  # before its supervisor learns of it
                 elif source == _TRAINER:
-                    raise
+                    raise original(error) from None
                 continue  # a source that can't be read is offered to nobody again
             break
         seats.put_nowait((source, source_life))

@@ -27,7 +27,7 @@ from monarch.actor import Channel
 
 from torchtitan.experiments.rl.compat.monarch import ask
 from torchtitan.experiments.rl.envs.yield_queue import yield_queue
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.errors import RunError, cause_of
 from torchtitan.experiments.rl.generation.engine import (
     CLIENT_BITS,
     GenerateRequest,
@@ -96,7 +96,7 @@ class GeneratorSession:
         self._last_tokens = np.empty(0, np.int32)
         """Prompt and completion of the turn before, if the completion had routes."""
         self._closed = False
-        self.frozen = False
+        self.is_frozen = False
         """True if the model is no version of the policy."""
         self.adapter = ""
         """Name of the adapter that samples; "" for the model itself."""
@@ -142,7 +142,7 @@ class GeneratorSession:
         completion = result.completion
         if completion.routes is not None:
             self._last_tokens = np.concatenate([prompt, completion.token_ids])
-        if self.frozen:
+        if self.is_frozen:
             no_version = np.full(len(completion.token_ids), -1, np.int32)
             return replace(completion, policy_versions=no_version, replica=-1)
         return replace(completion, replica=self._last_replica)
@@ -265,7 +265,7 @@ class GeneratorClient:
         port, receiver = self._open_channel()
         try:
             await life.call(actor.attach.call_one(self._client_id, port))
-        except BaseException:  # also CancelledError: the next process of this index is admitted
+        except BaseException:  # also CancelledError: else its next process would not be admitted
             if self._lives.get(index) is life:
                 del self._lives[index]
             raise
@@ -339,7 +339,7 @@ class GeneratorClient:
         session = GeneratorSession(
             self, rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids
         )
-        session.frozen = self.is_frozen
+        session.is_frozen = self.is_frozen
         self._sessions[session.group] += 1
         return session
 
@@ -390,9 +390,9 @@ class GeneratorClient:
         )
         self._open[request.request_id] = waiting
         self._outbox.append(waiting)
-        if not self.lockstep and len(self._outbox) >= self._full_outbox:
+        if self._outbox_is_full and not self.lockstep:
             self._flush()
-        self._schedule_flush()
+        self._schedule_flush()  # of what is left, if anything is
         try:
             return await waiting.answer, waiting.replica
         except asyncio.CancelledError:
@@ -424,16 +424,15 @@ class GeneratorClient:
     def _flush(self) -> None:
         """Send the requests of the outbox, unless they have to wait for others."""
         self._flush_scheduled = False
-        is_full = len(self._outbox) >= self._full_outbox
-        if not self.lockstep and yield_queue().busy and not is_full:
-            self._schedule_flush()  # further rollouts are about to make requests
-            return
+        if not self._replicas:
+            return  # the next replica that is admitted gets them
         if self.lockstep:
             if self._lockstep_must_wait():
                 return
             self._outbox.sort(key=_canonical_order)
-        if not self._replicas:
-            return  # the next replica that is admitted gets them
+        elif yield_queue().busy and not self._outbox_is_full:
+            self._schedule_flush()  # further rollouts are about to make requests
+            return
         messages: dict[int, list[Request]] = {}
         for waiting in self._outbox:
             waiting.replica = self._router.choose(
@@ -446,8 +445,9 @@ class GeneratorClient:
             self._replicas[replica].actor.submit.broadcast(requests)
 
     @property
-    def _full_outbox(self) -> int:
-        return FULL_MESSAGE * max(1, len(self._replicas))
+    def _outbox_is_full(self) -> bool:
+        """True if there is a full message for each replica, which waits for no other rollout."""
+        return len(self._outbox) >= FULL_MESSAGE * max(1, len(self._replicas))
 
     def _lockstep_must_wait(self) -> bool:
         in_flight = len(self._open) - len(self._outbox)
@@ -458,16 +458,25 @@ class GeneratorClient:
     # ---- receiving
 
     async def _read(self, index: int, receiver: Any) -> None:  # noqa: ANN401 - Monarch's
-        while True:
-            messages: Sequence[GeneratorMessage] = await receiver.recv()
-            for message in messages:
-                if isinstance(message, GeneratorFailed):
-                    if self._on_stopped is None:
-                        self.fail(RunError(f"a generator stopped: {message.cause}"))
-                    else:
-                        self._on_stopped(index, message.cause)
-                    return
-                self._answer(message)
+        """Answer requests with the results that a replica sends, until it can't go on."""
+        try:
+            while True:
+                messages: Sequence[GeneratorMessage] = await receiver.recv()
+                for message in messages:
+                    if isinstance(message, GeneratorFailed):
+                        self._stopped(index, message.cause)
+                        return
+                    self._answer(message)
+        except Exception as error:
+            # Nobody awaits this task, and the replica's requests would wait for ever.
+            logger.exception("reading the results of replica %d", index)
+            self._stopped(index, f"its results can't be read: {cause_of(error)}")
+
+    def _stopped(self, index: int, cause: str) -> None:
+        if self._on_stopped is None:
+            self.fail(RunError(f"a generator stopped: {cause}"))
+        else:
+            self._on_stopped(index, cause)
 
     def _answer(self, result: Result) -> None:
         waiting = self._open.pop(result.request_id, None)
@@ -509,7 +518,6 @@ class AdaptedPolicy:
     def __init__(self, policy: GeneratorClient, adapter: str):
         self._policy = policy
         self._adapter = adapter
-        self.frozen = policy.frozen
 
     @property
     def version(self) -> int:
@@ -519,6 +527,9 @@ class AdaptedPolicy:
         session = self._policy.session(**options)
         session.adapter = self._adapter
         return session
+
+    def frozen(self, model: ModelReference) -> ModelClient:
+        return self._policy.frozen(model)
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         return await self._policy.score(token_ids, self._adapter)

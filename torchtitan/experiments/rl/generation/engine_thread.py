@@ -37,6 +37,7 @@ from torchtitan.experiments.rl.generation.engine import (
     LoadReport,
     Occupancy,
     Request,
+    RequestFailed,
     Result,
     ScoreRequest,
     ScoreResult,
@@ -214,8 +215,9 @@ class EngineThread:
 
         Args:
             how: what happens to requests that have tokens.
-            digests: returns the digests of the version. They are compared with those of what the
-                engine then holds. It runs beside the load. None if the load is not verified.
+            digests: coroutine that returns the digests of the version, awaited beside the load.
+                They are compared with those of what the engine then holds. None if the load is not
+                verified.
 
         Raises:
             RunError: the engine holds other weights than were published, or failed: it is used no
@@ -239,7 +241,7 @@ class EngineThread:
                 if published is not None:
                     held = _proven_fingerprint(report, manifest.version, published)
                 logger.info("holds version %d", manifest.version)
-                return report, held, self._score_canary(canary_token_ids)
+                return report, held, self._add_canaries(canary_token_ids)
             finally:
                 self._add_postponed()
 
@@ -277,7 +279,7 @@ class EngineThread:
             float32 [adapters * L], with each adapter in turn.
         """
         async with self._update_lock:
-            return await _joined(await self.call(lambda: self._score_canary(token_ids)))
+            return await _joined(await self.call(lambda: self._add_canaries(token_ids)))
 
     async def stop(self) -> None:
         """End the thread and close the engine. Every coroutine that still waits gets a RunError."""
@@ -328,19 +330,19 @@ class EngineThread:
         return self._engine is not None and self._engine.busy
 
     def _run_commands(self) -> bool:
-        """Run the queued commands, and wait for one if no request is open.
+        """Run the queued commands. If no request is open, wait for the first of them.
 
         Return False after the command to stop.
         """
-        idle = not self._busy
+        waits = not self._busy
         while self._running:
             try:
-                command = self._commands.get(block=idle)
+                command = self._commands.get(block=waits)
             except queue.Empty:
                 break
+            waits = False
             with self._heartbeat.work("a command to the engine"):
                 command()
-            idle = False
         return self._running
 
     def _step(self) -> None:
@@ -367,7 +369,7 @@ class EngineThread:
         self.engine.abort(request_ids)
 
     def _postpone(self) -> None:
-        """Withdraw the requests without a token, and keep back new ones, if not done yet."""
+        """Withdraw the requests without a token, and postpone new ones, unless that was done."""
         if self._postponed is None:
             self._postponed = {request.request_id: request for request in self.engine.withdraw()}
 
@@ -376,25 +378,35 @@ class EngineThread:
         self._postponed = None
         self._add(postponed.values())
 
-    def _score_canary(self, token_ids: np.ndarray) -> list[Future[np.ndarray]]:
+    def _add_canaries(self, token_ids: np.ndarray) -> list[Future[np.ndarray]]:
+        """Have the engine score the canary with each adapter; return the futures of the scores."""
         canaries = [self._future() for _ in self._adapters]
         self._canaries = canaries
-        for index, (adapter, canary) in enumerate(zip(self._adapters, canaries, strict=True)):
+        for index, adapter in enumerate(self._adapters):
             request = ScoreRequest(
                 request_id=_CANARY_ID - index, token_ids=token_ids, adapter=adapter
             )
             failed = self.engine.add(request)
             if failed:
-                canary.set_exception(RunError(f"the canary: {failed.cause}"))
+                self._end_canary(failed)
         return canaries
+
+    def _end_canary(self, result: Result) -> None:
+        canary = self._canaries[_CANARY_ID - result.request_id]
+        if isinstance(result, ScoreResult):
+            canary.set_result(result.logprobs)
+        elif isinstance(result, RequestFailed):
+            canary.set_exception(RunError(f"the canary: {result.cause}"))
+        else:
+            canary.set_exception(RunError("the canary: the engine sampled and did not score it"))
 
     def _deliver_results(self, results: list[Result]) -> None:
         answers = []
         for result in results:
             if result.request_id >= 0:
                 answers.append(result)
-            elif isinstance(result, ScoreResult):
-                self._canaries[_CANARY_ID - result.request_id].set_result(result.logprobs)
+            else:
+                self._end_canary(result)
         if answers:
             self._deliver(answers)
 

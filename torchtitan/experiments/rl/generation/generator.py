@@ -63,14 +63,15 @@ class Generator(WatchedActor):
         super().__init__()
         self.config = config
         self._build = partial(config.engine.build, model_path=model_path, device=device)
+        # An engine that can't serve adapters or say routes need not know these arguments.
         if adapters:
             self._build = partial(self._build, adapters=adapters)
         if routes:
             self._build = partial(self._build, routes=True)
         self._ports: dict[int, Port[list[GeneratorMessage]]] = {}
-        place = current_rank().rank if index is None else index
-        self.process_name = f"{role} {place}"
-        set_up_logging(run_dir, f"{role}-{place}")
+        number = current_rank().rank if index is None else index
+        self.process_name = f"{role} {number}"
+        set_up_logging(run_dir, f"{role}-{number}")
         self._thread = EngineThread(self._send, self.heartbeat, tuple(adapters or ("",)))
 
     @reported_endpoint
@@ -110,9 +111,12 @@ class Generator(WatchedActor):
             RunError: the engine holds something else than was published, or failed.
         """
         manifest = await on_this_host(await published(version))
-        digests = None if version % self.config.verify_every else proven(manifest)
+        is_verified = version % self.config.verify_every == 0
         return await self._thread.update_weights(
-            manifest, canary_token_ids, self.config.weight_update, digests=digests
+            manifest,
+            canary_token_ids,
+            self.config.weight_update,
+            digests=proven(manifest) if is_verified else None,
         )
 
     @reported_endpoint
@@ -146,10 +150,12 @@ class Generator(WatchedActor):
                     by_client.setdefault(client_id, []).append(message)
             else:
                 by_client.setdefault(message.request_id >> CLIENT_BITS, []).append(message)
-        for client_id, own in by_client.items():
+        for client_id, its_messages in by_client.items():
             if client_id in self._ports:
-                self._ports[client_id].send(own)
+                self._ports[client_id].send(its_messages)
             else:
                 logger.warning(
-                    "client %d submitted %d requests and attached no port", client_id, len(own)
+                    "client %d submitted %d requests and attached no port",
+                    client_id,
+                    len(its_messages),
                 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import logging
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.compat.monarch import ask, ranks_of
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.types import DataParallel, TrainingBatch
+
+logger = logging.getLogger(__name__)
 
 
 class _Pickler(pickle.Pickler):
@@ -89,7 +92,7 @@ class TrainerClient:
 
         Raises:
             ValueError: the rows were planned for another number of data-parallel ranks.
-            Exception: a rank raised it; the batch is in ``failed_batch``.
+            Exception: a rank raised it; ``failed_batch`` has the batch, if it could be written.
         """
         if len(packed.microbatches) != self.data_parallel_size:
             planned, size = len(packed.microbatches), self.data_parallel_size
@@ -109,9 +112,18 @@ class TrainerClient:
         except ProcessLost:  # the batch need not be to blame
             raise
         except Exception:
-            self.failed_batch = self._run_dir / f"failed-batch-{step}.pt"
-            torch.save(packed.microbatches, self.failed_batch)
+            await self._keep_failed_batch(packed, step)
             raise
+
+    async def _keep_failed_batch(self, packed: BatchPlan, step: int) -> None:
+        """Write the batch of a step that failed. That it can't be written hides no other error."""
+        file = self._run_dir / f"failed-batch-{step}.pt"
+        try:
+            await asyncio.to_thread(torch.save, packed.microbatches, file)
+        except (OSError, RuntimeError) as error:  # torch raises the latter if the disk is full
+            logger.warning("the batch of step %d can't be written: %s", step, error)
+            return
+        self.failed_batch = file
 
     async def _set_logprobs(self, packed: BatchPlan) -> None:
         """Set the samples' log-probabilities, by one rank of each share."""
@@ -120,8 +132,8 @@ class TrainerClient:
             for rank, coordinate in zip(self._ranks, self._coordinates, strict=True)
         }
         calls = [ask(rank_of[share].logprobs) for share in range(self.data_parallel_size)]
-        of_shares = await self._life.call(asyncio.gather(*calls))
-        for sample, logprobs in packed.of_samples(of_shares):
+        logprobs_of_shares = await self._life.call(asyncio.gather(*calls))
+        for sample, logprobs in packed.of_samples(logprobs_of_shares):
             # A replayed sample has its own: its record may be written at this moment.
             if sample.trainer_logprobs is None and sample.loss_mask.any():
                 # A copy: a view would keep the log-probabilities of the whole step.

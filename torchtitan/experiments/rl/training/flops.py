@@ -1,5 +1,6 @@
 """Counts the model FLOPs of a trainer rank, and their share of its device's peak."""
 
+import threading
 import time
 
 import torch
@@ -19,6 +20,8 @@ class ModelFlops:
     They are counted as torchtitan counts them: 6 for each parameter that a token is multiplied
     with, and attention by the number of places that a token sees. Recomputation, padding and what
     prefix trees spare are no model FLOPs.
+
+    The thread that trains adds to the sum, and the actor's event loop takes it.
     """
 
     def __init__(self, *, per_token: float, per_place: float, peak: float | None, ranks: int = 1):
@@ -35,7 +38,10 @@ class ModelFlops:
         self._per_place = per_place
         self._peak = peak
         self._ranks = ranks
+        self._lock = threading.Lock()
+        """Held while the sum is changed."""
         self._flops = 0.0
+        """Sum since the last lap."""
         self._lap_start = time.monotonic()
 
     @classmethod
@@ -50,6 +56,7 @@ class ModelFlops:
             config: torchtitan's config of the model.
             model: the model, before it is divided over ranks.
         """
+        # Without attention they are 6 for each parameter that a token is multiplied with.
         _, without_attention = config.get_nparams_and_flops(model, 0)
         _, with_one_place = config.get_nparams_and_flops(model, 1)
         parameters = list(model.parameters())
@@ -66,7 +73,9 @@ class ModelFlops:
 
     def add(self, batch: TrainingBatch) -> None:
         """Count a batch that was computed, forward and backward."""
-        self._flops += self.of_batch(batch)
+        flops = self.of_batch(batch)
+        with self._lock:
+            self._flops += flops
 
     def of_batch(self, batch: TrainingBatch) -> float:
         """Return the model FLOPs of a batch.
@@ -84,15 +93,16 @@ class ModelFlops:
         return self._per_token * tokens + self._per_place * places
 
     def lap_utilisation(self) -> float | None:
-        """Return the share of the device's peak since the last call, with all waiting.
+        """Return the share of the device's peak since the last call, time without work included.
 
         None if the peak is not known.
         """
-        now = time.monotonic()
-        seconds = now - self._lap_start
-        flops = self._flops
-        self._lap_start = now
-        self._flops = 0.0
+        with self._lock:
+            now = time.monotonic()
+            seconds = now - self._lap_start
+            flops = self._flops
+            self._lap_start = now
+            self._flops = 0.0
         if self._peak is None or seconds <= 0:
             return None
         return flops / self._ranks / seconds / self._peak

@@ -18,8 +18,8 @@ class HubTensors:
     head is the same tensor as the embedding, and has no name of its own.
 
     The tensors are made one piece of the model at a time: the embedding, a layer, the last norm,
-    the head. torchtitan gathers the fused queries, keys and values of what it converts: of one
-    layer here, where a whole state dict would hold those of all layers at once.
+    the head. To convert fused queries, keys and values, torchtitan gathers them whole on each rank.
+    Piece by piece a rank holds one layer's; from a whole state dict it would hold all layers'.
     """
 
     def __init__(

@@ -163,7 +163,7 @@ class Learner:
         else:
             self.hub_tensors = HubTensors(self.model, names.to_hf, self.adapters)
 
-        self.trained = {name: self._trained(total_steps) for name in adapters}
+        self.trained = {name: self._build_trained(total_steps) for name in adapters}
         """Optimizer, schedule and reference of each adapter; of a model without named adapters, at
         ""."""
         self.checkpoints = TrainerCheckpoints(
@@ -188,7 +188,8 @@ class Learner:
         if computes_few_shapes:
             self._compile_shapes()
 
-    def _trained(self, total_steps: int) -> Trained:
+    def _build_trained(self, total_steps: int) -> Trained:
+        """Build optimizer, schedule and reference of the trained parameters."""
         options = self.config.optimizer
         adamw = default_adamw(
             lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
@@ -216,8 +217,12 @@ class Learner:
 
     # ---- the gradient of one step
 
-    def of_first_rank(self, content: bytes) -> bytes:
-        """Return what the first of the ranks that compute the same rows was given. Collective."""
+    def broadcast_rows(self, content: bytes) -> bytes:
+        """Return the rows of the first of the ranks that compute the same. Collective.
+
+        Args:
+            content: pickled rows on that rank; ignored on the others.
+        """
         contents = [content]
         if self._same_rows_group is not None:
             dist.broadcast_object_list(contents, group=self._same_rows_group, group_src=0)
@@ -289,19 +294,15 @@ class Learner:
             computed.append(values)
             sums.merge(metrics)
 
-        logprobs = []
-        for values, microbatch, batch in zip(computed, microbatches, inputs.batches, strict=True):
-            logprobs.append(values.cpu())
-            if microbatch.conditioned is not None:
+        # From here on the GPU is waited for.
+        logprobs = [values.cpu() for values in computed]
+        for values, microbatch, batch in zip(logprobs, microbatches, inputs.batches, strict=True):
+            if microbatch.conditioned is not None:  # `_ask_reference` has set them on the device
                 microbatch = replace(microbatch, ref_logprobs=batch.ref_logprobs.cpu())
-            sums.merge(mismatch_metrics(logprobs[-1], microbatch, policy_version))
-            if self._replays_routes:
-                sums.add_mean("experts/unrecorded", ~recorded(microbatch), is_followed(microbatch))
+            sums.merge(mismatch_metrics(values, microbatch, policy_version))
             self.flops.add(microbatch)
         if unreplayed is not None:
-            for name, values in {"own": unreplayed.cpu(), "replayed": logprobs[0]}.items():
-                _, kl, sampled = mismatch_of(values, microbatches[0])
-                sums.add_mean(f"experts/mismatch_kl_{name}", kl, sampled)
+            sums.merge(_replay_metrics(microbatches, unreplayed.cpu(), logprobs[0]))
         if self._data_parallel_group is not None:
             sums.all_reduce(self._data_parallel_group)
         for name, value in load_metrics(self.model).items():  # they are of all ranks already
@@ -434,8 +435,9 @@ class Learner:
         if self.adapters is not None:
             self.adapters.save_active()
         if trained.reference is not None:
+            # The version that this step was compared with.
             metrics[of_adapter(name, "reference/version")] = trained.reference.version
-            trained.reference.follow(schedule.last_epoch)
+            trained.reference.follow(schedule.last_epoch)  # number of steps of this adapter
         return metrics
 
     # ---- scoring and saving
@@ -528,6 +530,25 @@ class Learner:
             yield
             if trace.recording() and self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
+
+
+def _replay_metrics(
+    microbatches: Sequence[TrainingBatch], unreplayed: torch.Tensor, replayed: torch.Tensor
+) -> MetricSums:
+    """Return what the replay of routes changes, and how many routes are not known.
+
+    Args:
+        unreplayed: the first microbatch's log-probabilities [B, L] by the experts that the
+            trainer's own routers choose.
+        replayed: the same by the generator's.
+    """
+    sums = MetricSums()
+    for microbatch in microbatches:
+        sums.add_mean("experts/unrecorded", ~recorded(microbatch), is_followed(microbatch))
+    for name, values in {"own": unreplayed, "replayed": replayed}.items():
+        _, kl, sampled = mismatch_of(values, microbatches[0])
+        sums.add_mean(f"experts/mismatch_kl_{name}", kl, sampled)
+    return sums
 
 
 def is_followed(batch: TrainingBatch) -> torch.Tensor:

@@ -59,11 +59,11 @@ class Ranks:
         other_rows = dims.get_optional_mesh("batch")
         same_rows = dims.get_optional_mesh("tp")
         context = None
-        divided = config.parallelism.context_parallel_degree
-        if divided > 1:  # there is no tensor parallelism then
+        degree = config.parallelism.context_parallel_degree
+        if degree > 1:  # there is no tensor parallelism then
             mesh = init_device_mesh(
                 device.type,
-                (dist.get_world_size() // divided, divided),
+                (dist.get_world_size() // degree, degree),
                 mesh_dim_names=("rows", "context"),
             )
             other_rows = mesh["rows"]
@@ -195,26 +195,9 @@ def parallelize(
     Args:
         dtype: dtype of the parameters.
     """
-    policies: dict[str, ActivationCheckpointing.Config | None] = {
-        "none": None,
-        "selective": SelectiveAC.Config(),
-        "full": FullAC.Config(),
-    }
-    activation_checkpoint = policies[config.activation_checkpoint]
-    compiled = config.compile is not None
-    compile_config = CompileConfig(enable=False)
-    if config.compile is not None:
-        compile_config = CompileConfig(
-            enable=True, enable_async_tensor_parallel=config.compile.async_tensor_parallel
-        )
-    if compiled and config.activation_checkpoint == "full":
-        # It compiles the blocks itself, before it wraps them.
-        activation_checkpoint = CompiledFullAC.Config(
-            compile_config=compile_config, parallel_dims=ranks.dims
-        )
-        compile_config = CompileConfig(enable=False)
-    model.lm_head.compile_chunks = compiled
-    if compiled or device.type == "cuda":
+    activation_checkpoint, compile_config = _block_transforms(config, ranks)
+    model.lm_head.compile_chunks = config.compile is not None
+    if config.compile is not None or device.type == "cuda":
         compile_each_shape()
 
     computes_as_held = getattr(torch, config.mixed_precision_param) == dtype
@@ -242,6 +225,29 @@ def parallelize(
             if hasattr(module, "set_force_sum_reduction_for_comms"):
                 # gloo has no averaging reduce-scatter.
                 module.set_force_sum_reduction_for_comms(True)
+
+
+def _block_transforms(
+    config: TrainerConfig, ranks: Ranks
+) -> tuple[ActivationCheckpointing.Config | None, CompileConfig]:
+    """Return how transformer blocks are checkpointed and how torchtitan compiles them."""
+    policies: dict[str, ActivationCheckpointing.Config | None] = {
+        "none": None,
+        "selective": SelectiveAC.Config(),
+        "full": FullAC.Config(),
+    }
+    checkpointing = policies[config.activation_checkpoint]
+    not_compiled = CompileConfig(enable=False)
+    if config.compile is None:
+        return checkpointing, not_compiled
+    compiled = CompileConfig(
+        enable=True, enable_async_tensor_parallel=config.compile.async_tensor_parallel
+    )
+    if config.activation_checkpoint == "full":
+        # It compiles the blocks itself, before it wraps them.
+        own = CompiledFullAC.Config(compile_config=compiled, parallel_dims=ranks.dims)
+        return own, not_compiled
+    return checkpointing, compiled
 
 
 def materialize(

@@ -39,7 +39,7 @@ class ReferenceConfig(Configurable.Config):
 class Reference(Stateful):
     """Second set of the parameters that are trained; with LoRA, of an adapter's.
 
-    Its methods but those of its state are collective if the model's forward pass is.
+    Each rank changes its own shards, so every rank makes the same calls.
     """
 
     def __init__(self, config: ReferenceConfig, model: nn.Module):
@@ -54,7 +54,10 @@ class Reference(Stateful):
 
     @property
     def version(self) -> int:
-        """Policy version that a "lagged" reference is, or the newest that an "ema" has taken in."""
+        """Policy version that a "lagged" reference is, or the newest that an "ema" has taken in.
+
+        With several adapters it is the number of the adapter's own steps.
+        """
         return int(self._version)
 
     @torch.no_grad()

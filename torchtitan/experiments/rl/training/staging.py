@@ -88,7 +88,7 @@ class HostStager(AsyncStager):
             return self._copy_into_kept(state_dict, page_locked=True)
         except RuntimeError as error:
             cause = " ".join(str(error).split())
-        # Behind the handler, whose traceback keeps the part of the copy that was made.
+        # Not in the handler: its traceback would keep the part of the copy that was made.
         take_cuda_error()
         self.close()
         staged = self._copy_into_kept(state_dict, page_locked=False)

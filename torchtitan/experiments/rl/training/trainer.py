@@ -176,13 +176,13 @@ class PolicyTrainer(WatchedActor):
         """
 
         def accumulate() -> dict[str, float]:
-            rows = pickle.loads(self._learner.of_first_rank(microbatches))
+            rows = pickle.loads(self._learner.broadcast_rows(microbatches))
             metrics = self._learner.forward_backward(rows, policy_version).compute()
-            # A loss with an infinite constant has a finite gradient.
+            # `optim_step` checks the gradient, which is finite if a loss is infinite by a constant.
             check_finite("loss", metrics["loss/total"], self._learner.config.loss)
             return metrics
 
-        metrics = await self._submit(accumulate, quick=True)
+        metrics = await self._submit(accumulate, slow=False)
         metrics |= await self._submit(self._learner.optim_step)
         self._steps_taken += 1
         return metrics
@@ -220,7 +220,7 @@ class PolicyTrainer(WatchedActor):
             with trace.span("canary", version=version), one_thread():
                 return self._learner.canary(canary_token_ids)
 
-        await self._submit(copy_out, quick=True)
+        await self._submit(copy_out, slow=False)
         self._canary = self._submit(score)
         await self._publisher.announce(remote_readers)
 
@@ -314,18 +314,18 @@ class PolicyTrainer(WatchedActor):
         """Note that a microbatch begins: the rank is at work, and does not hang."""
         self.heartbeat.beat(slow=self._steps_taken < FIRST_STEPS)
 
-    def _submit(self, work: Callable[[], Result], *, quick: bool = False) -> asyncio.Future[Result]:
+    def _submit(self, work: Callable[[], Result], *, slow: bool = True) -> asyncio.Future[Result]:
         """Have the compute thread do some work after all that was submitted before.
 
         Args:
-            quick: True if the work beats at least once a microbatch, so that a pause means that it
-                hangs. The first steps are never quick, because they may compile.
+            slow: False if the rank hangs when the work takes longer than ``supervision.stall_s``
+                without a beat. During the first steps, which may compile, all work is slow.
         """
-        slow = not quick or self._steps_taken < FIRST_STEPS
+        may_take_long = slow or self._steps_taken < FIRST_STEPS
 
         def run() -> Result:
             try:
-                with self.heartbeat.work("a computation of the trainer", slow=slow):
+                with self.heartbeat.work("a computation of the trainer", slow=may_take_long):
                     return work()
             except StopIteration as error:
                 raise for_a_future(error) from error

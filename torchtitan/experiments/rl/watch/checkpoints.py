@@ -87,19 +87,26 @@ class RunCheckpoints(RunEvents):
     newest: Path | None = None
     """Newest checkpoint that is complete."""
     failure: str | None = None
-    """Reason why the last checkpoint could not be written."""
+    """Reason why the last checkpoint could not be written, or why the last step is not saved."""
     _step: int = 0
     _captured: _Captured | None = None
+    _given_up: str | None = None
+    """Reason why the last step's state is not saved; None before `give_up`."""
     _writing: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
         self._folder = CheckpointFolder(self.context.run_dir, self.context.config.checkpoint.keep)
 
-    def resumed(self, checkpoint: Path, step: int) -> None:
-        """Note that the run goes on from a checkpoint of its own."""
-        self._step = step
-        self.saved_step = step
-        self.newest = checkpoint
+    async def restore(self, resumed: "Resumed") -> None:
+        """Have the loops and the observers go on from a checkpoint of the run."""
+        state = resumed.state
+        await self.rollouts.restore(state.rollouts, resumed.groups, state.step)
+        self.stall.restore(state.stall)
+        self.validator.restore(state.validator, state.step)
+        self.alarm.restore(state.mismatch)
+        self._step = state.step
+        self.saved_step = state.step
+        self.newest = resumed.checkpoint
 
     def step_recorded(self, record: StepRecord) -> None:
         """Note a step whose metrics are logged: what follows in it may fail."""
@@ -134,10 +141,15 @@ class RunCheckpoints(RunEvents):
                 self._failed(self._step, error)
         await self.close()
 
-    def trainer_lost(self, lost: RunError) -> None:
-        """Note that nothing can be saved any more: the trainer's state is gone."""
-        if self._step > self.saved_step:
-            self.failure = f"the state after step {self._step} is not saved: {lost}"
+    def give_up(self, cause: str) -> None:
+        """Note why nothing more is saved, unless the last step's state is.
+
+        A checkpoint of that step that is being written may still be completed. It then takes the
+        note back.
+        """
+        if self._step > self.saved_step or self.writing:
+            self._given_up = f"the state after step {self._step} is not saved: {cause}"
+            self.failure = self._given_up
 
     @property
     def writing(self) -> bool:
@@ -215,7 +227,7 @@ class RunCheckpoints(RunEvents):
                 if error is not None:
                     raise error
             self.newest = await asyncio.to_thread(self._folder.commit, step)
-            self.failure = None
+            self.failure = None if step == self._step else self._given_up
         except BaseException as error:  # also CancelledError: no half folder is left behind
             self._folder.discard(step)
             if not isinstance(error, Exception):

@@ -85,10 +85,10 @@ class SnapshotPublisher:
         self._buffers: list[SharedBuffer] = []
         """Buffers of this rank. Empty if versions stay on a device."""
         self._targets: list[dict[str, torch.Tensor]] = [{}, {}]
-        """Views of each buffer, by tensor: this rank copies its shard there. They are made once,
-        because making them takes a tenth of the copying."""
+        """Views of the buffers of even and of odd versions, by tensor: this rank copies its shard
+        there. They are made once, because making them takes a tenth of the copying."""
         self._parts: list[tuple[RankParts, ...]] = []
-        """Shards and buffers of all ranks that write, for each of the two buffers."""
+        """Shards and buffers of all ranks that write, of even and of odd versions."""
         self._life = ""
         """Random name, the same on all ranks, that no other trainer has."""
         self._writes = 0
@@ -116,13 +116,13 @@ class SnapshotPublisher:
         self._writes += 1
         self._version = version
         targets = self._targets[version % 2]
-        taken: dict[str, torch.Tensor] = {}
+        shares: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if name in targets:
                 copied = copy_out(targets[name], local_of(tensor))
-                if not copied.is_cpu:  # on its way to the host its memory is free then
-                    taken[name] = digest(copied, self._mine[name], self._shapes[name])
-        self._shares = dict(zip(taken, read_together(taken.values()), strict=True))
+                if not copied.is_cpu:  # digested now, because what was converted is not kept
+                    shares[name] = digest(copied, self._mine[name], self._shapes[name])
+        self._shares = dict(zip(shares, read_together(shares.values()), strict=True))
         wait_for_copies(self._source)
 
     async def announce(self, remote_readers: bool) -> None:
@@ -203,11 +203,11 @@ class SnapshotPublisher:
         handles = _of_every_rank(self._make_buffers() if self._mine else [])
         self._parts = [
             tuple(
-                RankParts(host, of_rank[buffer], shards)
-                for host, of_rank, shards in zip(hosts, handles, written, strict=True)
-                if of_rank
+                RankParts(host, handles_of_rank[parity], shards)
+                for host, handles_of_rank, shards in zip(hosts, handles, written, strict=True)
+                if handles_of_rank
             )
-            for buffer in range(2)
+            for parity in range(2)
         ]
 
     def _make_buffers(self) -> list[Handle]:
@@ -227,10 +227,12 @@ class SnapshotPublisher:
             handles = [buffer.path for buffer in self._buffers]
             if self._source.type == "cuda":
                 page_lock(memory)
-        versions_each = 2 // len(memory)
         targets = [views(buffer, self._mine, self._dtype) for buffer in memory]
-        self._targets = targets * versions_each
-        return handles * versions_each
+        if len(memory) == 1:  # it has the even versions and the odd ones
+            targets *= 2
+            handles *= 2
+        self._targets = targets
+        return handles
 
 
 def written_by_rank(

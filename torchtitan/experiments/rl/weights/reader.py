@@ -169,7 +169,7 @@ async def offer(host: str, buffer: SharedBuffer) -> None:
     await torchstore.put(memory_key(host, buffer.path), await asyncio.to_thread(handles))
 
 
-async def fetch(handles: Sequence[Any], target: torch.Tensor) -> None:
+async def read_offered(handles: Sequence[Any], target: torch.Tensor) -> None:
     """Read what another host has offered into a buffer of the same size.
 
     Raises:
@@ -243,18 +243,20 @@ class WeightReader(WatchedActor):
         """Do nothing: the memory is freed with its last process."""
 
     async def bring(self, version: int, source: str = "", serves: bool = False) -> Fetched:
-        """Fetch a version; `fetch` calls it."""
+        """Fetch a version, as `fetch` says. A subclass may do more in this call."""
         started = time.perf_counter()
         manifest = await published(version)
         local = [part for part in manifest.parts if part.host == self._host]
         if len(local) == len(manifest.parts):
             return Fetched(source="", nbytes=0, seconds=0.0)
-        if local:  # other parts are the trainer's, and what is fetched here is no whole version
+        if local:
+            # Only the parts that this host lacks are fetched. They are on the trainer's hosts, and
+            # make no whole version for other readers.
             source = ""
             serves = False
         nbytes = 0
         if self._copy is None or self._copy.publication != manifest.publication:
-            nbytes = await self._fetch(manifest, local, source)
+            nbytes = await self._copy_from(source, manifest, local)
         await torchstore.put(copy_key(self._host), self._copy)
         if serves:  # each buffer is offered once
             for buffer in self._buffers[version % 2]:
@@ -267,7 +269,7 @@ class WeightReader(WatchedActor):
             seconds=time.perf_counter() - started,
         )
 
-    async def _fetch(self, manifest: Manifest, local: Sequence[RankParts], source: str) -> int:
+    async def _copy_from(self, source: str, manifest: Manifest, local: Sequence[RankParts]) -> int:
         """Copy the parts that are not local. Return the number of bytes that were read."""
         if self._running is not None and not self._running.done():
             # Nobody waits for it any more: its caller was cancelled.
@@ -275,8 +277,8 @@ class WeightReader(WatchedActor):
             await asyncio.wait({self._running})
         remote = [part for part in manifest.parts if part not in local]
         sizes = [buffer_bytes(part.shards, manifest.dtype) for part in remote]
-        # Taken out while they are written: if the fetch is interrupted, they may still be written
-        # to, and are not used again.
+        # Taken out while they are written. If the fetch is interrupted, a read may still write to
+        # them, so they are not used again.
         buffers = self._buffers.pop(manifest.version % 2, [])
         if [buffer.bytes.nbytes for buffer in buffers] != sizes:
             buffers = [await asyncio.to_thread(SharedBuffer.create, size) for size in sizes]
@@ -310,7 +312,7 @@ class WeightReader(WatchedActor):
         for part, buffer in zip(remote, buffers, strict=True):
             handles = await torchstore.get(memory_key(part.host, part.handle))
             try:
-                await fetch(handles, buffer.bytes)
+                await read_offered(handles, buffer.bytes)
             except Exception as error:
                 cause = cause_in(error)
                 raise PeerGone(

@@ -22,8 +22,7 @@ import mmap
 import os
 import re
 import weakref
-from collections import UserDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -47,7 +46,7 @@ _WORDS_ON_CPU = 2**17
 _WORDS_OF_A_THREAD = 2**21
 """Number of words that are worth another thread."""
 
-_WORDS = 2**24
+_WORDS_ON_GPU = 2**24
 """Number of words that a GPU digests at once: it has room for 128 MB."""
 
 CPU = torch.device("cpu")
@@ -152,7 +151,7 @@ class SharedBuffer:
             ) from error
 
 
-class PartedTensors(UserDict[str, torch.Tensor]):
+class PartedTensors(Mapping[str, torch.Tensor]):
     """Tensors of a version, by the manifest's names.
 
     A tensor that ranks hold in parts is put together on ``device`` whenever it is asked for, and is
@@ -173,18 +172,31 @@ class PartedTensors(UserDict[str, torch.Tensor]):
         self._buffers = [*buffers]
         self._dtype = manifest.dtype
         self._device = device
-        self.data: dict[str, Any] = {name: [] for name in manifest.shapes}
+        self._shards: dict[str, list[tuple[tuple[slice, ...], torch.Tensor]]] = {
+            name: [] for name in manifest.shapes
+        }
+        """Shards of each tensor, each with its place in the tensor."""
         for parts, buffer in zip(manifest.parts, self._buffers, strict=True):
-            for name, shard in views(buffer, parts.shards, manifest.dtype).items():
-                self.data[name].append((index_of(parts.shards[name]), shard))
+            for name, values in views(buffer, parts.shards, manifest.dtype).items():
+                self._shards[name].append((index_of(parts.shards[name]), values))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        parts = self.data[name]
-        if len(parts) == 1:
-            return parts[0][1]
+        shards = self._shards[name]
+        if len(shards) == 1:
+            _, tensor = shards[0]
+            return tensor
         tensor = torch.empty(self.shapes[name], dtype=self._dtype, device=self._device)
         self.copy_to(name, tensor)
         return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shards  # Mapping's own would put the tensor together
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
 
     def in_host_memory(self) -> "PartedTensors":
         """Return the same tensors in the host's memory, each rank's buffer copied at once."""
@@ -195,8 +207,8 @@ class PartedTensors(UserDict[str, torch.Tensor]):
 
         Putting the tensor together first would take fresh memory: on a CPU, three times as long.
         """
-        for place, shard in self.data[name]:
-            target[place].copy_(shard, non_blocking=True)
+        for place, values in self._shards[name]:
+            target[place].copy_(values, non_blocking=True)
 
 
 class SnapshotReader:
@@ -266,14 +278,14 @@ def volume(shard: Shard) -> int:
     return math.prod(stop - start for start, stop in shard)
 
 
-def _aligned(shard: Shard, dtype: torch.dtype) -> int:
+def _aligned_bytes(shard: Shard, dtype: torch.dtype) -> int:
     """Return the bytes of a shard in a buffer, up to where the next one begins."""
     return -(-volume(shard) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 def buffer_bytes(shards: Mapping[str, Shard], dtype: torch.dtype) -> int:
     """Return the size of a buffer for these shards."""
-    return sum(_aligned(shard, dtype) for shard in shards.values())
+    return sum(_aligned_bytes(shard, dtype) for shard in shards.values())
 
 
 def views(
@@ -288,7 +300,7 @@ def views(
     for name, shard in shards.items():
         flat = buffer[offset : offset + volume(shard) * dtype.itemsize].view(dtype)
         tensors[name] = flat.view([stop - start for start, stop in shard])
-        offset += _aligned(shard, dtype)
+        offset += _aligned_bytes(shard, dtype)
     return tensors
 
 
@@ -329,8 +341,8 @@ def digest(
     row_keys_BR = keys.view(words_BRC.shape[:2])
     if part.is_cpu:
         return _digest_on_cpu(words_BRC.numpy(), row_keys_BR.numpy(), keys_C.numpy())
-    along = 0 if len(words_BRC) > 1 else 1
-    rows_at_once = max(1, _WORDS * words_BRC.shape[along] // words_BRC.numel())
+    along = 0 if len(words_BRC) > 1 else 1  # by blocks; one block by its rows
+    rows_at_once = max(1, _WORDS_ON_GPU * words_BRC.shape[along] // words_BRC.numel())
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     for piece, piece_keys in zip(
         words_BRC.split(rows_at_once, along), row_keys_BR.split(rows_at_once, along), strict=True
@@ -343,7 +355,7 @@ def _digest_on_cpu(
     words_BRC: np.ndarray, row_keys_BR: np.ndarray, keys_C: np.ndarray
 ) -> torch.Tensor:
     """Return the sum of the words by their keys, computed by as many threads as it is worth."""
-    along = 0 if len(words_BRC) > 1 else 1
+    along = 0 if len(words_BRC) > 1 else 1  # by blocks; one block by its rows
     shares = min(words_BRC.shape[along], -(-words_BRC.size // _WORDS_OF_A_THREAD))
     if shares == 1:
         total = _sum_on_cpu(words_BRC, row_keys_BR, keys_C)
@@ -490,13 +502,12 @@ def page_lock(buffers: Iterable[torch.Tensor]) -> bool:
     They stay so until this process ends.
 
     Returns:
-        True if the system allowed it. Without it copies wait for the CPU, and nothing else changes:
-        CUDA keeps the refusal, and the next kernel launch would raise it, so it is taken here.
+        True if the system allowed it. Otherwise copies wait for the CPU, and nothing else changes.
     """
     for buffer in buffers:
         code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
         if code:
-            take_cuda_error()
+            take_cuda_error()  # else the next kernel launch would raise it
             logger.warning(
                 "shared memory of the weights can't be page-locked (CUDA error %d): publishing "
                 "takes longer",

@@ -41,8 +41,8 @@ class CanaryBound:
 
     def __init__(self, generator_dtype: Literal["float32", "bfloat16"]):
         self._is_learned = generator_dtype == "bfloat16"
-        self._first: list[float] = []
-        """Largest difference of each of the first versions."""
+        self._first: dict[int, float] = {}
+        """Largest difference of each of the first versions, over all replicas."""
 
     @property
     def nats(self) -> float:
@@ -55,12 +55,16 @@ class CanaryBound:
             return 1e-3
         if len(self._first) < FIRST_VERSIONS:
             return 10.0
-        return max(1.0, 5 * max(self._first))
+        return max(1.0, 5 * max(self._first.values()))
 
-    def passed(self, difference: float) -> None:
-        """Learn from the largest difference of a version, which was within the bound."""
+    def passed(self, version: int, difference: float) -> None:
+        """Learn from a difference that was within the bound.
+
+        Every replica that joins has one. Those of a version count once, or the replicas that join
+        at the start would make the bound out of the first version alone.
+        """
         if len(self._first) < FIRST_VERSIONS:
-            self._first.append(difference)
+            self._first[version] = max(difference, self._first.get(version, 0.0))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -126,8 +130,8 @@ class HostCopies(Protocol):
 class VersionLock:
     """Keeps replicas from joining while the generators change versions.
 
-    Replicas join side by side, and an update waits until none does. An update may exclude them
-    early, by `hold`: from then on it is theirs to wait, until the update that follows has ended.
+    Replicas join side by side, and an update waits until none does. `hold` excludes them before the
+    update begins: replicas that come later wait until it has ended.
     """
 
     def __init__(self) -> None:
@@ -138,7 +142,7 @@ class VersionLock:
         self._entrance = asyncio.Lock()
         """Held while a replica waits to join, so that only the first of them takes the lock."""
         self._is_held = False
-        """True from `hold` until the next update begins."""
+        """True if an update has the lock and has not begun: from `hold` to `updating`."""
 
     @asynccontextmanager
     async def joining(self) -> AsyncIterator[None]:
@@ -240,7 +244,7 @@ class WeightSync:
             else:
                 await self._score_first_canary()
                 logprobs = await actor.canary.call_one(self.canary_token_ids)
-            self._compare(self._version, self._canary, {replica: logprobs})
+            self._compare(self._version, {replica: logprobs})
             await take_requests()
 
     async def publish_start(self, version: int) -> None:
@@ -280,15 +284,13 @@ class WeightSync:
         clock = asyncio.get_running_loop().time
         async with self._lock.updating():
             started = clock()
-            fetched = started
 
-            async def load() -> dict[int, WeightReceipt]:
-                nonlocal fetched
-                fetched = clock()
-                return await self._generators.update_weights(version, self.canary_token_ids)
+            async def load() -> tuple[float, dict[int, WeightReceipt]]:
+                began = clock()  # every host has the version
+                return began, await self._generators.update_weights(version, self.canary_token_ids)
 
             with trace.span("generators load"):
-                receipts, proof = await asyncio.gather(
+                (load_began, receipts), proof = await asyncio.gather(
                     self._with_copies(version, load), self._trainers_proof()
                 )
             self._fingerprint, self._canary = proof
@@ -299,13 +301,13 @@ class WeightSync:
         canaries = {replica: receipt.canary_logprobs for replica, receipt in receipts.items()}
         return SyncReport(
             version=version,
-            canary_max_diff=self._compare(version, self._canary, canaries),
+            canary_max_diff=self._compare(version, canaries),
             copy_out_s=copied.seconds,
             load_s=loaded - started,
             verify_s=max((receipt.verify_s for receipt in receipts.values()), default=0.0),
             reload_s=max((receipt.reload_s for receipt in receipts.values()), default=0.0),
             fetched_bytes=self._copies.take_fetched_bytes() if self._copies else {},
-            fetch_s=fetched - started,
+            fetch_s=load_began - started,
         )
 
     # ---- loading
@@ -336,7 +338,7 @@ class WeightSync:
             lost = self._copies.lost
             try:
                 return await load()
-            except RunError:
+            except Exception:  # an engine's RunError arrives inside Monarch's ActorError
                 # A reader that is dead is noticed now, at the latest.
                 await self._copies.fetch(version)
                 if self._copies.lost == lost:
@@ -371,25 +373,24 @@ class WeightSync:
                 f"version {version}; the trainer published {self._fingerprint}"
             )
 
-    def _compare(
-        self, version: int, trainer: np.ndarray | None, generators: Mapping[int, np.ndarray]
-    ) -> float:
-        """Return the largest difference between the trainer's canary and the generators'.
+    def _compare(self, version: int, canaries: Mapping[int, np.ndarray]) -> float:
+        """Return the largest difference between the trainer's canary and those of replicas.
 
         Raises:
             RunError: a difference is beyond the bound, or not a number.
         """
+        assert self._canary is not None, "the trainer scores the canary first"
         worst = 0.0
         bound = self._bound.nats
-        for replica, canary in generators.items():
-            difference = float(np.abs(trainer - canary).max())
-            if not difference <= bound:
+        for replica, canary in canaries.items():
+            difference = float(np.abs(self._canary - canary).max())
+            if not difference <= bound:  # also a NaN
                 raise RunError(
                     f"generator {replica} and trainer disagree on version {version}: the canary's "
                     f"log-probabilities differ by {difference:.2g}, more than {bound:.3g}; the "
                     "engine does not compute with the published weights"
                 )
             worst = max(worst, difference)
-        if generators:
-            self._bound.passed(worst)
+        if canaries:
+            self._bound.passed(version, worst)
         return worst
