@@ -157,11 +157,15 @@ class Selection:
         Raises:
             RunError: one of them failed, or the state is of another dataset or seed.
         """
-        states: dict[str | None, Any] = {None: mix, **samplers}
         for name, what, part in self._stateful():
-            if name in states:
-                owner = _owner(what, part, "load_state_dict")
-                await self._ordered.call(part.load_state_dict, states[name], owner=owner)
+            if name is None:
+                state = mix
+            elif name in samplers:
+                state = samplers[name]
+            else:
+                continue
+            owner = _owner(what, part, "load_state_dict")
+            await self._ordered.call(part.load_state_dict, state, owner=owner)
 
     async def examples_of(self, groups: Sequence[ExampleState]) -> dict[str, dict[str, DataSample]]:
         """Return the examples of a checkpoint's groups, by task and id.

@@ -131,7 +131,7 @@ class HubConfig:
     def _number(
         self, name: str, default: float | None, kind: type | tuple[type, ...], wanted: str
     ) -> Any:  # noqa: ANN401 - a ``kind``
-        value = self.get(name, default) if default is not None else self[name]
+        value: Any = self.get(name, default) if default is not None else self[name]
         if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < float("inf"):
             raise self.error(f"its config.json has {name} = {value!r}, want {wanted} above 0")
         return value

@@ -47,7 +47,7 @@ from torchtitan.experiments.rl.training.reference import Reference
 from torchtitan.experiments.rl.training.staging import HostStager, StagingError
 from torchtitan.experiments.rl.weights.publisher import shard_of
 from torchtitan.experiments.rl.weights.snapshot import digest
-from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 EXPORT_ROW_LENGTH = 2
 """Row length of the model that ``export_checkpoint`` builds, which computes nothing."""
@@ -85,7 +85,7 @@ class Trained:
         """Return the optimizer's parameter groups, with the hyperparameters of each."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def rates(self) -> list[float]:
+    def rates(self) -> list[float | torch.Tensor]:
         """Return the learning rate of each group, as the schedule has it now."""
         return [
             rate for scheduler in self.lr_schedulers.schedulers for rate in scheduler.get_last_lr()
@@ -103,7 +103,7 @@ class TrainerCheckpoints:
         *,
         model: nn.Module,
         trained: Mapping[str, Trained],
-        adapter: StateDictAdapter,
+        adapter: BaseStateDictAdapter,
         hub_folder: Path,
         run_dir: Path,
         start: TrainerStart | None,
