@@ -132,7 +132,8 @@ class HubConfig:
         self, name: str, default: float | None, kind: type | tuple[type, ...], wanted: str
     ) -> Any:  # noqa: ANN401 - a ``kind``
         value: Any = self.get(name, default) if default is not None else self[name]
-        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < float("inf"):
+        is_of_kind = isinstance(value, kind) and not isinstance(value, bool)
+        if not is_of_kind or not 0 < value < float("inf"):
             raise self.error(f"its config.json has {name} = {value!r}, want {wanted} above 0")
         return value
 
