@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.unit.report_runs import small_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,6 +113,17 @@ print([name for name in ("torch", "monarch", "torchstore", "vllm") if name in sy
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
     )
     assert result.stdout.strip() == "[]", result.stderr
+
+
+@pytest.mark.parametrize("module", ["training.trainer", "generation.generator", "weights.reader"])
+def test_a_process_that_renders_nothing_imports_no_renderers(module):
+    """They bring a client of OpenAI's with 500 modules: two seconds of a trainer's start."""
+    code = f"""import sys, torchtitan.experiments.rl.{module}
+print([name for name in ("renderers", "openai", "rich") if name in sys.modules])"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert result.stdout.splitlines()[-1] == "[]", result.stdout + result.stderr
 
 
 def test_the_report_serves_every_page_without_torch(tmp_path):

@@ -134,7 +134,7 @@ async def test_nothing_is_lost_where_the_last_step_is_saved(tmp_path):
 
 async def test_a_slow_checkpoint_counts_as_not_saved_until_it_is_written(tmp_path):
     saved = Saved(tmp_path)
-    saved.checkpoints.step_taken(SimpleNamespace(step=3))
+    saved.checkpoints.step_recorded(SimpleNamespace(step=3))
     ending = asyncio.create_task(saved.checkpoints.finish())
     await until(lambda: saved.checkpoints.writing)
     ending.cancel()
@@ -154,7 +154,7 @@ async def fail_after_step_3(saved: Saved, error: str, monkeypatch) -> None:
 
     async def set_up_and_fail():
         run._observers = Observers(profile=None, reports=None, checkpoints=saved.checkpoints)
-        saved.checkpoints.step_taken(SimpleNamespace(step=3))
+        saved.checkpoints.step_recorded(SimpleNamespace(step=3))
         raise RunError(error)
 
     monkeypatch.setattr(run, "_setup", set_up_and_fail)
@@ -185,7 +185,7 @@ async def test_steps_of_a_trainer_whose_host_died_are_said_to_be_unsaved(tmp_pat
 async def test_a_checkpoint_of_an_earlier_step_does_not_save_the_last(tmp_path):
     saved = Saved(tmp_path)
     await saved.checkpoints.step_ended(2)
-    saved.checkpoints.step_taken(SimpleNamespace(step=3))
+    saved.checkpoints.step_recorded(SimpleNamespace(step=3))
     saved.checkpoints.give_up("the trainer's host died")
     saved.trainer.written.set()
     await saved.checkpoints.close()

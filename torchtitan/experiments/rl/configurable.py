@@ -2,19 +2,20 @@
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
-
-from renderers import Renderer
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.compat.torchtitan import built_class
+
+if TYPE_CHECKING:  # trainers render nothing, and the import takes seconds
+    from renderers import Renderer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildContext:
     """Facts of a run that its tasks, algorithms and filters may need beside their configs."""
 
-    renderer: Renderer
+    renderer: "Renderer"
     """Renderer of the policy's tokenizer, which makes prompts of messages."""
     vocab_size: int
     """Number of token ids that the policy's model has."""

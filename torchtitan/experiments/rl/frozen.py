@@ -15,6 +15,7 @@ all that they hold. ``copy.copy`` and ``dataclasses.replace`` copy the outermost
 holds is still read-only.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, NoReturn, Self
@@ -26,19 +27,28 @@ class Freezable:
     """Base of a dataclass with slots whose instances can be made read-only."""
 
     __slots__ = ("_frozen",)
+    _frozen: bool
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        record = super().__new__(cls)
+        object.__setattr__(record, "_frozen", False)
+        return record
 
     @property
     def frozen(self) -> bool:
-        return getattr(self, "_frozen", False)
+        return self._frozen
 
     def freeze(self) -> Self:
         """Make the record, and the records, arrays, dicts and lists that it holds, read-only.
 
         Return the record itself. A record that is frozen already stays as it is.
         """
-        if not self.frozen:
-            for field in fields(self):  # type: ignore[arg-type] # its subclasses are dataclasses
-                object.__setattr__(self, field.name, read_only(getattr(self, field.name)))
+        if not self._frozen:
+            for name in _field_names(type(self)):
+                value = getattr(self, name)
+                kept = read_only(value)
+                if kept is not value:
+                    object.__setattr__(self, name, kept)
             object.__setattr__(self, "_frozen", True)
         return self
 
@@ -52,7 +62,7 @@ class Freezable:
             object.__setattr__(self, name, read_only(value) if self.frozen else value)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if getattr(self, "_frozen", False):
+        if self._frozen:
             self._refuse(name)
         object.__setattr__(self, name, value)
 
@@ -69,6 +79,12 @@ class Freezable:
             f"can't change {name} of this {type(self).__name__}: it is read-only, because the "
             "rollout has ended"
         )
+
+
+@functools.cache
+def _field_names(record: type[Any]) -> tuple[str, ...]:
+    """Return the names of a dataclass' fields, which ``fields`` works out anew in each call."""
+    return tuple(field.name for field in fields(record))
 
 
 def read_only(value: Any) -> Any:  # noqa: ANN401 - anything that a record may hold
@@ -100,6 +116,8 @@ def read_only_data(value: Any) -> Any:  # noqa: ANN401 - a user's data
 
 
 def _freeze_array(array: np.ndarray) -> np.ndarray:
+    if not array.flags.writeable:
+        return array
     view = array.view()  # the array itself may be its owner's, such as a dataset's
     view.flags.writeable = False
     return view
