@@ -44,7 +44,7 @@ class Freezable:
         Return the record itself. A record that is frozen already stays as it is.
         """
         if not self._frozen:
-            for name in _field_names(type(self)):
+            for name in _field_names(type(self)):  # type: ignore[arg-type] # a type is Hashable
                 value = getattr(self, name)
                 kept = read_only(value)
                 if kept is not value:
