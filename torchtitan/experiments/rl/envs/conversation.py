@@ -183,7 +183,7 @@ class Conversation:
     async def add_messages(self, new: list[Message]) -> bool:
         """Render the prompt after messages that answer the last completion.
 
-        The messages are the last of the conversation already. Sampled tokens stay as they are if
+        The caller has appended ``new`` to ``messages`` before. Sampled tokens stay as they are if
         the renderer can go on from them. Otherwise the whole conversation is rendered.
 
         Returns:

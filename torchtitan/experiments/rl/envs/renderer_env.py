@@ -46,7 +46,8 @@ class RendererEnvConfig:
     """Maximum number of tokens of a conversation. A prompt and its completion together never exceed
     it, so no training sample does."""
     step_timeout_s: Changeable[PositiveFloat] = 60.0
-    """Time limit in seconds of each call of ``reset``, ``step_message`` and ``close``."""
+    """Time limit in seconds of each call of ``reset``, ``step_message``, ``metadata`` and
+    ``close``."""
     rollout_timeout_s: Changeable[PositiveFloat] = 600.0
     """Time limit in seconds from the reset to the terminal status, sampling included. The task that
     runs the rollout enforces it."""

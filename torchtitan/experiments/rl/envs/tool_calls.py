@@ -6,9 +6,9 @@ package look at the ``type`` of the parameter alone. So they refuse a text if th
 ``$ref``, as that of an Enum, or a list of types, and they read "42" as a number if a text or null
 is allowed.
 
-`parse_completion` gives such a parser simple schemas that say the same. It parses a completion once
-more if an argument was read as a number although its parameter allows none, and takes that argument
-as the text that it is.
+`parse_completion` gives such a parser simple schemas that say the same. It parses a completion a
+second time, with every parameter declared as a text, if an argument was read as a number although
+its parameter allows a text and no number, or as another such type. It takes the text from there.
 """
 
 import json

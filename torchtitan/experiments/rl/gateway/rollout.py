@@ -203,7 +203,7 @@ class AgentRollout:
         self.traceback = ""
         """See `Rollout.traceback`."""
         self.answer: Any = None
-        """Value that the agent returned."""
+        """Value that the agent returned. The models' answers to its calls are `Answer`."""
         self.counts: Counter[str] = Counter()
         """See `Rollout.calls`."""
         self._renderer = renderer
@@ -232,7 +232,7 @@ class AgentRollout:
         self._open_calls: set[Call] = set()
         self._begun_calls = 0
         self._ended_calls = 0
-        """Number of calls that count against ``max_turns``: neither refused nor cancelled."""
+        """Number of ended calls that count against ``max_turns``; see `_call_ended`."""
         self._sampled_tokens = 0
         self._refusal_code = ""
         """Code that the last call was refused with; empty if it was answered."""
@@ -390,7 +390,11 @@ class AgentRollout:
         raise refusal
 
     def _call_ended(self, call: Call) -> None:
-        """Take a call from the open ones, and count it unless it was refused or cancelled."""
+        """Take a call from the open ones, and count it against ``max_turns``.
+
+        A cancelled call does not count, nor does a request that was refused for what it says. A
+        Refusal of status 500 or above means that a model failed: such a call counts.
+        """
         self._open_calls.discard(call)
         call.prompted.set()
         if call.answer.cancelled():
@@ -623,7 +627,8 @@ class AgentRollout:
     ) -> tuple[SampledTurn, Message, str | None]:
         """Record a completion as a turn of the rollout.
 
-        The turn is in the tree whatever happens: parsing may fail, and the client go meanwhile.
+        The turn is in the tree whatever happens, because its tokens were sampled: parsing may fail,
+        and the client may leave meanwhile.
 
         Returns:
             The turn, its message without the client's stop text, and that text if one ended it.
@@ -642,7 +647,7 @@ class AgentRollout:
             turn = await conversation.add_completion(completion)
             if completion.finish_reason == "abort":
                 raise UserCodeError("the generator aborted the completion")
-            # Until the answer has left, if it would be trained on at all.
+            # The policy's turn is undelivered until `leave` notes that a client has the answer.
             reasons = {POLICY: UNDELIVERED, AUXILIARY: AUXILIARY}
             untrained = reasons.get(branch.model, "frozen model")
             self.counts[untrained] += 1

@@ -86,7 +86,8 @@ class Judge(UserConfigurable):
         """Time limit of each attempt, in seconds.
 
         All attempts together should take less than the caller's own limit (Rubric.timeout_s),
-        because an error of that limit does not name the judge."""
+        because an error of that limit does not name the judge. The defaults do not: three attempts
+        may take 60 s, and a reward function 30 s. Lower this or raise that."""
         max_retries: NonNegativeInt = 2
         """Number of attempts after the first. Within each, the client of a server retries
         ``FrozenModel.max_retries`` times."""
@@ -197,7 +198,7 @@ class Judge(UserConfigurable):
         raise JudgeFailed(f"judge {config.name!r} failed, last with: {problem}")
 
     def _count(self, quantity: str, amount: float) -> None:
-        """Add to one of the judge's metrics in the rollout that asked."""
+        """Add to one of the judge's metrics, for the group whose rollout asked."""
         add_cost(f"judge/{self.config.name}/{quantity}", amount)
 
 

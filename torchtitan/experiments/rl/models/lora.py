@@ -557,7 +557,7 @@ def adapter_header(folder: Path, *, field: str) -> dict[str, Shape]:
 
 
 def read_adapter(folder: Path, lora: LoRA.Config, shapes: AdapterShapes) -> dict[str, torch.Tensor]:
-    """Return the tensors of a PEFT folder, once ``check_adapter`` has passed. Raises as it does."""
+    """Check a PEFT folder, and return its tensors. Raises as ``check_adapter`` does."""
     check_adapter(folder, lora, shapes)
     return load_file(folder / ADAPTER_WEIGHTS)
 

@@ -1,11 +1,11 @@
 """Rubrics: how rollouts become rewards.
 
 A rubric weighs reward functions. Each gets ``(completion, example)``: the text that the policy said
-last and the ``env_input`` of the data sample. A ``RewardFn`` adds a weight or a name
-to a function, and changes its arguments only if it says so: with ``takes="rollout"`` the function
-gets ``(rollout, example)``. A group-level function gets a list in place of the completion or the
-rollout. Each returns a number, group-level one number per rollout, and may be async. What an env
-itself rewarded counts only if a rubric names it, with ``env_component(name)``.
+last, or what an agent returned, and the ``env_input`` of the data sample. A ``RewardFn`` gives a
+function a weight or a name. With ``takes="rollout"`` its function gets ``(rollout, example)``, and
+with ``group_level=True`` a list of the group's completions or rollouts as the first argument. A
+function returns a number, a group-level one a number for each rollout; either may be async. What an
+env itself rewarded counts only if a rubric names it, with ``env_component(name)``.
 
 A function that raises, hangs or returns anything but finite numbers makes its rollout an ERROR that
 names the function. It never counts as a 0: a bug in the scoring must not look like a bad answer.

@@ -226,6 +226,11 @@ class AgentTask(Task):
             rollout.amend(answer=json_value(answer))
 
     def _frozen_session(self, sample: DataSample, name: str, seed: int) -> PolicySession:
+        """Open a session with a frozen model.
+
+        All sessions of an example have one id, and with it one group, so that the router prefers a
+        replica of a hosted model that has the example's prompt in its cache.
+        """
         return self._frozen[name].session(
             rollout_id=f"{self.name}/{sample.sample_id}/0",
             seed=seed,

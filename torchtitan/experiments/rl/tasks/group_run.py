@@ -115,7 +115,7 @@ class GroupRun:
     seed: int
     sampling: SamplingConfig
     credit: bool
-    """True if the algorithm sees each rollout that ends."""
+    """True if ``Algorithm.score_rollout`` is called for each rollout as it ends."""
 
     def __post_init__(self) -> None:
         self._sessions: list[CheckedSession] = []
@@ -131,6 +131,7 @@ class GroupRun:
         rollouts = self.group.rollouts
         try:
             sessions = [self._open_session(rollout, attempt=0) for rollout in rollouts]
+            # Rollouts that are ready to render their first prompt go before a group that begins.
             await yield_queue().wait(Line.NEW_GROUP)
             envs = await self._make_envs(len(rollouts))
             await asyncio.gather(*map(self._run_to_status, rollouts, envs, sessions))

@@ -493,8 +493,9 @@ class Task(UserConfigurable):
                 the attempt.
             sampling: sampling settings; None for the task's.
             group_size: number of rollouts; None for the task's.
-            credit: if False, the rollouts are the policy's and the algorithm doesn't see them. Call
-                ``score_rewards`` next, and ``give_credit(late=True)`` unless it is for validation.
+            credit: if False, the rollouts are sampled from the policy even if the algorithm has a
+                frozen source, and ``Algorithm.score_rollout`` is not called. Call ``score_rewards``
+                next, and then ``give_credit(late=True)``, but not for a validation.
         """
         sample = frozen_sample(sample)
         rollouts = [
@@ -644,7 +645,8 @@ class Task(UserConfigurable):
             kind.score_group is Algorithm.score_group
             and kind.score_rollout is Algorithm.score_rollout
         ):
-            return None  # gives no credit at all: for groups that are scored and not trained on
+            # There is no credit to check. Such groups are scored, and can't be trained on.
+            return None
         draft = draft_group(group)
         began = time.perf_counter()
 

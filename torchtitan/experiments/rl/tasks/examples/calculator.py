@@ -112,7 +112,10 @@ async def right(rollout: Rollout, expression: str) -> float:
 
 
 async def called(rollout: Rollout, expression: str) -> float:
-    """Return 1 if some call gave a number, else 0. The conversation has the tool's answers."""
+    """Return 1 if some call gave a number, else 0.
+
+    It looks for the tool's answers in the prompts too: those of a program are in no env's messages.
+    """
     messages = [
         message for turn in rollout.turns for message in (*turn.prompt_messages, *turn.env_messages)
     ]
@@ -121,7 +124,7 @@ async def called(rollout: Rollout, expression: str) -> float:
 
 
 Operands = Annotated[int, Interval(ge=2, le=20)]
-"""Number of operands within the calculator's limit: 20 factors of 999 have 118 characters."""
+"""Number of operands within the calculator's limit: 20 factors of 999 have 117 characters."""
 
 
 class CalculatorDataset(MadeDataset):

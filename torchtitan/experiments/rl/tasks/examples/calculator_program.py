@@ -60,7 +60,10 @@ def evaluate(expression: str) -> int:
 
 
 def value_of(node):
-    """Return the value of a parsed expression. Raise anything if it is none of numbers."""
+    """Return the value of a parsed expression.
+
+    An expression of anything but whole numbers and operators raises an error of some class.
+    """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     operands = (value_of(part) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr))

@@ -60,7 +60,7 @@ def split_of(low: int, high: int) -> Split:
 def first_numbers(*, split: Split, numbers: int, max_number: int) -> list[int]:
     """Return the first number of each range of the split.
 
-    A range has `numbers` numbers, from 1 to `max_number`.
+    The ranges are those of `numbers` consecutive numbers between 1 and `max_number`.
     """
     return [
         low

@@ -65,11 +65,13 @@ class ReasoningGymDataset(Dataset):
     """Dataset of puzzles, each made when it is asked for.
 
     102 of the 105 generators make puzzle i from seed + i, so two datasets share puzzles where their
-    [seed, seed + count) overlap. list_functions alone makes other puzzles in every process.
+    [seed, seed + count) overlap. acre and gsm_symbolic also draw from the seed without i, and
+    list_functions makes other puzzles in every process.
 
-    Making one takes 0.1 ms for most generators, on the event loop. It takes 0.1 to 1 s for
-    countdown, futoshiki, intermediate_integration, knight_swap, polynomial_multiplication,
-    puzzle24, sokoban and zebra_puzzles.
+    Making one takes 0.1 ms for most generators. It takes 0.1 to 1 s for countdown, futoshiki,
+    intermediate_integration, knight_swap, polynomial_multiplication, puzzle24, sokoban and
+    zebra_puzzles. A run asks its datasets in one thread, one example at a time
+    (`ask/ordered.py`), so these hold up the start of other groups.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -240,13 +240,16 @@ def make_rounds(
     rounds: int,
     **arguments: Any,  # noqa: ANN401 - those of make_examples
 ) -> list[list[list[int]]]:
-    """Return examples that consist of `rounds` lists each."""
+    """Return examples that consist of `rounds` lists each, without the lists that are left over."""
     lists = make_examples(**arguments)
     return [lists[end - rounds : end] for end in range(rounds, len(lists) + 1, rounds)]
 
 
 class SumDigitsRoundsDataset(MadeDataset):
-    """Dataset whose examples consist of `rounds` lists each."""
+    """Dataset whose examples consist of `rounds` lists each.
+
+    `count` is the number of lists, so there are `count // rounds` examples.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(SumDigitsDataset.Config):
