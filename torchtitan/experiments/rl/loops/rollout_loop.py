@@ -610,7 +610,8 @@ class RolloutLoop:
             ``at_once`` returned.
 
         Raises:
-            RunError: a sampler, the task mix or a filter failed, now or before.
+            RunError: a sampler or the task mix can't give its state, or a group has failed while it
+                settled.
         """
         async with self._snapshots.snapshot():
             if self._half_settled is not None:

@@ -79,13 +79,13 @@ def check_draft(
 def take_credit(rollout: Rollout, draft: Rollout) -> None:
     """Give a rollout the samples of its draft, and make them read-only.
 
-    The caller has checked the draft (`check_draft`).
+    The caller has checked the draft (`check_draft`). An array that the algorithm has set is taken
+    over and not copied, unless it is a part of a larger one.
     """
     for sample in draft.samples:
         for name in CREDIT_STREAMS:
             values = getattr(sample, name)
             if values is not None and values.base is not None:
-                # A part of a larger array, such as a buffer that the algorithm uses again: to make
-                # the part read-only would not keep the buffer from being written to.
+                # A part of a larger array, such as a buffer that the algorithm may use again.
                 setattr(sample, name, values.copy())
     rollout.amend(samples=[sample.freeze() for sample in draft.samples])
