@@ -1,4 +1,4 @@
-"""Records that become read-only, once, when what they describe has ended.
+"""Records that become read-only, for good, when what they describe has ended.
 
 A rollout is filled while it runs. When it ends, `Freezable.freeze` makes the record and all that it
 holds read-only, and from then on everyone is given the same object: reward functions, rubrics,
@@ -10,9 +10,9 @@ tries::
     turn.completion.token_ids[0] = 5     ValueError (numpy)
     turn.assistant_message["content"]=x  TypeError
 
-Copies can be changed. ``copy.deepcopy`` and pickle return plain records, dicts and lists, and so is
-all that they hold. ``copy.copy`` and ``dataclasses.replace`` copy the outermost alone: what it
-holds is still read-only.
+Copies can be changed. ``copy.deepcopy`` and pickle return records, dicts and lists that can be
+changed at every depth. ``copy.copy`` and ``dataclasses.replace`` return a record whose fields can
+be set, but the records, dicts, lists and arrays in them are still read-only.
 """
 
 import functools

@@ -43,15 +43,17 @@ class Stream:
     dtype: type[np.generic]
     """Element type. If ``dims`` is above 0, a sample may have a wider one."""
     fill: float
-    """Value on padding, and on every token of a sample that does not have the stream. -1 stands for
-    the largest value of an unsigned ``dtype``."""
+    """Value on padding, and on every token of a sample that lacks the stream, unless ``like`` names
+    another. -1 stands for the largest value of an unsigned ``dtype``."""
     in_loss: bool
     """True if a loss of the library reads the stream, as a value or as a mask; a test holds the
     losses to it. The model and the metrics may read any stream."""
     credit: bool = False
-    """True if algorithms may write the stream. Of another one a change is an error."""
+    """True if algorithms may write the stream. Rollouts fail if their algorithm changes any other
+    stream, but for those that ``Algorithm.replaces`` names."""
     like: str | None = None
-    """Name of another stream that a sample without this one copies, instead of ``fill``."""
+    """Name of another stream, whose values a batch has for a sample that lacks this one. None if it
+    has ``fill`` then."""
     dims: int = 0
     """Number of further dimensions of each token's entry. Samples set their sizes. A batch in which
     no sample has the stream uses size 0."""
@@ -205,8 +207,9 @@ class PrefixTrees:
     temperatures: torch.Tensor
     """float32 [B, T]. Samples of different temperatures are in separate trees."""
     slots: torch.Tensor
-    """int64 [B, L]. Index of each token of the batch among the B * T tokens of the trees. 0 on
-    padding; -1 in ``TrainingBatch.conditioned`` on a token that the reference does not score."""
+    """int64 [B, L]. Index of each token of the batch among all tokens of the trees, counted row by
+    row. 0 on padding. In ``TrainingBatch.conditioned``, -1 on a token that the reference does not
+    score, padding included."""
 
     def mask_to_trees(self, mask: torch.Tensor) -> torch.Tensor:
         """Return which tokens of the trees stand for a selected token of the batch, bool [B, T].
@@ -280,9 +283,11 @@ class TrainingBatch(TokenStreams["torch.Tensor", "torch.Tensor"]):
     adapter: str = ""
     """Name of the adapter that every sample in this batch trains."""
     conditioned: PrefixTrees | None = None
-    """Layout of the samples' ``reference_ids``, with rows of their own: only ``slots`` is [B, L].
-    None if no sample of the step has any. Else every batch of the step has it, with a row of
-    padding if need be, because the ranks compute together."""
+    """Layout of the samples' ``reference_ids``. Its rows may differ from those of this batch in
+    number and length; ``slots``, [B, L], says where the tokens of this batch are in them.
+
+    None if no sample of the step has ``reference_ids``. Else every batch of the step has it, with a
+    row of padding if need be, because the ranks compute together."""
 
     def __post_init__(self) -> None:
         if missing := [name for name in STREAMS if getattr(self, name) is None]:
@@ -315,7 +320,8 @@ class LossDenominators:
     """Divisors of the loss components.
 
     By default each is the number of tokens that contribute to the component in the whole optimizer
-    step, over all microbatches and data-parallel ranks; 1 if no token does.
+    step, over all microbatches and data-parallel ranks; 1 if no token does. ``rl_denominator`` and
+    its siblings (`losses.loss.LossConfig`) choose another count, or a fixed number.
     """
 
     rl: float

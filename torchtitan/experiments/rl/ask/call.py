@@ -6,7 +6,8 @@ The call ends in the function's value, in a `UserCodeError`, or in a `UserCodeTi
 
 1. A call has one limit. An async function that is late is cancelled and, if it ignores that for
    `CANCEL_GRACE_S`, abandoned. A sync function runs in a daemon thread, which can only be
-   abandoned; `ask/child.py` runs functions in a process that can be killed.
+   abandoned; `ask/child.py` runs functions in a process that can be killed. A sync function may
+   return an awaitable, which then has the limit anew.
 2. An async function runs in an asyncio task of its own. A ``sys.exit()`` inside it would otherwise
    stop the event loop, and a CancelledError that it raised would be taken for the caller's.
 3. A cancellation of the caller passes through, after the user's code was cancelled too.
@@ -92,8 +93,8 @@ async def ask(
     """Return ``function(*args)``, awaited if that can be awaited.
 
     Args:
-        timeout_s: limit of the call; None for no limit. Time in a queue for a thread is free. What
-            a sync function returned is awaited for as long again.
+        timeout_s: limit of the call; None for no limit. The time that a sync function waits for a
+            thread does not count. An awaitable that it returned is awaited for as long again.
         owner: name of the code for errors, such as "Maze.step_message": begins their message.
 
     Raises:
@@ -337,7 +338,8 @@ async def contained(work: Awaitable[T]) -> T:
 
     Raises:
         UserCodeError: it raised what would stop the event loop: SystemExit or KeyboardInterrupt.
-        Exception: whatever else it raised, CancelledError included.
+        asyncio.CancelledError: it was cancelled, or raised this itself.
+        Exception: whatever else it raised.
     """
     try:
         return await work

@@ -50,8 +50,8 @@ START_S = 120.0
 ORPHAN_S = 10.0
 """Seconds beyond a call's limit after which its server, which should end it, is taken for dead."""
 PRINT_S = 1.0
-"""Seconds in which the last lines of a server that was ended are printed. A process without its
-mark may hold the output open for longer."""
+"""Maximum number of seconds that the end of a server waits for its last lines to be printed. They
+end when no process holds the output open; one that has dropped the server's mark may live on."""
 _FOLDERS = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "HF_HOME", "NLTK_DATA")
 _SETTINGS = (*_FOLDERS, "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONUTF8")
 INHERITED = (*foreign.INHERITED, *_SETTINGS, *ENVIRONMENT, *SPAWNED_ENVIRONMENT)
@@ -92,7 +92,7 @@ class IsolatedCalls:
         weakref.finalize(self, _kill_all, self._servers)
 
     async def ask(self, function: Callable[..., object], *args: object, timeout_s: float) -> Any:  # noqa: ANN401 - JSON
-        """Return ``function(*args)`` as JSON holds it. Waiting for a free place takes no time.
+        """Return ``function(*args)`` as JSON holds it. The wait for a free place is not limited.
 
         If the caller is cancelled, the call's processes are killed and its place is free again.
 
@@ -232,6 +232,12 @@ class _Server:
         return not self._has_outcome_to_come and not self._was_ended
 
     def call(self, request: Request) -> Any:  # noqa: ANN401 - JSON
+        """Have the server make the call, and return the value that the call has written.
+
+        Raises:
+            UserCodeTimeout: an import or the call took longer than its limit.
+            UserCodeError: the call or the server failed.
+        """
         self._has_outcome_to_come = True
         late = UserCodeTimeout(f"no answer within {request.timeout_s:g} s; its process was killed")
         try:

@@ -3,10 +3,10 @@
     serve ─ load the function ─ fork ─ call it once, write the answer as JSON, end
                                   └─ wait: read answer and output, look at time and memory
 
-A call runs in a main thread, where `signal.alarm` works. Memory is limited for each process of a
-call. Every `WATCH_S` the server counts the processes of the call and sums the memory that each has
-to itself, so a burst passes. The answer is JSON: to load a pickle of a process that ran what a
-model wrote could run that code in the caller.
+A call runs in a main thread, where `signal.alarm` works. The system limits the memory of each
+process of a call. The limits of all its processes together, on their number and memory, are looked
+at every `WATCH_S`, so a burst between two looks goes unseen. The answer is JSON: to load a pickle
+of a process that ran what a model wrote could run that code in the caller.
 """
 
 import asyncio
@@ -184,7 +184,7 @@ class _WatchedCall:
         return ChildOutcome(is_late=True)
 
     def _read(self, descriptor: int) -> bool:
-        """Read what there is. Returns False at the end."""
+        """Read what the call has written to a pipe. Return False at the pipe's end."""
         try:
             data = os.read(descriptor, READ_SIZE)
         except BlockingIOError:
@@ -213,7 +213,7 @@ class _WatchedCall:
         return ChildOutcome(answer=bytes(self.answered))
 
     def _excess(self) -> str:
-        """Return what the processes of the call use too much of; empty if nothing."""
+        """Return an error's words if the processes of the call use too much, else an empty text."""
         pids = descendants()
         if len(pids) > MAX_PROCESSES:
             return f"it had more than {MAX_PROCESSES} processes; they were killed"

@@ -6,7 +6,8 @@
 A timer of the loop ticks every `TICK_S`, and the time by which a tick is late is lag. A step that
 blocks can't be interrupted and can't measure itself, so a thread looks at the loop as often: while
 a tick is overdue, it notes which asyncio task runs, and in which function. Lag for which it saw no
-task was caused by many short steps; every call takes it for the lag of others.
+task was caused by many short steps. No call is blamed for that, so the deadline of every call moves
+by it.
 
 Both run only while a call with a limit is open. They take about 0.1 % of a core.
 """
@@ -153,7 +154,7 @@ class LoopWatch:
 
 
 class NoLag(LoopWatch):
-    """Watch of an event loop in virtual time, where no step takes any: nothing is ever late."""
+    """Watch of an event loop in virtual time, in which steps take no time: nothing is ever late."""
 
     def time(self) -> float:
         return self.loop.time()

@@ -4,6 +4,9 @@ One call runs at a time, in the order in which they were made, and all in one th
 are written for one caller at a time, and some, such as a database connection, work only in the
 thread that made them. What an async function awaits runs on the event loop, in its turn.
 
+A call that is late or cancelled keeps the thread, and those behind it run in another. That happens
+only as a run ends: a late call is a RunError, and only the end of a run cancels calls.
+
     event loop   start ─ wait in place ─▶ answer at once
                                      └─▶ the call takes longer: await its answer
     thread             call ─ call ─ call
@@ -30,11 +33,15 @@ CALL_TIMEOUT_S = 60.0
 IN_PLACE_S = 0.02
 """Seconds that the event loop waits in place."""
 IN_PLACE_SYNCHRONOUS_S = 5.0
-"""The same in a synchronous run: it repeats bit for bit only if answers never change the order."""
+"""Seconds that the event loop waits in place in a synchronous run. It repeats bit for bit only if
+the time that an answer takes does not change the order of events."""
 
 
 class OrderedCalls:
-    """Calls of one run in one process. Whatever goes wrong in one is a RunError: "owner: cause"."""
+    """Makes the ordered calls of one run in one process.
+
+    Whatever goes wrong in a call is a RunError with the text "owner: cause".
+    """
 
     def __init__(
         self,

@@ -81,7 +81,10 @@ class ThreadCall(Future[Outcome]):
 
 
 class WorkerThreads:
-    """At most ``size`` threads that take calls in the order in which they were submitted."""
+    """At most ``size`` threads that take calls in the order in which they were submitted.
+
+    A thread whose call was abandoned is not counted: another takes its place.
+    """
 
     def __init__(self, size: int, *, name: str = "user-code"):
         self._size = size

@@ -2,7 +2,7 @@
 
 An observer extends ``RunEvents`` and overrides the methods that it needs::
 
-    started                       version 0 was evaluated
+    started                       version 0 was evaluated; not in a run that resumed after a step
     step_begins          <--+
       groups_taken          |     the step has its groups, none of which may be dropped any more
       step_trained          |     the optimizer step was taken
@@ -93,7 +93,10 @@ class RunEvents:
         """
 
     def step_recorded(self, record: StepRecord) -> None:
-        """Handle the complete record of a step."""
+        """Handle the complete record of a step.
+
+        A step whose weights could not be published is recorded too, before the run ends.
+        """
 
     async def step_ended(self, step: int) -> None:
         """Act once the step is complete. No rollout of a synchronous run is open then."""

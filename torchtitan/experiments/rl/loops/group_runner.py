@@ -68,8 +68,8 @@ class TaskSet:
         """Set up every task.
 
         Raises:
-            RunError: a setup failed, or took longer than its limit; names the task. That task
-                counts as not set up, unless its setup returned too late.
+            RunError: a setup failed, or took longer than its limit; names the task. `close` closes
+                that task only if its setup returned, after the limit.
         """
         for name, task in self.tasks.items():
             try:
@@ -112,7 +112,8 @@ class GroupRequest:
     data_sample: DataSample
     group_id: str
     group_size: int | None = None
-    """Number of rollouts; None for the task's, which a task with its own ``run_group`` decides."""
+    """Number of rollouts. None leaves it to the task's ``run_group``, which by default runs the
+    task's ``group_size``. An override that takes no ``group_size`` works too: it is passed none."""
     sampling: SamplingConfig | None = None
     """Sampling of the rollouts; None for the task's."""
     credit: bool = True
@@ -136,7 +137,7 @@ class GroupRunner:
         raise NotImplementedError
 
     def lap(self) -> tuple[float, int]:
-        """Return what happened since the last call.
+        """Return how much event loops were held up since the last call.
 
         Returns:
             The longest lag in seconds of other processes' event loops, and the number of calls of

@@ -65,9 +65,10 @@ class SharedExample:
     """The example of a group, or of several groups. The first that needs it asks the sampler."""
 
     def __init__(self, value: DataSample | None = None, *, key: str = ""):
-        """Make an example that the sampler has not given, unless ``value`` is it.
+        """Make an example, for which the sampler is not asked yet.
 
         Args:
+            value: the example, if it is known already: the sampler is never asked then.
             key: id of the first group that has the example, by which a checkpoint tells the groups
                 that share one; "" if no group has started.
         """
@@ -350,10 +351,11 @@ def _common(group: OpenGroup) -> dict[str, Any]:
 
 
 def _restored(group: OpenGroup, state: OpenGroupState, scored: RolloutGroup) -> SettledGroup:
-    """Return a group as it had settled.
+    """Return a group of a checkpoint as it was when it had settled.
 
     Args:
-        scored: its rollouts, as they were read. They share the group's example again.
+        scored: the group with its rollouts, as they were read. They are changed, to share the
+            group's example again.
     """
     example = group.example.value
     if example is not None:
@@ -388,7 +390,12 @@ class SavedExamples:
 
 
 def write_groups(folder: Path, groups: Iterable[RolloutGroup]) -> None:
-    """Write groups with their rollouts into a checkpoint's folder. Nothing may change them then."""
+    """Write groups with their rollouts into a checkpoint's folder.
+
+    It may run in a thread beside the next step, so nothing may change the groups meanwhile but
+    their samples' ``trainer_logprobs``. Their ``costs`` and ``credit_s`` are not written, so the
+    metrics of a resumed run lack them.
+    """
     with (folder / GROUPS_FILE).open("wb") as file:
         for group in groups:
             lines = [

@@ -20,8 +20,10 @@ class Ledger:
     """Records of a run's rollouts, across its restarts.
 
     The columns are ``trained``, ``filtered/<slot>/<filter>`` (slot "pre" or "post"),
-    ``failed/<why>``, ``oversized`` (too long for a row), ``untrained`` (open when the run stopped)
-    and ``lost`` (open in the checkpoint that a run was resumed from, and can't be run again).
+    ``failed/<why>`` (the rollout's status; or ``group_too_small``, if only its group failed),
+    ``oversized`` (too long for a row), ``untrained`` (open when the run stopped) and ``lost`` (open
+    in the checkpoint that a run was resumed from, and can't be run again). A rollout is open until
+    it is in a column, also while it waits for a step after its last turn.
     """
 
     def __init__(self, path: Path | None = None):

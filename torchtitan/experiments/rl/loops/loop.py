@@ -42,9 +42,10 @@ class Schedule:
     first_step: int = 1
     """Number of the first step to take; above 1 in a resumed run."""
     rollouts_per_step: int
-    """Rollouts of a step, replayed ones included."""
+    """Minimum number of rollouts of a step, replayed ones included."""
     max_offpolicy_steps: int
-    """Number of versions that a rollout may be behind when it is trained on. 0 is synchronous."""
+    """Maximum number of versions that a rollout may be behind when a step trains on it. 0 makes the
+    run synchronous."""
     validation: ValidationConfig = field(default_factory=lambda: ValidationConfig(every=0))
     """Schedule of the evaluations of the tasks that have none of their own."""
     sleep: bool = False
@@ -121,7 +122,8 @@ def build_loop(
         watchers: observers of the run, in the order in which they hear of each event. The loops
             keep this very list. So an observer that needs the loops, such as the one that saves
             checkpoints, is appended to it afterwards.
-        on_failure: called with an error of an evaluation; by default it ends the run.
+        on_failure: called with an error of an evaluation; by default it ends the run. A given
+            ``validator`` has its own.
         pacer: takes the place of the pacer that is built otherwise.
         validator: takes the place of the validator that is built otherwise.
     """

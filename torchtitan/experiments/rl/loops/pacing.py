@@ -28,9 +28,9 @@ steps can take all of them in time, by deadline and in the order of admission: e
 takes at least ``rollouts_per_step`` rollouts, and the last one takes the last group whole. This
 stays true
 
-- when a group is admitted: no other has a later deadline, and fewer than all places were in use. If
-  the trainer is k steps ahead of the generators, k fewer steps are left until the deadline, but the
-  groups of these k steps hold at least ``k * rollouts_per_step`` of the places;
+- when a group is admitted: no other that has a deadline has a later one, and fewer than all places
+  were in use. If the trainer is k steps ahead of the generators, k fewer steps are left until the
+  deadline, but the groups of these k steps hold at least ``k * rollouts_per_step`` of the places;
 - when a group is dropped, because fewer rollouts are due then;
 - when a step takes groups, by rule 2.
 
@@ -159,7 +159,8 @@ class Pacer:
     def state(self, version: int) -> list[PacedGroup]:
         """Return the groups that a checkpoint of ``version`` keeps: no step up to it took them.
 
-        Among them are those that the step after it has taken, which may have failed.
+        Groups that the next step has taken are among them: that step may have failed, and a resumed
+        run takes it again.
         """
         return [
             copy(group)

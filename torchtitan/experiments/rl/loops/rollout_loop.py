@@ -84,8 +84,9 @@ class RunStopped(Exception):
 class SnapshotLock:
     """Lets many coroutines change the loop's state at once, and a snapshot wait until none does.
 
-    A change is a section in which the state is not whole, such as from a group's first filter to
-    its entry in the ledger. A waiting snapshot blocks new changes, so it is not starved.
+    A change is a section in which the state is not whole, such as from the sampler's look at a
+    scored group to the entries of its rollouts in the ledger. A waiting snapshot blocks new
+    changes, so it is not starved.
     """
 
     def __init__(self) -> None:
@@ -167,7 +168,7 @@ class RolloutLoop:
         self._steps_left = steps
         """Number of steps that have not taken their groups."""
         self._trained_version = 0
-        """Version that the trainer holds: the number of steps that were trained on."""
+        """Version that the trainer holds: the number of optimizer steps that were taken."""
         self._replay = replay
         self._watchers = watchers
         self._open = OpenGroups(ledger or Ledger(), recorder, lambda: policy.version)
@@ -184,8 +185,8 @@ class RolloutLoop:
         """Wakes `next_groups`: a group has settled, or the run ends."""
         self._failure: Exception | None = None
         self._half_settled: str | None = None
-        """Id of a group that a sampler or the task mix has observed, or a filter has seen, and that
-        could not settle because one of them failed."""
+        """Id of a group that a sampler or the task mix may have observed, and that could not settle
+        because one of them or a filter failed. A resumed run would have it observed twice."""
         self._rollouts_failing = False
         """True if rollouts fail because something that they depend on has failed."""
         self._stopping = False
@@ -251,9 +252,11 @@ class RolloutLoop:
             self.fill()
 
     def fail(self, error: Exception) -> None:
-        """Have `next_groups` raise ``error``: the generators failed, or something else they need.
+        """Have `next_groups` raise ``error``, because something that rollouts depend on has failed.
 
-        Rollouts that fail from now on are not counted: their envs and rewards did not cause it.
+        Called when a client of the generators, a weight update or an evaluation fails. Groups that
+        end after this do not settle, and their rollouts end as untrained: if they fail, their envs
+        and rewards need not have caused it.
         """
         self._rollouts_failing = True
         self._end_run(error)
@@ -596,8 +599,8 @@ class RolloutLoop:
     ) -> tuple[RolloutLoopState, list[RolloutGroup], Captured]:
         """Capture what a resumed run continues from. Call `fill` after it.
 
-        Groups go on running meanwhile, but none starts, ends or is filtered. If a step has taken
-        groups and failed, a resumed run has them to take again.
+        Groups go on running meanwhile, but none starts or settles. If a step has taken groups and
+        failed, a resumed run has them to take again.
 
         Args:
             at_once: called within the snapshot, to capture what else belongs to this moment.
@@ -607,7 +610,8 @@ class RolloutLoop:
             ``at_once`` returned.
 
         Raises:
-            RunError: a sampler, the task mix or a filter failed, now or before.
+            RunError: a sampler or the task mix can't give its state, or a group has failed while it
+                settled.
         """
         async with self._snapshots.snapshot():
             if self._half_settled is not None:

@@ -26,7 +26,7 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PacedGroup(Record):
-    """A group that the pacer has admitted and that no step has taken (`pacing.py`)."""
+    """A group that the pacer has admitted, and that holds places (`pacing.py`)."""
 
     group_id: str
     rollouts: int
@@ -122,7 +122,8 @@ class PickState(ExampleState, kw_only=True):
     """A task that the mix picked, some of whose groups have not started (`groups.py`)."""
 
     groups_left: int
-    """Number of groups that have not started. They have the same example if it is given."""
+    """Number of groups that have not started. All of them have ``example``; if it is None, the
+    sampler is still to give it."""
 
 
 class OpenGroupState(ExampleState, kw_only=True):
@@ -147,7 +148,8 @@ class RolloutLoopState(Record):
     groups: list[OpenGroupState]
     """Open groups, in the order of their dispatch."""
     paced: list[PacedGroup]
-    """Groups that no step has taken, in the order of their admission."""
+    """Groups that no step up to the checkpoint's has trained on, in the order of their
+    admission."""
     pick: PickState | None
     """The task whose groups start next; None if the mix is to pick one."""
     ledger: LedgerState

@@ -120,9 +120,10 @@ class Selection:
             usual   rollout -> samples -> models -> reward -> filters
             late    rollout -> samples -> reward -> filters -> models
 
-        Models then spend no time on what the filters drop. This is so where an algorithm asks
-        models, and no pre-batch filter reads what the algorithm sets. Such a group has one rollout:
-        it is kept or dropped whole.
+        Here "models" are those that the algorithm asks, such as a teacher. In the late order they
+        spend no time on what the filters drop. It is possible if some pre-batch filter drops
+        rollouts, and none reads what the algorithm sets. A group has one rollout then: it is kept
+        or dropped whole.
         """
         filters = [entry for entry, _ in self.filters["pre"]]
         may_drop = any(entry.config.mode == "enforce" for entry in filters)

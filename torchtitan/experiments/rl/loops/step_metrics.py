@@ -193,7 +193,8 @@ def _rollout_metrics(taken: StepGroups) -> dict[str, float]:
     if not rollouts:
         return {}
     rewards = np.array([rollout.reward for rollout in rollouts])
-    # A rollout that is compared with no other has no spread.
+    # A rollout that is compared with no other has no spread. If none of the step is compared, the
+    # mean spread is 0, and all groups count as equal.
     compared = [group.rewards for group in taken.sampled if len(group.rollouts) > 1] or [[0.0]]
     lengths = np.array([rollout.completion_tokens for rollout in rollouts])
     metrics = {

@@ -235,7 +235,11 @@ class TrainingLoop:
             await self._wait_for_update()
 
     async def _update(self, copied: CopiedOut) -> SyncReport:
-        """Have the generators load a version; then evaluate it, and free its groups' places."""
+        """Have the generators load a version, then let evaluations and new groups use it.
+
+        The evaluation of the version is started, not awaited. The places of the groups that the
+        version was made from are freed.
+        """
         try:
             with trace.lane("weights", version=copied.version):
                 report = await self._weights.update(copied)

@@ -1,9 +1,10 @@
 """Evaluates the policy on held-out examples of each task, beside training.
 
 Each task has a schedule of its own, and the same examples in every evaluation. The evaluation of
-step s starts when the generators hold version s. Training goes on meanwhile, so a long evaluation
-also samples from later versions: ``validation/<task>/version_max`` is the latest of them. Only the
-first evaluation (of version 0) and the last (of the final policy) sample from one version alone.
+step s starts when the generators hold version s. A synchronous run waits for its end before the
+next step. In any other run training goes on meanwhile, so a long evaluation also samples from later
+versions: ``validation/<task>/version_max`` is the latest of them. There, only the first evaluation
+(of version 0) and the last (of the final policy) sample from one version alone.
 """
 
 import asyncio
@@ -267,10 +268,11 @@ class Validator:
 
 
 def labelled(group: RolloutGroup, label: str) -> RolloutGroup:
-    """Give an evaluation's group an id that no other group of the run has, and return it.
+    """Give an evaluation's group the id under which it is recorded, and return it.
 
-    Its id is the same in every evaluation, because seeds follow from the id. Ids of training groups
-    end with a hyphen and a number.
+    While it ran, its id was the same as in every other evaluation, because seeds follow from the
+    id. The label tells them apart. No training group has such an id: theirs end with a hyphen and
+    a number.
     """
     group.amend(group_id=f"{group.group_id}@{label}")
     for rollout in group.rollouts:
@@ -289,8 +291,10 @@ def evaluation_metrics(
     """Return the metrics of one task's evaluation, with k attempts at each example.
 
     ``avg@k``, which is ``reward`` too, is the mean over examples of the mean reward of their
-    attempts. ``pass@k`` is the chance that one of k attempts passes. An attempt that failed has no
-    reward: neither metric has it, and ``failed`` counts it.
+    attempts. ``pass@k`` is the chance that one of k attempts passes; it is there for each smaller
+    k that is a power of two, too. An attempt that failed has no reward: neither metric has it, and
+    ``failed`` counts it. An example that has fewer than k scored attempts counts in ``pass@k`` with
+    the chance that one of these passes.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     by_turn = [turn.completion.policy_versions for rollout in rollouts for turn in rollout.turns]

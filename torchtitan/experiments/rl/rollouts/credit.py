@@ -60,7 +60,8 @@ def check_draft(
     """Raise if an algorithm has written to a draft what its rollout can't take.
 
     Args:
-        check: raises ValueError if a sample can't be trained on.
+        check: raises ValueError if a sample can't be trained on. May give a stream of the draft its
+            declared dtype.
         replaces: fields that the algorithm may set beside the credit streams
             (`Algorithm.replaces`).
 
@@ -76,11 +77,15 @@ def check_draft(
 
 
 def take_credit(rollout: Rollout, draft: Rollout) -> None:
-    """Give a rollout the samples of its draft, which were checked."""
+    """Give a rollout the samples of its draft, and make them read-only.
+
+    The caller has checked the draft (`check_draft`). An array that the algorithm has set is taken
+    over and not copied, unless it is a part of a larger one.
+    """
     for sample in draft.samples:
         for name in CREDIT_STREAMS:
             values = getattr(sample, name)
             if values is not None and values.base is not None:
-                # The algorithm may use the array that this is a part of again.
+                # A part of a larger array, such as a buffer that the algorithm may use again.
                 setattr(sample, name, values.copy())
     rollout.amend(samples=[sample.freeze() for sample in draft.samples])

@@ -92,9 +92,9 @@ class Completion(Freezable):
     replica: int = -1
     """Generator replica that sampled the tokens; -1 if not known, and for a frozen model."""
     routes: np.ndarray | None = None
-    """uint8 or uint16 [N, layers, k]. Ids of the experts that the router chose for the last N
-    tokens of the prompt and the completion without its last token, which was no input. The largest
-    value of the dtype marks an unknown choice. None if the choices were not recorded."""
+    """uint8 or uint16 [N, layers, k]. Ids of the experts that the router chose for the last N input
+    tokens. The inputs are the prompt, and the completion without its last token. The largest value
+    of the dtype marks an unknown choice. None if the choices were not recorded."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -156,7 +156,8 @@ class Rollout(Freezable):
     turns: list[RolloutTurn] = field(default_factory=list, repr=False)
     status: RolloutStatus = RolloutStatus.ONGOING
     reward: float | None = None
-    """Total reward. None until the rollout is scored; it stays None if its group excludes it."""
+    """Total reward. None until the rollout is scored; it stays or becomes None if the rubric gives
+    none, or if scoring or credit fails. The group's statistics leave out a rollout without one."""
     reward_components: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
@@ -174,10 +175,13 @@ class Rollout(Freezable):
     """Return value of the agent function; None for an env."""
     calls: dict[str, int] = field(default_factory=dict)
     """Number of an agent's calls by outcome: "answered", "undelivered", "auxiliary", "frozen
-    model", "aborted", "lost", "refused". Beside these, "retried" counts repeats of a call,
-    "wish/FIELD" and "unmet/FIELD" fields that are only wishes (WISHES in gateway/request.py),
-    "noise/NAME" texts left out of prompts, and "control_tokens" calls whose messages hold the text
-    of a control token."""
+    model", "aborted", "lost", "refused".
+
+    Beside these, "retried" counts repeats of a call. "wish/FIELD" counts calls with a field that is
+    only a wish (WISHES in gateway/request.py) and asks for something else than the task's setting,
+    and "unmet/FIELD" those of them whose answer shows that it was not met. "noise/NAME" counts
+    texts left out of prompts, and "control_tokens" calls whose messages hold the text of a control
+    token."""
 
     @property
     def rollout_id(self) -> str:
