@@ -76,7 +76,7 @@ async def start_store(mesh: ProcMesh) -> None:
 def manifest_key(version: int) -> str:
     """Return the key of a version's Manifest.
 
-    Two keys alternate, as the buffers do, so nothing has to be deleted.
+    The keys of even and of odd versions alternate, as the buffers do, so nothing has to be deleted.
     """
     return f"policy/manifest/{version % 2}"
 
