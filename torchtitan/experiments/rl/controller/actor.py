@@ -36,7 +36,7 @@ class Controller(Actor):
     """Owner of the run's processes, its tasks and its loops. The command calls `run`."""
 
     process_name = ""
-    """See ``reported_endpoint``."""
+    """Prefix of errors (``process/actor.py``). It is empty: the controller's are the run's."""
 
     def __init__(
         self,

@@ -49,9 +49,9 @@ SIGNAL_POLL_S = 0.2
 SHARED_MEMORY_EVERY_S = 30.0
 """Seconds between two looks at the shared memory of the run's processes. One takes milliseconds."""
 SAME_SIGNAL_S = 2.0
-"""Seconds within which a signal that comes again is the same.
+"""Seconds after the first signal in which a further SIGTERM or SIGHUP counts as the same.
 
-A closed terminal and some schedulers send one more than once.
+A closed terminal and some schedulers send one more than once. A further Ctrl-C always counts.
 """
 
 
