@@ -532,7 +532,11 @@ def _import(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _name_removed_fields(config_name: str) -> Iterator[None]:
-    """Name the cure if the config function that the block calls sets a field that is gone."""
+    """Name the cure if the config function that the block calls sets a field that is gone.
+
+    Only fields of RunConfig itself are recognised: Python's error names a field without the path
+    that GONE has.
+    """
     try:
         yield
     except (TypeError, AttributeError) as error:

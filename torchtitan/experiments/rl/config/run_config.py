@@ -176,11 +176,11 @@ class UserCodeLimits:
 def default_filters(mode: Literal["enforce", "monitor"]) -> list[Filter.Config]:
     """Return filters of gibberish, repetition (of n-grams too) and rollouts without a signal.
 
-    A run has them in both slots. Before the batch they only count ("monitor"): a rollout that
+    By default they are in both slots. Before the batch they only count ("monitor"): a rollout that
     matches still takes its place, so examples that are too easy or too hard are not replaced by
     further work. After it they drop ("enforce"), and the rollout is not trained on. The metric
-    ``filter/<slot>/<name>`` is the number of rollouts, and ``filter/<slot>/<name>/tokens`` that of
-    their tokens.
+    ``filter/<slot>/<name>`` is the number of rollouts that match, and
+    ``filter/<slot>/<name>/tokens`` the number of tokens that were sampled in them.
     """
     return [
         Gibberish.Config(mode=mode),

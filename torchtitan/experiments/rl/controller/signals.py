@@ -206,7 +206,7 @@ def cause(error: Exception) -> str:
     """Return what ended the run, in one sentence. The log has all of it."""
     raised = original(error)
     if isinstance(raised, RunError):
-        # It is a sentence for the person who runs it; other errors need their type.
+        # A RunError is a sentence for the person at the terminal; other errors need their type.
         return one_sentence(str(raised), OWN_LENGTH)
     if isinstance(raised, OSError) and raised.filename is not None:
         return f"{raised.filename}: {raised.strerror}; see to its disk, then resume"

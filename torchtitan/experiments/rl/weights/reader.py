@@ -191,7 +191,7 @@ async def read_offered(handles: Sequence[Any], target: torch.Tensor) -> None:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Fetched:
-    """What it took to have a version in this host's memory."""
+    """Report of a reader that has a version in its host's memory."""
 
     source: str
     """This host, if other readers may read the version from it; "" if not."""

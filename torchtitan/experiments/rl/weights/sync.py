@@ -69,7 +69,7 @@ class CanaryBound:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SyncReport:
-    """What one update took, and how well trainer and generators agree."""
+    """Report of one update: its durations, and how well trainer and generators agree."""
 
     version: int
     canary_max_diff: float
