@@ -154,10 +154,11 @@ def check_adapters(config: RunConfig) -> None:
 
 
 def check_sharing(config: RunConfig) -> None:
-    """Check that engines sleep only while a trainer steps on their GPUs, and nobody asks them.
+    """Check that only the policy's engines sleep, in a synchronous run on the trainer's GPUs.
 
     Raises:
-        ConfigError: an engine sleeps while requests are open, or for nobody.
+        ConfigError: an engine would sleep while requests are open, or no trainer would use the
+            memory that it frees.
     """
     if config.generator.engine.sleep and config.max_offpolicy_steps:
         cure = (
@@ -211,7 +212,10 @@ def check_relations(config: RunConfig) -> None:
 
 
 def with_last_group(config: RunConfig, rollouts: int) -> int:
-    """Return the maximum number of rollouts of whole groups, the last begun before ``rollouts``.
+    """Return how many rollouts there may be if groups are added until there are ``rollouts``.
+
+    Groups are whole, so the last one may exceed that number. With groups of 8 and 3, and 64
+    rollouts, it is added at 63 at the latest: 71.
 
     Rollouts that nothing compares are groups of one. An algorithm that compares nothing may still
     have them, or groups.
@@ -365,10 +369,10 @@ def plan_run(
 
 
 def _check_trainer_fits(config: RunConfig, decoder: Decoder.Config, device: Device) -> None:
-    """Check that the model and the device can have the trainer's rows, parallelism and options.
+    """Check the trainer's rows, parallelism and options against the model and the device.
 
     Raises:
-        ConfigError: the first field that they can't have.
+        ConfigError: the first field that does not fit them.
     """
     trainer = config.trainer
     positions = model_positions(config.model)
@@ -391,10 +395,10 @@ def _check_trainer_fits(config: RunConfig, decoder: Decoder.Config, device: Devi
 
 
 def _check_engines_fit(config: RunConfig, decoder: Decoder.Config) -> None:
-    """Check that the policy and the hosted models can have what their engines are set to.
+    """Check the engines' settings against the policy and the hosted models.
 
     Raises:
-        ConfigError: the first field of an engine that its model can't have.
+        ConfigError: the first field of an engine that does not fit its model.
     """
     check_engine_fits(
         config.generator.engine,

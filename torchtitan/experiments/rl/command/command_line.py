@@ -28,9 +28,9 @@ DEFAULT_MODULE = "torchtitan.experiments.rl.config_registry"
 
 _VALUED_RUN_OPTIONS = ("--resume", "--init-from", "--push-to-hub")
 RUN_OPTIONS = (*_VALUED_RUN_OPTIONS, "--dry-run", "--list")
-"""Own options of ``rl-train`` that mean nothing to a tool."""
+"""Own options of ``rl-train`` that every other command which takes a config refuses."""
 TRAINING_OPTIONS = (*RUN_OPTIONS, "--init-adapter", "--gpus")
-"""Own options of ``rl-train`` that mean nothing to a tool which trains nothing and asks one model.
+"""Own options of ``rl-train`` that evaluate and play refuse: they train nothing, and ask one model.
 """
 MERGE = (
     "whole models are asked here, and it would be left out: `{} ADAPTER --to FOLDER` merges it "
@@ -84,7 +84,7 @@ class Command:
 
     @contextlib.contextmanager
     def naming_the_runs_folder(self) -> Iterator[None]:
-        """Say where the run was started, in an error of the block about a file that is not here."""
+        """Add to the block's error about a missing file the folder that the run was started in."""
         try:
             yield
         except MissingError as error:
@@ -312,9 +312,9 @@ def own_options(
 def parse_with_own(
     parser: argparse.ArgumentParser, words: list[str] | None
 ) -> tuple[argparse.Namespace, Command]:
-    """Return the options of a tool, and a run's command made of the other words.
+    """Return the options of evaluate or play, and a run's command made of the other words.
 
-    Such a tool takes a run as ``--model`` in place of a config.
+    Both take ``--config``, or a run as ``--model``, whose saved command then stands for it.
 
     Args:
         words: words of the command line; None for those of this process.
@@ -367,7 +367,7 @@ def served_by(options: argparse.Namespace, url: str, field: str, config: Any) ->
 
 
 def find_model(command: Command) -> None:
-    """Add the folder that ``--model`` names to the overrides. It may be downloaded before."""
+    """Add the folder that ``--model`` names to the overrides. A model of the hub is downloaded."""
     if command.model is not None:
         path = ["--model.hf-assets-path", model_folder(command.model)]
         no_flavor = ["--model.flavor", "None"]  # the config's is another model's
@@ -477,9 +477,9 @@ def _takes_size(function: Callable[..., Any]) -> bool:
 
 
 def _validated_on_the_rest(config: Any, overrides: Sequence[str]) -> Any:
-    """Return the config with each task validated on what its dataset leaves of the rows.
+    """Return the config, with the rows that a dataset leaves as the validation set of its task.
 
-    Tasks that have a validation set keep it, and those for which an override says None have none.
+    A task keeps a validation set that the config names, and has none if an override says None.
     """
     from torchtitan.experiments.rl.command.overrides import option_name, replaced, split
     from torchtitan.experiments.rl.data.dataset import Dataset
@@ -532,7 +532,11 @@ def _import(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _name_removed_fields(config_name: str) -> Iterator[None]:
-    """Name the cure if the config function that the block calls sets a field that is gone."""
+    """Name the cure if the config function that the block calls sets a field that is gone.
+
+    Only fields of RunConfig itself are recognised: Python's error names a field without the path
+    that GONE has.
+    """
     try:
         yield
     except (TypeError, AttributeError) as error:

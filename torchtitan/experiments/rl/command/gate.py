@@ -5,9 +5,10 @@ Produces:  a ``Start``: the plan and the folder of a run, the script of a job, o
 Refuses:   by the first check that fails, in one line with field, value and cure.
 
 The checks go from cheap to expensive: the config by itself, the model's folder and the plan, the
-tasks with their data, this machine, and last a try of each task. A dry run passes the same checks
-and keeps no folder. It notes what this machine lacks (GPUs, keys, files and, where the config names
-the architecture, the model) instead of refusing it.
+tasks with their data, this machine, and a try of each task; then the checkpoint that the run begins
+with, and its folder. A dry run passes the same checks and keeps no folder. It notes what this
+machine lacks (GPUs, keys, files and, where the config names the architecture, the model) instead of
+refusing it.
 """
 
 import os
@@ -116,7 +117,7 @@ class _Gate:
         return start
 
     def _note(self, lack: MissingError) -> None:
-        """Refuse a run that lacks something; of a dry run, note it."""
+        """Raise because the run lacks something; in a dry run, keep the lack to print it."""
         if not self.command.dry_run:
             cure = f"{lack.cure} (--dry-run lists all that is missing)"
             raise MissingError(lack.field, lack.value, cure, lines=lack.lines)
@@ -194,7 +195,11 @@ class _Gate:
         return "output_dir", self.config.output_dir
 
     def _has_ended(self, resumed: ResumedRun) -> bool:
-        """Compare the config with the resumed run's; if that has taken its steps, say so."""
+        """Compare the config with the resumed run's.
+
+        Returns:
+            True if that run has taken all its steps, after a line that says so.
+        """
         resumed.check_config(self.config)
         check_run_folder(resumed.run_dir, field="--resume")
         self.lines = resumed.lines + self.lines

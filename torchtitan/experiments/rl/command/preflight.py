@@ -52,7 +52,7 @@ from torchtitan.experiments.rl.tasks.task import Task
 MAX_TURNS = 4
 """Maximum number of turns of a rollout: the scripted model gives the same reply in each."""
 GRACE_S = 3.0
-"""Seconds beyond the limit after which code that blocks without awaiting is left alone."""
+"""Seconds beyond the limit after which a thread that blocks without awaiting is abandoned."""
 CURE = "user_code.preflight_timeout_s = 0 leaves this check out"
 
 
@@ -241,7 +241,7 @@ class Preflight:
     async def _score(self, group: RolloutGroup) -> None:
         """Have the task give the group its rewards and its credit.
 
-        A group of which too few are scored refuses nothing: these are replies of no model.
+        A group with too few scored rollouts is no fault of the config: no model wrote the replies.
         """
         task = self._task
         if type(task).score_group is not Task.score_group:

@@ -130,10 +130,10 @@ class ProvisionConfig:
                     raise ConfigError(f"provision.{name}", getattr(self, name), cure)
 
     def devices(self, device: Device) -> Iterator[list[list[int]] | None]:
-        """Yield the cores or GPUs of each host; None stands for those of this host.
+        """Yield the cores or GPUs of all hosts of the job, a list for each host.
 
-        A job that counts its hosts itself may have any number of them: yielded is what it has with
-        one, with two and so on.
+        None stands for those of this host. A job with a fixed number of hosts yields once. A job
+        that counts its hosts itself yields what it has with one host, then with two, and so on.
         """
         counts = range(1, MOST_HOSTS + 1) if self.job.host_count is None else (self.job.host_count,)
         return (self.job.devices(device, hosts) for hosts in counts)
@@ -176,9 +176,11 @@ class UserCodeLimits:
 def default_filters(mode: Literal["enforce", "monitor"]) -> list[Filter.Config]:
     """Return filters of gibberish, repetition (of n-grams too) and rollouts without a signal.
 
-    Counted before, a rollout still takes its place, so examples that are too easy or too hard do
-    not become more work; dropped after, it is not trained on. ``filter/<slot>/<name>`` in the
-    metrics says how many, and ``filter/<slot>/<name>/tokens`` what that saves.
+    By default they are in both slots. Before the batch they only count ("monitor"): a rollout that
+    matches still takes its place, so examples that are too easy or too hard are not replaced by
+    further work. After it they drop ("enforce"), and the rollout is not trained on. The metric
+    ``filter/<slot>/<name>`` is the number of rollouts that match, and
+    ``filter/<slot>/<name>/tokens`` the number of tokens that were sampled in them.
     """
     return [
         Gibberish.Config(mode=mode),

@@ -36,7 +36,7 @@ class Controller(Actor):
     """Owner of the run's processes, its tasks and its loops. The command calls `run`."""
 
     process_name = ""
-    """See ``reported_endpoint``."""
+    """Prefix of errors (``process/actor.py``). It is empty: the controller's are the run's."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Controller(Actor):
         self._steps_before = 0 if resume_from is None else step_of(resume_from)
         """Number of steps that the run had when this command resumed it."""
         self._stopped_by: str | None = None
-        """What asked the run to end, such as "SIGINT"."""
+        """Name of what asked the run to end, such as "SIGINT"; None while nothing has."""
         self._run = self._new_run(None)
         """Current attempt. `run` replaces it if there is a checkpoint to go on from."""
 
@@ -90,7 +90,7 @@ class Controller(Actor):
             failure = error
         drawing.cancel()
         if isinstance(failure, ProcessLost):
-            # It was stopped already: otherwise another attempt would have followed.
+            # The run was asked to stop before: otherwise another attempt would have followed.
             self._console.note(f"{failure}; what follows the last checkpoint is lost")
             failure = None
         stopped_by = self._stopped_by or self._run.ended_early

@@ -23,7 +23,7 @@ class Closing:
     def __init__(self) -> None:
         """Have nothing to close yet."""
         self.faults: list[RunError] = []
-        """What went wrong, in order."""
+        """Errors of what could not be closed, in order."""
         self._stack = AsyncExitStack()
 
     def push(
@@ -36,8 +36,8 @@ class Closing:
         """Add something to close. It is closed before all that was added earlier.
 
         Args:
-            what: what it is, for people: "the recorder".
-            close: closes it.
+            what: name of the thing, for people: "the recorder".
+            close: function that closes the thing.
             timeout_s: limit of the call; None if ``close`` limits itself.
         """
         self._stack.push_async_callback(self.close_now, what, close, timeout_s=timeout_s)
@@ -50,7 +50,7 @@ class Closing:
         await self._stack.aclose()
 
     async def close_now(self, what: str, close: Close, *, timeout_s: float | None) -> None:
-        """Close something that was not added; see `push`."""
+        """Close something at once that was not added; the arguments are those of `push`."""
 
         async def closed() -> Iterable[str] | None:
             return await close()

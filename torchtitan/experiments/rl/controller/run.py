@@ -92,9 +92,11 @@ class Run:
         self._client_failure: Exception | None = None
         """First error of a client of generators."""
         self._writers = Closing()
-        """What writes the run's files and counts its rollouts."""
+        """Loops, recorder and profile, which write the run's files and count its rollouts. `settle`
+        closes them."""
         self._resources = Closing()
-        """What the writers, and the tasks, may use until they are closed."""
+        """Metrics, processes and tasks, in this order. Those behind may use those before until they
+        are closed, and so may the writers. `close` closes them, the last first."""
         self._files = {
             "metrics": context.run_dir / METRICS_FILE,
             "records": context.run_dir / ROLLOUTS_FILE,
@@ -152,7 +154,7 @@ class Run:
         """Close the loops, and what writes down what they did.
 
         Returns:
-            What went wrong, in order.
+            Errors of what could not be closed, in order.
         """
         self._context.console.waits.close()
         if self._observers is not None:
@@ -169,10 +171,10 @@ class Run:
         return self._writers.faults
 
     async def close(self) -> list[RunError]:
-        """Close what `settle` has left. A second call does nothing.
+        """Close tasks, processes and metrics. A second call does nothing.
 
         Returns:
-            What went wrong in `settle` and since, in order.
+            Errors of what could not be closed, by `settle` and here, in order.
         """
         await self._resources.close()
         return [*self._writers.faults, *self._resources.faults]

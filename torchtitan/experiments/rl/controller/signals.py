@@ -49,9 +49,9 @@ SIGNAL_POLL_S = 0.2
 SHARED_MEMORY_EVERY_S = 30.0
 """Seconds between two looks at the shared memory of the run's processes. One takes milliseconds."""
 SAME_SIGNAL_S = 2.0
-"""Seconds within which a signal that comes again is the same.
+"""Seconds after the first signal in which a further SIGTERM or SIGHUP counts as the same.
 
-A closed terminal and some schedulers send one more than once.
+A closed terminal and some schedulers send one more than once. A further Ctrl-C always counts.
 """
 
 
@@ -206,7 +206,7 @@ def cause(error: Exception) -> str:
     """Return what ended the run, in one sentence. The log has all of it."""
     raised = original(error)
     if isinstance(raised, RunError):
-        # It is a sentence for the person who runs it; other errors need their type.
+        # A RunError is a sentence for the person at the terminal; other errors need their type.
         return one_sentence(str(raised), OWN_LENGTH)
     if isinstance(raised, OSError) and raised.filename is not None:
         return f"{raised.filename}: {raised.strerror}; see to its disk, then resume"

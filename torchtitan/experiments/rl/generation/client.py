@@ -392,7 +392,7 @@ class GeneratorClient:
         self._outbox.append(waiting)
         if self._outbox_is_full and not self.lockstep:
             self._flush()
-        self._schedule_flush()  # of what is left, if anything is
+        self._schedule_flush()  # does nothing if `_flush` has emptied the outbox
         try:
             return await waiting.answer, waiting.replica
         except asyncio.CancelledError:

@@ -71,6 +71,9 @@ class GenerateResult:
 
         Hundreds of results are sent a second, and pickled arrays would take three times as long. An
         engine of a user's own may return other streams than arrays, which are pickled as they are.
+
+        Every field of Completion is named here and in ``_received``: one that is added to
+        Completion has to be added to both, or the receiver gets its default.
         """
         completion = self.completion
         streams = (completion.token_ids, completion.logprobs, completion.policy_versions)

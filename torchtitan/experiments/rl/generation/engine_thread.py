@@ -85,8 +85,8 @@ class EngineUsage:
         Returns:
             ``steps``, their number; ``running`` and ``waiting``, mean number of requests after a
             step; ``cache_max``, largest share of the cache in use. If requests have finished also
-            ``prompts_cached``, the share of their prompts' tokens that were cached; and
-            ``routes_kept``, if tokens were computed again by the experts of their first time.
+            ``prompts_cached``, the share of their prompts' tokens that were cached. If tokens were
+            computed twice also ``routes_kept``, the number of those that keep their first routes.
         """
         steps = [self._steps.popleft() for _ in range(len(self._steps))]
         before = self._last

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Generator(WatchedActor):
-    """One replica.
+    """Replica of an engine, in a process of its own.
 
     Call ``setup``, ``attach`` a port for each client, then ``submit`` requests, and read their
     results from the port.

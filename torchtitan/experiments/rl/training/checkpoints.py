@@ -165,6 +165,7 @@ class TrainerCheckpoints:
         states = self._manager.states
         states[MODEL] = ModelWeights(model) if adapters is None else AdapterWeights(adapters)
         states |= base
+        # The manager's own are those of the first adapter: all go in below, by name.
         del states[OPTIMIZER]
         del states[LR_SCHEDULER]
         for name, part in trained.items():

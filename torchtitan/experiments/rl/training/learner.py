@@ -297,7 +297,8 @@ class Learner:
         # From here on the GPU is waited for.
         logprobs = [values.cpu() for values in computed]
         for values, microbatch, batch in zip(logprobs, microbatches, inputs.batches, strict=True):
-            if microbatch.conditioned is not None:  # `_ask_reference` has set them on the device
+            if microbatch.conditioned is not None:
+                # `_ask_reference` has set these in the copy on the device alone.
                 microbatch = replace(microbatch, ref_logprobs=batch.ref_logprobs.cpu())
             sums.merge(mismatch_metrics(values, microbatch, policy_version))
             self.flops.add(microbatch)
@@ -456,13 +457,15 @@ class Learner:
         tokens = torch.from_numpy(token_ids.astype(np.int32))[None].to(self._device)
         positions = torch.arange(tokens.shape[1], dtype=torch.int32, device=self._device)[None]
         temperatures = torch.ones(tokens.shape, device=self._device)
+        # Needed are all tokens but the first.
         logprobs, _ = self._policy(tokens, positions, temperatures, positions != 0)
         return logprobs[0].float().cpu().numpy()
 
     def save_final(self, step: int) -> Path | None:
-        """Write the policy as a hub folder, and return the folder. Collective.
+        """Write the policy as a hub folder. Collective.
 
-        None if the config says not to.
+        Returns:
+            The folder; None if ``save_final_model`` is False.
         """
         if not self.config.save_final_model:
             return None

@@ -178,7 +178,8 @@ class PolicyTrainer(WatchedActor):
         def accumulate() -> dict[str, float]:
             rows = pickle.loads(self._learner.broadcast_rows(microbatches))
             metrics = self._learner.forward_backward(rows, policy_version).compute()
-            # `optim_step` checks the gradient, which is finite if a loss is infinite by a constant.
+            # Checked apart from the gradient, which `optim_step` checks: a loss that is infinite by
+            # a constant term has a finite gradient.
             check_finite("loss", metrics["loss/total"], self._learner.config.loss)
             return metrics
 
@@ -203,7 +204,8 @@ class PolicyTrainer(WatchedActor):
     ) -> None:
         """Publish the weights as a version, and start to score the canary with them. Collective.
 
-        When it returns, the next step may change the weights: the copy is where generators find it.
+        When it returns, the next step may be submitted: the copy is where generators find it, and
+        the compute thread scores the canary before that step changes the weights.
 
         Args:
             canary_token_ids: fixed text whose log-probabilities prove a delivery.

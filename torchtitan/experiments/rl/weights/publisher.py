@@ -53,7 +53,9 @@ class Tensors(Protocol):
 class SnapshotPublisher:
     """Writes versions of the weights, as one rank of the trainer.
 
-    Two buffers take turns, so that generators may read one version while the next is written. Every
+    Two buffers take turns, one for even and one for odd versions, so that generators may read one
+    version while the next is written. This counts on every version being published: of even
+    versions alone each would overwrite the last, while a replica that joins still reads that. Every
     rank copies its own shards into its own buffers, in memory that the processes of its host share.
     Of several ranks that hold the same shard, the lowest writes it. Each rank digests what it
     writes where that lies: shares of a tensor's digest add up.
@@ -128,8 +130,9 @@ class SnapshotPublisher:
     async def announce(self, remote_readers: bool) -> None:
         """Put the manifest of what was written last into torchstore, without digests.
 
-        Every rank calls it. Generators may read the version when all have returned. It replaces
-        version ``v - 2``, which had the same buffer: every generator has answered for that.
+        Every rank calls it. Generators may read the version when all have returned. The manifest
+        takes the place of that of version ``v - 2``, which had the same buffer, and which every
+        generator has loaded or passed over by now.
 
         Args:
             remote_readers: True if some generator is on a host without trainer ranks.

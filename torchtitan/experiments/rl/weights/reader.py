@@ -76,7 +76,7 @@ async def start_store(mesh: ProcMesh) -> None:
 def manifest_key(version: int) -> str:
     """Return the key of a version's Manifest.
 
-    Two keys alternate, as the buffers do, so nothing has to be deleted.
+    The keys of even and of odd versions alternate, as the buffers do, so nothing has to be deleted.
     """
     return f"policy/manifest/{version % 2}"
 
@@ -191,7 +191,7 @@ async def read_offered(handles: Sequence[Any], target: torch.Tensor) -> None:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Fetched:
-    """What it took to have a version in this host's memory."""
+    """Report of a reader that has a version in its host's memory."""
 
     source: str
     """This host, if other readers may read the version from it; "" if not."""

@@ -116,7 +116,8 @@ class SharedBuffer:
     """
 
     def __init__(self, descriptor: int, path: str):
-        # Whoever maps the memory keeps it, and so does an open descriptor.
+        # The memory lives as long as a process maps it or has it open, so the descriptor is closed
+        # with this object.
         weakref.finalize(self, os.close, descriptor)
         self.path = path
         """Path by which other processes of this host open the buffer, while this object lives in
@@ -131,7 +132,8 @@ class SharedBuffer:
     def create(cls, nbytes: int) -> "SharedBuffer":
         """Make a buffer, with all its pages."""
         descriptor = os.memfd_create("policy-weights")
-        os.ftruncate(descriptor, nbytes)  # large pages are for what lies within the file's size
+        # Before the pages are made: the kernel takes large pages only within the file's size.
+        os.ftruncate(descriptor, nbytes)
         os.posix_fallocate(descriptor, 0, nbytes)
         return cls(descriptor, f"/proc/{os.getpid()}/fd/{descriptor}")
 

@@ -69,7 +69,7 @@ class CanaryBound:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SyncReport:
-    """What one update took, and how well trainer and generators agree."""
+    """Report of one update: its durations, and how well trainer and generators agree."""
 
     version: int
     canary_max_diff: float
@@ -195,9 +195,11 @@ class WeightSync:
             text: int32 [at least 2], a text in the model's own chat format. Tokens that no text has
                 next to each other have log-probabilities that rounding moves furthest.
             copies: None if every generator shares the trainer's memory.
-            one_buffer: True if the trainer writes a version where the version before is. It then
-                waits for the replicas that load that one. Of two buffers the trainer writes over
-                one two versions later, and so after the update between.
+            one_buffer: True if the trainer has one buffer, and writes each version over the last.
+                `copy_out` then waits until no replica that joins reads the last version, and lets
+                none join until the update has ended. With two buffers a version is written over
+                that of two versions before, which nobody reads any more: the update between has
+                waited for every replica.
         """
         self._trainer = trainer
         self._ranks = ranks_of(trainer)
@@ -250,8 +252,8 @@ class WeightSync:
     async def publish_start(self, version: int) -> None:
         """Publish what the trainer holds as ``version``, for the replicas that join.
 
-        Call it before ``admit``, if the trainer starts from other weights than the model's hub
-        folder.
+        Call it before ``admit``, if the trainer starts with something that the model's hub folder
+        lacks: the weights of a checkpoint, or adapters.
         """
         await self.copy_out(version)
         async with self._lock.updating():
@@ -259,7 +261,7 @@ class WeightSync:
             self._set_version(version)
 
     async def sleep(self) -> None:
-        """Have the generators free their memory until ``update``."""
+        """Have the generators free their memory until ``update``. No replica joins meanwhile."""
         await self._lock.hold()
         await self._generators.sleep()
 

@@ -57,7 +57,8 @@ class _PendingShard(NamedTuple):
 
 
 _Copy = dict[str, _PendingShard]
-"""One copy of the tensors that a weight is made of, by published name."""
+"""Digests of one copy of a weight: one for each published tensor that is fused into the weight, by
+the tensor's name."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -219,8 +220,11 @@ class HeldWeights:
         }
         """Ids of modules whose weight is another module's, as a tied head's is the embedding's."""
         self._tied_notes: dict[int, _Copy] = {}
-        """Notes of tied modules, by the id of the module. They are packed before the weight is
-        read, and filled in then: so it is digested once."""
+        """Notes of tied modules, by the id of the module.
+
+        A tied module is packed before its weight is digested where the owner has it. So ``note``
+        leaves an empty note, and ``read`` fills in the owner's digest: the weight is digested
+        once."""
         self.digest_s = 0.0
         """Seconds that digests have held up the load, or the answer, so far."""
 
