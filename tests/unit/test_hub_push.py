@@ -1,11 +1,15 @@
 """``--push-to-hub`` and the export command: what is refused before anything is written, and what a failed upload leaves."""
 
+from types import SimpleNamespace
+
 import pytest
 from huggingface_hub import HfApi
 
 from tests.unit.command_line import assert_one_line
 from torchtitan.experiments.rl import export, train
+from torchtitan.experiments.rl.command import gate
 from torchtitan.experiments.rl.command import hub as config_hub
+from torchtitan.experiments.rl.command.start import Ended
 from torchtitan.experiments.rl.compat import huggingface_hub as hub
 
 DEBUG = ["--config", "rl_grpo_qwen3_debug"]
@@ -71,6 +75,32 @@ def test_the_newest_policy_of_a_run_is_pushed(hub_answers, command, tmp_path, mo
     code, out, err = command(*DEBUG, "--run-dir", str(run), "--push-to-hub", "me/mine")
     assert (code, err) == (0, "") and hub_answers == [("me/mine", run / "policy/step-10")]
     assert out.endswith("pushed      https://hub/me/mine\n")
+
+
+def test_a_run_that_had_ended_is_pushed_when_it_is_resumed(
+    hub_answers, command, tmp_path, monkeypatch
+):
+    """A job that was killed between its last step and the upload is started again."""
+    run = tmp_path / "run"
+    (run / "policy/step-10").mkdir(parents=True)
+    resumed = SimpleNamespace(run_dir=run, command=lambda command: command)
+    monkeypatch.setattr(train, "_find_run", lambda given: resumed)
+    monkeypatch.setattr(gate, "pass_gate", lambda config, command, resumed: Ended())
+    words = ["--resume", str(run), "--push-to-hub", "me/mine"]
+    monkeypatch.setattr(train, "load_config", lambda command: None)
+    code, _, err = command(*words)
+    assert (code, err) == (0, "") and hub_answers == [("me/mine", run / "policy/step-10")]
+
+
+def test_a_run_without_a_policy_says_that_nothing_was_pushed(
+    hub_answers, command, tmp_path, monkeypatch
+):
+    """A run that can learn nothing ends before its first step."""
+    monkeypatch.setattr(train, "_run", lambda config, start, name: 0)
+    run = tmp_path / "run"
+    code, _, err = command(*DEBUG, "--run-dir", str(run), "--push-to-hub", "me/mine")
+    assert code == 1 and hub_answers == []
+    assert_one_line(err, "error: me/mine was not pushed: the run has written no policy")
 
 
 def test_an_upload_that_fails_leaves_the_folder_and_says_how_to_try_again(

@@ -72,14 +72,18 @@ def main(arguments: list[str] | None) -> int:
             start = pass_gate(config, command, resumed)
     if command.dry_run:
         return 0
-    if isinstance(start, Ended):
-        remove_left_over()  # the run may have been killed after its last step
-        return 0
     if isinstance(start, ToSubmit):
         return _submit(config, start)
-    code = _run(start.plan.config, start, str(command.config_name))
+    if isinstance(start, Ended):
+        assert resumed is not None
+        run_dir = resumed.run_dir
+        code = 0
+        remove_left_over()  # the run may have been killed after its last step
+    else:
+        run_dir = start.run_dir
+        code = _run(start.plan.config, start, str(command.config_name))
     if code == 0 and command.push_to_hub is not None:
-        return 0 if push(policies(Path(start.run_dir))[-1], command.push_to_hub) else 1
+        return _push(Path(run_dir), command.push_to_hub)
     return code
 
 
@@ -153,6 +157,15 @@ def _submit(config: "RunConfig", start: "ToSubmit") -> int:
         write_line(sys.stderr, f"error: {printable_line(str(error))}")
         return 1
     return 0
+
+
+def _push(run_dir: Path, name: str) -> int:
+    """Push the run's newest policy to the hub, and return the exit code."""
+    written = policies(run_dir)
+    if not written:  # it ended before its first step
+        write_line(sys.stderr, f"error: {name} was not pushed: the run has written no policy")
+        return 1
+    return 0 if push(written[-1], name) else 1
 
 
 def _run(config: "RunConfig", start: "Ready", config_name: str) -> int:
