@@ -169,21 +169,23 @@ class _Command:
         received = self.signals.received
         if len(received) == self.handled:
             return
+        new = received[self.handled :]
         self.handled = len(received)
-        newest = received[-1]
         if self.asked_at is None:  # several may have come since the last look
-            self._stop_after_the_step(newest, now)
-        elif newest == signal.SIGINT or now >= self.asked_at + SAME_SIGNAL_S:
-            self._stop_at_once("stopped at once", 128 + newest)
+            self._stop_after_the_step(new[-1], now)
+        elif new[-1] == signal.SIGINT or now >= self.asked_at + SAME_SIGNAL_S:
+            self._stop_at_once("stopped at once", 128 + new[-1])
+        has_deadline = self.deadline < math.inf
+        if not has_deadline and any(number != signal.SIGINT for number in new):
+            # Whoever sends another signal than Ctrl-C kills the process soon.
+            job = self.config.provision.job
+            self.grace_s = max(self.config.checkpoint.grace_s, job.seconds_left())
+            self.deadline = now + self.grace_s
 
     def _stop_after_the_step(self, number: int, now: float) -> None:
         self.code = 128 + number
         self.asked_at = now
         write_line(sys.stderr, "stopping after this step; once more stops at once")
-        if number != signal.SIGINT:  # whoever sends another signal kills the process soon
-            job = self.config.provision.job
-            self.grace_s = max(self.config.checkpoint.grace_s, job.seconds_left())
-            self.deadline = now + self.grace_s
         reason = signal.Signals(number).name
         self.answers.append(self.controller.request_stop.call_one(reason))
 
