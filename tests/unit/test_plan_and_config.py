@@ -666,10 +666,24 @@ def test_configs_of_another_module_are_found_by_import_alone(command, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "line", ["config.groups_per_step = 3", "replace(config, groups_per_step=3)"]
+    ("line", "cure"),
+    [
+        (
+            "config.groups_per_step = 3",
+            "groups_per_step is gone: set rollouts_per_step to groups * group_size",
+        ),
+        (
+            "replace(config, groups_per_step=3)",
+            "groups_per_step is gone: set rollouts_per_step to groups * group_size",
+        ),
+        (
+            "replace(config.trainer, async_tensor_parallel=True)",
+            "trainer.async_tensor_parallel is --trainer.compile.async-tensor-parallel now",
+        ),
+    ],
 )
 def test_a_config_that_sets_a_field_that_is_gone_is_told_what_to_set(
-    command, tmp_path, monkeypatch, line
+    command, tmp_path, monkeypatch, line, cure
 ):
     (tmp_path / "old_configs.py").write_text(
         "from dataclasses import replace\n"
@@ -679,7 +693,6 @@ def test_a_config_that_sets_a_field_that_is_gone_is_told_what_to_set(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "old_configs", raising=False)
     code, _, err = command("--module", "old_configs", "--config", "old", "--dry-run")
-    cure = "groups_per_step is gone: set rollouts_per_step to groups * group_size"
     assert code == 2 and err.count(cure) == 1
 
 

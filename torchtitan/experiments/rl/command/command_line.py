@@ -532,11 +532,7 @@ def _import(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _name_removed_fields(config_name: str) -> Iterator[None]:
-    """Name the cure if the config function that the block calls sets a field that is gone.
-
-    Only fields of RunConfig itself are recognised: Python's error names a field without the path
-    that GONE has.
-    """
+    """Name the cure if the config function that the block calls sets a field that is gone."""
     try:
         yield
     except (TypeError, AttributeError) as error:
@@ -544,6 +540,7 @@ def _name_removed_fields(config_name: str) -> Iterator[None]:
 
         for option, cure in GONE.items():
             name = option.replace("-", "_")
-            if f"'{name}'" in str(error):
+            field = name.rpartition(".")[2]  # Python's error names it without its path
+            if f"'{field}'" in str(error):
                 raise ConfigError("--config", config_name, f"{name} {cure}") from error
         raise
