@@ -75,4 +75,5 @@ def test_rewards_that_are_equal_are_counted_so_whatever_their_mean_is_rounded_to
     assert found["rollout/groups_all_equal"] == 2 / 3
     assert found["rollout/reward_std_in_group"] == pytest.approx(0.5 / 3)
     alone = _rollout_metrics(StepGroups(sampled=[group(0.5)]))
-    assert (alone["rollout/groups_all_equal"], alone["rollout/reward_std_in_group"]) == (1.0, 0.0)
+    # Groups of one say nothing of a spread: the report would take a 1 for "they teach nothing".
+    assert not {"rollout/groups_all_equal", "rollout/reward_std_in_group"} & alone.keys()

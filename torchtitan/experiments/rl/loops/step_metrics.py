@@ -193,21 +193,22 @@ def _rollout_metrics(taken: StepGroups) -> dict[str, float]:
     if not rollouts:
         return {}
     rewards = np.array([rollout.reward for rollout in rollouts])
-    # A rollout that is compared with no other has no spread. If none of the step is compared, the
-    # mean spread is 0, and all groups count as equal.
-    compared = [group.rewards for group in taken.sampled if len(group.rollouts) > 1] or [[0.0]]
     lengths = np.array([rollout.completion_tokens for rollout in rollouts])
     metrics = {
         "rollout/count": len(rollouts),
         "rollout/reward_mean": mean(rewards),
         "rollout/reward_std": float(rewards.std()),
-        "rollout/reward_std_in_group": mean([np.std(rewards) for rewards in compared]),
-        # Not by the spread: rounding gives three rewards of 0.1 one of 1e-17.
-        "rollout/groups_all_equal": mean([min(rewards) == max(rewards) for rewards in compared]),
         "rollout/completion_tokens_mean": mean(lengths),
         "rollout/completion_tokens_max": int(lengths.max()),
         "rollout/turns_mean": mean([len(rollout.turns) for rollout in rollouts]),
     }
+    # A rollout that is compared with no other is in no spread.
+    compared = [group.rewards for group in taken.sampled if len(group.rollouts) > 1]
+    if compared:
+        metrics["rollout/reward_std_in_group"] = mean([np.std(rewards) for rewards in compared])
+        # Not by the spread: rounding gives three rewards of 0.1 one of 1e-17.
+        are_equal = [min(rewards) == max(rewards) for rewards in compared]
+        metrics["rollout/groups_all_equal"] = mean(are_equal)
     statuses = Counter(rollout.status.value for rollout in rollouts)
     for status, count in statuses.items():
         metrics[f"rollout/status/{status}"] = count / len(rollouts)

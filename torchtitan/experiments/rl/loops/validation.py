@@ -299,6 +299,7 @@ def evaluation_metrics(
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     by_turn = [turn.completion.policy_versions for rollout in rollouts for turn in rollout.turns]
     versions = np.concatenate(by_turn) if by_turn else np.zeros(0, np.int32)
+    versions = versions[versions >= 0]  # an agent's turns of a frozen model have -1
     prefix = f"validation/{task}"
     metrics = {
         f"{prefix}/examples": len(groups),
