@@ -430,20 +430,27 @@ async def test_credit_of_another_kind_fails_the_algorithm_by_name_and_nothing_is
     assert all(rollout.samples[0].advantages is None for rollout in group.rollouts)
 
 
-async def test_credit_in_parts_of_one_array_is_not_changed_by_the_next_group(build, tokenizer):  # noqa: F811
+@pytest.mark.parametrize("whole", [False, True])
+async def test_credit_in_an_array_of_the_algorithms_is_not_changed_by_the_next_group(
+    build, tokenizer, whole
+):
     scratch = np.zeros(4096, np.float32)
+    kept = []
 
     class Frugal(GRPO):
         def score_group(self, group):
             super().score_group(group)
             for rollout in group.rollouts:
-                part = scratch[: len(rollout.samples[0])]
+                length = len(rollout.samples[0])
+                part = np.zeros(length, np.float32) if whole else scratch[:length]
+                kept.append(part)
                 part[:] = rollout.samples[0].advantages
                 rollout.samples[0].advantages = part
 
     task, group = await finished_group(build, tokenizer, algorithm=Frugal.Config())
     assert await task.score_group(group) is None
-    scratch[:] = 9.0
+    for array in kept:
+        array[:] = 9.0
     assert all(rollout.samples[0].advantages.max() < 9.0 for rollout in group.rollouts)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib
 import json
 import os
 import pickle
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import pytest
 from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.config import Configurable
 
 from tests.unit.command_line import assert_one_line
-from torchtitan.experiments.rl.bounds import Changeable
+from torchtitan.experiments.rl.bounds import Changeable, declared, field_annotations
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
 from torchtitan.experiments.rl.command.command_line import (
     DEFAULT_MODULE,
@@ -527,6 +529,30 @@ def test_what_decides_the_data_and_the_learning_stays_and_how_far_and_where_may_
     assert last in inside or isinstance(inside, list), field
     inside[last] = "another"
     assert [(change.field, change.allowed) for change in compare(saved, config)] == [(field, may)]
+
+
+def test_a_subclass_that_gives_a_field_another_default_leaves_it_as_free_to_change():
+    folder = ROOT / "torchtitan/experiments/rl/tasks/examples"
+    for file in folder.glob("[a-z]*.py"):
+        importlib.import_module(f"torchtitan.experiments.rl.tasks.examples.{file.stem}")
+
+    def below(config_class: type) -> list[type]:
+        return [
+            found
+            for subclass in config_class.__subclasses__()
+            for found in (subclass, *below(subclass))
+        ]
+
+    own = [found for found in below(Configurable.Config) if ".experiments.rl." in found.__module__]
+    assert len(own) > 50
+    for config_class in own:
+        for base in config_class.__mro__[1:]:
+            if not dataclasses.is_dataclass(base):
+                continue
+            theirs = field_annotations(base)
+            for name, annotation in field_annotations(config_class).items():
+                before = name in theirs and declared(theirs[name]).may_change
+                assert declared(annotation).may_change or not before, (config_class, name)
 
 
 def test_a_field_of_a_users_own_class_may_not_change_unless_it_says_so():

@@ -5,6 +5,7 @@ import pytest
 from tests.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import Echo
+from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks.examples.sum_digits import (
     SumDigitsRoundsDataset,
@@ -21,6 +22,14 @@ def test_rounds_use_each_list_once():
     ][:6]
     with pytest.raises(IndexError):
         paired[3]
+
+
+def test_a_limit_of_turns_that_no_example_fits_in_is_refused():
+    config = SumDigitsRoundsTask.Config(algorithm=Echo.Config())
+    config.validate(field="tasks.rounds")
+    config.dataset = SumDigitsRoundsDataset.Config(rounds=3)
+    with pytest.raises(ConfigError, match="tasks.rounds.env.max_turns = 2: .* may take 3 turns"):
+        config.validate(field="tasks.rounds")
 
 
 @pytest.mark.parametrize("right", [(True, True), (True, False), (False, True), (False, False)])

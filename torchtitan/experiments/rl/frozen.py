@@ -66,8 +66,10 @@ class Freezable:
             self._refuse(name)
         object.__setattr__(self, name, value)
 
-    def __delattr__(self, name: str) -> NoReturn:
-        self._refuse(name)
+    def __delattr__(self, name: str) -> None:
+        if self._frozen:
+            self._refuse(name)
+        object.__delattr__(self, name)
 
     def __getstate__(self) -> tuple[Any, dict[str, Any]]:
         state: Any = object.__getstate__(self)

@@ -85,7 +85,6 @@ def take_credit(rollout: Rollout, draft: Rollout) -> None:
     for sample in draft.samples:
         for name in CREDIT_STREAMS:
             values = getattr(sample, name)
-            if values is not None and values.base is not None:
-                # A part of a larger array, such as a buffer that the algorithm may use again.
+            if values is not None:  # the algorithm may use its array again
                 setattr(sample, name, values.copy())
     rollout.amend(samples=[sample.freeze() for sample in draft.samples])

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from torchtitan.experiments.rl.bounds import NonEmptyStr, PositiveFloat
+from torchtitan.experiments.rl.bounds import Changeable, NonEmptyStr, PositiveFloat
 from torchtitan.experiments.rl.data.rows import RowDataset, is_missing
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
@@ -104,7 +104,7 @@ class MathRubric(Rubric):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Rubric.Config):
-        timeout_s: PositiveFloat = 10.0
+        timeout_s: Changeable[PositiveFloat] = 10.0
         """Time limit of a comparison. One that takes longer makes its rollout an error, because the
         answer may be right."""
         answer_column: NonEmptyStr = "answer"

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from annotated_types import MinLen
 
-from torchtitan.experiments.rl.bounds import Cure, Matches, PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.bounds import Changeable, Cure, Matches, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
@@ -171,7 +171,7 @@ class PuzzleRubric(Rubric):
         exact: bool = False
         """True if the whole message has to be the answer. If False, its final answer counts, which
         the prompt asks for between <answer> and </answer>."""
-        timeout_s: PositiveFloat = 10.0
+        timeout_s: Changeable[PositiveFloat] = 10.0
         """Time limit of a score. One that takes longer makes its rollout an error."""
 
     config: Config

@@ -255,6 +255,10 @@ class SumDigitsRoundsDataset(MadeDataset):
     class Config(SumDigitsDataset.Config):
         rounds: PositiveInt = 2
 
+        @property
+        def turns_needed(self) -> int:
+            return self.rounds
+
     make = staticmethod(make_rounds)
 
 
