@@ -80,10 +80,10 @@ def main(arguments: list[str] | None) -> int:
         code = 0
         remove_left_over()  # the run may have been killed after its last step
     else:
-        run_dir = start.run_dir
+        run_dir = Path(start.run_dir)
         code = _run(start.plan.config, start, str(command.config_name))
     if code == 0 and command.push_to_hub is not None:
-        return _push(Path(run_dir), command.push_to_hub)
+        return _push(run_dir, command.push_to_hub)
     return code
 
 
