@@ -97,7 +97,7 @@ class BranchingSession(PolicySession, Protocol):
 class Call:
     """A request that is being answered, or was."""
 
-    answer: "asyncio.Task[Answer]" = field(init=False)
+    task: "asyncio.Task[Answer]" = field(init=False)
     """Task that answers the request. Its readers shield it: it may have several."""
     readers: int = 1
     """Number of connections that wait for the answer, or are being sent it."""
@@ -118,7 +118,7 @@ class Call:
     @property
     def has_failed(self) -> bool:
         """True if the call has ended without an answer."""
-        task = self.answer
+        task = self.task
         return task.done() and (task.cancelled() or task.exception() is not None)
 
 
@@ -313,9 +313,9 @@ class AgentRollout:
     async def close(self) -> None:
         """Take no more calls. Those that are open end in the engine, and are not trained."""
         self._policy = None
-        answers = [call.answer for call in self._open_calls]
+        answers = [call.task for call in self._open_calls]
         for call in self._open_calls:
-            call.answer.cancel()
+            call.task.cancel()
             if call.end is not None:
                 call.end.cancel()
         if answers:
@@ -350,7 +350,7 @@ class AgentRollout:
             Refusal: the rollout takes no more calls.
         """
         known = self._calls.get(digest)
-        if known is not None and not (known.has_failed or known.answer.cancelling()):
+        if known is not None and not (known.has_failed or known.task.cancelling()):
             reached_nobody = not (known.readers or known.delivered)
             if retry or reached_nobody:
                 self.counts["retried"] += 1
@@ -361,10 +361,10 @@ class AgentRollout:
         self._begun_calls += 1
         self._readers += 1
         call = Call()
-        call.answer = asyncio.create_task(
-            self._answer(call, request, dialect, is_first=self._begun_calls == 1)
+        call.task = asyncio.create_task(
+            self._serve(call, request, dialect, is_first=self._begun_calls == 1)
         )
-        call.answer.add_done_callback(lambda _: self._call_ended(call))
+        call.task.add_done_callback(lambda _: self._call_ended(call))
         self._open_calls.add(call)
         self._calls[digest] = call
         return call
@@ -397,9 +397,9 @@ class AgentRollout:
         """
         self._open_calls.discard(call)
         call.prompted.set()
-        if call.answer.cancelled():
+        if call.task.cancelled():
             return
-        failure = call.answer.exception()
+        failure = call.task.exception()
         was_refused = isinstance(failure, Refusal) and failure.status < 500
         if not was_refused:
             self._ended_calls += 1
@@ -411,11 +411,11 @@ class AgentRollout:
         self._readers -= 1
         if not self._readers:
             self._all_left.set()
-        if not call.answer.done():
+        if not call.task.done():
             if not call.readers:
-                call.end = asyncio.get_running_loop().call_later(KEEP_S, call.answer.cancel)
+                call.end = asyncio.get_running_loop().call_later(KEEP_S, call.task.cancel)
         elif delivered and not call.has_failed:
-            turn = call.answer.result().sampled.turn
+            turn = call.task.result().sampled.turn
             if turn.untrained == UNDELIVERED:
                 turn.untrained = None
                 self.counts[UNDELIVERED] -= 1
@@ -441,7 +441,7 @@ class AgentRollout:
 
     # Answering a call.
 
-    async def _answer(
+    async def _serve(
         self, call: Call, request: ModelRequest, dialect: str, *, is_first: bool
     ) -> Answer:
         """Answer a request, and count how that ends.

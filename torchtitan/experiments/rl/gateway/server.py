@@ -312,9 +312,9 @@ async def _answer(call: Call) -> ModelReply:
         Refusal: the call was refused, or lost.
     """
     try:
-        return (await asyncio.shield(call.answer)).reply
+        return (await asyncio.shield(call.task)).reply
     except asyncio.CancelledError:
-        if call.answer.cancelled():  # the call, and not this reader
+        if call.task.cancelled():  # the call, and not this reader
             raise Refusal(
                 "the rollout of this key has ended", status=401, code="rollout_ended"
             ) from None
@@ -333,10 +333,10 @@ async def _stream(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
     await call.prompted.wait()
-    if not call.answer.done():
+    if not call.task.done():
         await response.prepare(request)
         await response.write(dialect.KEEP_ALIVE)
-    while not (await asyncio.wait([call.answer], timeout=KEEP_ALIVE_S))[0]:
+    while not (await asyncio.wait([call.task], timeout=KEEP_ALIVE_S))[0]:
         await response.write(dialect.KEEP_ALIVE)
     try:
         parts = list(dialect.stream(await _answer(call), model_request))
