@@ -132,7 +132,7 @@ def test_a_game_is_played_with_the_model_and_left_at_a_terminal(tmp_path):
     assert (
         "Correct!" in terminal.shown
         and "reward 1" in terminal.shown
-        and "The session was ended" in terminal.shown
+        and "You left" in terminal.shown
     )
     assert "error" not in terminal.shown
     assert terminal.close() == 0

@@ -18,7 +18,7 @@ from tests.unit.test_task import ListTask, build, run  # noqa: F401 - build is a
 from torchtitan.experiments.rl.algorithms import GRPO, SFT
 from torchtitan.experiments.rl.envs.messages import checked_messages
 from torchtitan.experiments.rl.frozen import read_only
-from torchtitan.experiments.rl.rollouts.records import encode_rollout
+from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.samples import checked_completion
 from torchtitan.experiments.rl.rollouts.types import (
     DataSample,
@@ -542,6 +542,19 @@ def test_a_copy_of_a_read_only_record_can_be_changed():
         made.data_sample.env_input["a"].append(2)
     assert group.group_id == "g" and len(group.rollouts[0].turns) == 1
     assert group.data_sample.env_input == {"a": [1]}
+
+
+async def test_a_rollout_that_was_read_from_a_file_can_be_frozen(build, tokenizer):
+    """A run that goes on scores rollouts that its checkpoint holds; the decoder calls no ``__init__``."""
+    _, group = await finished_group(build, tokenizer)
+    line = encode_rollout(group.rollouts[0], outcome=None, admitted_version=0, max_bytes=2**20)
+    read = decode_rollout(line).rollout
+    assert not read.frozen
+    read.reward = 0.5
+    read.freeze()
+    assert read.turns[0].completion.frozen
+    with pytest.raises(AttributeError, match="can't change reward"):
+        read.reward = 1.0
 
 
 def test_what_an_owner_amends_is_read_only_too():

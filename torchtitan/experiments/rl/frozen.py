@@ -27,23 +27,18 @@ class Freezable:
     """Base of a dataclass with slots whose instances can be made read-only."""
 
     __slots__ = ("_frozen",)
-    _frozen: bool
-
-    def __new__(cls, *_: object, **__: object) -> Self:
-        record = super().__new__(cls)
-        object.__setattr__(record, "_frozen", False)
-        return record
 
     @property
     def frozen(self) -> bool:
-        return self._frozen
+        # Unset in a new record: decoders make records without calling any function of the class.
+        return getattr(self, "_frozen", False)
 
     def freeze(self) -> Self:
         """Make the record, and the records, arrays, dicts and lists that it holds, read-only.
 
         Return the record itself. A record that is frozen already stays as it is.
         """
-        if not self._frozen:
+        if not self.frozen:
             for name in _field_names(type(self)):  # type: ignore[arg-type] # a type is Hashable
                 value = getattr(self, name)
                 kept = read_only(value)
@@ -62,12 +57,12 @@ class Freezable:
             object.__setattr__(self, name, read_only(value) if self.frozen else value)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if self._frozen:
+        if getattr(self, "_frozen", False):
             self._refuse(name)
         object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if self._frozen:
+        if self.frozen:
             self._refuse(name)
         object.__delattr__(self, name)
 
