@@ -633,7 +633,7 @@ def test_ranks_of_adapters_are_those_that_vllm_has_room_for():
 
 
 def test_a_matrix_without_an_adapter_is_left_out_where_ranks_share_the_module():
-    """As where an adapter is of attention alone, and the engine has two processes."""
+    """An adapter of attention alone, on an engine of two processes, is such a case."""
 
     def matrix(inputs: int, outputs: int) -> torch.Tensor:
         return torch.arange(float(inputs * outputs)).view(outputs, inputs)

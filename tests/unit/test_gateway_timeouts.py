@@ -269,7 +269,7 @@ async def test_a_frozen_model_that_fails_is_named_once_and_leaves_no_traceback(
 
 
 class WrongModel(ScriptedPolicy):
-    """Its frozen model answers with log-probabilities above 0 from the second turn on."""
+    """Policy whose frozen model returns log-probabilities above 0 from the second turn on."""
 
     def frozen(self, model):
         wrong = ScriptedPolicy(self.tokenizer, "from elsewhere")

@@ -541,15 +541,23 @@ def test_limits_out_of_range_are_refused(config, field, tmp_path):
 # ---- what goes wrong
 
 
-def test_thread_that_cannot_keep_up_loses_groups_and_holds_up_nobody(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(recorder_module, "QUEUED_GROUPS", 2)
+@pytest.fixture
+def slow_recorder(monkeypatch) -> threading.Event:
+    """Event that the recorders' threads wait for before each rollout; two groups may wait."""
     gate = threading.Event()
     encode = recorder_module.encode_rollout
+    monkeypatch.setattr(recorder_module, "QUEUED_GROUPS", 2)
     monkeypatch.setattr(
         recorder_module,
         "encode_rollout",
         lambda *args, **kwargs: gate.wait() and encode(*args, **kwargs),
     )
+    return gate
+
+
+def test_thread_that_cannot_keep_up_loses_groups_and_holds_up_nobody(
+    tmp_path, slow_recorder, caplog
+):
     recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
     groups = [group_of(rollout_of(group_id=f"t-{number}")) for number in range(9)]
     recorder.record(groups[0], {})
@@ -557,26 +565,18 @@ def test_thread_that_cannot_keep_up_loses_groups_and_holds_up_nobody(tmp_path, m
         time.sleep(0.001)
     for group in groups[1:]:
         recorder.record(group, {})  # nothing is waited for: the gate is shut
-    gate.set()
+    slow_recorder.set()
     recorder.close()
     assert [record.rollout.group_id for record in read_rollouts(tmp_path)] == ["t-0", "t-1", "t-2"]
     assert (recorder.recorded, recorder.not_recorded) == (3, 6)
     assert caplog.text.count("can't keep up") == 1
 
 
-def test_an_evaluation_of_more_groups_than_may_wait_is_recorded_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorder_module, "QUEUED_GROUPS", 2)
-    gate = threading.Event()
-    encode = recorder_module.encode_rollout
-    monkeypatch.setattr(
-        recorder_module,
-        "encode_rollout",
-        lambda *args, **kwargs: gate.wait() and encode(*args, **kwargs),
-    )
+def test_an_evaluation_of_more_groups_than_may_wait_is_recorded_whole(tmp_path, slow_recorder):
     recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
     recorder.record_validation([group_of(rollout_of(group_id=f"v-{n}@5")) for n in range(9)])
     size = recorder.size_by_now()
-    gate.set()
+    slow_recorder.set()
     assert size.result(LIMIT_S) == (tmp_path / "rollouts.jsonl.gz").stat().st_size
     recorder.close()
     records = list(read_rollouts(tmp_path, "validation"))

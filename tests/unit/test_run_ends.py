@@ -171,7 +171,7 @@ def test_ctrl_c_has_no_grace_period(ending):
     "signals", [(signal.SIGINT, signal.SIGTERM), (signal.SIGINT, signal.SIGHUP)]
 )
 def test_a_scheduler_that_follows_a_ctrl_c_has_its_grace_period(ending, signals):
-    """It kills the process soon, also where a Ctrl-C has asked the run to stop before."""
+    """The scheduler kills the process soon, whether or not a person has pressed Ctrl-C before."""
     code, _, err, killed = ending(Running(), *signals, grace_s=0.01)
     assert code == 130 and killed == [True, "folder", True]
     assert "the step did not end within its grace period (0.01 s" in err

@@ -296,7 +296,7 @@ def test_the_same_seed_gives_the_same_files_byte_for_byte_with_failures_too(end_
 
 
 class Attempts(SimulatedRun):
-    """Whose hosts die after 100 s and then after 40 s, and which is complete 10 s later."""
+    """Run whose hosts die after 100 s and again after 40 s, and which is complete 10 s later."""
 
     ends = ((100.0, True), (40.0, True), (10.0, False))
 

@@ -162,7 +162,7 @@ async def test_the_tools_of_a_server_are_called(renderer, tokenizer, tmp_path):
 
 
 class Stuck:
-    """Its close fails, or takes as long as it likes."""
+    """Object of a tool whose ``close`` fails, or takes a given time."""
 
     def __init__(self, row, seconds=0.0):
         self.seconds = seconds

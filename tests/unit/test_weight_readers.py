@@ -360,7 +360,13 @@ async def test_many_hosts_read_from_each_other_and_few_from_the_trainer():
     assert rounds[0] == {"": 4} and rounds[1][""] == 4
 
 
-async def test_a_host_that_reads_from_a_reader_that_dies_reads_from_another():
+async def others_that_join_after_the_first() -> tuple[
+    ReaderProcess, ReaderProcess, list[ReaderProcess], asyncio.Task[None]
+]:
+    """The first of six readers, one that reads from it, the other five, and the fetch of them all.
+
+    The first has the version, and the others have not answered.
+    """
     processes = {f"host {index}": ReaderProcess() for index in range(6)}
     readers = WeightReaders(processes)
     first, *others = processes.values()
@@ -373,6 +379,11 @@ async def test_a_host_that_reads_from_a_reader_that_dies_reads_from_another():
         await readers.admit(host, processes[host].part)
     await iterations()
     reads_from_first = next(process for process in others if process.sources == [str(id(first))])
+    return first, reads_from_first, others, fetching
+
+
+async def test_a_host_that_reads_from_a_reader_that_dies_reads_from_another():
+    first, reads_from_first, others, fetching = await others_that_join_after_the_first()
     first.life.end("killed by SIGKILL")
     for process in others:
         process.may_answer.set()
@@ -391,18 +402,7 @@ async def test_a_trainer_that_can_not_be_read_ends_the_fetch_by_the_error_of_its
 
 
 async def test_a_reader_that_can_not_be_read_is_passed_over():
-    processes = {f"host {index}": ReaderProcess() for index in range(6)}
-    readers = WeightReaders(processes)
-    first, *others = processes.values()
-    await readers.admit("host 0", first.part)
-    fetching = asyncio.create_task(readers.fetch(1))
-    await iterations()  # it has the version
-    for process in others:
-        process.may_answer.clear()
-    for host in [*processes][1:]:
-        await readers.admit(host, processes[host].part)
-    await iterations()
-    reads_from_first = next(process for process in others if process.sources == [str(id(first))])
+    first, reads_from_first, others, fetching = await others_that_join_after_the_first()
     reads_from_first.fault = PeerGone("version 1 can't be read from host 0: no route")
     for process in others:
         process.may_answer.set()

@@ -15,7 +15,6 @@ changed at every depth. ``copy.copy`` and ``dataclasses.replace`` return a recor
 be set, but the records, dicts, lists and arrays in them are still read-only.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, NoReturn, Self
@@ -39,11 +38,8 @@ class Freezable:
         Return the record itself. A record that is frozen already stays as it is.
         """
         if not self.frozen:
-            for name in _field_names(type(self)):  # type: ignore[arg-type] # a type is Hashable
-                value = getattr(self, name)
-                kept = read_only(value)
-                if kept is not value:
-                    object.__setattr__(self, name, kept)
+            for field in fields(self):  # type: ignore[arg-type] # its subclasses are dataclasses
+                object.__setattr__(self, field.name, read_only(getattr(self, field.name)))
             object.__setattr__(self, "_frozen", True)
         return self
 
@@ -78,12 +74,6 @@ class Freezable:
         )
 
 
-@functools.cache
-def _field_names(record: type[Any]) -> tuple[str, ...]:
-    """Return the names of a dataclass' fields, which ``fields`` works out anew in each call."""
-    return tuple(field.name for field in fields(record))
-
-
 def read_only(value: Any) -> Any:  # noqa: ANN401 - anything that a record may hold
     """Return a value that can't be changed in place.
 
@@ -113,8 +103,6 @@ def read_only_data(value: Any) -> Any:  # noqa: ANN401 - a user's data
 
 
 def _freeze_array(array: np.ndarray) -> np.ndarray:
-    if not array.flags.writeable:
-        return array
     view = array.view()  # the array itself may be its owner's, such as a dataset's
     view.flags.writeable = False
     return view

@@ -53,7 +53,7 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """When a run writes checkpoints, and how many it keeps."""
+    """Schedule of a run's checkpoints, and the number that it keeps."""
 
     interval: NonNegativeInt = 20
     """Optimizer steps between two checkpoints. With 0 a run writes one at a signal, at an error and

@@ -8,7 +8,7 @@ from torchtitan.experiments.rl.generation.engine import EngineConfig
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 
 WeightUpdate = Literal["keep", "recompute", "drain"]
-"""What a new version does to running requests: see ``GeneratorConfig.weight_update``."""
+"""Modes of ``GeneratorConfig.weight_update``."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class GeneratorConfig:
     from there, on GPUs by CUDA IPC. It takes a GPU's memory, and no GPU has run it.
     auto: device if the run is on GPUs of one host that share memory, else host."""
     weight_update: WeightUpdate = "keep"
-    """What a new version does to running requests, which are those that have tokens.
+    """Effect of a new version on running requests, which are those that have tokens.
 
     In every mode a request without a token starts under the new version, each token carries the
     version that sampled it, and no prompt reads another version's cache.

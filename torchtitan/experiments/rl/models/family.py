@@ -23,7 +23,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ModelFamily:
-    """What is known of a family of models, for one architecture of transformers."""
+    """Family of models: how torchtitan builds and converts one architecture of transformers."""
 
     name: str
     """torchtitan's name of the family. A flavor may be written as ``name/flavor``."""

@@ -80,8 +80,8 @@ class MetricsLogger(Configurable):
         """Log to Weights & Biases; its files lie in `wandb/` in the run folder."""
         wandb_project: NonEmptyStr = "torchtitan-rl"
         wandb_mode: WandbMode = "offline"
-        """Whether to upload: `offline` needs no network and can be uploaded later; `online` needs
-        WANDB_API_KEY."""
+        """Mode of wandb: `offline` needs no network, and its files can be uploaded later; `online`
+        needs WANDB_API_KEY."""
         trackio: bool = False
         """Log to trackio, a local database with a dashboard: `pip install trackio`, then `trackio
         show`."""

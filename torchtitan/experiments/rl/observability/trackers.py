@@ -173,8 +173,8 @@ class WandbTracker(Tracker):
 
         project: NonEmptyStr = "torchtitan-rl"
         mode: WandbMode = "offline"
-        """Whether to upload: `offline` needs no network and can be uploaded later; `online` needs
-        WANDB_API_KEY."""
+        """Mode of wandb: `offline` needs no network, and its files can be uploaded later; `online`
+        needs WANDB_API_KEY."""
 
         def validate(self, *, field: str) -> None:
             """Check that there is a key if one is needed."""

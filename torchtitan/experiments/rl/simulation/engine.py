@@ -61,7 +61,7 @@ class _Sequence:
 
 @dataclass(kw_only=True, slots=True)
 class EngineTotals:
-    """What an engine, or several together, have done since they began."""
+    """Totals of an engine, or of several together, since they began."""
 
     busy_s: float = 0.0
     """Seconds of engine steps."""

@@ -1,4 +1,4 @@
-"""What a simulated run has shown, and the lines that are printed of it."""
+"""Outcome of a simulated run, and the lines that are printed of it."""
 
 from dataclasses import dataclass, field
 from statistics import fmean
