@@ -6,7 +6,7 @@
 * adapters: put into a worker without a folder, and read back
 * routes: the experts that computed each token
 
-``tests/unit/test_compat_vllm.py`` names what an upgrade takes away.
+``tests/unit/test_compat_vllm.py`` fails by name where an upgrade of vLLM breaks this.
 
 This module does not import vLLM before a function needs it: vLLM reads its environment when it is
 imported, so ``set_environment`` has to run first.
@@ -74,12 +74,12 @@ def set_environment(*, device: str, workers: int = 1) -> None:
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
-    # vLLM forks its workers otherwise: a copy of a process with threads, and on GPUs with CUDA,
-    # which may hang or fail.
+    # By default vLLM forks its workers. A fork of a process with threads, or with CUDA in use, may
+    # hang or fail.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if device == "cpu":
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would go before the argument
-        # Without it each worker takes a NUMA node for itself, and fails where there are fewer.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the argument
+        # By default each worker binds to a NUMA node of its own, and fails if there are fewer.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // workers))
 
@@ -87,8 +87,8 @@ def set_environment(*, device: str, workers: int = 1) -> None:
 def refused_argument(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the first argument that vLLM's ``EngineArgs`` does not take, and why.
 
-    A process of its own asks the class, because importing vLLM changes the process. It takes some
-    6 s.
+    A subprocess asks the class, because importing vLLM changes the process that does it. That takes
+    about 6 s.
 
     Args:
         arguments: values by name, which JSON can hold.
@@ -104,7 +104,7 @@ def refused_argument(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
         text=True,
     )
     if asked.returncode:
-        error = asked.stderr.strip().splitlines()[-1]
+        error = (asked.stderr.strip() or f"exit code {asked.returncode}").splitlines()[-1]
         return next(iter(arguments)), f"vLLM can't be asked: {error}"
     answer = json.loads(asked.stdout.splitlines()[-1])
     return None if answer is None else (answer[0], answer[1])
@@ -146,14 +146,14 @@ def finish_steps(engine: LLMEngine) -> list[Any]:
     """End the engine steps that have begun, and begin none. Return their outputs.
 
     With asynchronous scheduling vLLM begins a step before it has the tokens of the last one, and
-    labels all tokens that it processes with the version that is set then. Its own pause leaves a
-    step that has begun in the queue.
+    labels tokens with the version that is set when it processes them. Its own pause leaves such a
+    step unfinished in the queue.
     """
     outputs: list[Any] = []
     core = engine.engine_core.engine_core
     if not core.batch_queue:
         return outputs
-    engine.sleep(level=0, mode="keep")  # it pauses the scheduler alone
+    engine.sleep(level=0, mode="keep")  # level 0 pauses only the scheduler
     while core.batch_queue:
         outputs += engine.step()
     engine.wake_up(["scheduling"])
@@ -166,9 +166,9 @@ def recompute_open_requests(engine: LLMEngine, *, cache_salt: str) -> None:
     The next step computes them again. ``reset_prefix_cache(reset_running_requests=True)`` is
     public: it preempts the running requests, which keep their tokens and their random generators.
 
-    But vLLM can't change a request's salt, so it would cache the blocks under the salt of the old
-    weights. Here the scheduler's own record gets the new salt, and its blocks are hashed again. So
-    the conversation's next turn, and the rest of the group, find them.
+    But vLLM can't change a request's salt: the recomputed blocks would be cached under that of the
+    old weights. So the scheduler's record of the request gets the new salt here, and its blocks are
+    hashed again. The conversation's next turn and the rest of the group then find them.
     """
     engine.reset_prefix_cache(reset_running_requests=True)
     for request in engine.engine_core.engine_core.scheduler.requests.values():
@@ -243,7 +243,8 @@ def leave_to_the_exit(engine: LLMEngine) -> None:
 class HeldWeight:
     """One weight of a worker's model, and the published tensors that it is made of.
 
-    They lie one below the other, and with tensor parallelism the worker has a share of each::
+    The published tensors are stacked along the rows. With tensor parallelism the worker holds a
+    share of each::
 
         qkv_proj.weight      q_proj.weight
                              k_proj.weight
@@ -305,7 +306,7 @@ def held_weights(model: Layer, names: set[str]) -> Iterator[HeldWeight]:
                 sources = _sources(module_name, name, names, stacked)
                 if not sources:  # a tied head
                     sources = sources_of_parameter.get(id(parameter), ())
-                # vLLM packs an embedding as if it were a head, but looks it up in the weight.
+                # vLLM packs an embedding like a head, but looks tokens up in the unpacked weight.
                 is_linear = hasattr(module, "cpu_linear") and not _is_embedding(module)
                 packed = name == "weight" and is_linear
             if sources:
@@ -353,7 +354,7 @@ def _is_embedding(module: Layer) -> bool:
 
 
 def parts_of_sources(held: HeldWeight, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the part of a weight that each of its sources has made, as views."""
+    """Return views of the weight, one for the part that comes from each source."""
     if held.is_of_experts or len(held.sources) == 1:
         return weight.chunk(len(held.sources), held.axis)
     return weight.split(list(held.module.output_partition_sizes))
@@ -367,7 +368,7 @@ def region(held: HeldWeight, shape: tuple[int, ...], part: torch.Size) -> tuple[
 
     Args:
         shape: shape of the source.
-        part: shape of what this worker has made of the source.
+        part: shape of this worker's share of the source.
     """
     from vllm.distributed import (
         get_tensor_model_parallel_rank,
@@ -482,7 +483,7 @@ def _copy_sources(held: HeldWeight, tensors: VersionTensors) -> None:
         shape = (*shapes[0][:axis], sum(rows), *shapes[0][axis + 1 :])
         weight = torch.empty(shape, dtype=held.parameter.dtype)
         setattr(held.module, held.name, torch.nn.Parameter(weight, requires_grad=False))
-    filled = weight.narrow(axis, 0, sum(rows))  # what is below fills a vocabulary up
+    filled = weight.narrow(axis, 0, sum(rows))  # the rows after these pad a vocabulary
     for part, name in zip(filled.split(rows, axis), held.sources, strict=True):
         tensors.copy_to(name, part)
 
@@ -497,7 +498,7 @@ def _reload_by_vllm(worker: Worker, weights: Sequence[HeldWeight], tensors: Vers
     device = next(worker.get_model().parameters()).device
     worker.reload_weights(weights_iterator=_for_vllms_loader(weights, tensors, device))
     if device.type == "cuda":
-        # After this, the memory that the tensors lie in may be written again, or closed.
+        # From here on, the tensors' memory may be overwritten or unmapped.
         torch.cuda.synchronize(device)
         return
     experts = {id(held.module): held.module for held in weights if held.is_of_experts}
@@ -516,10 +517,10 @@ def _for_vllms_loader(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what vLLM's loader of the model takes, on ``device``, and load stacks of experts.
 
-    The loader takes experts one by one, each twice through vLLM's Python: 0.4 ms, and 8 s for the
-    18,432 of 30B-A3B. The function under it, which the weight itself has, takes a stack as well.
-    If vLLM's own expert parallelism gives each worker some experts whole, that function takes one
-    expert at a time, and they go through the loader by their hub names.
+    The loader takes experts one by one, and each passes through vLLM's Python twice: 0.4 ms an
+    expert, 8 s for the 18,432 of 30B-A3B. The function under it, which the weight itself has, takes
+    a stack as well. If vLLM's own expert parallelism gives each worker some experts whole, that
+    function takes one expert at a time, and they go through the loader by their hub names.
 
     On a GPU each tensor arrives whole, and its slices are taken there: torch packs a slice of CPU
     memory first.
@@ -582,8 +583,8 @@ def packing_noted(
 ) -> Iterator[None]:
     """Call ``note`` with each module that is about to be packed for CPU, and keep its result.
 
-    `packed_from` returns the result. It is an attribute of what owns the packed copy: of the
-    function ``cpu_linear``, which vLLM makes to compute with it, or of the packed parameters of
+    `packed_from` returns the result. The note is stored on the owner of the packed copy: on the
+    function ``cpu_linear``, which vLLM makes to compute with it, or on the packed parameters of
     experts. So an old copy keeps its old note.
 
     Args:
@@ -635,9 +636,9 @@ def packed_from(module: Layer, name: str = "weight") -> Any:  # noqa: ANN401 - w
 
 
 def packed_for_nothing(model: Layer) -> list[Layer]:
-    """Return the embeddings with which no logits are computed. vLLM packs them like a head.
+    """Return the embeddings that serve for look-up alone, which vLLM packs like a head.
 
-    There are none if the model has no head of its own: the embedding may be its head.
+    The list is empty if the model has no head of its own: its embedding may be the head.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -669,7 +670,7 @@ def lora_requests(names: Iterable[str]) -> dict[str, Any]:
     """
     from vllm.lora.request import LoRARequest
 
-    # The path is never read: the adapter is there, by its number, before a request names it.
+    # The path is never read: each worker has the adapter by its number before a request names it.
     return {
         adapter: LoRARequest(adapter or "policy", number, "in memory")
         for adapter, number in adapters_in(names).items()
@@ -679,8 +680,9 @@ def lora_requests(names: Iterable[str]) -> dict[str, Any]:
 def set_adapters(worker: Worker, tensors: Mapping[str, torch.Tensor]) -> None:
     """Serve a version's adapters in place of those before, in a worker process.
 
-    vLLM loads adapters from folders only. The manager in its worker takes what was read from one,
-    and copies it to where the kernels read it. Their scale is in B already, so vLLM's is 1.
+    vLLM loads adapters from folders only. But its worker's manager accepts an adapter that was read
+    already, and copies it to where the kernels read it. B includes the scale, so vLLM's is 1. Every
+    version has the same adapters, so none of the version before is left.
 
     Args:
         tensors: tensors of the version in the host's memory, by published name.
@@ -725,8 +727,8 @@ def _add_lora_linear(  # noqa: PLR0913 - vLLM's signature
     """Add to ``y`` what each token's adapter makes of its row of ``x``, slice by slice.
 
     It replaces ``PunicaWrapperCPU.add_lora_linear``, which copies the adapter once for every token:
-    at rank 64 the engine samples a tenth of the tokens with that. Here the tokens of each adapter
-    are two products.
+    at rank 64 that cuts the engine's sampling rate to a tenth. Here all tokens of an adapter take
+    two matrix products a slice.
 
     Args:
         stacked_a: A of every slice, [slots, 1, rank, inputs].
@@ -823,8 +825,8 @@ class RecordedRoutes:
     """Experts that computed each token in a worker's key-value cache.
 
     They lie as the keys do: a prefix that is found in the cache has the experts it was computed
-    with. A request that is preempted loses its places, but its tokens keep their routes when they
-    are computed again, because the log-probabilities after them were computed with these.
+    with. A request that is preempted loses its places, but its tokens keep their first routes when
+    they are computed again, because later log-probabilities were computed with those.
 
     vLLM returns routes from its V2 model runner only, which the CPU build does not have. But its
     routers tell a capturer each choice, and the context of a forward pass tells where each token's
@@ -840,7 +842,7 @@ class RecordedRoutes:
         self._block_size: int = worker.cache_config.block_size
         layers, experts, chosen = vllm_routes._get_routed_experts_shape(worker.vllm_config)
         dtype = getattr(torch, route_dtype(experts))
-        # One block more, for tokens of padding: they go to the last place.
+        # One block more, for tokens of padding: their slot is -1, which is the last place.
         blocks = self._runner.kv_cache_config.num_blocks + 1
         shape = (blocks * self._block_size, layers, chosen)
         self._places = torch.full(shape, torch.iinfo(dtype).max, dtype=dtype)
