@@ -20,7 +20,7 @@ from torchtitan.experiments.rl.gateway import chat, responses, server
 from torchtitan.experiments.rl.gateway import rollout as agent_rollout
 from torchtitan.experiments.rl.gateway.request import ModelReply, ModelRequest
 from torchtitan.experiments.rl.generation.references import FrozenModel
-from torchtitan.experiments.rl.rollouts.credit import draft_rollout
+from torchtitan.experiments.rl.rollouts.credit import drafts
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks import EnvTask, MessageEnv, ResetOutput, Rubric, StepOutput
 from torchtitan.experiments.rl.types import STREAMS
@@ -147,9 +147,9 @@ async def test_forks_are_samples_of_one_rollout_and_lose_no_token(renderer, toke
     shared = rollout.turns[0]
     prefix = np.concatenate([shared.prompt_token_ids, shared.completion.token_ids])
     assert sum(np.array_equal(s.token_ids[: len(prefix)], prefix) for s in rollout.samples) == 3
-    rollout = draft_rollout(rollout)
-    rollout.assign_advantages(0.5)
-    assert all((s.advantages[s.loss_mask] == 0.5).all() for s in rollout.samples)
+    with drafts([rollout]):
+        rollout.assign_advantages(0.5)
+        assert all((s.advantages[s.loss_mask] == 0.5).all() for s in rollout.samples)
 
 
 async def test_seeds_follow_from_the_chain_and_not_from_the_order_of_arrival(renderer, tokenizer):

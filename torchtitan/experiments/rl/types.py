@@ -149,7 +149,7 @@ log-probabilities of the reference."""
 class TrainingSample(Freezable, TokenStreams[np.ndarray, np.ndarray | None]):
     """One token sequence and its per-token streams. A rollout makes one or more of them.
 
-    A sample is read-only once its rollout has been scored. An algorithm gets a copy to write to.
+    A sample is read-only when its rollout has ended. An algorithm writes to a draft of it.
 
     A rollout of two turns, whose second prompt appends two tokens of the env to the first prompt
     and completion, is one sample::

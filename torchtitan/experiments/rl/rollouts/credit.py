@@ -1,65 +1,74 @@
-"""Drafts of rollouts, to which an algorithm writes credit.
+"""Drafts of samples, to which an algorithm writes credit.
 
-    group ──draft_group──▶ draft ──Algorithm.score_group──▶ draft ──take_credit──▶ group
-    read-only              its samples can be written       checked                read-only
+    with drafts(rollouts) as samples:            copies that can be written, in their place
+        Algorithm.score_group
+        check_draft(rollout, samples[i], ...)    what it wrote
+        take_credit(rollout)                     the copies become read-only, and stay
 
-An algorithm that fails, or that changes what it may not, leaves the group as it was.
+A rollout whose drafts were not taken gets its samples back: an algorithm that fails, or that
+changes what it may not, leaves it as it was.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 
 import numpy as np
 
 from torchtitan.experiments.rl.frozen import ReadOnlyList
-from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
+from torchtitan.experiments.rl.rollouts.types import Rollout
 from torchtitan.experiments.rl.types import CREDIT_STREAMS, TrainingSample
 
 _SAMPLE_FIELDS = tuple(field.name for field in fields(TrainingSample))
 
 
-def draft_group(group: RolloutGroup) -> RolloutGroup:
-    """Return a read-only copy of the group, with the drafts of its rollouts."""
-    draft = replace(group, rollouts=[], costs=dict(group.costs)).freeze()
-    draft.amend(rollouts=[draft_rollout(rollout) for rollout in group.rollouts])
-    return draft
+@contextmanager
+def drafts(rollouts: Sequence[Rollout]) -> Iterator[list[list[TrainingSample]]]:
+    """Put drafts in the place of the samples of rollouts, and yield the samples of each rollout.
 
-
-def draft_rollout(rollout: Rollout) -> Rollout:
-    """Return a read-only copy of the rollout whose samples are copies that can be written.
-
-    Arrays that algorithms write are copies; the others are shared, and become read-only.
+    All else of the rollouts is made read-only. When the context ends, a rollout whose drafts were
+    not taken (`take_credit`) gets its samples back.
     """
-    draft = replace(rollout, samples=[]).freeze()
-    samples = ReadOnlyList(map(_draft_sample, rollout.samples))
-    object.__setattr__(draft, "samples", samples)  # `amend` would freeze the samples too
-    return draft
+    originals = [rollout.freeze().samples for rollout in rollouts]
+    for rollout, samples in zip(rollouts, originals, strict=True):
+        _set_samples(rollout, map(_draft, samples))
+    try:
+        yield originals
+    finally:
+        for rollout, samples in zip(rollouts, originals, strict=True):
+            if not all(sample.frozen for sample in rollout.samples):
+                _set_samples(rollout, samples)
 
 
-def _draft_sample(sample: TrainingSample) -> TrainingSample:
-    credit: dict[str, Any] = {}
-    for name in _SAMPLE_FIELDS:
+def _set_samples(rollout: Rollout, samples: Iterable[TrainingSample]) -> None:
+    # Not by `amend`, which would make the samples read-only.
+    object.__setattr__(rollout, "samples", ReadOnlyList(samples))
+
+
+def _draft(sample: TrainingSample) -> TrainingSample:
+    """Return a copy of the sample whose fields and credit streams can be written.
+
+    The arrays of other streams are shared, and are read-only.
+    """
+    draft = sample.thawed()
+    for name in CREDIT_STREAMS:
         values = getattr(sample, name)
-        if not isinstance(values, np.ndarray):
-            continue
-        if name in CREDIT_STREAMS:
-            credit[name] = values.copy()
-        else:
-            values.flags.writeable = False
-    return replace(sample, **credit)
+        if isinstance(values, np.ndarray):
+            setattr(draft, name, values.copy())
+    return draft
 
 
 def check_draft(
     rollout: Rollout,
-    draft: Rollout,
+    samples: Sequence[TrainingSample],
     check: Callable[[TrainingSample], None],
     *,
     replaces: Collection[str] = (),
 ) -> None:
-    """Raise if an algorithm has written to a draft what its rollout can't take.
+    """Raise if an algorithm has written to a rollout's drafts what the rollout can't take.
 
     Args:
+        samples: samples that the drafts were made of.
         check: raises ValueError if a sample can't be trained on. May give a stream of the draft its
             declared dtype.
         replaces: fields that the algorithm may set beside the credit streams
@@ -68,23 +77,22 @@ def check_draft(
     Raises:
         ValueError: the algorithm has set another field, or ``check`` refuses a sample.
     """
-    for index, (sample, written) in enumerate(zip(rollout.samples, draft.samples, strict=True)):
+    for index, (sample, draft) in enumerate(zip(samples, rollout.samples, strict=True)):
         for name in _SAMPLE_FIELDS:
             is_allowed = name in CREDIT_STREAMS or name in replaces
-            if not is_allowed and getattr(written, name) is not getattr(sample, name):
+            if not is_allowed and getattr(draft, name) is not getattr(sample, name):
                 raise ValueError(f"changed samples[{index}].{name} of a rollout that has ended")
-        check(written)
+        check(draft)
 
 
-def take_credit(rollout: Rollout, draft: Rollout) -> None:
-    """Give a rollout the samples of its draft, and make them read-only.
+def take_credit(rollout: Rollout) -> None:
+    """Make the drafts of a rollout its read-only samples.
 
-    The caller has checked the draft (`check_draft`). An array that the algorithm has set is taken
-    over and not copied, unless it is a part of a larger one.
+    The caller has checked them (`check_draft`).
     """
-    for sample in draft.samples:
+    for draft in rollout.samples:
         for name in CREDIT_STREAMS:
-            values = getattr(sample, name)
+            values = getattr(draft, name)
             if values is not None:  # the algorithm may use its array again
-                setattr(sample, name, values.copy())
-    rollout.amend(samples=[sample.freeze() for sample in draft.samples])
+                setattr(draft, name, values.copy())
+        draft.freeze()

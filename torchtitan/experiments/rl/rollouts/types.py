@@ -142,8 +142,8 @@ class RolloutTurn(Freezable):
 class Rollout(Freezable):
     """One env from its reset to a terminal status.
 
-    A rollout that has ended is read-only. Algorithms are given a copy of it whose samples can be
-    written (`rollouts/credit.py`).
+    A rollout that has ended is read-only. While an algorithm gives it credit, drafts that can be
+    written are in the place of its samples (`rollouts/credit.py`).
 
     ``str(rollout)`` leaves out the example and the turns, so don't look for an answer in it.
     """

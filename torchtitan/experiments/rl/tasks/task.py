@@ -30,7 +30,7 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, cast
 
 from renderers import Renderer
@@ -81,8 +81,7 @@ from torchtitan.experiments.rl.generation.references import FrozenModel, HostedM
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.credit import (
     check_draft,
-    draft_group,
-    draft_rollout,
+    drafts,
     take_credit,
 )
 from torchtitan.experiments.rl.rollouts.policy import (
@@ -533,7 +532,7 @@ class Task(UserConfigurable):
     async def score_rewards(self, group: RolloutGroup) -> None:
         """Have the rubric give each rollout its reward and components; without credit.
 
-        The rollouts become read-only first. A rollout that failed, or whose reward function failed,
+        The group becomes read-only first. A rollout that failed, or whose reward function failed,
         keeps the reward None. A rubric that fails, fails every rollout.
         """
         rubric = self.rubric
@@ -545,8 +544,7 @@ class Task(UserConfigurable):
         failed_before = [rollout.status.is_error() for rollout in rollouts]
         costs = dict(group.costs)
         try:
-            for rollout in rollouts:
-                rollout.freeze()
+            group.freeze()
             env_input = read_only(group.data_sample.env_input)
             with counted_in(costs), trace.span(name):
                 rewards = await ask(
@@ -585,6 +583,7 @@ class Task(UserConfigurable):
             late: True if the group was run without credit, so that ``score_rollout`` has not seen
                 its rollouts yet.
         """
+        group.freeze()
         if late:
             costs = dict(group.costs)
             try:
@@ -619,13 +618,14 @@ class Task(UserConfigurable):
         if rollout.status.is_error() or type(algorithm).score_rollout is Algorithm.score_rollout:
             return
         name = f"{type(algorithm).__name__}.score_rollout"
-        draft = draft_rollout(rollout)
         began = time.perf_counter()
         try:
-            with trace.span(name):
-                await ask(algorithm.score_rollout, draft, timeout_s=self._limit_s)
-            check_draft(rollout, draft, _check_early_credit, replaces=type(algorithm).replaces)
-            take_credit(rollout, draft)
+            with drafts([rollout]) as (samples,):
+                with trace.span(name):
+                    await ask(algorithm.score_rollout, rollout, timeout_s=self._limit_s)
+                replaces = type(algorithm).replaces
+                check_draft(rollout, samples, _check_early_credit, replaces=replaces)
+                take_credit(rollout)
         except (UserCodeError, ValueError) as error:
             rollout.fail(f"task {self.name}: {name}: {error}", traceback=users_traceback(error))
         except Exception as error:  # noqa: BLE001 - of what an algorithm wrote, such as a tensor
@@ -647,18 +647,18 @@ class Task(UserConfigurable):
         ):
             # There is no credit to check. Such groups are scored, and can't be trained on.
             return None
-        draft = draft_group(group)
         began = time.perf_counter()
 
         async def score() -> None:
-            answer = cast(Any, algorithm).score_group(draft)
+            answer = cast(Any, algorithm).score_group(group)
             if inspect.isawaitable(answer):  # an override may be async
                 await answer
 
         try:
-            with trace.span(f"{kind.__name__}.score_group"):
-                await ask(score, timeout_s=self._limit_s)
-            self._take_credit(group, draft.rollouts)
+            with drafts(group.rollouts) as samples:
+                with trace.span(f"{kind.__name__}.score_group"):
+                    await ask(score, timeout_s=self._limit_s)
+                self._take_credit(group, samples)
         except Exception as error:  # noqa: BLE001 - it may write values of any class
             cause = f"task {self.name}: {kind.__name__}.score_group: {cause_of(error)}"
             _fail(group, cause, error)
@@ -667,21 +667,27 @@ class Task(UserConfigurable):
             group.amend(credit_s=group.credit_s + time.perf_counter() - began)
         return None
 
-    def _take_credit(self, group: RolloutGroup, drafts: Sequence[Rollout]) -> None:
-        """Check the drafts of all rollouts, and then give each rollout the credit of its draft."""
+    def _take_credit(
+        self, group: RolloutGroup, samples: Sequence[Sequence[TrainingSample]]
+    ) -> None:
+        """Check the drafts of all rollouts, and then let each rollout keep its own.
+
+        Args:
+            samples: of each rollout, the samples that its drafts were made of.
+        """
         credited = []
-        for rollout, draft in zip(group.rollouts, drafts, strict=True):
+        for rollout, originals in zip(group.rollouts, samples, strict=True):
             if rollout.reward is None:
                 continue
-            if rollout.status.is_error() and _lacks_credit(draft):
+            if rollout.status.is_error() and _lacks_credit(rollout):
                 # It has a reward because the rubric has an `error_reward`, and no credit because
                 # ``score_rollout``, which gives it, has not seen a rollout that failed.
                 rollout.amend(reward=None)
                 continue
-            check_draft(rollout, draft, _check_credit)
-            credited.append((rollout, draft))
-        for rollout, draft in credited:
-            take_credit(rollout, draft)
+            check_draft(rollout, originals, _check_credit)
+            credited.append(rollout)
+        for rollout in credited:
+            take_credit(rollout)
 
 
 def frozen_sample(sample: DataSample) -> DataSample:
@@ -693,7 +699,7 @@ def frozen_sample(sample: DataSample) -> DataSample:
         UserCodeError: the example contains itself, so no copy of it is whole.
     """
     try:
-        return sample if sample.frozen else replace(sample).freeze()
+        return sample if sample.frozen else sample.thawed().freeze()
     except RecursionError:
         raise UserCodeError(
             f"example {sample.sample_id}: its env_input or info contains itself, or is nested too "
@@ -744,10 +750,10 @@ def _checked_rewards(
     return checked
 
 
-def _lacks_credit(draft: Rollout) -> bool:
-    for sample in draft.samples:
-        check_streams(sample)
-    return any(missing_credit(sample) for sample in draft.samples)
+def _lacks_credit(rollout: Rollout) -> bool:
+    for draft in rollout.samples:
+        check_streams(draft)
+    return any(missing_credit(draft) for draft in rollout.samples)
 
 
 def _check_early_credit(sample: TrainingSample) -> None:
