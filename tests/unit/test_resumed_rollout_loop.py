@@ -64,6 +64,8 @@ async def test_finished_groups_are_trained_and_running_ones_run_again_with_their
     assert ids(batch) == [0, 1]
     loop.trained(batch)
     loop.version = 1
+    _, (settled,), _ = await loop.capture(lambda: None)
+    settled.amend(costs={"judge/calls": 2.0}, credit_s=0.5)
     state, groups = await saved(loop, tmp_path)
     assert list(groups) == ["stub-3"]
     before = dict(task.examples)
@@ -71,6 +73,8 @@ async def test_finished_groups_are_trained_and_running_ones_run_again_with_their
 
     again = DatasetTask(100)
     loop = await resumed(again, state, groups, 1, steps=3)
+    _, (settled,), _ = await loop.capture(lambda: None)
+    assert settled.costs == {"judge/calls": 2.0} and settled.credit_s == 0.5
     assert ids(await loop.batch()) == [2, 3]
     # Group 3 had finished. 2 ran, 4 and 5 take the slots that the trained groups leave.
     assert again.started == [2, 4, 5]

@@ -147,6 +147,9 @@ class EngineThread:
         self._pending: set[Future[Any]] = set()
         """Futures for which coroutines wait, and which the thread completes."""
         self._failure: RunError | None = None
+        self._failure_lock = threading.Lock()
+        """Held to add a future or to fail all: each future is either failed with the others, or
+        sees the failure when it is made."""
         self._running = True
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -299,10 +302,14 @@ class EngineThread:
         # A coroutine may stop waiting, and cancel. A future that is marked as running can't be
         # cancelled, so the thread may set it.
         future.set_running_or_notify_cancel()
-        self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
-        if self._failure is not None:
-            future.set_exception(self._failure)
+        with self._failure_lock:
+            failure = self._failure
+            if failure is None:
+                self._pending.add(future)
+        if failure is None:
+            future.add_done_callback(self._pending.discard)
+        else:
+            future.set_exception(failure)
         return future
 
     # ---- on the engine's thread
@@ -411,8 +418,10 @@ class EngineThread:
             self._deliver(answers)
 
     def _fail_pending(self, failure: RunError) -> None:
-        self._failure = failure
-        for future in list(self._pending):
+        with self._failure_lock:
+            self._failure = failure
+            pending = list(self._pending)
+        for future in pending:
             if not future.done():
                 future.set_exception(failure)
 

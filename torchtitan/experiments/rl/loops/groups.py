@@ -186,6 +186,8 @@ class SettledGroup(OpenGroup):
             outcomes=dict(self.outcomes),
             settled=True,
             signal=self.signal,
+            costs=dict(self.group.costs),
+            credit_s=self.group.credit_s,
         )
 
 
@@ -354,9 +356,10 @@ def _restored(group: OpenGroup, state: OpenGroupState, scored: RolloutGroup) -> 
     """Return a group of a checkpoint as it was when it had settled.
 
     Args:
-        scored: the group with its rollouts, as they were read. They are changed, to share the
-            group's example again.
+        scored: the group with its rollouts, as they were read. It gets its costs back, and shares
+            its example with its rollouts again.
     """
+    scored.amend(costs=state.costs, credit_s=state.credit_s)
     example = group.example.value
     if example is not None:
         scored.amend(data_sample=example)
@@ -393,8 +396,7 @@ def write_groups(folder: Path, groups: Iterable[RolloutGroup]) -> None:
     """Write groups with their rollouts into a checkpoint's folder.
 
     It may run in a thread beside the next step, so nothing may change the groups meanwhile but
-    their samples' ``trainer_logprobs``. Their ``costs`` and ``credit_s`` are not written, so the
-    metrics of a resumed run lack them.
+    their samples' ``trainer_logprobs``. Their costs are in their `OpenGroupState`.
     """
     with (folder / GROUPS_FILE).open("wb") as file:
         for group in groups:

@@ -138,6 +138,10 @@ class OpenGroupState(ExampleState, kw_only=True):
     """True if the group was scored and filtered: its rollouts are in the file of groups."""
     signal: bool
     """True if the scored group has a learning signal."""
+    costs: dict[str, float] = {}
+    """Costs of a settled group by name, such as calls of judges."""
+    credit_s: float = 0.0
+    """Seconds that the algorithm took to give a settled group credit."""
 
 
 class RolloutLoopState(Record):
