@@ -15,9 +15,11 @@ from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
+from torchtitan.experiments.rl.data.replay import ExampleReplay
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor, sampler_seed
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, UserCodeError
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.tasks.task import Task
 
@@ -113,6 +115,30 @@ def test_resumed_cursor_goes_on_where_it_was(count, before, after):
     ids(whole, before)
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
     assert ids(resumed, after) == ids(whole, after)
+
+
+@pytest.mark.parametrize(
+    "config", [ShuffledCursor.Config, DifficultyPool.Config, ExampleReplay.Config]
+)
+def test_example_that_could_not_be_read_comes_first_when_the_run_goes_on(config):
+    class Flaky(Letters):
+        fails = False
+
+        def __getitem__(self, index):
+            if self.fails:
+                raise OSError("the disk is away")
+            return super().__getitem__(index)
+
+    whole = config().build(dataset=Flaky.Config(count=5).build(), seed=3)
+    expected = ids(whole, 5)
+    dataset = Flaky.Config(count=5).build()
+    sampler = config().build(dataset=dataset, seed=3)
+    assert ids(sampler, 2) == expected[:2]
+    dataset.fails = True
+    with pytest.raises(UserCodeError, match="the disk is away"):
+        sampler.next()
+    dataset.fails = False
+    assert ids(sampler, 3) == expected[2:]
 
 
 def test_state_of_another_dataset_or_seed_is_refused():

@@ -99,12 +99,17 @@ class DifficultyPool(SampleStrategy):
     def next(self) -> DataSample:
         self._take_back_lost()
         pool = self._next_pool()
-        if pool == "unseen" and self._cursor < self._count:
+        is_new = pool == "unseen" and self._cursor < self._count
+        if is_new:
             index = int(self._first_order[self._cursor])
+        else:
+            index = next(iter(self._pools[pool].values()))
+        # Before it counts as handed out: a resumed run asks again for what could not be read.
+        sample = self.example(index)
+        if is_new:
             self._cursor += 1
         else:
-            _, index = self._pools[pool].popitem(last=False)
-        sample = self.example(index)
+            self._pools[pool].popitem(last=False)
         self._out[sample.sample_id] = (index, pool, self._draws)
         self._draws += 1
         return sample

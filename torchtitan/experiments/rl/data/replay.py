@@ -70,12 +70,13 @@ class ExampleReplay(SampleStrategy):
     def next(self) -> DataSample:
         # Each draw has a random stream of its own, so that a checkpoint saves only their number.
         random = np.random.default_rng([self.seed, self._draws])
-        self._draws += 1
         if self._stored and random.random() < self.config.fraction:
             sample_ids = list(self._stored)
             sample, _ = self._stored.pop(sample_ids[random.integers(len(sample_ids))])
-            return sample
-        return self.fresh.next()
+        else:
+            sample = self.fresh.next()
+        self._draws += 1
+        return sample
 
     def observe(self, group: RolloutGroup) -> None:
         self.fresh.observe(group)

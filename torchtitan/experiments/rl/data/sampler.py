@@ -126,9 +126,9 @@ class ShuffledCursor(SampleStrategy):
     def next(self) -> DataSample:
         if self._cursor == len(self._order):
             self._start(epoch=self._epoch + 1, cursor=0)
-        index = self._order[self._cursor]
-        self._cursor += 1
-        return self.example(int(index))
+        example = self.example(int(self._order[self._cursor]))
+        self._cursor += 1  # after the read: a resumed run asks again for what could not be read
+        return example
 
     def state_dict(self) -> dict[str, Any]:
         return self.origin() | {"epoch": self._epoch, "cursor": self._cursor}
