@@ -413,7 +413,11 @@ class AgentRollout:
             self._ended_calls += 1
 
     def leave(self, call: Call, *, delivered: bool) -> None:
-        """Note that a connection was sent the answer, or has gone."""
+        """Note that a connection was sent the answer, or has gone.
+
+        The first delivery of the policy's answer lets its turn be trained. An open call that nobody
+        reads any more is cancelled after ``KEEP_S``, unless a repeat joins it.
+        """
         call.readers -= 1
         call.delivered |= delivered
         self._readers -= 1
