@@ -10,7 +10,8 @@
    from one that another request has gone on from.
 3. Whatever was sampled is a turn of the rollout. It is trained on if its answer was delivered, and
    if the model that was asked for is the trained one.
-4. A client that repeats a request whose call is still open is given the answer of that call.
+4. A repeated request gets the answer of the call before it, open or ended, if the client marks it
+   as a retry, or if that answer has reached nobody and nobody waits for it (`begin`).
 """
 
 import asyncio
@@ -105,12 +106,12 @@ class Call:
     """True if a client was sent all of the answer."""
     prompted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the model is asked, or the call has ended. Until then the request may be refused for
-    what it says."""
+    what it says, so a streamed reply begins no earlier: a refusal has an HTTP status of its own."""
     end: asyncio.TimerHandle | None = None
-    """Timer that ends the call, started when the last reader left."""
+    """Timer that cancels the call, started when the last reader left."""
 
     def join(self) -> None:
-        """Add a reader."""
+        """Add a reader, and stop the timer that would cancel the call."""
         self.readers += 1
         if self.end is not None:
             self.end.cancel()
@@ -131,7 +132,8 @@ class SampledTurn:
     chain: int
     """Number of the turn's chain: turns that one session sampled."""
     conversation: Conversation | None
-    """Conversation as it stands after the turn; None if a request has gone on from it."""
+    """Conversation as it stands after the turn; None once a request has gone on from the turn, or
+    the rollout is closed."""
     session: PolicySession
     is_cut: bool = False
     """True if a limit of the run cut the policy's answer, and the client did not ask for that."""
@@ -186,8 +188,8 @@ class AgentRollout:
 
         Args:
             sample: example that the agent works on.
-            config: ``max_turns`` is the maximum number of answers, ``max_rollout_tokens`` the
-                maximum number of tokens of each chain.
+            config: ``max_turns`` is the maximum number of calls (`_call_ended` says which count),
+                ``max_rollout_tokens`` the maximum number of tokens of each chain.
             max_sampled_tokens: maximum number of tokens of all answers together; None for none.
             models: model by the name that an agent asks for: POLICY, AUXILIARY, or a name that
                 ``frozen`` is called with. Other names stand for the policy.
@@ -279,7 +281,8 @@ class AgentRollout:
     def ended(self, failure: UserCodeError | None) -> None:
         """Set the status of a rollout whose agent has returned or failed.
 
-        docs/agents.md says when such a rollout is truncated.
+        An agent that failed, but was not late, counts as truncated if its last call was refused at
+        a limit. docs/agents.md lists every case.
         """
         limit = LIMITS.get(self._refusal_code) if failure is not None else self._truncation()
         if isinstance(failure, UserCodeTimeout):
@@ -299,7 +302,8 @@ class AgentRollout:
         """Return how the run's limits cut short an agent that has returned; None if they did not.
 
         A cut answer that the agent went on from has not cut the agent short. Nor has a refusal that
-        it caught, if the policy had answered it before.
+        it caught, if the policy had answered it before, unless the refused call asked the policy
+        for more than the rollout's budget.
         """
         nodes = list(self._tree.in_order())
         if any(node.value.is_cut_for_a_client and not node.children for node in nodes):
@@ -311,7 +315,11 @@ class AgentRollout:
         return LIMITS.get(self._refusal_code)
 
     async def close(self) -> None:
-        """Take no more calls. Those that are open end in the engine, and are not trained."""
+        """Refuse calls from now on, and cancel those that are open, which are not trained.
+
+        Wait for at most ``CLOSE_S`` until the cancelled calls have ended, and for as long again
+        until connections have sent the answers that are on their way.
+        """
         self._policy = None
         answers = [call.task for call in self._open_calls]
         for call in self._open_calls:
@@ -405,7 +413,11 @@ class AgentRollout:
             self._ended_calls += 1
 
     def leave(self, call: Call, *, delivered: bool) -> None:
-        """Note that a connection was sent the answer, or has gone."""
+        """Note that a connection was sent the answer, or has gone.
+
+        The first delivery of the policy's answer lets its turn be trained. An open call that nobody
+        reads any more is cancelled after ``KEEP_S``, unless a repeat joins it.
+        """
         call.readers -= 1
         call.delivered |= delivered
         self._readers -= 1
@@ -444,7 +456,7 @@ class AgentRollout:
     async def _serve(
         self, call: Call, request: ModelRequest, dialect: str, *, is_first: bool
     ) -> Answer:
-        """Answer a request, and count how that ends.
+        """Answer a request, and count the call's outcome (`Rollout.calls`).
 
         Raises:
             Refusal: the request is refused, or no model answered it.
@@ -506,7 +518,8 @@ class AgentRollout:
         new = messages[match.known :]
         self._rules.count_control_tokens(new)
 
-        # The first request that goes on from a turn has its session. Any other begins a chain.
+        # The first request that goes on from a turn continues the turn's session and chain. Any
+        # other begins a chain, with a session of its own.
         node = match.node
         goes_on = node is not None and not node.taken
         if node is not None:
@@ -596,7 +609,7 @@ class AgentRollout:
 
         Raises:
             UserCodeError: the policy's generator failed.
-            RunError: a frozen model failed, or its completion is none.
+            RunError: a frozen model failed, or returned no valid completion.
         """
         prompt = branch.conversation.prompt
         assert prompt is not None
@@ -627,8 +640,8 @@ class AgentRollout:
     ) -> tuple[SampledTurn, Message, str | None]:
         """Record a completion as a turn of the rollout.
 
-        The turn is in the tree whatever happens, because its tokens were sampled: parsing may fail,
-        and the client may leave meanwhile.
+        The turn is in the tree also if the completion can't be parsed or the call is cancelled
+        meanwhile, because its tokens were sampled.
 
         Returns:
             The turn, its message without the client's stop text, and that text if one ended it.

@@ -85,7 +85,7 @@ class GeneratorSession:
         stop_token_ids: list[int],
     ):
         self._client = client
-        self.group = rollout_id.rpartition("/")[0]
+        self.group = rollout_id.rpartition("/")[0]  # a rollout's id is <group id>/<index>
         self._seed = seed
         self._sampling = sampling
         self._stop_token_ids = stop_token_ids
@@ -94,7 +94,8 @@ class GeneratorSession:
         self._turn = 0
         self._last_replica: int | None = None
         self._last_tokens = np.empty(0, np.int32)
-        """Prompt and completion of the turn before, if the completion had routes."""
+        """Prompt and completion of the last turn whose completion had routes, the experts that a
+        mixture's router chose (`Completion.routes`). Empty if no turn had any."""
         self._closed = False
         self.is_frozen = False
         """True if the model is no version of the policy."""
@@ -153,7 +154,10 @@ class GeneratorSession:
             self._client.session_closed(self.group)
 
     def _tokens_with_routes(self, prompt: np.ndarray) -> int:
-        """Return the number of tokens at the prompt's beginning whose routes are known."""
+        """Return the number of tokens at the prompt's beginning whose routes are known.
+
+        The last token of a completion has no route yet: it was sampled, and never an input.
+        """
         before = self._last_tokens
         continues = len(before) > 0 and np.array_equal(prompt[: len(before)], before)
         return len(before) - 1 if continues else 0
@@ -249,7 +253,7 @@ class GeneratorClient:
     async def admit(self, index: int, actor: Any, life: Lifetime | None = None) -> None:  # noqa: ANN401 - Monarch's
         """Attach to a replica that is set up, and send it requests from now on.
 
-        A replica that is admitted already is left as it is.
+        A replica that is admitted already, or is about to be, is left as it is.
 
         Args:
             life: the replica's process. Without it, calls to the replica end when Monarch notices
@@ -321,7 +325,7 @@ class GeneratorClient:
     async def sleep(self) -> None:
         """Have every replica free its engine's memory until it loads the next version.
 
-        No request is open.
+        Call it while no request is open.
         """
 
         async def sleep(replica: _Replica) -> None:
@@ -404,7 +408,10 @@ class GeneratorClient:
         return next(self._ids)
 
     def fail(self, failure: RunError) -> None:
-        """Answer every open and every future request with ``failure``."""
+        """Fail every open request, and every later one, with ``failure``.
+
+        After a second failure later requests still fail with the first.
+        """
         self._fail_open_requests(failure)
         self._on_failure(failure)
 
@@ -446,12 +453,16 @@ class GeneratorClient:
 
     @property
     def _outbox_is_full(self) -> bool:
-        """True if there is a full message for each replica, which waits for no other rollout."""
+        """True if there is a full message for each replica.
+
+        A full outbox is sent without waiting for the requests of further rollouts.
+        """
         return len(self._outbox) >= FULL_MESSAGE * max(1, len(self._replicas))
 
     def _lockstep_must_wait(self) -> bool:
+        """Return True if a request is in flight, or an open session has made no request yet."""
         in_flight = len(self._open) - len(self._outbox)
-        # Scores belong to no session, and so don't count for one that has no request yet.
+        # Only requests of sessions are counted against the sessions: a score belongs to none.
         waiting = sum(isinstance(entry.request, GenerateRequest) for entry in self._outbox)
         return in_flight > 0 or waiting < self._sessions.total()
 

@@ -2,9 +2,9 @@
 
     trainer's host ──RDMA──▶ WeightReader of a generator host ──shared memory──▶ its engines
 
-torchstore has the manifests, and how a host's memory is read, but no weights. Other hosts read that
-memory by Monarch's RDMA buffers, which use InfiniBand or RoCE where the hosts have it, and TCP
-elsewhere. One process of each host fetches a version.
+torchstore holds no weights. It has the manifests, and handles of the hosts' memory: Monarch's RDMA
+buffers, through which other hosts read that memory by InfiniBand or RoCE where the hosts have it,
+and by TCP elsewhere. One process of each host fetches a version.
 """
 
 import asyncio
@@ -51,10 +51,10 @@ are short on a busy network."""
 
 
 class OneVolume(torchstore.SingletonStrategy):
-    """Returns the store's only volume as one actor, whose calls keep little memory.
+    """Strategy that returns the store's only volume as one actor, whose calls leak little memory.
 
-    torchstore's own strategy takes a slice of the volume's mesh for each call (`compat.monarch.ask`
-    says what that keeps).
+    torchstore's own strategy takes a slice of the volume's mesh for each call, and Monarch does not
+    free all memory of a slice (`compat.monarch.ask`).
     """
 
     def get_storage_volume(self, volume_id: str) -> Any:  # noqa: ANN401 - torchstore's
@@ -92,7 +92,9 @@ def copy_key(host: str) -> str:
 
 
 async def published(version: int) -> Manifest:
-    """Return the manifest of a version. Of the versions after it none is published yet.
+    """Return the manifest of a version that was announced.
+
+    Call it before the second version after this one is announced, whose manifest takes its place.
 
     Raises:
         RunError: the store has the manifest of another version.
@@ -109,10 +111,11 @@ async def published(version: int) -> Manifest:
 async def proven(manifest: Manifest) -> Mapping[str, str]:
     """Return the digests of a published version, once the trainer has taken them.
 
-    The trainer takes them while generators load.
+    The trainer takes them while generators load. The wait has no limit of its own: if the trainer
+    dies, the attempt ends, and with it the store and the processes that wait.
 
     Raises:
-        RunError: another version is in its place.
+        RunError: the manifest of another version has taken this one's place in the store.
         Exception: the store is gone.
     """
     pause = FIRST_PAUSE_S
@@ -173,7 +176,8 @@ async def read_offered(handles: Sequence[Any], target: torch.Tensor) -> None:
     """Read what another host has offered into a buffer of the same size.
 
     Raises:
-        Exception: the other host can't be read. No read goes on then.
+        Exception: the other host can't be read. The other reads were cancelled before; what Monarch
+            has begun of them may still write to the buffer.
     """
     seats = asyncio.Semaphore(READS_AT_ONCE)
 
@@ -243,15 +247,19 @@ class WeightReader(WatchedActor):
         """Do nothing: the memory is freed with its last process."""
 
     async def bring(self, version: int, source: str = "", serves: bool = False) -> Fetched:
-        """Fetch a version, as `fetch` says. A subclass may do more in this call."""
+        """Fetch a version, as `fetch` says.
+
+        It is no endpoint, so a subclass can override it, and tests can call it without an actor.
+        """
         started = time.perf_counter()
         manifest = await published(version)
         local = [part for part in manifest.parts if part.host == self._host]
         if len(local) == len(manifest.parts):
             return Fetched(source="", nbytes=0, seconds=0.0)
         if local:
-            # Only the parts that this host lacks are fetched. They are on the trainer's hosts, and
-            # make no whole version for other readers.
+            # The host has some of the trainer's ranks, and fetches the parts of the others alone,
+            # from the trainer's hosts. No other reader can use what it fetches, because a reader
+            # takes a whole version from another.
             source = ""
             serves = False
         nbytes = 0
@@ -272,13 +280,13 @@ class WeightReader(WatchedActor):
     async def _copy_from(self, source: str, manifest: Manifest, local: Sequence[RankParts]) -> int:
         """Copy the parts that are not local. Return the number of bytes that were read."""
         if self._running is not None and not self._running.done():
-            # Nobody waits for it any more: its caller was cancelled.
+            # An earlier fetch whose caller was cancelled, so nobody waits for its reads.
             self._running.cancel()
             await asyncio.wait({self._running})
         remote = [part for part in manifest.parts if part not in local]
         sizes = [buffer_bytes(part.shards, manifest.dtype) for part in remote]
-        # Taken out while they are written. If the fetch is interrupted, a read may still write to
-        # them, so they are not used again.
+        # The buffers are taken out of `_buffers` while they are written. If the fetch is
+        # interrupted, a read may still write to them, so they are never used again.
         buffers = self._buffers.pop(manifest.version % 2, [])
         if [buffer.bytes.nbytes for buffer in buffers] != sizes:
             buffers = [await asyncio.to_thread(SharedBuffer.create, size) for size in sizes]
