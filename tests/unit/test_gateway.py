@@ -270,6 +270,45 @@ async def test_what_was_not_delivered_is_not_trained(renderer, tokenizer, monkey
     )
 
 
+async def test_a_delivery_that_is_noted_after_the_rollout_has_closed_trains_nothing(
+    renderer, tokenizer, monkeypatch
+):
+    noted = []
+    leave = agent_rollout.AgentRollout.leave
+    monkeypatch.setattr(
+        agent_rollout.AgentRollout,
+        "leave",
+        lambda *args, **options: noted.append((args, options)),
+    )
+    monkeypatch.setattr(agent_rollout, "CLOSE_S", 0.05)
+
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            await ask([HELLO])
+
+    rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer)
+    ((args, options),) = noted
+    leave(*args, **options)
+    assert options["delivered"] and rollout.calls == {"undelivered": 1}
+    assert rollout.turns[0].untrained == "undelivered" and not rollout.samples
+
+
+async def test_a_corrected_request_goes_on_from_the_turn_that_a_refused_one_named(
+    renderer, tokenizer
+):
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            _, reply = await ask([HELLO])
+            history = [HELLO, reply["choices"][0]["message"]]
+            for text, expected in (("word " * 200, 400), ("word", 200)):
+                status, _ = await ask([*history, {"role": "user", "content": text}])
+                assert status == expected
+
+    rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer, tokens=128)
+    assert [turn.call["chain"] for turn in rollout.turns] == [0, 0], rollout.error
+    assert len(rollout.samples) == 1
+
+
 async def test_a_key_opens_one_rollout_while_it_runs(renderer, tokenizer):
     seen = []
 

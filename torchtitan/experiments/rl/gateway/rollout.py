@@ -245,6 +245,8 @@ class AgentRollout:
         """Number of readers of all calls together."""
         self._all_left = asyncio.Event()
         """Set when the last of them has left."""
+        self._is_closed = False
+        """True once `close` has returned, or is about to: the turns change no more."""
 
     @property
     def turns(self) -> list[RolloutTurn]:
@@ -334,6 +336,7 @@ class AgentRollout:
             self._all_left.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._all_left.wait(), CLOSE_S)
+        self._is_closed = True
         self._calls.clear()
         for node in self._tree.in_order():
             node.value.conversation = None
@@ -415,7 +418,8 @@ class AgentRollout:
     def leave(self, call: Call, *, delivered: bool) -> None:
         """Note that a connection was sent the answer, or has gone.
 
-        The first delivery of the policy's answer lets its turn be trained. An open call that nobody
+        The first delivery of the policy's answer lets its turn be trained, unless the rollout was
+        closed before: its samples are made without the turn. An open call that nobody
         reads any more is cancelled after ``KEEP_S``, unless a repeat joins it.
         """
         call.readers -= 1
@@ -426,7 +430,7 @@ class AgentRollout:
         if not call.task.done():
             if not call.readers:
                 call.end = asyncio.get_running_loop().call_later(KEEP_S, call.task.cancel)
-        elif delivered and not call.has_failed:
+        elif delivered and not call.has_failed and not self._is_closed:
             turn = call.task.result().sampled.turn
             if turn.untrained == UNDELIVERED:
                 turn.untrained = None
@@ -524,7 +528,12 @@ class AgentRollout:
         goes_on = node is not None and not node.taken
         if node is not None:
             node.taken = True
-        conversation = await self._render(match, new, request)
+        try:
+            conversation = await self._render(match, new, request)
+        except (Refusal, asyncio.CancelledError):
+            if node is not None and goes_on:
+                node.taken = False  # a corrected request may go on from the turn
+            raise
         if node is not None and goes_on:
             session = node.value.session
             chain = node.value.chain
