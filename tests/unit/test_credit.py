@@ -168,6 +168,37 @@ async def test_lists_and_other_dtypes_become_the_declared_one(build, tokenizer):
     assert weights.dtype == np.float32 and weights[:2].tolist() == [0, 1]
 
 
+class OneBuffer(Algorithm):
+    """Writes the weights and the mask of each rollout to the same two arrays."""
+
+    replaces = ("loss_mask",)
+    weights = np.zeros(4096, np.float32)
+    mask = np.zeros(4096, bool)
+    calls = 0
+
+    async def score_rollout(self, rollout):
+        self.calls += 1
+        (sample,) = rollout.samples
+        count = len(sample)
+        self.weights[1:count] = self.calls
+        self.mask[:count] = np.arange(count) > self.calls
+        sample.ce_weights = self.weights[:count]
+        sample.loss_mask = self.mask[:count]
+
+
+async def test_arrays_that_an_algorithm_writes_again_stay_as_they_were_in_a_credited_rollout(
+    build,  # noqa: F811
+    tokenizer,
+):
+    task = build(algorithm=OneBuffer.Config(), group_size=1, min_group_size=1)
+    samples = []
+    for _ in range(2):
+        (rollout,) = (await run(task, ScriptedPolicy(tokenizer))).rollouts
+        samples += rollout.samples
+    assert [set(sample.ce_weights[1:]) for sample in samples] == [{1}, {2}]
+    assert [np.count_nonzero(~sample.loss_mask) for sample in samples] == [2, 3]
+
+
 async def test_credit_that_the_batcher_would_refuse_fails_the_group_and_not_the_run(
     build, tokenizer
 ):

@@ -47,7 +47,7 @@ for weights in ([0.0, np.nan], [0.0, 0.5]):
         with drafts([rollout]) as (samples,):
             rollout.samples[0].entropy_weights = np.array(weights)
             check_draft(rollout, samples, check_trainable)
-            take_credit(rollout)
+            take_credit(rollout, samples)
     except ValueError as error:
         print(error)
 print(rollout.samples[0].entropy_weights.dtype, rollout.samples[0].entropy_weights.tolist())

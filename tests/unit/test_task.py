@@ -707,6 +707,23 @@ async def test_env_is_closed_where_its_rollout_ends_while_it_is_asked_for_metada
     assert_all_closed_once(task, policy)
 
 
+async def test_metadata_that_takes_too_long_is_a_timeout_as_a_step_is(build, tokenizer):
+    class Slow(TalkingEnv):
+        async def metadata(self):
+            await asyncio.Event().wait()
+
+    task = build(
+        envs=[Slow()],
+        env=RendererEnvConfig(step_timeout_s=0.1),
+        group_size=1,
+        min_group_size=1,
+        max_retries=0,
+    )
+    (rollout,) = (await run(task, policy := ScriptedPolicy(tokenizer))).rollouts
+    assert rollout.status is RolloutStatus.TIMEOUT and "Slow.metadata" in rollout.error
+    assert_all_closed_once(task, policy)
+
+
 async def test_session_that_can_not_be_closed_does_not_end_the_run(build, tokenizer, caplog):
     policy = ScriptedPolicy(tokenizer)
     open_session = policy.session

@@ -191,6 +191,8 @@ class RendererEnv:
     async def _take_metadata(self) -> None:
         try:
             self.metadata = json.loads(json.dumps(await self._call_env("metadata", dict)))
+        except UserCodeTimeout as error:
+            self._set_status(RolloutStatus.TIMEOUT, str(error), "")
         except UserCodeError as error:
             self._set_status(RolloutStatus.ERROR, str(error), users_traceback(error))
         except (TypeError, ValueError, RecursionError) as error:

@@ -184,7 +184,7 @@ class HostedModel(ModelReference):
     """
 
     path: Annotated[str, MinLen(1), Cure("name the checkpoint's folder")]
-    """Folder in hub format. Its tokenizer must be the policy's."""
+    """Folder in hub format. Its tokenizer must be the policy's, unless the model is a judge."""
     replicas: Changeable[ProcessCount] = 1
     """Number of independent engines."""
     engine: EngineConfig = field(default_factory=VLLMEngineConfig)

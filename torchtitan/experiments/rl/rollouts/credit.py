@@ -3,7 +3,7 @@
     with drafts(rollouts) as samples:            copies that can be written, in their place
         Algorithm.score_group
         check_draft(rollout, samples[i], ...)    what it wrote
-        take_credit(rollout)                     the copies become read-only, and stay
+        take_credit(rollout, samples[i])         the copies become read-only, and stay
 
 A rollout whose drafts were not taken gets its samples back: an algorithm that fails, or that
 changes what it may not, leaves it as it was.
@@ -85,14 +85,18 @@ def check_draft(
         check(draft)
 
 
-def take_credit(rollout: Rollout) -> None:
+def take_credit(rollout: Rollout, samples: Sequence[TrainingSample]) -> None:
     """Make the drafts of a rollout its read-only samples.
 
     The caller has checked them (`check_draft`).
+
+    Args:
+        samples: samples that the drafts were made of.
     """
-    for draft in rollout.samples:
-        for name in CREDIT_STREAMS:
+    for sample, draft in zip(samples, rollout.samples, strict=True):
+        for name in _SAMPLE_FIELDS:
             values = getattr(draft, name)
-            if values is not None:  # the algorithm may use its array again
-                setattr(draft, name, values.copy())
+            is_new = values is not getattr(sample, name)
+            if is_new and isinstance(values, np.ndarray):
+                setattr(draft, name, values.copy())  # the algorithm may use its array again
         draft.freeze()

@@ -625,7 +625,7 @@ class Task(UserConfigurable):
                     await ask(algorithm.score_rollout, rollout, timeout_s=self._limit_s)
                 replaces = type(algorithm).replaces
                 check_draft(rollout, samples, _check_early_credit, replaces=replaces)
-                take_credit(rollout)
+                take_credit(rollout, samples)
         except (UserCodeError, ValueError) as error:
             rollout.fail(f"task {self.name}: {name}: {error}", traceback=users_traceback(error))
         except Exception as error:  # noqa: BLE001 - of what an algorithm wrote, such as a tensor
@@ -685,9 +685,9 @@ class Task(UserConfigurable):
                 rollout.amend(reward=None)
                 continue
             check_draft(rollout, originals, _check_credit)
-            credited.append(rollout)
-        for rollout in credited:
-            take_credit(rollout)
+            credited.append((rollout, originals))
+        for rollout, originals in credited:
+            take_credit(rollout, originals)
 
 
 def frozen_sample(sample: DataSample) -> DataSample:
