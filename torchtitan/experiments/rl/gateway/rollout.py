@@ -190,7 +190,8 @@ class AgentRollout:
             sample: example that the agent works on.
             config: ``max_turns`` is the maximum number of calls (`_call_ended` says which count),
                 ``max_rollout_tokens`` the maximum number of tokens of each chain.
-            max_sampled_tokens: maximum number of tokens of all answers together; None for none.
+            max_sampled_tokens: number of tokens of all answers together from which on calls are
+                refused; None for no such limit. Calls that have begun may exceed it.
             models: model by the name that an agent asks for: POLICY, AUXILIARY, or a name that
                 ``frozen`` is called with. Other names stand for the policy.
             frozen: opens a session with the frozen model of this name, with this seed.

@@ -70,9 +70,9 @@ ANY_ADDRESS = "0.0.0.0"
 class AgentTask(Task):
     """Task whose rollouts an agent runs. A subclass defines ``run_agent``.
 
-    ``env.max_turns`` is the maximum number of answers of a rollout, ``env.max_rollout_tokens`` the
-    maximum number of tokens of each of its conversations, and ``env.rollout_timeout_s`` its time
-    limit.
+    ``env.max_turns`` is the maximum number of calls of a rollout (`AgentRollout` says which count),
+    ``env.max_rollout_tokens`` the maximum number of tokens of each of its conversations, and
+    ``env.rollout_timeout_s`` its time limit.
     """
 
     in_lockstep = False
@@ -82,7 +82,8 @@ class AgentTask(Task):
         algorithm: Algorithm.Config = field(default_factory=GRPO.Config)
         dataset: Dataset.Config = field(default_factory=RowDataset.Config)
         max_sampled_tokens: PositiveInt | None = None
-        """Maximum number of tokens that all calls of a rollout sample together; None for none."""
+        """Number of tokens, of all calls of a rollout together, from which on no further call
+        begins; None for no such limit. Calls that have begun may exceed it."""
         models: dict[str, str | ModelReference] = field(default_factory=dict)
         """Models by the name that the agent asks for: "policy"; "auxiliary", the policy in calls
         that are not trained; or a frozen model. A name that is not here is the policy."""
@@ -91,9 +92,8 @@ class AgentTask(Task):
         prompt: a line that changes with every call would make each call a conversation of its
         own."""
         refused_fields: list[str] = field(default_factory=list)
-        """Fields that a request is refused for, of those that are only wishes otherwise, such as
-        "response_format" and "tool_choice": they ask for what a grammar or another prompt would
-        give (WISHES in gateway/request.py)."""
+        """Names of wishes (WISHES in gateway/request.py), such as "response_format" and
+        "tool_choice". A request with one of these fields is refused, and not only counted."""
         listen: NonEmptyStr = "127.0.0.1"
         """Address at which agents reach the model. "0.0.0.0" is every address of the host, for
         agents elsewhere: whoever has a rollout's key may use it."""
