@@ -217,8 +217,8 @@ class Rollout(Freezable):
         A rubric calls it for a rollout that can't be scored.
 
         Args:
-            cause: in one line; begins with the name of what failed.
-            status: ERROR, TIMEOUT or ABORTED.
+            cause: text of one line, not an exception; begins with the name of what failed.
+            status: ``RolloutStatus.ERROR``, ``TIMEOUT`` or ``ABORTED``, not its text.
             traceback: frames of the user's code, if it raised.
         """
         self.amend(status=status, error=cause, traceback=traceback, reward=None)

@@ -394,7 +394,7 @@ class Task(UserConfigurable):
         """Sample and step until the status is terminal: the turn loop of a rollout.
 
         It may take ``env.rollout_timeout_s``. An override that stops earlier calls
-        ``env.finish(status)``.
+        ``env.finish(status)``, such as ``env.finish(RolloutStatus.TRUNCATED_MAX_TURNS)``.
         """
         await env.initial_prompt()
         while (prompt := env.prompt_token_ids) is not None:
