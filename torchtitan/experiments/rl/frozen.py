@@ -1,9 +1,10 @@
 """Records that become read-only, for good, when what they describe has ended.
 
-A rollout is filled while it runs. When it ends, `Freezable.freeze` makes the record and all that it
-holds read-only, and from then on everyone is given the same object: reward functions, rubrics,
-algorithms, filters, samplers, the recorder. Code that tries to change it fails in the line that
-tries::
+A rollout is filled while it runs. When it has ended, `Freezable.freeze` makes the record and all
+that it holds read-only, and from then on everyone is given the same object: reward functions,
+rubrics, algorithms, filters, samplers, the recorder. Examples and completions are read-only
+earlier: before envs and turn loops are given them. Code that tries to change such a record fails in
+the line that tries::
 
     rollout.reward = 1.0                 AttributeError
     rollout.turns.pop()                  TypeError
@@ -11,8 +12,9 @@ tries::
     turn.assistant_message["content"]=x  TypeError
 
 Copies can be changed. ``copy.deepcopy`` and pickle return records, dicts and lists that can be
-changed at every depth. ``copy.copy`` and ``dataclasses.replace`` return a record whose fields can
-be set, but the records, dicts, lists and arrays in them are still read-only.
+changed at every depth; arrays too, but for pickle's protocol 5, which keeps them read-only.
+``copy.copy`` and ``dataclasses.replace`` return a record whose fields can be set, but the records,
+dicts, lists and arrays in them are still read-only.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,7 +52,8 @@ class Freezable:
     def thawed(self) -> Self:
         """Return a copy whose fields can be set; what they hold is shared with the record.
 
-        It costs a third of ``dataclasses.replace``.
+        Only the dataclass's fields are copied: no ``__post_init__`` runs, and attributes that it
+        set are missing. It costs a third of ``dataclasses.replace``.
         """
         copy = object.__new__(type(self))
         for name in self.__dataclass_fields__:
@@ -91,9 +94,10 @@ class Freezable:
 def read_only(value: Any) -> Any:  # noqa: ANN401 - anything that a record may hold
     """Return a value that can't be changed in place.
 
-    A dict or list becomes a read-only copy, an array a read-only view, and a `Freezable` record is
-    made read-only in place. Any other object, such as one of a user's class or of a subclass of
-    dict, is returned as it is: a copy would lose its class. See `read_only_data` for messages.
+    A dict or list becomes a read-only copy, a writable array a read-only view of its memory, and a
+    `Freezable` record is made read-only in place. Any other object, such as one of a user's class
+    or of a subclass of dict, is returned as it is: a copy would lose its class. So is a
+    `ReadOnlyDict` or `ReadOnlyList`, whatever it holds. See `read_only_data` for messages.
     """
     freeze = _FREEZE.get(type(value))
     if freeze is not None:

@@ -1,12 +1,13 @@
 """Drafts of samples, to which an algorithm writes credit.
 
-    with drafts(rollouts) as samples:            copies that can be written, in their place
-        Algorithm.score_group
-        check_draft(rollout, samples[i], ...)    what it wrote
-        take_credit(rollout, samples[i])         the copies become read-only, and stay
+    with drafts(rollouts) as originals:            rollout.samples: drafts, which can be written
+        Algorithm.score_group(group)               writes to the drafts
+        check_draft(rollout, originals[i], ...)    compares rollout.samples with the originals
+        take_credit(rollout, originals[i])         makes the drafts read-only; they stay
+                                                   rollout.samples: drafts taken, or the originals
 
 A rollout whose drafts were not taken gets its samples back: an algorithm that fails, or that
-changes what it may not, leaves it as it was.
+changes what it may not, leaves them as they were.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -24,10 +25,11 @@ _SAMPLE_FIELDS = tuple(field.name for field in fields(TrainingSample))
 
 @contextmanager
 def drafts(rollouts: Sequence[Rollout]) -> Iterator[list[list[TrainingSample]]]:
-    """Put drafts in the place of the samples of rollouts, and yield the samples of each rollout.
+    """Put drafts in the place of the samples of rollouts, and yield the originals of each rollout.
 
-    All else of the rollouts is made read-only. When the context ends, a rollout whose drafts were
-    not taken (`take_credit`) gets its samples back.
+    A draft is a copy of a sample that can be written. The originals, and all else of the rollouts,
+    are made read-only. When the context ends, a rollout whose drafts were not taken (`take_credit`)
+    gets its originals back.
     """
     originals = [rollout.freeze().samples for rollout in rollouts]
     for rollout, samples in zip(rollouts, originals, strict=True):
@@ -67,15 +69,19 @@ def check_draft(
 ) -> None:
     """Raise if an algorithm has written to a rollout's drafts what the rollout can't take.
 
+    Call it for every rollout of a group before `take_credit` for any: an algorithm's credit is
+    taken as a whole.
+
     Args:
-        samples: samples that the drafts were made of.
+        samples: originals that the drafts were made of (`drafts`).
         check: raises ValueError if a sample can't be trained on. May give a stream of the draft its
             declared dtype.
         replaces: fields that the algorithm may set beside the credit streams
             (`Algorithm.replaces`).
 
     Raises:
-        ValueError: the algorithm has set another field, or ``check`` refuses a sample.
+        ValueError: the algorithm has set another field, be it to an equal value, or ``check``
+            refuses a sample.
     """
     for index, (sample, draft) in enumerate(zip(samples, rollout.samples, strict=True)):
         for name in _SAMPLE_FIELDS:
@@ -86,12 +92,12 @@ def check_draft(
 
 
 def take_credit(rollout: Rollout, samples: Sequence[TrainingSample]) -> None:
-    """Make the drafts of a rollout its read-only samples.
+    """Make the drafts of a rollout its read-only samples, with copies of the arrays that were set.
 
     The caller has checked them (`check_draft`).
 
     Args:
-        samples: samples that the drafts were made of.
+        samples: originals that the drafts were made of (`drafts`).
     """
     for sample, draft in zip(samples, rollout.samples, strict=True):
         for name in _SAMPLE_FIELDS:

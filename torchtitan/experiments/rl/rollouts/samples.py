@@ -24,8 +24,8 @@ class TurnSpan:
     """Position of one turn in its rollout's samples.
 
     Tokens ``[new, completion)`` of the sample are what the turn's prompt added to the turn before,
-    tokens ``[completion, end)`` its completion. A position in the turn's prompt is the same
-    position in the sample.
+    tokens ``[completion, end)`` its completion. ``new`` is 0 in a sample's first turn. A position
+    in the turn's prompt is the same position in the sample.
     """
 
     sample: int
@@ -38,7 +38,7 @@ class TurnSpan:
 def checked_completion(completion: Completion) -> Completion:
     """Return the completion, checked and read-only, with arrays of the declared dtypes.
 
-    A completion that is read-only has been checked, and is returned as it is.
+    A completion that is read-only is taken to be checked, and is returned as it is.
 
     Raises:
         ValueError: the completion can't be trained on; see `check_completion`.
@@ -59,9 +59,10 @@ def check_completion(completion: Completion) -> None:
     """Raise if a completion can't be trained on.
 
     Raises:
-        ValueError: the value is no Completion; its streams are not aligned or not numbers; there is
-            no such finish reason; a log-probability is not finite or above 0; a token id is below
-            0 or more than int32 holds.
+        ValueError: the value is no Completion; its streams are not aligned or not numbers; its
+            routes have another dtype or number of dimensions; there is no such finish reason; a
+            log-probability is not finite or above `LOGPROB_ROUNDING`; a token id is below 0 or more
+            than int32 holds.
     """
     if not isinstance(completion, Completion):
         raise ValueError(f"bad completion: a {type(completion).__name__}, want a Completion")
@@ -146,8 +147,8 @@ def samples_from_turns(
 ) -> list[TrainingSample]:
     """Make one sample of each run of turns that extend each other.
 
-    Every sampled token is in exactly one sample's loss mask: where a later prompt repeats it in a
-    new sample, it is context.
+    Every sampled token of a turn that is trained (``RolloutTurn.untrained`` is None) is in exactly
+    one sample's loss mask. Where a later prompt repeats it in a new sample, it is context.
 
     The route of a token is that of the first turn that had the token as an input: the
     log-probabilities after it were computed with that route. A later turn that computed the token
@@ -187,7 +188,7 @@ def _sample_of_run(
     """Return the sample of turns that extend each other.
 
     Args:
-        fields: its other fields.
+        fields: values of the fields that don't follow from the turns.
     """
     last, last_span = run[-1]
     length = last_span.end

@@ -1,8 +1,8 @@
 """Records of rollouts: turns, statuses, groups.
 
-The turn loop of an env or an agent fills them. When a rollout has ended it becomes read-only
-(`frozen.py`): rewards, algorithms, filters, the recorder and the batcher read it. What is decided
-later, such as its reward or that its scoring failed, is set by the task that owns it
+The turn loop of an env or an agent fills them. A rollout that has ended becomes read-only
+(`frozen.py`) before algorithms, rewards, filters, the recorder and the batcher read it. What is
+decided later, such as its reward or that its scoring failed, is set by the code that decides it
 (`Freezable.amend`).
 """
 
@@ -32,20 +32,21 @@ class RolloutStatus(StrEnum):
     ONGOING = "ongoing"
     """Another turn may follow."""
     COMPLETED = "completed"
-    """The env returned ``done=True``."""
+    """The env returned ``done=True``, or the agent returned."""
     TRUNCATED_LENGTH = "truncated_length"
     """A completion reached its token limit."""
     TRUNCATED_PROMPT_OVERFLOW = "truncated_prompt_overflow"
     """The next prompt leaves no room to sample within ``max_rollout_tokens``."""
     TRUNCATED_MAX_TURNS = "truncated_max_turns"
-    """The env was not done after ``max_turns`` turns."""
+    """The env was not done after ``max_turns`` turns, or the agent's budget was spent."""
     ABORTED = "aborted"
-    """The run was stopped while the rollout was open."""
+    """The run was stopped while the rollout was open, or the generator aborted a completion."""
     TIMEOUT = "timeout"
-    """An env step, or the whole rollout, took longer than its configured timeout."""
+    """A call of the env (``reset``, ``step_message``, ``metadata``), the making of the envs, or the
+    rollout took longer than its limit. A late reward function or algorithm makes it an ERROR."""
     ERROR = "error"
-    """An env, a reward or an algorithm raised, or returned something unusable. ``Rollout.error``
-    has the cause."""
+    """An env, an agent, the generator, a reward or an algorithm raised, or returned something
+    unusable. ``Rollout.error`` has the cause."""
 
     def is_terminal(self) -> bool:
         return self is not RolloutStatus.ONGOING
@@ -72,7 +73,8 @@ class DataSample(Freezable):
     sample_id: str
     """Identifier, unique within the dataset."""
     env_input: Any
-    """Payload that ``Task.make_envs`` and every reward function are given."""
+    """Payload of the example, in any form. Every reward function is given it, and envs are made
+    from the whole DataSample (``Task.make_envs``)."""
     info: dict[str, Any] = field(default_factory=dict)
     """Further data worth recording, such as the example's source or difficulty."""
 
@@ -129,8 +131,9 @@ class RolloutTurn(Freezable):
     env_s: float = 0.0
     """Seconds that the env took to answer, and in the first turn also to reset."""
     untrained: str | None = None
-    """Reason why no training sample has this turn's completion; None if one has it. "undelivered",
-    for example, says that the completion never reached the agent."""
+    """Reason why the completion is left out of the training samples; None if it is not. A
+    completion without tokens is in none, and has no reason. "undelivered", for example, says that
+    the completion never reached the agent."""
     call: dict[str, Any] | None = None
     """Facts of an agent's call; None for an env's turn. ``chain`` is the index of the
     conversation's branch, in the order in which branches began, and ``depth`` the number of turns
@@ -156,8 +159,9 @@ class Rollout(Freezable):
     turns: list[RolloutTurn] = field(default_factory=list, repr=False)
     status: RolloutStatus = RolloutStatus.ONGOING
     reward: float | None = None
-    """Total reward. None until the rollout is scored; it stays or becomes None if the rubric gives
-    none, or if scoring or credit fails. The group's statistics leave out a rollout without one."""
+    """Total reward. None until the rollout is scored. It stays or becomes None if the rubric gives
+    none, if a reward function or ``Algorithm.score_group`` fails, or if the rollout got no credit.
+    The group's statistics leave out a rollout without one."""
     reward_components: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
@@ -167,8 +171,8 @@ class Rollout(Freezable):
     metadata: dict[str, Any] = field(default_factory=dict, repr=False)
     """Data that the env attached at its end (``MessageEnv.metadata``), for rewards and credit."""
     static: bool = False
-    """True if the rollout is a conversation of a dataset: nothing was sampled, and its reward has
-    no meaning."""
+    """True if the rollout is a conversation of a dataset: the policy sampled nothing of it, and its
+    reward has no meaning."""
     samples: list[TrainingSample] = field(default_factory=list, repr=False)
     """Training samples made of the turns."""
     answer: Any = field(default=None, repr=False)
@@ -213,8 +217,8 @@ class Rollout(Freezable):
         A rubric calls it for a rollout that can't be scored.
 
         Args:
-            cause: in one line; begins with the name of what failed.
-            status: ERROR, TIMEOUT or ABORTED.
+            cause: text of one line, not an exception; begins with the name of what failed.
+            status: ``RolloutStatus.ERROR``, ``TIMEOUT`` or ``ABORTED``, not its text.
             traceback: frames of the user's code, if it raised.
         """
         self.amend(status=status, error=cause, traceback=traceback, reward=None)
@@ -224,7 +228,8 @@ class Rollout(Freezable):
 
         Args:
             value: one number for all sampled tokens, or a sequence with a number for each, in the
-                order in which they were sampled.
+                order of ``samples``, which is that of ``turns``: of an env's in the order of
+                sampling, of an agent's in the order of its conversations.
 
         Raises:
             ValueError: ``value`` is neither, or a number is not finite in float32.
@@ -262,7 +267,7 @@ class Rollout(Freezable):
 class RolloutGroup(Freezable):
     """Rollouts of one example that are credited together.
 
-    It is a single rollout if the task's algorithm does not compare rollouts.
+    It has a single rollout if nothing compares the task's rollouts (``Task.needs_group``).
     """
 
     group_id: str
@@ -270,7 +275,9 @@ class RolloutGroup(Freezable):
     data_sample: DataSample = field(repr=False)
     rollouts: list[Rollout]
     admitted_version: int = 0
-    """Policy version that the generators held when the group was admitted."""
+    """Policy version that the generators held when the group's rollouts began. The pacer counts the
+    group's age from a version of its own (`loops/pacing.py`), which may be an older one: the group
+    waits for its example in between."""
     failure: str | None = None
     """Reason why the group can't be trained on, in one line; None if it can."""
     credit_s: float = 0.0
@@ -296,7 +303,10 @@ _COSTS: ContextVar[dict[str, float] | None] = ContextVar("costs", default=None)
 
 @contextmanager
 def counted_in(costs: dict[str, float]) -> Iterator[None]:
-    """Have `add_cost` add to ``costs`` in this context, and in asyncio tasks started in it."""
+    """Have `add_cost` add to ``costs`` in this context.
+
+    The asyncio tasks that start in it belong to it, and so do calls of sync user code in threads.
+    """
     token = _COSTS.set(costs)
     try:
         yield

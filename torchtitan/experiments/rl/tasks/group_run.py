@@ -1,9 +1,9 @@
 """Runs the rollouts of one group, each to a terminal status.
 
-_open_session    a session with the policy for each rollout, all of them first
+_open_session    a session with the model for each rollout, all of them first
 _make_envs       the task's envs, in one call
 _attempt         task.run_rollout, within its time limit; again if it failed (`max_retries`)
-_make_samples    training samples of the rollout's turns
+_make_samples    training samples of the last attempt's turns
 credit_rollout   Algorithm.score_rollout, by the task
 """
 
@@ -41,6 +41,7 @@ OpenRollout = RendererEnv | AgentRollout
 """Env or agent that runs a rollout: it has turns, a status and its cause, and is closed."""
 
 RETRIED = (RolloutStatus.ERROR, RolloutStatus.TIMEOUT)
+"""Statuses after which a rollout is run again."""
 
 
 def derive_seed(
@@ -115,7 +116,7 @@ class GroupRun:
     seed: int
     sampling: SamplingConfig
     credit: bool
-    """True if ``Algorithm.score_rollout`` is called for each rollout as it ends."""
+    """True if ``Algorithm.score_rollout`` is called for each rollout that ends well, as it ends."""
 
     def __post_init__(self) -> None:
         self._sessions: list[CheckedSession] = []
@@ -172,7 +173,7 @@ class GroupRun:
             rollout.fail(f"generator: {error}")
 
     def _count_calls(self, rollout: Rollout) -> None:
-        """Add an agent's calls by their outcome to the costs of the group."""
+        """Add the calls of an agent's last attempt, by their outcome, to the costs of the group."""
         if not rollout.calls:
             return
         counts = rollout.calls | {"samples": len(rollout.samples)}
@@ -254,6 +255,7 @@ class GroupRun:
     def _set_failure(
         self, rollout: Rollout, failure: UserCodeError, session: CheckedSession
     ) -> None:
+        """End a rollout whose turn loop raised, made a call that was late, or was late itself."""
         is_inside = isinstance(failure, LateInside)
         if is_inside or not isinstance(failure, UserCodeTimeout):
             rollout.status = RolloutStatus.TIMEOUT if is_inside else RolloutStatus.ERROR

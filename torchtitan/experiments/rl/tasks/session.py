@@ -1,4 +1,4 @@
-"""The session of one rollout: the door through which completions enter the library."""
+"""Checks each completion of the policy, or of a task's frozen source, as it enters the library."""
 
 import asyncio
 import logging
@@ -45,7 +45,11 @@ class CheckedSession:
         self.branch = branch
         self.branch_seed = branch_seed
         self.unanswered = 0
-        """Number of requests that the generator has not answered."""
+        """Number of requests that the generator has not answered, cancelled ones included.
+
+        So a rollout that was cancelled because it took too long can say that it waited for the
+        generator.
+        """
         self._session = session
         self._vocab_size = vocab_size
         self._closed = False
@@ -64,8 +68,8 @@ class CheckedSession:
         """Sample one completion, as `PolicySession.generate` does.
 
         Raises:
-            UserCodeError: the generator failed, or its completion can't be trained on. Names the
-                generator.
+            UserCodeError: the generator failed, or its completion can't be trained on; names the
+                generator. Or the prompt has an id that the model lacks; names the renderer.
         """
         prompt = prompt_token_ids
         self._check_ids(prompt, "renderer: the prompt has")

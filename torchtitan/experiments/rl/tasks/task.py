@@ -21,7 +21,8 @@ Where credit is expensive, groups run and are rewarded without it (``run_group(c
 that filters keep.
 
 User code that fails on the way ends in a rollout's status, and is named there; nothing but
-cancellation is raised. From the rubric on, rollouts are read-only (`frozen.py`).
+cancellation is raised. A rollout is read-only (`frozen.py`) before the algorithm or the rubric sees
+it for the first time.
 """
 
 import asyncio
@@ -159,8 +160,10 @@ class ValidationConfig:
 def part_at_fault(part: str, name: str, what: str) -> Iterator[None]:
     """Refuse a part of a task if the code in the block fails; see `errors.user_code`.
 
-    A ConfigError that the block raises names its field as the part knows it. Here it gets its path
-    in the task. A validation set, which is a dataset too, calls its fields "dataset.…".
+    A ConfigError of the block keeps its value and cure. Its field becomes a path in the task:
+    "dataset.rows" stays, but for the validation set, which is a dataset too, it becomes
+    "validation.rows". A field that begins with no part of `PARTS` gets the part, its class and
+    ``what`` before it.
 
     Args:
         part: field of the task's config, one of `PARTS`.
@@ -217,7 +220,8 @@ class Task(UserConfigurable):
         max_retries: NonNegativeInt = 1
         """Number of times that a rollout which failed is run again."""
         min_group_size: PositiveInt = 2
-        """A group with fewer scored rollouts is dropped."""
+        """Minimum number of scored rollouts of a group; a group with fewer is dropped. A group of
+        one rollout needs one."""
         weight: Annotated[PositiveFloat, Cure("to leave a task out, remove it")] = 1.0
         """Share of the groups, relative to the other tasks."""
         adapter: AdapterName = ""
@@ -390,7 +394,7 @@ class Task(UserConfigurable):
         """Sample and step until the status is terminal: the turn loop of a rollout.
 
         It may take ``env.rollout_timeout_s``. An override that stops earlier calls
-        ``env.finish(status)``.
+        ``env.finish(status)``, such as ``env.finish(RolloutStatus.TRUNCATED_MAX_TURNS)``.
         """
         await env.initial_prompt()
         while (prompt := env.prompt_token_ids) is not None:
@@ -495,6 +499,9 @@ class Task(UserConfigurable):
             credit: if False, the rollouts are sampled from the policy even if the algorithm has a
                 frozen source, and ``Algorithm.score_rollout`` is not called. Call ``score_rewards``
                 next, and then ``give_credit(late=True)``, but not for a validation.
+
+        Raises:
+            UserCodeError: the example contains itself (`frozen_sample`).
         """
         sample = frozen_sample(sample)
         rollouts = [
@@ -532,8 +539,9 @@ class Task(UserConfigurable):
     async def score_rewards(self, group: RolloutGroup) -> None:
         """Have the rubric give each rollout its reward and components; without credit.
 
-        The group becomes read-only first. A rollout that failed, or whose reward function failed,
-        keeps the reward None. A rubric that fails, fails every rollout.
+        The group becomes read-only first. A rollout that had failed before gets the rubric's
+        ``error_reward``, which is None by default; one whose reward function fails keeps None. A
+        rubric that fails, fails every rollout.
         """
         rubric = self.rubric
         name = f"{type(rubric).__name__}.score_group"
@@ -708,7 +716,7 @@ def frozen_sample(sample: DataSample) -> DataSample:
 
 
 def _fail(group: RolloutGroup, cause: str, error: BaseException) -> None:
-    """Take the rewards of the rollouts, and end those that had not failed as ERROR.
+    """Set the rewards of all rollouts to None, and end those that had not failed as ERROR.
 
     Args:
         error: what was raised.
