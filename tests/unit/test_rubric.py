@@ -417,31 +417,35 @@ def guarded(completion, example, *, lock):
 
 
 @pytest.mark.parametrize(
-    ("config", "name"),
+    ("config", "field", "name"),
     [
-        (OwnMethod.Config(), "score"),
+        (OwnMethod.Config(), "register_funcs", "score"),
         (
             Rubric.Config(
                 reward_fns=[
                     RewardFn(functools.partial(guarded, lock=LOCK), name="holder", isolate=True)
                 ]
             ),
+            "reward_fns",
             "holder",
         ),
         (
             Rubric.Config(
                 reward_fns=[RewardFn(lambda text, row, lock=LOCK: 1.0, name="lambda", isolate=True)]
             ),
+            "reward_fns",
             "lambda",
         ),
     ],
     ids=["a method of the rubric", "a partial of a lock", "a lambda with a lock"],
 )
-def test_isolated_function_that_can_not_be_sent_to_a_process_is_refused_with_the_cure(config, name):
+def test_isolated_function_that_can_not_be_sent_to_a_process_is_refused_with_the_cure(
+    config, field, name
+):
     with pytest.raises(ConfigError) as refused:
         config.build()
     text = str(refused.value)
-    assert text.startswith(f"rubric.reward_fns = {name!r}: isolate=True: it can't be sent to ")
+    assert text.startswith(f"rubric.{field} = {name!r}: isolate=True: it can't be sent to ")
     assert "want a function outside of the class, with the values that it needs" in text
 
 

@@ -125,7 +125,9 @@ class Rubric(UserConfigurable):
         check_fields(config, field="rubric")
         self.config = config
         named = [(entry.name or _name_of(entry.fn), entry) for entry in self._registered()]
-        _check_functions(named)
+        inherited = type(self).register_funcs is Rubric.register_funcs
+        field = "rubric.reward_fns" if inherited else "rubric.register_funcs"
+        _check_functions(named, field=field)
         total = math.fsum(entry.weight for _, entry in named)
         self._fns = {name: replace(entry, weight=entry.weight / total) for name, entry in named}
         self._isolated = IsolatedCalls(
@@ -133,7 +135,7 @@ class Rubric(UserConfigurable):
         )
         self._warned_unweighed = False
         for name, entry in named:
-            _check_isolated(entry, name)
+            _check_isolated(entry, name, field=field)
 
     def _registered(self) -> list[RewardFn]:
         """Return the reward functions, each as a RewardFn.
@@ -364,26 +366,24 @@ def _number(value: object) -> float | UserCodeError:
     )
 
 
-def _check_functions(named: list[tuple[str, RewardFn]]) -> None:
+def _check_functions(named: list[tuple[str, RewardFn]], *, field: str) -> None:
     """Refuse reward functions that can't be called, or that have one name or no weight together.
+
+    Args:
+        field: field or method of the rubric that gave the functions, for errors.
 
     Raises:
         ConfigError: names the functions, or the one at fault, and the cure.
     """
     names = [name for name, _ in named]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(
-            "rubric.reward_fns",
-            names,
-            f"two functions named {twice[0]!r}: give one RewardFn(..., name=...)",
-        )
+        cure = f"two functions named {twice[0]!r}: give one RewardFn(..., name=...)"
+        raise ConfigError(field, names, cure)
     for name, entry in named:
         check_fields(entry, field=f"reward function {name!r}")
-        _check_arguments(entry, name)
+        _check_arguments(entry, name, field=field)
     if named and not any(entry.weight for _, entry in named):
-        raise ConfigError(
-            "rubric.reward_fns", names, "every weight is 0: give at least one a weight"
-        )
+        raise ConfigError(field, names, "every weight is 0: give at least one a weight")
 
 
 def _itself(rollout: Rollout) -> Rollout:
@@ -399,7 +399,7 @@ def completion_of(rollout: Rollout) -> Any:  # noqa: ANN401 - an agent returns a
     return last_assistant_text(rollout) if rollout.answer is None else rollout.answer
 
 
-def _check_arguments(entry: RewardFn, name: str) -> None:
+def _check_arguments(entry: RewardFn, name: str, *, field: str) -> None:
     """Raise if a function does not take what it is given.
 
     Raises:
@@ -417,24 +417,24 @@ def _check_arguments(entry: RewardFn, name: str) -> None:
             "want fn(completion, example); RewardFn(fn, group_level=True) takes "
             "fn(completions, example) of a group and a list of numbers"
         )
-        raise ConfigError("rubric.reward_fns", f"{name}{signature}", cure)
+        raise ConfigError(field, f"{name}{signature}", cure)
     try:
         signature.bind(None, None)
     except TypeError as error:
         wanted = f"want fn({entry.takes}{'s' * entry.group_level}, example)"
         if entry.takes == "completion":
             wanted += ', or RewardFn(fn, takes="rollout") where it takes the rollout'
-        raise ConfigError("rubric.reward_fns", f"{name}{signature}", f"{error}; {wanted}") from None
+        raise ConfigError(field, f"{name}{signature}", f"{error}; {wanted}") from None
     first = next(iter(signature.parameters), "")
     if first in ("rollout", "rollouts") and entry.takes == "completion":
         cure = (
             f"its argument {first!r} would be given the text of the completion: "
             'write RewardFn(fn, takes="rollout")'
         )
-        raise ConfigError("rubric.reward_fns", f"{name}{signature}", cure)
+        raise ConfigError(field, f"{name}{signature}", cure)
 
 
-def _check_isolated(entry: RewardFn, name: str) -> None:
+def _check_isolated(entry: RewardFn, name: str, *, field: str) -> None:
     """Raise if a function that is to run in another process can't be sent there.
 
     Raises:
@@ -449,7 +449,7 @@ def _check_isolated(entry: RewardFn, name: str) -> None:
             f"isolate=True: it {error}; want a function outside of the class, with the values that "
             "it needs as in functools.partial(score, limit=self.config.limit)"
         )
-        raise ConfigError("rubric.reward_fns", name, cure) from error
+        raise ConfigError(field, name, cure) from error
 
 
 def looks_for_thoughts(entry: RewardFn) -> bool:
