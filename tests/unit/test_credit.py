@@ -11,7 +11,7 @@ from tests.unit.test_reference_algorithms import TEACHER, Scorer
 from tests.unit.test_task import ListTask, build, run  # noqa: F401 - build is a fixture
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus, add_cost
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.types import TrainingSample
 
@@ -168,12 +168,48 @@ async def test_lists_and_other_dtypes_become_the_declared_one(build, tokenizer):
     assert weights.dtype == np.float32 and weights[:2].tolist() == [0, 1]
 
 
+class Freezing(Algorithm):
+    """Writes what it may not, and makes its draft read-only by itself."""
+
+    async def score_rollout(self, rollout):
+        (sample,) = rollout.samples
+        sample.loss_mask = ~sample.loss_mask
+        sample.freeze()
+
+
+async def test_draft_that_was_refused_is_not_kept(build, tokenizer):  # noqa: F811
+    task = build(algorithm=Freezing.Config(), group_size=1, min_group_size=1, max_retries=0)
+    (rollout,) = (await run(task, ScriptedPolicy(tokenizer))).rollouts
+    assert rollout.error == (
+        "task talk: Freezing.score_rollout: changed samples[0].loss_mask of a rollout that has "
+        "ended"
+    )
+    (sample,) = rollout.samples
+    prompt, sampled = rollout.turns[0].prompt_token_ids, rollout.turns[0].completion.token_ids
+    assert sample.loss_mask.tolist() == [False] * len(prompt) + [True] * len(sampled)
+
+
+class Paying(GRPO):
+    """GRPO that asks a judge, which costs something."""
+
+    async def score_group(self, group):
+        add_cost("judge/calls", 2.0)
+        super().score_group(group)
+
+
+async def test_what_an_algorithm_costs_is_a_cost_of_its_group(build, tokenizer):  # noqa: F811
+    task = build(algorithm=Paying.Config())
+    group = await run(task, ScriptedPolicy(tokenizer))
+    assert await task.score_group(group) is None
+    assert group.costs == {"judge/calls": 2.0}
+
+
 class OneBuffer(Algorithm):
     """Writes the weights and the mask of each rollout to the same two arrays."""
 
     replaces = ("loss_mask",)
     weights = np.zeros(4096, np.float32)
-    mask = np.zeros(4096, bool)
+    mask = np.zeros(4096, np.int64)
     calls = 0
 
     async def score_rollout(self, rollout):
@@ -197,6 +233,7 @@ async def test_arrays_that_an_algorithm_writes_again_stay_as_they_were_in_a_cred
         samples += rollout.samples
     assert [set(sample.ce_weights[1:]) for sample in samples] == [{1}, {2}]
     assert [np.count_nonzero(~sample.loss_mask) for sample in samples] == [2, 3]
+    assert {sample.loss_mask.dtype for sample in samples} == {np.dtype(bool)}
 
 
 async def test_credit_that_the_batcher_would_refuse_fails_the_group_and_not_the_run(

@@ -5,7 +5,8 @@ import copy
 import json
 import pickle
 from collections import OrderedDict, UserDict
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from torchtitan.experiments.rl.rollouts.types import (
     add_cost,
 )
 from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric
-from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.tasks.task import Task, frozen_sample
 
 REFUSED = {
     "a status": (
@@ -637,3 +638,18 @@ def test_class_of_ones_own_is_left_as_it_is():
     value = {"own": Own(a=1)}
     read_only(value)["own"]["a"] = 2
     assert value["own"]["a"] == 2
+
+
+def test_example_of_a_class_of_ones_own_is_frozen_with_all_that_it_has():
+    @dataclass(kw_only=True)
+    class Puzzle(DataSample):
+        kind: ClassVar[str]
+        level: int = 1
+
+        def __post_init__(self):
+            self.solution = [self.level]
+
+    frozen = frozen_sample(puzzle := Puzzle(sample_id="p", env_input={"a": [1]}))
+    assert frozen.solution == [1] and type(frozen.env_input["a"]).__name__ == "ReadOnlyList"
+    puzzle.env_input["a"].append(2)
+    assert frozen.env_input == {"a": [1]}

@@ -20,7 +20,7 @@ from torchtitan.experiments.rl.gateway import chat, responses, server
 from torchtitan.experiments.rl.gateway import rollout as agent_rollout
 from torchtitan.experiments.rl.gateway.request import ModelReply, ModelRequest
 from torchtitan.experiments.rl.generation.references import FrozenModel
-from torchtitan.experiments.rl.rollouts.credit import drafts
+from torchtitan.experiments.rl.rollouts.credit import Drafts
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks import EnvTask, MessageEnv, ResetOutput, Rubric, StepOutput
 from torchtitan.experiments.rl.types import STREAMS
@@ -123,7 +123,7 @@ async def test_a_thousand_append_only_conversations_are_a_sample_each(renderer, 
 
     script = iter([text for conversation in conversations for text in conversation])
     policy = Policy(tokenizer, lambda rollout_id, turn: next(script))
-    rollout = await run_agent(agent, policy, renderer, calls=10_000, tokens=4096)
+    rollout = await run_agent(agent, policy, renderer, calls=10_000, tokens=4096, timeout_s=600)
     assert rollout.status is RolloutStatus.COMPLETED, rollout.error
     assert len(rollout.turns) == sum(map(len, conversations))
     assert len(rollout.samples) == 1_000
@@ -147,7 +147,7 @@ async def test_forks_are_samples_of_one_rollout_and_lose_no_token(renderer, toke
     shared = rollout.turns[0]
     prefix = np.concatenate([shared.prompt_token_ids, shared.completion.token_ids])
     assert sum(np.array_equal(s.token_ids[: len(prefix)], prefix) for s in rollout.samples) == 3
-    with drafts([rollout]):
+    with Drafts([rollout]):
         rollout.assign_advantages(0.5)
         assert all((s.advantages[s.loss_mask] == 0.5).all() for s in rollout.samples)
 
@@ -307,6 +307,37 @@ async def test_a_corrected_request_goes_on_from_the_turn_that_a_refused_one_name
     rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer, tokens=128)
     assert [turn.call["chain"] for turn in rollout.turns] == [0, 0], rollout.error
     assert len(rollout.samples) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept", "error"),
+    [
+        (10**5000, "<int of 16610 bits>", None),
+        ([[]] * 2, [[], []], None),
+        ("itself", None, "returned a value that contains itself, or is nested too deep"),
+        ("deep", None, "returned a value that contains itself, or is nested too deep"),
+    ],
+    ids=["an int of 5,001 digits", "the same list twice", "a list of itself", "600 lists"],
+)
+async def test_an_answer_that_no_record_holds_ends_its_rollout_alone(
+    renderer, tokenizer, answer, kept, error
+):
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            await ask([HELLO])
+        value: list = []
+        if answer == "itself":
+            value.append(value)
+        elif answer == "deep":
+            for _ in range(600):
+                value = [value]
+        else:
+            value = answer
+        return value
+
+    rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer)
+    assert rollout.answer == kept
+    assert rollout.error is None if error is None else error in rollout.error
 
 
 async def test_a_key_opens_one_rollout_while_it_runs(renderer, tokenizer):

@@ -1,5 +1,7 @@
 """The experts of each token, from turns to what the model computes: they stay with their tokens, and part samples."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from tests.unit.tree_samples import random_tree, tree_sample
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.batching.packing import prefix_order, prefix_tokens
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
-from torchtitan.experiments.rl.rollouts.samples import check_completion
+from torchtitan.experiments.rl.rollouts.samples import check_completion, checked_completion
 from torchtitan.experiments.rl.types import STREAMS
 
 ABSENT = 255
@@ -78,6 +80,16 @@ def test_routes_that_can_not_be_the_turns_are_refused():
     for wrong in (np.zeros((3, 2), np.uint8), np.zeros((3, 2, 2), np.int64)):
         with pytest.raises(ValueError, match=r"want uint8 or uint16 \[R, layers, k\]"):
             check_completion(routed(turn_of([1, 2], [3, 4]), wrong).completion)
+    with pytest.raises(ValueError, match="its routes are a list, want an array"):
+        check_completion(routed(turn_of([1, 2], [3, 4]), [[[1]]]).completion)
+
+
+def test_a_completion_keeps_the_routes_that_an_engine_gave_in_a_buffer_it_uses_again():
+    completion = turn_of([1, 2], [3, 4]).completion
+    buffer = routes_of([1, 2, 3])
+    checked = checked_completion(replace(completion, routes=buffer))
+    buffer[:] = 0
+    assert np.array_equal(checked.routes, routes_of([1, 2, 3]))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])

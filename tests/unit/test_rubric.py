@@ -237,6 +237,14 @@ BAD_FUNCTIONS = [
 ]
 
 
+def test_rubric_may_fail_a_rollout_with_an_exception_and_the_text_of_a_status():
+    rollout = rollout_of("ab")
+    rollout.fail(ValueError("no such file"), status="timeout")
+    assert rollout.status is RolloutStatus.TIMEOUT and rollout.error == "ValueError: no such file"
+    with pytest.raises(ValueError, match="'lost' is not a valid RolloutStatus"):
+        rollout.fail("gone", status="lost")
+
+
 @pytest.mark.parametrize(("fn", "cause"), BAD_FUNCTIONS)
 async def test_failed_function_is_an_error_with_its_name_and_no_zero(fn, cause):
     rollout = rollout_of("ab")

@@ -33,7 +33,7 @@ NEW_CREDIT = """    entropy_weights: Annotated[
 USE_OF_THE_NEW_CREDIT = """
 import numpy as np
 from torchtitan.experiments.rl.batching.sample_checks import check_trainable
-from torchtitan.experiments.rl.rollouts.credit import check_draft, drafts, take_credit
+from torchtitan.experiments.rl.rollouts.credit import Drafts
 from torchtitan.experiments.rl.rollouts.types import Rollout
 from torchtitan.experiments.rl.types import TrainingSample
 
@@ -44,10 +44,10 @@ sample = TrainingSample(
 rollout = Rollout(group_id="t-0", index_in_group=0, task_name="t", samples=[sample]).freeze()
 for weights in ([0.0, np.nan], [0.0, 0.5]):
     try:
-        with drafts([rollout]) as (samples,):
+        with Drafts([rollout]) as drafts:
             rollout.samples[0].entropy_weights = np.array(weights)
-            check_draft(rollout, samples, check_trainable)
-            take_credit(rollout, samples)
+            drafts.check(rollout, check_trainable)
+            drafts.take(rollout)
     except ValueError as error:
         print(error)
 print(rollout.samples[0].entropy_weights.dtype, rollout.samples[0].entropy_weights.tolist())

@@ -206,6 +206,39 @@ async def test_turn_loop_can_be_overridden(build, tokenizer):
     assert_all_closed_once(task, policy)
 
 
+@pytest.mark.parametrize(
+    ("status", "error", "ends"),
+    [
+        ("truncated_max_turns", None, ("truncated_max_turns", None)),
+        (RolloutStatus.ERROR, ValueError("no way out"), ("error", "ValueError: no way out")),
+        ("error", 5, ("error", "5")),
+        (
+            "lost",
+            None,
+            ("error", "EndsTheFirst.run_rollout: ValueError: 'lost' is not a valid RolloutStatus"),
+        ),
+    ],
+)
+async def test_turn_loop_may_finish_with_a_text_and_fails_alone_with_one_that_is_no_status(
+    build, tokenizer, status, error, ends
+):
+    class EndsTheFirst(ListTask):
+        begun = 0
+
+        async def run_rollout(self, env, policy):
+            self.begun += 1
+            if self.begun == 1:
+                env.finish(status, error)
+            else:
+                await super().run_rollout(env, policy)
+
+    task, policy = build(kind=EndsTheFirst, max_retries=0), ScriptedPolicy(tokenizer)
+    group = await run(task, policy)
+    assert [rollout.status for rollout in group.rollouts] == [ends[0], "completed", "completed"]
+    assert (group.rollouts[0].error or "").startswith(ends[1] or "")
+    assert_all_closed_once(task, policy)
+
+
 # ---- retries
 
 
@@ -662,6 +695,14 @@ def test_config_errors_name_field_value_and_cure(changes, message):
 # ---- what an env says of its rollout at its end
 
 
+def nested(depth):
+    """Return a list within a list: JSON holds more levels of it than can be made read-only."""
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 class Sandbox(TalkingEnv):
     says: object = None
 
@@ -741,7 +782,12 @@ async def test_session_that_can_not_be_closed_does_not_end_the_run(build, tokeni
 
 
 @pytest.mark.parametrize(
-    "says, cause", [(["a"], "returned list, want dict"), ({"a": object()}, "not JSON serializable")]
+    "says, cause",
+    [
+        (["a"], "returned list, want dict"),
+        ({"a": object()}, "not JSON serializable"),
+        ({"a": nested(600)}, "RecursionError"),
+    ],
 )
 async def test_metadata_that_no_record_holds_fails_the_rollout_and_names_the_env(
     build, tokenizer, says, cause

@@ -187,7 +187,14 @@ def cause_of(error: BaseException, *, folder: bool = False) -> str:
     return line
 
 
-def _message_of(error: BaseException) -> str:
+def cause_text(cause: object) -> str:
+    """Return the cause of a failure as a line, where a user may have given an exception for it."""
+    if isinstance(cause, BaseException):
+        return cause_of(cause)
+    return cause if isinstance(cause, str) else _message_of(cause)
+
+
+def _message_of(error: object) -> str:
     try:
         return " ".join(str(error).split())
     except Exception as broken:  # noqa: BLE001 - the exception may be of a user's class

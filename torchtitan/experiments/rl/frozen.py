@@ -18,8 +18,8 @@ dicts, lists and arrays in them are still read-only.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import Field
-from typing import Any, ClassVar, NoReturn, Self
+from dataclasses import fields
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -28,7 +28,6 @@ class Freezable:
     """Base of a dataclass with slots whose instances can be made read-only."""
 
     __slots__ = ("_frozen",)
-    __dataclass_fields__: ClassVar[dict[str, Field]]
 
     @property
     def frozen(self) -> bool:
@@ -41,11 +40,11 @@ class Freezable:
         Return the record itself. A record that is frozen already stays as it is.
         """
         if not self.frozen:
-            for name in self.__dataclass_fields__:
-                value = getattr(self, name)
+            for field in fields(self):  # type: ignore[arg-type] # its subclasses are dataclasses
+                value = getattr(self, field.name)
                 frozen = read_only(value)
                 if frozen is not value:
-                    object.__setattr__(self, name, frozen)
+                    object.__setattr__(self, field.name, frozen)
             object.__setattr__(self, "_frozen", True)
         return self
 
@@ -56,8 +55,8 @@ class Freezable:
         set are missing. It costs a third of ``dataclasses.replace``.
         """
         copy = object.__new__(type(self))
-        for name in self.__dataclass_fields__:
-            object.__setattr__(copy, name, getattr(self, name))
+        for field in fields(self):  # type: ignore[arg-type]
+            object.__setattr__(copy, field.name, getattr(self, field.name))
         return copy
 
     def amend(self, **values: Any) -> None:  # noqa: ANN401 - of the record's own fields
@@ -86,8 +85,8 @@ class Freezable:
 
     def _refuse(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"can't change {name} of this {type(self).__name__}: it is read-only, because the "
-            "rollout has ended"
+            f"can't change {name} of this {type(self).__name__}: it is read-only, as are all "
+            "examples, completions, and rollouts that have ended"
         )
 
 

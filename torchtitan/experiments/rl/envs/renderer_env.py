@@ -27,8 +27,10 @@ from torchtitan.experiments.rl.errors import (
     UserCodeError,
     UserCodeTimeout,
     cause_of,
+    cause_text,
     users_traceback,
 )
+from torchtitan.experiments.rl.frozen import read_only
 from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
@@ -152,9 +154,16 @@ class RendererEnv:
         """End the rollout from outside, as an overridden turn loop may.
 
         The first terminal status stays.
+
+        Args:
+            error: cause of an ERROR, TIMEOUT or ABORTED status, in one line.
+
+        Raises:
+            ValueError: there is no such status.
         """
         if not self.status.is_terminal():
-            self._set_status(status, error, traceback)
+            cause = None if error is None else cause_text(error)
+            self._set_status(RolloutStatus(status), cause, traceback)
         if self.status.is_terminal():
             self._conversation.end()
 
@@ -190,7 +199,8 @@ class RendererEnv:
 
     async def _take_metadata(self) -> None:
         try:
-            self.metadata = json.loads(json.dumps(await self._call_env("metadata", dict)))
+            said = await self._call_env("metadata", dict)
+            self.metadata = read_only(json.loads(json.dumps(said)))
         except UserCodeTimeout as error:
             self._set_status(RolloutStatus.TIMEOUT, str(error), "")
         except UserCodeError as error:

@@ -35,6 +35,7 @@ from torchtitan.experiments.rl.errors import (
     RunError,
     UserCodeError,
     UserCodeTimeout,
+    cause_text,
     users_traceback,
 )
 from torchtitan.experiments.rl.gateway.chains import Match, TurnTree
@@ -275,10 +276,14 @@ class AgentRollout:
     def finish(
         self, status: RolloutStatus, error: str | None = None, *, traceback: str = ""
     ) -> None:
-        """End the rollout. The first terminal status stays."""
+        """End the rollout. The first terminal status stays.
+
+        Raises:
+            ValueError: there is no such status.
+        """
         if not self.status.is_terminal():
-            self.status = status
-            self.error = error
+            self.status = RolloutStatus(status)
+            self.error = None if error is None else cause_text(error)
             self.traceback = traceback
 
     def ended(self, failure: UserCodeError | None) -> None:

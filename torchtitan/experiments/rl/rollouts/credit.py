@@ -1,45 +1,98 @@
 """Drafts of samples, to which an algorithm writes credit.
 
-    with drafts(rollouts) as originals:            rollout.samples: drafts, which can be written
-        Algorithm.score_group(group)               writes to the drafts
-        check_draft(rollout, originals[i], ...)    compares rollout.samples with the originals
-        take_credit(rollout, originals[i])         makes the drafts read-only; they stay
-                                                   rollout.samples: drafts taken, or the originals
+    with Drafts(rollouts) as drafts:       rollout.samples: drafts, which can be written
+        Algorithm.score_group(group)       writes to the drafts
+        drafts.check(rollout, ...)         compares the drafts with the samples they were made of
+        drafts.take(rollout)               the drafts become read-only, and stay
 
 A rollout whose drafts were not taken gets its samples back: an algorithm that fails, or that
 changes what it may not, leaves them as they were.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields
+from typing import Self
 
 import numpy as np
 
+from torchtitan.experiments.rl.batching.sample_checks import checked_stream
 from torchtitan.experiments.rl.frozen import ReadOnlyList
 from torchtitan.experiments.rl.rollouts.types import Rollout
-from torchtitan.experiments.rl.types import CREDIT_STREAMS, TrainingSample
+from torchtitan.experiments.rl.types import CREDIT_STREAMS, STREAMS, TrainingSample
 
 _SAMPLE_FIELDS = tuple(field.name for field in fields(TrainingSample))
 
 
-@contextmanager
-def drafts(rollouts: Sequence[Rollout]) -> Iterator[list[list[TrainingSample]]]:
-    """Put drafts in the place of the samples of rollouts, and yield the originals of each rollout.
+class Drafts:
+    """Context in which copies that can be written are in the place of the samples of rollouts.
 
-    A draft is a copy of a sample that can be written. The originals, and all else of the rollouts,
-    are made read-only. When the context ends, a rollout whose drafts were not taken (`take_credit`)
-    gets its originals back.
+    All else of the rollouts is made read-only.
     """
-    originals = [rollout.freeze().samples for rollout in rollouts]
-    for rollout, samples in zip(rollouts, originals, strict=True):
-        _set_samples(rollout, map(_draft, samples))
-    try:
-        yield originals
-    finally:
-        for rollout, samples in zip(rollouts, originals, strict=True):
-            if not all(sample.frozen for sample in rollout.samples):
-                _set_samples(rollout, samples)
+
+    def __init__(self, rollouts: Sequence[Rollout]):
+        self._rollouts = {rollout.rollout_id: rollout.freeze() for rollout in rollouts}
+        self._samples = {
+            rollout_id: rollout.samples for rollout_id, rollout in self._rollouts.items()
+        }
+        """Samples that the drafts were made of, by the rollout's id."""
+        self._taken: set[str] = set()
+        """Ids of the rollouts that keep their drafts."""
+
+    def __enter__(self) -> Self:
+        drafts = {
+            rollout_id: [_draft(sample) for sample in samples]
+            for rollout_id, samples in self._samples.items()
+        }
+        for rollout_id, rollout in self._rollouts.items():
+            _set_samples(rollout, drafts[rollout_id])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rollout_id, rollout in self._rollouts.items():
+            if rollout_id not in self._taken:
+                _set_samples(rollout, self._samples[rollout_id])
+
+    def check(
+        self,
+        rollout: Rollout,
+        check: Callable[[TrainingSample], None],
+        *,
+        replaces: Collection[str] = (),
+    ) -> None:
+        """Raise if an algorithm has written to a rollout's drafts what the rollout can't take.
+
+        Args:
+            check: raises ValueError if a sample can't be trained on. May give a stream of the draft
+                its declared dtype.
+            replaces: fields that the algorithm may set beside the credit streams
+                (`Algorithm.replaces`). Streams among them get their declared dtype.
+
+        Raises:
+            ValueError: the algorithm has set another field, or ``check`` refuses a sample.
+        """
+        samples = self._samples[rollout.rollout_id]
+        for index, (sample, draft) in enumerate(zip(samples, rollout.samples, strict=True)):
+            for name in _SAMPLE_FIELDS:
+                is_allowed = name in CREDIT_STREAMS or name in replaces
+                if not is_allowed and getattr(draft, name) is not getattr(sample, name):
+                    raise ValueError(f"changed samples[{index}].{name} of a rollout that has ended")
+            for name in STREAMS.keys() & replaces:
+                values = getattr(draft, name)
+                if values is not None:
+                    setattr(draft, name, checked_stream(name, values, len(draft)))
+            check(draft)
+
+    def take(self, rollout: Rollout) -> None:
+        """Make the drafts of a rollout its read-only samples. The caller has checked them."""
+        samples = self._samples[rollout.rollout_id]
+        for sample, draft in zip(samples, rollout.samples, strict=True):
+            for name in _SAMPLE_FIELDS:
+                values = getattr(draft, name)
+                is_new = values is not getattr(sample, name)
+                if is_new and isinstance(values, np.ndarray):
+                    setattr(draft, name, values.copy())  # the algorithm may use its array again
+            draft.freeze()
+        self._taken.add(rollout.rollout_id)
 
 
 def _set_samples(rollout: Rollout, samples: Iterable[TrainingSample]) -> None:
@@ -58,51 +111,3 @@ def _draft(sample: TrainingSample) -> TrainingSample:
         if isinstance(values, np.ndarray):
             setattr(draft, name, values.copy())
     return draft
-
-
-def check_draft(
-    rollout: Rollout,
-    samples: Sequence[TrainingSample],
-    check: Callable[[TrainingSample], None],
-    *,
-    replaces: Collection[str] = (),
-) -> None:
-    """Raise if an algorithm has written to a rollout's drafts what the rollout can't take.
-
-    Call it for every rollout of a group before `take_credit` for any: an algorithm's credit is
-    taken as a whole.
-
-    Args:
-        samples: originals that the drafts were made of (`drafts`).
-        check: raises ValueError if a sample can't be trained on. May give a stream of the draft its
-            declared dtype.
-        replaces: fields that the algorithm may set beside the credit streams
-            (`Algorithm.replaces`).
-
-    Raises:
-        ValueError: the algorithm has set another field, be it to an equal value, or ``check``
-            refuses a sample.
-    """
-    for index, (sample, draft) in enumerate(zip(samples, rollout.samples, strict=True)):
-        for name in _SAMPLE_FIELDS:
-            is_allowed = name in CREDIT_STREAMS or name in replaces
-            if not is_allowed and getattr(draft, name) is not getattr(sample, name):
-                raise ValueError(f"changed samples[{index}].{name} of a rollout that has ended")
-        check(draft)
-
-
-def take_credit(rollout: Rollout, samples: Sequence[TrainingSample]) -> None:
-    """Make the drafts of a rollout its read-only samples, with copies of the arrays that were set.
-
-    The caller has checked them (`check_draft`).
-
-    Args:
-        samples: originals that the drafts were made of (`drafts`).
-    """
-    for sample, draft in zip(samples, rollout.samples, strict=True):
-        for name in _SAMPLE_FIELDS:
-            values = getattr(draft, name)
-            is_new = values is not getattr(sample, name)
-            if is_new and isinstance(values, np.ndarray):
-                setattr(draft, name, values.copy())  # the algorithm may use its array again
-        draft.freeze()

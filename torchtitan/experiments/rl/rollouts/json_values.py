@@ -14,6 +14,8 @@ import numpy as np
 
 MAX_DEPTH = 20
 """Maximum nesting that is kept of a value that JSON can't hold. What lies deeper becomes a text."""
+MAX_INT_BITS = 14_000
+"""Maximum size of an int. Python refuses to write one of more than 4,300 digits."""
 
 
 def json_text(
@@ -86,6 +88,8 @@ def _with_texts(value: object, ancestors: tuple[int, ...] = ()) -> object:
     """
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
+    if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+        return f"<int of {value.bit_length()} bits>"
     if isinstance(value, str | int | None):
         return value
     if isinstance(value, float) and math.isfinite(value):

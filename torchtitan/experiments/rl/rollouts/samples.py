@@ -52,6 +52,7 @@ def checked_completion(completion: Completion) -> Completion:
         token_ids=np.array(completion.token_ids, np.int32),
         logprobs=np.array(completion.logprobs, np.float32),
         policy_versions=np.array(completion.policy_versions, np.int32),
+        routes=None if completion.routes is None else completion.routes.copy(),
     ).freeze()
 
 
@@ -107,6 +108,8 @@ _MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 def _check_routes(routes: np.ndarray | None) -> None:
     if routes is None:
         return
+    if not isinstance(routes, np.ndarray):
+        raise ValueError(f"bad completion: its routes are a {type(routes).__name__}, want an array")
     if routes.dtype not in (np.uint8, np.uint16) or routes.ndim != 3:
         raise ValueError(
             f"bad completion: its routes are {routes.dtype} {routes.shape}, want uint8 or uint16 "

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchtitan.experiments.rl.batching.sample_checks import checked_stream, first_non_finite
+from torchtitan.experiments.rl.errors import cause_text
 from torchtitan.experiments.rl.frozen import Freezable
 from torchtitan.experiments.rl.types import TrainingSample
 
@@ -220,8 +221,16 @@ class Rollout(Freezable):
             cause: text of one line, not an exception; begins with the name of what failed.
             status: ``RolloutStatus.ERROR``, ``TIMEOUT`` or ``ABORTED``, not its text.
             traceback: frames of the user's code, if it raised.
+
+        Raises:
+            ValueError: there is no such status.
         """
-        self.amend(status=status, error=cause, traceback=traceback, reward=None)
+        self.amend(
+            status=RolloutStatus(status),
+            error=cause_text(cause),
+            traceback=traceback,
+            reward=None,
+        )
 
     def assign_advantages(self, value: float | Sequence[float]) -> None:
         """Give every sampled token its advantage.

@@ -43,6 +43,7 @@ from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.errors import ConfigError, RunError, UserCodeError
+from torchtitan.experiments.rl.frozen import read_only
 from torchtitan.experiments.rl.gateway.request import WISHES
 from torchtitan.experiments.rl.gateway.rollout import (
     AUXILIARY,
@@ -207,9 +208,15 @@ class AgentTask(Task):
         endpoint = gateway.admit(rollout, name=name)
         failure = None
         try:
-            rollout.answer = await ask(self.run_agent, rollout.sample, endpoint, timeout_s=None)
+            answer = await ask(self.run_agent, rollout.sample, endpoint, timeout_s=None)
+            rollout.answer = read_only(answer)
         except UserCodeError as error:
             failure = error
+        except RecursionError:
+            failure = UserCodeError(
+                f"{type(self).__name__}.run_agent returned a value that contains itself, or is "
+                "nested too deep"
+            )
         finally:
             gateway.forget(endpoint.key)
         rollout.ended(failure)

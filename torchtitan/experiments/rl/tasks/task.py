@@ -26,10 +26,11 @@ it for the first time.
 """
 
 import asyncio
+import copy
 import inspect
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, cast
@@ -80,11 +81,7 @@ from torchtitan.experiments.rl.errors import (
 from torchtitan.experiments.rl.frozen import read_only
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.rollouts.credit import (
-    check_draft,
-    drafts,
-    take_credit,
-)
+from torchtitan.experiments.rl.rollouts.credit import Drafts
 from torchtitan.experiments.rl.rollouts.policy import (
     PolicyClient,
     PolicySession,
@@ -592,16 +589,16 @@ class Task(UserConfigurable):
                 its rollouts yet.
         """
         group.freeze()
-        if late:
-            costs = dict(group.costs)
-            try:
-                with counted_in(costs):
+        costs = dict(group.costs)
+        try:
+            with counted_in(costs):
+                if late:
                     await asyncio.gather(
                         *(self.credit_rollout(rollout, group) for rollout in group.rollouts)
                     )
-            finally:
-                group.amend(costs=costs)
-        failure = self._too_few_scored(group) or await self._credit_group(group)
+                failure = self._too_few_scored(group) or await self._credit_group(group)
+        finally:
+            group.amend(costs=costs)
         # Count again: a rollout that its algorithm gave no credit has lost its reward.
         group.amend(failure=failure or self._too_few_scored(group))
         return group.failure
@@ -628,12 +625,12 @@ class Task(UserConfigurable):
         name = f"{type(algorithm).__name__}.score_rollout"
         began = time.perf_counter()
         try:
-            with drafts([rollout]) as (samples,):
+            with Drafts([rollout]) as drafts:
                 with trace.span(name):
                     await ask(algorithm.score_rollout, rollout, timeout_s=self._limit_s)
                 replaces = type(algorithm).replaces
-                check_draft(rollout, samples, _check_early_credit, replaces=replaces)
-                take_credit(rollout, samples)
+                drafts.check(rollout, _check_early_credit, replaces=replaces)
+                drafts.take(rollout)
         except (UserCodeError, ValueError) as error:
             rollout.fail(f"task {self.name}: {name}: {error}", traceback=users_traceback(error))
         except Exception as error:  # noqa: BLE001 - of what an algorithm wrote, such as a tensor
@@ -663,10 +660,10 @@ class Task(UserConfigurable):
                 await answer
 
         try:
-            with drafts(group.rollouts) as samples:
+            with Drafts(group.rollouts) as drafts:
                 with trace.span(f"{kind.__name__}.score_group"):
                     await ask(score, timeout_s=self._limit_s)
-                self._take_credit(group, samples)
+                self._take_credit(group, drafts)
         except Exception as error:  # noqa: BLE001 - it may write values of any class
             cause = f"task {self.name}: {kind.__name__}.score_group: {cause_of(error)}"
             _fail(group, cause, error)
@@ -675,16 +672,10 @@ class Task(UserConfigurable):
             group.amend(credit_s=group.credit_s + time.perf_counter() - began)
         return None
 
-    def _take_credit(
-        self, group: RolloutGroup, samples: Sequence[Sequence[TrainingSample]]
-    ) -> None:
-        """Check the drafts of all rollouts, and then let each rollout keep its own.
-
-        Args:
-            samples: of each rollout, the samples that its drafts were made of.
-        """
+    def _take_credit(self, group: RolloutGroup, drafts: Drafts) -> None:
+        """Check the drafts of all rollouts, and then let each rollout keep its own."""
         credited = []
-        for rollout, originals in zip(group.rollouts, samples, strict=True):
+        for rollout in group.rollouts:
             if rollout.reward is None:
                 continue
             if rollout.status.is_error() and _lacks_credit(rollout):
@@ -692,10 +683,10 @@ class Task(UserConfigurable):
                 # ``score_rollout``, which gives it, has not seen a rollout that failed.
                 rollout.amend(reward=None)
                 continue
-            check_draft(rollout, originals, _check_credit)
-            credited.append((rollout, originals))
-        for rollout, originals in credited:
-            take_credit(rollout, originals)
+            drafts.check(rollout, _check_credit)
+            credited.append(rollout)
+        for rollout in credited:
+            drafts.take(rollout)
 
 
 def frozen_sample(sample: DataSample) -> DataSample:
@@ -707,7 +698,7 @@ def frozen_sample(sample: DataSample) -> DataSample:
         UserCodeError: the example contains itself, so no copy of it is whole.
     """
     try:
-        return sample if sample.frozen else sample.thawed().freeze()
+        return sample if sample.frozen else copy.copy(sample).freeze()
     except RecursionError:
         raise UserCodeError(
             f"example {sample.sample_id}: its env_input or info contains itself, or is nested too "
