@@ -28,20 +28,11 @@ class Freezable:
     """Base of a dataclass with slots whose instances can be made read-only."""
 
     __slots__ = ("_frozen",)
-    _frozen: bool
-
-    def __new__(cls, *_: object, **__: object) -> Self:
-        # To ask for a slot that is not set takes three times as long, at each field of a record.
-        record = object.__new__(cls)
-        object.__setattr__(record, "_frozen", False)
-        return record
 
     @property
     def frozen(self) -> bool:
-        try:
-            return self._frozen
-        except AttributeError:  # msgspec makes records without calling `__new__`
-            return False
+        # Unset in a new record: decoders make records without calling any function of the class.
+        return getattr(self, "_frozen", False)
 
     def freeze(self) -> Self:
         """Make the record, and the records, arrays, dicts and lists that it holds, read-only.
@@ -63,7 +54,7 @@ class Freezable:
         Only the dataclass's fields are copied: no ``__post_init__`` runs, and attributes that it
         set are missing. It costs a third of ``dataclasses.replace``.
         """
-        copy = type(self).__new__(type(self))
+        copy = object.__new__(type(self))
         for field in fields(self):  # type: ignore[arg-type]
             object.__setattr__(copy, field.name, getattr(self, field.name))
         return copy
@@ -78,11 +69,7 @@ class Freezable:
             object.__setattr__(self, name, read_only(value) if self.frozen else value)
 
     def __setattr__(self, name: str, value: object) -> None:
-        try:
-            frozen = self._frozen
-        except AttributeError:  # as in `frozen`
-            frozen = False
-        if frozen:
+        if getattr(self, "_frozen", False):
             self._refuse(name)
         object.__setattr__(self, name, value)
 
