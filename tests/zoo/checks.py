@@ -88,7 +88,7 @@ def _text(error: BaseException) -> str:
             if isinstance(error, RunError | ConfigError)
             else f"{type(error).__name__}: {error}"
         )
-    except BaseException:
+    except BaseException:  # the __str__ of a misbehaving error may exit
         return f"{type(error).__name__} without a text"
 
 

@@ -67,7 +67,7 @@ def _fork(name: str, function: Callable[[], Any]) -> _Child:
         os.dup2(quiet, 1)
         try:
             answer = function()
-        except BaseException:
+        except BaseException:  # a child that exits would leave its parent without an answer
             answer = RuntimeError("".join(traceback.format_exc()))
         data = pickle.dumps(answer)
         while data:
