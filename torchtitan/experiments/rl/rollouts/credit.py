@@ -1,7 +1,7 @@
 """Drafts of samples, to which an algorithm writes credit.
 
     with Drafts(rollouts) as drafts:       rollout.samples: drafts, which can be written
-        Algorithm.score_group(group)       writes to the drafts
+        Algorithm.score_group(group)       writes to the drafts; or score_rollout, of one rollout
         drafts.check(rollout, ...)         compares the drafts with the samples they were made of
         drafts.take(rollout)               the drafts become read-only, and stay
 
@@ -24,9 +24,9 @@ _SAMPLE_FIELDS = tuple(field.name for field in fields(TrainingSample))
 
 
 class Drafts:
-    """Context in which copies that can be written are in the place of the samples of rollouts.
+    """Context manager that puts drafts, which can be written, in the place of rollouts' samples.
 
-    All else of the rollouts is made read-only.
+    The rollouts become read-only when it is made, and stay so: only their drafts can be written.
     """
 
     def __init__(self, rollouts: Sequence[Rollout]):
@@ -55,20 +55,23 @@ class Drafts:
     def check(
         self,
         rollout: Rollout,
-        check: Callable[[TrainingSample], None],
+        check_sample: Callable[[TrainingSample], None],
         *,
         replaces: Collection[str] = (),
     ) -> None:
         """Raise if an algorithm has written to a rollout's drafts what the rollout can't take.
 
+        Streams that the algorithm may set get their declared dtype. Of other fields it is enough to
+        see that they are the same objects: their arrays are read-only.
+
         Args:
-            check: raises ValueError if a sample can't be trained on. May give a stream of the draft
-                its declared dtype.
+            check_sample: raises ValueError if a sample can't be trained on, and gives the credit
+                streams their dtype.
             replaces: fields that the algorithm may set beside the credit streams
-                (`Algorithm.replaces`). Streams among them get their declared dtype.
+                (`Algorithm.replaces`).
 
         Raises:
-            ValueError: the algorithm has set another field, or ``check`` refuses a sample.
+            ValueError: the algorithm has set another field, or ``check_sample`` refuses a sample.
         """
         samples = self._samples[rollout.rollout_id]
         for index, (sample, draft) in enumerate(zip(samples, rollout.samples, strict=True)):
@@ -80,7 +83,7 @@ class Drafts:
                 values = getattr(draft, name)
                 if values is not None:
                     setattr(draft, name, checked_stream(name, values, len(draft)))
-            check(draft)
+            check_sample(draft)
 
     def take(self, rollout: Rollout) -> None:
         """Make the drafts of a rollout its read-only samples. The caller has checked them."""
