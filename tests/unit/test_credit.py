@@ -1,6 +1,7 @@
 """Credit that no loss can compute with is refused where it is given, by task, algorithm, rollout and stream."""
 
 import math
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from tests.unit.test_reference_algorithms import TEACHER, Scorer
 from tests.unit.test_task import ListTask, build, run  # noqa: F401 - build is a fixture
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus, add_cost
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.types import TrainingSample
@@ -187,6 +189,44 @@ async def test_draft_that_was_refused_is_not_kept(build, tokenizer):  # noqa: F8
     (sample,) = rollout.samples
     prompt, sampled = rollout.turns[0].prompt_token_ids, rollout.turns[0].completion.token_ids
     assert sample.loss_mask.tolist() == [False] * len(prompt) + [True] * len(sampled)
+
+
+class Late(Algorithm):
+    """Exceeds its limit in ``score_rollout``, and writes to the rollout while it is scored."""
+
+    needs_group = True
+
+    def __init__(self, config):
+        self.is_scored, self.has_written = threading.Event(), threading.Event()
+
+    def score_rollout(self, rollout):
+        self.is_scored.wait(60)
+        try:
+            rollout.samples[0].ce_weights = np.ones(len(rollout.samples[0]), np.float32)
+        finally:
+            self.has_written.set()
+
+    def score_group(self, group):
+        for rollout in group.rollouts:
+            rollout.assign_advantages(1.0)
+        self.is_scored.set()
+        assert self.has_written.wait(60)
+
+
+async def test_score_rollout_that_goes_on_after_its_limit_gives_no_credit(build, tokenizer):  # noqa: F811
+    task = build(
+        algorithm=Late.Config(),
+        env=RendererEnvConfig(rollout_timeout_s=1.0),
+        rubric=Rubric.Config(error_reward=0.0),
+        group_size=1,
+        min_group_size=1,
+        max_retries=0,
+    )
+    group = await run(task, ScriptedPolicy(tokenizer))
+    assert "Late.score_rollout" in group.rollouts[0].error
+    assert await task.score_group(group) is None
+    (sample,) = group.rollouts[0].samples
+    assert sample.ce_weights is None and set(sample.advantages) == {0.0, 1.0}
 
 
 class Paying(GRPO):

@@ -1,12 +1,13 @@
 """Drafts of samples, to which an algorithm writes credit.
 
     with Drafts(rollouts) as drafts:       rollout.samples: drafts, which can be written
-        Algorithm.score_group(group)       writes to the drafts; or score_rollout, of one rollout
+        Algorithm.score_group(group)       writes to the drafts
         drafts.check(rollout, ...)         compares the drafts with the samples they were made of
         drafts.take(rollout)               the drafts become read-only, and stay
 
 A rollout whose drafts were not taken gets its samples back: an algorithm that fails, or that
-changes what it may not, leaves them as they were.
+changes what it may not, leaves them as they were. ``Algorithm.score_rollout`` is given a copy of its
+rollout with drafts, and the rollout takes them from the copy (`Task.credit_rollout`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence

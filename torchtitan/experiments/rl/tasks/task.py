@@ -624,13 +624,16 @@ class Task(UserConfigurable):
             return
         name = f"{type(algorithm).__name__}.score_rollout"
         began = time.perf_counter()
+        # A copy, because a call that exceeds its limit may go on in its thread: what it writes then
+        # must not reach the drafts that ``score_group`` is given.
+        seen = rollout.freeze().thawed()
         try:
-            with Drafts([rollout]) as drafts:
+            with Drafts([seen]) as drafts:
                 with trace.span(name):
-                    await ask(algorithm.score_rollout, rollout, timeout_s=self._limit_s)
-                replaces = type(algorithm).replaces
-                drafts.check(rollout, _check_early_credit, replaces=replaces)
-                drafts.take(rollout)
+                    await ask(algorithm.score_rollout, seen, timeout_s=self._limit_s)
+                drafts.check(seen, _check_early_credit, replaces=type(algorithm).replaces)
+                drafts.take(seen)
+            rollout.amend(samples=seen.samples)
         except (UserCodeError, ValueError) as error:
             rollout.fail(f"task {self.name}: {name}: {error}", traceback=users_traceback(error))
         except Exception as error:  # noqa: BLE001 - of what an algorithm wrote, such as a tensor

@@ -513,7 +513,7 @@ def play(
                 seed=config.seed,
                 group_size=rollouts,
             )
-            group.failure = await task.score_group(group)
+            await task.score_group(group)
             return group
         finally:
             await task.close()
