@@ -16,6 +16,7 @@ from torchtitan.experiments.rl.ask.lag import TICK_S
 from torchtitan.experiments.rl.ask.threads import WorkerThreads
 from torchtitan.experiments.rl.batching.sample_checks import is_finite_number
 from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout, cause_of
+from torchtitan.experiments.rl.simulation.clock import run_virtually
 
 
 def test_cause_is_one_line_with_the_place():
@@ -426,6 +427,23 @@ async def test_late_code_may_clean_up_and_is_named_with_its_place():
     with pytest.raises(UserCodeTimeout, match=r"^Env.step: no answer within 0.05 s$") as late:
         await call_step(slow, timeout_s=0.05)
     assert cleaned == [True] and "slow (test_ask.py:" in late.value.where
+
+
+def test_calls_of_one_limit_are_late_each_in_its_own_time():
+    """Virtual time: three calls of 10 s begin at 0, 3 and 7 s, and the first ends at 5 s."""
+
+    async def late_at(begins_s: float, needs_s: float) -> float | None:
+        await asyncio.sleep(begins_s)
+        try:
+            await ask(asyncio.sleep, needs_s, timeout_s=10.0)
+        except UserCodeTimeout:
+            return asyncio.get_running_loop().time()
+        return None
+
+    async def main() -> list[float | None]:
+        return await asyncio.gather(late_at(0, 5), late_at(3, 60), late_at(7, 60))
+
+    assert run_virtually(main) == [None, pytest.approx(13, abs=0.01), pytest.approx(17, abs=0.01)]
 
 
 async def test_late_code_that_ignores_its_cancellation_is_abandoned(monkeypatch):

@@ -3,9 +3,8 @@
 A rollout is filled while it runs. When it has ended, `Freezable.freeze` makes the record and all
 that it holds read-only, and from then on everyone is given the same object: reward functions,
 rubrics, algorithms (but for ``score_rollout``, which is given a copy that is read-only too),
-filters, samplers, the recorder. Examples and completions are read-only
-earlier: before envs and turn loops are given them. Code that tries to change such a record fails in
-the line that tries::
+filters, samplers, the recorder. Examples and completions are read-only earlier: before envs and
+turn loops are given them. Code that tries to change such a record fails in the line that tries::
 
     rollout.reward = 1.0                 AttributeError
     rollout.turns.pop()                  TypeError

@@ -143,7 +143,7 @@ async def _ask_on_loop(
     task = call.start()
     try:
         try:
-            await call.ended_or_late(task)
+            await call.wait()
         except asyncio.CancelledError:
             # A task that is cancelled before its first step never runs: an env would not be closed.
             await asyncio.sleep(0)
@@ -204,15 +204,18 @@ class _LoopCall:
         self._blocked_in = ""
         """Function that this step was in, with file and line."""
         self._watch = watch_of_running_loop()
-        if timeout_s is not None:
+        self._ended_or_late = self._watch.loop.create_future()
+        if self._timeout_s != math.inf:
             self._watch.begin()
+            self._watch.calls_of(self._timeout_s).add(self)
         self._lag_before_s = self._watch.lag_s()
         self._began_at = self._watch.time()
         self._coroutine = self._run(function)
 
     def start(self) -> asyncio.Task[Outcome]:
         """Start the code in a task of its own."""
-        task = asyncio.create_task(self._coroutine)
+        task = self._watch.loop.create_task(self._coroutine)
+        task.add_done_callback(self.wake)
         self._watch.calls[task] = self
         return task
 
@@ -225,15 +228,18 @@ class _LoopCall:
         except BaseException as error:  # noqa: BLE001 - user code may raise or exit with anything
             return Outcome(error=error)
 
-    async def ended_or_late(self, task: asyncio.Task[Outcome]) -> None:
+    async def wait(self) -> None:
         """Wait until the code has ended or is late.
 
         Not by `asyncio.timeout`: its deadline can't be moved any more once it has come.
         """
-        left_s = self._timeout_s
-        while left_s > 0 and not task.done():
-            await asyncio.wait({task}, timeout=None if left_s == math.inf else left_s)
-            left_s = self._left_s()
+        await self._ended_or_late
+        self._watch.lag_s()  # blames the call if its last step held up the event loop
+
+    def wake(self, _: object = None) -> None:
+        """End the wait for the code."""
+        if not self._ended_or_late.done():
+            self._ended_or_late.set_result(None)
 
     @property
     def has_blocked(self) -> bool:
@@ -256,6 +262,7 @@ class _LoopCall:
         """Forget the call, which has ended or is abandoned."""
         self._watch.calls.pop(task, None)
         if self._timeout_s != math.inf:
+            self._watch.calls_of(self._timeout_s).remove(self)
             self._watch.end()
         # Not before it was stopped: its caller may be late meanwhile, and say where it waits.
         if self._caller is not None:
@@ -281,7 +288,7 @@ class _LoopCall:
         call: _LoopCall | None = self
         while call is not None:
             call._own_lag_s += seconds
-            left_s = call._left_s()
+            left_s = call.left_s()
             if left_s <= 0 < left_s + seconds:
                 call._blocked_s = seconds
                 call._blocked_in = place if call is self else with_owner(self._owner, place)
@@ -290,7 +297,7 @@ class _LoopCall:
         if has_blocked:
             BLOCKING.add()
 
-    def _left_s(self) -> float:
+    def left_s(self) -> float:
         """Return the seconds that are left of the limit: less than 0 if it is exceeded."""
         lag_s = self._watch.lag_s() - self._lag_before_s
         ran_s = self._watch.time() - self._began_at - (lag_s - self._own_lag_s)

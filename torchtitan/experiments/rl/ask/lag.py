@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torchtitan.experiments.rl.ask.stacks import frames_of_thread, place_in
+from torchtitan.experiments.rl.ask.threads import TIMER_S
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +31,17 @@ HOLD_S = 0.005
 """Lateness of a tick up to which the event loop counts as free."""
 
 
-class Blamed(Protocol):
-    """A call whose task held up the event loop."""
+class WatchedCall(Protocol):
+    """A call of user code that is open."""
 
     def blame(self, seconds: float, place: str) -> None:
         """Add lag that the call's own step caused, and the function that it was in."""
+
+    def left_s(self) -> float:
+        """Return the seconds that are left of the call's limit: less than 0 if it is exceeded."""
+
+    def wake(self) -> None:
+        """End the wait for the call, which is late."""
 
 
 @dataclass(slots=True)
@@ -47,13 +54,52 @@ class _Look:
     place: str
 
 
+class CallsOfLimit:
+    """The open calls that have one limit, and the timer that wakes those that are late.
+
+    They share a timer, because hundreds are open at once: with a timer for each, the event loop's
+    heap of timers took a fifth of the processor time of a rollout of one turn.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float):
+        self._loop = loop
+        self._limit_s = limit_s
+        self._calls: dict[WatchedCall, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, call: WatchedCall) -> None:
+        """Add a call that begins now."""
+        self._calls[call] = None
+        if self._timer is None:  # one that is set is due before this call can be late
+            self._timer = self._loop.call_later(self._limit_s, self._wake_late)
+
+    def remove(self, call: WatchedCall) -> None:
+        del self._calls[call]
+        if not self._calls and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wake_late(self) -> None:
+        """Wake the calls that are late, and look again when the next may be."""
+        self._timer = None
+        left_s = [call.left_s() for call in self._calls]
+        for call, left in zip(self._calls, left_s, strict=True):
+            if left <= 0:
+                call.wake()
+        next_s = min((left for left in left_s if left > 0), default=None)
+        if next_s is not None:
+            # A clock in virtual time would not advance by less than a float can add to it.
+            self._timer = self._loop.call_later(max(next_s, TIMER_S), self._wake_late)
+
+
 class LoopWatch:
     """Watch of one event loop. Made in the loop's thread, and used there."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
-        self.calls: dict[asyncio.Task[Any], Blamed] = {}
+        self.calls: dict[asyncio.Task[Any], WatchedCall] = {}
         """Open calls by the task that runs their code."""
+        self._limits: dict[float, CallsOfLimit] = {}
         self._lag_s = 0.0
         self._due = math.inf
         """`time.monotonic` at which the next tick is due."""
@@ -82,6 +128,13 @@ class LoopWatch:
             self._due = now  # the tick is overdue and runs next
             self._blame(looks, since, now)
         return self._lag_s
+
+    def calls_of(self, limit_s: float) -> CallsOfLimit:
+        """Return the open calls that have this limit."""
+        calls = self._limits.get(limit_s)
+        if calls is None:
+            calls = self._limits[limit_s] = CallsOfLimit(self.loop, limit_s)
+        return calls
 
     def begin(self) -> None:
         """Watch the loop until `end` was called as often as this."""

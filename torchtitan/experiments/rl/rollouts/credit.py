@@ -6,8 +6,8 @@
         drafts.take(rollout)               the drafts become read-only, and stay
 
 A rollout whose drafts were not taken gets its samples back: an algorithm that fails, or that
-changes what it may not, leaves them as they were. ``Algorithm.score_rollout`` is given a copy of its
-rollout with drafts, and the rollout takes them from the copy (`Task.credit_rollout`).
+changes what it may not, leaves them as they were. ``Algorithm.score_rollout`` is given a copy of
+its rollout with drafts, and the rollout takes them from the copy (`Task.credit_rollout`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
