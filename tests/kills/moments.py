@@ -30,7 +30,7 @@ LATEST_S: dict[Moment, float] = {
     "training": 0.5,
     "weight update": 0.03,
     "checkpoint": 0.15,
-    "shutdown": 1.0,
+    "shutdown": 0.4,
     "rebuild": BUILD_S,
 }
 """How long after its first sign each moment lasts, at the most."""
