@@ -1,10 +1,10 @@
 """Records that become read-only, for good, when what they describe has ended.
 
 A rollout is filled while it runs. When it has ended, `Freezable.freeze` makes the record and all
-that it holds read-only, and from then on everyone is given the same object: reward functions,
-rubrics, algorithms (but for ``score_rollout``, which is given a copy that is read-only too),
-filters, samplers, the recorder. Examples and completions are read-only earlier: before envs and
-turn loops are given them. Code that tries to change such a record fails in the line that tries::
+that it holds read-only. From then on everyone is given the same object: reward functions, rubrics,
+``Algorithm.score_group``, filters, samplers, the recorder. ``Algorithm.score_rollout`` is given a
+copy, which is read-only too. Examples and completions are read-only earlier: before envs and turn
+loops are given them. Code that tries to change such a record fails in the line that tries::
 
     rollout.reward = 1.0                 AttributeError
     rollout.turns.pop()                  TypeError
@@ -62,8 +62,8 @@ class Freezable:
     def amend(self, **values: Any) -> None:  # noqa: ANN401 - of the record's own fields
         """Set fields of a record that may be frozen.
 
-        For the code that owns the record, such as the task that scores its own rollouts. A frozen
-        record's new values become read-only too.
+        For the code that owns the record, such as the task that scores its own rollouts. The new
+        values of a frozen record become read-only too (`read_only`): records among them in place.
         """
         for name, value in values.items():
             object.__setattr__(self, name, read_only(value) if self.frozen else value)
@@ -93,10 +93,11 @@ class Freezable:
 def read_only(value: Any) -> Any:  # noqa: ANN401 - anything that a record may hold
     """Return a value that can't be changed in place.
 
-    A dict or list becomes a read-only copy, a writable array a read-only view of its memory, and a
-    `Freezable` record is made read-only in place. Any other object, such as one of a user's class
-    or of a subclass of dict, is returned as it is: a copy would lose its class. So is a
-    `ReadOnlyDict` or `ReadOnlyList`, whatever it holds. See `read_only_data` for messages.
+    A dict, list or tuple becomes a copy whose entries are read-only, a writable array a read-only
+    view of its memory, and a `Freezable` record is made read-only in place. Any other object is
+    returned as it is, and what it holds stays writable: one of a user's class, or of a subclass of
+    dict or tuple, whose copy would lose its class. A `ReadOnlyDict` or `ReadOnlyList` is returned
+    as it is too, and its entries are not looked at. See `read_only_data` for messages.
     """
     freeze = _FREEZE.get(type(value))
     if freeze is not None:

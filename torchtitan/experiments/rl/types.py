@@ -43,27 +43,29 @@ class Stream:
     dtype: type[np.generic]
     """Element type. If ``dims`` is above 0, a sample may have a wider one."""
     fill: float
-    """Value on padding, and on every token of a sample that lacks the stream, unless ``like`` names
-    another. -1 stands for the largest value of an unsigned ``dtype``."""
+    """Value on padding, and, if ``like`` is None, on every token of a sample that lacks the stream.
+    -1 stands for the largest value of an unsigned ``dtype``."""
     in_loss: bool
-    """True if a loss of the library reads the stream, as a value or as a mask; a test holds the
-    losses to it. The model and the metrics may read any stream."""
+    """True if a loss of the library reads the stream, as a value or as a mask. A test checks that
+    the losses read these streams and no others. The model and the metrics may read any stream."""
     credit: bool = False
-    """True if algorithms may write the stream. Rollouts fail if their algorithm changes any other
-    stream, but for those that ``Algorithm.replaces`` names."""
+    """True if algorithms may write the stream. ``Algorithm.score_rollout`` may also write the
+    streams that ``Algorithm.replaces`` names. An algorithm that changes any other stream fails its
+    rollout in ``score_rollout``, and every rollout of its group in ``score_group``."""
     like: str | None = None
-    """Name of another stream, whose values a batch has for a sample that lacks this one. None if it
-    has ``fill`` then."""
+    """Name of another stream. A sample that lacks this stream gets the values of the other one in
+    a batch. If None, the sample gets ``fill``."""
     dims: int = 0
-    """Number of further dimensions of each token's entry. Samples set their sizes. A batch in which
-    no sample has the stream uses size 0."""
+    """Number of dimensions of each token's entry; 0 for a number. The samples' arrays decide the
+    sizes of these dimensions. They are 0 in a batch in which no sample has the stream."""
 
     def padding(self, length: int, given: np.ndarray | None) -> np.ndarray:
         """Return padding for ``length`` tokens.
 
         Args:
-            given: the stream of some sample. If ``dims`` is above 0, the padding takes its dtype
-                and sizes.
+            given: some array of the stream that the padding goes with; None if there is none. If
+                ``dims`` is above 0, the padding has the dtype of this array and the sizes of its
+                entries.
         """
         dtype, sizes = np.dtype(self.dtype), (0,) * self.dims
         if given is not None and self.dims > 0:
@@ -230,7 +232,7 @@ class PrefixTrees:
 
         Args:
             values: [B, L, ...].
-            mask: bool [B, L], True on the selected tokens.
+            mask: bool [B, L], True on the selected tokens. False wherever ``slots`` is -1.
             otherwise: value of a token that stands for no selected one.
 
         Returns:
@@ -275,11 +277,12 @@ class TrainingBatch(TokenStreams["torch.Tensor", "torch.Tensor"]):
     temperatures: torch.Tensor
     """float32 [B, L]. 1 on padding."""
     task_ids: torch.Tensor
-    """int32 [B, L]. Index into ``task_names``; -1 on padding. Only metrics read it."""
+    """int32 [B, L]. Index into ``task_names``; -1 on padding. Only metrics tell tasks apart by it;
+    the model tells padding by it."""
     task_names: tuple[str, ...]
     trees: PrefixTrees | None = None
-    """Layout of these rows with each shared prefix once. If set, the model computes it instead.
-    None if no sample shares a prefix."""
+    """Layout of these rows with each shared prefix once. If set, the model computes the rows of the
+    layout in place of the batch's own. None if no sample shares a prefix."""
     adapter: str = ""
     """Name of the adapter that every sample in this batch trains."""
     conditioned: PrefixTrees | None = None

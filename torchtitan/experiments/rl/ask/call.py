@@ -6,19 +6,20 @@ The call ends in the function's value, in a `UserCodeError`, or in a `UserCodeTi
 
 1. A call has one limit. An async function that is late is cancelled and, if it ignores that for
    `CANCEL_GRACE_S`, abandoned. A sync function runs in a daemon thread, which can only be
-   abandoned; `ask/child.py` runs functions in a process that can be killed. A sync function may
-   return an awaitable, which then has the limit anew.
+   abandoned; `ask/child.py` runs functions in a process that can be killed. If a sync function
+   returns an awaitable, awaiting it has the whole limit again.
 2. An async function runs in an asyncio task of its own. A ``sys.exit()`` inside it would otherwise
    stop the event loop, and a CancelledError that it raised would be taken for the caller's.
 3. A cancellation of the caller passes through, after the user's code was cancelled too.
 4. A late call says where it waits: in the innermost of the user's functions, with file and line.
-5. The deadline moves by the time that other code held up the event loop (`ask/lag.py`). Calls that
-   a call makes belong to it; asyncio tasks that its code starts itself are other code.
+5. The deadline moves by the time that other code held up the event loop (`ask/lag.py`). What a call
+   asks in turn belongs to it. An asyncio task that its code starts by itself is other code.
 
 An async function that blocks without awaiting, by ``time.sleep`` or a sync HTTP request, holds up
 every rollout on the event loop, and no limit can interrupt it. If it blocks beyond its limit, the
-call is late all the same, names the function that blocked, and is counted in `BLOCKING`. Such code
-belongs in a sync function or in ``asyncio.to_thread``.
+call is counted in `BLOCKING`, and is late even if it returns a value: its error names the function
+that blocked. A call that blocks and then raises ends in what it raised. Such code belongs in a sync
+function or in ``asyncio.to_thread``.
 """
 
 import asyncio
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 CANCEL_GRACE_S = 1.0
 """Seconds that cancelled code may take to unwind before it is abandoned."""
 CANCELLED_ITSELF = "CancelledError: raised by the code itself"
+"""Cause of the failure of code that raised CancelledError, and that its caller did not cancel."""
 MAX_FRAMES = 20
 """Number of innermost frames by which failures are told apart: an endless recursion would otherwise
 be a new kind of failure at each depth."""
@@ -55,7 +57,10 @@ MAX_KINDS = 1000
 
 
 class BlockingCalls:
-    """Counter of the calls that held up the event loop beyond their limit."""
+    """Counter of the calls that held up the event loop beyond their limit.
+
+    A step that exceeds the limits of several calls, one of which made the next, counts once.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -98,8 +103,9 @@ async def ask(
         owner: name of the code for errors, such as "Maze.step_message": begins their message.
 
     Raises:
-        UserCodeTimeout: it took longer, or blocked the event loop beyond its limit.
-        UserCodeError: it raised anything, SystemExit and CancelledError included.
+        UserCodeTimeout: the function took longer, or returned after it blocked the event loop
+            beyond its limit.
+        UserCodeError: the function raised anything, SystemExit and CancelledError included.
         asyncio.CancelledError: the caller was cancelled.
     """
     try:
@@ -167,7 +173,10 @@ async def _ask_on_loop(
 
 
 async def _stop(task: asyncio.Task[Outcome]) -> None:
-    """Cancel user code, and abandon it if it takes longer than `CANCEL_GRACE_S` to end."""
+    """Cancel user code, and abandon it if it takes longer than `CANCEL_GRACE_S` to end.
+
+    What the code returns or raises after that is dropped.
+    """
     if task.done():
         return
     task.cancel()
@@ -185,8 +194,9 @@ class _Place(Protocol):
 class _LoopCall:
     """A call of an async function.
 
-    It has no reference to its task, whose context has one to the call: such a circle would leave
-    every task to the garbage collector, which then holds up the event loop.
+    The context of the call's task refers to the call (`_CALLER`). So the call does not refer to its
+    task: such a circle would leave every task to the garbage collector, which then holds up the
+    event loop.
     """
 
     def __init__(self, function: Callable[[], Awaitable[Any]], timeout_s: float | None, owner: str):
@@ -273,7 +283,10 @@ class _LoopCall:
         return self._place_inside() or with_owner(self._owner, self._own_place())
 
     def _place_inside(self) -> str:
-        """Return where the latest call waits that the code has made; empty if there is none."""
+        """Return where the code's latest open call waits, of those whose place is known.
+
+        Empty if there is none.
+        """
         for inner in reversed(self.inner):
             if place := inner.place():
                 return place
@@ -283,13 +296,16 @@ class _LoopCall:
         return place_in(frames_of_coroutine(self._coroutine))
 
     def blame(self, seconds: float, place: str) -> None:
-        """Take the blame for lag that a step of this call caused; see `ask/lag.py`."""
+        """Count lag that a step of this call caused against its limit, and those of its callers.
+
+        See `ask/lag.py`.
+        """
         has_blocked = False
         call: _LoopCall | None = self
         while call is not None:
             call._own_lag_s += seconds
             left_s = call.left_s()
-            if left_s <= 0 < left_s + seconds:
+            if left_s <= 0 < left_s + seconds:  # the limit ran out in this step
                 call._blocked_s = seconds
                 call._blocked_in = place if call is self else with_owner(self._owner, place)
                 has_blocked = True
@@ -298,7 +314,10 @@ class _LoopCall:
             BLOCKING.add()
 
     def left_s(self) -> float:
-        """Return the seconds that are left of the limit: less than 0 if it is exceeded."""
+        """Return the seconds that are left of the limit; 0 or less if the call is late.
+
+        They are `TIMER_S` fewer than the limit has, so that a timer that is early finds it late.
+        """
         lag_s = self._watch.lag_s() - self._lag_before_s
         ran_s = self._watch.time() - self._began_at - (lag_s - self._own_lag_s)
         return self._timeout_s - ran_s - TIMER_S
@@ -341,8 +360,9 @@ _LOGGED_KINDS: set[tuple[Any, ...]] = set()
 def log_first(error: BaseException) -> None:
     """Log the traceback of an error of user code, unless one of its kind was logged before.
 
-    Errors are of one kind if they have the same type and come from the same lines. An error that
-    the library made of another is left out: the other was logged where it was caught.
+    Errors are of one kind if they have the same type and come from the same lines. The
+    CancelledError of async code arrives without its traceback, so there is one kind of it. An error
+    that the library made of another is left out: the other was logged where it was caught.
     """
     is_made = isinstance(error, UserCodeError)
     if is_made or not logger.isEnabledFor(logging.INFO):  # the preflight has no log

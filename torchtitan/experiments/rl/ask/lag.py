@@ -5,9 +5,12 @@
 
 A timer of the loop ticks every `TICK_S`, and the time by which a tick is late is lag. A step that
 blocks can't be interrupted and can't measure itself, so a thread looks at the loop as often: while
-a tick is overdue, it notes which asyncio task runs, and in which function. Lag for which it saw no
-task was caused by many short steps. No call is blamed for that, so the deadline of every call moves
-by it.
+a tick is overdue, it notes which asyncio task runs, and in which function. The time since the look
+before is that task's, and its call is blamed for it: its deadline stays, and the deadline of every
+other call moves. If no look saw the task of a call, no call is blamed, and every deadline moves.
+
+This is a sample, not a measurement. Of many short steps a look sees one, whose call is blamed for
+the others too.
 
 Both run only while a call with a limit is open. They take about 0.1 % of a core.
 """
@@ -26,7 +29,8 @@ from torchtitan.experiments.rl.ask.threads import TIMER_S
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.02
-"""Seconds between two ticks, and between two looks of the thread: a shorter block may go unseen."""
+"""Seconds between two ticks, and between two looks of the thread. A shorter block may go unseen. Up
+to this much of a longer one, from its begin to the time at which a tick is due, is not lag."""
 HOLD_S = 0.005
 """Lateness of a tick up to which the event loop counts as free."""
 
@@ -35,10 +39,14 @@ class WatchedCall(Protocol):
     """A call of user code that is open."""
 
     def blame(self, seconds: float, place: str) -> None:
-        """Add lag that the call's own step caused, and the function that it was in."""
+        """Count lag that the call's own step caused against the call's limit.
+
+        Args:
+            place: function that the step was in, with file and line; empty if not known.
+        """
 
     def left_s(self) -> float:
-        """Return the seconds that are left of the call's limit: less than 0 if it is exceeded."""
+        """Return the seconds that are left of the call's limit; 0 or less if the call is late."""
 
     def wake(self) -> None:
         """End the wait for the call, which is late."""
@@ -51,7 +59,9 @@ class _Look:
     at: float
     """`time.monotonic` of the latest look at this step."""
     task: "asyncio.Task[Any] | None"
+    """Task whose step it is; None for a callback."""
     place: str
+    """Function that the step was in at the latest look; empty if not known."""
 
 
 class CallsOfLimit:
@@ -59,6 +69,10 @@ class CallsOfLimit:
 
     They share a timer, because hundreds are open at once: with a timer for each, the event loop's
     heap of timers took a fifth of the processor time of a rollout of one turn.
+
+    The timer is never due after the first deadline. It may be due before: the call it was set for
+    has ended, or lag has moved the deadlines. It then is set again. A call that was woken stays
+    until `remove`, and needs no timer.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float):
@@ -70,10 +84,13 @@ class CallsOfLimit:
     def add(self, call: WatchedCall) -> None:
         """Add a call that begins now."""
         self._calls[call] = None
-        if self._timer is None:  # one that is set is due before this call can be late
+        # A timer that is set is due by the deadline of a call that began before. This call has the
+        # same limit, so its deadline is later.
+        if self._timer is None:
             self._timer = self._loop.call_later(self._limit_s, self._wake_late)
 
     def remove(self, call: WatchedCall) -> None:
+        """Remove a call that has ended or is abandoned, whether it was woken or not."""
         del self._calls[call]
         if not self._calls and self._timer is not None:
             self._timer.cancel()
@@ -88,7 +105,8 @@ class CallsOfLimit:
                 call.wake()
         next_s = min((left for left in left_s if left > 0), default=None)
         if next_s is not None:
-            # A clock in virtual time would not advance by less than a float can add to it.
+            # Not less than TIMER_S: adding a few 1e-17 s to a clock in virtual time leaves it where
+            # it is, and the timer would fire for ever.
             self._timer = self._loop.call_later(max(next_s, TIMER_S), self._wake_late)
 
 
@@ -100,6 +118,8 @@ class LoopWatch:
         self.calls: dict[asyncio.Task[Any], WatchedCall] = {}
         """Open calls by the task that runs their code."""
         self._limits: dict[float, CallsOfLimit] = {}
+        """Calls by their limit in seconds. Limits come from the config, so they are few, and none
+        is ever removed."""
         self._lag_s = 0.0
         self._due = math.inf
         """`time.monotonic` at which the next tick is due."""
@@ -117,7 +137,11 @@ class LoopWatch:
         return time.monotonic()
 
     def lag_s(self) -> float:
-        """Return the seconds that the loop was held up so far, and blame the calls that did it."""
+        """Return the seconds that the loop was held up so far, and blame the calls that did it.
+
+        Only a tick that is more than `HOLD_S` late counts. If a step calls this while it holds up
+        the loop, its time so far counts now, and the rest later.
+        """
         now = time.monotonic()
         late_s = now - self._due
         if late_s > HOLD_S:
@@ -137,7 +161,7 @@ class LoopWatch:
         return calls
 
     def begin(self) -> None:
-        """Watch the loop until `end` was called as often as this."""
+        """Watch the loop until `end` has been called as often as this."""
         with self._lock:
             self._users += 1
             if self._watcher is None:
@@ -150,7 +174,11 @@ class LoopWatch:
             self._users -= 1
 
     def _start_watcher(self) -> None:
-        """Start the thread. Without it limits hold all the same, and nobody is blamed for lag."""
+        """Start the thread, if the process can.
+
+        Without it no call is blamed for lag. Limits still hold, but every deadline moves by all of
+        the lag, so a call that blocks the event loop is not late for that.
+        """
         watcher = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
         try:
             watcher.start()
@@ -174,7 +202,8 @@ class LoopWatch:
     def _blame(self, looks: list[_Look], since: float, now: float) -> None:
         """Share out lag, from ``since`` to ``now``, among the calls that were seen to cause it.
 
-        The time up to a look is that of the call which it saw, and the rest that of the last one.
+        The time up to a look is that of the call which it saw, and the time after the last look is
+        that of the call which this one saw.
         """
         for look in looks:
             until = now if look is looks[-1] else look.at
@@ -196,6 +225,11 @@ class LoopWatch:
                 self._look(now)
 
     def _look(self, now: float) -> None:
+        """Note the step that runs. Runs in the thread.
+
+        If the step ends meanwhile, its look may have the next step's place. If `lag_s` takes the
+        looks meanwhile, this one is lost or, because of its time, ignored.
+        """
         task = asyncio.current_task(self.loop)
         looks = self._looks
         place = place_in(frames_of_thread(self._loop_thread))

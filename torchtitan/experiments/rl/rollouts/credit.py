@@ -6,8 +6,12 @@
         drafts.take(rollout)               the drafts become read-only, and stay
 
 A rollout whose drafts were not taken gets its samples back: an algorithm that fails, or that
-changes what it may not, leaves them as they were. ``Algorithm.score_rollout`` is given a copy of
-its rollout with drafts, and the rollout takes them from the copy (`Task.credit_rollout`).
+changes what it may not, leaves them as they were. After ``score_group`` the task takes drafts only
+when those of all rollouts with a reward have passed `Drafts.check`, so one bad draft fails the
+group.
+
+``Algorithm.score_rollout`` is given a copy of its rollout with drafts, and the rollout gets its
+credit from the copy (`Task.credit_rollout`). A call that is late may go on writing to the copy.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -27,7 +31,7 @@ _SAMPLE_FIELDS = tuple(field.name for field in fields(TrainingSample))
 class Drafts:
     """Context manager that puts drafts, which can be written, in the place of rollouts' samples.
 
-    The rollouts become read-only when it is made, and stay so: only their drafts can be written.
+    The constructor makes the rollouts read-only, for good: only their drafts can be written.
     """
 
     def __init__(self, rollouts: Sequence[Rollout]):
@@ -60,19 +64,22 @@ class Drafts:
         *,
         replaces: Collection[str] = (),
     ) -> None:
-        """Raise if an algorithm has written to a rollout's drafts what the rollout can't take.
+        """Raise if the drafts of a rollout can't become its samples; convert what may be set.
 
-        Streams that the algorithm may set get their declared dtype. Of other fields it is enough to
-        see that they are the same objects: their arrays are read-only.
+        Each stream that the algorithm may set gets its declared dtype. Every other field of a draft
+        must be the same object as in the sample: an equal value is refused too. No array has to be
+        compared for that, because those that a draft shares with its sample are read-only.
 
         Args:
-            check_sample: raises ValueError if a sample can't be trained on, and gives the credit
-                streams their dtype.
+            check_sample: raises if a sample can't be trained on, and gives the credit streams their
+                dtype.
             replaces: fields that the algorithm may set beside the credit streams
-                (`Algorithm.replaces`).
+                (`Algorithm.replaces`); none for ``score_group``.
 
         Raises:
-            ValueError: the algorithm has set another field, or ``check_sample`` refuses a sample.
+            ValueError: the algorithm has set another field, or a stream is not one number for each
+                token.
+            Exception: whatever ``check_sample`` raises.
         """
         samples = self._samples[rollout.rollout_id]
         for index, (sample, draft) in enumerate(zip(samples, rollout.samples, strict=True)):
@@ -87,14 +94,17 @@ class Drafts:
             check_sample(draft)
 
     def take(self, rollout: Rollout) -> None:
-        """Make the drafts of a rollout its read-only samples. The caller has checked them."""
+        """Make the drafts of a rollout its read-only samples. The caller has checked them.
+
+        Arrays that the algorithm has set are copied, because it may write to its own again.
+        """
         samples = self._samples[rollout.rollout_id]
         for sample, draft in zip(samples, rollout.samples, strict=True):
             for name in _SAMPLE_FIELDS:
                 values = getattr(draft, name)
                 is_new = values is not getattr(sample, name)
                 if is_new and isinstance(values, np.ndarray):
-                    setattr(draft, name, values.copy())  # the algorithm may use its array again
+                    setattr(draft, name, values.copy())
             draft.freeze()
         self._taken.add(rollout.rollout_id)
 
@@ -105,9 +115,9 @@ def _set_samples(rollout: Rollout, samples: Iterable[TrainingSample]) -> None:
 
 
 def _draft(sample: TrainingSample) -> TrainingSample:
-    """Return a copy of the sample whose fields and credit streams can be written.
+    """Return a copy of the sample. Its fields can be set, and its credit streams written in place.
 
-    The arrays of other streams are shared, and are read-only.
+    Its other arrays are those of the sample, which are read-only.
     """
     draft = sample.thawed()
     for name in CREDIT_STREAMS:

@@ -16,16 +16,18 @@ from torchtitan.experiments.rl.types import ROLE_IDS, STREAMS, TrainingSample
 FINISH_REASONS = ("stop", "length", "abort")
 
 LOGPROB_ROUNDING = 1e-2
-"""Largest log-probability that is accepted: the rounding of half precision may lift one above 0."""
+"""Largest log-probability that is accepted: the rounding of half precision may lift one above 0.
+The sample keeps such a value as it is."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TurnSpan:
     """Position of one turn in its rollout's samples.
 
-    Tokens ``[new, completion)`` of the sample are what the turn's prompt added to the turn before,
-    tokens ``[completion, end)`` its completion. ``new`` is 0 in a sample's first turn. A position
-    in the turn's prompt is the same position in the sample.
+    Tokens ``[completion, end)`` of the sample are the turn's completion. Tokens
+    ``[new, completion)`` are those of its prompt that the previous turn of the sample does not
+    have, the completions of untrained turns in between included. ``new`` is 0 in a sample's first
+    turn. A position in the turn's prompt is the same position in the sample.
     """
 
     sample: int
@@ -58,6 +60,9 @@ def checked_completion(completion: Completion) -> Completion:
 
 def check_completion(completion: Completion) -> None:
     """Raise if a completion can't be trained on.
+
+    A completion without tokens passes. The number of routes is checked where the prompt is known
+    (`samples_from_turns`).
 
     Raises:
         ValueError: the value is no Completion; its streams are not aligned or not numbers; its
@@ -153,10 +158,10 @@ def samples_from_turns(
     Every sampled token of a turn that is trained (``RolloutTurn.untrained`` is None) is in exactly
     one sample's loss mask. Where a later prompt repeats it in a new sample, it is context.
 
-    The route of a token is that of the first turn that had the token as an input: the
-    log-probabilities after it were computed with that route. A later turn that computed the token
-    again, because the cache had lost it or the weights had changed, gives only routes of new
-    tokens.
+    The route of a token is that of the first turn with routes that had the token as an input: the
+    log-probabilities after it were computed with that route. A later turn may have computed the
+    token again, because the cache had lost it or the weights had changed. Of that turn, only the
+    routes of new tokens are used. So a route that the first turn left out stays unknown.
 
     Raises:
         ValueError: the streams of a completion differ in length, or it has routes of more tokens

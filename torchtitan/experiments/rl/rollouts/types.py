@@ -132,9 +132,9 @@ class RolloutTurn(Freezable):
     env_s: float = 0.0
     """Seconds that the env took to answer, and in the first turn also to reset."""
     untrained: str | None = None
-    """Reason why the completion is left out of the training samples; None if it is not. A
-    completion without tokens is in none, and has no reason. "undelivered", for example, says that
-    the completion never reached the agent."""
+    """Reason why the completion is left out of the training samples, such as "undelivered": it
+    never reached the agent. None if the completion is trained, and if it has no tokens: no sample
+    has such a completion, and none needs a reason for that."""
     call: dict[str, Any] | None = None
     """Facts of an agent's call; None for an env's turn. ``chain`` is the index of the
     conversation's branch, in the order in which branches began, and ``depth`` the number of turns
@@ -146,8 +146,8 @@ class RolloutTurn(Freezable):
 class Rollout(Freezable):
     """One env from its reset to a terminal status.
 
-    A rollout that has ended is read-only. While an algorithm gives it credit, drafts that can be
-    written are in the place of its samples (`rollouts/credit.py`).
+    A rollout that has ended is read-only. While an algorithm gives credit, ``samples`` of the
+    rollout that it is given are drafts, which can be written (`rollouts/credit.py`).
 
     ``str(rollout)`` leaves out the example and the turns, so don't look for an answer in it.
     """
@@ -162,7 +162,7 @@ class Rollout(Freezable):
     reward: float | None = None
     """Total reward. None until the rollout is scored. It stays or becomes None if the rubric gives
     none, if a reward function or ``Algorithm.score_group`` fails, or if the rollout got no credit.
-    The group's statistics leave out a rollout without one."""
+    The group's statistics leave out a rollout without a reward."""
     reward_components: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
@@ -182,11 +182,11 @@ class Rollout(Freezable):
     """Number of an agent's calls by outcome: "answered", "undelivered", "auxiliary", "frozen
     model", "aborted", "lost", "refused".
 
-    Beside these, "retried" counts repeats of a call. "wish/FIELD" counts calls with a field that is
-    only a wish (WISHES in gateway/request.py) and asks for something else than the task's setting,
-    and "unmet/FIELD" those of them whose answer shows that it was not met. "noise/NAME" counts
-    texts left out of prompts, and "control_tokens" calls whose messages hold the text of a control
-    token."""
+    Beside these, "retried" counts repeats of a call. "wish/FIELD" counts calls in which a field
+    that need not be honoured (WISHES in gateway/request.py) asks for something else than the task's
+    setting. "unmet/FIELD" counts the calls among these whose answer shows that the field was not
+    honoured. "noise/NAME" counts texts left out of prompts, and "control_tokens" calls whose
+    messages hold the text of a control token."""
 
     @property
     def rollout_id(self) -> str:
@@ -196,8 +196,10 @@ class Rollout(Freezable):
     def last_turn(self) -> RolloutTurn | None:
         """Turn in which the policy spoke last; None if there is none.
 
-        ``turns`` of an agent are in the order of its conversations. So the last of them may have
-        been sampled before others, and may be of a frozen model or of a call that is not trained.
+        It need not be ``turns[-1]``. An agent's turns are in the order of its conversations, so the
+        last one may have been sampled before others. Turns with a reason in ``untrained``, such as
+        those of a frozen model, are passed over. A turn whose completion was aborted before its
+        first token counts.
         """
         spoken = [turn for turn in self.turns if turn.untrained is None]
         return max(
@@ -208,6 +210,7 @@ class Rollout(Freezable):
 
     @property
     def completion_tokens(self) -> int:
+        """Number of tokens in the completions of all turns, whether they are trained or not."""
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
     def fail(
@@ -215,15 +218,17 @@ class Rollout(Freezable):
     ) -> None:
         """Mark the rollout as failed, with no reward, also after it has ended.
 
-        A rubric calls it for a rollout that can't be scored.
+        A rubric calls it for a rollout that can't be scored. ``Algorithm.score_rollout`` raises
+        instead: it is given a copy, whose failure does not reach the rollout.
 
         Args:
             cause: text of one line, not an exception; begins with the name of what failed.
-            status: ``RolloutStatus.ERROR``, ``TIMEOUT`` or ``ABORTED``, not its text.
+            status: ``RolloutStatus.ERROR``, ``TIMEOUT`` or ``ABORTED``. Another status, such as
+                ``COMPLETED``, would be wrong, but is not refused.
             traceback: frames of the user's code, if it raised.
 
         Raises:
-            ValueError: there is no such status.
+            ValueError: ``status`` is no RolloutStatus.
         """
         self.amend(
             status=RolloutStatus(status),
@@ -235,13 +240,17 @@ class Rollout(Freezable):
     def assign_advantages(self, value: float | Sequence[float]) -> None:
         """Give every sampled token its advantage.
 
+        Only an algorithm can call this, because the samples are read-only outside of it.
+
         Args:
             value: one number for all sampled tokens, or a sequence with a number for each, in the
                 order of ``samples``, which is that of ``turns``: of an env's in the order of
                 sampling, of an agent's in the order of its conversations.
 
         Raises:
-            ValueError: ``value`` is neither, or a number is not finite in float32.
+            ValueError: ``value`` is neither one number nor one for each sampled token, or a number
+                is not finite in float32. The samples stay as they were.
+            AttributeError: the samples are read-only.
         """
         counts = [int(np.count_nonzero(sample.loss_mask)) for sample in self.samples]
         advantages = self._checked_advantages(value, sum(counts))
@@ -284,9 +293,10 @@ class RolloutGroup(Freezable):
     data_sample: DataSample = field(repr=False)
     rollouts: list[Rollout]
     admitted_version: int = 0
-    """Policy version that the generators held when the group's rollouts began. The pacer counts the
-    group's age from a version of its own (`loops/pacing.py`), which may be an older one: the group
-    waits for its example in between."""
+    """Policy version that the generators held when the group's rollouts began.
+
+    The pacer counts the group's age from ``PacedGroup.admitted_version`` (`loops/pacing.py`), which
+    may be older: the pacer admits the group first, and the group then waits for its example."""
     failure: str | None = None
     """Reason why the group can't be trained on, in one line; None if it can."""
     credit_s: float = 0.0
@@ -324,7 +334,10 @@ def counted_in(costs: dict[str, float]) -> Iterator[None]:
 
 
 def add_cost(name: str, amount: float) -> None:
-    """Add a cost to the group that is being run or scored; do nothing outside a group."""
+    """Add a cost to the group that is being run or scored; do nothing outside a group.
+
+    Nothing guards the sum: two threads that add to one cost at the same time may lose an amount.
+    """
     costs = _COSTS.get()
     if costs is not None:
         costs[name] = costs.get(name, 0.0) + amount
