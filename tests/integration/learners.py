@@ -197,6 +197,12 @@ def step(learner: Learner) -> dict[str, torch.Tensor]:
     return parameters(learner)
 
 
+ONE_STEP = 3e-5
+"""How far apart a parameter may be after one step of Adam with a learning rate of 1e-3. Adam divides
+each gradient by its own size, so rounding of a gradient near 0, which differs between kinds of
+processors, moves a single parameter by some percent of the step."""
+
+
 def assert_same(left, right, *, rtol: float, atol: float) -> None:
     assert left.keys() == right.keys()
     for name in left:

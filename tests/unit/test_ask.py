@@ -486,6 +486,26 @@ async def test_cancellation_of_the_caller_reaches_the_code_and_then_the_caller(s
     assert seen == [True] and task.cancelled()
 
 
+async def test_second_cancellation_of_the_caller_leaves_no_code_running():
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def waits():
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    task = asyncio.create_task(ask(waits, timeout_s=3600))
+    await begun.wait()
+    task.cancel()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.wait_for(ended.wait(), 60)
+
+
 async def test_cancellation_of_the_call_around_ends_code_that_swallows_it():
     begun, after = asyncio.Event(), []
 

@@ -229,6 +229,17 @@ async def test_score_rollout_that_goes_on_after_its_limit_gives_no_credit(build,
     assert sample.ce_weights is None and set(sample.advantages) == {0.0, 1.0}
 
 
+class Failing(Algorithm):
+    async def score_rollout(self, rollout):
+        rollout.fail("no credit for it")
+
+
+async def test_rollout_that_score_rollout_fails_has_failed(build, tokenizer):  # noqa: F811
+    task = build(algorithm=Failing.Config(), group_size=1, min_group_size=1)
+    (rollout,) = (await run(task, ScriptedPolicy(tokenizer))).rollouts
+    assert rollout.status is RolloutStatus.ERROR and rollout.error == "no credit for it"
+
+
 class Paying(GRPO):
     """GRPO that asks a judge, which costs something."""
 

@@ -391,3 +391,13 @@ async def test_a_teachers_answer_is_rendered_for_the_policy_and_trained_on(rende
             "be brief",
             "2 + 2?",
         ]
+
+
+def test_rows_with_tools_are_refused_for_a_teacher_that_would_not_be_given_them(renderer):
+    tool = {"type": "function", "function": {"name": "search", "parameters": {}}}
+    row = {"messages": [{"role": "user", "content": "2 + 2?"}], "tools": [tool]}
+    teacher = FrozenModel(name="any", base_url="http://127.0.0.1:9/v1")
+    task = task_of(renderer, row, teacher=teacher)
+    with pytest.raises(ConfigError) as refused:
+        task.check_examples(field="tasks.chats")
+    assert "its 'tools' would not reach the teacher" in refused.value.lines[0]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -255,6 +256,27 @@ async def test_an_agent_none_of_whose_calls_was_answered_has_failed(renderer, to
     )
 
 
+async def test_an_agent_whose_only_completion_was_aborted_has_failed(renderer, tokenizer):
+    class Aborting(Policy):
+        def session(self, **options):
+            session = super().session(**options)
+            generate = session.generate
+
+            async def aborted(*arguments, **options):
+                return replace(await generate(*arguments, **options), finish_reason="abort")
+
+            session.generate = aborted
+            return session
+
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            assert (await ask([HELLO]))[0] == 500
+
+    rollout = await run_agent(agent, Aborting(tokenizer, "ok"), renderer)
+    assert rollout.status is RolloutStatus.ERROR and "none of its calls" in rollout.error
+    assert [turn.untrained for turn in rollout.turns] == ["lost"] and not rollout.samples
+
+
 async def test_what_was_not_delivered_is_not_trained(renderer, tokenizer, monkeypatch):
     monkeypatch.setattr(server, "_is_open", lambda request: False)
 
@@ -317,7 +339,7 @@ async def test_a_corrected_request_goes_on_from_the_turn_that_a_refused_one_name
         ("itself", None, "returned a value that contains itself, or is nested too deep"),
         ("deep", None, "returned a value that contains itself, or is nested too deep"),
     ],
-    ids=["an int of 5,001 digits", "the same list twice", "a list of itself", "600 lists"],
+    ids=["an int of 5,001 digits", "the same list twice", "a list of itself", "lists too deep"],
 )
 async def test_an_answer_that_no_record_holds_ends_its_rollout_alone(
     renderer, tokenizer, answer, kept, error
@@ -329,7 +351,7 @@ async def test_an_answer_that_no_record_holds_ends_its_rollout_alone(
         if answer == "itself":
             value.append(value)
         elif answer == "deep":
-            for _ in range(600):
+            for _ in range(sys.getrecursionlimit() + 100):  # an import may have raised it
                 value = [value]
         else:
             value = answer

@@ -125,6 +125,14 @@ async def refused_and_failed(ask):
     raise RuntimeError(reply["error"]["message"])
 
 
+async def refused_then_malformed_and_failed(ask):
+    await answered(ask, [BRIEF])
+    assert (await ask([user(TOO_LONG)]))[0] == 400
+    malformed = {"model": "policy", "messages": "no list"}
+    assert (await ask.raw("chat/completions", malformed))[0] == 400
+    raise RuntimeError("the agent's own fault")
+
+
 async def only_refused(ask):
     assert (await ask([user(TOO_LONG)]))[0] == 400
 
@@ -146,6 +154,7 @@ ENDS = [
     (cut_below_a_higher_limit_of_the_clients, CUT),
     (cut_at_the_run_limit_that_the_client_sent_too, CUT),
     (refused_and_failed, OVERFLOW),
+    (refused_then_malformed_and_failed, RolloutStatus.ERROR),
     (only_refused, OVERFLOW),
 ]
 
@@ -168,7 +177,7 @@ async def test_a_rollout_is_truncated_only_where_the_run_cut_the_policy(
     (rollout,) = (await run_task(config, Policy(tokenizer), renderer)).rollouts
     assert rollout.status is status, rollout.error
     if rollout.turns:
-        assert rollout.reward == (1.0 if status is COMPLETED else 0.0)
+        assert rollout.reward == {COMPLETED: 1.0, RolloutStatus.ERROR: None}.get(status, 0.0)
 
 
 async def test_a_cut_answer_that_no_client_got_truncates_nothing(renderer, tokenizer, monkeypatch):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from torchtitan.experiments.rl.rollouts.samples import (
     check_completion,
+    checked_completion,
     samples_from_turns,
     turn_spans,
 )
@@ -222,3 +223,19 @@ def test_completion_is_refused_exactly_if_a_token_of_it_can_not_be_trained_on(
     else:
         with pytest.raises(ValueError, match="^bad completion: "):
             check_completion(completion)
+
+
+@pytest.mark.parametrize(
+    "streams",
+    [
+        {"policy_versions": [2**31]},
+        {"policy_versions": np.array([2**31])},
+        {"policy_versions": [-2]},
+        {"logprobs": np.array([-1e300])},
+    ],
+    ids=["a list above int32", "an array above int32", "below -1", "below float32"],
+)
+def test_completion_whose_numbers_its_dtypes_do_not_hold_is_refused(streams):
+    good = {"token_ids": [1], "logprobs": [-0.5], "policy_versions": [0]}
+    with pytest.raises(ValueError, match="^bad completion: a (policy version|log-prob)"):
+        checked_completion(Completion(**(good | streams), finish_reason="stop"))

@@ -151,9 +151,12 @@ async def _ask_on_loop(
         try:
             await call.wait()
         except asyncio.CancelledError:
-            # A task that is cancelled before its first step never runs: an env would not be closed.
-            await asyncio.sleep(0)
-            await _stop(task)
+            try:
+                # A task that is cancelled before its first step never runs: an env would not be
+                # closed.
+                await asyncio.sleep(0)
+            finally:
+                await _stop(task)
             raise
         if task.done():
             outcome = Outcome(error=asyncio.CancelledError())

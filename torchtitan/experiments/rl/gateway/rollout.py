@@ -66,6 +66,8 @@ AUXILIARY = "auxiliary"
 
 UNDELIVERED = "undelivered"
 """Reason why a turn is not trained: its answer has reached no client."""
+FAILED_CALLS = ("aborted", "lost")
+"""Reasons why a turn is not trained: its call was cancelled, or its completion can't be parsed."""
 CLOSE_S = 1.0
 """Seconds that the end of a rollout waits for cancelled calls, and for answers on their way."""
 KEEP_S = 15.0
@@ -299,7 +301,7 @@ class AgentRollout:
             self.finish(RolloutStatus.ERROR, str(failure), traceback=users_traceback(failure))
         elif not self._begun_calls:
             self.finish(RolloutStatus.ERROR, "the agent ended and had not asked the model anything")
-        elif limit is None and not self.turns:
+        elif limit is None and all(turn.untrained in FAILED_CALLS for turn in self.turns):
             self.finish(
                 RolloutStatus.ERROR, "the agent ended, and none of its calls had been answered"
             )
@@ -366,6 +368,7 @@ class AgentRollout:
         Raises:
             Refusal: the rollout takes no more calls.
         """
+        self._refusal_code = ""
         known = self._calls.get(digest)
         if known is not None and not (known.has_failed or known.task.cancelling()):
             reached_nobody = not (known.readers or known.delivered)
@@ -403,7 +406,7 @@ class AgentRollout:
         if self._model_of(request) == POLICY:
             self._budget_spent = True
         refusal = Refusal(f"the rollout has {spent}", code=BUDGET_EXCEEDED)
-        self._count_refusal(refusal)
+        self.count_refusal(refusal)
         raise refusal
 
     def _call_ended(self, call: Call) -> None:
@@ -488,7 +491,7 @@ class AgentRollout:
             self.counts["aborted"] += 1
             raise
         except Refusal as refusal:
-            self._count_refusal(refusal)
+            self.count_refusal(refusal)
             raise
         except UserCodeError as error:
             self.counts["lost"] += 1
@@ -642,7 +645,7 @@ class AgentRollout:
         except ValueError as error:
             raise RunError(f"model {branch.model!r}: {error}") from error
         self._sampled_tokens += len(completion.token_ids)
-        self._refusal_code = ""
+        self._refusal_code = ""  # of a call that was begun while this one was served
         return completion
 
     async def _record(
@@ -717,6 +720,7 @@ class AgentRollout:
         room = self._config.max_rollout_tokens - len(turn.prompt_token_ids)
         return (request.max_tokens or room) < min(room, self._rules.sampling.max_tokens)
 
-    def _count_refusal(self, refusal: Refusal) -> None:
+    def count_refusal(self, refusal: Refusal) -> None:
+        """Count a refused call, and remember why it was refused: it may be the agent's last."""
         self.counts["refused"] += 1
         self._refusal_code = refusal.code

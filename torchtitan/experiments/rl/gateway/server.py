@@ -219,8 +219,8 @@ class Gateway:
         raw, body = await self._body(request)
         try:
             model_request = dialect.parse(body)
-        except Refusal:
-            rollout.counts["refused"] += 1
+        except Refusal as refusal:
+            rollout.count_refusal(refusal)
             raise
         retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         digest = hashlib.blake2b(request.path.encode() + raw, digest_size=16).digest()

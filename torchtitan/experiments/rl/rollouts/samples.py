@@ -67,8 +67,8 @@ def check_completion(completion: Completion) -> None:
     Raises:
         ValueError: the value is no Completion; its streams are not aligned or not numbers; its
             routes have another dtype or number of dimensions; there is no such finish reason; a
-            log-probability is not finite or above `LOGPROB_ROUNDING`; a token id is below 0 or more
-            than int32 holds.
+            log-probability is not finite in float32 or above `LOGPROB_ROUNDING`; a token id is
+            below 0, a policy version below -1, or one of them more than int32 holds.
     """
     if not isinstance(completion, Completion):
         raise ValueError(f"bad completion: a {type(completion).__name__}, want a Completion")
@@ -105,9 +105,14 @@ def check_completion(completion: Completion) -> None:
         )
     if logprobs.max() > LOGPROB_ROUNDING:
         raise ValueError("bad completion: a log-probability above 0")
+    if logprobs.min() < _MIN_LOGPROB:
+        raise ValueError(f"bad completion: a log-probability below {_MIN_LOGPROB:.3g}")
+    if versions.min() < -1 or versions.max() > _MAX_TOKEN_ID:
+        raise ValueError(f"bad completion: a policy version below -1 or above {_MAX_TOKEN_ID}")
 
 
 _MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
+_MIN_LOGPROB = float(np.finfo(np.float32).min)
 
 
 def _check_routes(routes: np.ndarray | None) -> None:

@@ -218,8 +218,8 @@ class Rollout(Freezable):
     ) -> None:
         """Mark the rollout as failed, with no reward, also after it has ended.
 
-        A rubric calls it for a rollout that can't be scored. ``Algorithm.score_rollout`` raises
-        instead: it is given a copy, whose failure does not reach the rollout.
+        A rubric calls it for a rollout that can't be scored, and an algorithm in ``score_rollout``
+        for one that can't be credited.
 
         Args:
             cause: text of one line, not an exception; begins with the name of what failed.

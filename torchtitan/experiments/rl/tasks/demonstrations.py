@@ -301,10 +301,21 @@ class DemonstrationTask(Task):
         return group.failure
 
     def _conversation(self, example: DataSample) -> Conversation:
+        """Return the conversation of a row.
+
+        Raises:
+            TypeError, ValueError: the row has none, or has tools and a teacher is to answer it.
+        """
         config = self.config
-        return conversation_of(
+        messages, tools = conversation_of(
             example.env_input, messages=config.messages_column, tools=config.tools_column
         )
+        if config.teacher is not None and tools:
+            raise ValueError(
+                f"its {config.tools_column!r} would not reach the teacher, which is asked with "
+                "messages alone: remove them, or train on the rows' own answers (teacher=None)"
+            )
+        return messages, tools
 
     async def _answered(
         self, example: DataSample, policy: PolicyClient, *, seed: int

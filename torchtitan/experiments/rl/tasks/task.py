@@ -634,6 +634,8 @@ class Task(UserConfigurable):
                 drafts.check(seen, _check_early_credit, replaces=type(algorithm).replaces)
                 drafts.take(seen)
             rollout.amend(samples=seen.samples)
+            if seen.status.is_error():  # the algorithm called its ``fail``
+                rollout.fail(str(seen.error), status=seen.status, traceback=seen.traceback)
         except (UserCodeError, ValueError) as error:
             rollout.fail(f"task {self.name}: {name}: {error}", traceback=users_traceback(error))
         except Exception as error:  # noqa: BLE001 - of what an algorithm wrote, such as a tensor
