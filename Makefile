@@ -11,7 +11,7 @@ STAMP := .venv/installed-$(shell cat $(REQUIREMENTS) | cksum | cut -d' ' -f1)
 COMMANDS := .venv/commands-$(shell { pwd -P; cat pyproject.toml; } | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo real test test-all test-browser lint format clean
+.PHONY: help install demo real test test-all test-browser coverage lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -26,10 +26,11 @@ real: $(COMMANDS) ## get a real model of 135M parameters (93 MB) and train it on
 	.venv/bin/python scripts/get_smollm2.py
 	.venv/bin/rl-train --config rl_sums_smollm2 $(ARGS)
 
-test: $(STAMP) ## all tests; WORKERS=0 runs one at a time
+test: $(STAMP) ## the tests but those marked slow; WORKERS=0 runs one at a time
 	.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: test ## all tests, then the matrices that take longer than a change can wait (CONTRIBUTING.md lists them)
+	.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow
 	.venv/bin/python -m tests.zoo
 	.venv/bin/python -m tests.sabotage
 	.venv/bin/python -m tests.sabotage --adapters
@@ -45,6 +46,10 @@ test-browser: $(STAMP) ## the report in a real Chromium, of the system
 		{ echo 'no Chromium here: on Debian, apt-get install chromium; then again'; exit 1; }
 	.venv/bin/python -m pip install -q --no-deps -r requirements/browser.txt
 	.venv/bin/python -m pytest -q tests/browser $(ARGS)
+
+coverage: $(STAMP) ## which lines and branches of the library the tests execute, in build/coverage; takes three times as long
+	.venv/bin/python -m pip install -q --no-deps -r requirements/coverage.txt
+	.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-context=test $(ARGS)
 
 lint: $(STAMP) ## ruff's checks and formatting, and mypy over the library
 	.venv/bin/ruff check .

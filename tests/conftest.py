@@ -1,8 +1,10 @@
 """For all tests."""
 
 import logging
+import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,14 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # An example's time limit of its own would make a test depend on what else the machine does.
 settings.register_profile("here", deadline=None)
 settings.load_profile("here")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have coverage measure the processes that tests start, where it measures the tests (`make coverage`)."""
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if runs_tests and config.pluginmanager.hasplugin("_cov"):
+        os.environ["CHECKOUT"] = str(Path(__file__).resolve().parents[1])
+        os.environ["COVERAGE_PROCESS_START"] = f"{os.environ['CHECKOUT']}/pyproject.toml"
 
 
 @pytest.hookimpl(tryfirst=True)
