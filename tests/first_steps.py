@@ -14,7 +14,6 @@ number of entries that dynamo holds for one code object, beside the limit at whi
 
 import argparse
 import dataclasses
-import functools
 import sys
 import tempfile
 import time
@@ -30,18 +29,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchtitan.config import CompileConfig
 from torchtitan.distributed import compile as compiling
 from torchtitan.models import qwen3
 from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
+from tests.integration.learners import compile_by
 from tests.unit.loss_batches import batch_of
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.command.checks import check
 from torchtitan.experiments.rl.config.run_config import RunConfig
-from torchtitan.experiments.rl.models import logprob_head
 from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.models.policy import policy_spec
 from torchtitan.experiments.rl.process.setup import set_up_process
@@ -235,12 +233,7 @@ def _stand_ins(device: str, backend: str) -> Iterator[None]:
             lambda model, *, device, **rest: policy_spec(model, device="cuda", **rest),
         )
         patch.setattr(learning, "TrainerCheckpoints", _no_checkpoints)
-        patch.setattr(building, "CompileConfig", functools.partial(CompileConfig, backend=backend))
-        patch.setattr(
-            logprob_head,
-            "_compiled",
-            functools.cache(functools.partial(torch.compile, backend=backend)),
-        )
+        compile_by(backend, patch.setattr)
         if device == "cpu":
             patch.setattr(FlexAttention, "_compiled_flex_attn", _dense_attention)
             # What the fake process group "receives" is uninitialised memory: counts would be no counts, and norms no numbers.

@@ -1,18 +1,22 @@
 """Learners on fixed samples: how tests make them, what they ask of them, and how they compare it."""
 
+import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torchtitan.config import CompileConfig
 
 from tests.integration.models import MODEL
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.models import logprob_head
 from torchtitan.experiments.rl.models.experts import mixtures_of
 from torchtitan.experiments.rl.models.policy import ModelConfig
+from torchtitan.experiments.rl.training import model as building
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner
@@ -224,6 +228,13 @@ def assert_same_after_adam(left, right) -> None:
 
 def fused_config(path: str) -> ModelConfig:
     return ModelConfig(hf_assets_path=path, flavor="qwen3/debugmodel")
+
+
+def compile_by(backend: str, setattr: Callable[..., None]) -> None:
+    """Have learners that are made from now on compile with another backend of torch than Inductor."""
+    setattr(building, "CompileConfig", functools.partial(CompileConfig, backend=backend))
+    compiled = functools.partial(torch.compile, backend=backend)
+    setattr(logprob_head, "_compiled", functools.cache(compiled))
 
 
 def compute_in_float64(monkeypatch_setattr) -> None:

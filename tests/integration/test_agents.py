@@ -8,16 +8,20 @@ from torchtitan.experiments.rl.observability.rollouts import lines_of
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 
 
-def test_every_client_is_trained_on_what_it_was_answered_in_a_worker_and_after_a_resume(tmp_path):
+@pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_client_is_trained_on_what_it_was_answered_in_a_worker_and_after_a_resume(
+    tmp_path, resumes
+):
     words = ["--module", "tests.integration.agents_config", "--validation.every", "0"]
     run = Run(tmp_path, *words, "--steps", "1", "--rollout-workers", "1", config="rl_clients")
     try:
         run.ended_well()
-        run = Run(tmp_path, "--steps", "2", "--rollout-workers", "0", resume=run.folder)
-        run.ended_well()
+        if resumes:
+            run = Run(tmp_path, "--steps", "2", "--rollout-workers", "0", resume=run.folder)
+            run.ended_well()
         records = list(read_rollouts(run.folder / "rollouts.jsonl.gz"))
         trained = [record.rollout for record in records if record.outcome == "trained"]
-        assert len(trained) == 64
+        assert len(trained) == 32 * len(run.steps) == (64 if resumes else 32)
         ways = {rollout.answer["way"] for rollout in trained}
         assert ways == {
             f"{ask} {how}"

@@ -187,6 +187,7 @@ def outside(server, tmp_path_factory) -> Path:
     return home
 
 
+@pytest.mark.slow
 def test_a_teacher_hosted_and_the_same_behind_a_server_give_the_same_reference_logprobs(outside):
     pairs = [json.loads(line) for line in (outside / "notes").read_text().splitlines()]
     hosted, served = (np.concatenate(side) for side in zip(*pairs, strict=True))
@@ -194,6 +195,7 @@ def test_a_teacher_hosted_and_the_same_behind_a_server_give_the_same_reference_l
     np.testing.assert_allclose(hosted, served, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_algorithm_and_a_loss_of_a_users_package_train_beside_the_librarys(outside):
     steps = read_metrics(outside / "run" / "metrics.jsonl")[1:]
     assert len(steps) == 4
@@ -213,6 +215,7 @@ def test_an_algorithm_and_a_loss_of_a_users_package_train_beside_the_librarys(ou
     assert config["trainer"]["loss"]["rl"]["class"] == "my_package.configs.Reinforce"
 
 
+@pytest.mark.slow
 def test_what_the_teacher_said_has_no_age_and_is_nearly_always_right(outside):
     steps = read_metrics(outside / "run" / "metrics.jsonl")[1:]
     taught = [step for step in steps if "ce/nll" in step]
@@ -221,6 +224,7 @@ def test_what_the_teacher_said_has_no_age_and_is_nearly_always_right(outside):
     assert not any(key.startswith("mismatch_kl/task/taught") for step in steps for key in step)
 
 
+@pytest.mark.slow
 def test_the_servers_key_is_in_no_file_of_the_run_and_in_nothing_it_printed(outside):
     files = [file for file in (outside / "run").rglob("*") if file.is_file()]
     assert len(files) > 4
@@ -267,6 +271,7 @@ def rewards_by_example(folder: Path) -> dict[str, list[float]]:
     return rewards
 
 
+@pytest.mark.slow
 def test_a_server_and_a_folder_are_measured_on_the_same_examples(evaluated):
     found = [rewards_by_example(folder) for folder in (evaluated, evaluated / "against")]
     assert found[0].keys() == found[1].keys() and len(found[0]) == 12
@@ -292,6 +297,7 @@ def test_a_server_and_a_folder_are_measured_on_the_same_examples(evaluated):
     )
 
 
+@pytest.mark.slow
 def test_the_comparison_is_of_the_recorded_rewards_of_each_example(evaluated):
     served, local = (rewards_by_example(folder) for folder in (evaluated, evaluated / "against"))
     steps = {
@@ -308,6 +314,7 @@ def test_the_comparison_is_of_the_recorded_rewards_of_each_example(evaluated):
     assert f"second less first {told};" in printed
 
 
+@pytest.mark.slow
 def test_the_key_is_in_no_file_of_the_evaluation_and_in_nothing_it_printed(evaluated):
     files = [file for file in evaluated.rglob("*") if file.is_file()]
     assert len(files) > 4 and not any(
@@ -315,6 +322,7 @@ def test_the_key_is_in_no_file_of_the_evaluation_and_in_nothing_it_printed(evalu
     )
 
 
+@pytest.mark.slow
 def test_the_servers_model_answers_in_a_played_game(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     words = f"--config rl_grpo_qwen3_debug --endpoint {server} --endpoint-key-env {KEY_VARIABLE} --scripted /model"

@@ -4,6 +4,8 @@ import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from tests.integration.command_runs import ENDLESS, ROOT, command, environment
 from torchtitan.experiments.rl.checkpointing.folder import checkpoints, verify
 
@@ -37,6 +39,7 @@ def rejects():
 """
 
 
+@pytest.mark.slow
 def test_runs_that_can_not_learn_end_with_an_error_that_says_why(start, tmp_path, monkeypatch):
     (tmp_path / "hopeless.py").write_text(HOPELESS)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
@@ -124,30 +127,32 @@ def mastered():
 """
 
 
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("exits", "error: task 'sum_digits': sampler Exits.next: SystemExit: 3"),
+        pytest.param(
+            "set_up_badly",
+            "error: task 'sum_digits': SetUpBadly.setup: ValueError: no pool",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_user_code_that_fails_outside_rollouts_ends_the_run_with_its_name_and_a_summary(
-    start, tmp_path, monkeypatch
+    start, tmp_path, monkeypatch, name, error
 ):
     (tmp_path / "hostile.py").write_text(HOSTILE)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
-    runs = {
-        name: start("--module", "hostile", *ENDLESS, config=name)
-        for name in ("set_up_badly", "exits")
-    }
-    wanted = {
-        "set_up_badly": "error: task 'sum_digits': SetUpBadly.setup: ValueError: no pool",
-        "exits": "error: task 'sum_digits': sampler Exits.next: SystemExit: 3",
-    }
-    for name, run in runs.items():
-        assert run.wait() == 1
-        assert run.err.splitlines()[-1].startswith(wanted[name])
-        assert "stopped by an error (RunError)" in run.out and "closed" not in run.out
-        files = {line.split('"')[1] for line in run.err.splitlines() if line.startswith('  File "')}
-        assert files == {str(tmp_path / "hostile.py")}, (
-            "the frames are those of the user's code alone"
-        )
-        run.assert_nothing_left()
+    run = start("--module", "hostile", *ENDLESS, config=name)
+    assert run.wait() == 1
+    assert run.err.splitlines()[-1].startswith(error)
+    assert "stopped by an error (RunError)" in run.out and "closed" not in run.out
+    files = {line.split('"')[1] for line in run.err.splitlines() if line.startswith('  File "')}
+    assert files == {str(tmp_path / "hostile.py")}, "the frames are those of the user's code alone"
+    run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_run_whose_task_is_mastered_ends_as_complete(start, tmp_path, monkeypatch):
     (tmp_path / "hostile.py").write_text(HOSTILE)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
@@ -194,6 +199,7 @@ def starved():
 """
 
 
+@pytest.mark.slow
 def test_run_whose_host_has_no_memory_for_checkpoints_goes_on_to_its_end_and_says_so_at_once(
     start, tmp_path, monkeypatch
 ):
@@ -240,6 +246,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line_and_exit_code_2_and_start_nothing(tmp_path):
     def attempt(words: list[str]) -> subprocess.CompletedProcess:
         return command(

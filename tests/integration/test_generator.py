@@ -49,57 +49,55 @@ def meshes(others) -> list[tuple[ProcMesh, Any]]:
     return []
 
 
-@pytest.fixture(scope="module")
-def pairs(meshes, tied_model, untied_model, tmp_path_factory) -> Iterator[dict[str, Pair]]:
-    """Both pairs are built at once: an engine takes its time."""
-    made = {
-        "tied": Pair(path=tied_model, vocabulary=768, version=0),
-        "untied": Pair(path=untied_model, vocabulary=96, version=1000),
-    }
+async def build(name: str, pair: Pair, meshes: list[tuple[ProcMesh, Any]], run_dir: str) -> None:
+    """Start the pair's trainer and generator, and append them to ``meshes``."""
     placement = place(rl_grpo_qwen3_debug(), "cpu")
     config = TrainerConfig(optimizer=OptimizerConfig(lr=0.02))
     config.lr_scheduler.warmup_steps = 0
     generator_config = GeneratorConfig()
     generator_config.engine.max_model_len, generator_config.engine.max_num_seqs = MAX_LEN, AT_ONCE
+    trainers, _ = spawn_on(None, "trainer", placement.trainer, "cpu")
+    generators, _ = spawn_on(None, "g", placement.generators, "cpu")
+    pair.trainer = trainers.spawn(
+        f"trainer_{name}",
+        PolicyTrainer,
+        config,
+        model=ModelConfig(hf_assets_path=pair.path),
+        device="cpu",
+        max_seq_len=MAX_LEN,
+        total_steps=100,
+        run_dir=run_dir,
+        generator_dtype=torch.float32,
+    )
+    pair.generator = generators.spawn(
+        f"generator_{name}",
+        Generator,
+        generator_config,
+        model_path=pair.path,
+        device="cpu",
+        run_dir=run_dir,
+    )
+    meshes.extend([(trainers, pair.trainer), (generators, pair.generator)])
+    await asyncio.gather(start_trainer(trainers, pair.trainer), pair.set_up())
+    await pair.attach()
 
-    async def build(name: str, pair: Pair) -> None:
-        run_dir = str(tmp_path_factory.mktemp(name))
-        trainers, _ = spawn_on(None, "trainer", placement.trainer, "cpu")
-        generators, _ = spawn_on(None, "g", placement.generators, "cpu")
-        pair.trainer = trainers.spawn(
-            f"trainer_{name}",
-            PolicyTrainer,
-            config,
-            model=ModelConfig(hf_assets_path=pair.path),
-            device="cpu",
-            max_seq_len=MAX_LEN,
-            total_steps=100,
-            run_dir=run_dir,
-            generator_dtype=torch.float32,
-        )
-        pair.generator = generators.spawn(
-            f"generator_{name}",
-            Generator,
-            generator_config,
-            model_path=pair.path,
-            device="cpu",
-            run_dir=run_dir,
-        )
-        meshes.extend([(trainers, pair.trainer), (generators, pair.generator)])
-        await asyncio.gather(start_trainer(trainers, pair.trainer), pair.set_up())
-        await pair.attach()
 
-    async def build_all() -> None:
-        await build("tied", made["tied"])
-        with (
-            pytest.MonkeyPatch.context() as patch
-        ):  # a process has one store: the second pair uses the first's
-            patch.setattr(spawn, "start_store", AsyncMock())
-            await build("untied", made["untied"])
-
-    asyncio.run(build_all())
+@pytest.fixture(scope="module")
+def tied(meshes, tied_model, tmp_path_factory) -> Iterator[Pair]:
+    made = Pair(path=tied_model, vocabulary=768, version=0)
+    asyncio.run(build("tied", made, meshes, str(tmp_path_factory.mktemp("tied"))))
     yield made
     asyncio.run(close_all(meshes))
+
+
+@pytest.fixture(scope="module")
+def untied(tied, meshes, untied_model, tmp_path_factory) -> Pair:
+    """It uses the store of the first pair, because a process has one, and is closed with that pair."""
+    made = Pair(path=untied_model, vocabulary=96, version=1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spawn, "start_store", AsyncMock())
+        asyncio.run(build("untied", made, meshes, str(tmp_path_factory.mktemp("untied"))))
+    return made
 
 
 async def close_all(meshes: list[tuple[ProcMesh, Any]]) -> None:
@@ -109,8 +107,8 @@ async def close_all(meshes: list[tuple[ProcMesh, Any]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def generator_of_two(pairs, meshes, tmp_path_factory) -> Any:
-    """The tied model once more, in an engine whose two processes share each layer and the vocabulary. Closed with the pairs."""
+def generator_of_two(tied, meshes, tmp_path_factory) -> Any:
+    """The tied model once more, in an engine whose two processes share each layer and the vocabulary. Closed with the pair."""
     config = GeneratorConfig()
     (
         config.engine.max_model_len,
@@ -121,7 +119,7 @@ def generator_of_two(pairs, meshes, tmp_path_factory) -> Any:
         None, "generator_of_two", [Place(0, tuple(sorted(os.sched_getaffinity(0))))], "cpu"
     )[0]
     run_dir = str(tmp_path_factory.mktemp("generator_of_two"))
-    path = pairs["tied"].path
+    path = tied.path
     generator = procs.spawn(
         "generator_of_two", Generator, config, model_path=path, device="cpu", run_dir=run_dir
     )
@@ -135,14 +133,9 @@ def generator_of_two(pairs, meshes, tmp_path_factory) -> Any:
     return generator
 
 
-@pytest.fixture
-def tied(pairs) -> Pair:
-    return pairs["tied"]
-
-
-@pytest.fixture(params=["tied", "untied"])
-def pair(request, pairs) -> Pair:
-    return pairs[request.param]
+@pytest.fixture(params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
+def pair(request) -> Pair:
+    return request.getfixturevalue(request.param)
 
 
 # ---- what is sampled
@@ -461,7 +454,7 @@ async def test_an_engine_that_was_given_a_corrupted_snapshot_answers_nothing_any
 
 
 async def test_shutdown_leaves_no_process_and_no_shared_memory(
-    pairs, generator_of_two, meshes, others
+    tied, generator_of_two, meshes, others
 ):
     before = descendants(os.getpid()) - others
     assert len(before) >= 4

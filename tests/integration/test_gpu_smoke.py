@@ -8,6 +8,8 @@ import pytest
 from scripts.gpu_smoke import COMPARISONS, ONLY_ON_GPUS, SIZES, STEPS, TWO_RANKS
 from tests.integration.command_runs import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory):

@@ -8,6 +8,8 @@ import socket
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.integration.command_runs import ENDLESS, private, wait_for
 from tests.integration.processes import listening_sockets, open_files
 from torchtitan.experiments.rl.process.host import HOST_VARIABLE
@@ -32,6 +34,7 @@ def processes_of(temporary: Path) -> dict[int, dict[str, str]]:
     }
 
 
+@pytest.mark.slow
 def test_three_hosts_have_the_roles_of_the_config_and_a_killed_one_ends_the_run_by_its_name(start):
     run = start(*ENDLESS, config="rl_grpo_qwen3_debug_hosts")
     run.until_step(2)

@@ -16,6 +16,7 @@ from tests.integration.learners import (
     assert_same,
     assert_same_step,
     by_hub_name,
+    compile_by,
     fused_config,
     learner_of,
     loss_and_gradient,
@@ -46,7 +47,12 @@ def test_loss_and_gradient_do_not_depend_on_recomputed_activations_or_logit_chun
 
 
 @pytest.mark.parametrize("activation_checkpoint", ["selective", "full"])
-def test_a_compiled_learner_computes_what_the_eager_one_does(exact, activation_checkpoint):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_learner_computes_what_the_eager_one_does(
+    exact, activation_checkpoint, backend, monkeypatch
+):
+    """`aot_eager` computes the captured graphs; Inductor, which runs use, also compiles them, for minutes on a CPU."""
+    compile_by(backend, monkeypatch.setattr)
     expected = loss_and_gradient(exact(mixed_precision_param="float64"), REFERENCE_LAYOUT)
     compiled = exact(
         mixed_precision_param="float64",

@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,9 @@ VERSIONS = {LLAMA: 2, FUSED: 3, ADAPTED: 4, MOE: 6}
 """That a test publishes. They share a store."""
 LR = {LLAMA: 0.02, FUSED: 0.005, ADAPTED: 0.1, MOE: 0.005}
 LORA = LoRA.Config(rank=3, alpha=6)
+ADAPTERS = {ADAPTED: {"": LORA.rank}, TWO: dict.fromkeys(NAMES, LORA.rank)}
+SLOW = {FUSED, TWO}
+"""Models whose generators start only where a slow test asks for them."""
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +56,24 @@ def models(llama_model, fused_model) -> dict[str, ModelConfig]:
     return {LLAMA: llama, FUSED: fused_config(fused_model), MOE: moe, ADAPTED: llama, TWO: llama}
 
 
-@pytest.fixture(scope="module")
-def generators(models, tmp_path_factory) -> Iterator[dict[str, Any]]:
-    adapters = {ADAPTED: {"": LORA.rank}, TWO: dict.fromkeys(NAMES, LORA.rank)}
+def running(models: dict[str, ModelConfig], folder: Path) -> Iterator[dict[str, Any]]:
+    """For a fixture: start a generator for each model, with a store beside the first, and end them."""
     cores = sorted(os.sched_getaffinity(0))
-    shares = ((cores[0],), (cores[-1],), (cores[0],), (cores[-1],), (cores[0], cores[-1]))
-    procs = spawn_on(None, "generator", [Place(0, share) for share in shares], "cpu")[0]
+    places = [
+        Place(0, (cores[0], cores[-1]) if name == TWO else (cores[-(index % 2)],))
+        for index, name in enumerate(models)
+    ]
+    procs = spawn_on(None, "generator", places, "cpu")[0]
 
     async def build() -> dict[str, Any]:
         made = {}
         for index, (name, model) in enumerate(models.items()):
+            run_dir = folder / str(index)
+            run_dir.mkdir()
             options = dict(
                 model_path=model.hf_assets_path,
                 device="cpu",
-                run_dir=str(tmp_path_factory.mktemp("generator")),
+                run_dir=str(run_dir),
             )
             config = GeneratorConfig()
             config.engine.max_model_len, config.engine.tensor_parallel_degree = (
@@ -74,7 +82,7 @@ def generators(models, tmp_path_factory) -> Iterator[dict[str, Any]]:
             )
             own = procs.slice(procs=index)
             made[name] = own.spawn(
-                f"generator_{index}", Generator, config, adapters=adapters.get(name), **options
+                f"generator_{index}", Generator, config, adapters=ADAPTERS.get(name), **options
             )
         await start_store(procs.slice(procs=0))
         await asyncio.gather(*(generator.setup.call_one() for generator in made.values()))
@@ -87,6 +95,24 @@ def generators(models, tmp_path_factory) -> Iterator[dict[str, Any]]:
     made = asyncio.run(build())
     yield made
     asyncio.run(close(made))
+
+
+@pytest.fixture(scope="module")
+def generators(models, tmp_path_factory) -> Iterator[dict[str, Any]]:
+    named = {name: model for name, model in models.items() if name not in SLOW}
+    yield from running(named, tmp_path_factory.mktemp("generators"))
+
+
+@pytest.fixture(scope="module")
+def more_generators(models, tmp_path_factory) -> Iterator[dict[str, Any]]:
+    named = {name: model for name, model in models.items() if name in SLOW}
+    yield from running(named, tmp_path_factory.mktemp("generators"))
+
+
+@pytest.fixture
+def generator(name, request) -> Any:
+    """The generator of the model that the test is about."""
+    return request.getfixturevalue("more_generators" if name in SLOW else "generators")[name]
 
 
 async def test_adapters_that_add_nothing_leave_engine_and_trainer_as_they_are_bit_for_bit(
@@ -108,16 +134,19 @@ async def test_adapters_that_add_nothing_leave_engine_and_trainer_as_they_are_bi
     assert (learner.score(tokens) == learner_of(tmp_path, model=models[LLAMA]).score(tokens)).all()
 
 
-@pytest.mark.parametrize("name", VERSIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in VERSIONS],
+)
 async def test_engine_trainer_and_transformers_agree_before_and_after_a_published_step(
     name,
     models,
-    generators,
+    generator,
     one_rank,
     reference,
     tmp_path,
 ):
-    path, generator, version = models[name].hf_assets_path, generators[name], VERSIONS[name]
+    path, version = models[name].hf_assets_path, VERSIONS[name]
     lora = LORA if name == ADAPTED else None
     learner = learner_of(tmp_path, model=models[name], lr=LR[name], lora=lora)
     assert any("wqkv" in parameter for parameter, _ in learner.model.named_parameters()) == (
@@ -160,13 +189,14 @@ async def test_engine_trainer_and_transformers_agree_before_and_after_a_publishe
     np.testing.assert_allclose(reference(str(folder), tokens)[LENGTH:], sampled, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 async def test_an_engine_of_two_processes_serves_two_adapters_each_to_its_own_requests(
-    models, generators, one_rank, tmp_path
+    models, more_generators, one_rank, tmp_path
 ):
     """Prompts of many cached blocks and of less than one, asked of both adapters in turn: neither reads the other's cache."""
     learner, generator = (
         learner_of(tmp_path, model=models[TWO], lr=LR[ADAPTED], lora=LORA, adapters=NAMES),
-        generators[TWO],
+        more_generators[TWO],
     )
     samples = [
         replace(sample, adapter=NAMES[index % 2]) for index, sample in enumerate(samples_of(16))

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import reasoning_gym
 
 from tests.integration.command_runs import ROOT, Run
@@ -54,6 +55,7 @@ def rl_sums():
 '''
 
 
+@pytest.mark.slow
 def test_puzzles_are_answered_scored_and_trained_on_by_real_actors(tmp_path, monkeypatch):
     (tmp_path / "sums.py").write_text(MODULE)
     notes = tmp_path / "notes.jsonl"

@@ -18,6 +18,7 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.metrics import without_timing
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
+from torchtitan.experiments.rl.types import TrainingSample
 
 
 def same_but_for_the_clock(left: Run, right: Run) -> None:
@@ -35,36 +36,40 @@ def same_but_for_the_clock(left: Run, right: Run) -> None:
 RECORDED = "--recorder.trainer-logprobs"
 
 
-@pytest.fixture(scope="module")
-def sync_runs(start) -> list[Run]:
-    """Side by side, so that their timing differs. The engine of the second one sleeps while the trainer steps."""
-    words = "--max-offpolicy-steps 0 --seed 7 --steps 4 --validation.every 2 --trainer.no-save-final-model"
-    words += " --checkpoint.interval 1 --checkpoint.keep 9 --provision.share-gpus"
-    return [
-        run.ended_well()
-        for run in [start(*words.split()), start(*words.split(), "--generator.engine.sleep")]
-    ]
+SYNC = [
+    *"--max-offpolicy-steps 0 --seed 7 --steps 4 --validation.every 2".split(),
+    *"--trainer.no-save-final-model --checkpoint.interval 1 --checkpoint.keep 9".split(),
+    "--provision.share-gpus",
+]
+WIDE = [
+    *"--max-offpolicy-steps 0 --seed 7 --steps 3 --trainer.no-save-final-model".split(),
+    *"--trainer.ranks 2 --generator.replicas 2".split(),
+]
 
 
 @pytest.fixture(scope="module")
-def wide_runs(start) -> list[Run]:
-    """Engines of the second read each version from the buffers of the two ranks."""
-    words = "--max-offpolicy-steps 0 --seed 7 --steps 3 --trainer.ranks 2 --generator.replicas 2 --trainer.no-save-final-model"
+def sync_run(start) -> Run:
+    return start(*SYNC).ended_well()
+
+
+@pytest.fixture(scope="module")
+def wide_run(start) -> Run:
+    """Its engines read each version from the buffers of the two ranks."""
     other = ("--profile-steps", "2:2", RECORDED, "--generator.weights", "device")
-    return [run.ended_well() for run in [start(*words.split()), start(*words.split(), *other)]]
+    return start(*WIDE, *other).ended_well()
 
 
-def test_synchronous_runs_of_one_seed_have_the_same_metrics(sync_runs):
-    same_but_for_the_clock(*sync_runs)
-    assert any(record["train/grad_norm"] > 0 for record in sync_runs[0].steps)
+@pytest.mark.slow
+def test_a_run_whose_engine_sleeps_while_the_trainer_steps_has_the_same_metrics(sync_run, start):
+    same_but_for_the_clock(start(*SYNC, "--generator.engine.sleep").ended_well(), sync_run)
 
 
 def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(
-    sync_runs, tmp_path_factory, start
+    sync_run, tmp_path_factory, start
 ):
     # Files and checkpoints as if killed while the third checkpoint was written, after a weight update and an evaluation.
     folder = tmp_path_factory.mktemp("copied") / "run"
-    shutil.copytree(sync_runs[0].folder, folder)
+    shutil.copytree(sync_run.folder, folder)
     for step in (3, 4):
         shutil.rmtree(folder / "checkpoints" / f"step-00000{step}")
     index = ReportedRun(folder)
@@ -72,9 +77,10 @@ def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(
     run = start(resume=folder).ended_well()
     assert run.out.count("resumed ") == 1 and "resumed     step 2, from " in run.out
     assert re.search(r"^steps       (\d+) of \1, \d+ of them in ", run.out, re.MULTILINE)
-    same_but_for_the_clock(run, sync_runs[0])
+    same_but_for_the_clock(run, sync_run)
+    assert any(record["train/grad_norm"] > 0 for record in run.steps)
     for name in ("ledger.jsonl", "rollouts.jsonl.gz"):
-        assert lines_of(folder / name) == lines_of(sync_runs[0].folder / name)
+        assert lines_of(folder / name) == lines_of(sync_run.folder / name)
     index.refresh()
     for table, name in (("rollouts", "rollouts.jsonl.gz"), ("ledger", "ledger.jsonl")):
         ids = [row[0] for row in index.rows(f"SELECT rollout_id FROM {table}")]
@@ -85,12 +91,13 @@ def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(
     ]
 
 
-def test_evaluate_gives_the_runs_own_validation_figures_of_version_0(sync_runs, start):
+@pytest.mark.slow
+def test_evaluate_gives_the_runs_own_validation_figures_of_version_0(sync_run, start):
     words = "--max-offpolicy-steps 0 --seed 7 --json"
     program = (sys.executable, "-m", "torchtitan.experiments.rl.evaluate")
     evaluation = start(*words.split(), program=program).ended_well()
     (model,) = json.loads(evaluation.out)["models"]
-    assert {"step": 0, **model["metrics"]} == sync_runs[0].metrics[0]
+    assert {"step": 0, **model["metrics"]} == sync_run.metrics[0]
     figures = model["tasks"]["sum_digits"]
     assert (
         figures["avg@1"]["value"]
@@ -112,9 +119,18 @@ def lines_of(path: Path) -> list:
     return sorted(re.sub(r'"(generate|env)_s":[^,}]*', "", line) for line in text.splitlines())
 
 
-def test_two_ranks_and_two_generators_repeat_themselves_too(wide_runs):
-    same_but_for_the_clock(*wide_runs)
-    assert {path.name for path in (wide_runs[0].folder / "logs").iterdir()} >= {
+@pytest.mark.slow
+def test_two_ranks_and_two_generators_repeat_themselves_however_weights_get_there(wide_run, start):
+    plain = start(*WIDE).ended_well()
+    same_but_for_the_clock(plain, wide_run)
+    for record in plain.steps:
+        assert_on_policy(record)
+    assert not list(plain.folder.glob("trace-*"))
+    assert all(sample.trainer_logprobs is None for sample in trained_samples(plain))
+
+
+def test_a_run_of_two_ranks_and_two_generators_has_a_log_for_each(wide_run):
+    assert {path.name for path in (wide_run.folder / "logs").iterdir()} >= {
         "trainer-0.jsonl",
         "trainer-1.jsonl",
         "generator-0.jsonl",
@@ -122,11 +138,8 @@ def test_two_ranks_and_two_generators_repeat_themselves_too(wide_runs):
     }
 
 
-def test_a_profiled_step_has_a_lane_for_each_process_and_changes_nothing(wide_runs):
-    """That nothing changes is what the test before shows: one of the two runs is profiled."""
-    plain, profiled = wide_runs
-    assert not list(plain.folder.glob("trace-*"))
-    events = json.loads((profiled.folder / "trace-steps-2-2.json").read_text())["traceEvents"]
+def test_a_profiled_step_has_a_lane_for_each_process(wide_run):
+    events = json.loads((wide_run.folder / "trace-steps-2-2.json").read_text())["traceEvents"]
     processes = {
         event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
     }
@@ -150,36 +163,40 @@ def test_a_profiled_step_has_a_lane_for_each_process_and_changes_nothing(wide_ru
     assert step["args"] == {"step": 2}
 
 
-def test_records_have_the_trainers_log_probabilities_where_they_are_asked_for(wide_runs):
-    """On-policy they are the generator's. That asking changes nothing else is what the comparison of the two runs shows."""
-    for run, asked in zip(wide_runs, (False, True), strict=True):
-        rollouts = [
-            r.rollout for r in read_rollouts(run.folder, kind="training") if r.outcome == "trained"
-        ]
-        samples = [sample for rollout in rollouts for sample in rollout.samples]
-        assert len(samples) >= 32 and all(
-            (sample.trainer_logprobs is not None) == asked for sample in samples
-        )
-        for sample in samples if asked else ():
-            np.testing.assert_allclose(
-                sample.trainer_logprobs, sample.generator_logprobs, atol=1e-4
-            )
-            assert (sample.trainer_logprobs[sample.loss_mask] < 0).all()
+def trained_samples(run: Run) -> list[TrainingSample]:
+    """Return the recorded samples that the run trained on: at least one of each rollout of a step."""
+    records = read_rollouts(run.folder, kind="training")
+    trained = [record.rollout for record in records if record.outcome == "trained"]
+    assert len(trained) >= 32
+    return [sample for rollout in trained for sample in rollout.samples]
 
 
-@pytest.mark.parametrize("runs", ["sync_runs", "wide_runs"])
-def test_synchronous_runs_are_on_policy_at_every_step(runs, request):
-    (run, _) = request.getfixturevalue(runs)
+def test_records_have_the_trainers_log_probabilities_where_they_are_asked_for(sync_run, wide_run):
+    """On-policy they are the generator's."""
+    assert all(sample.trainer_logprobs is None for sample in trained_samples(sync_run))
+    for sample in trained_samples(wide_run):
+        np.testing.assert_allclose(sample.trainer_logprobs, sample.generator_logprobs, atol=1e-4)
+        assert (sample.trainer_logprobs[sample.loss_mask] < 0).all()
+
+
+def assert_on_policy(record: dict) -> None:
+    """Check a step's record: each token was sampled by the policy that it trains."""
+    assert record["policy/age_max"] == 0 and record["rl/logprob_diff_max"] <= 1e-4
+    assert record["rl/ratio_max"] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["sync_run", "wide_run"])
+def test_synchronous_runs_are_on_policy_at_every_step(name, request):
+    run = request.getfixturevalue(name)
     for record in run.steps:
-        assert record["policy/age_max"] == 0 and record["rl/logprob_diff_max"] <= 1e-4
-        assert record["rl/ratio_max"] == pytest.approx(1, abs=1e-3)
+        assert_on_policy(record)
         assert_ledger_balances(record)
     run.assert_nothing_left()
 
 
-def test_ranks_and_replicas_change_nothing_but_rounding(sync_runs, wide_runs):
+def test_ranks_and_replicas_change_nothing_but_rounding(sync_run, wide_run):
     """The first step has the same rollouts, whoever samples them, and the same loss, however it is shared out."""
-    one, two = sync_runs[0].steps[0], wide_runs[0].steps[0]
+    one, two = sync_run.steps[0], wide_run.steps[0]
     assert (
         one["rollout/reward_mean"] == two["rollout/reward_mean"]
         and one["batch/tokens"] == two["batch/tokens"]
@@ -188,6 +205,7 @@ def test_ranks_and_replicas_change_nothing_but_rounding(sync_runs, wide_runs):
         assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_adapters_that_are_served_and_adapters_that_are_merged_make_the_same_run(start):
     """The second has two ranks, which share each adapter."""
     words = "--max-offpolicy-steps 0 --seed 7 --steps 3 --trainer.no-save-final-model --trainer.lora.rank 4"
@@ -210,6 +228,7 @@ def test_adapters_that_are_served_and_adapters_that_are_merged_make_the_same_run
     ), "nothing was learned"
 
 
+@pytest.mark.slow
 def test_tasks_train_and_sample_with_adapters_of_their_own(start):
     """Two of the three tasks share one, and two ranks each, in whose buffers the engine reads them. What the engine said of a
     token is what the trainer says with the adapter of its task."""

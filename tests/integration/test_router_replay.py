@@ -5,6 +5,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -233,41 +234,39 @@ class RoutedGenerator:
         return [found[request.request_id] for request in requests]
 
 
-@pytest.fixture(scope="module")
-def generators(tmp_path_factory) -> Iterator[dict[int, RoutedGenerator]]:
-    """By their processes. That of one has a cache of some 600 tokens."""
+def running(processes: int, run_dir: Path) -> Iterator[RoutedGenerator]:
+    """For a fixture: start a generator with a store beside it, and end both."""
     cores = sorted(os.sched_getaffinity(0))
-    procs = spawn_on(
-        None, "generator", [Place(0, (cores[0],)), Place(0, (cores[0], cores[-1]))], "cpu"
-    )[0]
+    procs = spawn_on(None, "generator", [Place(0, (cores[0], cores[-1])[:processes])], "cpu")[0]
+    config = GeneratorConfig()
+    config.engine.max_model_len, config.engine.tensor_parallel_degree = 512, processes
+    config.engine.cpu_kv_cache_gib = 0.0012 if processes == 1 else 0.01
+    options: dict[str, Any] = dict(model_path=str(MOE_MODEL), device="cpu", routes=True)
+    actor = procs.spawn("generator", SwitchedGenerator, config, run_dir=str(run_dir), **options)
 
-    async def build() -> dict[int, RoutedGenerator]:
-        made = {}
-        for index, processes in enumerate((1, 2)):
-            config = GeneratorConfig()
-            config.engine.max_model_len, config.engine.tensor_parallel_degree = 512, processes
-            config.engine.cpu_kv_cache_gib = 0.0012 if processes == 1 else 0.01
-            actor = procs.slice(procs=index).spawn(
-                f"generator_{index}",
-                SwitchedGenerator,
-                config,
-                model_path=str(MOE_MODEL),
-                device="cpu",
-                run_dir=str(tmp_path_factory.mktemp("generator")),
-                routes=True,
-            )
-            made[processes] = RoutedGenerator(actor)
-        await start_store(procs.slice(procs=0))
-        await asyncio.gather(*(generator.actor.setup.call_one() for generator in made.values()))
-        return made
+    async def set_up() -> None:
+        await start_store(procs)
+        await actor.setup.call_one()
 
-    async def close(made: dict[int, RoutedGenerator]) -> None:
-        await torchstore.shutdown()
-        await shut_down([generator.actor for generator in made.values()], [procs])
+    async def close() -> None:
+        await torchstore.shutdown()  # a process has one store at a time
+        await shut_down([actor], [procs])
 
-    made = asyncio.run(build())
-    yield made
-    asyncio.run(close(made))
+    asyncio.run(set_up())
+    yield RoutedGenerator(actor)
+    asyncio.run(close())
+
+
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory) -> Iterator[RoutedGenerator]:
+    """It is one process, and has a cache of some 600 tokens."""
+    yield from running(1, tmp_path_factory.mktemp("generator"))
+
+
+@pytest.fixture
+def generator_of_two(tmp_path) -> Iterator[RoutedGenerator]:
+    (tmp_path / "generator_of_two").mkdir()
+    yield from running(2, tmp_path / "generator_of_two")
 
 
 def assert_routes(found: np.ndarray, expected: np.ndarray) -> None:
@@ -296,17 +295,16 @@ async def assert_completions_have_their_experts(
     assert usage["prompts_cached"] > 0.4 and "routes_kept" not in usage
 
 
-@pytest.mark.parametrize("processes", [1, 2])
 async def test_completions_have_the_experts_of_prompt_cached_prefix_and_sampled_tokens(
-    processes, generators, one_rank, tmp_path
+    generator, one_rank, tmp_path
 ):
     learner = learner_of(tmp_path, **MOE)
-    await assert_completions_have_their_experts(generators[processes], learner)
+    await assert_completions_have_their_experts(generator, learner)
     learner.close()
 
 
-async def test_preempted_requests_keep_the_routes_that_they_had(generators, one_rank, tmp_path):
-    generator, learner = generators[1], learner_of(tmp_path, **MOE)
+async def test_preempted_requests_keep_the_routes_that_they_had(generator, one_rank, tmp_path):
+    learner = learner_of(tmp_path, **MOE)
     await generator.begin()
     requests = [generator.request(random_tokens(40, seed), 200) for seed in range(6)]
     for request, completion in zip(requests, await generator.answers(*requests), strict=True):
@@ -317,9 +315,9 @@ async def test_preempted_requests_keep_the_routes_that_they_had(generators, one_
 
 
 async def test_a_request_that_an_update_computes_again_keeps_the_routes_of_its_log_probabilities(
-    generators, one_rank, tmp_path
+    generator, one_rank, tmp_path
 ):
-    generator, learner = generators[1], learner_of(tmp_path, lr=0.01, **MOE)
+    learner = learner_of(tmp_path, lr=0.01, **MOE)
     await generator.begin()
     await generator.actor.switch.call_one("recompute")
     request = generator.request(random_tokens(30), 300)
@@ -346,16 +344,18 @@ async def test_a_request_that_an_update_computes_again_keeps_the_routes_of_its_l
     before.close(), learner.close()
 
 
+@pytest.mark.slow
 async def test_an_engine_of_two_processes_proves_its_halves_of_every_expert_and_computes_with_them(
-    generators, one_rank, tmp_path
+    generator_of_two, one_rank, tmp_path
 ):
     learner = learner_of(tmp_path, lr=0.01, **MOE)
+    await assert_completions_have_their_experts(generator_of_two, learner)
     canary = random_tokens(8)
     before = learner.score(canary)
     plan = Batcher.Config(row_length=512).build().plan(samples_of(8), 1)
     learner.forward_backward(plan.microbatches[0], 0)
     learner.optim_step()
-    receipt = await deliver(learner, generators[2].actor, 2, canary)
+    receipt = await deliver(learner, generator_of_two.actor, 2, canary)
     assert receipt.fingerprint, "what it holds was compared with what was published"
     np.testing.assert_allclose(receipt.canary_logprobs, learner.score(canary), rtol=0, atol=1e-4)
     assert np.abs(receipt.canary_logprobs - before).max() > 0.01, "the step changed nothing"

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
     ("words", "dtype", "cases"),
     [
         ("--versions 8", "bfloat16", 30),
-        ("--adapters --versions 20", "float32", 16),
-        ("--experts --versions 8", "bfloat16", 40),
+        pytest.param("--adapters --versions 20", "float32", 16, marks=pytest.mark.slow),
+        pytest.param("--experts --versions 8", "bfloat16", 40, marks=pytest.mark.slow),
     ],
 )
 def test_every_sabotage_is_caught_at_its_version_and_no_honest_version_is_stopped(

@@ -6,6 +6,8 @@ import re
 import signal
 from collections import Counter
 
+import pytest
+
 from tests.integration.command_runs import (
     ENDLESS,
     PATIENCE_S,
@@ -57,25 +59,7 @@ def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing(st
     run.assert_nothing_left()
 
 
-def test_a_signal_to_every_process_of_the_job_ends_the_run_with_a_checkpoint_and_leaves_nothing(
-    start,
-):
-    run = start(*ENDLESS, "--checkpoint.interval", "0", "--checkpoint.grace-s", str(PATIENCE_S))
-    run.until_step(2)
-    assert [path.name[:14] for path in run.temporary.iterdir()] == ["torchtitan-rl-"]
-    sockets = {path for path in listening_sockets(run.alive()) if not path.startswith("@")}
-    assert len(sockets) >= 2 and all(map(private, sockets)), (
-        f"another user could enter the run by {sockets}"
-    )
-    run.send(signal.SIGTERM)
-    assert run.wait() == 143, run.out + run.err
-    (checkpoint,) = (run.folder / "checkpoints").iterdir()
-    verify(checkpoint)
-    assert step_of(checkpoint) == run.steps[-1]["step"]
-    assert run.out.endswith(f"go on with  {typed_command('train')} --resume {run.folder}\n")
-    run.assert_nothing_left()
-
-
+@pytest.mark.slow
 def test_run_whose_trainer_may_not_be_made_again_ends_with_one_error_line_that_names_it(start):
     run = start(*ENDLESS, "--supervision.max-restarts", "0")
     wait_for(lambda: run.has("trainer"), "the trainer was not spawned")
@@ -90,8 +74,11 @@ def test_run_whose_trainer_may_not_be_made_again_ends_with_one_error_line_that_n
     run.assert_nothing_left()
 
 
-def test_run_goes_on_when_any_of_its_parts_is_killed(start):
-    """Both generators at once, so that requests have to wait, and the worker while they do. Then the trainer."""
+def test_run_goes_on_when_any_of_its_parts_is_killed_and_ends_with_a_checkpoint_when_all_are_told_to(
+    start,
+):
+    """Both generators are killed at once, so that requests have to wait, and the worker while they do.
+    Then the trainer. At the end every process of the job gets a signal, as a scheduler sends it."""
     run = start(
         *ENDLESS,
         "--rollout-workers",
@@ -100,8 +87,15 @@ def test_run_goes_on_when_any_of_its_parts_is_killed(start):
         "2",
         "--checkpoint.interval",
         "2",
+        "--checkpoint.grace-s",
+        str(PATIENCE_S),
     )
     run.until_step(2)
+    assert [path.name[:14] for path in run.temporary.iterdir()] == ["torchtitan-rl-"]
+    sockets = {path for path in listening_sockets(run.alive()) if not path.startswith("@")}
+    assert len(sockets) >= 2 and all(map(private, sockets)), (
+        f"another user could enter the run by {sockets}"
+    )
     killed = {
         ("generator", 0): "generator 0",
         ("generator", 1): "generator 1",
@@ -126,8 +120,12 @@ def test_run_goes_on_when_any_of_its_parts_is_killed(start):
         "steps lost are those after the checkpoint"
     )
     run.until_step(step + lost + 2)
-    run.send(signal.SIGINT)
-    assert run.wait() == 130, run.err
+    run.send(signal.SIGTERM)
+    assert run.wait() == 143, run.out + run.err
+    newest = max((run.folder / "checkpoints").iterdir())
+    verify(newest)
+    assert step_of(newest) == run.steps[-1]["step"]
+    assert run.out.endswith(f"go on with  {typed_command('train')} --resume {run.folder}\n")
     assert run.out.count("config      rl_grpo") == 1
     for part in killed.values():
         assert re.search(f"^{part} died: {ENDED}; made again .1 of 3.$", run.out, re.MULTILINE)

@@ -148,7 +148,14 @@ async def test_a_seed_gives_the_same_tokens_alone_and_among_others_and_another_s
     assert_agree(results[same.request_id].completion.logprobs, alone.logprobs)
 
 
-@pytest.mark.parametrize("how", ["keep", "recompute", "drain"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "keep",
+        pytest.param("recompute", marks=pytest.mark.slow),
+        pytest.param("drain", marks=pytest.mark.slow),
+    ],
+)
 async def test_every_token_has_the_log_probability_of_its_label_over_an_update(fleet, how):
     await fleet.begin(how)
     first = fleet.version
@@ -196,7 +203,7 @@ async def test_every_token_has_the_log_probability_of_its_label_over_an_update(f
         )
 
 
-@pytest.mark.parametrize("how", ["keep", "recompute"])
+@pytest.mark.parametrize("how", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
 async def test_the_random_stream_of_a_completion_goes_on_through_an_update(fleet, how):
     await fleet.begin(how)
     undisturbed = await fleet.complete(prompt_of(80), 30, seed=5)
@@ -253,6 +260,7 @@ def routed(tmp_path_factory) -> Iterator[RoutedGenerator]:
         yield RoutedGenerator(served)
 
 
+@pytest.mark.slow
 async def test_the_v2_runner_returns_the_experts_of_each_token(routed, one_rank, tmp_path):
     learner = learner_of(tmp_path, **MOE)
     await assert_completions_have_their_experts(routed, learner)
@@ -279,6 +287,7 @@ def adapted(llama_model, fleet, tmp_path_factory) -> Iterator[Any]:
     yield from serving(procs, actor)
 
 
+@pytest.mark.slow
 async def test_the_v2_runner_serves_two_adapters_each_to_its_own_requests(
     adapted, llama_model, one_rank, tmp_path
 ):

@@ -1,4 +1,4 @@
-"""A fourth of the zoo, spread over all places and kinds; `python -m tests.zoo` runs all of it."""
+"""A tenth of the zoo, spread over all places; `python -m tests.zoo` runs all of it."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from tests.zoo.places import PLACES
 SCRIPT = """
 import json
 from tests.zoo.report import run_cases
-print(json.dumps({result.name: result.problems for result in run_cases(every=4)}))
+print(json.dumps({result.name: result.problems for result in run_cases(every=10)}))
 """
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +25,7 @@ def test_culprits_are_named_untrained_and_closed_and_hurt_nobody_else():
     problems: dict[str, list[str]] = json.loads(script.stdout.splitlines()[-1])
     failed = [f"{name}: {'; '.join(texts)}" for name, texts in problems.items() if texts]
     assert not failed, "\n".join(failed)
-    assert len(problems) >= 300
+    assert len(problems) >= 100
     assert {name.rpartition(": ")[0] for name in problems} == PLACES.keys()
 
 
