@@ -6,6 +6,7 @@ import re
 import signal
 from collections import Counter
 
+from tests.fakes.terminal import Screen
 from tests.integration.command_runs import (
     ENDLESS,
     PATIENCE_S,
@@ -14,7 +15,6 @@ from tests.integration.command_runs import (
     wait_for,
 )
 from tests.integration.processes import listening_sockets
-from tests.screen import Screen
 from torchtitan.experiments.rl.checkpointing.folder import step_of, verify
 from torchtitan.experiments.rl.observability.console import typed_command
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts

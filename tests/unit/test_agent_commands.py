@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
 from tests.unit.agents import config_of, run_task
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
 from tests.unit.rollout_stubs import TalkingEnv
 from tests.unit.test_rollout_loop import Loop, StubTask, settle
 from torchtitan.experiments.rl.algorithms.base import Algorithm

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchtitan.config import Configurable
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug

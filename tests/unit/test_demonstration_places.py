@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
 from tests.unit.test_algorithms import rollout
 from tests.unit.test_reference_algorithms import checked
 from torchtitan.experiments.rl.algorithms import OPSD

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from tests.unit.test_rollout_loop import Loop, StubTask
 from torchtitan.experiments.rl.algorithms import GRPO, StaticSFT

@@ -5,8 +5,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.contexts import context_of
-from tests.unit.loops import loops_of
+from tests.fakes.contexts import context_of
+from tests.fakes.loops import loops_of
 from tests.unit.rollout_stubs import BrokenEnv, ScriptedPolicy, TalkingEnv, hang, raise_value_error
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
 from tests.unit.test_samples import samples_of, turn_of
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.config.run_config import RunConfig

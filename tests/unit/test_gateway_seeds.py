@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
 from tests.unit.agents import client_of, config_of
 from tests.unit.rollout_stubs import ScriptedPolicy, ScriptedSession
 from torchtitan.experiments.rl.generation.references import FrozenModel

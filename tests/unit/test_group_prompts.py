@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv, completion_of
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.data.dataset import Dataset

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.unit.waiting import iterations, until
+from tests.fakes.waiting import iterations, until
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.fleet.rollout_workers import GroupResult, WorkerRunner

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.waiting import iterations, until
+from tests.fakes.waiting import iterations, until
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.fleet import hangs as hang_watch
 from torchtitan.experiments.rl.fleet.hangs import HangWatch, is_stopped, stacks_of

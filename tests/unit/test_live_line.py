@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.screen import Screen
+from tests.fakes.terminal import Screen
 from torchtitan.experiments.rl.observability.console import (
     BASIS,
     Console,

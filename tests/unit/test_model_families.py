@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 
-from tests.scripted_engine import ScriptedEngineConfig
+from tests.fakes.engine import ScriptedEngineConfig
 from tests.unit.command_line import assert_one_line
 from tests.unit.test_plan_and_config import DEBUG, TINY_MODEL
 from torchtitan.experiments.rl.errors import ConfigError

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.models import SMOLLM2, write_model
 from tests.unit.command_line import assert_one_line
-from tests.unit.model_shapes import SMOLLM2, write_model
 from torchtitan.experiments.rl import config_registry, simulate
 from torchtitan.experiments.rl.command.checks import plan_run
 from torchtitan.experiments.rl.command.command_line import (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contexts import context_of
-from tests.screen import Screen
+from tests.fakes.contexts import context_of
+from tests.fakes.terminal import Screen
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command, starting_line

@@ -5,7 +5,7 @@ import pytest
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.errors import ConfigError

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
+from tests.fakes.waiting import LIMIT_S
 from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
 from tests.unit.test_samples import turn_of
-from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
+from tests.fakes.waiting import LIMIT_S
 from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
-from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo
 from torchtitan.experiments.rl.algorithms.echo import tool_names
 from torchtitan.experiments.rl.batching.sample_checks import check_sample

@@ -9,7 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from tests.unit.model_shapes import CHATML, SMOLLM2, write_model
+from tests.fakes.models import CHATML, SMOLLM2, write_model
+from tests.fakes.waiting import until
 from tests.unit.rollout_stubs import (
     FAILURES,
     BrokenEnv,
@@ -19,7 +20,6 @@ from tests.unit.rollout_stubs import (
     hang,
     stepped,
 )
-from tests.unit.waiting import until
 from torchtitan.experiments.rl.envs import yield_queue
 from torchtitan.experiments.rl.envs.conversation import LARGE_TEXT
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput

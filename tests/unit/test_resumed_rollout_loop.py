@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
+from tests.fakes.waiting import LIMIT_S, iterations
 from tests.unit.test_rollout_loop import Loop, StubTask, ids, settle
 from tests.unit.test_saved_state import through_json
-from tests.unit.waiting import LIMIT_S, iterations
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.loops.events import RunEvents

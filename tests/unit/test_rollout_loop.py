@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.loops import loops_of
+from tests.fakes.loops import loops_of
+from tests.fakes.waiting import LIMIT_S
 from tests.unit.test_samples import samples_of, turn_of
-from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.loops.events import NothingLeftToLearn
 from torchtitan.experiments.rl.loops.groups import groups_per_pick

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from tests.scripted_engine import ScriptedEngine, ScriptedEngineConfig, counting_table
+from tests.fakes.engine import ScriptedEngine, ScriptedEngineConfig, counting_table
 from torchtitan.experiments.rl.envs.yield_queue import Line, yield_queue
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation import client as generator_client

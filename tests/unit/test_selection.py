@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.fakes.waiting import LIMIT_S
 from tests.unit.test_rollout_loop import Loop, StubTask, ids
-from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.data import sampler as sampler_module
 from torchtitan.experiments.rl.data.dataset import Dataset

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
+from tests.fakes.waiting import until
 from tests.unit.rollout_stubs import (
     FAILURES,
     BrokenEnv,
@@ -16,7 +17,6 @@ from tests.unit.rollout_stubs import (
     hang,
     raise_value_error,
 )
-from tests.unit.waiting import until
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.ask import call

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
 from tests.unit.test_filters import apply_filters
 from tests.unit.test_samples import turn_of
 from torchtitan.experiments.rl.bounds import check_config

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import wandb
 
-from tests.unit.waiting import wait_until
+from tests.fakes.waiting import wait_until
 from torchtitan.experiments.rl.errors import MissingError
 from torchtitan.experiments.rl.observability import metrics as metrics_module
 from torchtitan.experiments.rl.observability.metrics import (

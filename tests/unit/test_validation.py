@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
+from tests.fakes.waiting import LIMIT_S, iterations, until
 from tests.unit.rollout_stubs import BrokenEnv, ScriptedPolicy, TalkingEnv, raise_value_error
-from tests.unit.waiting import LIMIT_S, iterations, until
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import check_config

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
 from tests.unit.test_reference_algorithms import TEACHER, Scorer, Talk
 from tests.unit.test_resumed_rollout_loop import DatasetTask, resumed, saved
 from tests.unit.test_rollout_loop import Half, Loop, StubTask, ids, settle
