@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from tests.fakes.contexts import context_of
-from tests.unit.rollout_stubs import ScriptedPolicy
+from tests.fakes.policy import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.config_registry import rl_math_qwen3
 from torchtitan.experiments.rl.data import rows
