@@ -46,7 +46,7 @@ test-browser: $(STAMP) ## the report in a real Chromium, of the system
 	.venv/bin/python -m pip install -q --no-deps -r requirements/browser.txt
 	.venv/bin/python -m pytest -q tests/browser $(ARGS)
 
-lint: $(STAMP) ## ruff's checks and formatting, and mypy over the library
+lint: $(STAMP) ## ruff's checks and formatting, and mypy over the library and the fakes of the tests
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy $(ARGS)
