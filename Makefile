@@ -51,7 +51,7 @@ coverage: $(STAMP) ## which lines and branches of the library the tests execute,
 	.venv/bin/python -m pip install -q --no-deps -r requirements/coverage.txt
 	.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-context=test $(ARGS)
 
-lint: $(STAMP) ## ruff's checks and formatting, and mypy over the library
+lint: $(STAMP) ## ruff's checks and formatting, and mypy over the library and the fakes of the tests
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy $(ARGS)

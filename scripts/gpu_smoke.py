@@ -53,7 +53,7 @@ import torch.nn.functional as F  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from benchmarks.trainer_step import LEARNING_RATE, VOCABULARY, made_samples  # noqa: E402
-from tests.stub_models import stub_model  # noqa: E402
+from tests.fakes.models import stub_model  # noqa: E402
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan  # noqa: E402
 from torchtitan.experiments.rl.checkpointing.folder import checkpoints, step_of  # noqa: E402
 from torchtitan.experiments.rl.command.checks import model_sizes  # noqa: E402

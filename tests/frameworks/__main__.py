@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
 from tests.integration.learners import learner_of
 from tests.integration.models import MODEL
 from torchtitan.experiments.rl.algorithms import GRPO

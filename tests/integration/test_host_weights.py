@@ -29,7 +29,7 @@ from monarch.actor import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.scripted_engine import TABLE, ScriptedEngineConfig, save_table
+from tests.fakes.engine import TABLE, ScriptedEngineConfig, save_table
 from torchtitan.experiments.rl.fleet.role import SpawnedProcess
 from torchtitan.experiments.rl.fleet.weight_readers import WeightReaders
 from torchtitan.experiments.rl.generation.client import GeneratorClient

@@ -1,7 +1,6 @@
 """Router replay: engines that say which experts computed each token, and a trainer that computes them by these."""
 
 import asyncio
-import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torchstore
-from monarch.actor import Channel
 
+from tests.integration.deliveries import deliver, random_tokens
 from tests.integration.fleets import SwitchedGenerator
 from tests.integration.learners import (
     EXPERTS,
@@ -32,24 +31,25 @@ from tests.integration.learners import (
     samples_of,
 )
 from tests.integration.models import MOE_MODEL
-from tests.integration.test_models_in_engines import deliver, random_tokens
-from tests.unit.test_routes import random_routed
+from tests.integration.routed_generators import (
+    MOE,
+    RoutedGenerator,
+    assert_completions_have_their_experts,
+    assert_routes,
+)
+from tests.unit.tree_samples import random_routed
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.fleet.spawn import shut_down, spawn_on
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
-from torchtitan.experiments.rl.generation.engine import GenerateRequest
 from torchtitan.experiments.rl.models.decoder import batch_logprobs
 from torchtitan.experiments.rl.models.experts import mixtures_of
 from torchtitan.experiments.rl.models.lora import LoRA, trained_state
 from torchtitan.experiments.rl.plan.placement import Place
-from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.weights.reader import start_store
 
-MOE: dict[str, Any] = dict(model=str(MOE_MODEL), router_replay="ids")
 ABSENT = 255
 
 
@@ -200,40 +200,6 @@ def test_tokens_without_a_route_are_counted_and_routes_of_another_model_are_refu
 # ---- the engine
 
 
-class RoutedGenerator:
-    """A generator of one process or two, and what is asked of it."""
-
-    def __init__(self, actor: Any):
-        self.actor, self._ids = actor, itertools.count()
-
-    async def begin(self) -> None:
-        port, self._receiver = Channel.open()
-        await self.actor.attach.call_one(0, port)
-
-    def request(self, prompt: np.ndarray, tokens: int, **fields: Any) -> GenerateRequest:
-        own = next(self._ids)
-        sampling = SamplingConfig(max_tokens=tokens)
-        return GenerateRequest(
-            request_id=own,
-            prompt_token_ids=prompt,
-            sampling=sampling,
-            **{"seed": own, "stop_token_ids": []} | fields,
-        )
-
-    async def answers(self, *requests: GenerateRequest) -> list[Completion]:
-        self.actor.submit.broadcast(list(requests))
-        return await self.wait(*requests)
-
-    async def wait(self, *requests: GenerateRequest) -> list[Completion]:
-        found: dict[int, Completion] = {}
-        async with asyncio.timeout(240):
-            while len(found) < len(requests):
-                found |= {
-                    result.request_id: result.completion for result in await self._receiver.recv()
-                }
-        return [found[request.request_id] for request in requests]
-
-
 def running(processes: int, run_dir: Path) -> Iterator[RoutedGenerator]:
     """For a fixture: start a generator with a store beside it, and end both."""
     cores = sorted(os.sched_getaffinity(0))
@@ -267,32 +233,6 @@ def generator(tmp_path_factory) -> Iterator[RoutedGenerator]:
 def generator_of_two(tmp_path) -> Iterator[RoutedGenerator]:
     (tmp_path / "generator_of_two").mkdir()
     yield from running(2, tmp_path / "generator_of_two")
-
-
-def assert_routes(found: np.ndarray, expected: np.ndarray) -> None:
-    """The same experts, in whatever order."""
-    assert found.dtype == np.uint8 and found.shape == expected.shape
-    assert (np.sort(found, -1) == np.sort(expected, -1)).all()
-
-
-async def assert_completions_have_their_experts(
-    generator: RoutedGenerator, learner: Learner
-) -> None:
-    await generator.begin()
-    for length in (20, 100):  # less than a block, computed again; several, which are shared
-        prompt = random_tokens(length, length)
-        group = [generator.request(prompt, 12) for _ in range(3)]
-        (first,) = await generator.answers(group[0])
-        for completion in (first, *await generator.answers(*group[1:])):
-            tokens = np.concatenate([prompt, completion.token_ids])
-            assert completion.routes.shape == (length + 11, LAYERS, K)
-            assert_routes(completion.routes, own_routes(learner, tokens)[:-1])
-        history = np.concatenate([prompt, first.token_ids, random_tokens(5)])
-        (second,) = await generator.answers(generator.request(history, 8, routes_from=length + 11))
-        tokens = np.concatenate([history, second.token_ids])
-        assert_routes(second.routes, own_routes(learner, tokens)[length + 11 : -1])
-    usage = await generator.actor.usage.call_one()
-    assert usage["prompts_cached"] > 0.4 and "routes_kept" not in usage
 
 
 async def test_completions_have_the_experts_of_prompt_cached_prefix_and_sampled_tokens(

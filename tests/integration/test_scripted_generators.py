@@ -15,7 +15,7 @@ import pytest
 import torch
 import torchstore
 
-from tests.scripted_engine import TABLE, ScriptedEngineConfig, save_table
+from tests.fakes.engine import TABLE, ScriptedEngineConfig, save_table
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.fleet.spawn import shut_down, spawn_on
 from torchtitan.experiments.rl.generation.client import GeneratorClient

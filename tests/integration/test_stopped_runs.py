@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from tests.fakes.terminal import Screen
 from tests.integration.command_runs import (
     ENDLESS,
     PATIENCE_S,
@@ -16,7 +17,6 @@ from tests.integration.command_runs import (
     wait_for,
 )
 from tests.integration.processes import listening_sockets
-from tests.screen import Screen
 from torchtitan.experiments.rl.checkpointing.folder import step_of, verify
 from torchtitan.experiments.rl.observability.console import typed_command
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts

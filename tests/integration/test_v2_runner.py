@@ -28,7 +28,7 @@ from tests.integration.fleets import (
 )
 from tests.integration.learners import learner_of, samples_of
 from tests.integration.models import MOE_MODEL
-from tests.integration.test_router_replay import (
+from tests.integration.routed_generators import (
     MOE,
     RoutedGenerator,
     assert_completions_have_their_experts,

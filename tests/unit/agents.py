@@ -6,7 +6,7 @@ import json
 import aiohttp
 import numpy as np
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
 from torchtitan.experiments.rl.tasks import (
     AgentTask,
     MemoryRows,

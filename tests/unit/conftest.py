@@ -1,5 +1,6 @@
-"""Fixtures of the unit tests: the tiny checkpoint's tokenizer and its renderer, and the command."""
+"""Fixtures of the unit tests: the tiny checkpoint's tokenizer and renderer, the command, and builders of fakes."""
 
+import functools
 import itertools
 import sys
 import time
@@ -9,8 +10,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tests.fakes.replicas import FakeChannel, Replica
+from tests.fakes.tasks import list_task
 from tests.unit.command_line import LIMIT_S, assert_one_line
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
+from torchtitan.experiments.rl.generation import client as generator_client
+from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.train import main
 
 MODULE_NUMBERS = itertools.count()
@@ -84,3 +89,24 @@ def config_module(tmp_path, monkeypatch):
     yield write
     for name in names:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def build(renderer):
+    """Build a ListTask with these envs; its config has the fields that are given."""
+    return functools.partial(list_task, renderer)
+
+
+@pytest.fixture
+def connect(monkeypatch):
+    """Connect a client of the generators with replicas that the test plays; gives both."""
+    monkeypatch.setattr(generator_client, "Channel", FakeChannel)
+
+    async def connect(replicas: int = 1, **options) -> tuple[GeneratorClient, list[Replica]]:
+        client = GeneratorClient(**options)
+        mesh = [Replica() for _ in range(replicas)]
+        for index, replica in enumerate(mesh):
+            await client.admit(index, replica)
+        return client, mesh
+
+    return connect

@@ -6,53 +6,41 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.fakes.rollouts import group_of, rollout_of, turn_of
 from torchtitan.experiments.rl.loops.ledger import Ledger
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.records import RecordKind
-from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import (
-    Completion,
     DataSample,
     Rollout,
-    RolloutGroup,
     RolloutStatus,
-    RolloutTurn,
 )
 
 
 def rollout(
     group: str, index: int, *, reward: float | None, reply: str = "7", task: str = "sums", **fields
 ) -> Rollout:
-    """Of one turn: the prompt's tokens are 1, 2, 3, the completion's 4 and 5."""
-    turn = RolloutTurn(
-        prompt_messages=[{"role": "system", "content": "Add."}, {"role": "user", "content": "3 4"}],
-        prompt_token_ids=np.array([1, 2, 3], np.int32),
-        prompt_role_ids=np.array([0, 2, -1], np.int8),
-        prompt_is_content=np.array([True, True, False]),
-        completion=Completion(
-            token_ids=np.array([4, 5], np.int32),
-            logprobs=np.array([-0.5, -0.25], np.float32),
-            policy_versions=np.array([2, 3], np.int32),
-            finish_reason="stop",
-        ),
-        assistant_message={"role": "assistant", "content": reply},
-    )
-    found = Rollout(
+    """Return a rollout of one turn: the prompt's tokens are 1, 2, 3, the completion's 4 and 5."""
+    turn = turn_of([1, 2, 3], [4, 5], logprobs=[-0.5, -0.25], versions=[2, 3])
+    turn.prompt_messages = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "3 4"},
+    ]
+    turn.prompt_role_ids = np.array([0, 2, -1], np.int8)
+    turn.prompt_is_content = np.array([True, True, False])
+    turn.assistant_message = {"role": "assistant", "content": reply}
+    return rollout_of(
+        turn,
         group_id=group,
-        index_in_group=index,
-        task_name=task,
+        index=index,
+        task=task,
         data_sample=DataSample(sample_id="s", env_input=[3, 4]),
-        turns=[turn],
         status=RolloutStatus.COMPLETED if reward is not None else RolloutStatus.ERROR,
         reward=reward,
         reward_components={} if reward is None else {"right": reward},
         **fields,
     )
-    found.samples = samples_from_turns(
-        found.turns, task_name=task, rollout_id=found.rollout_id, temperature=1.0
-    )
-    return found
 
 
 def record(
@@ -66,14 +54,7 @@ def record(
     """Append groups to the folder's records; ``outcomes`` by rollout id."""
     recorder = RolloutRecorder.Config().build(run_dir=folder)
     for rollouts in groups:
-        group = RolloutGroup(
-            group_id=rollouts[0].group_id,
-            task_name=rollouts[0].task_name,
-            data_sample=rollouts[0].data_sample,
-            rollouts=list(rollouts),
-            admitted_version=step,
-        )
-        recorder.record(group, outcomes, kind=kind)
+        recorder.record(group_of(*rollouts, version=step), outcomes, kind=kind)
     recorder.close()
     assert recorder.not_recorded == 0
 

@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 from openai import APIConnectionError, AsyncOpenAI
 
+from tests.fakes.policy import ScriptedPolicy
 from tests.unit.agents import config_of, run_agent, run_task
-from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.gateway import server
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient, _ask
 from torchtitan.experiments.rl.generation.references import FrozenModel

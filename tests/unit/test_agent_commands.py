@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
+from tests.fakes.policy import ScriptedPolicy
 from tests.unit.agents import config_of, run_task
-from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus

@@ -7,87 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from tests.fakes.rollouts import blank_turn, group_of, rewarded_rollout
+from tests.unit.advantages import advantages, of_rewards
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.algorithms.max_rl import MaxRL
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel
-from torchtitan.experiments.rl.rollouts.types import (
-    Completion,
-    DataSample,
-    Rollout,
-    RolloutGroup,
-    RolloutTurn,
-)
-from torchtitan.experiments.rl.types import ROLES, TrainingSample
-
-
-def turn(
-    completion_tokens: int,
-    prompt_roles: list[str | None] = ("user",),
-    prompt_is_content: list[bool] = (True,),
-):
-    return RolloutTurn(
-        prompt_messages=[],
-        prompt_token_ids=np.zeros(len(prompt_roles), np.int32),
-        prompt_role_ids=np.array(
-            [ROLES.index(role) if role else -1 for role in prompt_roles], np.int8
-        ),
-        prompt_is_content=np.array(prompt_is_content),
-        completion=Completion(
-            token_ids=np.zeros(completion_tokens, np.int32),
-            logprobs=np.zeros(completion_tokens, np.float32),
-            policy_versions=np.zeros(completion_tokens, np.int32),
-            finish_reason="stop",
-        ),
-        assistant_message={"role": "assistant", "content": ""},
-    )
-
-
-def rollout(reward: float | None, turns: list[RolloutTurn] | None = None) -> Rollout:
-    """One sample of five tokens, of which the last three are sampled."""
-    return Rollout(
-        group_id="group",
-        index_in_group=0,
-        task_name="task",
-        turns=turns or [turn(3)],
-        reward=reward,
-        samples=[
-            TrainingSample(
-                token_ids=np.arange(5, dtype=np.int32),
-                loss_mask=np.array([False, False, True, True, True]),
-                generator_logprobs=np.zeros(5, np.float32),
-                policy_versions=np.full(5, -1, np.int32),
-                task_name="task",
-                rollout_id="group/0",
-            )
-        ],
-    )
-
-
-def group(*rollouts: Rollout) -> RolloutGroup:
-    sample = DataSample(sample_id="sample", env_input=None)
-    return RolloutGroup(
-        group_id="group", task_name="task", data_sample=sample, rollouts=list(rollouts)
-    )
-
-
-def advantages(config: Algorithm.Config, *rollouts: Rollout) -> list[float | None]:
-    """One number a rollout, after checking that all its sampled tokens have it and no other token has any."""
-    config.build().score_group(group(*rollouts))
-    found = []
-    for scored in rollouts:
-        stream = scored.samples[0].advantages
-        if stream is not None:
-            assert stream[:2].tolist() == [0, 0] and len(set(stream[2:].tolist())) == 1
-        found.append(None if stream is None else stream[2].item())
-    return found
-
-
-def of_rewards(config: Algorithm.Config, *rewards: float | None) -> list[float | None]:
-    return advantages(config, *map(rollout, rewards))
-
 
 # ------------------------------------------------------------------ GRPO
 
@@ -131,9 +58,9 @@ def test_tokens_penalty_rewards_right_answers_shorter_than_the_mean_right_one():
     # Right ones cost 2 and 6: their mean is 4. The shorter gets 1 * (1 + 1/2), the longer keeps 1; the wrong one stays at 0.
     found = advantages(
         GRPO.Config(length_penalty="tokens"),
-        rollout(1.0, [turn(2)]),
-        rollout(1.0, [turn(6)]),
-        rollout(0.0, [turn(1)]),
+        rewarded_rollout(1.0, [blank_turn(2)]),
+        rewarded_rollout(1.0, [blank_turn(6)]),
+        rewarded_rollout(0.0, [blank_turn(1)]),
     )
     mean = 2.5 / 3
     assert found == pytest.approx([1.5 - mean, 1 - mean, -mean], rel=1e-6)
@@ -141,12 +68,18 @@ def test_tokens_penalty_rewards_right_answers_shorter_than_the_mean_right_one():
 
 def test_tokens_penalty_weighs_completion_and_tool_response_tokens():
     # Bodies of tool messages count; their template, other roles and tokens of no role don't.
-    tool_turn = turn(4, ["user", "tool", "tool", "tool", None], [True, False, True, True, False])
+    tool_turn = blank_turn(
+        4, ["user", "tool", "tool", "tool", None], [True, False, True, True, False]
+    )
     config = GRPO.Config(
         length_penalty="tokens", completion_token_weight=1.0, tool_token_weight=3.0
     )
     # Costs: (1 + 4) + 3 * 2 = 11 and 5; c = 8. The second gets 2 * (1 + 3/8).
-    found = advantages(config, rollout(2.0, [turn(1), tool_turn]), rollout(2.0, [turn(5)]))
+    found = advantages(
+        config,
+        rewarded_rollout(2.0, [blank_turn(1), tool_turn]),
+        rewarded_rollout(2.0, [blank_turn(5)]),
+    )
     assert found == pytest.approx([-0.375, 0.375], rel=1e-6)
 
 
@@ -154,7 +87,10 @@ def test_turns_penalty_counts_turns():
     # Right ones take 1 and 3 turns: c = 2, bonuses 1/2 and 0.
     config = GRPO.Config(length_penalty="turns")
     found = advantages(
-        config, rollout(1.0, [turn(9)]), rollout(1.0, [turn(1)] * 3), rollout(0.5, [turn(1)])
+        config,
+        rewarded_rollout(1.0, [blank_turn(9)]),
+        rewarded_rollout(1.0, [blank_turn(1)] * 3),
+        rewarded_rollout(0.5, [blank_turn(1)]),
     )
     assert found == pytest.approx([0.5, 0.0, -0.5], rel=1e-6)
 
@@ -162,19 +98,27 @@ def test_turns_penalty_counts_turns():
 @pytest.mark.parametrize("penalty", ["tokens", "turns"])
 def test_length_penalty_needs_a_reward_above_zero_and_never_lowers_one(penalty):
     config = GRPO.Config(length_penalty=penalty)
-    wrong = [rollout(0.0, [turn(1)]), rollout(0.0, [turn(9)] * 2), rollout(-1.0, [turn(1)])]
+    wrong = [
+        rewarded_rollout(0.0, [blank_turn(1)]),
+        rewarded_rollout(0.0, [blank_turn(9)] * 2),
+        rewarded_rollout(-1.0, [blank_turn(1)]),
+    ]
     assert advantages(config, *wrong) == pytest.approx([1 / 3, 1 / 3, -2 / 3])
     alone = [
-        rollout(1.0, [turn(9)]),
-        rollout(0.0, [turn(1)]),
+        rewarded_rollout(1.0, [blank_turn(9)]),
+        rewarded_rollout(0.0, [blank_turn(1)]),
     ]  # the only right one is its own mean: no bonus
     assert advantages(config, *alone) == [0.5, -0.5]
 
 
 def test_a_length_penalty_ignores_unscored_rollouts():
     config = GRPO.Config(length_penalty="tokens")
-    scored = [rollout(1.0, [turn(2)]), rollout(1.0, [turn(6)])]
-    assert advantages(config, *scored, rollout(None, [turn(1)])) == [0.25, -0.25, None]
+    scored = [rewarded_rollout(1.0, [blank_turn(2)]), rewarded_rollout(1.0, [blank_turn(6)])]
+    assert advantages(config, *scored, rewarded_rollout(None, [blank_turn(1)])) == [
+        0.25,
+        -0.25,
+        None,
+    ]
 
 
 def test_nothing_sampled_costs_nothing():
@@ -295,8 +239,8 @@ def test_a_subclass_without_a_config_builds_itself_and_its_config_travels():
 
 async def test_the_base_gives_no_credit_so_an_algorithm_overrides_only_what_it_needs():
     algorithm = Constant.Config(value=2.0).build()
-    scored = rollout(1.0)
+    scored = rewarded_rollout(1.0)
     await algorithm.setup(None)
     await algorithm.score_rollout(scored)
-    algorithm.score_group(group(scored))
+    algorithm.score_group(group_of(scored))
     assert scored.samples[0].advantages.tolist() == [0, 0, 2, 2, 2]

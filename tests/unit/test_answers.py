@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.contexts import context_of
-from tests.unit.rollout_stubs import ScriptedPolicy
+from tests.fakes.contexts import context_of
+from tests.fakes.policy import ScriptedPolicy
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_0_6b, rl_questions_qwen3

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.contexts import context_of
-from tests.unit.loops import loops_of
-from tests.unit.rollout_stubs import FAILURES, BrokenEnv, ScriptedPolicy, TalkingEnv, answer_with
+from tests.fakes.contexts import context_of
+from tests.fakes.envs import FAILURES, BrokenEnv, TalkingEnv, answer_with
+from tests.fakes.loops import loops_of
+from tests.fakes.policy import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.data.dataset import Dataset

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.advantages import of_rewards
 from tests.unit.loss_batches import batch_of, random_batch
-from tests.unit.test_algorithms import of_rewards
 from torchtitan.experiments.rl.algorithms import GRPO, ReinforcePP, ReinforcePPBaseline
 from torchtitan.experiments.rl.command.checks import check
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command

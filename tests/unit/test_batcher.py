@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.batches import STREAMS, unpack
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
 from torchtitan.experiments.rl.losses import (
     DPPO,
@@ -16,14 +17,9 @@ from torchtitan.experiments.rl.losses import (
     compute_loss,
     count_denominators,
 )
-from torchtitan.experiments.rl.types import LossDenominators, TrainingBatch, TrainingSample
+from torchtitan.experiments.rl.types import LossDenominators, TrainingSample
 
 torch.set_num_threads(1)
-
-STREAMS = [
-    "token_ids", "loss_mask", "generator_logprobs", "policy_versions", "replicas", "role_ids", "advantages",
-    "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs",
-]  # fmt: skip
 
 
 def sample(length: int, seed: int = 0, **fields) -> TrainingSample:
@@ -64,22 +60,6 @@ def plan_of(samples, row_length=32, rows_per_microbatch=2, ranks=1) -> BatchPlan
         .build()
         .plan(samples, ranks)
     )
-
-
-def unpack(batch: TrainingBatch) -> tuple[list[dict], list[dict]]:
-    """The samples of a batch and its paddings, cut at the restarts of positions. Padding is where no task is."""
-    samples, paddings = [], []
-    for row in range(batch.positions.shape[0]):
-        starts = (batch.positions[row] == 0).nonzero()[:, 0].tolist() + [batch.positions.shape[1]]
-        assert starts[0] == 0
-        for start, end in zip(starts, starts[1:], strict=False):
-            assert batch.positions[row, start:end].tolist() == list(range(end - start))
-            piece = {
-                name: getattr(batch, name)[row, start:end].numpy()
-                for name in [*STREAMS, "temperatures", "task_ids"]
-            }
-            (paddings if piece["task_ids"][0] == -1 else samples).append(piece)
-    return samples, paddings
 
 
 @settings(deadline=None, max_examples=60)

@@ -4,13 +4,14 @@ import time
 
 import pytest
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
+from tests.fakes.datasets import Numbers
+from tests.fakes.envs import TalkingEnv
+from tests.fakes.policy import ScriptedPolicy
 from tests.unit.blocked import blocked_s
-from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.ask.call import BLOCKING
 from torchtitan.experiments.rl.ask.lag import TICK_S
-from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.loops.group_runner import LocalRunner
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
@@ -35,14 +36,6 @@ class BlockingEnv(TalkingEnv):
         return await super().step_message(message)
 
 
-class Rows(Dataset):
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        return DataSample(sample_id="0", env_input=None)
-
-
 class BlockingTask(Task):
     async def make_envs(self, sample, n):
         self.made = [BlockingEnv(self.where, 0.3 if index == 0 else 0.0) for index in range(n)]
@@ -55,7 +48,7 @@ async def test_rollout_whose_env_blocks_beyond_its_limit_is_a_timeout_by_name_an
 ):
     task = BlockingTask.Config(
         algorithm=GRPO.Config(),
-        dataset=Rows.Config(),
+        dataset=Numbers.Config(),
         env=RendererEnvConfig(step_timeout_s=0.2),
         group_size=2,
         max_retries=0,

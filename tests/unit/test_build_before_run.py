@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from tests.unit.command_line import DRY_OR_NOT, LIMIT_S
-from tests.unit.test_plan_and_config import DEBUG
+from tests.unit.command_line import DEBUG, DRY_OR_NOT, LIMIT_S
 
 # ---- what a run builds
 

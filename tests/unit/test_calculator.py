@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.contexts import context_of
-from tests.unit.rollout_stubs import ScriptedPolicy
+from tests.fakes.contexts import context_of
+from tests.fakes.policy import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.data.dataset import split_of_text
 from torchtitan.experiments.rl.errors import ConfigError

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.waiting import LIMIT_S
+from tests.fakes.waiting import LIMIT_S
 from torchtitan.experiments.rl.ask import child_server
 from torchtitan.experiments.rl.ask.child import IsolatedCalls, _Caller, _Server
 from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout

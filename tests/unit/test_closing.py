@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.contexts import context_of
-from tests.unit.rollout_stubs import TalkingEnv
-from tests.unit.test_rollout_loop import Loop, StubTask, settle
+from tests.fakes.contexts import context_of
+from tests.fakes.envs import TalkingEnv
+from tests.fakes.loops import Loop
+from tests.fakes.tasks import StubTask
+from tests.fakes.waiting import settle
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.command_line import DRY_OR_NOT, assert_one_line
-from tests.unit.test_plan_and_config import DEBUG
+from tests.unit.command_line import DEBUG, DRY_OR_NOT, assert_one_line
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.fakes.terminal import Terminal
 from torchtitan.experiments.rl.observability.console import (
     TITLE_EVERY,
     WIDTH,
@@ -16,11 +17,6 @@ from torchtitan.experiments.rl.observability.console import (
 )
 from torchtitan.experiments.rl.process.trace import Stopwatch
 from torchtitan.experiments.rl.simulation.clock import run_virtually
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def report(step=12, val=None, **changes):

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.batches import STREAMS, unpack
 from tests.unit.renderer_families import SETTINGS, family_renderer, family_tokenizer
-from tests.unit.test_batcher import STREAMS, unpack
 from torchtitan.experiments.rl.algorithms import Echo
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tests.unit.rollout_stubs import BrokenEnv, ScriptedPolicy, raise_value_error
-from tests.unit.test_reference_algorithms import TEACHER, Scorer
-from tests.unit.test_task import ListTask, build, run  # noqa: F401 - build is a fixture
+from tests.fakes.envs import BrokenEnv, raise_value_error
+from tests.fakes.policy import TEACHER, Scorer, ScriptedPolicy
+from tests.fakes.tasks import run_group
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
@@ -123,7 +123,7 @@ async def test_bad_stream_fails_the_group_by_task_algorithm_rollout_and_stream(
 ):
     value, cause = BAD_STREAMS[kind]
     task = build(algorithm=Setting.Config(stream=stream, value=value))
-    group = await run(task, ScriptedPolicy(tokenizer))
+    group = await run_group(task, ScriptedPolicy(tokenizer))
     failure = await task.score_group(group)
     assert (
         failure.startswith(f"task talk: Setting.score_group: rollout g/1: {stream} ")
@@ -138,7 +138,7 @@ async def test_bad_stream_fails_the_group_by_task_algorithm_rollout_and_stream(
 async def test_bad_stream_set_for_one_rollout_fails_that_rollout(build, tokenizer, kind):  # noqa: F811
     value, cause = BAD_STREAMS[kind]
     task = build(algorithm=Setting.Config(stream="ce_weights", value=value, early=True))
-    group = await run(task, ScriptedPolicy(tokenizer))
+    group = await run_group(task, ScriptedPolicy(tokenizer))
     assert [rollout.status for rollout in group.rollouts] == ["completed", "error", "completed"]
     error = group.rollouts[1].error
     assert error.startswith("task talk: Setting.score_rollout: ce_weights ") and cause in error, (
@@ -154,7 +154,7 @@ async def test_value_that_no_loss_reads_may_be_anything(build, tokenizer, value)
             stream="advantages", value=lambda sample: np.where(sample.loss_mask, 1, value)
         )
     )
-    group = await run(task, ScriptedPolicy(tokenizer))
+    group = await run_group(task, ScriptedPolicy(tokenizer))
     assert await task.score_group(group) is None
 
 
@@ -164,7 +164,7 @@ async def test_lists_and_other_dtypes_become_the_declared_one(build, tokenizer):
             stream="ce_weights", value=lambda sample: [0] + [1] * (len(sample) - 1)
         )
     )
-    group = await run(task, ScriptedPolicy(tokenizer))
+    group = await run_group(task, ScriptedPolicy(tokenizer))
     assert await task.score_group(group) is None
     weights = group.rollouts[1].samples[0].ce_weights
     assert weights.dtype == np.float32 and weights[:2].tolist() == [0, 1]
@@ -181,7 +181,7 @@ class Freezing(Algorithm):
 
 async def test_draft_that_was_refused_is_not_kept(build, tokenizer):  # noqa: F811
     task = build(algorithm=Freezing.Config(), group_size=1, min_group_size=1, max_retries=0)
-    (rollout,) = (await run(task, ScriptedPolicy(tokenizer))).rollouts
+    (rollout,) = (await run_group(task, ScriptedPolicy(tokenizer))).rollouts
     assert rollout.error == (
         "task talk: Freezing.score_rollout: changed samples[0].loss_mask of a rollout that has "
         "ended"
@@ -222,7 +222,7 @@ async def test_score_rollout_that_goes_on_after_its_limit_gives_no_credit(build,
         min_group_size=1,
         max_retries=0,
     )
-    group = await run(task, ScriptedPolicy(tokenizer))
+    group = await run_group(task, ScriptedPolicy(tokenizer))
     assert "Late.score_rollout" in group.rollouts[0].error
     assert await task.score_group(group) is None
     (sample,) = group.rollouts[0].samples
@@ -236,7 +236,7 @@ class Failing(Algorithm):
 
 async def test_rollout_that_score_rollout_fails_has_failed(build, tokenizer):  # noqa: F811
     task = build(algorithm=Failing.Config(), group_size=1, min_group_size=1)
-    (rollout,) = (await run(task, ScriptedPolicy(tokenizer))).rollouts
+    (rollout,) = (await run_group(task, ScriptedPolicy(tokenizer))).rollouts
     assert rollout.status is RolloutStatus.ERROR and rollout.error == "no credit for it"
 
 
@@ -250,7 +250,7 @@ class Paying(GRPO):
 
 async def test_what_an_algorithm_costs_is_a_cost_of_its_group(build, tokenizer):  # noqa: F811
     task = build(algorithm=Paying.Config())
-    group = await run(task, ScriptedPolicy(tokenizer))
+    group = await run_group(task, ScriptedPolicy(tokenizer))
     assert await task.score_group(group) is None
     assert group.costs == {"judge/calls": 2.0}
 
@@ -280,7 +280,7 @@ async def test_arrays_that_an_algorithm_writes_again_stay_as_they_were_in_a_cred
     task = build(algorithm=OneBuffer.Config(), group_size=1, min_group_size=1)
     samples = []
     for _ in range(2):
-        (rollout,) = (await run(task, ScriptedPolicy(tokenizer))).rollouts
+        (rollout,) = (await run_group(task, ScriptedPolicy(tokenizer))).rollouts
         samples += rollout.samples
     assert [set(sample.ce_weights[1:]) for sample in samples] == [{1}, {2}]
     assert [np.count_nonzero(~sample.loss_mask) for sample in samples] == [2, 3]
@@ -300,7 +300,7 @@ async def test_credit_that_the_batcher_would_refuse_fails_the_group_and_not_the_
         ("ce_weights", lambda sample: np.ones(len(sample)), "trains its first token"),
     ):
         task = build(algorithm=Setting.Config(stream=stream, value=value))
-        failure = await task.score_group(await run(task, ScriptedPolicy(tokenizer)))
+        failure = await task.score_group(await run_group(task, ScriptedPolicy(tokenizer)))
         assert "task talk: Setting.score_group: rollout g/1: " in failure and cause in failure
 
 
@@ -345,7 +345,7 @@ async def test_reference_that_can_not_be_trained_on_fails_its_rollout(
     policy = Scorer(tokenizer, frozen=Answering(tokenizer, answer))
     task = build(algorithm=OPD.Config(teacher=TEACHER))
     await task.setup(policy)
-    group = await run(task, policy)
+    group = await run_group(task, policy)
     assert all(
         cause.replace("has a float32 of dtype", "has shape ()") in rollout.error
         for rollout in group.rollouts
@@ -384,7 +384,7 @@ async def test_failed_rollout_with_an_error_reward_is_trained_on_only_with_credi
     )
     task = build(algorithm=config, envs=[failing_env()], max_retries=0, rubric=rubric)
     await task.setup(policy)
-    group = await run(task, policy)
+    group = await run_group(task, policy)
     assert group.rollouts[0].status is RolloutStatus.ERROR and group.rollouts[0].samples
     assert await task.score_group(group) is None
     # GRPO and Echo give it an advantage; the others score no rollout that failed.
@@ -407,7 +407,7 @@ async def test_group_without_a_rollout_that_got_credit_is_dropped(build, tokeniz
         rubric=Rubric.Config(error_reward=0.0),
     )
     await task.setup(policy)
-    failure = await task.score_group(await run(task, policy))
+    failure = await task.score_group(await run_group(task, policy))
     assert failure.startswith(
         "1 of 3 rollouts scored, 2 needed: BrokenEnv.step_message: ValueError: bad luck"
     )
@@ -415,7 +415,7 @@ async def test_group_without_a_rollout_that_got_credit_is_dropped(build, tokeniz
 
 async def test_algorithm_without_methods_gives_no_credit_and_is_left_alone(build, tokenizer):  # noqa: F811
     task = build(algorithm=Algorithm.Config())
-    assert await task.score_group(await run(task, ScriptedPolicy(tokenizer))) is None
+    assert await task.score_group(await run_group(task, ScriptedPolicy(tokenizer))) is None
 
 
 # ------------------------------------------------------------------ rewards that float32 does not hold
@@ -427,7 +427,7 @@ async def test_reward_that_float32_does_not_hold_fails_by_the_functions_name(bui
             reward_fns=[RewardFn(lambda r, e: 1e300, name="huge", takes="rollout")]
         )
     )
-    group = await run(task, ScriptedPolicy(tokenizer))
+    group = await run_group(task, ScriptedPolicy(tokenizer))
     assert "reward function 'huge': returned 1e+300 (float)" in await task.score_group(group)
 
 
@@ -440,7 +440,7 @@ async def test_difference_of_rewards_that_overflows_fails_the_group_by_the_algor
     task = build(
         rubric=Rubric.Config(reward_fns=[RewardFn(by_index, group_level=True, takes="rollout")])
     )
-    failure = await task.score_group(await run(task, ScriptedPolicy(tokenizer)))
+    failure = await task.score_group(await run_group(task, ScriptedPolicy(tokenizer)))
     assert (
         "task talk: GRPO.score_group: ValueError: rollout g/0: the advantage 4e+38 is not a finite number"
         in failure

@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 
-from tests.unit.test_algorithms import rollout
+from tests.fakes.rollouts import group_of, rewarded_rollout
 from torchtitan.experiments.rl.loops.groups import StepGroups
 from torchtitan.experiments.rl.loops.step_metrics import (
     _rollout_metrics,
     advantage_metrics,
     credit_seconds,
 )
-from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 
 def credited(*advantages: float, weights=None):
     """A rollout of one sample; its last three tokens are sampled."""
-    scored = rollout(1.0)
+    scored = rewarded_rollout(1.0)
     scored.assign_advantages(list(advantages))
     if weights is not None:
         scored.samples[0].rl_weights = np.array(weights, np.float32)
@@ -39,7 +39,7 @@ def test_tokens_without_an_rl_weight_and_rollouts_without_credit_count_for_nothi
     rollouts = [
         credited(1, 2, 9, weights=[1, 1, 1, 1, 0]),
         credited(5, 5, 5, weights=[0] * 5),
-        rollout(1.0),
+        rewarded_rollout(1.0),
     ]
     assert advantage_metrics(rollouts, "t") == {
         "advantage/t/mean": 1.5,
@@ -47,16 +47,12 @@ def test_tokens_without_an_rl_weight_and_rollouts_without_credit_count_for_nothi
         "advantage/t/min": 1.0,
         "advantage/t/max": 2.0,
     }
-    assert advantage_metrics([rollout(1.0)], "t") == {} == advantage_metrics([], "t")
+    assert advantage_metrics([rewarded_rollout(1.0)], "t") == {} == advantage_metrics([], "t")
 
 
 def test_seconds_of_credit_are_a_rollouts_by_task():
     def group(task: str, credit_s: float, count: int) -> RolloutGroup:
-        sample = DataSample(sample_id="0", env_input=None)
-        rollouts = [rollout(1.0)] * count
-        return RolloutGroup(
-            group_id="g", task_name=task, data_sample=sample, rollouts=rollouts, credit_s=credit_s
-        )
+        return group_of(*[rewarded_rollout(1.0)] * count, task_name=task, credit_s=credit_s)
 
     found = credit_seconds([group("a", 3.0, 4), group("b", 0.5, 2), group("a", 1.0, 1)])
     assert found == {"time/credit_s/a": 4.0 / 5, "time/credit_s/b": 0.25}
@@ -64,9 +60,7 @@ def test_seconds_of_credit_are_a_rollouts_by_task():
 
 def test_rewards_that_are_equal_are_counted_so_whatever_their_mean_is_rounded_to():
     def group(*rewards: float) -> RolloutGroup:
-        sample = DataSample(sample_id="0", env_input=None)
-        rollouts = [rollout(reward) for reward in rewards]
-        return RolloutGroup(group_id="g", task_name="t", data_sample=sample, rollouts=rollouts)
+        return group_of(*map(rewarded_rollout, rewards))
 
     assert np.std([0.1] * 3) > 0  # the mean of three 0.1 is rounded to another number
     taken = StepGroups(sampled=[group(0.1, 0.1, 0.1), group(1.0, 1.0), group(0.0, 1.0), group(0.5)])

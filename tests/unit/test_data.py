@@ -9,44 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchtitan.config import Configurable
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
+from tests.fakes.datasets import Numbers, drawn_ids
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.configurable import UserConfigurable
-from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.replay import ExampleReplay
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor, sampler_seed
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.errors import ConfigError, UserCodeError
-from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.tasks.task import Task
 
 
-class Letters(Dataset):
-    @dataclass(kw_only=True, slots=True)
-    class Config(Dataset.Config):
-        count: int = 5
-
-    def __init__(self, config):
-        self.count = config.count
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        if not 0 <= index < self.count:
-            raise IndexError(index)
-        return DataSample(sample_id=str(index), env_input=chr(ord("a") + index))
-
-
 def cursor(count=5, seed=0):
-    return ShuffledCursor.Config().build(dataset=Letters.Config(count=count).build(), seed=seed)
-
-
-def ids(strategy, n):
-    return [strategy.next().sample_id for _ in range(n)]
+    return ShuffledCursor.Config().build(dataset=Numbers.Config(count=count).build(), seed=seed)
 
 
 def picks(mix, n):
@@ -64,7 +42,7 @@ def test_subclass_without_a_config_is_built_by_its_own():
     class Mine(ShuffledCursor):
         pass
 
-    built = Mine.Config().build(dataset=Letters.Config().build(), seed=0)
+    built = Mine.Config().build(dataset=Numbers.Config().build(), seed=0)
     assert type(built) is Mine and issubclass(Mine.Config, SampleStrategy.Config)
     assert type(cursor()) is ShuffledCursor and type(round_robin(a=1)) is WeightedRoundRobin
 
@@ -88,7 +66,7 @@ def test_subclass_with_a_config_adds_its_fields():
 
 
 def test_dataset_is_a_sequence():
-    assert [sample.env_input for sample in Letters.Config(count=3).build()] == ["a", "b", "c"]
+    assert [sample.env_input for sample in Numbers.Config(count=3).build()] == [0, 1, 2]
 
 
 # ---- samplers
@@ -98,30 +76,30 @@ def test_dataset_is_a_sequence():
 def test_every_epoch_has_every_example_once(count, seed, epochs):
     strategy = cursor(count, seed)
     for _ in range(epochs):
-        assert sorted(map(int, ids(strategy, count))) == list(range(count))
+        assert sorted(map(int, drawn_ids(strategy, count))) == list(range(count))
 
 
 def test_epochs_are_shuffled_anew_and_seeds_differ():
     strategy = cursor(50)
-    first, second = ids(strategy, 50), ids(strategy, 50)
+    first, second = drawn_ids(strategy, 50), drawn_ids(strategy, 50)
     assert first != second and first != sorted(first, key=int)
-    assert ids(cursor(50), 100) == first + second
-    assert ids(cursor(50, seed=1), 50) != first
+    assert drawn_ids(cursor(50), 100) == first + second
+    assert drawn_ids(cursor(50, seed=1), 50) != first
 
 
 @given(count=st.integers(1, 20), before=st.integers(0, 50), after=st.integers(1, 50))
 def test_resumed_cursor_goes_on_where_it_was(count, before, after):
     whole, resumed = cursor(count), cursor(count)
-    ids(whole, before)
+    drawn_ids(whole, before)
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
-    assert ids(resumed, after) == ids(whole, after)
+    assert drawn_ids(resumed, after) == drawn_ids(whole, after)
 
 
 @pytest.mark.parametrize(
     "config", [ShuffledCursor.Config, DifficultyPool.Config, ExampleReplay.Config]
 )
 def test_example_that_could_not_be_read_comes_first_when_the_run_goes_on(config):
-    class Flaky(Letters):
+    class Flaky(Numbers):
         fails = False
 
         def __getitem__(self, index):
@@ -130,15 +108,15 @@ def test_example_that_could_not_be_read_comes_first_when_the_run_goes_on(config)
             return super().__getitem__(index)
 
     whole = config().build(dataset=Flaky.Config(count=5).build(), seed=3)
-    expected = ids(whole, 5)
+    expected = drawn_ids(whole, 5)
     dataset = Flaky.Config(count=5).build()
     sampler = config().build(dataset=dataset, seed=3)
-    assert ids(sampler, 2) == expected[:2]
+    assert drawn_ids(sampler, 2) == expected[:2]
     dataset.fails = True
     with pytest.raises(UserCodeError, match="the disk is away"):
         sampler.next()
     dataset.fails = False
-    assert ids(sampler, 3) == expected[2:]
+    assert drawn_ids(sampler, 3) == expected[2:]
 
 
 def test_state_of_another_dataset_or_seed_is_refused():
@@ -159,10 +137,10 @@ def test_sampler_of_ones_own_needs_next_alone():
         def next(self):
             return self.dataset[0]
 
-    strategy = First.Config().build(dataset=Letters.Config().build(), seed=0)
+    strategy = First.Config().build(dataset=Numbers.Config().build(), seed=0)
     strategy.observe(None)
     strategy.load_state_dict(strategy.state_dict())
-    assert ids(strategy, 2) == ["0", "0"]
+    assert drawn_ids(strategy, 2) == ["0", "0"]
     with pytest.raises(TypeError):
         SampleStrategy.Config().build(dataset=[1], seed=0)
 
@@ -235,7 +213,9 @@ def test_tasks_with_equal_datasets_walk_them_in_different_orders(renderer):
             return None
 
     def walk(name, seed=0):
-        config = LettersTask.Config(algorithm=GRPO.Config(), dataset=Letters.Config(count=20))
-        return ids(config.build(name=name, context=context_of(renderer, seed=seed)).sampler, 20)
+        config = LettersTask.Config(algorithm=GRPO.Config(), dataset=Numbers.Config(count=20))
+        return drawn_ids(
+            config.build(name=name, context=context_of(renderer, seed=seed)).sampler, 20
+        )
 
     assert walk("a") != walk("b") and walk("a") == walk("a") and walk("a") != walk("a", seed=1)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.contexts import context_of
-from tests.unit.test_algorithms import rollout
-from tests.unit.test_reference_algorithms import checked
+from tests.fakes.contexts import context_of
+from tests.fakes.rollouts import rewarded_rollout
+from tests.unit.demonstrations import check_example
 from torchtitan.experiments.rl.algorithms import OPSD
 from torchtitan.experiments.rl.configurable import build_with
 from torchtitan.experiments.rl.rollouts.types import DataSample
@@ -28,7 +28,7 @@ EXAMPLE = DataSample(
 def test_info_comes_before_a_field_of_the_example_and_that_before_a_field_of_the_rollout(
     key, found
 ):
-    ended = rollout(0.0)
+    ended = rewarded_rollout(0.0)
     ended.data_sample, ended.error = EXAMPLE, "of the rollout"
     assert opsd(key).demonstration(ended) == found
 
@@ -38,7 +38,7 @@ def opsd(key: str) -> OPSD:
 
 
 def test_a_field_that_holds_no_text_is_no_demonstration():
-    ended = rollout(0.0)
+    ended = rewarded_rollout(0.0)
     ended.data_sample = EXAMPLE
     for key in ("reward", "error", "info", "no_field"):
         with pytest.raises(
@@ -48,6 +48,6 @@ def test_a_field_that_holds_no_text_is_no_demonstration():
 
 
 def test_a_field_of_rollouts_is_not_asked_for_before_there_is_one(renderer):
-    checked(
+    check_example(
         OPSD.Config(demonstration_key="error"), DataSample(sample_id="0", env_input=None), renderer
     )

@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from tests.contexts import context_of
-from tests.unit.rollout_stubs import ScriptedPolicy
-from tests.unit.test_rollout_loop import Loop, StubTask
+from tests.fakes.loops import Loop
+from tests.fakes.policy import ScriptedPolicy
+from tests.fakes.tasks import StubTask
+from tests.unit.demonstrations import CHAT, task_of
 from torchtitan.experiments.rl.algorithms import GRPO, StaticSFT
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.command.build import build_tasks, read_policy_tokenizer
@@ -26,17 +27,10 @@ from torchtitan.experiments.rl.loops.step_metrics import (
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
-from torchtitan.experiments.rl.tasks import DemonstrationTask, MemoryRows, RowDataset
+from torchtitan.experiments.rl.tasks import MemoryRows, RowDataset
 from torchtitan.experiments.rl.tasks.demonstrations import conversation_of, sample_of
 from torchtitan.experiments.rl.train import main
 
-CHAT = [
-    {"role": "system", "content": "be brief"},
-    {"role": "user", "content": "one"},
-    {"role": "assistant", "content": "two"},
-    {"role": "user", "content": "three"},
-    {"role": "assistant", "content": "four"},
-]
 CALL = [
     {"role": "user", "content": "6 * 7?"},
     {
@@ -55,13 +49,6 @@ TOOLS = [
         "function": {"name": "times", "description": "x", "parameters": {"type": "object"}},
     }
 ]
-
-
-def task_of(renderer, *rows, **changes) -> DemonstrationTask:
-    config = DemonstrationTask.Config(
-        dataset=RowDataset.Config(rows=MemoryRows(list(rows))), **changes
-    )
-    return config.build(name="chats", context=context_of(renderer))
 
 
 def trained(renderer, tokenizer, row, roles=("assistant",)) -> list[str]:

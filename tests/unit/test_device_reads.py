@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.unit.device_reads import DEVICE, Device
+from tests.fakes.device import DEVICE, Device
 from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.generation.vllm import worker
 from torchtitan.experiments.rl.weights import publisher as publisher_module

@@ -7,14 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.test_data import Letters, ids
+from tests.fakes.datasets import Numbers, draw, drawn_ids
+from tests.fakes.rollouts import rewarded_group
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.config_registry import rl_difficulty_pool_qwen3_debug
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.replay import ExampleReplay
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
+from torchtitan.experiments.rl.rollouts.types import DataSample
 
 UNSEEN_LAST = {"unseen_weight": 0.0}
 """Only drawn from while no other pool has an example."""
@@ -22,26 +23,14 @@ UNSEEN_LAST = {"unseen_weight": 0.0}
 
 def pool(count=5, seed=0, **config) -> DifficultyPool:
     return DifficultyPool.Config(**config).build(
-        dataset=Letters.Config(count=count).build(), seed=seed
+        dataset=Numbers.Config(count=count).build(), seed=seed
     )
-
-
-def group_of(sample: DataSample, *rewards: float | None) -> RolloutGroup:
-    rollouts = [
-        Rollout(group_id="g", index_in_group=i, task_name="t", reward=reward)
-        for i, reward in enumerate(rewards)
-    ]
-    return RolloutGroup(group_id="g", task_name="t", data_sample=sample, rollouts=rollouts)
-
-
-def draw(strategy, n) -> list[DataSample]:
-    return [strategy.next() for _ in range(n)]
 
 
 def see_all(strategy, reward_of) -> None:
     """Draw and observe every example once; ``reward_of`` maps a sample id to its group's rewards."""
     for sample in draw(strategy, len(strategy.dataset)):
-        strategy.observe(group_of(sample, *reward_of(int(sample.sample_id))))
+        strategy.observe(rewarded_group(sample, *reward_of(int(sample.sample_id))))
 
 
 # ---- where an example goes
@@ -62,7 +51,7 @@ def see_all(strategy, reward_of) -> None:
 )
 def test_an_example_goes_by_its_groups_mean_reward(rewards, where):
     strategy = pool(count=3, hard_up_to=0.25, easy_from=0.75)
-    strategy.observe(group_of(strategy.next(), *rewards))
+    strategy.observe(rewarded_group(strategy.next(), *rewards))
     sizes = {"unseen": 2, "normal": 0, "hard": 0, "easy": 0}
     sizes[where] += 1
     assert strategy.pool_sizes() == sizes
@@ -80,21 +69,23 @@ def test_an_example_moves_with_each_group_and_stays_where_it_was_when_nothing_wa
     ]:
         sample = strategy.next()
         assert sum(strategy.pool_sizes().values()) == 0  # it is out
-        strategy.observe(group_of(sample, *rewards))
+        strategy.observe(rewarded_group(sample, *rewards))
         assert [name for name, size in strategy.pool_sizes().items() if size] == [where]
 
 
 def test_a_second_group_of_an_example_that_is_back_moves_it_too():
     strategy = pool()
     sample = strategy.next()
-    strategy.observe(group_of(sample, 1, 1))
-    strategy.observe(group_of(sample, 0, 0))
+    strategy.observe(rewarded_group(sample, 1, 1))
+    strategy.observe(rewarded_group(sample, 0, 0))
     assert strategy.pool_sizes() == {"unseen": 4, "normal": 0, "hard": 1, "easy": 0}
 
 
 def test_groups_of_examples_it_never_handed_out_are_ignored():
     strategy = pool()
-    strategy.observe(group_of(DataSample(sample_id="of another dataset", env_input=None), 1.0))
+    strategy.observe(
+        rewarded_group(DataSample(sample_id="of another dataset", env_input=None), 1.0)
+    )
     assert strategy.pool_sizes() == {"unseen": 5, "normal": 0, "hard": 0, "easy": 0}
 
 
@@ -108,14 +99,14 @@ def test_pools_are_drawn_from_exactly_by_their_weights():
     for sample, where in zip(
         draw(strategy, 400), ["hard", "normal", "easy", "unseen"] * 100, strict=True
     ):
-        strategy.observe(group_of(sample, *rewards[where]))
+        strategy.observe(rewarded_group(sample, *rewards[where]))
     # 1,000 turns of 10 in all, whatever was drawn while only unseen ones were there; none changes its pool.
     drawn = Counter()
     for _ in range(1000):
         sample = strategy.next()
         where = strategy.state_dict()["out"][sample.sample_id][1]
         drawn[where] += 1
-        strategy.observe(group_of(sample, *rewards[where]))
+        strategy.observe(rewarded_group(sample, *rewards[where]))
     assert drawn == {"unseen": 200, "normal": 500, "hard": 100, "easy": 200}
 
 
@@ -126,7 +117,7 @@ def test_every_example_of_a_pool_gets_as_many_draws_as_the_others():
     for _ in range(40 * 25):
         sample = strategy.next()
         drawn[sample.sample_id] += 1
-        strategy.observe(group_of(sample, 0, 1))
+        strategy.observe(rewarded_group(sample, 0, 1))
     assert set(drawn.values()) == {25}
 
 
@@ -137,7 +128,7 @@ def test_weights_hold_among_the_pools_that_have_something_to_give():
     for _ in range(400):
         sample = strategy.next()
         normal += int(sample.sample_id) % 2
-        strategy.observe(group_of(sample, 0, int(sample.sample_id) % 2))
+        strategy.observe(rewarded_group(sample, 0, int(sample.sample_id) % 2))
     assert normal == 300
 
 
@@ -145,10 +136,10 @@ def test_without_a_weighted_pool_the_fallback_is_unseen_then_normal_then_hard_th
     strategy = pool(count=3, unseen_weight=0, normal_weight=0, hard_weight=0, easy_weight=1)
     first, second, third = draw(strategy, 3)  # unseen; easy is empty
     for sample, rewards in ((first, [0, 0]), (second, [0, 1]), (third, [0, 0])):
-        strategy.observe(group_of(sample, *rewards))
+        strategy.observe(rewarded_group(sample, *rewards))
     assert draw(strategy, 3) == [second, first, third]
     for sample, rewards in ((first, [0, 0]), (second, [1, 1])):
-        strategy.observe(group_of(sample, *rewards))
+        strategy.observe(rewarded_group(sample, *rewards))
     assert draw(strategy, 2) == [second, first]  # now easy is not
 
 
@@ -160,27 +151,27 @@ def test_most_groups_inform_though_one_example_in_ten_does():
         sample = strategy.next()
         rewards = [0, 1] if int(sample.sample_id) % 10 == 0 else [0, 0]
         informed.append(len(set(rewards)) == 2)
-        strategy.observe(group_of(sample, *rewards))
+        strategy.observe(rewarded_group(sample, *rewards))
     assert strategy.pool_sizes() == {"unseen": 0, "normal": 100, "hard": 900, "easy": 0}
     assert sum(informed[-1300:]) == 1200
 
 
 def test_no_example_is_out_twice_while_there_is_another():
     strategy = pool(count=6)
-    assert len(set(ids(strategy, 6))) == 6
+    assert len(set(drawn_ids(strategy, 6))) == 6
 
 
 @given(count=st.integers(1, 5), draws=st.integers(1, 30))
 def test_examples_nobody_observes_come_round_again(count, draws):
     strategy = pool(count=count)
-    drawn = ids(strategy, count + draws)
+    drawn = drawn_ids(strategy, count + draws)
     for start in range(len(drawn) - count + 1):
         assert len(set(drawn[start : start + count])) == count
 
 
 def test_unseen_order_follows_the_seed():
-    assert ids(pool(50), 50) == ids(pool(50), 50) != ids(pool(50, seed=1), 50)
-    assert ids(pool(50), 50) != [str(index) for index in range(50)]
+    assert drawn_ids(pool(50), 50) == drawn_ids(pool(50), 50) != drawn_ids(pool(50, seed=1), 50)
+    assert drawn_ids(pool(50), 50) != [str(index) for index in range(50)]
 
 
 # ---- state
@@ -195,7 +186,7 @@ def play(strategy, script, open_samples):
             drawn.append(open_samples[-1].sample_id)
         elif open_samples:
             which, rewards = step
-            strategy.observe(group_of(open_samples.pop(which % len(open_samples)), *rewards))
+            strategy.observe(rewarded_group(open_samples.pop(which % len(open_samples)), *rewards))
     return drawn
 
 
@@ -221,7 +212,7 @@ STRATEGIES = {
 @pytest.mark.parametrize("config", STRATEGIES.values(), ids=STRATEGIES)
 @given(count=st.integers(1, 12), seed=st.integers(0, 9), before=SCRIPTS, after=SCRIPTS)
 def test_resumed_strategy_goes_on_as_the_uninterrupted_one(config, count, seed, before, after):
-    dataset = Letters.Config(count=count).build()
+    dataset = Numbers.Config(count=count).build()
     whole, resumed = (config.build(dataset=dataset, seed=seed) for _ in range(2))
     open_samples = []
     play(whole, before, open_samples)
@@ -233,7 +224,7 @@ def test_resumed_strategy_goes_on_as_the_uninterrupted_one(config, count, seed, 
 @pytest.mark.parametrize("config", STRATEGIES.values(), ids=STRATEGIES)
 @given(count=st.integers(1, 12), script=SCRIPTS)
 def test_same_seed_and_observations_give_the_same_examples(config, count, script):
-    dataset = Letters.Config(count=count).build()
+    dataset = Numbers.Config(count=count).build()
     once, again = (config.build(dataset=dataset, seed=3) for _ in range(2))
     assert play(once, script, []) == play(again, script, [])
 
@@ -254,7 +245,7 @@ def test_every_example_is_in_one_pool_or_out(count, script):
 @pytest.mark.parametrize("config", STRATEGIES.values(), ids=STRATEGIES)
 def test_state_of_another_dataset_seed_or_strategy_is_refused(config):
     def build(count, seed=0):
-        return config.build(dataset=Letters.Config(count=count).build(), seed=seed)
+        return config.build(dataset=Numbers.Config(count=count).build(), seed=seed)
 
     state = build(5).state_dict()
     with pytest.raises(ConfigError, match="sampler.examples = 6: the checkpoint has 5"):

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.fakes.policy import ScriptedPolicy
 from tests.frameworks import __main__ as frameworks
 from tests.unit.agents import run_task
-from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 

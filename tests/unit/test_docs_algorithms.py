@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
+from tests.fakes.policy import ScriptedPolicy
 from tests.unit.loss_batches import ONE, batch_of
-from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl import algorithms, config_registry, losses
 from torchtitan.experiments.rl.algorithms import OPD
 from torchtitan.experiments.rl.command.checks import check, checked_plan, plan_run

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command

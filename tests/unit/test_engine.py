@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.scripted_engine import (
+from tests.fakes.engine import (
     ScriptedEngine,
     ScriptedEngineConfig,
     counting_table,

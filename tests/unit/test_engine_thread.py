@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.scripted_engine import (
+from tests.fakes.engine import (
     TABLE,
     ScriptedEngine,
     ScriptedEngineConfig,
@@ -21,7 +21,7 @@ from tests.scripted_engine import (
     digests_of,
     snapshot_of,
 )
-from tests.unit.waiting import LIMIT_S
+from tests.fakes.waiting import LIMIT_S
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.config import WeightUpdate
 from torchtitan.experiments.rl.generation.engine import (

@@ -55,7 +55,7 @@ def test_a_function_may_make_the_env():
 
 def test_the_saved_config_names_the_env_and_the_command_line_sets_every_other_field(config_module):
     name, _ = config_module(
-        "from tests.unit.test_env_task import *\nfrom torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug\n"
+        f"from {__name__} import *\nfrom torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug\n"
         "def made():\n    config = rl_grpo_qwen3_debug()\n    config.tasks = {'mine': env_task(ROWS, AskEnv, right)}\n"
         "    return config\n"
     )

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 from transformers import AutoTokenizer
 
-from tests.unit.waiting import until
+from tests.fakes.waiting import until
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, read_rollouts

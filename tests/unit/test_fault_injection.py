@@ -5,9 +5,10 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.contexts import context_of
-from tests.unit.loops import loops_of
-from tests.unit.rollout_stubs import BrokenEnv, ScriptedPolicy, TalkingEnv, hang, raise_value_error
+from tests.fakes.contexts import context_of
+from tests.fakes.envs import BrokenEnv, TalkingEnv, hang, raise_value_error
+from tests.fakes.loops import loops_of
+from tests.fakes.policy import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.data.dataset import Dataset

@@ -3,39 +3,31 @@
 import numpy as np
 import pytest
 
-from tests.contexts import context_of
-from tests.unit.test_samples import samples_of, turn_of
+from tests.fakes.contexts import context_of
+from tests.fakes.filters import Odd, apply_filters
+from tests.fakes.rollouts import group_of, rollout_of, turn_of
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.configurable import build_with
-from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage, combine, matches_of
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
+from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 
-def group_of(*advantages: float | None, **weights) -> RolloutGroup:
-    """One scored rollout per entry; None leaves its advantages unassigned. ``weights`` are streams set on every sample."""
+def credited_group(*advantages: float | None, **weights: float) -> RolloutGroup:
+    """Return a group with one scored rollout an entry; None leaves its advantages unassigned.
+
+    ``weights`` are streams that every sample has.
+    """
     rollouts = []
     for index, advantage in enumerate(advantages):
-        samples = samples_of([turn_of([1, 2], [3, 4])])
-        rollouts.append(
-            Rollout(group_id="g", index_in_group=index, task_name="t", reward=0.0, samples=samples)
-        )
+        rollout = rollout_of(turn_of([1, 2], [3, 4]), index=index, reward=0.0)
         if advantage is not None:
-            rollouts[-1].assign_advantages(advantage)
+            rollout.assign_advantages(advantage)
         for name, value in weights.items():
-            setattr(samples[0], name, np.full(4, value, np.float32))
-    return RolloutGroup(
-        group_id="g",
-        task_name="t",
-        data_sample=DataSample(sample_id="0", env_input=None),
-        rollouts=rollouts,
-    )
-
-
-class Odd(Filter):
-    def matches(self, group):
-        return [rollout.index_in_group % 2 == 1 for rollout in group.scored]
+            setattr(rollout.samples[0], name, np.full(4, value, np.float32))
+        rollouts.append(rollout)
+    return group_of(*rollouts)
 
 
 class Everything(Filter):
@@ -47,22 +39,14 @@ def filters(*configs):
     return [build_with(config, context_of(None)) for config in configs]
 
 
-def apply_filters(entries, group):
-    return combine(
-        [(entry, entry.name) for entry in entries],
-        group,
-        [matches_of(entry, group) for entry in entries],
-    )
-
-
 def test_group_of_zero_advantages_is_dropped():
-    result = apply_filters(filters(ZeroAdvantage.Config()), group_of(0.0, 0.0))
+    result = apply_filters(filters(ZeroAdvantage.Config()), credited_group(0.0, 0.0))
     assert result.kept == [] and [name for _, name in result.dropped] == ["zero_advantage"] * 2
     assert result.matched == {"zero_advantage": 2}
 
 
 def test_tokens_of_matching_rollouts_are_counted_by_filter_also_where_it_only_monitors():
-    group = group_of(0.0, 0.5, 0.0)
+    group = credited_group(0.0, 0.5, 0.0)
     for rollout, sampled in zip(group.rollouts, ([5], [6, 7], [8, 9, 1]), strict=True):
         rollout.turns = [turn_of([1, 2], sampled), turn_of([1, 2], sampled)]
     result = apply_filters(
@@ -72,7 +56,7 @@ def test_tokens_of_matching_rollouts_are_counted_by_filter_also_where_it_only_mo
 
 
 def test_single_rollouts_without_a_signal_are_dropped_where_the_config_says_so():
-    group = group_of(0.0, 0.5, None, 0.0)
+    group = credited_group(0.0, 0.5, None, 0.0)
     group.rollouts[3].samples[0].ce_weights = np.array([0, 0, 0.5, 0], np.float32)
     assert apply_filters(filters(ZeroAdvantage.Config()), group).dropped == []
     result = apply_filters(filters(ZeroAdvantage.Config(per="rollout")), group)
@@ -81,18 +65,19 @@ def test_single_rollouts_without_a_signal_are_dropped_where_the_config_says_so()
         and result.kept == group.rollouts[1:]
     )
     assert (
-        apply_filters(filters(ZeroAdvantage.Config(per="rollout")), group_of(0.0, 0.0)).kept == []
+        apply_filters(filters(ZeroAdvantage.Config(per="rollout")), credited_group(0.0, 0.0)).kept
+        == []
     )
 
 
 @pytest.mark.parametrize(
     "group",
     [
-        group_of(0.0, 0.5),
-        group_of(None, None),
-        group_of(0.0, 0.0, ce_weights=0.1),
-        group_of(None, None, ref_kl_weights=1.0),
-        group_of(0.0, 0.0, ref_kl_weights=1.0),
+        credited_group(0.0, 0.5),
+        credited_group(None, None),
+        credited_group(0.0, 0.0, ce_weights=0.1),
+        credited_group(None, None, ref_kl_weights=1.0),
+        credited_group(0.0, 0.0, ref_kl_weights=1.0),
     ],
     ids=[
         "one advantage",
@@ -112,17 +97,20 @@ def test_group_that_teaches_something_is_kept(group):
 
 
 def test_weights_of_zero_teach_nothing():
-    assert apply_filters(filters(ZeroAdvantage.Config()), group_of(0.0, ce_weights=0.0)).kept == []
+    assert (
+        apply_filters(filters(ZeroAdvantage.Config()), credited_group(0.0, ce_weights=0.0)).kept
+        == []
+    )
 
 
 def test_monitor_counts_and_drops_nothing():
-    group = group_of(0.0, 0.0)
+    group = credited_group(0.0, 0.0)
     result = apply_filters(filters(ZeroAdvantage.Config(mode="monitor")), group)
     assert result.kept == group.rollouts and result.matched == {"zero_advantage": 2}
 
 
 def test_monitor_does_not_hide_an_enforcer_and_the_first_enforcer_is_named():
-    group = group_of(1.0, 1.0, 1.0)
+    group = credited_group(1.0, 1.0, 1.0)
     result = apply_filters(
         filters(Everything.Config(mode="monitor"), Odd.Config(), Everything.Config()), group
     )
@@ -135,7 +123,7 @@ def test_monitor_does_not_hide_an_enforcer_and_the_first_enforcer_is_named():
 
 
 def test_rollouts_without_a_reward_are_not_filtered():
-    group = group_of(0.0, 0.0)
+    group = credited_group(0.0, 0.0)
     group.rollouts[0].reward = None
     assert [
         rollout.index_in_group
@@ -144,7 +132,7 @@ def test_rollouts_without_a_reward_are_not_filtered():
 
 
 def test_no_filters_keep_everything():
-    group = group_of(0.0)
+    group = credited_group(0.0)
     assert apply_filters([], group).kept == group.rollouts
 
 

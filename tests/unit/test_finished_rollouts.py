@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
-from tests.unit.test_reference_algorithms import TEACHER, Scorer
-from tests.unit.test_samples import turn_of
-from tests.unit.test_task import ListTask, build, run  # noqa: F401 - build is a fixture
+from tests.fakes.envs import TalkingEnv
+from tests.fakes.policy import TEACHER, Scorer, ScriptedPolicy
+from tests.fakes.rollouts import group_of, rollout_of, turn_of
+from tests.fakes.tasks import ListTask, run_group
 from torchtitan.experiments.rl.algorithms import GRPO, SFT
 from torchtitan.experiments.rl.envs.messages import checked_messages
 from torchtitan.experiments.rl.frozen import read_only
@@ -92,7 +92,7 @@ OF_MESSAGES = {
 
 async def finished_group(build, tokenizer, **changes):  # noqa: F811
     task = build(envs=[TalkingEnv(turns=2) for _ in range(3)], **changes)
-    return task, await run(task, ScriptedPolicy(tokenizer))
+    return task, await run_group(task, ScriptedPolicy(tokenizer))
 
 
 def line(rollout: Rollout) -> bytes:
@@ -377,7 +377,7 @@ async def test_algorithm_may_replace_the_fields_it_declares_and_no_others(build,
     ):
         task = build(algorithm=config)
         await task.setup(policy)
-        group = await run(task, policy)
+        group = await run_group(task, policy)
         assert (await task.score_group(group) is None) == trained
     assert (
         "Declared.score_rollout: changed samples[0].policy_versions of a rollout that has ended"
@@ -500,13 +500,8 @@ async def test_task_that_scores_its_own_rollouts_amends_them(build, tokenizer): 
 
 
 def frozen_group() -> RolloutGroup:
-    turn, example = turn_of([1], [2]), DataSample(sample_id="0", env_input={"a": [1]})
-    rollout = Rollout(
-        group_id="g", index_in_group=0, task_name="t", turns=[turn], data_sample=example
-    )
-    return RolloutGroup(
-        group_id="g", task_name="t", data_sample=example, rollouts=[rollout]
-    ).freeze()
+    example = DataSample(sample_id="0", env_input={"a": [1]})
+    return group_of(rollout_of(turn_of([1], [2]), data_sample=example)).freeze()
 
 
 def test_a_message_is_read_only_whatever_mappings_and_lists_it_has():

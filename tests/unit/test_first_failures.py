@@ -2,33 +2,21 @@
 
 import pytest
 
-from tests.unit.test_rollout_loop import Loop, StubTask, train_until
+from tests.fakes.loops import Loop, train_until
+from tests.fakes.rollouts import group_of, rollout_of
+from tests.fakes.tasks import StubTask
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.rollouts.types import (
-    DataSample,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-)
+from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.watch.alarms import FEW_GROUPS, StallDetectors
 
 
 def group(*errors, task="sums", failure="0 of 2 rollouts scored"):
-    """One rollout an error; None is one that was scored."""
-    sample = DataSample(sample_id="s", env_input=None)
+    """Return a group of one rollout an error. None stands for a rollout that was scored."""
     rollouts = [
-        Rollout(
-            group_id="g",
-            index_in_group=i,
-            task_name=task,
-            error=error,
-            reward=None if error else 1.0,
-        )
-        for i, error in enumerate(errors)
+        rollout_of(index=index, task=task, error=error, reward=None if error else 1.0)
+        for index, error in enumerate(errors)
     ]
-    return RolloutGroup(
-        group_id="g", task_name=task, data_sample=sample, rollouts=rollouts, failure=failure
-    )
+    return group_of(*rollouts, failure=failure)
 
 
 def fail(failures, groups):

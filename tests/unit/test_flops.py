@@ -1,11 +1,11 @@
 """Model FLOPs by hand, and the share of a device's peak."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.fakes.clock import Clock
 from tests.unit.loss_batches import batch_of
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
@@ -39,8 +39,8 @@ def test_what_samples_share_is_computed_once():
 def test_utilisation_is_of_the_time_since_the_last_lap_and_of_a_ranks_share_of_the_work(
     monkeypatch,
 ):
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(flops_module.time, "monotonic", lambda: clock.now)
+    clock = Clock(100.0)
+    monkeypatch.setattr(flops_module.time, "monotonic", clock)
     counted = ModelFlops(per_token=10, per_place=1, peak=100.0, ranks=2)
     counted.add(BATCH)
     counted.add(BATCH)
@@ -51,8 +51,8 @@ def test_utilisation_is_of_the_time_since_the_last_lap_and_of_a_ranks_share_of_t
 
 
 def test_a_lap_that_comes_while_a_batch_is_counted_counts_nothing_twice(monkeypatch):
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(flops_module.time, "monotonic", lambda: clock.now)
+    clock = Clock(100.0)
+    monkeypatch.setattr(flops_module.time, "monotonic", clock)
     laps = []
 
     class Interrupted(ModelFlops):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from tests.unit.waiting import until
+from tests.fakes.waiting import until
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation import endpoint
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient

@@ -13,9 +13,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from tests.fakes.policy import ScriptedPolicy, ScriptedSession
 from tests.unit.agents import ADD, CALL, client_of, config_of, run_agent, run_task
 from tests.unit.renderer_families import SETTINGS, family_renderer, family_tokenizer
-from tests.unit.rollout_stubs import ScriptedPolicy, ScriptedSession
 from torchtitan.experiments.rl.gateway import anthropic as messages
 from torchtitan.experiments.rl.gateway import chat, responses, server
 from torchtitan.experiments.rl.gateway import rollout as agent_rollout

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
+from tests.fakes.policy import ScriptedPolicy
 from tests.unit.agents import client_of, config_of
-from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.tasks import AgentTask, SamplingConfig
 
 ASK = {"role": "user", "content": "hello"}

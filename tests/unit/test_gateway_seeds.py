@@ -2,23 +2,14 @@
 
 import asyncio
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
+from tests.fakes.policy import ScriptedPolicy, ScriptedSession
 from tests.unit.agents import client_of, config_of
-from tests.unit.rollout_stubs import ScriptedPolicy, ScriptedSession
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.tasks import AgentTask
 
 MODELS = {"user": FrozenModel(name="user", base_url="http://localhost:1/v1"), "small": "auxiliary"}
 ASK = {"role": "user", "content": "What do you want?"}
-
-
-class Policy(ScriptedPolicy):
-    def __init__(self, tokenizer):
-        super().__init__(tokenizer)
-        self.simulator = Simulator(tokenizer)
-
-    def frozen(self, model):
-        return self.simulator
 
 
 class Simulator(ScriptedPolicy):
@@ -44,7 +35,8 @@ async def seeds_of(agent, renderer, tokenizer, *, epochs=1, rollouts=1, run_seed
             async with client_of(endpoint) as ask:
                 await agent(ask)
 
-    policy = Policy(tokenizer)
+    simulator = Simulator(tokenizer)
+    policy = ScriptedPolicy(tokenizer, frozen=simulator)
     task = config_of(Agent, models=MODELS, group_size=rollouts).build(
         name="agent", context=context_of(renderer)
     )
@@ -54,7 +46,7 @@ async def seeds_of(agent, renderer, tokenizer, *, epochs=1, rollouts=1, run_seed
             await task.run_group(task.dataset[0], policy, group_id=f"row@{epoch}", seed=run_seed)
     finally:
         await task.close()
-    return policy.simulator.seeds
+    return simulator.seeds
 
 
 async def ask_the_user(ask, messages, **fields):

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from tests.fakes.policy import ScriptedPolicy, ScriptedSession
 from tests.unit.agents import client_of, run_agent
 from tests.unit.renderer_families import SETTINGS, family_renderer, family_tokenizer
-from tests.unit.rollout_stubs import ScriptedPolicy, ScriptedSession
 from torchtitan.experiments.rl.gateway.request import cut_at_stop
 from torchtitan.experiments.rl.generation.client import GeneratorSession
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig

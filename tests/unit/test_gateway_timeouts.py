@@ -7,8 +7,9 @@ import aiohttp
 import pytest
 from openai import AsyncOpenAI, InternalServerError
 
+from tests.fakes.policy import HeldPolicy, ScriptedPolicy
+from tests.fakes.waiting import until
 from tests.unit.agents import client_of, run_agent
-from tests.unit.rollout_stubs import ScriptedPolicy, ScriptedSession
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.gateway import rollout as agent_rollout
 from torchtitan.experiments.rl.gateway import server
@@ -20,42 +21,20 @@ BODY = {"model": "policy", "messages": [HELLO]}
 BRIEF = aiohttp.ClientTimeout(total=0.05)
 
 
-class SlowPolicy(ScriptedPolicy):
-    """Takes ``seconds`` for a turn, or until ``released``, and counts the turns that it began and ended."""
+class SlowPolicy(HeldPolicy):
+    """Policy that takes ``seconds`` for a completion."""
 
-    def __init__(self, tokenizer, seconds=None):
-        super().__init__(tokenizer, "ok")
+    def __init__(self, tokenizer, seconds):
+        super().__init__(tokenizer)
         self.seconds = seconds
-        self.released = asyncio.Event()
-        self.begun = self.ended = 0
 
-    def session(self, **options):
-        return SlowSession(self, **options)
-
-
-class SlowSession(ScriptedSession):
-    async def generate(self, prompt_token_ids, **options):
-        self.policy.begun += 1
-        if self.policy.seconds is None:
-            await self.policy.released.wait()
-        else:
-            await asyncio.sleep(self.policy.seconds)
-        completion = await super().generate(prompt_token_ids, **options)
-        self.policy.ended += 1
-        return completion
+    async def wait(self, rollout_id):
+        await asyncio.sleep(self.seconds)
 
 
 async def give_up(ask, body=BODY):
     with pytest.raises(TimeoutError):
         await ask.raw("chat/completions", body, timeout=BRIEF)
-
-
-async def until(fits):
-    for _ in range(500):
-        if fits():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come about")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -91,7 +70,7 @@ async def test_a_repeat_joins_the_call_that_its_client_has_left_marked_or_not(
             policy.released.set()
             assert (await again)[0] == 200
 
-    policy = SlowPolicy(tokenizer)
+    policy = HeldPolicy(tokenizer)
     rollout = await run_agent(agent, policy, renderer, calls=1)
     assert rollout.status is RolloutStatus.COMPLETED, rollout.error
     assert rollout.calls == {"answered": 1, "retried": 1} and policy.begun == 1
@@ -108,7 +87,7 @@ async def test_a_repeat_gets_the_answer_that_nobody_was_there_for(renderer, toke
                 0
             ] == 200  # the first was delivered: a sibling
 
-    policy = SlowPolicy(tokenizer)
+    policy = HeldPolicy(tokenizer)
     rollout = await run_agent(agent, policy, renderer)
     assert (
         rollout.calls == {"answered": 2, "retried": 1}
@@ -131,7 +110,7 @@ async def test_a_call_ends_in_the_engine_a_while_after_its_last_reader_and_is_no
             policy.released.set()
             assert (await ask.raw("chat/completions", BODY))[0] == 200
 
-    policy = SlowPolicy(tokenizer)
+    policy = HeldPolicy(tokenizer)
     rollout = await run_agent(agent, policy, renderer, calls=2)
     assert rollout.status is RolloutStatus.COMPLETED, rollout.error
     assert (
@@ -150,7 +129,7 @@ async def test_a_reader_that_comes_back_keeps_the_call(renderer, tokenizer, monk
             policy.released.set()
             assert (await again)[0] == 200
 
-    rollout = await run_agent(agent, policy := SlowPolicy(tokenizer), renderer)
+    rollout = await run_agent(agent, policy := HeldPolicy(tokenizer), renderer)
     assert rollout.calls == {"answered": 1, "retried": 1} and policy.begun == 1
 
 
@@ -162,7 +141,7 @@ async def test_calls_that_wait_are_bounded_and_end_with_the_rollout(renderer, to
             status, reply = await ask.raw("chat/completions", BODY)
             assert status == 400 and reply["error"]["code"] == "call_budget_exceeded"
 
-    policy = SlowPolicy(tokenizer)
+    policy = HeldPolicy(tokenizer)
     rollout = await run_agent(agent, policy, renderer, calls=2)
     assert rollout.calls == {"aborted": 2, "refused": 1} and policy.begun == 2 and not rollout.turns
 
@@ -183,7 +162,7 @@ async def test_a_cut_answer_that_came_after_its_client_had_gone_truncates_nothin
         ("goes", RolloutStatus.COMPLETED),
         ("comes back", RolloutStatus.TRUNCATED_LENGTH),
     ):
-        policy = SlowPolicy(tokenizer)
+        policy = HeldPolicy(tokenizer)
         policy.reply = lambda rollout_id, turn: "one two three four"
         rows = [{"input": behaviour}]
         rollout = await run_agent(
@@ -211,7 +190,7 @@ async def test_a_stream_lives_from_the_moment_the_model_is_asked(renderer, token
                     assert b"ok" in await response.read()
                 policy.released.clear()
 
-    policy = SlowPolicy(tokenizer)
+    policy = HeldPolicy(tokenizer)
     rollout = await run_agent(agent, policy, renderer)
     assert rollout.status is RolloutStatus.COMPLETED and rollout.calls == {"answered": 2}, (
         rollout.error
@@ -229,14 +208,6 @@ async def test_a_stream_is_refused_with_a_status_before_the_model_is_asked(rende
 
     rollout = await run_agent(agent, ScriptedPolicy(tokenizer, "ok"), renderer, tokens=128)
     assert rollout.calls == {"refused": 2}
-
-
-class FailingModel(ScriptedPolicy):
-    """A policy whose frozen models can't be reached."""
-
-    def frozen(self, model):
-        cause = f"frozen model {model.name!r} at http://localhost:1/v1 failed 6 times, last with ConnectError"
-        return ScriptedPolicy(self.tokenizer, lambda rollout_id, turn: RunError(cause))
 
 
 async def test_a_frozen_model_that_fails_is_named_once_and_leaves_no_traceback(
@@ -262,7 +233,10 @@ async def test_a_frozen_model_that_fails_is_named_once_and_leaves_no_traceback(
             await ask([HELLO])
 
     models = {"user": FrozenModel(name="user", base_url="http://localhost:1/v1")}
-    rollout = await run_agent(agent, FailingModel(tokenizer, "ok"), renderer, models=models)
+    cause = "frozen model 'user' at http://localhost:1/v1 failed 6 times, last with ConnectError"
+    failing = ScriptedPolicy(tokenizer, lambda rollout_id, turn: RunError(cause))
+    policy = ScriptedPolicy(tokenizer, frozen=failing)
+    rollout = await run_agent(agent, policy, renderer, models=models)
     assert rollout.status is RolloutStatus.COMPLETED, rollout.error
     assert rollout.calls == {"answered": 1, "lost": 2}  # the client did not ask again
     assert not [record for record in caplog.records if record.exc_info]

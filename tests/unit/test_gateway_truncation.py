@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.fakes.policy import ScriptedPolicy, ScriptedSession
 from tests.unit.agents import client_of, config_of, run_agent, run_task
-from tests.unit.rollout_stubs import ScriptedPolicy, ScriptedSession
 from torchtitan.experiments.rl.gateway import server
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus

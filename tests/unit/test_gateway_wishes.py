@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from tests.fakes.policy import ScriptedPolicy
 from tests.unit.agents import ADD, CALL, client_of, config_of, run_agent, run_task
 from tests.unit.renderer_families import SETTINGS, family_renderer, family_tokenizer
-from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks import AgentTask

@@ -1,6 +1,6 @@
 """Each hub config by its whole command, on hosts of several sizes: it reaches the first spawn, or one line says what lacks.
 
-tests/fake_gpu.py stands in for the GPUs, tests/stub_models.py for the models.
+tests/fakes/gpus.py stands in for the GPUs, tests/fakes/models.py for the models.
 """
 
 import itertools
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torchtitan.models.common.attention import FlexAttention
 
-from tests.fake_gpu import CAPABILITIES, fake_gpus
-from tests.stub_models import stub_model
+from tests.fakes.gpus import CAPABILITIES, fake_gpus
+from tests.fakes.models import stub_model
 from torchtitan.experiments.rl import config_registry, train
 from torchtitan.experiments.rl.command import gate, machine
 from torchtitan.experiments.rl.command.command_line import DEFAULT_MODULE, config_functions

@@ -1,8 +1,8 @@
-"""The command on a host with GPUs, up to the first process that it would spawn. tests/fake_gpu.py stands in for the GPUs."""
+"""The command on a host with GPUs, up to the first process that it would spawn. tests/fakes/gpus.py stands in for the GPUs."""
 
 import pytest
 
-from tests.fake_gpu import CAPABILITIES, fake_gpus
+from tests.fakes.gpus import CAPABILITIES, fake_gpus
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.policy import folder_spec, policy_spec

@@ -5,14 +5,15 @@ import asyncio
 import numpy as np
 import pytest
 
-from tests.contexts import context_of
-from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv, completion_of
+from tests.fakes.contexts import context_of
+from tests.fakes.datasets import Numbers
+from tests.fakes.envs import TalkingEnv
+from tests.fakes.policy import ScriptedPolicy, completion_of
 from torchtitan.experiments.rl.algorithms import GRPO
-from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.conversation import SHORT_COMPLETION
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
-from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
+from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component
 from torchtitan.experiments.rl.tasks.task import Task
 
@@ -117,14 +118,6 @@ async def test_renderer_that_fails_is_asked_again_by_the_next_rollout(group):
 RUBRIC = Rubric.Config(reward_fns=[env_component("steps")])
 
 
-class OneExample(Dataset):
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        return DataSample(sample_id="a", env_input=None)
-
-
 class TalkTask(Task):
     def make_env(self, sample):
         self.noted.append("env")
@@ -135,7 +128,7 @@ async def test_first_requests_leave_before_the_envs_of_many_other_groups_are_mad
     renderer, tokenizer
 ):
     config = TalkTask.Config(
-        algorithm=GRPO.Config(), dataset=OneExample.Config(), rubric=RUBRIC, group_size=2
+        algorithm=GRPO.Config(), dataset=Numbers.Config(), rubric=RUBRIC, group_size=2
     )
     task = config.build(name="talk", context=context_of(renderer))
     noted = task.noted = []

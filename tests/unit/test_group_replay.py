@@ -9,46 +9,39 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.test_demonstrations import CHAT, task_of
-from tests.unit.test_resumed_rollout_loop import DatasetTask, resumed, saved
-from tests.unit.test_rollout_loop import Loop, StubTask
-from tests.unit.test_samples import samples_of, turn_of
+from tests.fakes.loops import Loop, resumed, saved
+from tests.fakes.rollouts import group_of, rollout_of, turn_of
+from tests.fakes.tasks import DatasetTask, StubTask
+from tests.unit.demonstrations import CHAT, task_of
 from torchtitan.experiments.rl.command.checks import check
 from torchtitan.experiments.rl.config_registry import rl_replay_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.loops.step_metrics import _ages, _replay_metrics
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay, GroupReplayConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
-from torchtitan.experiments.rl.rollouts.types import (
-    DataSample,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-)
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.types import STREAMS
 
 
-def group_of(number: int, *, versions=(0, 0), advantages=(-1.0, 1.0)) -> RolloutGroup:
-    """A group whose rollouts were sampled at these versions."""
-    group_id, sample = f"sums-{number}", DataSample(sample_id=str(number), env_input=[number])
-    group = RolloutGroup(group_id=group_id, task_name="sums", data_sample=sample, rollouts=[])
+def taught_group(number: int, *, versions=(0, 0), advantages=(-1.0, 1.0)) -> RolloutGroup:
+    """Return a group whose rollouts were sampled at these versions, and have these advantages."""
+    sample = DataSample(sample_id=str(number), env_input=[number])
+    rollouts = []
     for index, (version, advantage) in enumerate(zip(versions, advantages, strict=True)):
-        turn = turn_of([1, 2], [3, number % 7])
-        turn.completion.policy_versions = np.full(2, version, np.int32)
+        turn = turn_of([1, 2], [3, number % 7], versions=[version] * 2)
         turn.completion.replica = 1
-        rollout = Rollout(
-            group_id=group_id,
-            index_in_group=index,
-            task_name="sums",
+        rollout = rollout_of(
+            turn,
+            group_id=f"sums-{number}",
+            index=index,
+            task="sums",
             data_sample=sample,
-            turns=[turn],
             status=RolloutStatus.COMPLETED,
             reward=advantage,
         )
-        rollout.samples = samples_of([turn])
         rollout.assign_advantages(advantage)
-        group.rollouts.append(rollout)
-    return group
+        rollouts.append(rollout)
+    return group_of(*rollouts)
 
 
 def store(rollouts_per_step=8, *, seed=0, **config) -> GroupReplay:
@@ -94,7 +87,7 @@ def test_age_size_and_replays_have_their_bounds(data, max_age, capacity, most, s
                     st.integers(max(0, version - 2), version),
                 )
             )
-            replay.add([group_of(number, versions=versions)])
+            replay.add([taught_group(number, versions=versions)])
             oldest[f"sums-{number}"] = min(versions)
             number += 1
         assert len(replay) <= capacity
@@ -103,9 +96,9 @@ def test_age_size_and_replays_have_their_bounds(data, max_age, capacity, most, s
 
 def test_groups_are_drawn_until_they_have_their_share_of_the_steps_rollouts():
     replay = store(8, max_age=99)
-    pair, single = group_of(0), group_of(1)
+    pair, single = taught_group(0), taught_group(1)
     single.rollouts = single.rollouts[:1]
-    replay.add([pair, single, *(group_of(number) for number in range(2, 5))])
+    replay.add([pair, single, *(taught_group(number) for number in range(2, 5))])
     for version in range(3):
         drawn = [len(group.rollouts) for group in replay.draw(version)]
         # 4 of 8 rollouts: two pairs, or a pair and the single one, which are too few, and another pair.
@@ -113,16 +106,16 @@ def test_groups_are_drawn_until_they_have_their_share_of_the_steps_rollouts():
 
 
 def test_groups_that_teach_nothing_or_were_not_sampled_by_the_policy_are_not_stored():
-    replay, taught = store(), group_of(2)
+    replay, taught = store(), taught_group(2)
     for rollout in taught.rollouts:
         for sample in rollout.samples:
             sample.policy_versions = np.full(len(sample), -1, np.int32)
-    replay.add([group_of(0, advantages=(0.0, 0.0)), group_of(1), taught])
+    replay.add([taught_group(0, advantages=(0.0, 0.0)), taught_group(1), taught])
     assert [group.group_id for group in replay.groups()] == ["sums-1"]
 
 
 def test_a_replayed_group_has_the_streams_it_was_stored_with_and_no_replica():
-    replay, group = store(), group_of(3, versions=(4, 5))
+    replay, group = store(), taught_group(3, versions=(4, 5))
     replay.add([group])
     (again,) = replay.draw(6)
     for rollout, stored in zip(again.rollouts, group.rollouts, strict=True):
@@ -139,7 +132,7 @@ def test_the_oldest_leave_a_full_store_and_the_same_seed_draws_the_same():
     draws = []
     for _ in range(2):
         replay = store(16, capacity=6, seed=5, max_age=99)
-        replay.add(group_of(number) for number in range(9))
+        replay.add(taught_group(number) for number in range(9))
         assert [group.group_id for group in replay.groups()] == [
             f"sums-{number}" for number in range(3, 9)
         ]
@@ -150,7 +143,7 @@ def test_the_oldest_leave_a_full_store_and_the_same_seed_draws_the_same():
 def test_what_another_run_trained_on_is_stored_as_if_version_0_had_sampled_it(tmp_path):
     recorder = RolloutRecorder.Config(fraction=1.0).build(run_dir=tmp_path)
     for number in range(3):
-        group = group_of(number, versions=(40, 41))
+        group = taught_group(number, versions=(40, 41))
         outcomes = {rollout.rollout_id: "trained" for rollout in group.rollouts}
         if number == 1:
             outcomes[group.rollouts[0].rollout_id] = "filtered/pre/truncated"
@@ -175,7 +168,7 @@ def test_what_another_run_trained_on_is_stored_as_if_version_0_had_sampled_it(tm
 
 def test_a_folder_without_records_to_train_on_is_refused(tmp_path):
     recorder = RolloutRecorder.Config(fraction=1.0).build(run_dir=tmp_path)
-    recorder.record(group_of(0), {})
+    recorder.record(taught_group(0), {})
     recorder.close()
     with pytest.raises(ConfigError, match="no group that was trained on"):
         store(path=str(tmp_path))

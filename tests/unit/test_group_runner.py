@@ -3,25 +3,17 @@
 import asyncio
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from tests.unit.waiting import iterations, until
+from tests.fakes.rollouts import EXAMPLE, group_of, rollout_of, turn_of
+from tests.fakes.waiting import iterations, until
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.fleet.rollout_workers import GroupResult, WorkerRunner
 from torchtitan.experiments.rl.loops.group_runner import GroupRequest, LocalRunner
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import (
-    Completion,
-    DataSample,
-    Rollout,
-    RolloutGroup,
-    RolloutTurn,
-)
-
-SAMPLE = DataSample(sample_id="0", env_input=None)
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 
 class StubWorkers:
@@ -35,9 +27,7 @@ class StubWorkers:
         async def run(task_name, request):
             self.asked[index].append(request)
             await self.released.wait()
-            return GroupResult(
-                group=group_of(request.group_id, tokens=3), event_loop_lag_s=index / 10
-            )
+            return GroupResult(group=finished(request.group_id), event_loop_lag_s=index / 10)
 
         life = Lifetime(f"rollout worker {index}")
         runner.admit(index, SimpleNamespace(run=SimpleNamespace(choose=run)), life)
@@ -51,23 +41,9 @@ def runner_of(workers: StubWorkers, policy) -> WorkerRunner:
     return runner
 
 
-def group_of(group_id: str, *, tokens: int) -> RolloutGroup:
-    completion = Completion(
-        token_ids=np.ones(tokens, np.int32),
-        logprobs=np.zeros(tokens, np.float32),
-        policy_versions=np.zeros(tokens, np.int32),
-        finish_reason="stop",
-    )
-    turn = RolloutTurn(
-        prompt_messages=[],
-        prompt_token_ids=np.ones(1, np.int32),
-        prompt_role_ids=np.full(1, -1, np.int8),
-        prompt_is_content=np.zeros(1, bool),
-        completion=completion,
-        assistant_message={"role": "assistant", "content": ""},
-    )
-    rollout = Rollout(group_id=group_id, index_in_group=0, task_name="sums", turns=[turn])
-    return RolloutGroup(group_id=group_id, task_name="sums", data_sample=SAMPLE, rollouts=[rollout])
+def finished(group_id: str) -> RolloutGroup:
+    """Return a group of one rollout that sampled three tokens."""
+    return group_of(rollout_of(turn_of([1], [1, 1, 1]), group_id=group_id, task="sums"))
 
 
 def open_rollouts(runner: WorkerRunner) -> list[int]:
@@ -81,7 +57,7 @@ def task(group_size: int):
 
 
 def request(group_id: str, **changes) -> GroupRequest:
-    return GroupRequest(data_sample=SAMPLE, group_id=group_id, **changes)
+    return GroupRequest(data_sample=EXAMPLE, group_id=group_id, **changes)
 
 
 async def test_a_group_goes_to_the_worker_with_the_fewest_open_rollouts():
@@ -134,7 +110,7 @@ async def test_a_task_is_given_what_a_request_sets_and_nothing_else():
 
     async def run_group(sample, policy, *, group_id, seed, **options):
         given.append(options)
-        return group_of(group_id, tokens=3)
+        return finished(group_id)
 
     async def score(group):
         pass

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.waiting import iterations, until
+from tests.fakes.clock import Clock
+from tests.fakes.waiting import iterations, until
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.fleet import hangs as hang_watch
 from torchtitan.experiments.rl.fleet.hangs import HangWatch, is_stopped, stacks_of
@@ -22,15 +23,8 @@ CONFIG = SupervisionConfig(stall_s=20.0, slow_work_s=200.0)
 @pytest.fixture
 def clock(monkeypatch):
     """Looks follow each other at once, and each moves the clock by a second."""
-    clock = SimpleNamespace(now=0.0, step=1.0)
-
-    def read() -> float:
-        clock.now += clock.step
-        return clock.now
-
-    clock.read = read
     monkeypatch.setattr(hang_watch, "LOOK_S", 0.0)
-    return clock
+    return Clock(step=1.0)
 
 
 class Process:
@@ -50,7 +44,7 @@ class Process:
 @pytest.fixture
 async def watched(clock):
     process, life, lines = Process(clock), Lifetime("generator 1"), []
-    watch = HangWatch(CONFIG, on_hang=lines.append, clock=clock.read)
+    watch = HangWatch(CONFIG, on_hang=lines.append, clock=clock)
     running = asyncio.create_task(watch.watch(process, life, stacks=""))
     yield process, life, lines
     running.cancel()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tests.fake_gpu import fake_gpus
+from tests.fakes.gpus import fake_gpus
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.command import machine
 from torchtitan.experiments.rl.command.checks import plan_run

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.waiting import wait_until
+from tests.fakes.waiting import wait_until
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.fleet.hosts import MARK_FILE, check_shared_files

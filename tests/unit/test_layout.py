@@ -1,4 +1,7 @@
-"""The layout of the library: imports point down the floors, which `docs/architecture.md` lists too."""
+"""The layout of the library: imports point down the floors, which `docs/architecture.md` lists too.
+
+What tests share is in no file of tests.
+"""
 
 import ast
 import re
@@ -130,6 +133,52 @@ def test_the_page_on_architecture_has_every_room_on_its_floor():
 def test_layout_check_counts_the_modules_at_the_root(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "MAX_ROOT_MODULES", 1)
     assert any("modules at the root" in problem for problem in problems(LIBRARY))
+
+
+IMPORT_OF_TESTS = re.compile(
+    r"""^[ ]*(
+    from\s+[\w.]*\btest_\w+\s+import
+    | import\s+[\w.]*\btest_\w+
+    | from\s+tests[\w.]*\s+import\s+ ( \([^)]* | [^(\n]* ) \btest_\w+
+    )""",
+    re.VERBOSE | re.MULTILINE,
+)
+"""Import of a test module, or from one. Code that a test runs as a string is found too."""
+
+
+def imports_of_tests(root: Path) -> list[str]:
+    """Return the files beside the library that import from a test module, with the import."""
+    return [
+        f"{file.relative_to(root)}: {found.group().strip()}"
+        for folder in ("tests", "benchmarks", "scripts")
+        for file in sorted((root / folder).rglob("*.py"))
+        for found in IMPORT_OF_TESTS.finditer(file.read_text())
+    ]
+
+
+def test_nothing_is_imported_from_a_file_of_tests():
+    assert imports_of_tests(LIBRARY.parents[2]) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from tests.unit.test_task import ListTask",
+        "    from tests.zoo.test_zoo import run",
+        "import tests.unit.test_task",
+        "from tests.unit import agents, test_task",
+        "from tests.unit import (\n    agents,\n    test_task,\n)",
+        "from test_task import run",
+        'CODE = """\nfrom tests.unit.test_task import run\n"""',
+    ],
+)
+def test_an_import_from_a_file_of_tests_is_found(line, tmp_path):
+    for folder in ("tests/unit", "benchmarks", "scripts"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "scripts/fine.py").write_text("from tests.fakes.tasks import ListTask\n")
+    (tmp_path / "tests/unit/bad.py").write_text(f"{line}\n")
+    (found,) = imports_of_tests(tmp_path)
+    assert found.startswith("tests/unit/bad.py: ")
 
 
 def _module(file: Path, library: Path) -> str:

@@ -9,7 +9,7 @@ import sys
 import pytest
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
-from tests.unit.waiting import until
+from tests.fakes.waiting import until
 from torchtitan.experiments.rl.process import lifetime
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 

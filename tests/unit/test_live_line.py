@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.screen import Screen
+from tests.fakes.clock import Clock
+from tests.fakes.terminal import Screen, Terminal
 from torchtitan.experiments.rl.observability.console import (
     BASIS,
     Console,
@@ -28,13 +29,6 @@ from torchtitan.experiments.rl.observability.live import LiveTerminal
 from torchtitan.experiments.rl.process.output import can_redraw, has_colours
 
 ROOT = Path(__file__).parents[2]
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture
@@ -312,9 +306,9 @@ def test_the_console_of_a_pipe_imports_no_rich():
     assert printed == "resumed\n[]\n"
 
 
-SHOW = """
+SHOW = f"""
 import os, signal, sys, time
-from tests.unit.test_live_line import METRICS
+METRICS = {METRICS}
 from torchtitan.experiments.rl.observability.console import Console
 console = Console()
 console.begin(0, 3)
@@ -324,7 +318,7 @@ print("of an env")
 console.waits.close()
 console.draw()
 for step in (1, 2, 3):
-    print(f"warning {step}", file=sys.stderr)
+    print("warning", step, file=sys.stderr)
     console.step(step, METRICS)
     os.system("true")
     console.draw()
@@ -383,14 +377,6 @@ def read(descriptor: int) -> bytes:
         return b""
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def taken(progress: Progress, clock: Clock, *durations: float, first: int = 1) -> None:
     for step, duration in enumerate(durations, start=first):
         clock.now += duration
@@ -398,7 +384,7 @@ def taken(progress: Progress, clock: Clock, *durations: float, first: int = 1) -
 
 
 def test_the_estimate_is_the_median_of_recent_steps_times_those_left():
-    progress = Progress(clock := Clock())
+    progress = Progress(clock := Clock(1000.0))
     progress.begin(0, 10)
     # The first warms up. Of 2, 4, 100 the median is 4, and 6 steps are left.
     taken(progress, clock, 50.0, 2.0, 4.0, 100.0)
@@ -411,7 +397,7 @@ def test_the_estimate_is_the_median_of_recent_steps_times_those_left():
 
 
 def test_there_is_no_estimate_before_there_is_a_basis_and_after_the_end():
-    progress = Progress(clock := Clock())
+    progress = Progress(clock := Clock(1000.0))
     assert progress.line() == "" and progress.seconds_left() is None
     progress.begin(0, BASIS + 1)
     for step in range(1, BASIS + 1):
@@ -424,7 +410,7 @@ def test_there_is_no_estimate_before_there_is_a_basis_and_after_the_end():
 
 
 def test_the_time_in_which_a_run_is_built_again_is_no_step():
-    progress = Progress(clock := Clock())
+    progress = Progress(clock := Clock(1000.0))
     progress.begin(0, 100)
     taken(progress, clock, 9.0, 2.0, 2.0, 2.0)
     clock.now += 500.0  # the trainer died, and the run goes on from step 2
@@ -442,7 +428,7 @@ def test_the_time_in_which_a_run_is_built_again_is_no_step():
 
 @given(st.integers(0, 10**6), st.integers(1, 10**6), st.lists(st.floats(0, 1e5), max_size=30))
 def test_a_line_of_any_run_fits_80_columns_and_its_estimate_is_not_negative(done, total, durations):
-    progress = Progress(clock := Clock())
+    progress = Progress(clock := Clock(1000.0))
     progress.begin(done, total)
     taken(progress, clock, *durations, first=done + 1)
     assert len(progress.line()) < 80

@@ -7,15 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.unit.test_router import (  # noqa: F401
-    PROMPT,
-    Endpoint,
-    Replica,
-    connect,
-    generate,
-    open_session,
-    settle,
-)
+from tests.fakes.replicas import Endpoint, Replica, generate, open_session
+from tests.fakes.trainer import TrainerMesh
+from tests.fakes.waiting import settle
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.engine import GeneratorFailed
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
@@ -35,7 +29,7 @@ def receipt(version: int, canary: float = 0.0) -> WeightReceipt:
 # ---- requests
 
 
-async def test_open_requests_of_a_lost_replica_start_again_with_another_at_once(connect):  # noqa: F811
+async def test_open_requests_of_a_lost_replica_start_again_with_another_at_once(connect):
     client, replicas = await connect(2)
     tasks = [generate(open_session(client, seed)) for seed in range(4)]
     await settle()
@@ -50,7 +44,7 @@ async def test_open_requests_of_a_lost_replica_start_again_with_another_at_once(
     assert client._open == {} and client._router.load == {0: 0, 1: 0}
 
 
-async def test_with_no_replica_left_requests_wait_for_the_one_that_is_back(connect):  # noqa: F811
+async def test_with_no_replica_left_requests_wait_for_the_one_that_is_back(connect):
     client, (replica,) = await connect()
     before = generate(open_session(client, 1))
     await settle()
@@ -66,7 +60,7 @@ async def test_with_no_replica_left_requests_wait_for_the_one_that_is_back(conne
     assert (await before).finish_reason == (await after).finish_reason == "stop"
 
 
-async def test_a_replica_that_dies_while_it_is_admitted_makes_room_for_the_next(connect):  # noqa: F811
+async def test_a_replica_that_dies_while_it_is_admitted_makes_room_for_the_next(connect):
     client, _ = await connect(1)
     life = Lifetime("generator 1")
     life.end("killed by SIGKILL")
@@ -81,7 +75,7 @@ async def test_a_replica_that_dies_while_it_is_admitted_makes_room_for_the_next(
         task.cancel()
 
 
-async def test_a_late_answer_of_a_lost_replica_is_no_answer(connect):  # noqa: F811
+async def test_a_late_answer_of_a_lost_replica_is_no_answer(connect):
     client, replicas = await connect(2)
     task = generate(open_session(client))
     await settle()
@@ -92,7 +86,7 @@ async def test_a_late_answer_of_a_lost_replica_is_no_answer(connect):  # noqa: F
     assert (await task).finish_reason == "stop"
 
 
-async def test_a_conversation_whose_replica_is_lost_goes_on_with_another(connect):  # noqa: F811
+async def test_a_conversation_whose_replica_is_lost_goes_on_with_another(connect):
     client, replicas = await connect(2)
     session = open_session(client)
     first = generate(session)
@@ -107,7 +101,7 @@ async def test_a_conversation_whose_replica_is_lost_goes_on_with_another(connect
     assert (await second).finish_reason == "stop"
 
 
-async def test_in_lockstep_requests_of_a_lost_replica_wait_for_those_in_flight(connect):  # noqa: F811
+async def test_in_lockstep_requests_of_a_lost_replica_wait_for_those_in_flight(connect):
     client, replicas = await connect(2, lockstep=True)
     sessions = [open_session(client, seed) for seed in range(2)]
     tasks = [generate(session) for session in sessions]
@@ -124,7 +118,7 @@ async def test_in_lockstep_requests_of_a_lost_replica_wait_for_those_in_flight(c
         assert (await task).finish_reason == "stop"
 
 
-async def test_an_engine_that_stops_is_reported_and_its_requests_wait(connect):  # noqa: F811
+async def test_an_engine_that_stops_is_reported_and_its_requests_wait(connect):
     stopped = []
     client, (replica,) = await connect(
         on_stopped=lambda index, cause: stopped.append((index, cause))
@@ -141,7 +135,7 @@ async def test_an_engine_that_stops_is_reported_and_its_requests_wait(connect): 
     assert (await task).finish_reason == "stop"
 
 
-async def test_results_that_can_not_be_read_stop_the_replica_that_sent_them(connect):  # noqa: F811
+async def test_results_that_can_not_be_read_stop_the_replica_that_sent_them(connect):
     stopped = []
     client, (replica,) = await connect(
         on_stopped=lambda index, cause: stopped.append((index, cause))
@@ -153,7 +147,7 @@ async def test_results_that_can_not_be_read_stop_the_replica_that_sent_them(conn
     assert index == 0 and cause.startswith("its results can't be read: AttributeError: ")
 
 
-async def test_a_replica_that_is_lost_while_it_is_admitted_gets_no_request(connect):  # noqa: F811
+async def test_a_replica_that_is_lost_while_it_is_admitted_gets_no_request(connect):
     client, replicas = await connect(1)
     late = Replica()
     late.attach = SimpleNamespace(call_one=lambda client_id, port: asyncio.Event().wait())
@@ -172,7 +166,7 @@ async def test_a_replica_that_is_lost_while_it_is_admitted_gets_no_request(conne
 # ---- weight updates
 
 
-async def test_a_replica_that_is_lost_in_an_update_has_no_receipt_and_the_others_have(connect):  # noqa: F811
+async def test_a_replica_that_is_lost_in_an_update_has_no_receipt_and_the_others_have(connect):
     client, _ = await connect(0)
     begun = asyncio.Event()
 
@@ -193,27 +187,6 @@ async def test_a_replica_that_is_lost_in_an_update_has_no_receipt_and_the_others
     assert list(await updating) == [1] and client.version == 3
 
 
-class Trainer:
-    """One rank. Its canary is a tenth of the version."""
-
-    def __init__(self):
-        self.score = SimpleNamespace(call=self._score)
-        self.copy_weights = SimpleNamespace(choose=self._copy)
-        self.proof = Endpoint(lambda: ("f", np.full(2, self.published / 10, np.float32)))
-
-    async def _copy(self, version: int, canary_token_ids, remote_readers: bool) -> None:
-        self.published = version
-
-    async def _score(self, token_ids):
-        return {0: np.zeros(2, np.float32)}
-
-    def size(self, dim: str) -> int:
-        return 1
-
-    def slice(self, *, procs: int) -> "Trainer":
-        return self
-
-
 class Generators:
     """Those that take requests; an update of them ends when the test says so."""
 
@@ -232,7 +205,7 @@ class Generators:
 
 
 def sync_of(generators: Generators) -> WeightSync:
-    return WeightSync(Trainer(), generators, text=np.arange(2), bound=CanaryBound("float32"))
+    return WeightSync(TrainerMesh(), generators, text=np.arange(2), bound=CanaryBound("float32"))
 
 
 async def test_a_replica_that_is_back_loads_the_version_of_the_others_before_it_takes_requests():
@@ -294,7 +267,7 @@ async def test_no_update_begins_while_a_replica_loads():
 
 
 async def test_a_trainer_with_one_buffer_writes_over_no_version_that_a_replica_loads():
-    trainer, generators = Trainer(), Generators()
+    trainer, generators = TrainerMesh(), Generators()
     bound = CanaryBound("float32")
     sync = WeightSync(trainer, generators, text=np.arange(2), bound=bound, one_buffer=True)
     await sync.update(await sync.copy_out(1))

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.fake_gpu import fake_gpus
-from tests.unit.model_shapes import SMOLLM2, write_model
+from tests.fakes.gpus import fake_gpus
+from tests.fakes.models import SMOLLM2, write_model
 from torchtitan.experiments.rl.command import machine
 from torchtitan.experiments.rl.command.checks import checked_plan, missing, plan_run
 from torchtitan.experiments.rl.command.machine import (

@@ -9,8 +9,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from tests.contexts import context_of
-from tests.unit.rollout_stubs import ScriptedPolicy
+from tests.fakes.contexts import context_of
+from tests.fakes.policy import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.config_registry import rl_math_qwen3
 from torchtitan.experiments.rl.data import rows

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 
-from tests.scripted_engine import ScriptedEngineConfig
-from tests.unit.command_line import assert_one_line
-from tests.unit.test_plan_and_config import DEBUG, TINY_MODEL
+from tests.fakes.engine import ScriptedEngineConfig
+from tests.fakes.models import TINY_MODEL
+from tests.unit.command_line import DEBUG, assert_one_line
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.models import policy as policy_module

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.command_line import DRY_OR_NOT
-from tests.unit.test_plan_and_config import DEBUG, broken_folder, edit_config
+from tests.fakes.models import broken_folder, edit_config
+from tests.unit.command_line import DEBUG, DRY_OR_NOT
 from torchtitan.experiments.rl.config_registry import TINY_TEACHER
 
 # ---- the model's folder

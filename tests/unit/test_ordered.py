@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.unit.waiting import iterations
+from tests.fakes.waiting import iterations
 from torchtitan.experiments.rl.ask.ordered import IN_PLACE_S, OrderedCalls
 from torchtitan.experiments.rl.ask.threads import ThreadCall
 from torchtitan.experiments.rl.errors import ConfigError, RunError

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.fakes.models import CHATML, SMOLLM2, write_model
 from tests.unit.command_line import assert_one_line
-from tests.unit.model_shapes import CHATML, SMOLLM2, write_model
 from torchtitan.experiments.rl.command.command_line import DEFAULT_MODULE, config_functions
 from torchtitan.experiments.rl.command.teachers import difference
 

@@ -2,20 +2,17 @@
 
 import functools
 import io
-import json
 import math
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from tests.unit.command_line import assert_one_line
-from tests.unit.model_shapes import SMOLLM2, write_model
+from tests.fakes.models import SMOLLM2, broken_folder, edit_config, write_model
+from tests.unit.command_line import DEBUG, assert_one_line
 from torchtitan.experiments.rl import config_registry, simulate
 from torchtitan.experiments.rl.command.checks import plan_run
 from torchtitan.experiments.rl.command.command_line import (
@@ -29,10 +26,6 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.plan.plan import GIB
 from torchtitan.experiments.rl.train import main, summary_of
 from torchtitan.experiments.rl.training.config import Compile
-
-DEBUG = ["--config", "rl_grpo_qwen3_debug"]
-TINY_MODEL = Path(config_registry.TINY_MODEL)
-
 
 # ---- every named config
 
@@ -509,23 +502,6 @@ def test_dry_run_makes_no_folder(command, tmp_path):
 
 
 # ---- the model's folder
-
-
-def broken_folder(tmp_path, change) -> str:
-    folder = tmp_path / "model"
-    shutil.copytree(TINY_MODEL, folder)
-    change(folder)
-    return str(folder)
-
-
-def edit_config(**changes):
-    def change(folder):
-        config = json.loads((folder / "config.json").read_text())
-        for name, value in changes.items():
-            config.pop(name) if value is None else config.update({name: value})
-        (folder / "config.json").write_text(json.dumps(config))
-
-    return change
 
 
 FOLDERS = {

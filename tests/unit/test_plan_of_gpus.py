@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_gpu import fake_gpus
-from tests.scripted_engine import ScriptedEngineConfig
+from tests.fakes.engine import ScriptedEngineConfig
+from tests.fakes.gpus import fake_gpus
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms import OPD
 from torchtitan.experiments.rl.command import machine

@@ -10,9 +10,9 @@ from pathlib import Path
 import pandas
 import pytest
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
+from tests.fakes.policy import ScriptedPolicy
 from tests.unit.command_line import assert_one_line
-from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import GRPO, MaxRL
 from torchtitan.experiments.rl.command.build import build_tasks, read_policy_tokenizer
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command

@@ -1,6 +1,5 @@
 """What the README shows works as written."""
 
-import io
 import re
 import subprocess
 import sys
@@ -8,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.contexts import context_of
-from tests.screen import Screen
-from tests.unit.rollout_stubs import ScriptedPolicy
+from tests.fakes.clock import Clock
+from tests.fakes.contexts import context_of
+from tests.fakes.policy import ScriptedPolicy
+from tests.fakes.terminal import Screen, Terminal
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command, starting_line
 from torchtitan.experiments.rl.observability.console import (
@@ -48,10 +48,6 @@ async def test_the_task_in_twenty_lines_runs_and_scores(my_tasks, renderer, toke
 
 def lines_at_a_terminal(method, *args, **kwargs) -> list[str]:
     """Return what a console prints at a terminal of 80 columns. Longer commands are not broken."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
 
     method(Console(terminal := Terminal()), *args, **kwargs)
     return Screen(200).feed(terminal.getvalue()).rows[:-1]
@@ -111,11 +107,11 @@ def test_what_the_demo_prints_is_shown_as_the_console_prints_it(monkeypatch):
     assert shown[-len(end) :] == end
     steps = shown[len(header) + 3 : -len(end)]
     assert {len(line) for line in steps if line.strip() != "..."} == {len(title_line())}
-    progress = Progress(lambda: clock[0])
-    clock = [0.0]
+    clock = Clock()
+    progress = Progress(clock)
     progress.begin(0, 100)
     for step in range(1, 17):
-        clock[0] += 0.5
+        clock.now += 0.5
         progress.step(step)
     assert live[1] == progress.line()
 

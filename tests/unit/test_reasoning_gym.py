@@ -5,8 +5,8 @@ import pytest
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from tests.contexts import context_of
-from tests.unit.rollout_stubs import ScriptedPolicy
+from tests.fakes.contexts import context_of
+from tests.fakes.policy import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutStatus, RolloutTurn

@@ -1,7 +1,6 @@
 """Rollouts on disk: read again they are what they were, bit for bit, and recording never holds up or ends a run."""
 
 import base64
-import errno
 import gzip
 import json
 import threading
@@ -15,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tests.contexts import context_of
-from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
-from tests.unit.test_samples import turn_of
-from tests.unit.waiting import LIMIT_S
+from tests.fakes.contexts import context_of
+from tests.fakes.disk import fill_disk
+from tests.fakes.policy import ScriptedPolicy
+from tests.fakes.rollouts import completed_rollout, group_of, turn_of
+from tests.fakes.tasks import TalkTask
+from tests.fakes.waiting import LIMIT_S
+from tests.unit.records import assert_same, write
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError
@@ -37,78 +39,8 @@ from torchtitan.experiments.rl.rollouts.records import (
     decode_rollout,
     encode_rollout,
 )
-from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
-from torchtitan.experiments.rl.rollouts.types import (
-    DataSample,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-    RolloutTurn,
-)
-from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component
-from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.types import TrainingSample
-
-
-def assert_same(left, right, path="rollout") -> None:
-    """Every field of the records, arrays bit for bit with their dtypes."""
-    for kind in (dict, list):  # a rollout that has ended has read-only ones
-        left = kind(left) if isinstance(left, kind) else left
-        right = kind(right) if isinstance(right, kind) else right
-    assert type(left) is type(right), path
-    if isinstance(left, np.ndarray):
-        assert left.dtype == right.dtype and left.tobytes() == right.tobytes(), path
-    elif hasattr(left, "__dataclass_fields__"):
-        for field in fields(left):
-            assert_same(
-                getattr(left, field.name), getattr(right, field.name), f"{path}.{field.name}"
-            )
-    elif isinstance(left, list | tuple):
-        assert len(left) == len(right), path
-        for index, pair in enumerate(zip(left, right, strict=True)):
-            assert_same(*pair, f"{path}[{index}]")
-    else:
-        assert left == right, path
-
-
-def rollout_of(index: int = 0, *, turns=None, env_input=None, group_id="t-0", **changes) -> Rollout:
-    rollout = Rollout(
-        group_id=group_id,
-        index_in_group=index,
-        task_name="t",
-        data_sample=DataSample(sample_id="s", env_input=env_input, info={"level": 3}),
-        turns=[turn_of([1, 2], [3, 4]), turn_of([1, 2, 3, 4, 9], [6])] if turns is None else turns,
-        status=RolloutStatus.COMPLETED,
-        reward=0.1,
-        reward_components={"right": 1 / 3},
-    )
-    rollout.samples = samples_from_turns(
-        rollout.turns, task_name="t", rollout_id=rollout.rollout_id, temperature=0.7
-    )
-    for name, value in changes.items():
-        setattr(rollout, name, value)
-    return rollout
-
-
-def group_of(*rollouts: Rollout, version: int = 5) -> RolloutGroup:
-    first = rollouts[0]
-    return RolloutGroup(
-        group_id=first.group_id,
-        task_name=first.task_name,
-        data_sample=first.data_sample,
-        rollouts=list(rollouts),
-        admitted_version=version,
-    )
-
-
-def write(
-    folder: Path, *groups: RolloutGroup, outcome: str = "trained", **config
-) -> RolloutRecorder:
-    recorder = RolloutRecorder.Config(**config).build(run_dir=folder)
-    for group in groups:
-        recorder.record(group, {rollout.rollout_id: outcome for rollout in group.rollouts})
-    recorder.close()
-    return recorder
 
 
 def lines_in(folder: Path) -> list[bytes]:
@@ -126,7 +58,7 @@ def round_trip(folder: Path, rollout: Rollout):
 # ---- what is read is what was written
 
 
-class Numbers(Dataset):
+class Questions(Dataset):
     def __len__(self):
         return 1
 
@@ -134,16 +66,9 @@ class Numbers(Dataset):
         return DataSample(sample_id="a", env_input={"question": "héllo 你好", "digits": [1, 2]})
 
 
-class TalkTask(Task):
-    def make_env(self, sample):
-        return TalkingEnv(turns=3, role="tool")
-
-
 async def test_group_that_was_run_and_scored_is_read_as_it_was(tmp_path, renderer, tokenizer):
     config = TalkTask.Config(
-        algorithm=GRPO.Config(),
-        dataset=Numbers.Config(),
-        rubric=Rubric.Config(reward_fns=[env_component("steps")]),
+        algorithm=GRPO.Config(), dataset=Questions.Config(), turns=3, role="tool"
     )
     task = config.build(name="talk", context=context_of(renderer))
     replies = [
@@ -195,12 +120,12 @@ def test_every_field_of_a_rollout_is_in_its_record():
 
 
 def test_a_reward_of_numpy_is_a_number(tmp_path):
-    rollout = rollout_of(reward=np.float32(0.5))
+    rollout = completed_rollout(reward=np.float32(0.5))
     assert round_trip(tmp_path, rollout).rollout.reward == 0.5
 
 
 def test_streams_an_algorithm_wrote_are_read_again_and_derived_ones_are_not_written(tmp_path):
-    rollout = rollout_of()
+    rollout = completed_rollout()
     (sample,) = rollout.samples
     rollout.assign_advantages([0.1, -0.2, 1e-30])
     sample.ce_weights = np.array([0, 0, 0, 0, 0.1, 0], np.float32)
@@ -213,7 +138,7 @@ def test_streams_an_algorithm_wrote_are_read_again_and_derived_ones_are_not_writ
 
 
 def test_a_person_reads_a_line_with_json_and_numpy_alone(tmp_path):
-    write(tmp_path, group_of(rollout_of()))
+    write(tmp_path, group_of(completed_rollout()))
     (line,) = lines_in(tmp_path)
     record = json.loads(line)
     assert (record["rollout_id"], record["outcome"], record["rollout"]["reward"]) == (
@@ -241,15 +166,15 @@ def test_a_person_reads_a_line_with_json_and_numpy_alone(tmp_path):
     ids=lambda change: next(iter(change)),
 )
 def test_sample_that_is_not_what_its_turns_give_is_written_as_it_is(tmp_path, change):
-    rollout = rollout_of()
+    rollout = completed_rollout()
     for name, value in change.items():
         setattr(rollout.samples[0], name, value)
     assert_same(round_trip(tmp_path, rollout).rollout, rollout)
 
 
 def test_samples_with_no_counterpart_in_the_turns_are_written_as_they_are(tmp_path):
-    rollout = rollout_of()
-    rollout.samples += rollout_of(turns=[turn_of([7], [8, 9])]).samples
+    rollout = completed_rollout()
+    rollout.samples += completed_rollout(turns=[turn_of([7], [8, 9])]).samples
     rollout.samples[0].reference_ids = np.array([5, 8, 9], np.int32)
     rollout.samples[1].trainer_logprobs = np.array([0, -0.0, -1.25], np.float32)
     assert_same(round_trip(tmp_path, rollout).rollout, rollout)
@@ -271,7 +196,10 @@ def test_every_float32_and_every_nan_survives_text(bits):
         rollout_id="t-0/0",
     )
     line = encode_rollout(
-        rollout_of(turns=[], samples=[sample]), outcome=None, admitted_version=0, max_bytes=2**20
+        completed_rollout(turns=[], samples=[sample]),
+        outcome=None,
+        admitted_version=0,
+        max_bytes=2**20,
     )
     assert_same(decode_rollout(line).rollout.samples, [sample])
 
@@ -303,7 +231,7 @@ def test_turns_that_extend_or_rewrite_each_other_are_read_exactly(tmp_path_facto
             )
         turns.append(turn)
         history = prompt + sampled
-    rollout = rollout_of(turns=turns)
+    rollout = completed_rollout(turns=turns)
     assert_same(round_trip(tmp_path_factory.getbasetemp(), rollout).rollout, rollout)
 
 
@@ -319,7 +247,7 @@ def test_long_conversation_is_written_once_not_once_a_turn(tmp_path):
             turns.append(turn)
             messages += [turn.assistant_message, *turn.env_messages]
             history = history + [2] * 50 + [3] * 50
-        return rollout_of(turns=turns)
+        return completed_rollout(turns=turns)
 
     lengths, sizes = [], []
     for length in (20, 40):
@@ -357,7 +285,8 @@ class Unprintable:
 )
 def test_env_input_is_json_where_it_can_be_and_its_repr_where_not(tmp_path, env_input, read):
     assert (
-        round_trip(tmp_path, rollout_of(env_input=env_input)).rollout.data_sample.env_input == read
+        round_trip(tmp_path, completed_rollout(env_input=env_input)).rollout.data_sample.env_input
+        == read
     )
 
 
@@ -372,7 +301,7 @@ def test_what_users_put_into_messages_and_rewards_never_breaks_a_line(tmp_path):
     endless["self"] = endless
     turn = turn_of([1], [2])
     turn.prompt_messages = [endless]
-    rollout = rollout_of(turns=[turn], reward_components={"odd": float("inf"), 3: 1.0})
+    rollout = completed_rollout(turns=[turn], reward_components={"odd": float("inf"), 3: 1.0})
     record = round_trip(tmp_path, rollout)
     (message,) = record.rollout.turns[0].prompt_messages
     assert (message["content"], message["extra"], message["(1, 2)"], message["nan"]) == (
@@ -393,7 +322,7 @@ def test_a_value_that_contains_itself_twice_is_written_at_once(tmp_path):
         deep = [deep]
     turn = turn_of([1], [2])
     turn.prompt_messages, turn.env_messages = [{"content": twice}], [{"content": deep}]
-    rollout = rollout_of(turns=[turn], env_input=twice)
+    rollout = completed_rollout(turns=[turn], env_input=twice)
     rollout.data_sample.sample_id = "half \ud83d"
     read = round_trip(tmp_path, rollout).rollout
     assert read.turns[0].prompt_messages == [{"content": ["half \ud83d", repr(twice), repr(twice)]}]
@@ -401,7 +330,7 @@ def test_a_value_that_contains_itself_twice_is_written_at_once(tmp_path):
 
 
 def test_turns_of_which_no_sample_can_be_made_are_recorded(tmp_path):
-    rollout = rollout_of(samples=[], status=RolloutStatus.ERROR)
+    rollout = completed_rollout(samples=[], status=RolloutStatus.ERROR)
     rollout.turns[1].completion.logprobs = np.zeros(3, np.float32)  # of one token
     assert_same(round_trip(tmp_path, rollout).rollout, rollout)
 
@@ -438,7 +367,7 @@ def test_every_evaluation_records_the_same_examples():
 
 def test_whole_groups_are_recorded_or_none_of_a_group(tmp_path):
     groups = [
-        group_of(*(rollout_of(index, group_id=f"task-{number}") for index in range(3)))
+        group_of(*(completed_rollout(index, group_id=f"task-{number}") for index in range(3)))
         for number in range(20)
     ]
     write(tmp_path, *groups, fraction=0.25)
@@ -450,15 +379,15 @@ def test_fraction_0_makes_no_file_and_no_thread(tmp_path):
     threads = threading.active_count()
     recorder = RolloutRecorder(RolloutRecorder.Config(fraction=0.0), run_dir=tmp_path)
     assert threading.active_count() == threads
-    recorder.record(group_of(rollout_of()), {})
+    recorder.record(group_of(completed_rollout()), {})
     recorder.close()
     assert list(tmp_path.iterdir()) == [] and recorder.not_recorded == 0
 
 
 def test_rollout_above_its_limit_keeps_how_it_ended_and_says_what_is_missing(tmp_path):
-    long = rollout_of(1, env_input="x" * 5000, status=RolloutStatus.TRUNCATED_LENGTH)
+    long = completed_rollout(1, env_input="x" * 5000, status=RolloutStatus.TRUNCATED_LENGTH)
     long.turns[0].prompt_messages = [{"role": "user", "content": "y" * 5000}]
-    write(tmp_path, group_of(rollout_of(0), long), max_rollout_bytes=2000)
+    write(tmp_path, group_of(completed_rollout(0), long), max_rollout_bytes=2000)
     whole, cut = read_rollouts(tmp_path)
     assert whole.left_out is None and len(whole.rollout.turns) == 2
     assert "more than 2,000 bytes (recorder.max_rollout_bytes)" in cut.left_out
@@ -476,9 +405,9 @@ def test_rollout_above_its_limit_keeps_how_it_ended_and_says_what_is_missing(tmp
 def test_a_large_row_costs_a_rollout_its_largest_columns_and_no_turn(tmp_path):
     image = {"question": "6 * 7?", "image": "x" * 5000, "mask": "y" * 4000, "answer": "42"}
     rollouts = [
-        rollout_of(0, env_input=image),
-        rollout_of(1, env_input=["x" * 5000]),
-        rollout_of(2),
+        completed_rollout(0, env_input=image),
+        completed_rollout(1, env_input=["x" * 5000]),
+        completed_rollout(2),
     ]
     write(tmp_path, group_of(*rollouts), max_rollout_bytes=4000)
     of_columns, of_row, small = read_rollouts(tmp_path)
@@ -498,7 +427,7 @@ def test_a_large_row_costs_a_rollout_its_largest_columns_and_no_turn(tmp_path):
 
 
 def test_long_turns_cost_a_rollout_its_turns_and_not_its_row(tmp_path):
-    long = rollout_of(0, env_input={"question": "6 * 7?"})
+    long = completed_rollout(0, env_input={"question": "6 * 7?"})
     long.turns[0].prompt_messages = [{"role": "user", "content": "y" * 5000}]
     write(tmp_path, group_of(long), max_rollout_bytes=4000)
     (cut,) = read_rollouts(tmp_path)
@@ -508,7 +437,10 @@ def test_long_turns_cost_a_rollout_its_turns_and_not_its_row(tmp_path):
 
 def test_full_file_ends_the_recording_with_one_line_in_the_log(tmp_path, caplog):
     groups = [
-        group_of(rollout_of(0, group_id=f"t-{number}"), rollout_of(1, group_id=f"t-{number}"))
+        group_of(
+            completed_rollout(0, group_id=f"t-{number}"),
+            completed_rollout(1, group_id=f"t-{number}"),
+        )
         for number in range(6)
     ]
     write(tmp_path, groups[0])
@@ -559,7 +491,7 @@ def test_thread_that_cannot_keep_up_loses_groups_and_holds_up_nobody(
     tmp_path, slow_recorder, caplog
 ):
     recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
-    groups = [group_of(rollout_of(group_id=f"t-{number}")) for number in range(9)]
+    groups = [group_of(completed_rollout(group_id=f"t-{number}")) for number in range(9)]
     recorder.record(groups[0], {})
     while not recorder._queue.empty():  # the thread has the first
         time.sleep(0.001)
@@ -574,7 +506,7 @@ def test_thread_that_cannot_keep_up_loses_groups_and_holds_up_nobody(
 
 def test_an_evaluation_of_more_groups_than_may_wait_is_recorded_whole(tmp_path, slow_recorder):
     recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
-    recorder.record_validation([group_of(rollout_of(group_id=f"v-{n}@5")) for n in range(9)])
+    recorder.record_validation([group_of(completed_rollout(group_id=f"v-{n}@5")) for n in range(9)])
     size = recorder.size_by_now()
     slow_recorder.set()
     assert size.result(LIMIT_S) == (tmp_path / "rollouts.jsonl.gz").stat().st_size
@@ -586,32 +518,17 @@ def test_an_evaluation_of_more_groups_than_may_wait_is_recorded_whole(tmp_path, 
 
 
 def test_folder_that_is_gone_ends_the_recording_not_the_run(tmp_path, caplog):
-    recorder = write(tmp_path / "gone", group_of(rollout_of()), group_of(rollout_of()))
+    recorder = write(
+        tmp_path / "gone", group_of(completed_rollout()), group_of(completed_rollout())
+    )
     assert (recorder.recorded, recorder.not_recorded) == (0, 2)
     assert caplog.text.count("no further rollouts are recorded: FileNotFoundError") == 1
 
 
 def test_full_disk_leaves_whole_groups_only(tmp_path, monkeypatch, caplog):
-    class FullDisk(recorder_module.RecordFile):
-        def __init__(self, path):
-            super().__init__(path)
-            real, self._written = self._file, 0
-            outer = self
-
-            class Raw:
-                def write(self, data):
-                    if outer._written >= 1000:
-                        raise OSError(errno.ENOSPC, "No space left on device")
-                    outer._written += real.write(data[:100])
-                    return 100 if len(data) >= 100 else len(data)
-
-                truncate, close = real.truncate, real.close
-
-            self._file = Raw()
-
-    monkeypatch.setattr(recorder_module, "RecordFile", FullDisk)
+    fill_disk(monkeypatch, room=1000, at_once=100)
     recorder = write(
-        tmp_path, *(group_of(rollout_of(group_id=f"t-{number}")) for number in range(5))
+        tmp_path, *(group_of(completed_rollout(group_id=f"t-{number}")) for number in range(5))
     )
     kept = [record.rollout.group_id for record in read_rollouts(tmp_path)]
     assert kept == ["t-0"] and len(lines_in(tmp_path)) == 1  # gzip refuses a torn member
@@ -620,10 +537,13 @@ def test_full_disk_leaves_whole_groups_only(tmp_path, monkeypatch, caplog):
 
 
 def test_rollout_that_cannot_be_encoded_costs_its_group_alone(tmp_path, caplog):
-    broken = rollout_of(group_id="t-1")
+    broken = completed_rollout(group_id="t-1")
     broken.turns[0].prompt_token_ids = None
     recorder = write(
-        tmp_path, group_of(rollout_of()), group_of(broken), group_of(rollout_of(group_id="t-2"))
+        tmp_path,
+        group_of(completed_rollout()),
+        group_of(broken),
+        group_of(completed_rollout(group_id="t-2")),
     )
     assert [record.rollout.group_id for record in read_rollouts(tmp_path)] == ["t-0", "t-2"]
     assert recorder.not_recorded == 1 and "group t-1 can't be recorded" in caplog.text
@@ -631,7 +551,11 @@ def test_rollout_that_cannot_be_encoded_costs_its_group_alone(tmp_path, caplog):
 
 def test_torn_groups_are_passed_over(tmp_path, caplog):
     path = tmp_path / ROLLOUTS_FILE
-    write(tmp_path, group_of(rollout_of(group_id="t-0")), group_of(rollout_of(group_id="t-1")))
+    write(
+        tmp_path,
+        group_of(completed_rollout(group_id="t-0")),
+        group_of(completed_rollout(group_id="t-1")),
+    )
     whole = path.read_bytes()
     (first, _), (second, _) = read_groups(path)
     assert first == 0
@@ -641,7 +565,7 @@ def test_torn_groups_are_passed_over(tmp_path, caplog):
         if end % 40:
             continue
         write(
-            tmp_path, group_of(rollout_of(group_id="t-2"))
+            tmp_path, group_of(completed_rollout(group_id="t-2"))
         )  # a run that goes on in the same folder
         assert [record.rollout.group_id for record in read_rollouts(path)] == ["t-0", "t-2"]
     assert f"byte {second}" in caplog.text
@@ -650,7 +574,7 @@ def test_torn_groups_are_passed_over(tmp_path, caplog):
 @pytest.mark.parametrize("place", [0, 3, 9, 10, 200, -9, -1])
 def test_a_damaged_group_costs_itself_alone(tmp_path, caplog, place):
     path = tmp_path / ROLLOUTS_FILE
-    write(tmp_path, *(group_of(rollout_of(group_id=f"t-{number}")) for number in range(3)))
+    write(tmp_path, *(group_of(completed_rollout(group_id=f"t-{number}")) for number in range(3)))
     data = bytearray(path.read_bytes())
     _, (second, _), (third, _) = read_groups(path)
     data[second + place if place >= 0 else third + place] ^= 0xFF
@@ -664,7 +588,8 @@ def test_a_damaged_group_costs_itself_alone(tmp_path, caplog, place):
 
 def test_a_group_is_read_at_its_offset_without_those_before_it(tmp_path):
     groups = [
-        group_of(*(rollout_of(index, group_id=f"t-{n}") for index in range(3))) for n in range(4)
+        group_of(*(completed_rollout(index, group_id=f"t-{n}") for index in range(3)))
+        for n in range(4)
     ]
     write(tmp_path, *groups)
     path = tmp_path / ROLLOUTS_FILE
@@ -689,7 +614,7 @@ def test_a_file_that_is_no_record_is_said_to_be_none(tmp_path, caplog):
         list(read_rollouts(tmp_path / "rollouts.jsonl")) == []
         and "none begins there" in caplog.text
     )
-    line = encode_rollout(rollout_of(), outcome=None, admitted_version=0, max_bytes=2**20)
+    line = encode_rollout(completed_rollout(), outcome=None, admitted_version=0, max_bytes=2**20)
     for old, new in (
         (b'"format":2', b'"format":1'),
         (b'"status"', b'"state"'),
@@ -701,7 +626,7 @@ def test_a_file_that_is_no_record_is_said_to_be_none(tmp_path, caplog):
 
 
 def test_a_second_close_and_a_record_after_it_do_nothing(tmp_path):
-    recorder = write(tmp_path, group_of(rollout_of()))
-    recorder.record(group_of(rollout_of(group_id="t-1")), {})
+    recorder = write(tmp_path, group_of(completed_rollout()))
+    recorder.record(group_of(completed_rollout(group_id="t-1")), {})
     recorder.close()
     assert [record.rollout.group_id for record in read_rollouts(tmp_path)] == ["t-0"]

@@ -7,85 +7,31 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from tests.contexts import context_of
-from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
-from tests.unit.waiting import LIMIT_S
-from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo
+from tests.fakes.contexts import context_of
+from tests.fakes.envs import TalkingEnv
+from tests.fakes.policy import TEACHER, Scorer, ScriptedPolicy
+from tests.fakes.tasks import DEMONSTRATION, TalkTask
+from tests.fakes.waiting import LIMIT_S
+from tests.unit.demonstrations import check_example
+from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Echo
 from torchtitan.experiments.rl.algorithms.echo import tool_names
 from torchtitan.experiments.rl.batching.sample_checks import check_sample
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.configurable import build_with
-from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
-from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
-from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_component
-from torchtitan.experiments.rl.tasks.task import Task
-
-TEACHER = FrozenModel(name="teacher", base_url="http://localhost:1/v1")
-SAMPLE = DataSample(sample_id="7", env_input="question", info={"demonstration": "four"})
-
-
-class Scorer(ScriptedPolicy):
-    """Also scores: token t of a sequence has log-probability -t. Counts what it is asked at once."""
-
-    def __init__(self, tokenizer, reply="ok", *, frozen=None):
-        super().__init__(tokenizer, reply)
-        self.scored: list[list[int]] = []
-        self.open = self.most_open = 0
-        self._frozen = frozen
-        self.asked_for = []
-
-    def frozen(self, model):
-        self.asked_for.append(model)
-        return self._frozen
-
-    async def score(self, token_ids):
-        self.open += 1
-        self.most_open = max(self.most_open, self.open)
-        for _ in range(100):  # others ask meanwhile
-            await asyncio.sleep(0)
-        self.open -= 1
-        self.scored.append(np.asarray(token_ids).tolist())
-        return -np.arange(len(token_ids), dtype=np.float32)
-
-
-class Nothing(Dataset):
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        return SAMPLE
-
-
-class Talk(Task):
-    @dataclass(kw_only=True, slots=True)
-    class Config(Task.Config):
-        algorithm: Algorithm.Config
-        dataset: Dataset.Config = field(default_factory=Nothing.Config)
-        rubric: Rubric.Config = field(
-            default_factory=lambda: Rubric.Config(reward_fns=[env_component("steps")])
-        )
-        env: RendererEnvConfig = field(
-            default_factory=lambda: RendererEnvConfig(step_timeout_s=5.0, rollout_timeout_s=5.0)
-        )
-        group_size: int = 2
-        turns: int = 1
-        role: str = "user"
-
-    def make_env(self, sample):
-        return TalkingEnv(self.config.turns, role=self.config.role)
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 
 
 @pytest.fixture
 def run(renderer):
-    async def run(algorithm, policy, *, credit=True, sample=SAMPLE, **changes):
-        task = Talk.Config(algorithm=algorithm, **changes).build(
+    async def run(algorithm, policy, *, credit=True, sample=DEMONSTRATION, **changes):
+        task = TalkTask.Config(algorithm=algorithm, **changes).build(
             name="talk", context=context_of(renderer)
         )
         await task.setup(policy)
@@ -164,12 +110,12 @@ async def test_a_teacher_that_does_not_answer_ends_the_run_at_setup(run, tokeniz
 
 
 async def test_a_teacher_that_is_gone_later_ends_the_rollout_with_the_cause(renderer, tokenizer):
-    task = Talk.Config(algorithm=OPD.Config(teacher=TEACHER)).build(
+    task = TalkTask.Config(algorithm=OPD.Config(teacher=TEACHER)).build(
         name="talk", context=context_of(renderer)
     )
     policy = Scorer(tokenizer, frozen=DeafLater(tokenizer))
     await task.setup(policy)
-    group = await task.run_group(SAMPLE, policy, group_id="g", seed=0)
+    group = await task.run_group(DEMONSTRATION, policy, group_id="g", seed=0)
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.ERROR}
     assert "OPD.score_rollout: frozen model 'teacher'" in await task.score_group(group)
 
@@ -224,12 +170,12 @@ async def test_opsd_leaves_the_sample_as_it_is_behind_a_system_message(
         RendererConfig(enable_thinking=True, thinking_retention=retention), tokenizer_path
     )
     algorithm = OPSD.Config(place="system", template="\n\nHint: {demonstration}")
-    task = Talk.Config(algorithm=algorithm, turns=turns).build(
+    task = TalkTask.Config(algorithm=algorithm, turns=turns).build(
         name="talk", context=context_of(renderer)
     )
     policy = Scorer(tokenizer, "<think>\nhm\n</think>\n\nok")
     await task.setup(policy)
-    group = await task.run_group(SAMPLE, policy, group_id="g", seed=0)
+    group = await task.run_group(DEMONSTRATION, policy, group_id="g", seed=0)
     block = tokenizer.encode("<|im_start|>system\nHint: four<|im_end|>\n", add_special_tokens=False)
     for rollout in group.rollouts:
         assert rollout.error is None and len(rollout.samples) == (
@@ -270,20 +216,20 @@ async def test_opsd_leaves_scoring_to_the_trainer_in_the_tokens_that_it_would_ha
 def test_opsd_counts_the_system_message_against_the_context(renderer, tokenizer):
     config = OPSD.Config(place="system", template="{demonstration}")
     added = len(tokenizer.encode("<|im_start|>system\nfour<|im_end|>\n", add_special_tokens=False))
-    checked(config, SAMPLE, renderer, max_model_len=100 + added + 1)
+    check_example(config, DEMONSTRATION, renderer, max_model_len=100 + added + 1)
     with pytest.raises(
         ConfigError, match=rf"tasks.t.env.max_rollout_tokens = 100: .* \({added} tokens\)"
     ):
-        checked(config, SAMPLE, renderer, max_model_len=100 + added)
+        check_example(config, DEMONSTRATION, renderer, max_model_len=100 + added)
 
 
 async def test_opsd_without_a_demonstration_says_which_sample_has_none(renderer, tokenizer):
-    task = Talk.Config(algorithm=OPSD.Config(demonstration_key="proof")).build(
+    task = TalkTask.Config(algorithm=OPSD.Config(demonstration_key="proof")).build(
         name="talk", context=context_of(renderer)
     )
     policy = Scorer(tokenizer)
     await task.setup(policy)
-    group = await task.run_group(SAMPLE, policy, group_id="g", seed=0)
+    group = await task.run_group(DEMONSTRATION, policy, group_id="g", seed=0)
     assert "data sample '7' has no text in info['proof']" in group.rollouts[0].error
 
 
@@ -293,12 +239,12 @@ class TooLong(Scorer):
 
 
 async def test_opsd_names_a_rollout_whose_demonstration_is_too_long_to_score(renderer, tokenizer):
-    task = Talk.Config(algorithm=OPSD.Config(template=" Hint: {demonstration}")).build(
+    task = TalkTask.Config(algorithm=OPSD.Config(template=" Hint: {demonstration}")).build(
         name="talk", context=context_of(renderer)
     )
     policy = TooLong(tokenizer)
     await task.setup(policy)
-    group = await task.run_group(SAMPLE, policy, group_id="g", seed=0)
+    group = await task.run_group(DEMONSTRATION, policy, group_id="g", seed=0)
     plain, hinted = (
         len(renderer.render_ids([{"role": "user", "content": text}], add_generation_prompt=True))
         for text in ("start", "start Hint: four")
@@ -312,31 +258,24 @@ async def test_opsd_names_a_rollout_whose_demonstration_is_too_long_to_score(ren
         )
 
 
-def checked(algorithm, example, renderer, **limits):
-    built = build_with(algorithm, context_of(renderer))
-    built.check_example(
-        example, field="tasks.t", **({"max_rollout_tokens": 100, "max_model_len": 256} | limits)
-    )
-
-
 def test_opsd_refuses_a_first_example_without_a_demonstration_or_with_one_too_long(renderer):
     missing = r"tasks.t.algorithm.demonstration_key = 'proof': data sample '7' has no text in info\['proof'\]"
     with pytest.raises(ConfigError, match=missing):
-        checked(OPSD.Config(demonstration_key="proof"), SAMPLE, renderer)
+        check_example(OPSD.Config(demonstration_key="proof"), DEMONSTRATION, renderer)
     half = DataSample(sample_id="8", env_input=None, info={"demonstration": "a\ud800"})
     with pytest.raises(
         ConfigError, match="the demonstration of data sample '8' has '.ud800' at character 1"
     ):
-        checked(OPSD.Config(), half, renderer)
+        check_example(OPSD.Config(), half, renderer)
 
     config = OPSD.Config(template="{demonstration}")
     added = len(
         renderer.render_ids([{"role": "user", "content": "xfour"}], add_generation_prompt=True)
     ) - len(renderer.render_ids([{"role": "user", "content": "x"}], add_generation_prompt=True))
-    checked(config, SAMPLE, renderer, max_model_len=100 + added + 1)
+    check_example(config, DEMONSTRATION, renderer, max_model_len=100 + added + 1)
     too_long = rf"tasks.t.env.max_rollout_tokens = 100: .*data sample '7' \({added} tokens\) .*max_model_len = {100 + added}"
     with pytest.raises(ConfigError, match=too_long):
-        checked(config, SAMPLE, renderer, max_model_len=100 + added)
+        check_example(config, DEMONSTRATION, renderer, max_model_len=100 + added)
 
 
 def test_opsd_whose_demonstrations_come_from_rollouts_has_none_to_check(renderer):
@@ -344,7 +283,7 @@ def test_opsd_whose_demonstrations_come_from_rollouts_has_none_to_check(renderer
         def demonstration(self, rollout):
             return "four"
 
-    checked(FromRollout.Config(), DataSample(sample_id="0", env_input=None), renderer)
+    check_example(FromRollout.Config(), DataSample(sample_id="0", env_input=None), renderer)
 
 
 async def test_opsd_bounds_what_it_asks_at_once(run, tokenizer):
@@ -394,8 +333,8 @@ async def test_sft_trains_by_ce_on_what_the_frozen_teacher_said(run, tokenizer):
 
 
 async def test_validation_measures_the_policy_not_the_teacher(run, tokenizer):
-    teacher, policy = Scorer(tokenizer), Scorer(tokenizer)
-    policy._frozen = teacher
+    teacher = Scorer(tokenizer)
+    policy = Scorer(tokenizer, frozen=teacher)
     await run(SFT.Config(teacher=TEACHER), policy, credit=False)
     assert len(policy.sessions) == 2 and teacher.sessions == []
 
@@ -472,7 +411,7 @@ class Tools(TalkingEnv):
         return step
 
 
-class TalkOfTools(Talk):
+class TalkOfTools(TalkTask):
     def make_env(self, sample):
         return Tools(self.config.turns)
 
@@ -495,7 +434,7 @@ async def test_echo_weighs_what_tools_answer_by_their_names(
     task = TalkOfTools.Config(algorithm=algorithm, turns=3).build(
         name="talk", context=context_of(renderer)
     )
-    group = await task.run_group(SAMPLE, ScriptedPolicy(tokenizer), group_id="g", seed=0)
+    group = await task.run_group(DEMONSTRATION, ScriptedPolicy(tokenizer), group_id="g", seed=0)
     assert await task.score_group(group) is None
     spoken = [
         (f"found {n}", of_search) if name == "search" else (f"is {n}", of_sum)
@@ -556,10 +495,10 @@ async def test_a_mask_of_another_shape_or_type_fails_the_rollout(
     renderer, tokenizer, mask, message
 ):
     algorithm = Echo.Config(alpha={"user": 0.5}, keep=lambda rollout, turn: mask)
-    task = Talk.Config(algorithm=algorithm, turns=2).build(
+    task = TalkTask.Config(algorithm=algorithm, turns=2).build(
         name="talk", context=context_of(renderer)
     )
-    group = await task.run_group(SAMPLE, ScriptedPolicy(tokenizer), group_id="g", seed=0)
+    group = await task.run_group(DEMONSTRATION, ScriptedPolicy(tokenizer), group_id="g", seed=0)
     for rollout in group.rollouts:
         assert rollout.status is RolloutStatus.ERROR and re.search(
             f"Echo.*{message}", rollout.error
@@ -574,13 +513,13 @@ def test_what_weighs_tokens_by_role_is_refused_with_a_renderer_that_attributes_n
         (GRPO.Config(length_penalty="tokens"), "tool_token_weight"),
     ):
         with pytest.raises(ConfigError, match=f"algorithm.{name} = .*{cure}"):
-            Talk.Config(algorithm=algorithm).build(name="talk", context=context_of(default))
+            TalkTask.Config(algorithm=algorithm).build(name="talk", context=context_of(default))
     for algorithm in (
         GRPO.Config(),
         GRPO.Config(length_penalty="turns"),
         GRPO.Config(length_penalty="tokens", tool_token_weight=0),
     ):
-        Talk.Config(algorithm=algorithm).build(name="talk", context=context_of(default))
+        TalkTask.Config(algorithm=algorithm).build(name="talk", context=context_of(default))
 
 
 async def test_echos_credit_is_grpos(run, tokenizer):
@@ -707,13 +646,13 @@ def test_a_group_of_one_is_for_algorithms_that_compare_nothing():
 
 def test_a_frozen_source_may_be_sampled_from_as_one_likes_and_the_policy_may_not():
     greedy = SamplingConfig(temperature=0.0, top_p=0.9, top_k=5)
-    Talk.Config(algorithm=SFT.Config(teacher=TEACHER), sampling=greedy).validate(field="t")
+    TalkTask.Config(algorithm=SFT.Config(teacher=TEACHER), sampling=greedy).validate(field="t")
     for algorithm in (GRPO.Config(), OPD.Config(teacher=TEACHER)):
         with pytest.raises(ConfigError, match="t.sampling.temperature = 0.0"):
-            Talk.Config(algorithm=algorithm, sampling=greedy).validate(field="t")
+            TalkTask.Config(algorithm=algorithm, sampling=greedy).validate(field="t")
         for truncated in (SamplingConfig(top_p=0.9), SamplingConfig(top_k=5)):
             with pytest.raises(ConfigError, match="it biases the ratio"):
-                Talk.Config(algorithm=algorithm, sampling=truncated).validate(field="t")
+                TalkTask.Config(algorithm=algorithm, sampling=truncated).validate(field="t")
 
 
 def test_the_live_policy_is_no_frozen_source():

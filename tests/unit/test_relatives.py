@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.test_algorithms import advantages, group, of_rewards, rollout, turn
+from tests.fakes.rollouts import blank_turn, group_of, rewarded_rollout
+from tests.unit.advantages import advantages, of_rewards
 from torchtitan.experiments.rl.algorithms import DAPO, GRPO, RLOO, Echo, TurnCredit
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.config.recipes import dapo
@@ -47,7 +48,9 @@ def test_rloo_is_its_formula(rewards):
 def test_dapo_penalises_answers_in_the_last_tokens_before_the_limit():
     # L = 10, B = 4: no penalty up to 6 tokens, 1/4 a token from there, 1 from the limit on.
     config = DAPO.Config(overlong_limit=10, overlong_buffer=4, normalize_std=False)
-    found = advantages(config, *(rollout(1.0, [turn(tokens)]) for tokens in (6, 7, 10, 30)))
+    found = advantages(
+        config, *(rewarded_rollout(1.0, [blank_turn(tokens)]) for tokens in (6, 7, 10, 30))
+    )
     mean = (1 + 0.75 + 0 + 0) / 4
     assert found == pytest.approx([1 - mean, 0.75 - mean, -mean, -mean])
 
@@ -68,7 +71,8 @@ def test_dapo_is_its_formula(rewards, buffer, data):
     expected = [(r - statistics.fmean(shaped)) / (deviation + 1e-6) for r in shaped]
     config = DAPO.Config(overlong_limit=limit, overlong_buffer=buffer)
     found = advantages(
-        config, *(rollout(r, [turn(n)]) for r, n in zip(rewards, lengths, strict=True))
+        config,
+        *(rewarded_rollout(r, [blank_turn(n)]) for r, n in zip(rewards, lengths, strict=True)),
     )
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
@@ -107,11 +111,11 @@ def talk(*turns: tuple[int, float | None], reward: float = 0.0):
     """A rollout of turns, each (tokens sampled, what the env rewarded); a turn of no tokens was aborted."""
     made = []
     for tokens, earned in turns:
-        made.append(turn(tokens))
+        made.append(blank_turn(tokens))
         made[-1].reward_components = (
             {} if earned is None else {"earned": earned / 2, "more": earned / 2}
         )
-    scored = rollout(reward, made)
+    scored = rewarded_rollout(reward, made)
     scored.samples = samples_from_turns(
         made, task_name="task", rollout_id="group/0", temperature=1.0
     )
@@ -120,7 +124,7 @@ def talk(*turns: tuple[int, float | None], reward: float = 0.0):
 
 def by_turn(config: TurnCredit.Config, *rollouts) -> list[list[list[float]]]:
     """Advantages of the sampled tokens: of each rollout, of each sample."""
-    config.build().score_group(group(*rollouts))
+    config.build().score_group(group_of(*rollouts))
     return [
         [sample.advantages[sample.loss_mask].tolist() for sample in scored.samples]
         for scored in rollouts

@@ -5,21 +5,15 @@ import json
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from tests.unit.model_shapes import CHATML, SMOLLM2, write_model
-from tests.unit.rollout_stubs import (
-    FAILURES,
-    BrokenEnv,
-    TalkingEnv,
-    answer_with,
-    completion_of,
-    hang,
-    stepped,
-)
-from tests.unit.waiting import until
+from tests.fakes.envs import FAILURES, BrokenEnv, TalkingEnv, answer_with, hang
+from tests.fakes.models import CHATML, SMOLLM2, write_model
+from tests.fakes.policy import completion_of
+from tests.fakes.waiting import until
 from torchtitan.experiments.rl.envs import yield_queue
 from torchtitan.experiments.rl.envs.conversation import LARGE_TEXT
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
@@ -48,6 +42,24 @@ def wrap(renderer):
         )
 
     return make
+
+
+async def stepped(env, completion=None):
+    """Return where the conversation stands after a reset or a completion."""
+    before = len(env.turns)
+    await (env.initial_prompt() if completion is None else env.step_completion(completion))
+    turn = env.turns[before] if len(env.turns) > before else None
+    return SimpleNamespace(
+        next_prompt_token_ids=None
+        if env.prompt_token_ids is None
+        else env.prompt_token_ids.tolist(),
+        next_prompt_messages=list(env._conversation.messages),
+        status=env.status,
+        env_messages=turn.env_messages if turn else [],
+        env_reward_components=turn.reward_components if turn else {},
+        assistant_message=turn.assistant_message if turn else None,
+        error=env.error,
+    )
 
 
 # ---- conversations

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from tests.unit.test_data import Letters, ids
-from tests.unit.test_difficulty_pool import draw, group_of
+from tests.fakes.datasets import Numbers, draw, drawn_ids
+from tests.fakes.rollouts import rewarded_group
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.replay import ExampleReplay
@@ -16,7 +16,7 @@ from torchtitan.experiments.rl.errors import ConfigError
 
 def replay(count=100, seed=0, **config) -> ExampleReplay:
     return ExampleReplay.Config(**config).build(
-        dataset=Letters.Config(count=count).build(), seed=seed
+        dataset=Numbers.Config(count=count).build(), seed=seed
     )
 
 
@@ -42,7 +42,7 @@ def stored(strategy) -> set[str]:
 def test_informative_groups_are_stored(bounds, rewards, kept):
     strategy = replay(**bounds)
     sample = strategy.next()
-    strategy.observe(group_of(sample, *rewards))
+    strategy.observe(rewarded_group(sample, *rewards))
     assert stored(strategy) == ({sample.sample_id} if kept else set())
 
 
@@ -52,18 +52,18 @@ def test_without_informative_groups_it_is_the_fresh_sampler():
     for _ in range(25):
         sample = strategy.next()
         assert sample == fresh.next()
-        strategy.observe(group_of(sample, 1, 1))
+        strategy.observe(rewarded_group(sample, 1, 1))
 
 
 def test_a_replayed_example_comes_from_the_dataset_and_leaves_until_it_informs_again():
     strategy = replay(fraction=1.0)
     sample = strategy.next()
-    strategy.observe(group_of(sample, 0, 1))
+    strategy.observe(rewarded_group(sample, 0, 1))
     assert strategy.next() == sample
     assert stored(strategy) == set()
-    strategy.observe(group_of(sample, 0, 0, 1))
+    strategy.observe(rewarded_group(sample, 0, 0, 1))
     assert strategy.next() == sample
-    strategy.observe(group_of(sample, 1, 1, 1))  # mastered
+    strategy.observe(rewarded_group(sample, 1, 1, 1))  # mastered
     assert stored(strategy) == set() and strategy.next() != sample
 
 
@@ -71,15 +71,15 @@ def test_replays_are_the_fraction_asked_for_and_each_stored_example_is_as_likely
     strategy = replay(count=100_000, fraction=0.3, capacity=4)
     kept = draw(strategy, 4)
     for sample in kept:
-        strategy.observe(group_of(sample, 0, 1))
+        strategy.observe(rewarded_group(sample, 0, 1))
     replays = Counter()
     for _ in range(10_000):
         sample = strategy.next()
         if sample in kept:
             replays[sample.sample_id] += 1
-            strategy.observe(group_of(sample, 0, 1))
+            strategy.observe(rewarded_group(sample, 0, 1))
         else:
-            strategy.observe(group_of(sample, 0, 0))
+            strategy.observe(rewarded_group(sample, 0, 0))
     total = replays.total()
     assert abs(total - 3000) < 4 * math.sqrt(10_000 * 0.3 * 0.7)
     # 16.27: what chi-square with 3 degrees of freedom exceeds once in a thousand; the draws are fixed by the seed.
@@ -90,7 +90,7 @@ def test_the_latest_groups_are_kept():
     strategy = replay(capacity=2, fraction=0.01)
     first, second, third = draw(strategy, 3)
     for sample in (first, second, first, third):  # first is stored anew after second
-        strategy.observe(group_of(sample, 0, 1))
+        strategy.observe(rewarded_group(sample, 0, 1))
     assert stored(strategy) == {first.sample_id, third.sample_id}
 
 
@@ -98,7 +98,7 @@ def test_or_those_whose_rewards_vary_most():
     strategy = replay(capacity=2, fraction=0.01, keep="variance")
     samples = draw(strategy, 4)
     for sample, rewards in zip(samples, ([0, 1], [0, 0.2], [0, 0.6], [0, 0.6]), strict=True):
-        strategy.observe(group_of(sample, *rewards))
+        strategy.observe(rewarded_group(sample, *rewards))
     # Variances 0.25, 0.01, 0.09, 0.09: of equals the later stays.
     assert stored(strategy) == {samples[0].sample_id, samples[3].sample_id}
 
@@ -106,7 +106,7 @@ def test_or_those_whose_rewards_vary_most():
 def test_fresh_sampler_sees_every_group():
     strategy = replay(fraction=0.5, fresh=DifficultyPool.Config())
     for index, sample in enumerate(draw(strategy, 4)):
-        strategy.observe(group_of(sample, index % 2, 1))
+        strategy.observe(rewarded_group(sample, index % 2, 1))
     assert strategy.fresh.pool_sizes() == {"unseen": 96, "normal": 2, "hard": 0, "easy": 2}
 
 
@@ -114,10 +114,10 @@ def test_resume_hands_out_the_stored_examples_of_the_dataset():
     strategy = replay(fraction=1.0)
     samples = draw(strategy, 3)
     for sample in samples:
-        strategy.observe(group_of(sample, 0, 1))
+        strategy.observe(rewarded_group(sample, 0, 1))
     resumed = replay(fraction=1.0)
     resumed.load_state_dict(json.loads(json.dumps(strategy.state_dict())))
-    assert ids(resumed, 3) == ids(strategy, 3)
+    assert drawn_ids(resumed, 3) == drawn_ids(strategy, 3)
     assert sorted(sample.env_input for sample in samples) == sorted(
         resumed.dataset[int(s.sample_id)].env_input for s in samples
     )

@@ -3,7 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
-from tests.unit.waiting import iterations
+from tests.fakes.waiting import iterations
 from torchtitan.experiments.rl.fleet.replicas import Replicas
 from torchtitan.experiments.rl.fleet.role import SpawnedProcess
 from torchtitan.experiments.rl.process.lifetime import Lifetime

@@ -6,51 +6,14 @@ from random import Random
 
 import pytest
 
-from tests.unit.test_rollout_loop import Loop, StubTask, ids, settle
-from tests.unit.test_saved_state import through_json
-from tests.unit.waiting import LIMIT_S, iterations
-from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
+from tests.fakes.loops import Loop, ids, resumed, saved
+from tests.fakes.tasks import DatasetTask
+from tests.fakes.waiting import LIMIT_S, iterations, settle
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.loops.events import RunEvents
-from torchtitan.experiments.rl.loops.groups import read_saved_groups, write_groups
 from torchtitan.experiments.rl.loops.rollout_loop import SnapshotLock
-from torchtitan.experiments.rl.loops.saved_state import RolloutLoopState
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
-from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
-
-
-class DatasetTask(StubTask):
-    """With a sampler over ``size`` examples. ``examples`` has the example of each group that was run."""
-
-    def __init__(self, size: int, outcome=lambda number: [0.0, 1.0], **options):
-        super().__init__(outcome, **options)
-        self.dataset = [
-            DataSample(sample_id=f"example {index}", env_input=(index,)) for index in range(size)
-        ]
-        self.sampler = ShuffledCursor(SampleStrategy.Config(), dataset=self.dataset, seed=3)
-        self.examples: dict[int, str] = {}
-
-    async def run_group(self, sample, policy, *, group_id, seed, **single):
-        self.examples[int(group_id.rsplit("-", 1)[1])] = sample.sample_id
-        group = await super().run_group(sample, policy, group_id=group_id, seed=seed)
-        for rollout in group.rollouts:
-            rollout.data_sample = sample
-        return group
-
-
-async def saved(loop: Loop, folder) -> tuple[RolloutLoopState, dict]:
-    """What a checkpoint of the loop holds, read again."""
-    state, groups, _ = await loop.capture(lambda: None)
-    write_groups(folder, groups)
-    return through_json(state, RolloutLoopState), read_saved_groups(folder)
-
-
-async def resumed(task: DatasetTask, state, groups, version: int, *, steps: int, **options) -> Loop:
-    loop = Loop(task, steps=steps - version, **options)
-    loop.version = loop.policy.version = version
-    await loop.restore(state, groups, version)
-    loop.fill()
-    return loop
+from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 
 
 async def test_finished_groups_are_trained_and_running_ones_run_again_with_their_ids(tmp_path):

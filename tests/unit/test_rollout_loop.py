@@ -2,165 +2,19 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.loops import loops_of
-from tests.unit.test_samples import samples_of, turn_of
-from tests.unit.waiting import LIMIT_S
+from tests.fakes.filters import Odd
+from tests.fakes.loops import Loop, ids, train_until
+from tests.fakes.tasks import StubTask
+from tests.fakes.waiting import LIMIT_S, settle
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.loops.events import NothingLeftToLearn
-from torchtitan.experiments.rl.loops.groups import groups_per_pick
-from torchtitan.experiments.rl.loops.loop import Schedule
 from torchtitan.experiments.rl.loops.rollout_loop import RunStopped
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
-from torchtitan.experiments.rl.rollouts.types import (
-    DataSample,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-)
-from torchtitan.experiments.rl.watch.alarms import StallDetectors
-
-ROW_LENGTH = 8
-
-
-class StubTask:
-    """Groups whose outcome the test says: ``outcome(number)`` gives one entry a rollout.
-
-    A number is its reward (and advantage), a RolloutStatus a failure of that kind, "long" a rollout that fits no row. An
-    exception is raised by run_group; a string is score_group's complaint. With ``held`` a group runs until its number is
-    released.
-    """
-
-    def __init__(
-        self,
-        outcome: Callable[[int], object],
-        *,
-        name: str = "stub",
-        group_size: int = 2,
-        held: bool = False,
-    ):
-        self.name, self.outcome, self.held = name, outcome, held
-        self.needs_group = self.goes_stale = self.repeats_example = True
-        self.config = SimpleNamespace(group_size=group_size, adapter="")
-        self.sampler = SimpleNamespace(
-            next=self.next_sample, observe=lambda group: self.observed.append(group.group_id)
-        )
-        self.released: set[int] = set()
-        self.samples, self.started, self.observed, self.cancelled = 0, [], [], []
-
-    def next_sample(self) -> DataSample:
-        self.samples += 1
-        return DataSample(sample_id=str(self.samples - 1), env_input=None)
-
-    async def run_group(self, sample, policy, *, group_id, seed, **single):
-        number = int(group_id.rsplit("-", 1)[1])
-        self.started.append(number)
-        try:
-            while self.held and number not in self.released:
-                await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            self.cancelled.append(number)
-            raise
-        outcome = self.outcome(number)
-        if isinstance(outcome, Exception):
-            raise outcome
-        entries = [1.0] * self.config.group_size if isinstance(outcome, str) else outcome
-        rollouts = [
-            self.rollout(group_id, index, entry, policy.version)
-            for index, entry in enumerate(entries)
-        ]
-        return RolloutGroup(
-            group_id=group_id,
-            task_name=self.name,
-            data_sample=sample,
-            rollouts=rollouts,
-            admitted_version=policy.version,
-        )
-
-    def rollout(self, group_id, index, entry, version) -> Rollout:
-        rollout = Rollout(
-            group_id=group_id,
-            index_in_group=index,
-            task_name=self.name,
-            status=RolloutStatus.COMPLETED,
-        )
-        if isinstance(entry, RolloutStatus):
-            rollout.status, rollout.error = entry, "the env broke"
-            return rollout
-        rollout.reward = 1.0 if entry == "long" else entry
-        rollout.samples = samples_of(
-            [turn_of([1, 2], [3] * (ROW_LENGTH if entry == "long" else 2))]
-        )
-        rollout.assign_advantages(rollout.reward)
-        return rollout
-
-    async def score_group(self, group) -> None:
-        outcome = self.outcome(int(group.group_id.rsplit("-", 1)[1]))
-        group.failure = outcome if isinstance(outcome, str) else None
-
-
-class Loop:
-    """A rollout loop, with the test's own end of a step: trained, and live at once."""
-
-    def __init__(
-        self,
-        *tasks: StubTask,
-        rollouts_per_step=4,
-        max_offpolicy_steps=1,
-        steps=3,
-        filters=(),
-        post_filters=(),
-        max_drops=5,
-        policy=None,
-        row_length=ROW_LENGTH,
-        replay=None,
-        watchers=(),
-    ):
-        self.version = 0
-        self.policy = policy or SimpleNamespace(version=0)
-        stall = StallDetectors(max_drops, {task.name: groups_per_pick(task) for task in tasks})
-        loops = loops_of(
-            *tasks,
-            policy=self.policy,
-            schedule=Schedule(
-                steps=steps,
-                rollouts_per_step=rollouts_per_step,
-                max_offpolicy_steps=max_offpolicy_steps,
-            ),
-            row_length=row_length,
-            filters=filters,
-            post_filters=post_filters,
-            watchers=[stall, *watchers],
-            replay=replay,
-        )
-        self.pacer, self.rollouts = loops.pacer, loops.rollouts
-
-    def __getattr__(self, name):
-        return getattr(self.rollouts, name)
-
-    async def batch(self):
-        return await asyncio.wait_for(self.next_groups(self.version), LIMIT_S)
-
-    def step_taken(self, batch) -> None:
-        self.trained(batch)
-        self.version += 1
-        self.policy.version = self.version
-        self.live(self.version)
-
-
-def ids(batch) -> list[int]:
-    return [int(group.group_id.rsplit("-", 1)[1]) for group in batch.groups]
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
+from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 
 # ---- the way through
 
@@ -277,15 +131,10 @@ async def test_finished_group_is_trained_on_though_some_of_its_rollouts_failed()
     }
 
 
-class Half(Filter):
-    def matches(self, group):
-        return [rollout.index_in_group % 2 == 1 for rollout in group.scored]
-
-
 async def test_filtered_rollouts_leave_by_name_and_the_rest_is_trained_on():
     loop = Loop(
         StubTask(lambda number: [0.0, 1.0]),
-        filters=[Half.Config()],
+        filters=[Odd.Config()],
         rollouts_per_step=2,
         max_offpolicy_steps=0,
         steps=1,
@@ -293,10 +142,10 @@ async def test_filtered_rollouts_leave_by_name_and_the_rest_is_trained_on():
     loop.fill()
     batch = await loop.batch()
     assert [rollout.index_in_group for rollout in batch.groups[0].rollouts] == [0]
-    assert batch.filter_matches == {"pre/half": 1} and batch.dropped_groups == 0
+    assert batch.filter_matches == {"pre/odd": 1} and batch.dropped_groups == 0
     loop.step_taken(batch)
     assert (
-        loop.ledger.counts()["stub/filtered/pre/half"] == 1
+        loop.ledger.counts()["stub/filtered/pre/odd"] == 1
         and loop.ledger.counts()["stub/trained"] == 1
     )
 
@@ -471,14 +320,14 @@ class Late(Filter):
 async def test_second_slot_makes_the_batch_smaller_and_refills_nothing():
     task = StubTask(lambda number: [0.0, 1.0])
     loop = Loop(
-        task, post_filters=[Late.Config(groups=(1,)), Half.Config()], max_offpolicy_steps=0, steps=2
+        task, post_filters=[Late.Config(groups=(1,)), Odd.Config()], max_offpolicy_steps=0, steps=2
     )
     loop.fill()
     batch = await loop.batch()
     assert ids(batch) == [0] and [
         rollout.index_in_group for rollout in batch.groups[0].rollouts
     ] == [0]
-    assert batch.dropped_groups == 1 and batch.filter_matches == {"post/late": 2, "post/half": 2}
+    assert batch.dropped_groups == 1 and batch.filter_matches == {"post/late": 2, "post/odd": 2}
     assert [[rollout.index_in_group for rollout in group.rollouts] for group in batch.sampled] == [
         [0, 1],
         [0, 1],
@@ -486,12 +335,12 @@ async def test_second_slot_makes_the_batch_smaller_and_refills_nothing():
     tokens = [[rollout.completion_tokens for rollout in group.rollouts] for group in batch.sampled]
     assert batch.filter_tokens == {
         "post/late": sum(tokens[1]),
-        "post/half": tokens[0][1] + tokens[1][1],
+        "post/odd": tokens[0][1] + tokens[1][1],
     }
     loop.step_taken(batch)
     assert loop.ledger.counts() == {
         "stub/dispatched": 8,
-        "stub/filtered/post/half": 1,
+        "stub/filtered/post/odd": 1,
         "stub/filtered/post/late": 2,
         "stub/trained": 1,
         "stub/open": 4,
@@ -611,35 +460,25 @@ async def test_one_filter_in_both_slots_is_counted_in_each_by_its_slot():
     # The first slot only counts; the second drops.
     loop = Loop(
         StubTask(lambda number: [0.0, 1.0]),
-        filters=[Half.Config(mode="monitor")],
-        post_filters=[Half.Config()],
+        filters=[Odd.Config(mode="monitor")],
+        post_filters=[Odd.Config()],
         rollouts_per_step=2,
         max_offpolicy_steps=0,
         steps=1,
     )
     loop.fill()
     batch = await loop.batch()
-    assert batch.filter_matches == {"pre/half": 1, "post/half": 1}
+    assert batch.filter_matches == {"pre/odd": 1, "post/odd": 1}
     loop.step_taken(batch)
     counts = loop.ledger.counts()
     assert (
-        counts["stub/filtered/post/half"] == 1
+        counts["stub/filtered/post/odd"] == 1
         and counts["stub/trained"] == 1
-        and "stub/filtered/pre/half" not in counts
+        and "stub/filtered/pre/odd" not in counts
     )
 
 
 # ---- mastered tasks, with the zero-advantage filter in a slot
-
-
-async def train_until(loop, error, steps=1000):
-    loop.fill()
-    with pytest.raises(error) as caught:
-        for _ in range(steps):
-            loop.step_taken(await loop.batch())
-    await loop.close()
-    assert loop.ledger.counts()["stub/open"] == 0
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("slot", ["filters", "post_filters"])

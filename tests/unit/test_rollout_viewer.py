@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.contexts import context_of
-from tests.unit.rollout_stubs import ScriptedPolicy
+from tests.fakes.contexts import context_of
+from tests.fakes.policy import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.observability.rollouts import lines_of

@@ -5,11 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from tests.scripted_engine import ScriptedEngine, ScriptedEngineConfig, counting_table
+from tests.fakes.replicas import PROMPT, STOP, generate, open_session
+from tests.fakes.waiting import settle
 from torchtitan.experiments.rl.envs.yield_queue import Line, yield_queue
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.generation import client as generator_client
-from torchtitan.experiments.rl.generation.client import FULL_MESSAGE, GeneratorClient
+from torchtitan.experiments.rl.generation.client import FULL_MESSAGE
 from torchtitan.experiments.rl.generation.engine import (
     GenerateRequest,
     GeneratorFailed,
@@ -17,95 +17,6 @@ from torchtitan.experiments.rl.generation.engine import (
 )
 from torchtitan.experiments.rl.generation.router import AHEAD, Router
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-
-PROMPT = np.array([6, 7, 0], np.int32)
-STOP = 2
-TABLE = counting_table(0.5)
-"""After t comes t + 1 with probability 1/2, and each of the 15 others has 1/30. Greedy counts up: after PROMPT, 1, 2."""
-
-
-class Endpoint:
-    """An actor's endpoint: calls ``function``, by call_one, choose and broadcast."""
-
-    def __init__(self, function):
-        self._function = function
-
-    async def call_one(self, *args):
-        return self._function(*args)
-
-    choose = call_one
-
-    def broadcast(self, *args):
-        self._function(*args)
-
-
-class Replica:
-    """Keeps the messages it gets. A scripted engine answers the requests that the test names, when it names them."""
-
-    def __init__(self):
-        self.engine = ScriptedEngine(ScriptedEngineConfig(max_num_seqs=1000), TABLE)
-        self.messages: list[list] = []
-        self.aborted: list[int] = []
-        self.attach = Endpoint(lambda client_id, port: setattr(self, "port", port))
-        self.submit = Endpoint(lambda requests: self.messages.append(requests))
-        self.abort = Endpoint(lambda ids: self.aborted.extend(ids))
-
-    @property
-    def requests(self) -> list:
-        return [request for message in self.messages for request in message]
-
-    async def answer(self, *requests) -> None:
-        """Finish ``requests`` (all so far where none is given), in one message."""
-        results = []
-        for request in requests or self.requests:
-            assert self.engine.add(request) is None
-        while self.engine.busy:
-            results += self.engine.step()
-        await self.send(results)
-
-    async def send(self, results: list) -> None:
-        self.port.put_nowait(results)
-        await settle()
-
-
-class FakeChannel:
-    @staticmethod
-    def open():
-        results = asyncio.Queue()
-        return results, type("Receiver", (), {"recv": results.get})
-
-
-async def settle() -> None:
-    """Let everything happen that needs no more than the event loop."""
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
-@pytest.fixture
-def connect(monkeypatch):
-    monkeypatch.setattr(generator_client, "Channel", FakeChannel)
-    clients = []
-
-    async def connect(replicas: int = 1, **options) -> tuple[GeneratorClient, list[Replica]]:
-        client, mesh = GeneratorClient(**options), [Replica() for _ in range(replicas)]
-        for index, replica in enumerate(mesh):
-            await client.admit(index, replica)
-        clients.append(client)
-        return client, mesh
-
-    return connect
-
-
-def open_session(client: GeneratorClient, seed: int = 0, max_tokens: int = 10):
-    sampling = SamplingConfig(max_tokens=max_tokens, temperature=0.0)
-    return client.session(
-        rollout_id=f"r{seed}", seed=seed, sampling=sampling, stop_token_ids=[STOP]
-    )
-
-
-def generate(session, prompt=PROMPT, *, max_tokens: int = 10) -> asyncio.Task:
-    return asyncio.create_task(session.generate(prompt, max_tokens=max_tokens))
-
 
 # ---- which replica
 

@@ -8,24 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.test_recorder import assert_same, group_of, rollout_of, write
-from tests.unit.test_samples import samples_of, turn_of
-from tests.unit.tree_samples import random_tree, tree_sample
+from tests.fakes.rollouts import completed_rollout, group_of, samples_of, turn_of
+from tests.unit.records import assert_same, write
+from tests.unit.tree_samples import ABSENT, random_routed, routes_of, tree_sample
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.batching.packing import prefix_order, prefix_tokens
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.samples import check_completion, checked_completion
 from torchtitan.experiments.rl.types import STREAMS
-
-ABSENT = 255
-
-
-def routes_of(tokens, layers: int = 3, k: int = 2, *, salt: int = 0) -> np.ndarray:
-    """[L, layers, k]: others for each token, its place, and ``salt``."""
-    places = (
-        np.arange(len(tokens))[:, None, None] * 7 + np.asarray(tokens)[:, None, None] * 3 + salt
-    )
-    return ((places + np.arange(layers)[:, None] + np.arange(k) * 4) % 8).astype(np.uint8)
 
 
 def routed(turn, routes):
@@ -98,7 +88,7 @@ def test_a_record_has_them_once_and_gives_them_back_with_their_shape(tmp_path, d
         routed(turn_of([1, 2], [3, 4]), routes_of([1, 2, 3]).astype(dtype)),
         turn_of([1, 2, 3, 4, 9], [6]),
     ]
-    rollout = rollout_of(turns=turns)
+    rollout = completed_rollout(turns=turns)
     write(tmp_path, group_of(rollout))
     (record,) = read_rollouts(tmp_path)
     assert_same(record.rollout, rollout)
@@ -146,23 +136,6 @@ def naive_common(left, right) -> int:
             break
         count += 1
     return count
-
-
-def random_routed(seed: int, count: int, layers: int = 3):
-    """Samples that begin alike in their tokens, and whose routes part at random depths, or are marked as not known."""
-    rng, samples = np.random.default_rng(seed), []
-    for index, tokens in enumerate(random_tree(seed, count, 16)):
-        routes = routes_of(tokens, layers)
-        if rng.random() < 0.6:
-            routes[rng.integers(len(tokens)) :] = routes_of(
-                tokens, layers, salt=int(rng.integers(1, 8))
-            )[-1]
-        if rng.random() < 0.5:
-            routes[-1] = ABSENT
-        if rng.random() < 0.2:
-            routes[: rng.integers(len(tokens))] = ABSENT
-        samples.append(tree_sample(tokens, seed + index, routes=routes))
-    return samples
 
 
 routed_trees = st.builds(random_routed, st.integers(0, 2**32), st.integers(1, 10))

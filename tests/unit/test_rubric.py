@@ -14,7 +14,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.unit.test_samples import turn_of
+from tests.fakes.rollouts import rollout_of, turn_of
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import (
@@ -25,14 +25,15 @@ from torchtitan.experiments.rl.rubrics.rubric import (
 )
 
 
-def rollout_of(
+def answered(
     text: str = "", *, status: RolloutStatus = RolloutStatus.COMPLETED, env_rewards=()
 ) -> Rollout:
+    """Return a rollout whose last answer is this text. ``env_rewards`` has one entry a turn."""
     turns = [turn_of([1], [2]) for _ in range(max(1, len(env_rewards)))]
     turns[-1].assistant_message["content"] = text
     for turn, components in zip(turns, env_rewards, strict=False):
         turn.reward_components = components
-    return Rollout(group_id="g", index_in_group=0, task_name="t", turns=turns, status=status)
+    return rollout_of(*turns, status=status)
 
 
 async def rewards_of(rollouts, *fns, env_input=None, **config):
@@ -58,7 +59,7 @@ def rank(rollouts, env_input):
 
 
 async def test_reward_is_the_weighted_mean_and_components_are_raw():
-    rollouts = [rollout_of("a"), rollout_of("bbb")]
+    rollouts = [answered("a"), answered("bbb")]
     first, second = await rewards_of(
         rollouts,
         RewardFn(length, weight=1, takes="rollout"),
@@ -71,7 +72,7 @@ async def test_reward_is_the_weighted_mean_and_components_are_raw():
 
 
 async def test_functions_get_the_rollout_and_the_env_input():
-    rollout, seen = rollout_of("a"), []
+    rollout, seen = answered("a"), []
     await rewards_of(
         [rollout],
         RewardFn(lambda *args: seen.append(args) or 1, name="f", takes="rollout"),
@@ -91,14 +92,14 @@ async def test_sync_functions_run_off_the_event_loop_and_async_ones_on_it():
 
     all_four = threading.Barrier(4)  # passed by four calls that run side by side, and by none alone
     (reward, *_) = await rewards_of(
-        [rollout_of()] * 4, RewardFn(where, takes="rollout"), RewardFn(blocking, takes="rollout")
+        [answered()] * 4, RewardFn(where, takes="rollout"), RewardFn(blocking, takes="rollout")
     )
     assert reward.components == {"where": 1.0, "blocking": 0.0}
 
 
 async def test_numpy_and_bool_values_are_numbers():
     (reward,) = await rewards_of(
-        [rollout_of()],
+        [answered()],
         RewardFn(lambda r, e: np.float32(0.5), name="a", takes="rollout"),
         RewardFn(lambda r, e: True, name="b", takes="rollout"),
         RewardFn(lambda rs, e: np.ones(1), name="c", group_level=True, takes="rollout"),
@@ -108,7 +109,7 @@ async def test_numpy_and_bool_values_are_numbers():
 
 async def test_weight_zero_is_only_logged():
     (reward,) = await rewards_of(
-        [rollout_of("abc")],
+        [answered("abc")],
         RewardFn(length, weight=0, takes="rollout"),
         RewardFn(lambda r, e: 1, name="one", takes="rollout"),
     )
@@ -116,7 +117,7 @@ async def test_weight_zero_is_only_logged():
 
 
 async def test_no_functions_give_reward_zero():
-    (reward,) = await rewards_of([rollout_of()])
+    (reward,) = await rewards_of([answered()])
     assert reward.reward == 0.0
 
 
@@ -127,7 +128,7 @@ async def test_subclass_registers_its_own_functions():
 
     rubric = Mine.Config(reward_fns=[RewardFn(doubled, takes="rollout")]).build()
     assert isinstance(rubric, Mine)
-    (reward,) = await rubric.score_group([rollout_of("ab")], None)
+    (reward,) = await rubric.score_group([answered("ab")], None)
     assert reward.reward == 3.0
 
 
@@ -135,7 +136,7 @@ async def test_subclass_registers_its_own_functions():
 
 
 async def test_env_component_is_summed_over_turns():
-    rollout = rollout_of(env_rewards=[{"steps": 0.25}, {"steps": 0.5, "correct": 1.0}])
+    rollout = answered(env_rewards=[{"steps": 0.25}, {"steps": 0.5, "correct": 1.0}])
     (reward,) = await rewards_of(
         [rollout], env_component("correct", weight=3), env_component("steps")
     )
@@ -144,25 +145,25 @@ async def test_env_component_is_summed_over_turns():
 
 async def test_env_components_nobody_weighs_are_logged_apart():
     (reward,) = await rewards_of(
-        [rollout_of("ab", env_rewards=[{"correct": 1.0}])], RewardFn(length, takes="rollout")
+        [answered("ab", env_rewards=[{"correct": 1.0}])], RewardFn(length, takes="rollout")
     )
     assert reward.reward == 2.0 and reward.components == {"length": 2.0, "env/correct": 1.0}
 
 
 async def test_misspelt_env_component_is_an_error_and_an_unearned_one_is_zero():
-    done = rollout_of(env_rewards=[{"correct": 1.0}])
-    cut = rollout_of(status=RolloutStatus.TRUNCATED_MAX_TURNS)
+    done = answered(env_rewards=[{"correct": 1.0}])
+    cut = answered(status=RolloutStatus.TRUNCATED_MAX_TURNS)
     first, second = await rewards_of([done, cut], env_component("corect"))
     assert (
         first.reward is None and done.status is RolloutStatus.ERROR and "['correct']" in done.error
     )
     assert second.reward == 0.0
-    (reward,) = await rewards_of([rollout_of()], env_component("rare", default=0.25))
+    (reward,) = await rewards_of([answered()], env_component("rare", default=0.25))
     assert reward.reward == 0.25
 
 
 async def test_env_rewards_without_any_function_are_warned_of(caplog):
-    await rewards_of([rollout_of(env_rewards=[{"correct": 1.0}])])
+    await rewards_of([answered(env_rewards=[{"correct": 1.0}])])
     assert "add env_component('correct')" in caplog.text
 
 
@@ -175,11 +176,11 @@ FAILED = [status for status in RolloutStatus if status.is_error()]
 @pytest.mark.parametrize("status", TRUNCATED)
 async def test_truncated_rollouts_are_scored_or_given_the_truncation_reward(status):
     (scored,) = await rewards_of(
-        [rollout_of("abc", status=status)], RewardFn(length, takes="rollout")
+        [answered("abc", status=status)], RewardFn(length, takes="rollout")
     )
     assert scored.reward == 3.0
     (fixed,) = await rewards_of(
-        [rollout_of("abc", status=status)],
+        [answered("abc", status=status)],
         RewardFn(length, takes="rollout"),
         truncation_reward=-0.5,
     )
@@ -190,13 +191,13 @@ async def test_truncated_rollouts_are_scored_or_given_the_truncation_reward(stat
 async def test_failed_rollouts_are_excluded_or_given_the_error_reward(status):
     seen = []
     fn = RewardFn(lambda r, e: seen.append(r) or 1, name="f", takes="rollout")
-    (excluded,) = await rewards_of([rollout_of(status=status)], fn)
-    (fixed,) = await rewards_of([rollout_of(status=status)], fn, error_reward=-1.0)
+    (excluded,) = await rewards_of([answered(status=status)], fn)
+    (fixed,) = await rewards_of([answered(status=status)], fn, error_reward=-1.0)
     assert excluded.reward is None and fixed.reward == -1.0 and seen == []
 
 
 async def test_group_functions_see_only_what_is_to_be_scored():
-    rollouts = [rollout_of("a"), rollout_of(status=RolloutStatus.ERROR), rollout_of("bbb")]
+    rollouts = [answered("a"), answered(status=RolloutStatus.ERROR), answered("bbb")]
     first, excluded, third = await rewards_of(
         rollouts, RewardFn(rank, group_level=True, takes="rollout")
     )
@@ -238,7 +239,7 @@ BAD_FUNCTIONS = [
 
 
 def test_rubric_may_fail_a_rollout_with_an_exception_and_the_text_of_a_status():
-    rollout = rollout_of("ab")
+    rollout = answered("ab")
     rollout.fail(ValueError("no such file"), status="timeout")
     assert rollout.status is RolloutStatus.TIMEOUT and rollout.error == "ValueError: no such file"
     with pytest.raises(ValueError, match="'lost' is not a valid RolloutStatus"):
@@ -247,7 +248,7 @@ def test_rubric_may_fail_a_rollout_with_an_exception_and_the_text_of_a_status():
 
 @pytest.mark.parametrize(("fn", "cause"), BAD_FUNCTIONS)
 async def test_failed_function_is_an_error_with_its_name_and_no_zero(fn, cause):
-    rollout = rollout_of("ab")
+    rollout = answered("ab")
     (reward,) = await rewards_of(
         [rollout],
         RewardFn(length, takes="rollout"),
@@ -267,7 +268,7 @@ async def test_function_that_fails_on_one_rollout_leaves_the_others():
     def picky(rollout, env_input):
         return 1 / len(last_assistant_text(rollout))
 
-    rollouts = [rollout_of("ab"), rollout_of(""), rollout_of("abcd")]
+    rollouts = [answered("ab"), answered(""), answered("abcd")]
     rewards = await rewards_of(rollouts, RewardFn(picky, takes="rollout"))
     assert [reward.reward for reward in rewards] == [0.5, None, 0.25]
     assert [rollout.status.is_error() for rollout in rollouts] == [False, True, False]
@@ -292,7 +293,7 @@ async def test_function_that_fails_on_one_rollout_leaves_the_others():
     ids=lambda answer: type(answer).__name__,
 )
 async def test_group_function_with_a_wrong_answer_fails_every_rollout(answer):
-    rollouts = [rollout_of("a"), rollout_of("b")]
+    rollouts = [answered("a"), answered("b")]
     rewards = await rewards_of(
         rollouts, RewardFn(lambda rs, e: answer, name="all", group_level=True, takes="rollout")
     )
@@ -316,7 +317,7 @@ async def test_group_function_that_changes_its_list_changes_no_others(spoil):
         await asyncio.sleep(0.05)  # until the other has spoilt its list
         return [len(last_assistant_text(rollout)) for rollout in rollouts]
 
-    rollouts = [rollout_of("a"), rollout_of("bbb")]
+    rollouts = [answered("a"), answered("bbb")]
     rewards = await rewards_of(
         rollouts,
         RewardFn(spoils, group_level=True, weight=0, takes="rollout"),
@@ -330,7 +331,7 @@ async def test_group_function_that_changes_its_list_changes_no_others(spoil):
 @pytest.mark.parametrize("answer", [(1.0, 2.0), np.array([1.0, 2.0]), np.array([1, 2])])
 async def test_group_function_may_answer_with_a_list_a_tuple_or_an_array(answer):
     rewards = await rewards_of(
-        [rollout_of(), rollout_of()],
+        [answered(), answered()],
         RewardFn(lambda rs, e: answer, name="all", group_level=True, takes="rollout"),
     )
     assert [reward.reward for reward in rewards] == [1.0, 2.0]
@@ -348,7 +349,7 @@ def test_what_is_no_function_is_refused_when_the_rubric_is_built():
 
 
 async def test_group_function_with_one_bad_number_fails_that_rollout():
-    rollouts = [rollout_of("a"), rollout_of("b")]
+    rollouts = [answered("a"), answered("b")]
     rewards = await rewards_of(
         rollouts,
         RewardFn(lambda rs, e: [1.0, math.nan], name="all", group_level=True, takes="rollout"),
@@ -385,7 +386,7 @@ async def test_isolated_functions_run_hang_and_crash_in_a_process_that_is_replac
         ],
         isolated_workers=1,
     ).build()
-    rollout = rollout_of("abc")
+    rollout = answered("abc")
     (reward,) = await rubric.score_group([rollout], 4)
     assert reward.reward is None and reward.components == {"alarmed": 7.0}
     assert "'spins': no answer within 0.5 s; its process was killed" in rollout.error
@@ -405,7 +406,7 @@ async def test_isolated_functions_may_be_lambdas_and_closures_over_values():
         ],
         isolated_workers=1,
     ).build()
-    (reward,) = await rubric.score_group([rollout_of("abcd")], None)
+    (reward,) = await rubric.score_group([answered("abcd")], None)
     assert reward.components == {"long": 1.0, "length": 4.0}
 
 
@@ -520,7 +521,7 @@ def holds_42(completion, example):
     ids=["bare", "wrapped", "named", "weighed"],
 )
 async def test_a_wrapper_does_not_change_what_a_reward_function_is_given(entry):
-    wrong, right = rollout_of("I say seven"), rollout_of("it is 42")
+    wrong, right = answered("I say seven"), answered("it is 42")
     for rollout in (wrong, right):
         rollout.data_sample = DataSample(sample_id="0", env_input={"answer": "42"})
     rewards = await rewards_of([wrong, right], entry, env_input={"answer": "42"})
@@ -532,7 +533,7 @@ async def test_a_group_level_function_of_completions_gets_their_texts():
         return [float(len(text) == max(map(len, completions))) for text in completions]
 
     rewards = await rewards_of(
-        [rollout_of("abc"), rollout_of("a")], RewardFn(longest, group_level=True)
+        [answered("abc"), answered("a")], RewardFn(longest, group_level=True)
     )
     assert [reward.reward for reward in rewards] == [1.0, 0.0]
 
@@ -560,7 +561,7 @@ def test_an_unknown_argument_of_reward_functions_is_refused_by_its_field():
 
 
 def test_the_text_of_a_rollout_holds_neither_its_answer_nor_what_was_said():
-    rollout = rollout_of("no, forty-two")
+    rollout = answered("no, forty-two")
     rollout.data_sample = DataSample(sample_id="0", env_input={"answer": "forty-two"})
     rollout.metadata = {"solution": "forty-two"}
     rollout.answer = "forty-two"

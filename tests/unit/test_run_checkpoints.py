@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from monarch.actor import ActorError
 
-from tests.unit.test_saved_state import run_state
-from tests.unit.waiting import iterations, until
+from tests.fakes.states import run_state
+from tests.fakes.waiting import iterations, until
 from torchtitan.experiments.rl.checkpointing.folder import (
     CheckpointConfig,
     checkpoints,

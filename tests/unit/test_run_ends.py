@@ -18,7 +18,7 @@ from typing import cast
 import pytest
 from monarch import actor
 
-from tests.unit.waiting import wait_until
+from tests.fakes.waiting import wait_until
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
 from torchtitan.experiments.rl.command.start import Ready
 from torchtitan.experiments.rl.controller import signals as session

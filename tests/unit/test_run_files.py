@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from tests.unit.test_recorder import group_of, rollout_of
+from tests.fakes.disk import FullDisk
+from tests.fakes.rollouts import completed_rollout, group_of
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointError
 from torchtitan.experiments.rl.checkpointing.run_files import cut_back, sizes
 from torchtitan.experiments.rl.loops.ledger import Ledger
@@ -33,7 +34,9 @@ class Writers:
         self.metrics.log(step, {"loss": step / 10})
         self.ledger.dispatch("t", [f"t-{step}/0"], version=step)
         self.ledger.end(f"t-{step}/0", "trained", version=step)
-        self.recorder.record(group_of(rollout_of(group_id=f"t-{step}")), {f"t-{step}/0": "trained"})
+        self.recorder.record(
+            group_of(completed_rollout(group_id=f"t-{step}")), {f"t-{step}/0": "trained"}
+        )
 
     def flush(self) -> None:
         self.metrics.flush()
@@ -163,23 +166,6 @@ def test_recorded_rollouts_that_are_missing_cost_a_line_and_leave_whole_groups(t
     assert line == f"{path} lacks records from before the checkpoint; the run goes on without them"
     assert [record.rollout.group_id for record in read_rollouts(tmp_path)] == ["t-1"]
     assert len(gzip.decompress(path.read_bytes()).splitlines()) == 1  # gzip refuses a torn member
-
-
-class FullDisk:
-    """A file whose disk takes ``room`` more bytes."""
-
-    def __init__(self, file, room: int):
-        self._file, self._room = file, room
-
-    def write(self, data) -> int:
-        if self._room == 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        taken = self._file.write(data[: self._room])
-        self._room -= taken
-        return taken
-
-    def __getattr__(self, name):
-        return getattr(self._file, name)
 
 
 @pytest.mark.parametrize("room", [0, 1, 20, 130])

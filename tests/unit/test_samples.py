@@ -8,38 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fakes.rollouts import samples_of, turn_of
 from torchtitan.experiments.rl.rollouts.samples import (
     check_completion,
     checked_completion,
-    samples_from_turns,
     turn_spans,
 )
-from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutTurn
-
-
-def turn_of(prompt, sampled, *, logprobs=None, versions=None) -> RolloutTurn:
-    sampled = list(sampled)
-    return RolloutTurn(
-        prompt_messages=[],
-        prompt_token_ids=np.asarray(prompt, np.int32),
-        prompt_role_ids=np.full(len(prompt), -1, np.int8),
-        prompt_is_content=np.zeros(len(prompt), bool),
-        completion=Completion(
-            token_ids=np.asarray(sampled, np.int32),
-            logprobs=np.asarray(
-                logprobs if logprobs is not None else [-0.5] * len(sampled), np.float32
-            ),
-            policy_versions=np.asarray(
-                versions if versions is not None else [0] * len(sampled), np.int32
-            ),
-            finish_reason="stop",
-        ),
-        assistant_message={"role": "assistant", "content": ""},
-    )
-
-
-def samples_of(turns):
-    return samples_from_turns(turns, task_name="t", rollout_id="g/0", temperature=0.7)
+from torchtitan.experiments.rl.rollouts.types import Completion, Rollout
 
 
 def test_turns_that_extend_each_other_are_one_sample():

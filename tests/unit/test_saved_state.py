@@ -2,20 +2,17 @@
 
 import json
 import threading
-from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fakes.rollouts import EXAMPLE, rewarded_group
+from tests.fakes.states import open_group, run_state, through_json
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.loops.groups import (
     GROUPS_FILE,
-    DispatchedGroup,
-    Pick,
-    SharedExample,
     example_of,
     read_saved_groups,
     write_groups,
@@ -25,28 +22,14 @@ from torchtitan.experiments.rl.loops.pacing import Pacer
 from torchtitan.experiments.rl.loops.saved_state import (
     FORMAT,
     LedgerState,
-    MismatchState,
     PacedGroup,
-    RolloutLoopState,
-    RunState,
     StallState,
-    ValidatorState,
     read_state,
     write_state,
 )
-from torchtitan.experiments.rl.rollouts.types import (
-    DataSample,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-)
+from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.types import STREAMS, TrainingSample
 from torchtitan.experiments.rl.watch.alarms import StallDetectors
-
-
-def through_json(record, kind):
-    plain = json.loads(json.dumps(msgspec.to_builtins(record, enc_hook=str)))
-    return msgspec.convert(plain, kind, dec_hook=lambda of, value: of(value))
 
 
 def of_json(records):
@@ -169,25 +152,6 @@ def test_a_restored_ledger_has_the_same_counts_and_ends_what_was_open(ends):
 # ---- stall detectors
 
 
-def group_of(*rewards: float, task: str = "a", number: int = 0) -> RolloutGroup:
-    rollouts = [
-        Rollout(
-            group_id=f"{task}-{number}",
-            index_in_group=i,
-            task_name=task,
-            reward=reward,
-            status=RolloutStatus.COMPLETED,
-        )
-        for i, reward in enumerate(rewards)
-    ]
-    return RolloutGroup(
-        group_id=f"{task}-{number}",
-        task_name=task,
-        data_sample=DataSample(sample_id="0", env_input=None),
-        rollouts=rollouts,
-    )
-
-
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(["scored", "dropped", "emptied", "kept", "taken"]),
@@ -202,7 +166,7 @@ EVENTS = st.lists(
 def outcome(detectors: StallDetectors, event) -> str | None:
     """What the detectors raise at an event."""
     kind, task, signal, failed = event
-    group = group_of(*([0.0, 1.0] if signal else [0.5, 0.5]), task=task)
+    group = rewarded_group(EXAMPLE, *([0.0, 1.0] if signal else [0.5, 0.5]), task=task)
     columns = ["failed/error"] * 2 if failed else ["filtered/pre/zero_advantage"] * 2
     try:
         if kind == "scored":
@@ -254,7 +218,7 @@ def samples(draw) -> TrainingSample:
 )
 def test_a_finished_group_comes_back_with_every_bit_of_its_samples(tmp_path_factory, kept, reward):
     folder = tmp_path_factory.mktemp("groups")
-    group = group_of(1.0, 0.0, number=7)
+    group = rewarded_group(EXAMPLE, 1.0, 0.0, task="a", group_id="a-7")
     group.admitted_version = 5
     for rollout in group.rollouts:
         rollout.data_sample = DataSample(sample_id="3", env_input=(1, 2), info={"x": 1})
@@ -275,7 +239,7 @@ def test_a_finished_group_comes_back_with_every_bit_of_its_samples(tmp_path_fact
 
 
 def test_a_torn_file_of_groups_is_not_taken_for_fewer_groups(tmp_path):
-    group = group_of(1.0, 0.0)
+    group = rewarded_group(EXAMPLE, 1.0, 0.0, task="a", group_id="a-0")
     for rollout in group.rollouts:
         rollout.data_sample = group.data_sample
     write_groups(tmp_path, [group])
@@ -287,26 +251,11 @@ def test_a_torn_file_of_groups_is_not_taken_for_fewer_groups(tmp_path):
 # ---- examples of open groups
 
 
-def open_group(example: DataSample | None):
-    return through_json_group(
-        DispatchedGroup(
-            group_id="a-0",
-            task=SimpleNamespace(name="a"),
-            rollout_ids={"a-0/0"},
-            example=SharedExample(example),
-        ).state()
-    )
-
-
 def recovered(example: DataSample | None, *dataset: DataSample) -> DataSample | None:
     """The example of a group that is run again."""
     return example_of(
         open_group(example), {own.sample_id: own for own in dataset}, copy_is_enough=False
     )
-
-
-def through_json_group(state):
-    return through_json(state, type(state))
 
 
 def test_the_example_of_a_running_group_is_the_datasets_own():
@@ -352,38 +301,6 @@ def test_an_example_that_json_holds_comes_back_without_its_dataset(env_input):
 
 
 # ---- the file
-
-
-def run_state() -> RunState:
-    rollouts = RolloutLoopState(
-        started=3,
-        groups=[open_group(DataSample(sample_id="\ud800", env_input=[1.5]))],
-        paced=[],
-        pick=Pick(
-            task=SimpleNamespace(name="a"),
-            groups_left=2,
-            example=SharedExample(DataSample(sample_id="7", env_input=[1.5])),
-        ).state(),
-        ledger=Ledger().state(),
-        dropped_groups=1,
-        filter_matches={"pre/x": 2},
-        filter_tokens={"pre/x": 31},
-        samplers={"a": {"cursor": 3}},
-        mix=None,
-    )
-    validator = ValidatorState(begun=2, running=[], left_out={}, reports=[])
-    return RunState(
-        format=FORMAT,
-        step=2,
-        seed=7,
-        rollouts=rollouts,
-        stall=StallDetectors(4, {"a": 1}).state(),
-        validator=validator,
-        mismatch=[MismatchState(age=1, distances=[0.25])],
-        first_validation=0.1,
-        last_validation=None,
-        offsets={"metrics.jsonl": 10},
-    )
 
 
 def test_the_state_comes_back_from_its_file(tmp_path):

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.test_rollout_loop import Loop, StubTask, ids
-from tests.unit.waiting import LIMIT_S
+from tests.fakes.datasets import Numbers
+from tests.fakes.loops import Loop, ids
+from tests.fakes.tasks import StubTask
+from tests.fakes.waiting import LIMIT_S
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.data import sampler as sampler_module
-from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
@@ -80,15 +81,7 @@ class BadFilter(Filter):
         return self.what()
 
 
-class Rows(Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return DataSample(sample_id=str(index), env_input=index)
-
-
-class BadRows(Rows):
+class BadRows(Numbers):
     def __getitem__(self, index):
         return self.what()
 
@@ -99,7 +92,7 @@ def loop_with(place, what):
     loop = Loop(task, max_offpolicy_steps=0)
     ordered = loop._selection._ordered = OrderedCalls(timeout_s=0.2)
     assert ordered is loop._selection._ordered
-    data = Rows.Config().build()
+    data = Numbers.Config().build()
     if place is BadRows:
         data = BadRows.Config().build()
         task.sampler = ShuffledCursor.Config().build(dataset=data, seed=0)
@@ -257,7 +250,7 @@ def test_a_sampler_or_mix_that_a_resumed_run_can_not_go_on_with_is_named_with_wh
     )
 
 
-@pytest.mark.parametrize("made", [SumDigitsDataset, Rows])
+@pytest.mark.parametrize("made", [SumDigitsDataset, Numbers])
 async def test_examples_are_read_in_one_thread_that_is_not_the_event_loops(monkeypatch, made):
     threads, read = set(), sampler_module.read_example
 

@@ -9,8 +9,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from tests.fakes.waiting import wait_until
 from tests.unit.command_line import assert_one_line
-from tests.unit.waiting import wait_until
 from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.command.start import Ready
 from torchtitan.experiments.rl.errors import ConfigError, RunError

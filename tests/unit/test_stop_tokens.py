@@ -6,8 +6,8 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
+from tests.fakes.models import CHATML
 from tests.unit.command_line import DRY_OR_NOT
-from tests.unit.model_shapes import CHATML
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.envs.stop_tokens import template_turn_end

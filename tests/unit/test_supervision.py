@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
-from tests.unit.waiting import iterations, until
+from tests.fakes.clock import Clock
+from tests.fakes.waiting import iterations, until
 from torchtitan.experiments.rl.compat.monarch import ProcessDeath
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.errors import PeerGone, RunError
@@ -154,14 +155,14 @@ async def test_a_role_that_dies_more_often_than_allowed_ends_the_run_with_every_
 
 
 async def test_deaths_before_the_window_do_not_count():
-    now = [0.0]
-    made, watching = Generator(), Watching(clock=lambda: now[0], max_restarts=1, window_s=60.0)
+    clock = Clock()
+    made, watching = Generator(), Watching(clock=clock, max_restarts=1, window_s=60.0)
     await watching.supervisor.start(made)
     await watching.supervisor.connect(made)
     for count in range(2, 7):
         made.die()
         await until(lambda: made.done.count("connect") == count)  # noqa: B023
-        now[0] += 61
+        clock.now += 61
     assert watching.failures == [] and watching.supervisor.restarts.counts["generator_1"] == 5
     await watching.supervisor.close()
 

@@ -3,26 +3,19 @@
 import asyncio
 import sys
 import time
-from dataclasses import dataclass, field
 
 import pytest
 
-from tests.contexts import context_of
-from tests.unit.rollout_stubs import (
-    FAILURES,
-    BrokenEnv,
-    ScriptedPolicy,
-    TalkingEnv,
-    hang,
-    raise_value_error,
-)
-from tests.unit.waiting import until
+from tests.fakes.contexts import context_of
+from tests.fakes.envs import FAILURES, BrokenEnv, TalkingEnv, hang, raise_value_error
+from tests.fakes.policy import ScriptedPolicy
+from tests.fakes.tasks import QUESTION, ListTask, run_group
+from tests.fakes.waiting import until
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.ask import call
 from torchtitan.experiments.rl.ask.call import ask
 from torchtitan.experiments.rl.configurable import build_with
-from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.loops.group_runner import GroupRequest, LocalRunner
@@ -30,67 +23,8 @@ from torchtitan.experiments.rl.loops.groups import SharedExample
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
-from torchtitan.experiments.rl.rubrics.rubric import (
-    Reward,
-    RewardFn,
-    Rubric,
-    env_component,
-    last_assistant_text,
-)
+from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric, env_component
 from torchtitan.experiments.rl.tasks.task import Task, claim, derive_seed
-
-SAMPLE = DataSample(sample_id="0", env_input="question")
-
-
-class Questions(Dataset):
-    def __init__(self, config):
-        self.config = config
-
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, index):
-        return DataSample(sample_id=str(index), env_input=index)
-
-
-def length(rollout, env_input):
-    return len(last_assistant_text(rollout))
-
-
-class ListTask(Task):
-    """Takes its envs from a list, in order, and then TalkingEnvs."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Task.Config):
-        algorithm: Algorithm.Config = field(default_factory=GRPO.Config)
-        dataset: Dataset.Config = field(default_factory=Questions.Config)
-        rubric: Rubric.Config = field(
-            default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(length, takes="rollout")])
-        )
-        env: RendererEnvConfig = field(
-            default_factory=lambda: RendererEnvConfig(step_timeout_s=0.2, rollout_timeout_s=5.0)
-        )
-        group_size: int = 3
-
-    prepared: list = []
-
-    def make_env(self, sample):
-        self.made.append(self.prepared.pop(0) if self.prepared else TalkingEnv())
-        return self.made[-1]
-
-
-@pytest.fixture
-def build(renderer):
-    def make(config=None, *, envs=(), kind=ListTask, **changes):
-        task = (config or kind.Config(**changes)).build(name="talk", context=context_of(renderer))
-        task.prepared, task.made = list(envs), []
-        return task
-
-    return make
-
-
-def run(task, policy, *, group_id="g", seed=0, **options):
-    return task.run_group(SAMPLE, policy, group_id=group_id, seed=seed, **options)
 
 
 def assert_all_closed_once(task, policy):
@@ -104,10 +38,10 @@ def assert_all_closed_once(task, policy):
 async def test_group_is_run_scored_and_given_credit(build, tokenizer):
     task = build()
     policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: "x" * (1 + int(rollout_id[-1])))
-    group = await run(task, policy)
+    group = await run_group(task, policy)
     assert [rollout.rollout_id for rollout in group.rollouts] == ["g/0", "g/1", "g/2"]
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.COMPLETED}
-    assert (group.task_name, group.data_sample, group.admitted_version) == ("talk", SAMPLE, 3)
+    assert (group.task_name, group.data_sample, group.admitted_version) == ("talk", QUESTION, 3)
     assert group.rollouts[0].reward is None
     assert await task.score_group(group) is None
     assert [rollout.reward for rollout in group.rollouts] == [1, 2, 3]
@@ -125,7 +59,7 @@ async def test_group_is_run_scored_and_given_credit(build, tokenizer):
 
 async def test_sessions_are_open_before_the_first_await(build, tokenizer):
     task, policy = build(), ScriptedPolicy(tokenizer)
-    coroutine = run(task, policy)
+    coroutine = run_group(task, policy)
     coroutine.send(None)  # runs to the first await and no further
     assert [session.rollout_id for session in policy.sessions] == [
         "g/0",
@@ -139,7 +73,7 @@ async def test_sessions_get_the_sampling_stop_tokens_and_their_own_seeds(
     build, tokenizer, renderer
 ):
     task, policy = build(sampling=SamplingConfig(max_tokens=7)), ScriptedPolicy(tokenizer)
-    await run(task, policy, seed=5)
+    await run_group(task, policy, seed=5)
     assert {session.sampling.max_tokens for session in policy.sessions} == {7}
     assert policy.sessions[0].stop_token_ids == renderer.get_stop_token_ids()
     assert [session.seed for session in policy.sessions] == [
@@ -159,7 +93,7 @@ async def test_multi_turn_rollouts_are_one_sample_and_env_rewards_count_where_na
 ):
     rubric = Rubric.Config(reward_fns=[env_component("steps")])
     task = build(envs=[TalkingEnv(turns=n) for n in (1, 2, 3)], rubric=rubric)
-    group = await run(task, ScriptedPolicy(tokenizer))
+    group = await run_group(task, ScriptedPolicy(tokenizer))
     await task.score_group(group)
     assert [rollout.reward for rollout in group.rollouts] == [1, 2, 3]
     assert [len(rollout.samples) for rollout in group.rollouts] == [1, 1, 1]
@@ -167,11 +101,13 @@ async def test_multi_turn_rollouts_are_one_sample_and_env_rewards_count_where_na
 
 async def test_completions_are_limited_by_turn_and_by_rollout(build, tokenizer):
     policy = ScriptedPolicy(tokenizer, "xy" * 20)
-    group = await run(build(sampling=SamplingConfig(max_tokens=4)), policy)
+    group = await run_group(build(sampling=SamplingConfig(max_tokens=4)), policy)
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.TRUNCATED_LENGTH}
     assert {rollout.completion_tokens for rollout in group.rollouts} == {4}
     task = build(env=RendererEnvConfig(max_rollout_tokens=len(policy.sessions[0].prompts[0]) + 3))
-    assert {rollout.completion_tokens for rollout in (await run(task, policy)).rollouts} == {3}
+    assert {rollout.completion_tokens for rollout in (await run_group(task, policy)).rollouts} == {
+        3
+    }
 
 
 async def test_validation_gets_rewards_without_credit(build, tokenizer):
@@ -182,7 +118,7 @@ async def test_validation_gets_rewards_without_credit(build, tokenizer):
     task = build(algorithm=Watching.Config())
     greedy = SamplingConfig(temperature=0.0)
     policy = ScriptedPolicy(tokenizer, "four")
-    group = await run(task, policy, sampling=greedy, group_size=1, credit=False)
+    group = await run_group(task, policy, sampling=greedy, group_size=1, credit=False)
     await task.score_rewards(group)
     (rollout,) = group.rollouts
     assert rollout.reward == 4.0 and rollout.samples[0].advantages is None
@@ -202,7 +138,7 @@ async def test_turn_loop_can_be_overridden(build, tokenizer):
         build(envs=[TalkingEnv(turns=5) for _ in range(3)], kind=OneTurn),
         ScriptedPolicy(tokenizer),
     )
-    group = await run(task, policy)
+    group = await run_group(task, policy)
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.TRUNCATED_MAX_TURNS}
     assert_all_closed_once(task, policy)
 
@@ -234,7 +170,7 @@ async def test_turn_loop_may_finish_with_a_text_and_fails_alone_with_one_that_is
                 await super().run_rollout(env, policy)
 
     task, policy = build(kind=EndsTheFirst, max_retries=0), ScriptedPolicy(tokenizer)
-    group = await run(task, policy)
+    group = await run_group(task, policy)
     assert [rollout.status for rollout in group.rollouts] == [ends[0], "completed", "completed"]
     assert (group.rollouts[0].error or "").startswith(ends[1] or "")
     assert_all_closed_once(task, policy)
@@ -246,7 +182,7 @@ async def test_turn_loop_may_finish_with_a_text_and_fails_alone_with_one_that_is
 async def test_failed_rollout_is_run_again_with_a_new_env_session_and_seed(build, tokenizer):
     task = build(envs=[TalkingEnv(), BrokenEnv("reset", raise_value_error), TalkingEnv()])
     policy = ScriptedPolicy(tokenizer)
-    group = await run(task, policy)
+    group = await run_group(task, policy)
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.COMPLETED}
     assert group.rollouts[1].error is None and len(group.rollouts[1].turns) == 1
     assert [session.rollout_id for session in policy.sessions] == ["g/0", "g/1", "g/2", "g/1~1"]
@@ -261,7 +197,7 @@ async def test_a_rollout_is_run_again_max_retries_times_at_most(build, tokenizer
             max_retries=retries,
             group_size=1,
         )
-        group = await run(task, ScriptedPolicy(tokenizer))
+        group = await run_group(task, ScriptedPolicy(tokenizer))
         assert group.rollouts[0].status is RolloutStatus.ERROR and len(task.made) == 1 + retries
 
 
@@ -274,7 +210,7 @@ async def test_failing_env_ends_its_rollout_and_leaves_the_group(build, tokenize
     what, status, cause = FAILURES[failure]
     task = build(envs=[BrokenEnv(where, what), TalkingEnv(), TalkingEnv()], max_retries=0)
     policy = ScriptedPolicy(tokenizer)
-    group = await run(task, policy)
+    group = await run_group(task, policy)
     assert [rollout.status for rollout in group.rollouts] == [status, "completed", "completed"]
     assert cause in group.rollouts[0].error
     assert await task.score_group(group) is None
@@ -300,7 +236,7 @@ async def test_make_envs_that_fails_fails_every_rollout(build, tokenizer, make_e
             return envs
 
     task, policy = build(kind=Failing), ScriptedPolicy(tokenizer)
-    group = await run(task, policy)
+    group = await run_group(task, policy)
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.ERROR}
     assert all(
         "Failing.make_envs" in rollout.error and cause in rollout.error
@@ -323,7 +259,7 @@ async def test_one_env_for_several_rollouts_is_refused_and_closed_once(build, to
         task, policy = build(kind=Sharing, group_size=group_size), ScriptedPolicy(tokenizer)
         if group_size == 1:
             policy.reply = lambda rollout_id, turn: RuntimeError("no answer")
-        group = await run(task, policy)
+        group = await run_group(task, policy)
         assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.ERROR}
         for rollout in group.rollouts:
             assert (
@@ -344,10 +280,10 @@ async def test_a_call_inside_a_turn_loop_that_is_late_is_named_and_not_the_rollo
             await ask(hang, timeout_s=0.1, owner="Judge.compare")
 
     task, policy = build(kind=Judging, group_size=1, max_retries=0), ScriptedPolicy(tokenizer)
-    (rollout,) = (await run(task, policy)).rollouts
+    (rollout,) = (await run_group(task, policy)).rollouts
     assert rollout.status is RolloutStatus.TIMEOUT
     assert rollout.error.startswith("Judging.run_rollout: Judge.compare: no answer within 0.1 s")
-    assert "; it waits in hang (rollout_stubs.py:" in rollout.error
+    assert "; it waits in hang (envs.py:" in rollout.error
     assert_all_closed_once(task, policy)
 
 
@@ -375,7 +311,7 @@ async def test_a_completion_longer_than_was_asked_for_fails_by_the_name_of_the_g
 
     sampling = SamplingConfig(max_tokens=of_task)
     task = build(kind=Asking, group_size=1, max_retries=0, sampling=sampling)
-    (rollout,) = (await run(task, Unlimited(tokenizer, "xy" * 20))).rollouts
+    (rollout,) = (await run_group(task, Unlimited(tokenizer, "xy" * 20))).rollouts
     assert rollout.status is RolloutStatus.ERROR and not rollout.samples
     assert "generator: a completion has " in rollout.error
     assert rollout.error.endswith(f"tokens, and at most {limit} were asked for")
@@ -402,7 +338,7 @@ async def test_env_that_an_earlier_group_had_is_refused_and_not_closed_again(bui
             return self.made
 
     task, policy = build(kind=Pooling), ScriptedPolicy(tokenizer)
-    first, second = await run(task, policy), await run(task, policy)
+    first, second = await run_group(task, policy), await run_group(task, policy)
     assert {rollout.status for rollout in first.rollouts} == {RolloutStatus.COMPLETED}
     assert {rollout.status for rollout in second.rollouts} == {RolloutStatus.ERROR}
     assert all(
@@ -435,7 +371,7 @@ async def test_envs_made_before_one_that_can_not_be_made_are_closed(build, token
             return self.made[-1]
 
     task, policy = build(kind=Failing, max_retries=0), ScriptedPolicy(tokenizer)
-    group = await run(task, policy)
+    group = await run_group(task, policy)
     assert len(task.made) == 2 and {rollout.status for rollout in group.rollouts} == {
         RolloutStatus.ERROR
     }
@@ -448,7 +384,7 @@ async def test_make_envs_that_hangs_is_a_timeout(build, tokenizer):
             await hang()
 
     task = build(kind=Slow, env=RendererEnvConfig(rollout_timeout_s=0.2), max_retries=0)
-    group = await run(task, ScriptedPolicy(tokenizer))
+    group = await run_group(task, ScriptedPolicy(tokenizer))
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.TIMEOUT}
 
 
@@ -460,7 +396,7 @@ async def test_rollout_that_takes_too_long_is_a_timeout_and_keeps_its_turns(buil
         env=RendererEnvConfig(rollout_timeout_s=0.3, step_timeout_s=5),
     )
     policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: "ok" if turn == 0 else None)
-    (rollout,) = (await run(task, policy)).rollouts
+    (rollout,) = (await run_group(task, policy)).rollouts
     assert rollout.status is RolloutStatus.TIMEOUT
     assert (
         rollout.error
@@ -476,10 +412,10 @@ async def test_failing_policy_and_failing_turn_loop_are_errors(build, tokenizer)
             await env.initial_prompt()
 
     policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: RuntimeError("generator is gone"))
-    group = await run(build(max_retries=0), policy)
+    group = await run_group(build(max_retries=0), policy)
     assert all("RuntimeError: generator is gone" in rollout.error for rollout in group.rollouts)
     task, policy = build(kind=Forgetful, max_retries=0), ScriptedPolicy(tokenizer)
-    group = await run(task, policy)
+    group = await run_group(task, policy)
     assert all(
         "returned while the rollout was ongoing" in rollout.error for rollout in group.rollouts
     )
@@ -493,7 +429,7 @@ async def test_algorithm_that_fails_on_a_rollout_makes_it_an_error(build, tokeni
                 raise ValueError("no teacher")
 
     task = build(algorithm=Picky.Config())
-    group = await run(task, ScriptedPolicy(tokenizer))
+    group = await run_group(task, ScriptedPolicy(tokenizer))
     assert [rollout.status.is_error() for rollout in group.rollouts] == [False, True, False]
     assert "Picky.score_rollout: ValueError: no teacher" in group.rollouts[1].error
     before = group.credit_s
@@ -508,7 +444,7 @@ async def test_algorithm_that_fails_on_the_group_fails_it_with_the_cause(build, 
             raise ValueError("no credit")
 
     task = build(algorithm=Broken.Config())
-    group = await run(task, ScriptedPolicy(tokenizer))
+    group = await run_group(task, ScriptedPolicy(tokenizer))
     assert "Broken.score_group: ValueError: no credit" in await task.score_group(group)
     assert group.scored == [] and all(rollout.status.is_error() for rollout in group.rollouts)
 
@@ -536,7 +472,7 @@ async def test_rubric_that_scores_in_its_own_way_and_fails_is_an_error(build, to
             return answer()
 
     task = build(rubric=Own.Config())
-    group = await run(task, ScriptedPolicy(tokenizer))
+    group = await run_group(task, ScriptedPolicy(tokenizer))
     assert "Own.score_group" in await task.score_group(group)
     assert group.scored == [] and all(rollout.status.is_error() for rollout in group.rollouts)
     assert not any(rollout.reward_components for rollout in group.rollouts)
@@ -544,14 +480,14 @@ async def test_rubric_that_scores_in_its_own_way_and_fails_is_an_error(build, to
 
 async def test_group_with_too_few_scored_rollouts_is_dropped_with_the_reason(build, tokenizer):
     task = build(envs=[BrokenEnv("reset", raise_value_error) for _ in range(2)], max_retries=0)
-    group = await run(task, ScriptedPolicy(tokenizer))
+    group = await run_group(task, ScriptedPolicy(tokenizer))
     dropped = await task.score_group(group)
     assert dropped.startswith(
         "1 of 3 rollouts scored, 2 needed: BrokenEnv.reset: ValueError: bad luck"
     )
     assert group.rollouts[2].samples[0].advantages is None
     single = build(group_size=1, algorithm=Algorithm.Config())
-    assert await single.score_group(await run(single, ScriptedPolicy(tokenizer))) is None
+    assert await single.score_group(await run_group(single, ScriptedPolicy(tokenizer))) is None
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.001, 0.05])
@@ -559,7 +495,7 @@ async def test_group_with_too_few_scored_rollouts_is_dropped_with_the_reason(bui
 async def test_cancelled_group_closes_everything_and_raises(build, tokenizer, where, after_s):
     task = build(envs=[BrokenEnv(where, hang) for _ in range(3)], env=RendererEnvConfig())
     policy = ScriptedPolicy(tokenizer)
-    running = asyncio.ensure_future(run(task, policy))
+    running = asyncio.ensure_future(run_group(task, policy))
     await asyncio.sleep(after_s)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -590,7 +526,7 @@ async def test_envs_that_no_rollout_began_close_side_by_side(build, tokenizer):
     envs = [SlowToClose() for _ in range(8)]
     task = build(envs=envs, kind=Generous, env=config, group_size=8, max_retries=0)
     began = time.monotonic()
-    await run(task, ScriptedPolicy(tokenizer))
+    await run_group(task, ScriptedPolicy(tokenizer))
     assert time.monotonic() - began < 4 * SlowToClose.close_s
     assert [env.closed for env in envs] == [1] * 8
 
@@ -601,7 +537,7 @@ async def test_env_that_takes_its_time_to_close_is_waited_for_when_its_group_is_
     monkeypatch.setattr(call, "CANCEL_GRACE_S", 0.05)
     config = RendererEnvConfig(step_timeout_s=30.0)
     task = build(envs=[SlowToClose() for _ in range(3)], env=config)
-    running = asyncio.create_task(run(task, policy := ScriptedPolicy(tokenizer)))
+    running = asyncio.create_task(run_group(task, policy := ScriptedPolicy(tokenizer)))
     await until(lambda: len(task.made) == 3)
     await asyncio.sleep(0.05)
     running.cancel()
@@ -616,7 +552,7 @@ async def test_group_cancelled_at_any_step_closes_everything(build, tokenizer):
             build(envs=[TalkingEnv(turns=3) for _ in range(3)]),
             ScriptedPolicy(tokenizer),
         )
-        running = asyncio.ensure_future(run(task, policy))
+        running = asyncio.ensure_future(run_group(task, policy))
         for _ in range(steps):
             await asyncio.sleep(0)
         running.cancel()
@@ -722,7 +658,7 @@ async def test_rewards_and_records_see_what_an_env_says_of_its_rollout_before_it
         envs=[Sandbox() for _ in range(3)],
         rubric=Rubric.Config(reward_fns=[RewardFn(files, takes="rollout")]),
     )
-    group = await run(task, policy := ScriptedPolicy(tokenizer))
+    group = await run_group(task, policy := ScriptedPolicy(tokenizer))
     assert await task.score_group(group) is None
     assert [rollout.reward for rollout in group.rollouts] == [2.0] * 3
     assert [rollout.metadata for rollout in group.rollouts] == [{"files": ["a.txt"]}] * 3
@@ -740,7 +676,7 @@ async def test_env_is_closed_where_its_rollout_ends_while_it_is_asked_for_metada
 
     config = RendererEnvConfig(rollout_timeout_s=0.2)
     task = build(envs=[Slow() for _ in range(3)], env=config, max_retries=0)
-    group = await run(task, policy := ScriptedPolicy(tokenizer))
+    group = await run_group(task, policy := ScriptedPolicy(tokenizer))
     assert {rollout.status for rollout in group.rollouts} <= {
         RolloutStatus.TIMEOUT,
         RolloutStatus.COMPLETED,
@@ -761,7 +697,7 @@ async def test_metadata_that_takes_too_long_is_a_timeout_as_a_step_is(build, tok
         min_group_size=1,
         max_retries=0,
     )
-    (rollout,) = (await run(task, policy := ScriptedPolicy(tokenizer))).rollouts
+    (rollout,) = (await run_group(task, policy := ScriptedPolicy(tokenizer))).rollouts
     assert rollout.status is RolloutStatus.TIMEOUT and "Slow.metadata" in rollout.error
     assert_all_closed_once(task, policy)
 
@@ -777,7 +713,7 @@ async def test_session_that_can_not_be_closed_does_not_end_the_run(build, tokeni
 
     policy.session = session
     task = build()
-    group = await run(task, policy)
+    group = await run_group(task, policy)
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.COMPLETED}
     assert "a session's close failed: ValueError" in caplog.text
 
@@ -797,7 +733,7 @@ async def test_metadata_that_no_record_holds_fails_the_rollout_and_names_the_env
     # The limit is read here, because an import may have raised it.
     made.says = {"a": nested(sys.getrecursionlimit() + 100)} if says == "deep" else says
     task = build(envs=[made], group_size=1, min_group_size=1, max_retries=0)
-    (rollout,) = (await run(task, policy := ScriptedPolicy(tokenizer))).rollouts
+    (rollout,) = (await run_group(task, policy := ScriptedPolicy(tokenizer))).rollouts
     assert (
         rollout.status is RolloutStatus.ERROR
         and "Sandbox.metadata" in rollout.error

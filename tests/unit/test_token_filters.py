@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.contexts import context_of
-from tests.unit.test_filters import apply_filters
-from tests.unit.test_samples import turn_of
+from tests.fakes.contexts import context_of
+from tests.fakes.filters import apply_filters
+from tests.fakes.rollouts import group_of, rollout_of, turn_of
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
@@ -23,26 +23,16 @@ from torchtitan.experiments.rl.rollouts.filters import (
     longest_run,
     ngram_hashes,
 )
-from torchtitan.experiments.rl.rollouts.types import (
-    DataSample,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-)
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
 
 SURE, UNSURE = -0.001, -0.5  # probabilities 0.999 and 0.607
 BLIND = -math.log(151_936)  # -11.93
 
 
-def rollout_of(*turns, **fields) -> Rollout:
-    """A scored rollout; each turn is its sampled (ids, logprobs)."""
+def sampled(*turns: tuple, **fields) -> Rollout:
+    """Return a scored rollout whose turns sampled these (ids, logprobs)."""
     made = [turn_of([1, 2], ids, logprobs=logprobs) for ids, logprobs in turns]
-    return Rollout(group_id="g", index_in_group=0, task_name="t", reward=0.0, turns=made, **fields)
-
-
-def group_of(*rollouts: Rollout) -> RolloutGroup:
-    sample = DataSample(sample_id="0", env_input=None)
-    return RolloutGroup(group_id="g", task_name="t", data_sample=sample, rollouts=list(rollouts))
+    return rollout_of(*made, reward=0.0, **fields)
 
 
 def built(config: Filter.Config, *, vocab_size: int = 151_936) -> Filter:
@@ -60,7 +50,7 @@ def test_truncated_matches_the_limits_of_ours_alone():
     matched = {
         status
         for status in RolloutStatus
-        if status.is_terminal() and matches(Truncated.Config(), rollout_of(status=status))[0]
+        if status.is_terminal() and matches(Truncated.Config(), sampled(status=status))[0]
     }
     assert matched == {
         RolloutStatus.TRUNCATED_LENGTH,
@@ -82,12 +72,12 @@ def test_truncated_matches_the_limits_of_ours_alone():
     ],
 )
 def test_gibberish_is_rare_and_unlikelier_than_a_blind_draw(token, logprob, expected):
-    rollout = rollout_of(([5, token, 7], [UNSURE, logprob, UNSURE]))
+    rollout = sampled(([5, token, 7], [UNSURE, logprob, UNSURE]))
     assert matches(Gibberish.Config(), rollout) == [expected]
 
 
 def test_gibberish_tokens_are_counted_over_all_turns():
-    rollout = rollout_of(([150_000, 5], [-20, -20]), ([150_001, 150_002], [-20, -1]))
+    rollout = sampled(([150_000, 5], [-20, -20]), ([150_001, 150_002], [-20, -1]))
     assert matches(Gibberish.Config(tokens=2), rollout) == [True]
     assert matches(Gibberish.Config(tokens=3), rollout) == [False]
 
@@ -96,7 +86,7 @@ def test_gibberish_follows_the_vocabulary():
     # Of 1,000 tokens: -6.908 for a blind draw, -7.908 with a margin of 1.
     config = Gibberish.Config(rare_from=0.8, margin=1.0)
     rollouts = [
-        rollout_of(([token], [logprob]))
+        sampled(([token], [logprob]))
         for token, logprob in ((800, -7.91), (800, -7.90), (799, -7.91))
     ]
     assert matches(config, *rollouts, vocab_size=1000) == [True, False, False]
@@ -113,31 +103,31 @@ def test_gibberish_is_not_built_without_a_vocabulary():
 def test_repetition_is_a_run_of_sure_tokens():
     config = Repetition.Config(window=4)
     sure, broken = [SURE] * 4, [SURE, SURE, UNSURE, SURE, SURE, SURE]
-    assert matches(config, rollout_of((range(4), sure)), rollout_of((range(6), broken))) == [
+    assert matches(config, sampled((range(4), sure)), sampled((range(6), broken))) == [
         True,
         False,
     ]
     # At the threshold itself is not above it.
     assert matches(
-        Repetition.Config(window=2, probability=math.exp(-0.5)), rollout_of(([1, 2], [-0.5, -0.5]))
+        Repetition.Config(window=2, probability=math.exp(-0.5)), sampled(([1, 2], [-0.5, -0.5]))
     ) == [False]
 
 
 def test_a_run_of_sure_tokens_ends_with_its_turn():
     halves = (range(3), [SURE] * 3), (range(3), [SURE] * 3)
-    assert matches(Repetition.Config(window=4), rollout_of(*halves)) == [False]
-    assert matches(Repetition.Config(window=3), rollout_of(*halves)) == [True]
+    assert matches(Repetition.Config(window=4), sampled(*halves)) == [False]
+    assert matches(Repetition.Config(window=3), sampled(*halves)) == [True]
 
 
 def test_repetition_by_default_takes_3000_tokens_as_published():
     assert [
-        matches(Repetition.Config(), rollout_of((range(n), [SURE] * n)))[0] for n in (2999, 3000)
+        matches(Repetition.Config(), sampled((range(n), [SURE] * n)))[0] for n in (2999, 3000)
     ] == [False, True]
 
 
 def test_a_loop_with_an_unsure_token_shows_in_its_ngrams():
     # 10 tokens, 60 times round: 600 tokens, 598 3-grams, 10 of them distinct: 0.0167.
-    loop = rollout_of((list(range(10)) * 60, ([SURE] * 9 + [UNSURE]) * 60))
+    loop = sampled((list(range(10)) * 60, ([SURE] * 9 + [UNSURE]) * 60))
     assert matches(Repetition.Config(window=20), loop) == [False]
     assert matches(Repetition.Config(window=20, ngram=3, distinct_ngrams=0.0168), loop) == [True]
     assert matches(Repetition.Config(window=20, ngram=3, distinct_ngrams=0.0167), loop) == [False]
@@ -148,7 +138,7 @@ def test_a_loop_with_an_unsure_token_shows_in_its_ngrams():
 
 def test_the_same_call_turn_after_turn_shows_in_the_ngrams():
     # 5 tokens a turn have 3 3-grams; 4 turns have 12, of which 3 are distinct.
-    rollout = rollout_of(*[(range(5), [UNSURE] * 5)] * 4)
+    rollout = sampled(*[(range(5), [UNSURE] * 5)] * 4)
     config = {"ngram": 3, "min_ngrams": 12}
     assert matches(Repetition.Config(distinct_ngrams=0.26, **config), rollout) == [True]
     assert matches(Repetition.Config(distinct_ngrams=0.25, **config), rollout) == [False]
@@ -187,8 +177,8 @@ EAGER = [
 @pytest.mark.parametrize("config", DEFAULTS)
 def test_rollouts_without_a_token_never_match(config):
     empty = [
-        rollout_of(status=RolloutStatus.COMPLETED),
-        rollout_of(([], []), status=RolloutStatus.COMPLETED),
+        sampled(status=RolloutStatus.COMPLETED),
+        sampled(([], []), status=RolloutStatus.COMPLETED),
     ]
     assert matches(config, *empty) == [False, False]
     assert matches(config) == []
@@ -200,7 +190,7 @@ def test_ordinary_text_never_matches(config, seed, length):
     # Any token of Qwen3's vocabulary, with half a nat of surprise on average and ten where it is most surprising.
     random = np.random.default_rng(seed)
     logprobs = np.maximum(-random.exponential(0.5, length), -10)
-    rollout = rollout_of(
+    rollout = sampled(
         (random.integers(0, 151_936, length), logprobs), status=RolloutStatus.COMPLETED
     )
     assert matches(config, rollout) == [False]
@@ -212,7 +202,7 @@ def random_rollout(seed: int) -> Rollout:
     turns = [
         (random.integers(0, 10, length), -random.exponential(1.0, length)) for length in lengths
     ]
-    return rollout_of(
+    return sampled(
         *turns, status=[RolloutStatus.COMPLETED, RolloutStatus.TRUNCATED_LENGTH][random.integers(2)]
     )
 
@@ -230,8 +220,8 @@ def test_a_rollout_matches_by_itself_whatever_its_place_in_the_group(config, dat
 
 
 def test_each_is_counted_under_its_name():
-    looping = rollout_of((range(4), [SURE] * 4), status=RolloutStatus.TRUNCATED_LENGTH)
-    noise = rollout_of(([150_000], [-20.0]), status=RolloutStatus.COMPLETED)
+    looping = sampled((range(4), [SURE] * 4), status=RolloutStatus.TRUNCATED_LENGTH)
+    noise = sampled(([150_000], [-20.0]), status=RolloutStatus.COMPLETED)
     filters = [Truncated.Config(mode="monitor"), Gibberish.Config(), Repetition.Config(window=4)]
     result = apply_filters([built(config) for config in filters], group_of(looping, noise))
     assert result.matched == {"truncated": 1, "gibberish": 1, "repetition": 1}
@@ -277,6 +267,6 @@ def test_a_filter_of_ones_own_is_checked_by_its_base():
         def matches(self, group):
             return [False] * len(group.scored)
 
-    assert matches(Mine.Config(), rollout_of()) == [False]
+    assert matches(Mine.Config(), sampled()) == [False]
     with pytest.raises(ConfigError, match=r"pre_batch_filters\[0\].mode = 'off'"):
         check_config(Mine.Config(mode="off"), field="pre_batch_filters[0]")

@@ -8,8 +8,8 @@ from typing import Literal
 
 import pytest
 
+from tests.fakes.policy import ScriptedPolicy
 from tests.unit.agents import config_of, run_task
-from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks import MCPServer, ToolTask, tool_task

@@ -7,11 +7,11 @@ import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import wandb
 
-from tests.unit.waiting import wait_until
+from tests.fakes.rollouts import group_of, rollout_of, turn_of
+from tests.fakes.waiting import wait_until
 from torchtitan.experiments.rl.errors import MissingError
 from torchtitan.experiments.rl.observability import metrics as metrics_module
 from torchtitan.experiments.rl.observability.metrics import (
@@ -23,11 +23,8 @@ from torchtitan.experiments.rl.observability.metrics import (
 )
 from torchtitan.experiments.rl.observability.trackers import Tracker
 from torchtitan.experiments.rl.rollouts.types import (
-    Completion,
     DataSample,
-    Rollout,
     RolloutGroup,
-    RolloutTurn,
 )
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -81,32 +78,15 @@ def message(text: str, role: str = "user") -> dict:
 
 
 def group_saying(*texts: str, number: int = 0) -> RolloutGroup:
-    none = np.zeros(0, np.int32)
     rollouts = []
     for index, text in enumerate(texts):
-        turn = RolloutTurn(
-            prompt_messages=[message("What is 2 + 2?")],
-            prompt_token_ids=none,
-            prompt_role_ids=none,
-            prompt_is_content=none,
-            completion=Completion(
-                token_ids=none, logprobs=none, policy_versions=none, finish_reason="stop"
-            ),
-            assistant_message=message(text, "assistant"),
-        )
+        turn = turn_of([], [])
+        turn.prompt_messages = [message("What is 2 + 2?")]
+        turn.assistant_message = message(text, "assistant")
         rollouts.append(
-            Rollout(
-                group_id=f"g{number}",
-                index_in_group=index,
-                task_name="sums",
-                turns=[turn],
-                reward=0.5,
-            )
+            rollout_of(turn, group_id=f"g{number}", index=index, task="sums", reward=0.5)
         )
-    sample = DataSample(sample_id=str(number), env_input=None)
-    return RolloutGroup(
-        group_id=f"g{number}", task_name="sums", data_sample=sample, rollouts=rollouts
-    )
+    return group_of(*rollouts, data_sample=DataSample(sample_id=str(number), env_input=None))
 
 
 def logger_of(folder, *trackers, **fields) -> MetricsLogger:

@@ -1,4 +1,4 @@
-"""Which rows each trainer rank is sent. The mesh is a stand-in that notes every call."""
+"""Which rows each trainer rank is sent."""
 
 import pickle
 from dataclasses import fields
@@ -8,35 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.trainer import TrainerMesh
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.training.client import TrainerClient, pickled
-from torchtitan.experiments.rl.types import DataParallel, TrainingSample
-
-
-class Mesh:
-    """Ranks with the given data-parallel coordinates. ``sent`` has what each rank was given to train on."""
-
-    def __init__(self, *coordinates: int, size: int, broken: int | None = None):
-        self._coordinates = [DataParallel(rank=rank, size=size) for rank in coordinates]
-        self._broken = broken
-        self.sent: dict[int, tuple] = {}
-        self.data_parallel = SimpleNamespace(call=lambda: self._answers(self._coordinates))
-
-    async def _answers(self, values: list) -> dict:
-        return dict(enumerate(values))
-
-    def size(self, dim: str) -> int:
-        return len(self._coordinates)
-
-    def slice(self, *, procs: int):
-        async def train_step(microbatches, version):
-            self.sent[procs] = (pickle.loads(microbatches) if microbatches else None, version)
-            if procs == self._broken:
-                raise RuntimeError(f"rank {procs} is broken")
-            return {"loss/total": 0.5, "train/lr": 0.3 if procs == 0 else None}
-
-        return SimpleNamespace(train_step=SimpleNamespace(choose=train_step))
+from torchtitan.experiments.rl.types import TrainingSample
 
 
 class KeepingRank:
@@ -79,14 +55,14 @@ def plan_of(*microbatches) -> BatchPlan:
     return BatchPlan(microbatches=list(microbatches), efficiency=1.0, rows=1, tokens=1)
 
 
-async def connected(mesh: Mesh, folder) -> TrainerClient:
+async def connected(mesh: TrainerMesh, folder) -> TrainerClient:
     client = TrainerClient(mesh, run_dir=folder, life=Lifetime("trainer"))
     await client.connect()
     return client
 
 
 async def test_of_ranks_that_share_a_coordinate_the_first_is_sent_the_rows(tmp_path):
-    mesh = Mesh(0, 0, 1, 1, size=2)
+    mesh = TrainerMesh(0, 0, 1, 1, size=2)
     client = await connected(mesh, tmp_path)
     assert client.data_parallel_size == 2
     metrics = await client.step(plan_of(["first"], ["second"]), 3)
@@ -95,14 +71,14 @@ async def test_of_ranks_that_share_a_coordinate_the_first_is_sent_the_rows(tmp_p
 
 
 async def test_coordinates_need_not_follow_the_order_of_the_ranks(tmp_path):
-    mesh = Mesh(1, 0, 1, 0, size=2)
+    mesh = TrainerMesh(1, 0, 1, 0, size=2)
     client = await connected(mesh, tmp_path)
     await client.step(plan_of(["first"], ["second"]), 1)
     assert [mesh.sent[rank][0] for rank in range(4)] == [["second"], ["first"], None, None]
 
 
 async def test_samples_get_the_log_probabilities_of_their_tokens(tmp_path, monkeypatch):
-    mesh = Mesh(1, 1, 0, 0, size=2)
+    mesh = TrainerMesh(1, 1, 0, 0, size=2)
     client = TrainerClient(mesh, run_dir=tmp_path, life=Lifetime("trainer"), keep_logprobs=True)
     await client.connect()
     monkeypatch.setattr(client, "_ranks", [KeepingRank(coordinate) for coordinate in (1, 1, 0, 0)])
@@ -143,7 +119,7 @@ def test_batches_that_are_pickled_are_the_same_to_the_last_bit():
 async def test_rows_planned_for_another_number_of_data_parallel_ranks_are_not_sent(
     tmp_path, planned
 ):
-    mesh = Mesh(0, 0, 1, 1, size=2)
+    mesh = TrainerMesh(0, 0, 1, 1, size=2)
     client = await connected(mesh, tmp_path)
     with pytest.raises(
         ValueError, match=f"planned for {planned} data-parallel ranks, and the trainer has 2"
@@ -153,7 +129,7 @@ async def test_rows_planned_for_another_number_of_data_parallel_ranks_are_not_se
 
 
 async def test_a_batch_on_which_a_rank_fails_is_kept(tmp_path):
-    client = await connected(Mesh(0, 0, 1, 1, size=2, broken=3), tmp_path)
+    client = await connected(TrainerMesh(0, 0, 1, 1, size=2, broken=3), tmp_path)
     with pytest.raises(RuntimeError, match="rank 3 is broken"):
         await client.step(plan_of(["first"], ["second"]), 7)
     assert client.failed_batch == tmp_path / "failed-batch-7.pt"
@@ -161,7 +137,7 @@ async def test_a_batch_on_which_a_rank_fails_is_kept(tmp_path):
 
 
 async def test_a_batch_that_can_not_be_written_hides_nothing_of_the_failure(tmp_path, caplog):
-    client = await connected(Mesh(0, 0, 1, 1, size=2, broken=3), tmp_path / "gone")
+    client = await connected(TrainerMesh(0, 0, 1, 1, size=2, broken=3), tmp_path / "gone")
     with pytest.raises(RuntimeError, match="^rank 3 is broken$"):
         await client.step(plan_of(["first"], ["second"]), 7)
     assert client.failed_batch is None

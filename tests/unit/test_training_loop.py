@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.loops import loops_of
-from tests.unit.test_rollout_loop import ROW_LENGTH, StubTask, settle
-from tests.unit.waiting import LIMIT_S
+from tests.fakes.loops import loops_of
+from tests.fakes.tasks import ROW_LENGTH, StubTask
+from tests.fakes.waiting import LIMIT_S, settle
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.loops.events import NothingLeftToLearn, RunEvents
 from torchtitan.experiments.rl.loops.loop import Schedule

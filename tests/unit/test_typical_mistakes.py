@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.integration.command_runs import ROOT
-from tests.unit.test_plan_and_config import DEBUG
+from tests.unit.command_line import DEBUG
 from torchtitan.experiments.rl.command import preflight
 
 MODULE = """

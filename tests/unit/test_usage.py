@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.fakes.clock import Clock
 from torchtitan.experiments.rl.generation.engine import Occupancy
 from torchtitan.experiments.rl.generation.engine_thread import EngineUsage
 from torchtitan.experiments.rl.process import heartbeat
@@ -16,8 +17,8 @@ from torchtitan.experiments.rl.watch.profile import lap_usage
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock.now)
+    clock = Clock(100.0)
+    monkeypatch.setattr(heartbeat.time, "monotonic", clock)
     return clock
 
 

@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.contexts import context_of
-from tests.unit.rollout_stubs import BrokenEnv, ScriptedPolicy, TalkingEnv, raise_value_error
-from tests.unit.waiting import LIMIT_S, iterations, until
+from tests.fakes.contexts import context_of
+from tests.fakes.datasets import Numbers
+from tests.fakes.envs import BrokenEnv, TalkingEnv, raise_value_error
+from tests.fakes.policy import HeldPolicy, ScriptedPolicy
+from tests.fakes.rollouts import rewarded_group
+from tests.fakes.tasks import length, number_of
+from tests.fakes.waiting import LIMIT_S, iterations, until
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import check_config
@@ -22,31 +26,12 @@ from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import (
     DataSample,
-    Rollout,
     RolloutGroup,
-    RolloutStatus,
 )
-from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig, derive_seed
 
-
-class Numbers(Dataset):
-    @dataclass(kw_only=True, slots=True)
-    class Config(Dataset.Config):
-        count: int = 4
-
-    def __init__(self, config):
-        self.config = config
-
-    def __len__(self):
-        return self.config.count
-
-    def __getitem__(self, index):
-        return DataSample(sample_id=str(index), env_input=index)
-
-
-def length(rollout, env_input):
-    return len(last_assistant_text(rollout))
+FIRST = DataSample(sample_id="0", env_input=0)
 
 
 class NoCredit(GRPO):
@@ -94,7 +79,7 @@ def build(renderer):
 
 def answers(*lengths: int):
     """Example i is answered with this many letters."""
-    return lambda rollout_id, turn: "x" * lengths[int(rollout_id.split("/")[0].rsplit("-", 1)[1])]
+    return lambda rollout_id, turn: "x" * lengths[number_of(rollout_id.split("/")[0])]
 
 
 def validator_of(policy, *tasks, seed=0, recorder=None, **config) -> Validator:
@@ -166,16 +151,7 @@ async def test_each_evaluations_rollouts_are_recorded_under_ids_of_their_own_and
     for step, final in ((0, False), (10, False), (20, True)):
         validator.start(step, final=final)
         await validator.wait()
-    trained = RolloutGroup(
-        group_id="ask-0",
-        task_name="ask",
-        data_sample=DataSample(sample_id="0", env_input=0),
-        rollouts=[
-            Rollout(
-                group_id="ask-0", index_in_group=0, task_name="ask", status=RolloutStatus.COMPLETED
-            )
-        ],
-    )
+    trained = rewarded_group(FIRST, None, group_id="ask-0", task="ask")
     recorder.record(trained, {"ask-0/0": "trained"})
     recorder.close()
     assert [(record.rollout.group_id, record.kind) for record in read_rollouts(tmp_path)] == [
@@ -242,22 +218,7 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_attempts_with_one_that_passe
 
 
 def attempts(*rewards: float | None) -> RolloutGroup:
-    rollouts = [
-        Rollout(
-            group_id="g",
-            index_in_group=index,
-            task_name="ask",
-            status=RolloutStatus.COMPLETED,
-            reward=reward,
-        )
-        for index, reward in enumerate(rewards)
-    ]
-    return RolloutGroup(
-        group_id="g",
-        task_name="ask",
-        data_sample=DataSample(sample_id="0", env_input=0),
-        rollouts=rollouts,
-    )
+    return rewarded_group(FIRST, *rewards, task="ask")
 
 
 def test_avg_at_k_and_pass_at_k_by_hand():
@@ -291,26 +252,18 @@ async def test_each_example_is_tried_k_times_with_seeds_of_its_own(build, tokeni
 # ---- failures, and an end from outside
 
 
-class Held(ScriptedPolicy):
-    """Answers when it is released. ``failing`` are examples whose session can't be opened."""
+class HeldBesideFailures(HeldPolicy):
+    """Policy that is held, and can't open a session for the examples in ``failing``."""
 
-    def __init__(self, tokenizer, failing=()):
+    def __init__(self, tokenizer, failing):
         super().__init__(tokenizer)
-        self.released, self.failing = asyncio.Event(), failing
+        self.failing = failing
 
     def session(self, *, rollout_id, **options):
-        number = int(rollout_id.split("/")[0].rsplit("-", 1)[1])
+        number = number_of(rollout_id.split("/")[0])
         if number in self.failing:
             raise self.failing[number]
-        session = super().session(rollout_id=rollout_id, **options)
-        generate = session.generate
-
-        async def held(*args, **kwargs):
-            await self.released.wait()
-            return await generate(*args, **kwargs)
-
-        session.generate = held
-        return session
+        return super().session(rollout_id=rollout_id, **options)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +277,7 @@ class Held(ScriptedPolicy):
 async def test_a_group_that_ends_in_an_error_ends_the_evaluation_and_the_groups_beside_it(
     build, tokenizer, error, said
 ):
-    policy, failures = Held(tokenizer, failing={3: error}), []
+    policy, failures = HeldBesideFailures(tokenizer, failing={3: error}), []
     validator = Validator(
         {"ask": build()},
         LocalRunner(policy, seed=0),
@@ -342,7 +295,7 @@ async def test_a_group_that_ends_in_an_error_ends_the_evaluation_and_the_groups_
 async def test_a_stop_ends_the_wait_and_a_checkpoint_has_the_evaluation_as_running(
     build, tokenizer
 ):
-    validator = validator_of(Held(tokenizer), build())
+    validator = validator_of(HeldPolicy(tokenizer), build())
     validator.start(0)
     waiting = asyncio.create_task(validator.wait())
     await iterations(20)
@@ -354,32 +307,12 @@ async def test_a_stop_ends_the_wait_and_a_checkpoint_has_the_evaluation_as_runni
     await validator.close()
 
 
-class OneTaskHeld(ScriptedPolicy):
-    """Answers the examples of the task "slow" when it is released."""
-
-    def __init__(self, tokenizer):
-        super().__init__(tokenizer)
-        self.released = asyncio.Event()
-
-    def session(self, *, rollout_id, **options):
-        session = super().session(rollout_id=rollout_id, **options)
-        generate = session.generate
-
-        async def held(*args, **kwargs):
-            if "-slow-" in rollout_id:
-                await self.released.wait()
-            return await generate(*args, **kwargs)
-
-        session.generate = held
-        return session
-
-
 async def test_a_checkpoint_between_the_ends_of_two_tasks_has_their_evaluation_as_running(
     build, tokenizer, tmp_path
 ):
     tasks = build("quick"), build("slow")
     recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
-    policy = OneTaskHeld(tokenizer)
+    policy = HeldPolicy(tokenizer, holds=lambda rollout_id: "-slow-" in rollout_id)
     validator = validator_of(policy, *tasks, recorder=recorder, every=5)
     validator.start(5)
     await until(lambda: validator._running == ["slow"])
@@ -401,7 +334,7 @@ async def test_a_checkpoint_between_the_ends_of_two_tasks_has_their_evaluation_a
 async def test_a_task_is_evaluated_again_while_another_of_its_last_evaluation_still_runs(
     build, tokenizer
 ):
-    policy = OneTaskHeld(tokenizer)
+    policy = HeldPolicy(tokenizer, holds=lambda rollout_id: "-slow-" in rollout_id)
     validator = validator_of(policy, build("quick"), build("slow"), every=1)
     validator.start(1)
     await until(lambda: validator._running == ["slow"])
@@ -458,28 +391,14 @@ async def test_each_task_has_its_own_schedule_and_the_final_policy_is_tried_on_a
 async def test_evaluation_runs_beside_its_caller_and_one_that_is_still_running_is_not_started_again(
     build, tokenizer
 ):
-    held = asyncio.Event()
-
-    class Slow(ScriptedPolicy):
-        def session(self, **arguments):
-            session = super().session(**arguments)
-            generate = session.generate
-
-            async def slow(*args, **kwargs):
-                await held.wait()
-                return await generate(*args, **kwargs)
-
-            session.generate = slow
-            return session
-
-    policy = Slow(tokenizer)
+    policy = HeldPolicy(tokenizer)
     validator = validator_of(policy, build(), every=1)
     validator.start(1)
     await until(lambda: len(policy.sessions) == 4)
     validator.start(2)
     await iterations()
     assert validator.take() == [] and len(policy.sessions) == 4
-    held.set()
+    policy.released.set()
     await validator.wait()
     (report,) = validator.take()
     assert report.step == 1 and report.metrics["validation/ask/left_out"] == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from monarch.actor import ActorError
 
-from tests.unit.waiting import iterations, until
+from tests.fakes.waiting import iterations, until
 from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.fleet.role import SpawnedProcess
 from torchtitan.experiments.rl.fleet.weight_readers import (

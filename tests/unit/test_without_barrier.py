@@ -2,11 +2,13 @@
 
 import pytest
 
-from tests.contexts import context_of
-from tests.unit.test_reference_algorithms import TEACHER, Scorer, Talk
-from tests.unit.test_resumed_rollout_loop import DatasetTask, resumed, saved
-from tests.unit.test_rollout_loop import Half, Loop, StubTask, ids, settle
-from tests.unit.test_saved_state import group_of
+from tests.fakes.contexts import context_of
+from tests.fakes.filters import Odd
+from tests.fakes.loops import Loop, ids, resumed, saved
+from tests.fakes.policy import TEACHER, Scorer
+from tests.fakes.rollouts import EXAMPLE, rewarded_group
+from tests.fakes.tasks import DatasetTask, StubTask, TalkTask
+from tests.fakes.waiting import settle
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, MaxRL
 from torchtitan.experiments.rl.controller import signals as session
 from torchtitan.experiments.rl.errors import RunError
@@ -181,7 +183,7 @@ async def test_places_of_rollouts_that_are_all_dropped_are_free_for_another_task
 
 def test_a_rollout_of_its_own_counts_as_its_share_of_a_group_towards_a_stall():
     detectors = StallDetectors(4, {"free": 8})
-    group = group_of(0.5, task="free")
+    group = rewarded_group(EXAMPLE, 0.5, task="free", group_id="free-0")
     for _ in range(31):
         detectors.group_dropped(["failed/error"], group, signal=False, taken=False)
         detectors.group_scored(group, signal=False)
@@ -195,7 +197,7 @@ def test_a_rollout_of_its_own_counts_as_its_share_of_a_group_towards_a_stall():
 
 def test_a_run_without_a_signal_ends_with_one_reply_its_row_its_reward_and_the_share_that_was_cut_off():
     detectors = StallDetectors(4, {"free": 1})
-    group = group_of(0.5, 0.5, task="free")
+    group = rewarded_group(EXAMPLE, 0.5, 0.5, task="free", group_id="free-0")
     group.data_sample = DataSample(sample_id="17", env_input={"question": "6 * 7?", "answer": 42})
     first, second = group.rollouts
     first.answer = "it is\n42"
@@ -216,7 +218,7 @@ def test_a_run_without_a_signal_ends_with_one_reply_its_row_its_reward_and_the_s
 
 def test_an_error_of_the_librarys_own_keeps_its_cure_whatever_the_model_said():
     detectors = StallDetectors(1, {"free": 1})
-    group = group_of(0.5, 0.5, task="free")
+    group = rewarded_group(EXAMPLE, 0.5, 0.5, task="free", group_id="free-0")
     group.data_sample = DataSample(sample_id="17", env_input={"question": "q" * 1000})
     group.rollouts[0].answer = "a" * 1000
     with pytest.raises(RunError) as error:
@@ -229,7 +231,7 @@ def test_an_error_of_the_librarys_own_keeps_its_cure_whatever_the_model_said():
 
 def test_where_most_rollouts_were_cut_off_the_error_blames_the_limits_and_not_the_rubric():
     detectors = StallDetectors(1, {"free": 1})
-    group = group_of(0.5, 0.5, task="free")
+    group = rewarded_group(EXAMPLE, 0.5, 0.5, task="free", group_id="free-0")
     for rollout in group.rollouts:
         rollout.status = RolloutStatus.TRUNCATED_LENGTH
     with pytest.raises(
@@ -247,7 +249,7 @@ async def test_tasks_with_and_without_a_barrier_share_a_run():
         rollouts_per_step=6,
         max_offpolicy_steps=1,
         steps=6,
-        filters=[Half.Config()],
+        filters=[Odd.Config()],
     )
     loop.fill()
     for _ in range(6):
@@ -260,7 +262,7 @@ async def test_tasks_with_and_without_a_barrier_share_a_run():
             own.pop(f"{name}/dispatched") == sum(own.values())
             and own[f"{name}/open"] == 0 < own[f"{name}/trained"]
         )
-    assert counts["compared/filtered/pre/half"] >= counts["compared/trained"]
+    assert counts["compared/filtered/pre/odd"] >= counts["compared/trained"]
 
 
 async def test_finished_and_running_rollouts_of_one_example_survive_a_checkpoint(tmp_path):
@@ -327,7 +329,7 @@ class OwnCredit(OPD):
 def test_a_group_is_waited_for_where_something_compares_its_rollouts(
     renderer, algorithm, changes, needed
 ):
-    task = Talk.Config(algorithm=algorithm, **changes).build(
+    task = TalkTask.Config(algorithm=algorithm, **changes).build(
         name="talk", context=context_of(renderer)
     )
     assert task.needs_group is needed
@@ -349,7 +351,7 @@ async def trained_with(renderer, tokenizer, filters):
         frozen=teacher,
     )
     policy.version = 0
-    task = Talk.Config(
+    task = TalkTask.Config(
         algorithm=OPD.Config(teacher=TEACHER),
         group_size=4,
         min_group_size=4,

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tests.unit.waiting import LIMIT_S
+from tests.fakes.waiting import LIMIT_S
 from torchtitan.experiments.rl.envs import yield_queue as module
 from torchtitan.experiments.rl.envs.yield_queue import Line, YieldQueue, compute, yield_queue
 from torchtitan.experiments.rl.errors import UserCodeTimeout

@@ -1,9 +1,12 @@
-"""Training samples that share prefixes, for the tests of prefix trees."""
+"""Training samples that share prefixes, with and without routes, for the tests of prefix trees."""
 
 import numpy as np
 from hypothesis import strategies as st
 
 from torchtitan.experiments.rl.types import TrainingSample
+
+ABSENT = 255
+"""Expert of a token whose route is not known."""
 
 
 def tree_sample(token_ids, seed: int = 0, **fields) -> TrainingSample:
@@ -63,3 +66,31 @@ def trees_of_samples(draw, *, most: int = 12, longest: int = 20) -> list[Trainin
         tree_sample(tokens, seed + index, temperature=float(rng.choice(temperatures)))
         for index, tokens in enumerate(random_tree(seed, count, longest))
     ]
+
+
+def routes_of(tokens, layers: int = 3, k: int = 2, *, salt: int = 0) -> np.ndarray:
+    """Return routes [L, layers, k] that differ by token, place and ``salt``."""
+    places = (
+        np.arange(len(tokens))[:, None, None] * 7 + np.asarray(tokens)[:, None, None] * 3 + salt
+    )
+    return ((places + np.arange(layers)[:, None] + np.arange(k) * 4) % 8).astype(np.uint8)
+
+
+def random_routed(seed: int, count: int, layers: int = 3) -> list[TrainingSample]:
+    """Return samples that begin alike in their tokens.
+
+    Their routes part at random depths, or are marked as not known.
+    """
+    rng, samples = np.random.default_rng(seed), []
+    for index, tokens in enumerate(random_tree(seed, count, 16)):
+        routes = routes_of(tokens, layers)
+        if rng.random() < 0.6:
+            routes[rng.integers(len(tokens)) :] = routes_of(
+                tokens, layers, salt=int(rng.integers(1, 8))
+            )[-1]
+        if rng.random() < 0.5:
+            routes[-1] = ABSENT
+        if rng.random() < 0.2:
+            routes[: rng.integers(len(tokens))] = ABSENT
+        samples.append(tree_sample(tokens, seed + index, routes=routes))
+    return samples

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from tests.contexts import context_of
+from tests.fakes.contexts import context_of
 from tests.zoo import world
 from tests.zoo.misbehaviour import Kind, meddled
 from tests.zoo.stand_ins import StandInFleet

@@ -11,7 +11,6 @@ from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.fleet import Fleet
-from torchtitan.experiments.rl.fleet.supervisor import Supervisor
 from torchtitan.experiments.rl.losses import LossConfig, compute_loss, count_denominators
 from torchtitan.experiments.rl.training.learner import check_finite
 from torchtitan.experiments.rl.types import LossDenominators, TrainingSample
@@ -87,8 +86,7 @@ class StandInFleet(Fleet):
         *,
         on_failure: Callable[[Exception], None],
     ):
-        self._context = context
-        self.supervisor = Supervisor(context.restarts, context.console, on_failure=self.fail)
+        super().__init__(context, on_failure=on_failure)
         policy: Any = type(self).policy_of()
         trainer: Any = StandInTrainer(context.config.trainer.loss)
         weights: Any = StandInWeights(policy)

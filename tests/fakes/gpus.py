@@ -7,34 +7,36 @@ addresses. Nothing can be computed: what tries to, fails as it does where there 
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from torchtitan.experiments.rl.command import machine
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
-"""Of an A100, an H100 or H200, and a B200."""
+"""Compute capabilities of an A100, of an H100 or H200, and of a B200."""
 GIB = 2**30
 
 
 def fake_gpus(
-    monkeypatch,
+    monkeypatch: Any,
     count: int,
     *,
     memory_gib: int = 80,
     capability: tuple[int, int] = (9, 0),
     host_gib: tuple[float, float] = (2000, 2000),
 ) -> None:
-    """
+    """Have torch answer as on a host with these GPUs until the test ends.
+
     Args:
         monkeypatch: pytest's; the stand-in goes with its test.
         count: GPUs of this host.
-        memory_gib: of each.
-        capability: (major, minor) of each.
-        host_gib: Memory of the host that is free, and all that it has.
+        memory_gib: memory of each GPU.
+        capability: compute capability (major, minor) of each GPU.
+        host_gib: memory of the host that is free, and all that it has.
     """
 
-    def properties(index=0):
+    def properties(index: int = 0) -> Any:
         return SimpleNamespace(
             name=f"stand-in of capability {capability}",
             major=capability[0],

@@ -1,4 +1,4 @@
-"""A device that a test has in place of a GPU: its tensors' values lie on the CPU, and each read of them is counted."""
+"""A device in place of a GPU: its tensors' values lie on the CPU, and each read of them is counted."""
 
 from typing import Any
 
@@ -12,7 +12,10 @@ DEVICE = torch.device("meta")
 
 
 class Device(TorchDispatchMode):
-    """Counts how often this program waits for a value of the device. Inside it tensors may be made there."""
+    """Mode in which tensors may be made on the device.
+
+    ``reads`` counts how often the program waited for a value of the device.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +29,7 @@ class Device(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Compute on the CPU; what comes of tensors of the device, or is asked for there, lies there."""
+        """Compute on the CPU. What is made of tensors of the device, or is asked for there, lies there."""
         target = kwargs.get("device")
         sources = [arg for arg in args if isinstance(arg, OnDevice)]
         if func is ATEN.copy_.default and not isinstance(args[0], OnDevice):  # to the CPU's memory
@@ -53,7 +56,10 @@ def lists_of(args: Any) -> list["OnDevice"]:
 
 
 class OnDevice(torch.Tensor):
-    """A tensor of the device. Also threads that are not inside the mode reach its values through it alone."""
+    """Tensor of the device.
+
+    Threads that are not inside the mode reach its values through this class too, and no other way.
+    """
 
     held: torch.Tensor
     device_of: Device
@@ -73,5 +79,7 @@ class OnDevice(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override] # torch declares it as a static method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return lists_of((args, kwargs))[0].device_of.run(func, args, kwargs or {})

@@ -1,13 +1,26 @@
-"""What a person sees of what a program writes to a terminal."""
+"""A stream that says it is a terminal, and what a person sees of what was written to one."""
 
+import io
 import re
 import unicodedata
 
 _PIECE = re.compile(r"\r|\n|\033\[\??\d*[A-Za-z]|[^\x00-\x1f\x7f]+|.", re.DOTALL)
 
 
+class Terminal(io.StringIO):
+    """Stream of a terminal, which keeps what is written."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
 class Screen:
-    """A terminal that is as high as it has to be. It knows what the console may use, and refuses everything else."""
+    """Screen of a terminal, as high as it has to be.
+
+    It knows what the console may use, and refuses everything else.
+    """
 
     def __init__(self, columns: int = 80):
         self._columns = columns
@@ -18,10 +31,11 @@ class Screen:
 
     @property
     def rows(self) -> list[str]:
-        """Without blanks at their ends."""
+        """Texts of the rows, without the blanks at their ends."""
         return ["".join(row).rstrip() for row in self._rows]
 
     def feed(self, written: str) -> "Screen":
+        """Show what a program writes, and return the screen."""
         for piece in _PIECE.findall(written):
             if piece == "\r":
                 self._column = 0

@@ -1,14 +1,14 @@
-"""Waiting for what a test expects, not for a time."""
+"""Waiting until what a test expects has happened, and not for a time."""
 
 import asyncio
 import time
 from collections.abc import Callable
 
 LIMIT_S = 60.0
-"""How long to wait for what takes milliseconds; a busy machine takes seconds."""
+"""Maximum seconds to wait for what takes milliseconds; a busy machine takes seconds."""
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], object]) -> None:
     """Return when ``condition`` holds; the event loop runs meanwhile.
 
     Raises:
@@ -20,9 +20,17 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def iterations(count: int = 200) -> None:
-    """Let everything that is ready on the event loop run, ``count`` times over: what has not happened then won't."""
+    """Let everything that is ready on the event loop run, ``count`` times over.
+
+    What has not happened after that needs more than the event loop.
+    """
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+async def settle() -> None:
+    """Let the rollout loop or a client do all that needs no answer from outside."""
+    await iterations(20)
 
 
 def wait_until(condition: Callable[[], object]) -> None:

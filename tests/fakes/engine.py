@@ -1,6 +1,7 @@
-"""An engine that samples from a table: which token comes next depends on the last one only, by known probabilities.
+"""An engine that samples from a table: the next token depends on the last one only, by known probabilities.
 
-It serves real requests, seeds, versions and snapshots, and a step takes microseconds. A version's weights are its table.
+It serves real requests, seeds, versions and snapshots, and a step takes microseconds. A version's
+weights are its table.
 """
 
 import time
@@ -40,28 +41,31 @@ from torchtitan.experiments.rl.weights.snapshot import (
 
 WEIGHTS = "model.safetensors"
 TABLE = "table"
-"""The only tensor: float32 [V, V], row t holds the probabilities of the token after t."""
+"""Name of the only tensor: float32 [V, V], whose row t has the probabilities of the token after t."""
 
 
 def counting_table(successor: float, *, size: int = 16) -> torch.Tensor:
-    """Row t gives ``successor`` to t + 1 (0 after the last), and shares the rest among the other tokens."""
+    """Return a table whose row t gives the probability ``successor`` to t + 1 (0 after the last).
+
+    The other tokens share the rest.
+    """
     table = torch.full((size, size), (1 - successor) / (size - 1))
     table[torch.arange(size), (torch.arange(size) + 1) % size] = successor
     return table
 
 
 def save_table(table: torch.Tensor, folder: Path) -> str:
-    """A folder that ``build`` takes as ``model_path``."""
+    """Write the folder that ``ScriptedEngineConfig.build`` takes as ``model_path``."""
     save_file({TABLE: table}, folder / WEIGHTS)
     return str(folder)
 
 
 _PUBLISHED: list[SharedBuffer] = []
-"""A path is good while its buffer lives."""
+"""Buffers of all manifests: the path of a buffer is good while the buffer lives."""
 
 
 def snapshot_of(version: int, table: torch.Tensor) -> Manifest:
-    """The table in shared memory of this process, as a trainer publishes it."""
+    """Put the table into shared memory of this process, as a trainer publishes it."""
     shards = {TABLE: whole(table.shape)}
     buffer = SharedBuffer.create(buffer_bytes(shards, torch.float32))
     _PUBLISHED.append(buffer)
@@ -77,7 +81,7 @@ def snapshot_of(version: int, table: torch.Tensor) -> Manifest:
 
 
 def digests_of(table: torch.Tensor) -> dict[str, str]:
-    """What a trainer publishes of the table."""
+    """Return the digests that a trainer publishes of the table."""
     return named([(TABLE, int(digest(table.float())))])
 
 
@@ -85,9 +89,9 @@ def digests_of(table: torch.Tensor) -> dict[str, str]:
 class ScriptedEngineConfig(EngineConfig):
     reads_devices: ClassVar[bool] = True
     max_num_seqs: int = 4
-    """Requests that get a token in one step: the oldest."""
+    """Number of requests that get a token in one step: the oldest."""
     step_s: float = 0.0
-    """Seconds that a step takes beside its own work, as a model's would."""
+    """Seconds that a step takes beside its own work, as a model's step would."""
 
     def build(self, *, model_path: str, device: Literal["cpu", "cuda"]) -> "ScriptedEngine":
         return ScriptedEngine(self, load_file(Path(model_path) / WEIGHTS)[TABLE])
@@ -98,6 +102,8 @@ class ScriptedEngineConfig(EngineConfig):
 
 @dataclass(kw_only=True, slots=True)
 class _Open:
+    """Request that is being served, with the tokens it has."""
+
     request: Request
     random: np.random.Generator
     token_ids: list[int] = field(default_factory=list)
@@ -106,7 +112,7 @@ class _Open:
 
 
 class ScriptedEngine:
-    """Implements generation.engine.Engine. Without top_p and top_k."""
+    """Engine (`generation/engine.py`) without top_p and top_k."""
 
     def __init__(self, config: ScriptedEngineConfig, table: torch.Tensor):
         self._config = config
@@ -115,8 +121,10 @@ class ScriptedEngine:
         self._reader = SnapshotReader()
         self._version = 0
         self.recomputed: list[int] = []
-        """Versions loaded with ``recompute``. A table has no keys and values: there is nothing else to it."""
-        self.asleep = self.closed = False
+        """Versions that were loaded with ``recompute``, which has no other effect: a table has no keys
+        and values."""
+        self.asleep = False
+        self.closed = False
 
     @property
     def version(self) -> int:
@@ -128,16 +136,14 @@ class ScriptedEngine:
 
     def add(self, request: Request) -> RequestFailed | None:
         assert not self.asleep
-        scores = isinstance(request, ScoreRequest)
-        length = (
-            len(request.token_ids)
-            if scores
-            else len(request.prompt_token_ids) + request.sampling.max_tokens
-        )
+        if isinstance(request, ScoreRequest):
+            length, seed = len(request.token_ids), 0
+        else:
+            length = len(request.prompt_token_ids) + request.sampling.max_tokens
+            seed = request.seed
         if length > self._config.max_model_len:
             cause = f"{length} tokens exceed max_model_len {self._config.max_model_len}"
             return RequestFailed(request_id=request.request_id, cause=cause)
-        seed = 0 if scores else request.seed
         self._open[request.request_id] = _Open(request=request, random=np.random.default_rng(seed))
         return None
 
