@@ -1,1 +1,1 @@
-"""Fakes that the tests share: stand-ins for the policy, envs, tasks, engines, trainers, devices and terminals of a run."""
+"""Fakes that the tests share, in modules named after what they stand in for."""

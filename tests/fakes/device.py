@@ -1,4 +1,4 @@
-"""A device in place of a GPU: its tensors' values lie on the CPU, and each read of them is counted."""
+"""A device in place of a GPU: its tensors lie on the CPU, and each read of them is counted."""
 
 from typing import Any
 
@@ -29,7 +29,10 @@ class Device(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Compute on the CPU. What is made of tensors of the device, or is asked for there, lies there."""
+        """Compute on the CPU.
+
+        What is made of tensors of the device, or is asked for there, is a tensor of the device.
+        """
         target = kwargs.get("device")
         sources = [arg for arg in args if isinstance(arg, OnDevice)]
         if func is ATEN.copy_.default and not isinstance(args[0], OnDevice):  # to the CPU's memory

@@ -1,4 +1,4 @@
-"""An engine that samples from a table: the next token depends on the last one only, by known probabilities.
+"""An engine that samples from a table of known probabilities, by the last token only.
 
 It serves real requests, seeds, versions and snapshots, and a step takes microseconds. A version's
 weights are its table.
@@ -41,7 +41,7 @@ from torchtitan.experiments.rl.weights.snapshot import (
 
 WEIGHTS = "model.safetensors"
 TABLE = "table"
-"""Name of the only tensor: float32 [V, V], whose row t has the probabilities of the token after t."""
+"""Name of the only tensor: float32 [V, V]. Row t has the probabilities of the token after t."""
 
 
 def counting_table(successor: float, *, size: int = 16) -> torch.Tensor:
@@ -121,8 +121,8 @@ class ScriptedEngine:
         self._reader = SnapshotReader()
         self._version = 0
         self.recomputed: list[int] = []
-        """Versions that were loaded with ``recompute``, which has no other effect: a table has no keys
-        and values."""
+        """Versions that were loaded with ``recompute``, which has no other effect: a table has no
+        keys and values."""
         self.asleep = False
         self.closed = False
 

@@ -101,4 +101,4 @@ FAILURES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "returns None": (lambda: None, "error", "returned NoneType, want "),
     "returns a dict": (lambda: {"done": True}, "error", "returned dict, want "),
 }
-"""Misbehaviour of an env by name: what its code does, the rollout's status, and a part of the cause."""
+"""Misbehaviour of an env by name: its code, the rollout's status, and a part of the cause."""

@@ -2,8 +2,9 @@
 
     fake_gpus(monkeypatch, 8, memory_gib=80, capability=(9, 0))
 
-From then on torch answers this process as it would on such a host: availability, count, capability, memory, names, PCI
-addresses. Nothing can be computed: what tries to, fails as it does where there is no CUDA.
+From then on torch answers this process as it would on such a host: availability, count,
+capability, memory, names, PCI addresses. Nothing can be computed: what tries to, fails as it does
+where there is no CUDA.
 """
 
 from types import SimpleNamespace

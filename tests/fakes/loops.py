@@ -79,9 +79,10 @@ class _NoEvaluations:
 
 
 class Loop:
-    """Rollout loop whose trainer is the test: ``step_taken`` is a step, whose weights are live at once.
+    """Rollout loop whose trainer is the test.
 
-    Every other attribute is the rollout loop's own.
+    ``step_taken`` is a step, whose weights are live at once. Every other attribute is the rollout
+    loop's own.
     """
 
     def __init__(

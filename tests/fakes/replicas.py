@@ -1,4 +1,4 @@
-"""Replicas of a generator as their client sees them, with a scripted engine in place of a process."""
+"""Replicas of a generator as their client sees them, with an engine in place of a process."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,8 +17,8 @@ PROMPT = np.array([6, 7, 0], np.int32)
 STOP = 2
 """Token that ends a completion."""
 TABLE = counting_table(0.5)
-"""Table of the engines: after t comes t + 1 with probability 1/2, and each of the 15 others has 1/30.
-Greedy sampling counts up: after PROMPT come 1 and 2."""
+"""Table of the engines: after t comes t + 1 with probability 1/2, and each of the 15 others has
+1/30. Greedy sampling counts up: after PROMPT come 1 and 2."""
 
 
 class Endpoint:

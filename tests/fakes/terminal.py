@@ -25,7 +25,8 @@ class Screen:
     def __init__(self, columns: int = 80):
         self._columns = columns
         self._rows: list[list[str]] = [[]]
-        """The cells of each row. A character of two cells is in the first of them, and "" in the other."""
+        """Cells of each row. A character of two cells is in the first of them, and "" in the
+        other."""
         self._row, self._column = 0, 0
         self.shows_cursor = True
 

@@ -1,4 +1,4 @@
-"""Generators whose completions have the experts of each token, and what such a completion has to have."""
+"""Generators whose completions have the experts of each token."""
 
 import asyncio
 import itertools
@@ -20,7 +20,7 @@ MOE: dict[str, Any] = dict(model=str(MOE_MODEL), router_replay="ids")
 
 
 class RoutedGenerator:
-    """A generator of one process or two, and what is asked of it."""
+    """Client of a generator of one process or two."""
 
     def __init__(self, actor: Any):
         self.actor, self._ids = actor, itertools.count()
@@ -54,7 +54,7 @@ class RoutedGenerator:
 
 
 def assert_routes(found: np.ndarray, expected: np.ndarray) -> None:
-    """The same experts, in whatever order."""
+    """Compare the experts of each token, in whatever order."""
     assert found.dtype == np.uint8 and found.shape == expected.shape
     assert (np.sort(found, -1) == np.sort(expected, -1)).all()
 

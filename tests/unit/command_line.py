@@ -10,7 +10,10 @@ LIMIT_S = 10.0
 
 
 def assert_one_line(err: str, *parts: str) -> None:
-    """Check that an error is one line with these parts. The frames of the user's code may follow it."""
+    """Check that an error is one line with these parts.
+
+    The frames of the user's code may follow it.
+    """
     line, _, frames = err.partition("\n")
     assert line.startswith("error: "), err
     # A file that is no Python has a place and no frames.

@@ -118,7 +118,7 @@ async def test_renderer_that_fails_is_asked_again_by_the_next_rollout(group):
 RUBRIC = Rubric.Config(reward_fns=[env_component("steps")])
 
 
-class TalkTask(Task):
+class NotedTask(Task):
     def make_env(self, sample):
         self.noted.append("env")
         return TalkingEnv()
@@ -127,7 +127,7 @@ class TalkTask(Task):
 async def test_first_requests_leave_before_the_envs_of_many_other_groups_are_made(
     renderer, tokenizer
 ):
-    config = TalkTask.Config(
+    config = NotedTask.Config(
         algorithm=GRPO.Config(), dataset=Numbers.Config(), rubric=RUBRIC, group_size=2
     )
     task = config.build(name="talk", context=context_of(renderer))

@@ -10,7 +10,10 @@ ABSENT = 255
 
 
 def tree_sample(token_ids, seed: int = 0, **fields) -> TrainingSample:
-    """Random streams, other ones for each seed, of every component; the first token is a member of nothing."""
+    """Return a sample with random streams of every component, other ones for each seed.
+
+    The first token is a member of nothing.
+    """
     rng = np.random.default_rng(seed)
     tokens = np.array(token_ids, np.int32)
     length = len(tokens)
@@ -41,8 +44,11 @@ def tree_sample(token_ids, seed: int = 0, **fields) -> TrainingSample:
 
 
 def random_tree(seed: int, count: int, longest: int, vocabulary: int = 64) -> list[list[int]]:
-    """Sequences of 1 to ``longest`` tokens. Most go on from any token of an earlier one: forks of forks, prefixes, and the same
-    again. Some new tokens agree by chance."""
+    """Return sequences of 1 to ``longest`` tokens.
+
+    Most go on from any token of an earlier one: forks of forks, prefixes, and the same again. Some
+    new tokens agree by chance.
+    """
     rng = np.random.default_rng(seed)
     sequences: list[list[int]] = []
     for _ in range(count):
