@@ -84,6 +84,7 @@ def models(tmp_path_factory):
     }
 
 
+@pytest.mark.usefixtures("one_scoring_server")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_takes_another_model_or_says_what_does_not_fit(
@@ -93,7 +94,9 @@ def test_a_config_takes_another_model_or_says_what_does_not_fit(
     monkeypatch.setattr(
         "torchtitan.experiments.rl.command.machine.checkpoint_seconds", lambda *arguments: None
     )
-    code, out, err = command("--config", name, "--model", str(models[model]), "--dry-run")
+    # A try of a task that starts the scoring server waits for it, and the next task finds it there.
+    limit = ("--user-code.preflight-timeout-s", "120")
+    code, out, err = command("--config", name, "--model", str(models[model]), "--dry-run", *limit)
     if (name, model) in REFUSED:
         assert code == 2 and out == ""
         assert_one_line(err)
