@@ -84,9 +84,26 @@ def models(tmp_path_factory):
     }
 
 
+def pairs() -> list:
+    """Each config with each model. Where it takes two, all but the first config's second are slow."""
+    return [
+        pytest.param(
+            name,
+            model,
+            id=f"{name}-{model}",
+            marks=pytest.mark.slow
+            if model == "a large vocabulary"
+            and name != CONFIGS[0]
+            and not REFUSED.keys() & {(name, "no tools in its template"), (name, model)}
+            else (),
+        )
+        for name in CONFIGS
+        for model in MODELS
+    ]
+
+
 @pytest.mark.usefixtures("one_scoring_server")
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "model"), pairs())
 def test_a_config_takes_another_model_or_says_what_does_not_fit(
     command, name, model, models, monkeypatch
 ):
