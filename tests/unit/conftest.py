@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from tests.fakes.replicas import FakeChannel, Replica
 from tests.fakes.tasks import list_task
 from tests.unit.command_line import LIMIT_S, assert_one_line
+from torchtitan.experiments.rl.ask.child import IsolatedCalls
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.generation import client as generator_client
 from torchtitan.experiments.rl.generation.client import GeneratorClient
@@ -36,6 +37,21 @@ def tokenizer(tokenizer_path):
 @pytest.fixture(scope="session")
 def renderer(tokenizer_path):
     return build_renderer(RendererConfig(), tokenizer_path)
+
+
+@pytest.fixture(scope="module")
+def scoring_server():
+    return IsolatedCalls(1)
+
+
+@pytest.fixture
+def one_scoring_server(scoring_server, monkeypatch):
+    """Has all rubrics of a file score in forks of one process: to start one takes seconds."""
+
+    def shared(max_workers: int, *, memory_gib: float) -> IsolatedCalls:
+        return scoring_server
+
+    monkeypatch.setattr("torchtitan.experiments.rl.rubrics.rubric.IsolatedCalls", shared)
 
 
 @pytest.fixture

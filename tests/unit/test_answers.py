@@ -95,6 +95,7 @@ def test_every_task_has_replies_of_each_verdict():
         assert {reply["verdict"] for reply in REPLIES if reply["task"] == name} == {0, 1}, name
 
 
+@pytest.mark.usefixtures("one_scoring_server")
 @pytest.mark.parametrize("name", TASKS)
 async def test_replies_earn_what_a_person_would_give_them(
     name, tokenizer, tokenizer_path, tmp_path

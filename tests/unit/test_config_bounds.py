@@ -244,19 +244,28 @@ def fresh(name: str) -> Any:
     return CONFIGS[name]()
 
 
+@functools.cache
+def wrong_values(name: str) -> tuple[Any, list[tuple[tuple, list[Any]]]]:
+    """A copy of a config, and its fields with the values that each must not have."""
+    config = copy.deepcopy(fresh(name))
+    choices = [(entry, bad_values(entry[2])) for entry in fields_of(config)]
+    return config, [choice for choice in choices if choice[1]]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_wrong_value_in_any_field_of_a_shipped_config_is_one_error_that_names_it(name, data):
-    config = copy.deepcopy(fresh(name))
-    choices = [(entry, bad_values(entry[2])) for entry in fields_of(config)]
-    (holder, key, _, path), values = data.draw(
-        st.sampled_from([choice for choice in choices if choice[1]])
-    )
+    config, choices = wrong_values(name)
+    (holder, key, _, path), values = data.draw(st.sampled_from(choices))
     value = data.draw(st.sampled_from(values))
+    right = held(holder, key)
     put(holder, key, value)
-    with pytest.raises(ConfigError) as error:
-        check(config)
+    try:
+        with pytest.raises(ConfigError) as error:
+            check(config)
+    finally:
+        put(holder, key, right)
     assert error.value.field == path
     assert error.value.value is value and error.value.cure.startswith("must ")
 

@@ -24,6 +24,8 @@ from torchtitan.experiments.rl.tasks.examples.math import (
     same_answer,
 )
 
+pytestmark = pytest.mark.usefixtures("one_scoring_server")
+
 ROWS = [
     {"question": "What is 6 * 7?", "answer": "42"},
     {"question": "Half of 3?", "answer": "\\frac{3}{2}"},

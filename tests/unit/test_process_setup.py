@@ -9,8 +9,6 @@ import pytest
 import torch
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan.experiments.rl.fleet.spawn import spawn_on
-from torchtitan.experiments.rl.plan.placement import Place
 from torchtitan.experiments.rl.process.host import cores_on_nodes_of
 from torchtitan.experiments.rl.process.setup import (
     launch_environment,
@@ -44,6 +42,10 @@ class Probe(Actor):
 
 
 def looks(name: str, shares: tuple[tuple[int, ...], ...], device: str) -> list[dict]:
+    # A process that looks imports this file, and would import the whole library with it: 6 s each.
+    from torchtitan.experiments.rl.fleet.spawn import spawn_on
+    from torchtitan.experiments.rl.plan.placement import Place
+
     procs, _ = spawn_on(None, name, [Place(0, share) for share in shares], device)
     try:
         found = procs.spawn(f"probe_{name}", Probe).look.call().get()

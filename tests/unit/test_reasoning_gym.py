@@ -18,6 +18,8 @@ from torchtitan.experiments.rl.tasks.examples.reasoning_gym import (
     solved,
 )
 
+pytestmark = pytest.mark.usefixtures("one_scoring_server")
+
 SMALL_SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 

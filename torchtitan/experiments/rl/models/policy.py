@@ -8,8 +8,11 @@ To add a family, write a module like `qwen3.py` and add a line to ``FAMILIES``.
 """
 
 import dataclasses
+import functools
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -96,10 +99,37 @@ def policy_spec(
 def parameter_count(spec: ModelSpec) -> int:
     """Return the number of the model's parameters, a tied head counted once.
 
-    No memory is allocated for the parameters.
+    No memory is allocated for the parameters. A model whose sizes were counted before is not built
+    again: ``--gpus`` plans hundreds of divisions of the same model.
     """
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in spec.model.build().parameters())
+    sizes = _sizes_key(spec.model)
+    if sizes not in _COUNTS:
+        with torch.device("meta"):
+            model = spec.model.build()
+        _COUNTS[sizes] = sum(parameter.numel() for parameter in model.parameters())
+    return _COUNTS[sizes]
+
+
+_COUNTS: dict[Hashable, int] = {}
+"""Numbers of parameters, by the `_sizes_key` of the model's config."""
+
+
+def _sizes_key(config: Any) -> Hashable:  # noqa: ANN401 - any part of a model's config
+    """Return the fields of a model's config, or of a part of it, as a key of a dict.
+
+    Functions are left out: they give the parameters their values, and two configs of the same model
+    have different ones.
+    """
+    if isinstance(config, FunctionType | functools.partial):
+        return None
+    if isinstance(config, dict):
+        return tuple((name, _sizes_key(entry)) for name, entry in config.items())
+    if isinstance(config, list | tuple):
+        return tuple(map(_sizes_key, config))
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        fields = [getattr(config, entry.name) for entry in dataclasses.fields(config)]
+        return (type(config), *map(_sizes_key, fields))
+    return config
 
 
 def hub_shapes(spec: ModelSpec) -> dict[str, Shape]:
