@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.command_line import DEBUG, DRY_OR_NOT, assert_one_line
+from tests.unit.forked_commands import run_commands
 
 ROOT = Path(__file__).parents[2]
 
@@ -301,28 +302,19 @@ def test_a_dataset_file_that_is_none_is_refused_before_a_run(
 # ---- through a real process
 
 
-@pytest.mark.parametrize(
-    "words, part",
-    [
-        (["--trainer.optimizer.betas", "0.99", "0.9"], "trainer.optimizer.betas[0] = 0.99"),
-        (["--run-dir", "/proc/run"], "--run-dir = '/proc/run'"),
-        (["--module", "./mine.py"], "--module = './mine.py'"),
-    ],
-    ids=["a field", "a folder", "a module"],
-)
-def test_the_command_itself_ends_in_one_line(tmp_path, words, part):
-    ended = subprocess.run(
-        [sys.executable, "-m", "torchtitan.experiments.rl.train", *DEBUG, *words],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert (
-        ended.returncode == 2
-        and ended.stdout == "starting    rl_grpo_qwen3_debug (imports, then checks)\n"
-    )
-    assert_one_line(ended.stderr, part)
+def test_the_command_itself_ends_in_one_line(tmp_path):
+    refused = {
+        "trainer.optimizer.betas[0] = 0.99": ["--trainer.optimizer.betas", "0.99", "0.9"],
+        "--run-dir = '/proc/run'": ["--run-dir", "/proc/run"],
+        "--module = './mine.py'": ["--module", "./mine.py"],
+    }
+    commands = [["train", *DEBUG, *words] for words in refused.values()]
+    for part, ended in zip(refused, run_commands(*commands, folder=tmp_path), strict=True):
+        assert (
+            ended.returncode == 2
+            and ended.stdout == "starting    rl_grpo_qwen3_debug (imports, then checks)\n"
+        )
+        assert_one_line(ended.stderr, part)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,7 +1,6 @@
 """What the README shows works as written."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from tests.fakes.clock import Clock
 from tests.fakes.contexts import context_of
 from tests.fakes.policy import ScriptedPolicy
 from tests.fakes.terminal import Screen, Terminal
+from tests.unit.forked_commands import run_commands
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command, starting_line
 from torchtitan.experiments.rl.observability.console import (
@@ -116,13 +116,8 @@ def test_what_the_demo_prints_is_shown_as_the_console_prints_it(monkeypatch):
     assert live[1] == progress.line()
 
 
-@pytest.mark.parametrize("module", ["train", "grpo"])
-def test_every_named_config_is_listed(module):
-    listed = subprocess.run(
-        [sys.executable, "-m", f"torchtitan.experiments.rl.{module}", "--list"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    for name in re.findall(r"rl_grpo_qwen3_\w+", README):
-        assert f"{name} " in listed
+def test_every_named_config_is_listed():
+    for ended in run_commands(["train", "--list"], ["grpo", "--list"], folder=ROOT):
+        assert ended.returncode == 0, ended.stderr
+        for name in re.findall(r"rl_grpo_qwen3_\w+", README):
+            assert f"{name} " in ended.stdout

@@ -1,13 +1,10 @@
 """Typical mistakes of a first hour: each is one line that names the place, exit code 2, in seconds, and nothing is spawned."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.integration.command_runs import ROOT
 from tests.unit.command_line import DEBUG
+from tests.unit.forked_commands import run_commands
 from torchtitan.experiments.rl.command import preflight
 
 MODULE = """
@@ -378,34 +375,17 @@ def test_where_code_of_the_user_fails_the_terminal_shows_its_frames(
     assert "    def helper(row): return row['anser']" in frames
 
 
-@pytest.mark.parametrize(
-    "body", ["os._exit(0)", "os.kill(os.getpid(), 11)"], ids=["os._exit", "a segmentation fault"]
-)
-def test_a_reward_function_that_ends_the_command_is_named(config_module, body):
-    classes, task = reward(f"{body}")
-    name, file = config_module(f"import os\n{MODULE}\n{classes}\n{MADE.format(task=task)}")
-    words = [
-        "-m",
-        "torchtitan.experiments.rl.train",
-        "--module",
-        name,
-        "--config",
-        "made",
-        "--dry-run",
-    ]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{file.parent}"}
-    ended = subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.stderr == (
-        "error: tasks.mine = 'QuestionTask': the rewards of the reply 'The answer is 42.' by bad: the command was killed, or "
-        "this code called os._exit or crashed; user_code.preflight_timeout_s = 0 leaves this check out\n"
-    )
+def test_a_reward_function_that_ends_the_command_is_named(config_module):
+    commands = []
+    for body in ("os._exit(0)", "os.kill(os.getpid(), 11)"):  # also by a segmentation fault
+        classes, task = reward(f"{body}")
+        name, file = config_module(f"import os\n{MODULE}\n{classes}\n{MADE.format(task=task)}")
+        commands.append(["train", "--module", name, "--config", "made", "--dry-run"])
+    for ended in run_commands(*commands, folder=ROOT, path=file.parent):
+        assert ended.stderr == (
+            "error: tasks.mine = 'QuestionTask': the rewards of the reply 'The answer is 42.' by bad: the command was killed, or "
+            "this code called os._exit or crashed; user_code.preflight_timeout_s = 0 leaves this check out\n"
+        )
 
 
 WORDS = {
