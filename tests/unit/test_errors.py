@@ -30,6 +30,7 @@ ROOT = Path(package.__path__[0])
 THREE = ("tasks.a.env", 7, "lower it")
 
 
+@functools.cache
 def exception_classes():
     """Found in the source by the name of a base class, so that a new one is tested too."""
     found, more = (
@@ -37,18 +38,21 @@ def exception_classes():
         True,
     )
     classes = {}
+    nodes = [
+        (path, node)
+        for path in sorted(ROOT.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
     while more:
         more = False
-        for path in sorted(ROOT.rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                bases = {
-                    base.id for base in getattr(node, "bases", ()) if isinstance(base, ast.Name)
-                }
-                if bases & found and node.name not in classes:
-                    parts = path.relative_to(ROOT).with_suffix("").parts
-                    classes[node.name] = ".".join((package.__name__, *parts))
-                    found.add(node.name)
-                    more = True
+        for path, node in nodes:
+            bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+            if bases & found and node.name not in classes:
+                parts = path.relative_to(ROOT).with_suffix("").parts
+                classes[node.name] = ".".join((package.__name__, *parts))
+                found.add(node.name)
+                more = True
     return sorted(classes.items())
 
 

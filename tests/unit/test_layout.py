@@ -4,6 +4,7 @@ What tests share is in no file of tests.
 """
 
 import ast
+import functools
 import re
 import shutil
 import sys
@@ -192,15 +193,20 @@ def _room(module: str) -> str:
 
 def _imported(file: Path, files: dict[str, Path]) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            if name.startswith(f"{PACKAGE}."):
-                inner = name.removeprefix(f"{PACKAGE}.")
-                found.add(inner if inner in files else inner.rpartition(".")[0])
+    for name in _names_in(file.read_text()):
+        if name.startswith(f"{PACKAGE}."):
+            inner = name.removeprefix(f"{PACKAGE}.")
+            found.add(inner if inner in files else inner.rpartition(".")[0])
     return found
+
+
+@functools.cache
+def _names_in(source: str) -> list[str]:
+    """Names that a file imports. The copies of the library differ in one file each."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
