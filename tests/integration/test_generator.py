@@ -92,7 +92,7 @@ def tied(meshes, tied_model, tmp_path_factory) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def untied(tied, meshes, untied_model, tmp_path_factory) -> Pair:
-    """It uses the store of the first pair, because a process has one, and is closed with that pair."""
+    """Pair of the untied model. It shares the tied pair's store and is closed with it: a process has one store."""
     made = Pair(path=untied_model, vocabulary=96, version=1000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spawn, "start_store", AsyncMock())

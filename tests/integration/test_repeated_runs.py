@@ -54,7 +54,7 @@ def sync_run(start) -> Run:
 
 @pytest.fixture(scope="module")
 def wide_run(start) -> Run:
-    """Its engines read each version from the buffers of the two ranks."""
+    """Run of two ranks and two generators, whose engines read each version from the ranks' buffers."""
     other = ("--profile-steps", "2:2", RECORDED, "--generator.weights", "device")
     return start(*WIDE, *other).ended_well()
 

@@ -225,7 +225,7 @@ def running(processes: int, run_dir: Path) -> Iterator[RoutedGenerator]:
 
 @pytest.fixture(scope="module")
 def generator(tmp_path_factory) -> Iterator[RoutedGenerator]:
-    """It is one process, and has a cache of some 600 tokens."""
+    """Generator of one process, with a cache of some 600 tokens."""
     yield from running(1, tmp_path_factory.mktemp("generator"))
 
 

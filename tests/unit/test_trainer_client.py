@@ -1,4 +1,4 @@
-"""Which rows each trainer rank is sent."""
+"""Microbatches that the trainer's client sends to each rank, and the log-probabilities that it gets back."""
 
 import pickle
 from dataclasses import fields
