@@ -9,28 +9,27 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 FORKING = """
-import json, os, runpy, sys
+import json, os, runpy, sys, tempfile
 from torchtitan.experiments.rl.process.setup import set_up_process
 set_up_process()
 import torchtitan.experiments.rl.command.gate, torchtitan.experiments.rl.config_registry
 ends = []
 for module, *words in json.loads(sys.argv[1]):
-    out, err = os.pipe(), os.pipe()
+    out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
     child = os.fork()
     if child == 0:
-        os.dup2(out[1], 1)
-        os.dup2(err[1], 2)
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
         os.closerange(3, 100)
         sys.argv = [module, *words]
         runpy.run_module(f"torchtitan.experiments.rl.{module}", run_name="__main__", alter_sys=True)
         os._exit(0)
-    os.close(out[1])
-    os.close(err[1])
-    said = [open(pipe[0], encoding="utf-8").read() for pipe in (out, err)]
-    ends.append([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *said])
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    out.seek(0), err.seek(0)
+    ends.append([code, out.read().decode(), err.read().decode()])
 print(json.dumps(ends))
 """
-"""Nothing that a command started may hold its pipes when it has ended, as with subprocess.run."""
+"""Program that forks a process for each command. Files take what is printed: a full pipe would block."""
 
 
 class Ended(NamedTuple):
