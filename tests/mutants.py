@@ -224,37 +224,52 @@ def first_failure(folder: Path, tests: list[str]) -> str:
         # So many parametrized cases are named by their files.
         if len(named) > MOST_TESTS:
             named = sorted({test.partition("::")[0] for test in named})
-        if not named:
-            continue
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "--no-header",
-            "-p",
-            "no:cacheprovider",
-        ]
-        own = {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hyp")}
-        try:
-            ended = subprocess.run(
-                [*command, *named],
-                cwd=folder,
-                env=os.environ | own,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
-            )
-        except subprocess.TimeoutExpired:
-            return f"no end within {LIMIT_S} s"
-        if ended.returncode == 0:
-            continue
-        failed = [
-            line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
-        ]
-        return failed[0].split(" - ")[0] if failed else f"exit code {ended.returncode}"
+        if named and (failed := _failure_of(folder, named)):
+            return failed
     return ""
+
+
+def _failure_of(folder: Path, named: list[str]) -> str:
+    """Run tests in one process until one fails. Return its name, or what happened, or ""."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
+    own = {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hyp")}
+    own["PYTHONPATH"] = f"{folder}{os.pathsep}{folder / 'src'}"
+    try:
+        ended = subprocess.run(
+            [*command, *named],
+            cwd=folder,
+            env=os.environ | own,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end within {LIMIT_S} s"
+    if ended.returncode == 0:
+        return ""
+    failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0] if failed else f"exit code {ended.returncode}"
+
+
+def verdict_on(mutant: Mutant, folder: Path, tests: list[str]) -> str:
+    """Return the test that fails with the mutant and passes without it, or "" if there is none."""
+    original = (folder / mutant.path).read_text()
+    while True:
+        try:
+            mutant.write(folder)
+            found = first_failure(folder, tests)
+        finally:
+            (folder / mutant.path).write_text(original)
+        if not found.startswith(("FAILED", "ERROR")):
+            return found
+        _, _, test = found.partition(" ")
+        if not _failure_of(folder, [test]):
+            return found
+        # It fails without the mutant too, as a test that is not steady may.
+        remaining = [other for other in tests if other != test]
+        if remaining == tests:
+            return f"{found}, which fails without the mutant too"
+        tests = remaining
 
 
 def run(mutants: list[Mutant], data: Path, workers: int) -> dict[str, str]:
@@ -270,12 +285,9 @@ def run(mutants: list[Mutant], data: Path, workers: int) -> dict[str, str]:
         def try_one(mutant: Mutant) -> tuple[Mutant, int, str, float]:
             folder, started = copies.get(), time.monotonic()
             named = tests.get((mutant.path, mutant.line), [])
-            original = (folder / mutant.path).read_text()
             try:
-                mutant.write(folder)
-                found = first_failure(folder, named)
+                found = verdict_on(mutant, folder, named)
             finally:
-                (folder / mutant.path).write_text(original)
                 copies.put(folder)
             return mutant, len(named), found, time.monotonic() - started
 
