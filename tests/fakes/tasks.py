@@ -61,7 +61,7 @@ class ListTask(Task):
             default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(length, takes="rollout")])
         )
         env: RendererEnvConfig = field(
-            default_factory=lambda: RendererEnvConfig(step_timeout_s=0.2, rollout_timeout_s=5.0)
+            default_factory=lambda: RendererEnvConfig(step_timeout_s=60.0, rollout_timeout_s=120.0)
         )
         group_size: int = 3
 
@@ -117,7 +117,7 @@ class TalkTask(Task):
             default_factory=lambda: Rubric.Config(reward_fns=[env_component("steps")])
         )
         env: RendererEnvConfig = field(
-            default_factory=lambda: RendererEnvConfig(step_timeout_s=5.0, rollout_timeout_s=5.0)
+            default_factory=lambda: RendererEnvConfig(step_timeout_s=60.0, rollout_timeout_s=120.0)
         )
         group_size: int = 2
         turns: int = 1

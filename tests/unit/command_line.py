@@ -5,8 +5,6 @@ import pytest
 DEBUG = ["--config", "rl_grpo_qwen3_debug"]
 """Words that name the config of the demo."""
 DRY_OR_NOT = pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["run", "dry run"])
-LIMIT_S = 10.0
-"""Seconds within which the command refuses a config."""
 
 
 def assert_one_line(err: str, *parts: str) -> None:

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import AutoTokenizer
 
 from tests.fakes.replicas import FakeChannel, Replica
 from tests.fakes.tasks import list_task
-from tests.unit.command_line import LIMIT_S, assert_one_line
+from tests.unit.command_line import assert_one_line
 from torchtitan.experiments.rl.ask.child import IsolatedCalls
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.generation import client as generator_client
@@ -79,12 +78,10 @@ def refused(command, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
 
     def run(*arguments: str) -> str:
-        started = time.perf_counter()
         code, out, err = command(*arguments)
         assert code == 2 and out == "", err
         assert_one_line(err)
         assert list(folder.iterdir()) == []
-        assert time.perf_counter() - started < LIMIT_S
         return err
 
     return run

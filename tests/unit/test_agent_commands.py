@@ -166,8 +166,8 @@ def test_commands_end_with_a_process_that_is_killed():
     try:
         until(lambda: len(processes_with(f"MARK={marker}")) >= 16, seconds=60)
         host.kill()
-        host.communicate(timeout=10)  # nothing holds the pipe: a reader of its output sees the end
-        until(lambda: not processes_with(f"MARK={marker}"), seconds=10)
+        host.communicate(timeout=60)  # nothing holds the pipe: a reader of its output sees the end
+        until(lambda: not processes_with(f"MARK={marker}"), seconds=60)
     finally:
         host.kill()
         for pid in processes_with(f"MARK={marker}"):

@@ -224,15 +224,15 @@ async def test_code_that_blocks_and_then_awaits_what_is_ready_is_late_too():
 
 async def test_code_is_not_late_because_other_code_blocked():
     async def waits():
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
         return "done"
 
     async def blocks():
-        await asyncio.sleep(0.02)
-        time.sleep(0.2)
+        await asyncio.sleep(0.1)
+        time.sleep(1.5)
 
     other = asyncio.create_task(blocks())
-    assert await ask(waits, timeout_s=0.1) == "done"
+    assert await ask(waits, timeout_s=1.0) == "done"
     await other
 
 
@@ -276,12 +276,12 @@ async def test_time_that_other_calls_hold_up_the_event_loop_does_not_count():
 
     async def blocks():
         await asyncio.sleep(0.001)
-        for _ in range(4):
-            time.sleep(0.3)
+        for _ in range(2):
+            time.sleep(1.2)
             await asyncio.sleep(0)
 
-    other = asyncio.create_task(ask(blocks, timeout_s=30))
-    assert await ask(waits, timeout_s=0.2) == "done"
+    other = asyncio.create_task(ask(blocks, timeout_s=60))
+    assert await ask(waits, timeout_s=1.0) == "done"
     await other
 
 
@@ -594,15 +594,18 @@ async def test_code_that_blocks_beyond_its_limit_is_late_and_counted_once_inside
 
 
 async def test_code_that_blocks_in_short_steps_is_late_though_each_is_within_the_limit():
+    steps = 0
+
     async def hogs():
+        nonlocal steps
         for _ in range(20):
+            steps += 1
             time.sleep(0.1)
             await asyncio.sleep(0)
 
-    began = time.monotonic()
     with pytest.raises(UserCodeTimeout, match=r"no answer within 0.3 s"):
         await ask(hogs, timeout_s=0.3)
-    assert time.monotonic() - began < 1.5
+    assert steps < 20
 
 
 async def test_earlier_block_within_the_limit_is_not_what_a_late_call_is_said_to_wait_for():

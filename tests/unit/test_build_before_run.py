@@ -1,10 +1,8 @@
 """What a run builds in its own process is built once before anything is spawned, and refused by its field."""
 
-import time
-
 import pytest
 
-from tests.unit.command_line import DEBUG, DRY_OR_NOT, LIMIT_S
+from tests.unit.command_line import DEBUG, DRY_OR_NOT
 
 # ---- what a run builds
 
@@ -217,9 +215,8 @@ def test_a_dataset_without_end_is_walked_without_a_table(command, config_module)
             changes="task.dataset = Endless.Config(); task.validation = Endless.Config()",
         )
     )
-    started = time.perf_counter()
     code, _, err = command("--module", name, "--config", "made", "--dry-run")
-    assert code == 0 and err == "" and time.perf_counter() - started < LIMIT_S
+    assert code == 0 and err == ""
 
 
 def test_a_dataset_that_makes_its_examples_at_once_has_a_limit(refused):

@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-import time
 
 import pytest
 
@@ -208,7 +207,11 @@ async def test_a_rollout_is_run_again_max_retries_times_at_most(build, tokenizer
 @pytest.mark.parametrize("failure", FAILURES)
 async def test_failing_env_ends_its_rollout_and_leaves_the_group(build, tokenizer, where, failure):
     what, status, cause = FAILURES[failure]
-    task = build(envs=[BrokenEnv(where, what), TalkingEnv(), TalkingEnv()], max_retries=0)
+    task = build(
+        envs=[BrokenEnv(where, what), TalkingEnv(), TalkingEnv()],
+        max_retries=0,
+        env=RendererEnvConfig(step_timeout_s=0.2 if status == "timeout" else 60.0),
+    )
     policy = ScriptedPolicy(tokenizer)
     group = await run_group(task, policy)
     assert [rollout.status for rollout in group.rollouts] == [status, "completed", "completed"]
@@ -522,12 +525,16 @@ async def test_envs_that_no_rollout_began_close_side_by_side(build, tokenizer):
         async def make_envs(self, sample, n):
             return [*await super().make_envs(sample, n), TalkingEnv()]
 
-    config = RendererEnvConfig(step_timeout_s=30.0)
-    envs = [SlowToClose() for _ in range(8)]
-    task = build(envs=envs, kind=Generous, env=config, group_size=8, max_retries=0)
-    began = time.monotonic()
+    together = asyncio.Barrier(8)
+
+    class ClosesWithTheOthers(TalkingEnv):
+        async def close(self):
+            await together.wait()
+            await super().close()
+
+    envs = [ClosesWithTheOthers() for _ in range(8)]
+    task = build(envs=envs, kind=Generous, group_size=8, max_retries=0)
     await run_group(task, ScriptedPolicy(tokenizer))
-    assert time.monotonic() - began < 4 * SlowToClose.close_s
     assert [env.closed for env in envs] == [1] * 8
 
 
