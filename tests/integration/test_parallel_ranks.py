@@ -63,7 +63,13 @@ RANKS = {
     "mixture, experts 2, shards 4": 4,
     "mixture, experts 4, tensor 2": 4,
 }
-SLOW = {"copies 2, shards 2", "context 2", "mixture, shards 2", "mixture, experts 2, shards 4"}
+SLOW = {
+    "tensor 2",
+    "copies 2, shards 2",
+    "context 2",
+    "mixture, shards 2",
+    "mixture, experts 2, shards 4",
+}
 """Meshes whose kinds of parallelism the others have too."""
 EVERY_MESH = [
     pytest.param(mesh, marks=pytest.mark.slow) if mesh in SLOW else mesh for mesh in MESHES
@@ -109,7 +115,7 @@ def work_on(mesh: str, parallelism: Parallelism, folder: str, fused: str, llama:
         }
         results["policy"] = learner.save_final(2)
     learner.close()
-    if mesh == "tensor 2":
+    if mesh == "tensor 2, shards 2":
         for name, model in (("fused", fused_config(fused)), ("llama", llama)):
             learner = learner_of(f"{folder}/{name}", model=model, parallelism=parallelism)
             results[name] = snapshot(learner), learner.score(TOKENS)
@@ -257,15 +263,17 @@ def test_what_expert_parallel_ranks_saved_one_rank_goes_on_with(one_rank, ranks_
     learner.close()
 
 
-def test_tensor_parallel_ranks_have_one_data_parallel_coordinate(ranks_of):
-    assert [result["coordinate"] for result in ranks_of("tensor 2")] == [
-        DataParallel(rank=0, size=1)
-    ] * 2
-    coordinates = [result["coordinate"] for result in ranks_of("tensor 2, shards 2")]
-    assert [coordinate.rank for coordinate in coordinates] == [0, 0, 1, 1] and {
-        c.size for c in coordinates
-    } == {2}
-    assert [result["coordinate"] for result in ranks_of("context 2, shards 2")] == coordinates
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "size"),
+    [
+        pytest.param("tensor 2", [0, 0], 1, marks=pytest.mark.slow),
+        ("tensor 2, shards 2", [0, 0, 1, 1], 2),
+        ("context 2, shards 2", [0, 0, 1, 1], 2),
+    ],
+)
+def test_ranks_that_share_their_rows_have_one_data_parallel_coordinate(ranks_of, mesh, ranks, size):
+    coordinates = [result["coordinate"] for result in ranks_of(mesh)]
+    assert coordinates == [DataParallel(rank=rank, size=size) for rank in ranks]
 
 
 @pytest.mark.parametrize("name", ["fused", "llama"])
@@ -279,7 +287,7 @@ def test_fused_and_reordered_weights_of_tensor_parallel_ranks_are_published_as_t
     reference,
 ):
     folder = {"fused": fused_model, "llama": llama_of_two_key_heads}[name]
-    published, score = ranks_of("tensor 2")[0][name]
+    published, score = ranks_of("tensor 2, shards 2")[0][name]
     assert_same(published, load_file(Path(folder) / "model.safetensors"), rtol=0, atol=0)
     if name == "llama":
         expected = reference(folder, TOKENS)

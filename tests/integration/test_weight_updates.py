@@ -201,8 +201,9 @@ async def test_aborting_what_an_engine_drains_lets_the_update_come(fleet):
 # ---- replicas
 
 
-@every_mode
-@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize(
+    ("how", "lockstep"), [*((how, False) for how in MODES), ("recompute", True)]
+)
 async def test_replicas_change_their_weights_each_on_its_own_and_answer_together(
     fleet, how, lockstep
 ):

@@ -5,8 +5,11 @@ What takes a running engine is asserted in ``tests/integration/test_generator.py
 """
 
 import inspect
+import io
+import json
 import os
 import re
+import sys
 from collections import deque
 from types import SimpleNamespace
 from typing import get_args
@@ -53,6 +56,23 @@ def test_environment_variables_are_read_by_vllm(monkeypatch):
     assert int(os.environ.pop("OMP_NUM_THREADS")) == torch.get_num_threads()
     compat.set_environment(device="cpu", workers=2 * torch.get_num_threads())
     assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ({"quantization": "fp8", "kv_cache_dtype": "fp8"}, None),
+        (
+            {"quantisation": "fp8"},
+            ["quantisation", "vLLM has no such argument of its engine"],
+        ),
+    ],
+)
+def test_an_argument_that_vllm_does_not_have_is_named(monkeypatch, capsys, arguments, answer):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(arguments)))
+    compat.answer_refused_argument()
+    assert json.loads(capsys.readouterr().out) == answer
 
 
 def test_the_core_client_shuts_its_engine_down_by_a_finalizer():

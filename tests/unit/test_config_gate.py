@@ -331,22 +331,13 @@ def test_a_locale_without_utf_8_is_no_obstacle(tmp_path):
         "PYTHONCOERCECLOCALE": "0",
         "PYTHONPATH": f"{tmp_path}:{ROOT}",
     }
-    for words, shown in (
-        (["--list"], "grün  Größe ≥ 3 …\n"),
-        (["--config", "grün", "--dry-run"], "model          0.9M parameters"),
-    ):
-        ended = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "torchtitan.experiments.rl.train",
-                "--module",
-                "umlauts",
-                *words,
-            ],
-            cwd=tmp_path,
-            env=os.environ | locale,
-            capture_output=True,
-            encoding="utf-8",
-        )
-        assert ended.returncode == 0 and ended.stderr == "" and shown in ended.stdout
+    command = [sys.executable, "-m", "torchtitan.experiments.rl.train", "--module", "umlauts"]
+    ended = subprocess.run(
+        [*command, "--config", "grün", "--dry-run"],
+        cwd=tmp_path,
+        env=os.environ | locale,
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert ended.returncode == 0 and ended.stderr == ""
+    assert "starting    grün" in ended.stdout and "0.9M parameters" in ended.stdout
