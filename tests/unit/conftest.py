@@ -38,14 +38,14 @@ def renderer(tokenizer_path):
     return build_renderer(RendererConfig(), tokenizer_path)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def scoring_server():
     return IsolatedCalls(1)
 
 
 @pytest.fixture
 def one_scoring_server(scoring_server, monkeypatch):
-    """Has all rubrics of a file score in forks of one process: to start one takes seconds."""
+    """Has all rubrics of these tests score in forks of one process: to start one takes seconds."""
 
     def shared(max_workers: int, *, memory_gib: float) -> IsolatedCalls:
         return scoring_server

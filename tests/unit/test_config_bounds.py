@@ -253,7 +253,7 @@ def wrong_values(name: str) -> tuple[Any, list[tuple[tuple, list[Any]]]]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_a_wrong_value_in_any_field_of_a_shipped_config_is_one_error_that_names_it(name, data):
     config, choices = wrong_values(name)

@@ -44,7 +44,13 @@ ADAPTED = [(config, checkpointing, 16) for config, checkpointing, _ in CASES]
 MIXTURE = [(rl_grpo_qwen3_30b_a3b, "full", 0)]
 
 
-@pytest.mark.parametrize("config, checkpointing, rank", CASES + ADAPTED + MIXTURE)
+def slow(case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "config, checkpointing, rank", [*CASES, ADAPTED[0], *map(slow, ADAPTED[1:]), *MIXTURE]
+)
 def test_a_step_takes_the_memory_and_the_operations_that_the_plan_says(
     config, checkpointing, rank, two_layers
 ):

@@ -391,12 +391,12 @@ async def test_an_answer_nobody_can_compare_is_an_error_not_a_0_and_costs_the_ot
 ):
     replies = ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{1.5}", "\\boxed{2}"]
     _, _, group, failure = await run(
-        config(file(), rubric={"timeout_s": 10.0}), renderer, tokenizer, replies, index=1
+        config(file(), rubric={"timeout_s": 4.0}), renderer, tokenizer, replies, index=1
     )
     assert failure is None
     hung, *others = group.rollouts
     assert (hung.status, hung.reward) == (RolloutStatus.ERROR, None)
-    assert hung.error == "reward function 'correct': no answer within 10 s; its process was killed"
+    assert hung.error == "reward function 'correct': no answer within 4 s; its process was killed"
     assert [rollout.reward for rollout in others] == [1.0, 0.0]
     # Its group's advantages are of the two that have a reward: 1 and 0, less their mean.
     assert math.isclose(float(others[0].samples[0].advantages.max()), 0.5)

@@ -160,7 +160,11 @@ def mine():
 
 
 @pytest.mark.parametrize(
-    "first", ["", "import torchtitan.models.qwen3, torchtitan.distributed.utils; "]
+    "first",
+    [
+        pytest.param("", marks=pytest.mark.slow),
+        "import torchtitan.models.qwen3, torchtitan.distributed.utils; ",
+    ],
 )
 def test_the_command_plans_for_cpu_whatever_a_users_module_imports_first(first, tmp_path):
     (tmp_path / "my_tasks.py").write_text(MY_TASKS)

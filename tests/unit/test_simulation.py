@@ -272,7 +272,7 @@ def test_a_run_takes_every_step_and_its_ledger_balances(bound):
     assert outcome.seconds > outcome.trainer_busy_s + (outcome.engines.busy_s if bound == 0 else 0)
 
 
-@pytest.mark.parametrize("end_run", [True, False])
+@pytest.mark.parametrize("end_run", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_same_seed_gives_the_same_files_byte_for_byte_with_failures_too(end_run, tmp_path):
     config = {"max_offpolicy_steps": 2, "steps": 30}
     failures = Failures(per_day=86_400 / 400, end_run=end_run, repair_s=50)
