@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -12,18 +13,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.command_runs import Run, assert_ledger_balances
+from tests.fakes.terminal import Screen
+from tests.integration.command_runs import Run, assert_ledger_balances, wait_for
 from torchtitan.experiments.rl.command.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.observability.console import typed_command
 from torchtitan.experiments.rl.observability.metrics import without_timing
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 from torchtitan.experiments.rl.types import TrainingSample
 
 
-def same_but_for_the_clock(left: Run, right: Run) -> None:
-    assert len(left.metrics) == len(right.metrics)
-    for ours, theirs in zip(left.metrics, right.metrics, strict=True):
+def same_but_for_the_clock(left: list[dict], right: list[dict]) -> None:
+    """Compare the records of two runs."""
+    assert len(left) == len(right)
+    for ours, theirs in zip(left, right, strict=True):
         ours, theirs = without_timing(ours), without_timing(theirs)
         keys = ours.keys() | theirs.keys()
         assert {
@@ -42,7 +46,7 @@ SYNC = [
     "--provision.share-gpus",
 ]
 WIDE = [
-    *"--max-offpolicy-steps 0 --seed 7 --steps 3 --trainer.no-save-final-model".split(),
+    *"--max-offpolicy-steps 0 --seed 7 --steps 100000 --validation.every 0".split(),
     *"--trainer.ranks 2 --generator.replicas 2".split(),
 ]
 
@@ -54,14 +58,23 @@ def sync_run(start) -> Run:
 
 @pytest.fixture(scope="module")
 def wide_run(start) -> Run:
-    """Run of two ranks and two generators, whose engines read each version from the ranks' buffers."""
+    """Run of two ranks and two generators, whose engines read each version from the ranks' buffers. It runs at a terminal."""
     other = ("--profile-steps", "2:2", RECORDED, "--generator.weights", "device")
-    return start(*WIDE, *other).ended_well()
+    return stopped_after(3, start(*WIDE, *other, columns=80))
+
+
+def stopped_after(step: int, run: Run) -> Run:
+    """End the run by Ctrl-C when it has taken this step."""
+    run.until_step(step)
+    run.send(signal.SIGINT)
+    assert run.wait() == 130, run.out
+    return run
 
 
 @pytest.mark.slow
 def test_a_run_whose_engine_sleeps_while_the_trainer_steps_has_the_same_metrics(sync_run, start):
-    same_but_for_the_clock(start(*SYNC, "--generator.engine.sleep").ended_well(), sync_run)
+    sleeping = start(*SYNC, "--generator.engine.sleep").ended_well()
+    same_but_for_the_clock(sleeping.metrics, sync_run.metrics)
 
 
 def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(
@@ -77,7 +90,7 @@ def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(
     run = start(resume=folder).ended_well()
     assert run.out.count("resumed ") == 1 and "resumed     step 2, from " in run.out
     assert re.search(r"^steps       (\d+) of \1, \d+ of them in ", run.out, re.MULTILINE)
-    same_but_for_the_clock(run, sync_run)
+    same_but_for_the_clock(run.metrics, sync_run.metrics)
     assert any(record["train/grad_norm"] > 0 for record in run.steps)
     for name in ("ledger.jsonl", "rollouts.jsonl.gz"):
         assert lines_of(folder / name) == lines_of(sync_run.folder / name)
@@ -121,8 +134,8 @@ def lines_of(path: Path) -> list:
 
 @pytest.mark.slow
 def test_two_ranks_and_two_generators_repeat_themselves_however_weights_get_there(wide_run, start):
-    plain = start(*WIDE).ended_well()
-    same_but_for_the_clock(plain, wide_run)
+    plain = stopped_after(3, start(*WIDE))
+    same_but_for_the_clock(plain.metrics[:4], wide_run.metrics[:4])
     for record in plain.steps:
         assert_on_policy(record)
     assert not list(plain.folder.glob("trace-*"))
@@ -136,6 +149,35 @@ def test_a_run_of_two_ranks_and_two_generators_has_a_log_for_each(wide_run):
         "generator-0.jsonl",
         "generator-1.jsonl",
     }
+
+
+def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing(wide_run):
+    """At a terminal, where the lines stay that are meant to."""
+    run = wide_run
+    wait_for(
+        lambda: run.out.endswith(f"--resume {run.folder}\r\n"), "the terminal did not show the end"
+    )
+    assert (
+        "stopped by SIGINT" in run.out
+        and "stopping after this step" in run.out
+        and "Traceback" not in run.out
+    )
+    assert "waiting for the trainer to start (" in run.out
+    rows = [row for row in Screen(1000).feed(run.out).rows if row]
+    assert max(len(row) for row in rows if str(run.folder) not in row) <= 80
+    labels = "starting config model sizes step steps rollouts metrics records ledger logs policy checkpoint".split()
+    others = [row for row in rows if row.split()[0] not in labels and not row.startswith(" " * 12)]
+    steps = [row for row in others if re.match(r" +\d+/100000 +\d", row)]
+    assert len(steps) >= 3
+    assert [row for row in others if row not in steps] == [
+        "run         run",
+        f"folder      {run.folder}",
+        "stopping after this step; once more stops at once",
+        f"folder      {run.folder}",
+        "profile     trace-steps-2-2.json",
+        f"see it      {typed_command('report')} {run.folder}",
+        f"go on with  {typed_command('train')} --resume {run.folder}",
+    ]
 
 
 def test_a_profiled_step_has_a_lane_for_each_process(wide_run):
@@ -256,4 +298,4 @@ def test_tasks_train_and_sample_with_adapters_of_their_own(start):
         model_folder(str(run.folder))
     shutil.rmtree(run.folder / "checkpoints" / "step-000004")
     again = start(resume=run.folder).ended_well()
-    same_but_for_the_clock(again, run)
+    same_but_for_the_clock(again.metrics, run.metrics)

@@ -8,7 +8,6 @@ from collections import Counter
 
 import pytest
 
-from tests.fakes.terminal import Screen
 from tests.integration.command_runs import (
     ENDLESS,
     PATIENCE_S,
@@ -23,40 +22,6 @@ from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 
 ENDED = "(?:killed by SIGKILL|its process ended)"
 """Monarch waits for its children too, and who is second learns no signal."""
-
-
-def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing(start):
-    """At a terminal, where the lines stay that are meant to."""
-    run = start(*ENDLESS, columns=80)
-    run.until_step(2)
-    run.send(signal.SIGINT)
-    assert run.wait() == 130, run.out
-    wait_for(
-        lambda: run.out.endswith(f"--resume {run.folder}\r\n"), "the terminal did not show the end"
-    )
-    assert (
-        "stopped by SIGINT" in run.out
-        and "stopping after this step" in run.out
-        and "Traceback" not in run.out
-    )
-    assert "waiting for the trainer to start (" in run.out
-    rows = [row for row in Screen(1000).feed(run.out).rows if row]
-    assert max(len(row) for row in rows if str(run.folder) not in row) <= 80
-    labels = "starting config model sizes validation step steps rollouts metrics records ledger logs policy checkpoint".split()
-    others = [row for row in rows if row.split()[0] not in labels and not row.startswith(" " * 12)]
-    steps = [row for row in others if re.match(r" +\d+/100000 +\d", row)]
-    assert len(steps) >= 2
-    assert [row for row in others if row not in steps] == [
-        "run         run",
-        f"folder      {run.folder}",
-        "stopping after this step; once more stops at once",
-        f"folder      {run.folder}",
-        f"see it      {typed_command('report')} {run.folder}",
-        f"go on with  {typed_command('train')} --resume {run.folder}",
-    ]
-    for record in run.steps:
-        assert_ledger_balances(record)
-    run.assert_nothing_left()
 
 
 @pytest.mark.slow
