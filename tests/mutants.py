@@ -9,6 +9,9 @@ its line run until one fails: the unit tests first, then the integration tests.
 
 Prints a line for each mutant, and "N of N noticed". Exits 1 if a mutant is not noticed. A mutant
 that behaves as the library does can't be noticed; --known FILE lists those, one a line.
+
+To compare two checkouts, give both the same --seed, and the second one --first FILE, the --json of
+the first: the test that noticed a mutant there then runs before the others.
 """
 
 import argparse
@@ -26,6 +29,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = Path("torchtitan/experiments/rl")
@@ -245,19 +250,24 @@ def _failure_of(folder: Path, named: list[str]) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"no end within {LIMIT_S} s"
-    if ended.returncode == 0:
+    if ended.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         return ""
     failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return failed[0].split(" - ")[0] if failed else f"exit code {ended.returncode}"
 
 
-def verdict_on(mutant: Mutant, folder: Path, tests: list[str]) -> str:
-    """Return the test that fails with the mutant and passes without it, or "" if there is none."""
+def verdict_on(mutant: Mutant, folder: Path, tests: list[str], first: str = "") -> str:
+    """Return the test that fails with the mutant and passes without it, or "" if there is none.
+
+    Args:
+        first: one of the tests, which runs before the others.
+    """
     original = (folder / mutant.path).read_text()
     while True:
         try:
             mutant.write(folder)
-            found = first_failure(folder, tests)
+            found = _failure_of(folder, [first]) if first in tests else ""
+            found = found or first_failure(folder, tests)
         finally:
             (folder / mutant.path).write_text(original)
         if not found.startswith(("FAILED", "ERROR")):
@@ -272,8 +282,14 @@ def verdict_on(mutant: Mutant, folder: Path, tests: list[str]) -> str:
         tests = remaining
 
 
-def run(mutants: list[Mutant], data: Path, workers: int) -> dict[str, str]:
-    """Return, by the name of each mutant, the test that noticed it, or "" where none did."""
+def run(
+    mutants: list[Mutant], data: Path, workers: int, noticed_before: dict[str, str]
+) -> dict[str, str]:
+    """Return, by the name of each mutant, the test that noticed it, or "" where none did.
+
+    Args:
+        noticed_before: what another checkout's run has returned.
+    """
     tests = tests_by_line(data, {mutant.path for mutant in mutants})
     noticed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as temporary:
@@ -285,8 +301,9 @@ def run(mutants: list[Mutant], data: Path, workers: int) -> dict[str, str]:
         def try_one(mutant: Mutant) -> tuple[Mutant, int, str, float]:
             folder, started = copies.get(), time.monotonic()
             named = tests.get((mutant.path, mutant.line), [])
+            before = noticed_before.get(mutant.name, "").partition(" ")[2]
             try:
-                found = verdict_on(mutant, folder, named)
+                found = verdict_on(mutant, folder, named, before)
             finally:
                 copies.put(folder)
             return mutant, len(named), found, time.monotonic() - started
@@ -311,10 +328,12 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=ROOT / "build/coverage")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="write which test noticed each mutant")
+    parser.add_argument("--first", type=Path, help="--json of a run in another checkout")
     parser.add_argument("--known", type=Path, help="names of mutants that no test can notice")
     options = parser.parse_args()
     known = set(options.known.read_text().splitlines()) if options.known else set()
-    noticed = run(picked(options.count, options.seed), options.data, options.workers)
+    before = json.loads(options.first.read_text()) if options.first else {}
+    noticed = run(picked(options.count, options.seed), options.data, options.workers, before)
     if options.json:
         options.json.write_text(json.dumps(noticed, indent=1))
     missed = [name for name, test in noticed.items() if not test and name not in known]
