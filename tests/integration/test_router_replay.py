@@ -98,7 +98,7 @@ def test_a_routers_gradient_with_replay_is_that_of_finite_differences(exact):
         ) -> torch.Tensor:
             return (torch.func.functional_call(moe, {"router.gate.weight": weight}, x) * v).sum()
 
-        assert torch.autograd.gradcheck(value, gate, eps=1e-6, rtol=1e-6, atol=1e-8)
+        assert torch.autograd.gradcheck(value, gate, eps=1e-6, rtol=1e-6, atol=1e-8, fast_mode=True)
         assert torch.autograd.grad(value(gate), gate)[0].abs().max() > 1e-3
         assert (
             0 < (moe.router.agreed_BLK == 1).sum() < 18
@@ -109,7 +109,7 @@ def test_a_routers_gradient_with_replay_is_that_of_finite_differences(exact):
 
 def test_prefix_trees_whose_routes_part_anywhere_are_the_samples_apart(exact):
     learner, trees = exact(**MOE), 0
-    for seed in range(100):
+    for seed in range(30):
         samples = random_routed(seed * 100, 2 + seed % 9, LAYERS)
         layout = dict(row_length=256, rows_per_microbatch=4)
         (batch,) = Batcher.Config(**layout).build().plan(samples, 1).microbatches[0]
@@ -120,7 +120,7 @@ def test_prefix_trees_whose_routes_part_anywhere_are_the_samples_apart(exact):
         scale = max(float(gradient.abs().max()) for gradient in apart[1].values())
         # torchtitan rotates queries and keys in float32.
         assert_same(together[1], apart[1], rtol=1e-6, atol=1e-7 * scale)
-    assert trees > 60
+    assert trees > 18
     learner.close()
 
 

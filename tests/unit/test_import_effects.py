@@ -113,19 +113,23 @@ print([name for name in ("torch", "monarch", "torchstore", "vllm") if name in sy
     assert result.stdout.strip() == "[]", result.stderr
 
 
-def test_a_process_that_renders_nothing_imports_no_renderers():
-    """They bring a client of OpenAI's with 500 modules: two seconds of a trainer's start."""
+def test_a_process_imports_no_package_that_it_can_do_without():
+    """renderers bring a client of OpenAI's with 500 modules: two seconds of a trainer's start. Those of tasks are optional."""
     code = """import importlib, sys
 for module in ("weights.reader", "generation.generator", "training.trainer"):
     importlib.import_module("torchtitan.experiments.rl." + module)
-    print(module, [name for name in ("renderers", "openai", "rich") if name in sys.modules])"""
+    print(module, [name for name in ("renderers", "openai", "rich") if name in sys.modules])
+from torchtitan.experiments.rl import config_registry
+assert "torchtitan.experiments.rl.tasks.examples.math" in sys.modules
+print("configs", [name for name in ("math_verify", "datasets", "reasoning_gym") if name in sys.modules])"""
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    assert result.stdout.splitlines()[-3:] == [
+    assert result.stdout.splitlines()[-4:] == [
         "weights.reader []",
         "generation.generator []",
         "training.trainer []",
+        "configs []",
     ], result.stdout + result.stderr
 
 

@@ -2,9 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import datasets
 import pytest
@@ -298,21 +295,6 @@ def test_without_math_verify_the_cure_is_its_name(file, monkeypatch):
         match=r"tasks.t.rubric = 'math-verify': is not installed: pip install math-verify",
     ):
         config(file()).check_present(field="tasks.t")
-
-
-def test_naming_the_configs_imports_no_optional_package():
-    code = (
-        "import sys, math; from torchtitan.experiments.rl import config_registry; "
-        "assert math.pi > 3; assert 'torchtitan.experiments.rl.tasks.examples.math' in sys.modules; "
-        "print({'math_verify', 'datasets', 'reasoning_gym'} & set(sys.modules))"
-    )
-    root = Path(__file__).resolve().parents[2]
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], cwd=root, capture_output=True, text=True
-        ).stdout
-        == "set()\n"
-    )
 
 
 # ---- the comparison
