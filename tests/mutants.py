@@ -21,6 +21,7 @@ import json
 import os
 import queue
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -74,6 +75,8 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
+_PHASE = re.compile(r"\|(setup|run|teardown)$| \((setup|call|teardown)\)$")
+"""Phase of a test, which follows its name in a context: pytest-cov's, and pytest's in a process that the test started."""
 OPPOSITES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
@@ -201,7 +204,7 @@ def tests_by_line(data: Path, paths: set[str]) -> dict[tuple[str, int], list[str
         if path is None:
             continue
         for line, contexts in recorded.contexts_by_lineno(measured).items():
-            names = {context.partition("|")[0] for context in contexts if context}
+            names = {_PHASE.sub("", context) for context in contexts if context}
             tests[path, line] = sorted(names | set(tests.get((path, line), [])))
     return tests
 
