@@ -17,6 +17,7 @@ the first: the test that noticed a mutant there then runs before the others.
 import argparse
 import ast
 import concurrent.futures
+import itertools
 import json
 import os
 import queue
@@ -49,7 +50,8 @@ ROOMS = {
 }
 COPIED = ["torchtitan", "tests", "assets", "benchmarks", "scripts", "src", "docs", "requirements"]
 LIMIT_S = 900
-"""Seconds after which the tests of a mutant count as hanging, which is noticed too."""
+"""Seconds after which the unit tests of a mutant, or those of another file, count as hanging. That is
+noticed too."""
 MOST_TESTS = 400
 """Maximum number of tests that are named on one command line."""
 
@@ -227,11 +229,14 @@ def copy_of_checkout(folder: Path) -> Path:
 
 def first_failure(folder: Path, tests: list[str]) -> str:
     """Run the tests until one fails. Return its name, or "" if all pass."""
-    for folder_name in ("tests/unit", "tests/zoo", "tests/integration"):
-        named = [test for test in tests if test.startswith(folder_name)]
-        # So many parametrized cases are named by their files.
-        if len(named) > MOST_TESTS:
-            named = sorted({test.partition("::")[0] for test in named})
+    unit = [test for test in tests if test.startswith("tests/unit")]
+    # So many parametrized cases are named by their files.
+    if len(unit) > MOST_TESTS:
+        unit = sorted({test.partition("::")[0] for test in unit})
+    others = [test for test in tests if not test.startswith("tests/unit")]
+    others.sort(key=lambda test: test.startswith("tests/integration"))
+    files = itertools.groupby(others, key=lambda test: test.partition("::")[0])
+    for named in [unit, *(list(group) for _, group in files)]:
         if named and (failed := _failure_of(folder, named)):
             return failed
     return ""
@@ -331,12 +336,14 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=ROOT / "build/coverage")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="write which test noticed each mutant")
+    parser.add_argument("--only", default="", help="mutants whose names hold this text")
     parser.add_argument("--first", type=Path, help="--json of a run in another checkout")
     parser.add_argument("--known", type=Path, help="names of mutants that no test can notice")
     options = parser.parse_args()
     known = set(options.known.read_text().splitlines()) if options.known else set()
     before = json.loads(options.first.read_text()) if options.first else {}
-    noticed = run(picked(options.count, options.seed), options.data, options.workers, before)
+    mutants = [m for m in picked(options.count, options.seed) if options.only in m.name]
+    noticed = run(mutants, options.data, options.workers, before)
     if options.json:
         options.json.write_text(json.dumps(noticed, indent=1))
     missed = [name for name, test in noticed.items() if not test and name not in known]
