@@ -22,6 +22,7 @@ from torchtitan.experiments.rl.losses import (
     compute_loss,
 )
 from torchtitan.experiments.rl.losses.loss import sequence_ids
+from torchtitan.experiments.rl.losses.variants import clipped_surrogate
 from torchtitan.experiments.rl.types import LossDenominators
 
 torch.set_num_threads(1)
@@ -429,3 +430,13 @@ def test_a_cap_that_is_infinite_is_refused_with_the_way_to_have_none():
         match="rl.ratio_max = inf: must be a finite number and above 1; .*None sets no cap",
     ):
         check_fields(LossConfig(rl=DPPO.Config(ratio_max=math.inf)))
+
+
+@pytest.mark.parametrize(("clip_low", "clip_high"), [(0.2, 0.28), (0.5, 1.0)])
+def test_a_ratio_that_meets_its_clip_exactly_is_not_clipped(clip_low, clip_high):
+    at_bounds = torch.tensor([math.log1p(clip_high), math.log1p(-clip_low)], dtype=torch.float64)
+    loss, clipped, _ = clipped_surrogate(
+        at_bounds, torch.tensor([1.0, -1.0], dtype=torch.float64), clip_low, clip_high, None
+    )
+    assert clipped.tolist() == [False, False]
+    assert loss.tolist() == pytest.approx([-(1 + clip_high), 1 - clip_low])

@@ -81,6 +81,8 @@ def test_dapo_without_a_limit_is_grpo_with_the_standard_deviation():
     assert of_rewards(DAPO.Config(), 1.0, 0.0, 0.5) == of_rewards(
         GRPO.Config(normalize_std=True), 1.0, 0.0, 0.5
     )
+    whole = DAPO.Config(overlong_limit=8, overlong_buffer=8)
+    check_config(whole, field="a", group_size=2, temperature=1.0)
     with pytest.raises(
         ConfigError, match="a.overlong_buffer = 9: must be at most overlong_limit = 8"
     ):

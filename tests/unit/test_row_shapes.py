@@ -1,11 +1,14 @@
 """Batches padded to few shapes, as on CUDA: the same numbers, and no other shape reaches the model. Flex attention, eager."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.models.decoder import RowShapes
+from tests.unit import loss_batches
+from torchtitan.experiments.rl.models.decoder import RowShapes, batch_logprobs
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 
 ROW_LENGTH, ROWS = 500, 3
@@ -116,3 +119,16 @@ def test_the_canary_is_padded_to_the_smallest_shape():
     assert RowShapes.of(4, 8192).smallest(5, 9000) == (5, 9000), (
         "what is larger than a run's rows is left as it is"
     )
+    assert RowShapes.of(4, 8192).smallest(5, 8) == (5, 8), "more rows than a shape has"
+
+
+def test_the_tokens_of_every_task_are_real_and_padding_is_not():
+    told = []
+
+    def policy(tokens, positions, temperatures, needed, routes, real):
+        told.append(real)
+        return tokens.float(), tokens.float()
+
+    batch = replace(loss_batches.batch_of((1, 4)), task_ids=torch.tensor([[0, 0, 1, -1]]))
+    batch_logprobs(policy, batch)
+    assert told[0].tolist() == [[True, True, True, False]]
