@@ -34,7 +34,6 @@ def processes_of(temporary: Path) -> dict[int, dict[str, str]]:
     }
 
 
-@pytest.mark.slow
 def test_three_hosts_have_the_roles_of_the_config_and_a_killed_one_ends_the_run_by_its_name(start):
     run = start(*ENDLESS, config="rl_grpo_qwen3_debug_hosts")
     run.until_step(2)

@@ -104,7 +104,6 @@ def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(
     ]
 
 
-@pytest.mark.slow
 def test_evaluate_gives_the_runs_own_validation_figures_of_version_0(sync_run, start):
     words = "--max-offpolicy-steps 0 --seed 7 --json"
     program = (sys.executable, "-m", "torchtitan.experiments.rl.evaluate")
