@@ -71,15 +71,10 @@ def stopped_after(step: int, run: Run) -> Run:
     return run
 
 
-@pytest.mark.slow
-def test_a_run_whose_engine_sleeps_while_the_trainer_steps_has_the_same_metrics(sync_run, start):
-    sleeping = start(*SYNC, "--generator.engine.sleep").ended_well()
-    same_but_for_the_clock(sleeping.metrics, sync_run.metrics)
-
-
 def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(
     sync_run, tmp_path_factory, start
 ):
+    """Its engine sleeps while the trainer steps, which changes nothing either."""
     # Files and checkpoints as if killed while the third checkpoint was written, after a weight update and an evaluation.
     folder = tmp_path_factory.mktemp("copied") / "run"
     shutil.copytree(sync_run.folder, folder)
@@ -87,7 +82,7 @@ def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(
         shutil.rmtree(folder / "checkpoints" / f"step-00000{step}")
     index = ReportedRun(folder)
     index.refresh()  # of files that the resumed run cuts back
-    run = start(resume=folder).ended_well()
+    run = start("--generator.engine.sleep", resume=folder).ended_well()
     assert run.out.count("resumed ") == 1 and "resumed     step 2, from " in run.out
     assert re.search(r"^steps       (\d+) of \1, \d+ of them in ", run.out, re.MULTILINE)
     same_but_for_the_clock(run.metrics, sync_run.metrics)
