@@ -79,6 +79,8 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
 }
 _PHASE = re.compile(r"\|(setup|run|teardown)$| \((setup|call|teardown)\)$")
 """Phase of a test, which follows its name in a context: pytest-cov's, and pytest's in a process that the test started."""
+_FAILED = ("FAILED tests/", "ERROR tests/")
+"""Beginnings of the lines of pytest's summary that name a test; a log's lines may begin with ERROR too."""
 OPPOSITES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
@@ -260,7 +262,7 @@ def _failure_of(folder: Path, named: list[str]) -> str:
         return f"no end within {LIMIT_S} s"
     if ended.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         return ""
-    failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = [line for line in ended.stdout.splitlines() if line.startswith(_FAILED)]
     return failed[0].split(" - ")[0] if failed else f"exit code {ended.returncode}"
 
 
@@ -278,7 +280,7 @@ def verdict_on(mutant: Mutant, folder: Path, tests: list[str], first: str = "") 
             found = found or first_failure(folder, tests)
         finally:
             (folder / mutant.path).write_text(original)
-        if not found.startswith(("FAILED", "ERROR")):
+        if not found.startswith(_FAILED):
             return found
         _, _, test = found.partition(" ")
         if not _failure_of(folder, [test]):

@@ -8,8 +8,6 @@ import socket
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 from tests.integration.command_runs import ENDLESS, private, wait_for
 from tests.integration.processes import listening_sockets, open_files
 from torchtitan.experiments.rl.process.host import HOST_VARIABLE

@@ -130,6 +130,17 @@ async def test_three_hundred_append_only_conversations_are_a_sample_each(rendere
     assert len(rollout.samples) == 300
 
 
+async def test_an_answer_is_no_longer_than_its_request_asks(renderer, tokenizer):
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            for fields in ({"max_tokens": 2}, {}, {"max_tokens": 10_000}):
+                await ask([HELLO], **fields)
+
+    rollout = await run_agent(agent, Policy(tokenizer, "an answer of many words"), renderer)
+    short, whole, same = [len(turn.completion.token_ids) for turn in rollout.turns]
+    assert short == 2 and whole == same > 2
+
+
 async def test_forks_are_samples_of_one_rollout_and_lose_no_token(renderer, tokenizer):
     async def agent(sample, endpoint):
         async with client_of(endpoint) as ask:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.gateway.chains import TurnTree, meaning
+from torchtitan.experiments.rl.gateway.chains import TurnTree, arguments_of, meaning
 
 USERS = st.sampled_from(["go", "more", "no", ""])
 ANSWERS = st.sampled_from(["yes", "maybe", ""])
@@ -168,6 +168,20 @@ def test_where_a_client_leaves_reasoning_out_every_answer_that_may_be_meant_is_f
 )
 def test_what_two_messages_of_one_meaning_may_differ_in(ours, theirs, same):
     assert (meaning(ours) == meaning(theirs)) is same
+
+
+@pytest.mark.parametrize(
+    ("arguments", "canonical"),
+    [
+        ('{"b": 1,  "a": [2]}', '{"a": [2], "b": 1}'),
+        ({"b": 1, "a": 2}, '{"a": 2, "b": 1}'),
+        ("3", '{"value": 3}'),
+        (None, '{"value": null}'),
+        ("{b", "{b"),
+    ],
+)
+def test_arguments_of_a_call_are_compared_as_json(arguments, canonical):
+    assert arguments_of({"arguments": arguments}) == canonical
 
 
 def test_looking_up_a_long_history_canonicalises_only_what_is_new(monkeypatch):
