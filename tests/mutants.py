@@ -288,7 +288,7 @@ def verdict_on(mutant: Mutant, folder: Path, tests: list[str], first: str = "") 
         # It fails without the mutant too, as a test that is not steady may.
         remaining = [other for other in tests if other != test]
         if remaining == tests:
-            return f"{found}, which fails without the mutant too"
+            return ""
         tests = remaining
 
 
