@@ -74,7 +74,7 @@ def stopped_after(step: int, run: Run) -> Run:
 def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(
     sync_run, tmp_path_factory, start
 ):
-    """Its engine sleeps while the trainer steps, which changes nothing either."""
+    """Neither the resumption changes a metric, nor an engine that sleeps while the trainer steps."""
     # Files and checkpoints as if killed while the third checkpoint was written, after a weight update and an evaluation.
     folder = tmp_path_factory.mktemp("copied") / "run"
     shutil.copytree(sync_run.folder, folder)
@@ -146,7 +146,7 @@ def test_a_run_of_two_ranks_and_two_generators_has_a_log_for_each(wide_run):
 
 
 def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing(wide_run):
-    """At a terminal, where the lines stay that are meant to."""
+    """Compare what stays on the terminal, line by line, beside the signs of an orderly end."""
     run = wide_run
     wait_for(
         lambda: run.out.endswith(f"--resume {run.folder}\r\n"), "the terminal did not show the end"

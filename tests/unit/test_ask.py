@@ -287,7 +287,7 @@ async def test_time_that_other_calls_hold_up_the_event_loop_does_not_count():
 
 @pytest.mark.parametrize("levels", [1, 2, 4])
 def test_call_that_is_late_says_where_the_call_inside_it_waits_whatever_limit_that_has(levels):
-    """In virtual time: on a busy machine calls with equal limits are late in any order."""
+    """Call in virtual time: on a busy machine, calls with equal limits are late in any order."""
 
     async def hangs():
         await asyncio.sleep(3600)
@@ -605,7 +605,7 @@ async def test_code_that_blocks_in_short_steps_is_late_though_each_is_within_the
 
     with pytest.raises(UserCodeTimeout, match=r"no answer within 0.3 s"):
         await ask(hogs, timeout_s=0.3)
-    assert steps < 20
+    assert steps < 15, "it was not stopped at its limit"
 
 
 async def test_earlier_block_within_the_limit_is_not_what_a_late_call_is_said_to_wait_for():
