@@ -1,12 +1,14 @@
 """What the trainer publishes: two versions side by side, with the digests of its own tensors."""
 
 import asyncio
+import os
 from mmap import PAGESIZE as PAGE
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.fakes.waiting import until
 from torchtitan.experiments.rl.errors import PeerGone
 from torchtitan.experiments.rl.weights import publisher as publisher_module
 from torchtitan.experiments.rl.weights import reader as reader_module
@@ -136,6 +138,8 @@ async def test_versions_that_stay_on_the_device_are_the_same_bytes_in_one_buffer
     assert part.handle not in handles and reader.tensors(manifest) and reader.tensors(manifest)
     assert {*reader._last, *reader._before} == {again._buffers[0].inode}
     del publisher, device
+    # The thread that computed the last digests lets go of its publisher a moment after its result is there.
+    await until(lambda: not os.path.exists(handle))
     with pytest.raises(PeerGone, match="the process that published them has ended"):
         SnapshotReader().tensors(on_device)
 
