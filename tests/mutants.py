@@ -5,7 +5,7 @@
 
 A place is an operator, a constant, a condition or a statement inside a function of a room. The seed
 picks the places. Each mutant is written into a copy of the checkout, where the tests that execute
-its line run until one fails: the unit tests first, then the integration tests.
+its line run until one fails: the unit tests first, then those of the zoo, then integration tests.
 
 Prints a line for each mutant, and "N of N noticed". Exits 1 if a mutant is not noticed. A mutant
 that behaves as the library does can't be noticed; --known FILE lists those, one a line.
@@ -17,6 +17,7 @@ the first: the test that noticed a mutant there then runs before the others.
 import argparse
 import ast
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import os
@@ -24,6 +25,7 @@ import queue
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -197,9 +199,12 @@ def tests_by_line(data: Path, paths: set[str]) -> dict[tuple[str, int], list[str
 
     Raises:
         ImportError: coverage is not installed.
+        FileNotFoundError: there is no such file; `make coverage` writes it.
     """
     from coverage import CoverageData
 
+    if not data.is_file():
+        raise FileNotFoundError(f"{data}: run make coverage first")
     recorded = CoverageData(str(data))
     recorded.read()
     tests: dict[tuple[str, int], list[str]] = {}
@@ -249,21 +254,34 @@ def _failure_of(folder: Path, named: list[str]) -> str:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
     own = {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hyp")}
     own["PYTHONPATH"] = f"{folder}{os.pathsep}{folder / 'src'}"
-    try:
-        ended = subprocess.run(
+    with tempfile.TemporaryFile("w+") as output:
+        tests = subprocess.Popen(
             [*command, *named],
             cwd=folder,
             env=os.environ | own,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return f"no end within {LIMIT_S} s"
-    if ended.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+        try:
+            code = tests.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return f"no end within {LIMIT_S} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+                os.killpg(tests.pid, signal.SIGKILL)
+            tests.wait()
+        output.seek(0)
+        lines = output.read().splitlines()
+    if code in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         return ""
-    failed = [line for line in ended.stdout.splitlines() if line.startswith(_FAILED)]
-    return failed[0].split(" - ")[0] if failed else f"exit code {ended.returncode}"
+    failed = [line for line in lines if line.startswith(_FAILED)]
+    if not failed:
+        return f"exit code {code}"
+    # A name may hold the " - " that pytest puts between a name and its cause.
+    kind, _, rest = failed[0].partition(" ")
+    whole = [test for test in named if rest == test or rest.startswith(f"{test} - ")]
+    return f"{kind} {whole[0]}" if whole else failed[0].split(" - ")[0]
 
 
 def verdict_on(mutant: Mutant, folder: Path, tests: list[str], first: str = "") -> str:
@@ -293,12 +311,12 @@ def verdict_on(mutant: Mutant, folder: Path, tests: list[str], first: str = "") 
 
 
 def run(
-    mutants: list[Mutant], data: Path, workers: int, noticed_before: dict[str, str]
+    mutants: list[Mutant], data: Path, workers: int, elsewhere: dict[str, str]
 ) -> dict[str, str]:
     """Return, by the name of each mutant, the test that noticed it, or "" where none did.
 
     Args:
-        noticed_before: what another checkout's run has returned.
+        elsewhere: what this has returned in another checkout.
     """
     tests = tests_by_line(data, {mutant.path for mutant in mutants})
     noticed: dict[str, str] = {}
@@ -311,9 +329,9 @@ def run(
         def try_one(mutant: Mutant) -> tuple[Mutant, int, str, float]:
             folder, started = copies.get(), time.monotonic()
             named = tests.get((mutant.path, mutant.line), [])
-            before = noticed_before.get(mutant.name, "").partition(" ")[2]
+            first = elsewhere.get(mutant.name, "").partition(" ")[2]
             try:
-                found = verdict_on(mutant, folder, named, before)
+                found = verdict_on(mutant, folder, named, first)
             finally:
                 copies.put(folder)
             return mutant, len(named), found, time.monotonic() - started
@@ -343,9 +361,11 @@ def main() -> int:
     parser.add_argument("--known", type=Path, help="names of mutants that no test can notice")
     options = parser.parse_args()
     known = set(options.known.read_text().splitlines()) if options.known else set()
-    before = json.loads(options.first.read_text()) if options.first else {}
+    elsewhere = json.loads(options.first.read_text()) if options.first else {}
     mutants = [m for m in picked(options.count, options.seed) if options.only in m.name]
-    noticed = run(mutants, options.data, options.workers, before)
+    if not mutants:
+        parser.error(f"--only {options.only!r}: the name of no mutant that is picked holds it")
+    noticed = run(mutants, options.data, options.workers, elsewhere)
     if options.json:
         options.json.write_text(json.dumps(noticed, indent=1))
     missed = [name for name, test in noticed.items() if not test and name not in known]
