@@ -680,3 +680,66 @@ def test_a_matrix_without_an_adapter_is_left_out_where_ranks_share_the_module():
     found = {name: share for name, _, share in compat.held_adapters(worker, tensors)}
     assert found.keys() == {a, b}
     assert found[a].tolist() == [[2, 3], [6, 7]] and found[b].tolist() == tensors[b].tolist()
+
+
+def test_each_token_gets_what_its_own_adapter_adds_slice_by_slice():
+    """Tokens of two adapters and of none in one batch: against each token's own product."""
+    random = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random, dtype=torch.float64)
+
+    sizes = (3, 2)
+    x, y = draw(6, 4), draw(6, sum(sizes))
+    stacked_a = [draw(2, 1, 2, 4) for _ in sizes]
+    stacked_b = [draw(2, 1, size, 2) for size in sizes]
+    slots = [0, 1, -1, 0, 1, 1]
+    expected = y.clone()
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            delta = [
+                b[slot, 0] @ a[slot, 0] @ x[token]
+                for a, b in zip(stacked_a, stacked_b, strict=True)
+            ]
+            expected[token] += 0.5 * torch.cat(delta)
+    # vLLM's list of slots is longer than a step that is smaller than those before it.
+    wrapper = SimpleNamespace(no_lora=False, token_lora_indices=torch.tensor([*slots, 0, 1]))
+    untouched = y.clone()
+    compat._add_lora_linear(
+        SimpleNamespace(no_lora=True), untouched, x, stacked_a, stacked_b, 0.5, sizes
+    )
+    assert torch.equal(untouched, y)
+    compat._add_lora_linear(wrapper, y, x, stacked_a, stacked_b, 0.5, sizes)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_module_of_several_matrices_is_shared_matrix_by_matrix():
+    """Queries, keys and values in one module of two ranks, the keys without an adapter."""
+    module = SimpleNamespace(
+        tp_size=2,
+        slice_lora_a=lambda wholes: wholes,
+        slice_lora_b=lambda wholes: [None if whole is None else whole[2:] for whole in wholes],
+        lora_a_stacked=tuple(torch.zeros(1, 1, 2, 4) for _ in "qkv"),
+        lora_b_stacked=tuple(torch.zeros(1, 1, 4, 2) for _ in "qkv"),
+    )
+    sources = [f"{part}_proj" for part in "qkv"]
+    manager = SimpleNamespace(
+        lora_index_to_id=[1], packed_modules={"qkv_proj": sources}, modules={"qkv_proj": module}
+    )
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
+    )
+    tensors = {
+        f"base_model.model.{part}_proj.lora_{matrix}.weight": torch.full(shape, float(index))
+        for index, part in enumerate("qv")
+        for matrix, shape in (("A", (2, 4)), ("B", (4, 2)))
+    }
+    found = {
+        name: (held.shape, share) for name, held, share in compat.held_adapters(worker, tensors)
+    }
+    assert found.keys() == tensors.keys()
+    for name, (shape, share) in found.items():
+        whole = tensors[name]
+        assert shape == share.shape and torch.equal(
+            share, whole[2:] if ".lora_B." in name else whole
+        )

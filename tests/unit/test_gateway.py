@@ -326,6 +326,30 @@ async def test_a_delivery_that_is_noted_after_the_rollout_has_closed_trains_noth
     assert rollout.turns[0].untrained == "undelivered" and not rollout.samples
 
 
+async def test_a_rollout_waits_for_the_delivery_of_its_last_answer_and_no_longer(
+    renderer, tokenizer, monkeypatch
+):
+    leave, left = agent_rollout.AgentRollout.leave, asyncio.Event()
+
+    def leave_later(*args, **options):
+        def leave_now():
+            leave(*args, **options)
+            left.set()
+
+        asyncio.get_running_loop().call_later(0.1, leave_now)
+
+    monkeypatch.setattr(agent_rollout.AgentRollout, "leave", leave_later)
+    monkeypatch.setattr(agent_rollout, "CLOSE_S", 3600)
+
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            await ask([HELLO])
+
+    async with asyncio.timeout(60):
+        rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer)
+    assert left.is_set() and rollout.calls == {"answered": 1} and rollout.samples
+
+
 async def test_a_corrected_request_goes_on_from_the_turn_that_a_refused_one_named(
     renderer, tokenizer
 ):

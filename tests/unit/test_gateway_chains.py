@@ -139,6 +139,17 @@ def test_of_equal_answers_one_that_nobody_went_on_from_is_taken():
     assert tree.match("s", [*request, said("yes"), user("more")]).node is second
 
 
+def test_the_turn_that_extends_another_comes_right_after_it_and_a_root_extends_nothing():
+    tree, go, yes = TurnTree(), user("go"), said("yes")
+    root = tree.add(tree.match("s", [go]), [go], yes, "root", extends=True)
+    for branch, extends in (("left", False), ("longer", True), ("right", False)):
+        request = [go, yes, user(branch)]
+        match = tree.match("s", request)
+        tree.add(match, request[match.known :], said("no"), branch, extends=extends)
+    assert [node.value for node in tree.in_order()] == ["root", "longer", "left", "right"]
+    assert not root.extends and [node.extends for node in root.children] == [False, True, False]
+
+
 def test_where_a_client_leaves_reasoning_out_every_answer_that_may_be_meant_is_followed():
     """Two answers differ in their reasoning alone: a history goes on from the one that has its second answer below it."""
     tree, go, yes = TurnTree(), user("go"), said("yes", reasoning="because")

@@ -9,7 +9,7 @@ from tests.fakes.replicas import PROMPT, STOP, generate, open_session
 from tests.fakes.waiting import settle
 from torchtitan.experiments.rl.envs.yield_queue import Line, yield_queue
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.generation.client import FULL_MESSAGE
+from torchtitan.experiments.rl.generation.client import FULL_MESSAGE, AdaptedPolicy
 from torchtitan.experiments.rl.generation.engine import (
     GenerateRequest,
     GeneratorFailed,
@@ -165,6 +165,25 @@ async def test_score_returns_log_probabilities_and_frees_its_load(connect):
     await replica.answer()
     np.testing.assert_allclose(await task, [0, np.log(1 / 2), np.log(1 / 30)], rtol=1e-6)
     assert client._router.load == {0: 0} and client.generated_tokens == 0
+
+
+async def test_requests_of_a_tasks_policy_name_its_adapter(connect):
+    client, (replica,) = await connect()
+    client.version = 3
+    policies = {adapter: AdaptedPolicy(client, adapter) for adapter in ("tutor", "critic")}
+    turns = [generate(open_session(policy)) for policy in policies.values()]
+    scores = [asyncio.create_task(policy.score(PROMPT)) for policy in policies.values()]
+    await settle()
+    asked = [(type(request).__name__, request.adapter) for request in replica.requests]
+    assert sorted(asked) == [
+        (kind, adapter)
+        for kind in ("GenerateRequest", "ScoreRequest")
+        for adapter in ("critic", "tutor")
+    ]
+    await replica.answer()
+    assert [(await turn).token_ids.tolist() for turn in turns] == [[1, 2], [1, 2]]
+    assert [len(await score) for score in scores] == [3, 3]
+    assert [policy.version for policy in policies.values()] == [3, 3]
 
 
 # ---- when it leaves
