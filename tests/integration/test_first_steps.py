@@ -1,12 +1,8 @@
 """First compiled steps of GPU configs; `python -m tests.first_steps` takes those of all."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forkserver import run_module
 
 CASES = {
     "30b_a3b, replay": 6,
@@ -37,8 +33,7 @@ and 3 for the reference.
 )
 def test_gpu_configs_take_their_first_steps_compiled_at_set_up(cases):
     # A process of its own: compiling changes settings of the process.
-    command = [sys.executable, "-m", "tests.first_steps", *cases]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    ended = run_module("tests.first_steps", *cases)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-3000:]
     lines = ended.stdout.splitlines()
     for case, entries in cases.items():

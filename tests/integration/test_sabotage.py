@@ -4,13 +4,10 @@
 """
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forkserver import run_module
 
 
 @pytest.mark.parametrize(
@@ -25,8 +22,7 @@ def test_every_sabotage_is_caught_at_its_version_and_no_honest_version_is_stoppe
     tmp_path, words, dtype, cases
 ):
     words += f" --dtypes {dtype} --json"
-    command = [sys.executable, "-m", "tests.sabotage", *words.split(), str(tmp_path / "found")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    ended = run_module("tests.sabotage", *words.split(), str(tmp_path / "found"))
     assert (tmp_path / "found").exists(), ended.stderr
     found = json.loads((tmp_path / "found").read_text())
     assert {name: fault for name, fault in found.items() if fault} == {}

@@ -84,18 +84,27 @@ def models(tmp_path_factory):
     }
 
 
+def is_slow(name: str, model: str) -> bool:
+    if (name, model) in REFUSED:
+        return False
+    if name.startswith("rl_reasoning_gym_"):
+        return True
+    is_second = model == "a large vocabulary" and (name, "no tools in its template") not in REFUSED
+    return is_second and name != CONFIGS[0]
+
+
 def pairs() -> list:
-    """Each config with each model. Where it takes two, all but the first config's second are slow."""
+    """Each config with each model. Where it takes two, all but the first config's second are slow.
+
+    So is what Reasoning Gym's config takes: it is that of the math tasks with tasks of another
+    package, whose import takes seconds.
+    """
     return [
         pytest.param(
             name,
             model,
             id=f"{name}-{model}",
-            marks=pytest.mark.slow
-            if model == "a large vocabulary"
-            and name != CONFIGS[0]
-            and not REFUSED.keys() & {(name, "no tools in its template"), (name, model)}
-            else (),
+            marks=pytest.mark.slow if is_slow(name, model) else (),
         )
         for name in CONFIGS
         for model in MODELS

@@ -10,7 +10,7 @@ from tests.fakes.clock import Clock
 from tests.fakes.contexts import context_of
 from tests.fakes.policy import ScriptedPolicy
 from tests.fakes.terminal import Screen, Terminal
-from tests.unit.forked_commands import run_commands
+from tests.forkserver import run_module
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command, starting_line
 from torchtitan.experiments.rl.observability.console import (
@@ -117,7 +117,8 @@ def test_what_the_demo_prints_is_shown_as_the_console_prints_it(monkeypatch):
 
 
 def test_every_named_config_is_listed():
-    for ended in run_commands(["train", "--list"], ["grpo", "--list"], folder=ROOT):
+    for command in ("train", "grpo"):
+        ended = run_module(f"torchtitan.experiments.rl.{command}", "--list")
         assert ended.returncode == 0, ended.stderr
         for name in re.findall(r"rl_grpo_qwen3_\w+", README):
             assert f"{name} " in ended.stdout

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.integration.command_runs import ROOT
+from tests.forkserver import run_module
 from tests.unit.command_line import DEBUG
-from tests.unit.forked_commands import run_commands
 from torchtitan.experiments.rl.command import preflight
 
 MODULE = """
@@ -376,12 +375,11 @@ def test_where_code_of_the_user_fails_the_terminal_shows_its_frames(
 
 
 def test_a_reward_function_that_ends_the_command_is_named(config_module):
-    commands = []
     for body in ("os._exit(0)", "os.kill(os.getpid(), 11)"):  # also by a segmentation fault
         classes, task = reward(f"{body}")
         name, file = config_module(f"import os\n{MODULE}\n{classes}\n{MADE.format(task=task)}")
-        commands.append(["train", "--module", name, "--config", "made", "--dry-run"])
-    for ended in run_commands(*commands, folder=ROOT, path=file.parent):
+        words = ["--module", name, "--config", "made", "--dry-run"]
+        ended = run_module("torchtitan.experiments.rl.train", *words, path=file.parent)
         assert ended.stderr == (
             "error: tasks.mine = 'QuestionTask': the rewards of the reply 'The answer is 42.' by bad: the command was killed, or "
             "this code called os._exit or crashed; user_code.preflight_timeout_s = 0 leaves this check out\n"

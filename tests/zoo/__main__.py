@@ -1,8 +1,10 @@
 """``python -m tests.zoo [-k PATTERN] [--verbose]``: a line a case, and "N of N" at the end."""
 
 import argparse
+import json
 import sys
 import time
+from pathlib import Path
 
 from tests.zoo.report import run_cases
 from torchtitan.experiments.rl.printable import printable_line
@@ -17,10 +19,14 @@ def main() -> int:
         "--verbose", action="store_true", help="every problem of a case, not only the first"
     )
     parser.add_argument("--jobs", type=int, default=2, help="children at once")
+    parser.add_argument("--every", type=int, default=1, help="only each so manieth case")
+    parser.add_argument("--json", metavar="FILE", help="also write the problems of each case")
     options = parser.parse_args()
     started, held, count = time.monotonic(), 0, 0
-    for result in run_cases(pattern=options.k, at_once=options.jobs):
+    problems: dict[str, list[str]] = {}
+    for result in run_cases(pattern=options.k, every=options.every, at_once=options.jobs):
         count += 1
+        problems[result.name] = result.problems
         held += not result.problems
         shown = result.problems if options.verbose else result.problems[:1]
         lines = [
@@ -29,6 +35,8 @@ def main() -> int:
         ]
         text = "\n".join(map(printable_line, lines))
         print(text.encode(errors="backslashreplace").decode(), flush=True)
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps(problems))
     print(f"{held} of {count} in {time.monotonic() - started:.0f} s")
     return 0 if held == count else 1
 
