@@ -37,6 +37,17 @@ def forkserver() -> ForkServerContext:
     return context
 
 
+def measure_for(test: str) -> None:
+    """Have coverage, where it measures this process, note what it executes as executed by a test.
+
+    It would else be the test that started the server.
+    """
+    if "coverage" in sys.modules:
+        measuring = sys.modules["coverage"].Coverage.current()
+        if measuring is not None:
+            measuring.switch_context(test)
+
+
 def run_module(module: str, *words: str, folder: Path = ROOT, path: Path | None = None) -> Ended:
     """Run ``python -m MODULE WORDS`` to its end, but for the import of the library.
 
@@ -48,7 +59,8 @@ def run_module(module: str, *words: str, folder: Path = ROOT, path: Path | None 
     """
     # Files take what is printed: a full pipe would block.
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
-        arguments = (module, words, folder, path, out.name, err.name)
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        arguments = (test, module, words, folder, path, out.name, err.name)
         process = forkserver().Process(target=_be_module, args=arguments)
         process.start()
         process.join()
@@ -57,8 +69,15 @@ def run_module(module: str, *words: str, folder: Path = ROOT, path: Path | None 
 
 
 def _be_module(
-    module: str, words: tuple[str, ...], folder: Path, path: Path | None, out: str, err: str
+    test: str,
+    module: str,
+    words: tuple[str, ...],
+    folder: Path,
+    path: Path | None,
+    out: str,
+    err: str,
 ) -> None:
+    measure_for(test)
     for number, name in ((1, out), (2, err)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115

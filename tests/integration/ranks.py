@@ -1,10 +1,11 @@
 """Starts the ranks of a test in processes of their own, which share one import of torch."""
 
+import os
 from collections.abc import Callable
 
 import torch.multiprocessing
 
-from tests.forkserver import forkserver
+from tests.forkserver import forkserver, measure_for
 
 
 def run_ranks(work: Callable[..., None], *args: object, count: int) -> None:
@@ -14,4 +15,10 @@ def run_ranks(work: Callable[..., None], *args: object, count: int) -> None:
         ProcessRaisedException, ProcessExitedException: of the first that fails.
     """
     forkserver()
-    torch.multiprocessing.start_processes(work, args, nprocs=count, start_method="forkserver")
+    named = (os.environ.get("PYTEST_CURRENT_TEST", ""), work, args)
+    torch.multiprocessing.start_processes(_be_rank, named, nprocs=count, start_method="forkserver")
+
+
+def _be_rank(rank: int, test: str, work: Callable[..., None], args: tuple[object, ...]) -> None:
+    measure_for(test)
+    work(rank, *args)
