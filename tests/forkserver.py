@@ -1,6 +1,7 @@
 """Processes of tests that are forked from one server, which has imported the library and started nothing.
 
-Importing it takes 6 s of a core. A process of pytest has one server, whoever needs it first.
+Importing it takes 6 s of a core. A process of pytest has one server, whoever needs it first. What starts
+actors can't be forked: Monarch has threads from its import on, which a forked process lacks.
 """
 
 import multiprocessing

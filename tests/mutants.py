@@ -213,9 +213,18 @@ def tests_by_line(data: Path, paths: set[str]) -> dict[tuple[str, int], list[str
         if path is None:
             continue
         for line, contexts in recorded.contexts_by_lineno(measured).items():
-            names = {_PHASE.sub("", context) for context in contexts if context}
+            names = {_test_in(context) for context in contexts if context}
             tests[path, line] = sorted(names | set(tests.get((path, line), [])))
     return tests
+
+
+def _test_in(context: str) -> str:
+    """Return the test that a context of coverage names.
+
+    A process that was forked for a test has two, joined by "|": that of its server comes first.
+    """
+    _, joined, own = context.rpartition("|tests/")
+    return _PHASE.sub("", f"tests/{own}" if joined else context)
 
 
 # ---- running them

@@ -32,6 +32,7 @@ from torchtitan.experiments.rl.losses import LossConfig, PPOClip, TruncatedImpor
 from torchtitan.experiments.rl.models.lora import LoRA, trained_state
 from torchtitan.experiments.rl.training.config import Compile
 from torchtitan.experiments.rl.training.learner import Learner
+from torchtitan.experiments.rl.training.reference import ReferenceConfig
 from torchtitan.experiments.rl.weights import publisher as publisher_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.reader import manifest_key
@@ -53,12 +54,10 @@ def test_a_compiled_learner_computes_what_the_eager_one_does(
 ):
     """`aot_eager` computes the captured graphs; Inductor, which runs use, also compiles them, for minutes on a CPU."""
     compile_by(backend, monkeypatch.setattr)
-    expected = loss_and_gradient(exact(mixed_precision_param="float64"), REFERENCE_LAYOUT)
-    compiled = exact(
-        mixed_precision_param="float64",
-        compile=Compile(),
-        activation_checkpoint=activation_checkpoint,
-    )
+    # A reference adds the passes without a gradient.
+    options = {"mixed_precision_param": "float64", "reference": ReferenceConfig(kl_coef=0.5)}
+    expected = loss_and_gradient(exact(**options), REFERENCE_LAYOUT)
+    compiled = exact(**options, compile=Compile(), activation_checkpoint=activation_checkpoint)
     assert_same_step(loss_and_gradient(compiled, REFERENCE_LAYOUT), expected)
 
 

@@ -114,6 +114,7 @@ def work_on(mesh: str, parallelism: Parallelism, folder: str, fused: str, llama:
             "next": one_step(learner),
         }
         results["policy"] = learner.save_final(2)
+    results["rows"] = learner.broadcast_rows(f"of rank {learner.rank}".encode())
     learner.close()
     if mesh == "tensor 2, shards 2":
         for name, model in (("fused", fused_config(fused)), ("llama", llama)):
@@ -272,7 +273,10 @@ def test_what_expert_parallel_ranks_saved_one_rank_goes_on_with(one_rank, ranks_
     ],
 )
 def test_ranks_that_share_their_rows_have_one_data_parallel_coordinate(ranks_of, mesh, ranks, size):
-    coordinates = [result["coordinate"] for result in ranks_of(mesh)]
+    results = ranks_of(mesh)
+    firsts = [index - index % (len(results) // size) for index in range(len(results))]
+    assert [result["rows"] for result in results] == [b"of rank %d" % first for first in firsts]
+    coordinates = [result["coordinate"] for result in results]
     assert coordinates == [DataParallel(rank=rank, size=size) for rank in ranks]
 
 

@@ -15,11 +15,13 @@ from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.configurable import UserConfigurable
+from torchtitan.experiments.rl.data.dataset import read_example
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.replay import ExampleReplay
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor, sampler_seed
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.errors import ConfigError, UserCodeError
+from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.tasks.task import Task
 
 
@@ -219,3 +221,12 @@ def test_tasks_with_equal_datasets_walk_them_in_different_orders(renderer):
         )
 
     assert walk("a") != walk("b") and walk("a") == walk("a") and walk("a") != walk("a", seed=1)
+
+
+def test_an_item_that_is_no_sample_or_has_no_text_for_an_id_is_named_by_its_index():
+    for item, fault in [
+        ({"id": 1}, "item 0 is a dict, want a DataSample"),
+        (DataSample(sample_id=1, env_input=""), "item 0: its sample_id is a int, want a text"),
+    ]:
+        with pytest.raises(UserCodeError, match=f"dataset list: {fault}"):
+            read_example([item], 0)

@@ -1,6 +1,11 @@
 """One evaluation of a server's model, from its start to whatever ends it."""
 
 import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -16,6 +21,8 @@ from torchtitan.experiments.rl.tools.evaluate import (
     checked_plan,
     evaluated_config,
 )
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Adder:
@@ -44,10 +51,11 @@ class Adder:
         return web.json_response({"choices": [choice]})
 
 
-@pytest.fixture
-async def adder():
-    adder, app = Adder(), web.Application()
+@asynccontextmanager
+async def serving(adder: Adder):
+    app = web.Application()
     app.router.add_post("/v1/completions", adder.handle)
+    app.router.add_get("/v1/models", lambda _: web.json_response({"data": [{"id": "adder"}]}))
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -55,6 +63,12 @@ async def adder():
     yield adder
     adder.go.set()
     await runner.cleanup()
+
+
+@pytest.fixture
+async def adder():
+    async with serving(Adder()) as adder:
+        yield adder
 
 
 def evaluation(adder: Adder, folder, *, examples: int = 16) -> Evaluation:
@@ -114,3 +128,30 @@ async def test_a_token_that_the_model_does_not_have_fails_the_attempt(adder, tmp
         "a completion has the token id 99999, and the model has 768 ids"
         in result.causes["sum_digits"]
     )
+
+
+async def evaluate(folder, *words: str) -> tuple[int, str, str]:
+    """Run the command in a process of its own, and return its exit code and what it printed."""
+    command = [sys.executable, "-m", "torchtitan.experiments.rl.evaluate", *words]
+    command += ["--config", "rl_grpo_qwen3_debug", "--validation.examples", "6"]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--run-dir", str(folder), cwd=ROOT, stdout=PIPE, stderr=PIPE
+    )
+    out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_the_command_compares_two_servers_on_the_same_examples(adder, tmp_path):
+    async with serving(Adder()) as other:
+        words = ("--endpoint", adder.url, "--against", other.url)
+        code, out, err = await evaluate(tmp_path / "both", *words, "--json")
+        assert code == 0, err
+        result = json.loads(out)
+        assert [model["metrics"]["validation/reward"] for model in result["models"]] == [1.0, 1.0]
+        assert result["comparison"]["sum_digits"]["difference"] == 0.0
+        assert json.loads((tmp_path / "both" / "evaluation.json").read_text()) == result
+
+        other.status = 404
+        code, _, err = await evaluate(tmp_path / "one", *words)
+        assert code == 1 and "error: tasks.sum_digits: no attempt of " in err
+        assert "refused with HTTP 404" in err

@@ -200,6 +200,16 @@ def test_a_custom_function_that_sums_is_refused_by_name():
         )
 
 
+def test_a_custom_function_whose_losses_have_no_gradient_is_refused_by_name():
+    def detached(tokens):
+        return -tokens.logprobs.detach()
+
+    batch = batch_of((1, 2), loss_mask=[[True, True]], rl_weights=[[1.0, 1.0]])
+    logprobs = torch.zeros(1, 2, requires_grad=True)
+    with pytest.raises(ValueError, match="'detached' returned losses without a gradient"):
+        compute_loss(logprobs, batch, ONE, LossConfig(rl=CustomRLLoss.Config(function=detached)))
+
+
 def test_loss_configs_travel_between_processes():
     config = LossConfig(
         rl=CustomRLLoss.Config(function=reinforce), ref_kl=RefKL.Config(mask_low=0.3)

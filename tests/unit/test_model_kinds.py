@@ -87,6 +87,17 @@ def test_a_run_its_checkpoint_its_policy_and_its_adapter_are_one_model(run):
         assert model_folder(str(named)) == str(policy), named
 
 
+def test_a_run_whose_tasks_trained_an_adapter_each_names_one_of_them(run, refused):
+    policy = run / "policy" / "step-2"
+    for name in ("code", "math"):
+        shutil.copytree(
+            policy, policy / name, ignore=shutil.ignore_patterns("adapter", *("code", "math"))
+        )
+    (policy / "config.json").unlink()
+    line = refused(*DEBUG, "--model", str(run), "--dry-run")
+    assert "its tasks trained an adapter each: name one of them, such as" in line
+
+
 def test_a_folder_of_peft_is_no_model_and_the_error_says_how_it_becomes_one(peft, refused):
     for option in ("--model", "--against"):
         with pytest.raises(
