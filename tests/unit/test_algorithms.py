@@ -111,6 +111,17 @@ def test_length_penalty_needs_a_reward_above_zero_and_never_lowers_one(penalty):
     assert advantages(config, *alone) == [0.5, -0.5]
 
 
+def test_a_cost_in_tokens_needs_a_weight_and_no_other_cost_does():
+    task = {"field": "a", "group_size": 2, "temperature": 1.0}
+    GRPO.Config(length_penalty="tokens").validate(**task)
+    for weight in ("completion_token_weight", "tool_token_weight"):
+        GRPO.Config(length_penalty="tokens", **{weight: 0.0}).validate(**task)
+    none = {"completion_token_weight": 0.0, "tool_token_weight": 0.0}
+    GRPO.Config(length_penalty="turns", **none).validate(**task)
+    with pytest.raises(ConfigError, match="a.length_penalty = 'tokens': both token weights are 0"):
+        GRPO.Config(length_penalty="tokens", **none).validate(**task)
+
+
 def test_a_length_penalty_ignores_unscored_rollouts():
     config = GRPO.Config(length_penalty="tokens")
     scored = [rewarded_rollout(1.0, [blank_turn(2)]), rewarded_rollout(1.0, [blank_turn(6)])]

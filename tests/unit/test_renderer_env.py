@@ -15,7 +15,7 @@ from tests.fakes.models import CHATML, SMOLLM2, write_model
 from tests.fakes.policy import completion_of
 from tests.fakes.waiting import until
 from torchtitan.experiments.rl.envs import yield_queue
-from torchtitan.experiments.rl.envs.conversation import LARGE_TEXT
+from torchtitan.experiments.rl.envs.conversation import LARGE_TEXT, Conversation
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.renderer import (
     RendererConfig,
@@ -864,3 +864,14 @@ async def test_plain_function_that_hangs_is_a_timeout(wrap):
         step.status is RolloutStatus.TIMEOUT
         and "SyncEnv.reset: no answer within 0.2 s" in step.error
     )
+
+
+async def test_a_prompt_that_leaves_room_for_one_token_is_sampled_from_and_a_longer_one_is_not(
+    renderer,
+):
+    messages = [{"role": "user", "content": "hello"}]
+    length = len(renderer.render_ids(messages, add_generation_prompt=True))
+    for room in (1, 0):
+        conversation = Conversation(renderer, max_tokens=length + room)
+        assert await conversation.open(messages, None) is (room == 1)
+        assert conversation.max_completion_tokens == room
