@@ -23,6 +23,8 @@ class TrainerMesh:
         """Microbatches and version of the last training step of each rank."""
         self.published = 0
         """Version of the weights that were copied out last."""
+        self.has_remote_readers = False
+        """True if another host was to read them."""
         self.data_parallel = Endpoint(lambda: dict(enumerate(self.coordinates)))
         self.score = Endpoint(lambda token_ids: {0: np.zeros(2, np.float32)})
 
@@ -52,3 +54,4 @@ class TrainerRank:
 
     def _copy_weights(self, version: int, canary_token_ids: Any, remote_readers: bool) -> None:
         self._mesh.published = version
+        self._mesh.has_remote_readers = remote_readers

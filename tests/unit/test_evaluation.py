@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import sys
 from asyncio.subprocess import PIPE
 from contextlib import asynccontextmanager
@@ -130,13 +131,16 @@ async def test_a_token_that_the_model_does_not_have_fails_the_attempt(adder, tmp
     )
 
 
-async def evaluate(folder, *words: str) -> tuple[int, str, str]:
-    """Run the command in a process of its own, and return its exit code and what it printed."""
+async def start(folder, *words: str) -> asyncio.subprocess.Process:
+    """Start the command in a process of its own."""
     command = [sys.executable, "-m", "torchtitan.experiments.rl.evaluate", *words]
     command += ["--config", "rl_grpo_qwen3_debug", "--validation.examples", "6"]
-    process = await asyncio.create_subprocess_exec(
-        *command, "--run-dir", str(folder), cwd=ROOT, stdout=PIPE, stderr=PIPE
-    )
+    command += ["--run-dir", str(folder)]
+    return await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=PIPE, stderr=PIPE)
+
+
+async def end(process: asyncio.subprocess.Process) -> tuple[int, str, str]:
+    """Wait for a command, and return its exit code and what it printed."""
     out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
 
@@ -144,14 +148,20 @@ async def evaluate(folder, *words: str) -> tuple[int, str, str]:
 async def test_the_command_compares_two_servers_on_the_same_examples(adder, tmp_path):
     async with serving(Adder()) as other:
         words = ("--endpoint", adder.url, "--against", other.url)
-        code, out, err = await evaluate(tmp_path / "both", *words, "--json")
+        code, out, err = await end(await start(tmp_path / "both", *words, "--json"))
         assert code == 0, err
         result = json.loads(out)
         assert [model["metrics"]["validation/reward"] for model in result["models"]] == [1.0, 1.0]
         assert result["comparison"]["sum_digits"]["difference"] == 0.0
         assert json.loads((tmp_path / "both" / "evaluation.json").read_text()) == result
 
-        other.status = 404
-        code, _, err = await evaluate(tmp_path / "one", *words)
-        assert code == 1 and "error: tasks.sum_digits: no attempt of " in err
-        assert "refused with HTTP 404" in err
+
+async def test_a_command_that_is_stopped_says_what_it_has_measured(adder, tmp_path):
+    adder.quick = 0
+    process = await start(tmp_path / "run", "--endpoint", adder.url)
+    await until(lambda: adder.waiting > 0)
+    process.send_signal(signal.SIGINT)
+    code, out, err = await end(process)
+    assert (code, out) == (130, "")
+    assert "stopping; once more stops at once" in err
+    assert f"stopped: 0 examples of it were measured, recorded in {tmp_path / 'run'}" in err

@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from renderers import RenderedTokens
 
 from tests.fakes.contexts import context_of
 from tests.fakes.datasets import Numbers
@@ -11,7 +12,7 @@ from tests.fakes.envs import TalkingEnv
 from tests.fakes.policy import ScriptedPolicy, completion_of
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.envs.conversation import SHORT_COMPLETION
-from torchtitan.experiments.rl.envs.prompt import GroupPrompts
+from torchtitan.experiments.rl.envs.prompt import GroupPrompts, first_prompt
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component
@@ -145,3 +146,11 @@ async def test_first_requests_leave_before_the_envs_of_many_other_groups_are_mad
     await asyncio.gather(*groups)
     assert len(noted) == 160
     assert noted[: noted.index("request")].count("env") < 40  # of 80
+
+
+def test_a_prompt_with_fewer_roles_than_tokens_is_refused():
+    rendered = RenderedTokens(
+        token_ids=[5, 6], message_indices=[0], is_content=[True, True], message_roles=["user"]
+    )
+    with pytest.raises(ValueError, match="1 roles for 2 token ids"):
+        first_prompt(rendered)

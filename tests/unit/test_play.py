@@ -11,11 +11,13 @@ import pytest
 
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_guess_number_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.generation.endpoint import EndpointClient
+from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.play import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.types import Completion
-from torchtitan.experiments.rl.tools.play import Left, Player
+from torchtitan.experiments.rl.tools.play import Left, Player, answering_model
 
 
 def player_of(lines, **options):
@@ -279,3 +281,9 @@ async def test_a_ctrl_c_while_the_model_answers_ends_its_answer_and_nothing_else
     assert capsys.readouterr().out.count("error: it was interrupted") == 2
     with pytest.raises(KeyboardInterrupt):
         press()
+
+
+def test_a_servers_model_is_asked_once():
+    server = FrozenModel(name="m", base_url="http://127.0.0.1:9/v1", max_retries=5)
+    model = answering_model(rl_guess_number_qwen3_debug(), server, lambda: None)
+    assert isinstance(model, EndpointClient) and model.model.max_retries == 0

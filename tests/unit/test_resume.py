@@ -456,7 +456,10 @@ def test_a_model_that_lies_elsewhere_now_is_the_same_and_one_with_other_files_is
     assert start is not None and f"changed     model.hf_assets_path = '{moved}' (was " in out
     hub = json.loads((moved / "config.json").read_text())
     (moved / "config.json").write_text(json.dumps(hub | {"rope_theta": 12345.0}))
-    assert "its config.json is not the one the run began with" in refused("--resume", str(run))
+    line = refused("--resume", str(run))
+    assert (
+        f"error: model.hf_assets_path = '{moved}': its config.json is not the one the run" in line
+    )
     (moved / "config.json").write_text(json.dumps(hub, indent=3))
     other = make_run(tmp_path / "runs/other")
     assert "model.hf_assets_path" in refused(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from monarch.actor import ActorError
 
+from tests.fakes.trainer import TrainerMesh
 from tests.fakes.waiting import iterations, until
 from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.fleet.role import SpawnedProcess
@@ -459,3 +460,11 @@ async def test_generators_that_fail_for_another_reason_end_the_update():
 
     with pytest.raises(ActorError, match="generator 0: the engine stopped"):
         await sync_with(readers, load).update(CopiedOut(version=5, seconds=0.0))
+
+
+@pytest.mark.parametrize("copies", [None, WeightReaders(["host 1"])])
+async def test_a_trainer_is_told_whether_other_hosts_read_its_versions(copies):
+    trainer = TrainerMesh()
+    bound = CanaryBound("float32")
+    await WeightSync(trainer, None, text=np.arange(2), bound=bound, copies=copies).copy_out(1)
+    assert trainer.published == 1 and trainer.has_remote_readers == (copies is not None)
