@@ -243,8 +243,8 @@ def copy_of_checkout(folder: Path) -> Path:
     return folder
 
 
-def first_failure(folder: Path, tests: list[str]) -> str:
-    """Run the tests until one fails. Return its name, or "" if all pass."""
+def first_failure(folder: Path, tests: list[str], left_out: list[str]) -> str:
+    """Run the tests, but for those left out, until one fails. Return its name, or "" if all pass."""
     unit = [test for test in tests if test.startswith("tests/unit")]
     # So many parametrized cases are named by their files.
     if len(unit) > MOST_TESTS:
@@ -253,19 +253,24 @@ def first_failure(folder: Path, tests: list[str]) -> str:
     others.sort(key=lambda test: test.startswith("tests/integration"))
     files = itertools.groupby(others, key=lambda test: test.partition("::")[0])
     for named in [unit, *(list(group) for _, group in files)]:
-        if named and (failed := _failure_of(folder, named)):
+        if named and (failed := _failure_of(folder, named, left_out)):
             return failed
     return ""
 
 
-def _failure_of(folder: Path, named: list[str]) -> str:
-    """Run tests in one process until one fails. Return its name, or what happened, or ""."""
+def _failure_of(folder: Path, named: list[str], left_out: list[str] | None = None) -> str:
+    """Run tests in one process until one fails. Return its name, or what happened, or "".
+
+    Args:
+        named: tests, or files of tests.
+        left_out: tests that do not run.
+    """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
     own = {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hyp")}
     own["PYTHONPATH"] = f"{folder}{os.pathsep}{folder / 'src'}"
     with tempfile.TemporaryFile("w+") as output:
         tests = subprocess.Popen(
-            [*command, *named],
+            [*command, *named, *(f"--deselect={test}" for test in left_out or ())],
             cwd=folder,
             env=os.environ | own,
             stdout=output,
@@ -300,11 +305,12 @@ def verdict_on(mutant: Mutant, folder: Path, tests: list[str], first: str = "") 
         first: one of the tests, which runs before the others.
     """
     original = (folder / mutant.path).read_text()
+    left_out: list[str] = []
     while True:
         try:
             mutant.write(folder)
-            found = _failure_of(folder, [first]) if first in tests else ""
-            found = found or first_failure(folder, tests)
+            found = _failure_of(folder, [first], left_out) if first in tests else ""
+            found = found or first_failure(folder, tests, left_out)
         finally:
             (folder / mutant.path).write_text(original)
         if not found.startswith(_FAILED):
@@ -312,11 +318,11 @@ def verdict_on(mutant: Mutant, folder: Path, tests: list[str], first: str = "") 
         _, _, test = found.partition(" ")
         if not _failure_of(folder, [test]):
             return found
-        # It fails without the mutant too, as a test that is not steady may.
-        remaining = [other for other in tests if other != test]
-        if remaining == tests:
+        # It fails without the mutant too, as a test that is not steady may, or one that needs a file
+        # which the copy lacks.
+        if test in left_out:
             return ""
-        tests = remaining
+        left_out.append(test)
 
 
 def run(

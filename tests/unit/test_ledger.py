@@ -1,12 +1,16 @@
 """The ledger: every rollout in one column, and a lost one is noticed."""
 
 import json
+import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.loops.groups import OpenGroups, SharedExample
 from torchtitan.experiments.rl.loops.ledger import Ledger
 
 
@@ -95,3 +99,15 @@ def test_columns_and_open_always_sum_to_dispatched(events, data):
                 if key.startswith(f"{name}/") and not key.endswith("/dispatched")
             )
             assert columns == counts[f"{name}/dispatched"]
+
+
+def test_a_rollout_that_ends_for_a_reason_is_logged_with_it_and_no_other_is(caplog):
+    groups = OpenGroups(Ledger(), None, version=lambda: 3)
+    task: Any = SimpleNamespace(name="sums", needs_group=True, config=SimpleNamespace(group_size=2))
+    group = groups.dispatch(task, "a", SharedExample())
+    with caplog.at_level(logging.INFO, logger="torchtitan.experiments.rl"):
+        groups.end_rollout(group, "a/0", "failed", "the env hangs")
+        groups.end_rollout(group, "a/1", "cancelled")
+    assert [record.getMessage() for record in caplog.records] == [
+        "failed: rollout a/0: the env hangs"
+    ]
