@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from tests.integration.command_runs import PATIENCE_S, ROOT, environment
 from torchtitan.experiments.rl.config_registry import rl_guess_number_qwen3_debug
@@ -45,6 +46,18 @@ class Terminal:
     def enter(self, line: str) -> None:
         self.shown = ""
         os.write(self._ours, line.encode() + b"\n")
+
+    def until_it_reads(self) -> None:
+        """Wait until the command is in the system call that reads a line.
+
+        Python loses a signal that comes after it has looked for one and before that call, until the
+        next key: a person is never so quick.
+        """
+        ends = time.monotonic() + PATIENCE_S
+        calls = [f"{read} 0x0 " for read in (0, 63)]  # of x86-64, of ARM
+        while not Path(f"/proc/{self.process.pid}/syscall").read_text().startswith(tuple(calls)):
+            assert time.monotonic() < ends, self.shown
+            time.sleep(0.01)
 
     def interrupt(self) -> None:
         """Ctrl-C."""
@@ -127,6 +140,7 @@ def test_a_game_is_played_with_the_model_and_left_at_a_terminal(tmp_path):
     terminal.until("rollout 0, turn 1")
     terminal.until("you> ")
     assert f"You have {game.guesses - 1} guesses left" in terminal.shown
+    terminal.until_it_reads()
     terminal.interrupt()
     terminal.until("saved ")
     assert (
