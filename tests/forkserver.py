@@ -1,7 +1,7 @@
 """Processes of tests that are forked from one server, which has imported the library and started nothing.
 
-Importing it takes 6 s of a core. A process of pytest has one server, whoever needs it first. What starts
-actors can't be forked: Monarch has threads from its import on, which a forked process lacks.
+Importing it takes 6 s of a core. Each process of pytest has one server, which starts when a test first needs it. Modules that
+start actors can't run so: Monarch hangs in a forked process.
 """
 
 import multiprocessing
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+LIMIT_S = 1800
+"""Seconds after which a module that was run counts as hanging."""
 PRELOADED = [
     "tests.integration.learners",
     "torchtitan.models.llama3",
@@ -39,9 +41,12 @@ def forkserver() -> ForkServerContext:
 
 
 def measure_for(test: str) -> None:
-    """Have coverage, where it measures this process, note what it executes as executed by a test.
+    """Have coverage, if it measures this process, count what runs from now on for a test.
 
-    It would else be the test that started the server.
+    Without this it counts for the test that started the server.
+
+    Args:
+        test: the test, as pytest has it in ``PYTEST_CURRENT_TEST``.
     """
     if "coverage" in sys.modules:
         measuring = sys.modules["coverage"].Coverage.current()
@@ -50,13 +55,16 @@ def measure_for(test: str) -> None:
 
 
 def run_module(module: str, *words: str, folder: Path = ROOT, path: Path | None = None) -> Ended:
-    """Run ``python -m MODULE WORDS`` to its end, but for the import of the library.
+    """Do what ``python -m MODULE WORDS`` does, in a process that has imported the library already.
 
     Args:
         module: the module, such as "tests.zoo".
         words: arguments of the module.
-        folder: where it runs.
+        folder: folder that the module runs in.
         path: a further folder that Python finds modules in.
+
+    Raises:
+        TimeoutError: it has not ended within `LIMIT_S`, and was killed.
     """
     # Files take what is printed: a full pipe would block.
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
@@ -64,9 +72,12 @@ def run_module(module: str, *words: str, folder: Path = ROOT, path: Path | None 
         arguments = (test, module, words, folder, path, out.name, err.name)
         process = forkserver().Process(target=_be_module, args=arguments)
         process.start()
-        process.join()
-        assert process.exitcode is not None, "it was waited for"
-        return Ended(process.exitcode, out.read().decode(), err.read().decode())
+        process.join(LIMIT_S)
+        printed = out.read().decode(), err.read().decode()
+        if process.exitcode is None:
+            process.kill()
+            raise TimeoutError(f"{module} has not ended within {LIMIT_S} s: {printed}")
+        return Ended(process.exitcode, *printed)
 
 
 def _be_module(

@@ -141,7 +141,8 @@ async def start(folder, *words: str) -> asyncio.subprocess.Process:
 
 async def end(process: asyncio.subprocess.Process) -> tuple[int, str, str]:
     """Wait for a command, and return its exit code and what it printed."""
-    out, err = await process.communicate()
+    async with asyncio.timeout(600):
+        out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
 
 

@@ -90,9 +90,8 @@ def test_a_run_its_checkpoint_its_policy_and_its_adapter_are_one_model(run):
 def test_a_run_whose_tasks_trained_an_adapter_each_names_one_of_them(run, refused):
     policy = run / "policy" / "step-2"
     for name in ("code", "math"):
-        shutil.copytree(
-            policy, policy / name, ignore=shutil.ignore_patterns("adapter", *("code", "math"))
-        )
+        ignored = shutil.ignore_patterns("adapter", "code", "math")
+        shutil.copytree(policy, policy / name, ignore=ignored)
     (policy / "config.json").unlink()
     line = refused(*DEBUG, "--model", str(run), "--dry-run")
     assert "its tasks trained an adapter each: name one of them, such as" in line

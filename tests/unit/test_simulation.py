@@ -295,7 +295,7 @@ def test_the_same_seed_gives_the_same_files_byte_for_byte_with_failures_too(end_
     assert len(ended) == len(set(ended)), "a rollout ends once, across restarts"
 
 
-def test_hosts_that_take_replicas_alone_with_them_leave_the_run_its_steps():
+def test_a_run_whose_replicas_die_takes_all_its_steps():
     failures = Failures(per_day=86_400 / 400, end_run=False, repair_s=50)
     outcome = simulated(failures=failures, generator=replicas(8), steps=12)
     assert outcome.deaths > 0 and sorted(outcome.steps) == list(range(1, 13))

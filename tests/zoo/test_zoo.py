@@ -15,6 +15,7 @@ def test_culprits_are_named_untrained_and_closed_and_hurt_nobody_else(tmp_path):
     problems: dict[str, list[str]] = json.loads(found.read_text())
     failed = [f"{name}: {'; '.join(texts)}" for name, texts in problems.items() if texts]
     assert not failed, "\n".join(failed)
+    assert ended.returncode == 0, ended.stderr
     assert len(problems) >= 100
     assert {name.rpartition(": ")[0] for name in problems} == PLACES.keys()
 
