@@ -1,15 +1,17 @@
-"""Processes of tests that are forked from one server, which has imported the library and started nothing.
+"""Processes for tests, forked from one server, which has imported the library and started nothing.
 
 Importing it takes 6 s of a core. Each process of pytest has one server, which starts when a test first needs it. Modules that
 start actors can't run so: Monarch hangs in a forked process.
 """
 
+import contextlib
 import multiprocessing
 import os
 import runpy
 import sys
 import tempfile
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +28,7 @@ PRELOADED = [
 
 
 class Ended(NamedTuple):
-    """End of a module that was run, and what it printed."""
+    """Exit code of a module that was run, and what it printed."""
 
     returncode: int
     stdout: str
@@ -37,6 +39,8 @@ def forkserver() -> ForkServerContext:
     """Return the context whose processes are forked from the server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)  # before it starts; later calls change nothing
+    with contextlib.chdir(ROOT):  # elsewhere it would import the released torchtitan alone
+        ensure_running()
     return context
 
 

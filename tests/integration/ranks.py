@@ -15,8 +15,10 @@ def run_ranks(work: Callable[..., None], *args: object, count: int) -> None:
         ProcessRaisedException, ProcessExitedException: of the first that fails.
     """
     forkserver()
-    named = (os.environ.get("PYTEST_CURRENT_TEST", ""), work, args)
-    torch.multiprocessing.start_processes(_be_rank, named, nprocs=count, start_method="forkserver")
+    arguments = (os.environ.get("PYTEST_CURRENT_TEST", ""), work, args)
+    torch.multiprocessing.start_processes(
+        _be_rank, arguments, nprocs=count, start_method="forkserver"
+    )
 
 
 def _be_rank(rank: int, test: str, work: Callable[..., None], args: tuple[object, ...]) -> None:
