@@ -4,14 +4,16 @@ import json
 import shutil
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from tests.fakes.models import CHATML
 from tests.unit.command_line import DRY_OR_NOT
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
-from torchtitan.experiments.rl.envs.stop_tokens import template_turn_end
+from torchtitan.experiments.rl.envs.stop_tokens import template_turn_end, with_stop_texts
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 
 IM_START, IM_END, END_OF_TEXT = 760, 761, 759
 TEXT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
@@ -189,17 +191,94 @@ def test_the_dry_run_says_where_a_turn_ends(command, tmp_path):
     assert "\nturn ends      of sum_digits at 7 too\n" in out
 
 
-def test_a_template_that_ends_a_turn_with_text_is_warned_of(command, tmp_path):
-    words = (
-        "--config",
-        "rl_grpo_qwen3_debug",
-        "--model",
-        str(model(tmp_path / "model", template=TEXT)),
-        "--dry-run",
+def test_a_template_that_ends_a_turn_with_text_is_refused_unless_a_stop_is_named(
+    command, refused, tmp_path
+):
+    folder = str(model(tmp_path / "model", template=TEXT))
+    words = ("--config", "rl_grpo_qwen3_debug", "--model", folder, "--dry-run")
+    line = refused(*words)
+    assert "the chat template ends the model's turn with no token of the tokenizer" in line
+    assert "tasks.sum_digits.sampling.stop" in line
+    for stop in (("stop", "user:"), ("stop-token-ids", "7")):
+        code, _, err = command(*words, f"--tasks.sum-digits.sampling.{stop[0]}", stop[1])
+        assert (code, err) == (0, "")
+
+
+# ---- templates that a config gives
+
+
+def test_a_base_model_answers_a_plain_question_up_to_the_next_one(command, tmp_path, ids):
+    folder = model(tmp_path / "model", template=None)
+    (folder / "chat_template.jinja").unlink()
+    renderer = build_renderer(RendererConfig(template="plain"), folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    conversation = [
+        {"role": "system", "content": "Use digits."},
+        {"role": "user", "content": "6 * 7?"},
+        {"role": "assistant", "content": "It is\n42"},
+        {"role": "user", "content": "And 6 * 8?"},
+    ]
+    prompt = renderer.render_ids(conversation, add_generation_prompt=True)
+    assert tokenizer.decode(prompt) == (
+        "Use digits.\nQuestion: 6 * 7?\nAnswer: It is\n42\nQuestion: And 6 * 8?\nAnswer:"
     )
-    code, _, err = command(*words)
-    assert code == 0 and err.count("\n") == 1
-    assert "its chat template ends the model's turn with no token of its tokenizer" in err
-    assert "tasks.sum_digits.sampling.stop" in err
-    code, _, err = command(*words, "--tasks.sum-digits.sampling.stop", "user:")
+    assert renderer.get_stop_token_ids() == [END_OF_TEXT]
+    reply = ids(" 6 * 8 is\n48\nQuestion: And")
+    assert renderer.parse_response(reply).content.strip() == "6 * 8 is\n48"
+
+    words = ("--config", "rl_grpo_qwen3_debug", "--model", str(folder), "--dry-run")
+    code, out, err = command(*words, "--renderer.template", "plain")
     assert (code, err) == (0, "")
+    assert "turn ends      at <|endoftext|> (759), '\\nQuestion:'\n" in out
+
+
+def test_a_plain_prompt_begins_with_the_token_that_the_tokenizer_begins_texts_with(tmp_path):
+    folder = model(tmp_path / "model", template=None)
+    edit(folder / "tokenizer_config.json", bos_token="<|im_start|>")
+    question = [{"role": "user", "content": "6 * 7?"}]
+
+    def prompt():
+        renderer = build_renderer(RendererConfig(template="plain"), folder)
+        return renderer.render_ids(question, add_generation_prompt=True)
+
+    plain = prompt()
+    assert plain[0] != IM_START  # a token by that name, with which its texts do not begin
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", IM_START)]
+    )
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    assert prompt() == [IM_START, *plain]
+
+
+async def test_a_rollout_is_sampled_up_to_the_texts_that_end_its_turn(tmp_path):
+    folder = model(tmp_path / "model", template=None)
+    renderer = build_renderer(RendererConfig(template="plain"), folder)
+    sampling = SamplingConfig(stop=["!"])
+    assert with_stop_texts(sampling, renderer).stop == ["!", "\nQuestion:"]
+    plain = build_renderer(RendererConfig(), model(tmp_path / "other"))
+    assert with_stop_texts(sampling, plain) is sampling
+
+
+def test_a_file_takes_the_place_of_the_tokenizers_template(tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text(TEXT)
+    renderer = build_renderer(RendererConfig(template=str(file)), model(tmp_path / "model"))
+    prompt = renderer.render_ids([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").decode(prompt) == "user: hi\n"
+
+
+def test_a_template_that_is_none_is_refused_by_its_field(refused, tmp_path):
+    wrong = tmp_path / "wrong.jinja"
+    wrong.write_text("{% for m in messages %}")
+    for words, cure in [
+        (("--renderer.template", str(tmp_path / "absent.jinja")), 'or "plain"'),
+        (("--renderer.template", str(wrong)), "renders no message: Unexpected end of template"),
+        (("--renderer.template", "plain", "--renderer.name", "qwen3"), "a template of its own"),
+    ]:
+        line = refused("--config", "rl_grpo_qwen3_debug", *words, "--dry-run")
+        assert "renderer.template" in line and cure in line
+    folder = model(tmp_path / "base", template=None)
+    (folder / "chat_template.jinja").unlink()
+    line = refused("--config", "rl_grpo_qwen3_debug", "--model", str(folder), "--dry-run")
+    assert 'set renderer.template to "plain"' in line

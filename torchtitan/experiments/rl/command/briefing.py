@@ -10,7 +10,7 @@ from torchtitan.experiments.rl.command.preflight import PreflightResult
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.envs.renderer import AUTO, renderer_name
-from torchtitan.experiments.rl.envs.stop_tokens import template_turn_end
+from torchtitan.experiments.rl.envs.stop_tokens import stop_texts
 from torchtitan.experiments.rl.observability.console import FEW_EXAMPLES, counted_examples
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.tasks.task import Task
@@ -76,6 +76,7 @@ def _renderer_lines(config: RunConfig, policy: PolicyTokenizer) -> list[str]:
         f"{policy.tokenizer.convert_ids_to_tokens(token)} ({token})"
         for token in renderer.get_stop_token_ids()
     ]
+    stops += map(repr, stop_texts(renderer))
     return [f"renderer       {name}", f"turn ends      at {', '.join(stops)}"]
 
 
@@ -148,19 +149,3 @@ def validation_warnings(config: RunConfig, tasks: Mapping[str, Task]) -> list[st
                 f"for chance alone moves it; {FEW_EXAMPLES} or more say more"
             )
     return warnings
-
-
-def turn_end_warning(config: RunConfig, policy: PolicyTokenizer) -> str | None:
-    """Warn of a chat template that ends the model's turn with a text, which no stop token is."""
-    tokenizer = policy.tokenizer
-    if not tokenizer.chat_template or template_turn_end(tokenizer) is not None:
-        return None
-    for name, task in config.tasks.items():
-        if not task.sampling.stop and not task.sampling.stop_token_ids:
-            return (
-                f"model.hf_assets_path = {config.model.hf_assets_path!r}: its chat template ends "
-                "the model's turn with no token of its tokenizer; if the model writes a text "
-                "there, replies run to their limit: name that text in "
-                f"tasks.{name}.sampling.stop"
-            )
-    return None

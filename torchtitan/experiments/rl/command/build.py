@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from renderers import Renderer
+from transformers import PreTrainedTokenizerBase
 
 from torchtitan.experiments.rl.command.checks import call_part
 from torchtitan.experiments.rl.compat.torchtitan import built_class
@@ -21,6 +22,7 @@ from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.configurable import BuildContext, build_with, takes_context
 from torchtitan.experiments.rl.data.dataset import fault_of_example
 from torchtitan.experiments.rl.envs.renderer import build_context, control_tokens, load_tokenizer
+from torchtitan.experiments.rl.envs.stop_tokens import stop_texts, template_turn_end
 from torchtitan.experiments.rl.errors import ConfigError, inside, user_code
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
@@ -87,7 +89,8 @@ def read_policy_tokenizer(config: RunConfig) -> PolicyTokenizer:
 
     Raises:
         ConfigError: no renderer has this name, the tokenizer can't be loaded, nothing says where
-            the model's turn ends, or a token id is none of the model's.
+            the model's turn ends, a token id is none of the model's, or the chat template ends a
+            turn with a text at which no completion ends.
     """
     path = config.model.hf_assets_path
     try:
@@ -100,6 +103,7 @@ def read_policy_tokenizer(config: RunConfig) -> PolicyTokenizer:
             raise
         raise ConfigError("model.hf_assets_path", path, error.cure) from error
     _check_token_ids(config, context, highest_id)
+    _check_turn_end(config, context, tokenizer)
     return PolicyTokenizer(tokenizer=tokenizer, context=context)
 
 
@@ -225,3 +229,29 @@ def _first_example(field: str, owner: object, method: str, *arguments: object) -
     if fault:
         raise ConfigError(field, type(owner).__name__, f"its {method} returned {fault}")
     return example
+
+
+def _check_turn_end(
+    config: RunConfig, context: BuildContext, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Refuse a chat template that ends the model's turn with a text at which no completion ends.
+
+    Replies of a model that writes that text would all run to their limit.
+
+    Raises:
+        ConfigError: the template writes no token of the tokenizer there, and a task names no stop.
+    """
+    has_end = not tokenizer.chat_template or template_turn_end(tokenizer) is not None
+    if has_end or stop_texts(context.renderer):
+        return
+    for name, task in config.tasks.items():
+        if not task.sampling.stop and not task.sampling.stop_token_ids:
+            field, value = "renderer.template", config.renderer.template
+            if value is None:
+                field, value = "model.hf_assets_path", config.model.hf_assets_path
+            cure = (
+                "the chat template ends the model's turn with no token of the tokenizer, so that "
+                f"replies may run to their limit: name the text that ends them in "
+                f"tasks.{name}.sampling.stop, or the token in tasks.{name}.sampling.stop_token_ids"
+            )
+            raise ConfigError(field, value, cure)

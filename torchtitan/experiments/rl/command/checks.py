@@ -12,6 +12,7 @@ from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.command.engine_fit import check_cores, check_engine_fits
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.envs.chat_template import PLAIN
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
 from torchtitan.experiments.rl.generation.references import (
     HostedModel,
@@ -105,6 +106,9 @@ def _check_task(config: RunConfig, name: str) -> None:
     if task.sampling.stop and not engine.stops_at_texts:
         cure = f"{type(engine).__name__} does not look for texts: name sampling.stop_token_ids"
         raise ConfigError(f"{field}.sampling.stop", task.sampling.stop, cure)
+    if config.renderer.template == PLAIN and not engine.stops_at_texts:
+        cure = f"an answer ends at a text, and {type(engine).__name__} does not look for texts"
+        raise ConfigError("renderer.template", PLAIN, cure)
     tokens = task.env.max_rollout_tokens
     limits = {
         "batcher.row_length": config.batcher.row_length,

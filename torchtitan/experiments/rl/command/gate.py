@@ -299,8 +299,6 @@ class _Gate:
         ]
         if engine.warning is not None:
             warnings.append(f"generator.engine.{engine.warning}")
-        if self.policy is not None and self.tasks:
-            warnings.append(briefing.turn_end_warning(config, self.policy))
         warnings += [task.examples_warning for task in self.tasks.values()]
         warnings += briefing.validation_warnings(config, self.tasks)
         for result in self.preflights.values():

@@ -20,6 +20,7 @@ from renderers import Message, Renderer, ToolSpec
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchtitan.experiments.rl.configurable import BuildContext
+from torchtitan.experiments.rl.envs.chat_template import PLAIN, PLAIN_STOP, set_template
 from torchtitan.experiments.rl.envs.stop_tokens import with_all_stop_tokens
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.models.hub import HubConfig
@@ -63,6 +64,11 @@ class RendererConfig:
     say whose message a token belongs to, so nothing that weighs tokens by role works with it.
     "auto" takes the family whose prompts are those of the tokenizer's template, and "default" if
     there is none. ``--dry-run`` says which."""
+    template: str | None = None
+    """Chat template to take instead of the tokenizer's own: path of a Jinja file, or "plain".
+
+    "plain" is for a base model, whose tokenizer has none. It writes "Question: ", the question, a
+    newline and "Answer:", and an answer ends where the model begins the next "Question:"."""
     enable_thinking: bool = False
     """True to let the model think before it answers. Families without that switch follow their
     template."""
@@ -99,7 +105,8 @@ def build_renderer(
     Args:
         config: choice of the renderer.
         tokenizer_path: the folder.
-        tokenizer: tokenizer that `load_tokenizer` has loaded from the folder; None to load it.
+        tokenizer: tokenizer that `load_tokenizer` has loaded from the folder; None to load it. It
+            is given the config's template, if that names one.
 
     Raises:
         ConfigError: There is no such folder or renderer; the renderer does not fit the tokenizer,
@@ -108,10 +115,12 @@ def build_renderer(
     _check_name(config)
     if tokenizer is None:
         tokenizer = load_tokenizer(tokenizer_path)
+    if config.template is not None:
+        set_template(tokenizer, config.template)
     if config.name in (AUTO, DEFAULT) and not getattr(tokenizer, "chat_template", None):
         cure = (
-            f"the tokenizer in {tokenizer_path} has no chat template: "
-            "name a renderer of the model's family"
+            f"the tokenizer in {tokenizer_path} has no chat template: name a renderer of the "
+            f'model\'s family, or set renderer.template to "{PLAIN}" or to a file that holds one'
         )
         raise ConfigError("renderer.name", config.name, cure)
     if config.name == AUTO:
@@ -121,7 +130,13 @@ def build_renderer(
     # The default renderer knows only the tokenizer's end, which may be that of the model's base.
     template_first = renderer_name(family) == DEFAULT
     folder = Path(tokenizer_path)
-    renderer = with_all_stop_tokens(family, tokenizer, folder, template_first=template_first)
+    renderer = with_all_stop_tokens(
+        family,
+        tokenizer,
+        folder,
+        template_first=template_first,
+        texts=[PLAIN_STOP] if config.template == PLAIN else [],
+    )
     tokens = sorted(control_tokens(tokenizer))
     if tokens:
         _CONTROL_TOKENS[renderer] = re.compile("|".join(map(re.escape, tokens)))
@@ -193,6 +208,9 @@ def _check_name(config: RendererConfig) -> None:
     Raises:
         ConfigError: There is no renderer of that name, or it can't do what the config asks.
     """
+    if config.template is not None and config.name not in (AUTO, DEFAULT):
+        cure = f"{config.name} renders by a template of its own: set renderer.name to {DEFAULT}"
+        raise ConfigError("renderer.template", config.template, cure)
     if config.name == AUTO:
         return
     known = _config_classes()

@@ -3,15 +3,20 @@
 A fine-tuned model may end its turn at <|im_end|> while its tokenizer still names the <|endoftext|>
 of its base. A reply that goes on past its end is garbage. So every source is asked: the renderer of
 the model's family, the chat template, the tokenizer, and the generation config in its folder.
+
+A base model, which was never taught to end a turn, ends it at a text as well (`stop_texts`).
 """
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from renderers import Message, ParsedResponse, RenderedTokens, Renderer, ToolSpec
 from transformers import PreTrainedTokenizerBase
 
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 
 _QUESTION: Message = {"role": "user", "content": "What is 6 * 7?"}
 _REPLY: Message = {"role": "assistant", "content": "The answer is 42."}
@@ -20,7 +25,12 @@ _GENERATION_FILES = ("generation_config.json", "config.json")
 
 
 def with_all_stop_tokens(
-    renderer: Renderer, tokenizer: PreTrainedTokenizerBase, folder: Path, *, template_first: bool
+    renderer: Renderer,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    template_first: bool,
+    texts: Sequence[str] = (),
 ) -> Renderer:
     """Return a renderer that ends a turn at every token which the model's folder names as its end.
 
@@ -30,6 +40,7 @@ def with_all_stop_tokens(
         folder: the model's folder.
         template_first: True to name the chat template's token first, and not those that the
             renderer knows. Scripted replies end at the first token.
+        texts: texts that end a turn beside the tokens.
 
     Raises:
         ConfigError: Nothing names such a token.
@@ -46,7 +57,20 @@ def with_all_stop_tokens(
             "writes no such token: add one of these"
         )
         raise ConfigError("tokenizer_path", str(folder), cure)
-    return renderer if set(stops) == set(known) else StopRenderer(renderer, stops)
+    if set(stops) == set(known) and not texts:
+        return renderer
+    return StopRenderer(renderer, stops, texts)
+
+
+def stop_texts(renderer: Renderer) -> list[str]:
+    """Return the texts at which a renderer ends a turn, beside its stop tokens; mostly none."""
+    return renderer.stop_texts if isinstance(renderer, StopRenderer) else []
+
+
+def with_stop_texts(sampling: SamplingConfig, renderer: Renderer) -> SamplingConfig:
+    """Return how to sample completions that end at the renderer's texts too."""
+    texts = stop_texts(renderer)
+    return replace(sampling, stop=[*sampling.stop, *texts]) if texts else sampling
 
 
 def template_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -99,15 +123,17 @@ def _generation_ends(folder: Path) -> list[int]:
 
 
 class StopRenderer:
-    """Renderer that ends a turn at more tokens than the renderer that it wraps knows of."""
+    """Renderer that ends a turn at more tokens than the one that it wraps knows of, or at texts."""
 
-    def __init__(self, renderer: Renderer, stop_token_ids: list[int]):
+    def __init__(self, renderer: Renderer, stop_token_ids: list[int], texts: Sequence[str] = ()):
         """Wrap a renderer.
 
         Args:
             renderer: the renderer that does everything else.
             stop_token_ids: all tokens that end a turn, those included that it knows.
+            texts: texts that end a turn. They are no part of the reply's content.
         """
+        self.stop_texts = list(texts)
         self._renderer = renderer
         self._stop_token_ids = stop_token_ids
         self._unknown = set(stop_token_ids) - set(renderer.get_stop_token_ids())
@@ -129,10 +155,14 @@ class StopRenderer:
         tools: list[ToolSpec] | None = None,
         prompt_ids: list[int] | None = None,
     ) -> ParsedResponse:
-        """Parse a reply up to the first stop token that the wrapped renderer does not know."""
+        """Parse a reply up to the first stop that the wrapped renderer does not know."""
         ends = (index for index, token in enumerate(token_ids) if token in self._unknown)
         end = next(ends, len(token_ids))
-        return self._renderer.parse_response(token_ids[:end], tools=tools, prompt_ids=prompt_ids)
+        parsed = self._renderer.parse_response(token_ids[:end], tools=tools, prompt_ids=prompt_ids)
+        content = parsed.content
+        for text in self.stop_texts:
+            content = content.partition(text)[0]
+        return parsed if content == parsed.content else replace(parsed, content=content)
 
     def render(
         self,

@@ -31,6 +31,7 @@ from torchtitan.experiments.rl.bounds import (
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.envs.messages import assistant_message
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
+from torchtitan.experiments.rl.envs.stop_tokens import with_stop_texts
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.frozen import read_only
 from torchtitan.experiments.rl.generation.references import HostedModel, ModelReference
@@ -220,7 +221,7 @@ class RenderedChat:
             # depend on which rollout asked first.
             rollout_id=f"judge-{self._owner}/{seed}",
             seed=seed,
-            sampling=sampling,
+            sampling=with_stop_texts(sampling, self._renderer),
             stop_token_ids=self._renderer.get_stop_token_ids(),
         )
         try:

@@ -20,6 +20,7 @@ from torchtitan.experiments.rl.ask.call import ask, sentence
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
+from torchtitan.experiments.rl.envs.stop_tokens import with_stop_texts
 from torchtitan.experiments.rl.envs.yield_queue import Line, yield_queue
 from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout, users_traceback
 from torchtitan.experiments.rl.gateway.rollout import AgentRollout
@@ -123,6 +124,7 @@ class GroupRun:
         self._envs: list[OpenRollout] = []
         self._prompts = GroupPrompts()
         self._stop_token_ids = self.task.renderer.get_stop_token_ids()
+        self.sampling = with_stop_texts(self.sampling, self.task.renderer)
 
     async def run(self) -> None:
         """Give every rollout of the group a terminal status, its turns and its samples.
