@@ -1,4 +1,4 @@
-"""One optimizer step with shared prefixes, against the same step without, and against a bare transformers loop.
+"""One optimizer step with shared prefixes, against the same step without, with transformers' modules, and by a bare loop.
 
     python benchmarks/trainer_step.py [--repeats 9] [--recorded RUN_FOLDER]
 
@@ -6,7 +6,8 @@
    completion), or those of --recorded; 4 groups of 8 with prompts of 512 random tokens and completions of 128; and such lengths
    where prompts have nothing in common. The model is the demo's.
 2. A step is everything from samples to new weights: packing, forward, loss, backward, clipping, AdamW. Ours is the Learner with
-   all its metrics. The bare loop pads a batch, takes full logits and log_softmax, and computes the same loss and nothing else.
+   all its metrics: once with torchtitan's modules, and once with transformers' (``model.trained_by``), as a model has them that
+   torchtitan does not define. The bare loop is transformers' model alone: it pads a batch, takes full logits and log_softmax, and computes the same loss and nothing else.
 3. One core, and the sides take turns; a figure is the median of a side. CPU time is given too: where others use the machine, it
    is what holds. Losses are compared, so the sides do the same work.
 4. Peak memory is what a step adds to the process at most.
@@ -264,23 +265,28 @@ def main() -> None:
         ),
     ]
     with tempfile.TemporaryDirectory() as folder:
-        learner = Learner(
-            config,
-            model=ModelConfig(hf_assets_path=TINY_MODEL),
-            device="cpu",
-            max_seq_len=2048,
-            total_steps=1_000_000,
-            run_dir=folder,
+        learner, fallback = (
+            Learner(
+                config,
+                model=ModelConfig(hf_assets_path=TINY_MODEL, trained_by=library),
+                device="cpu",
+                max_seq_len=2048,
+                total_steps=1_000_000,
+                run_dir=f"{folder}/{library}",
+            )
+            for library in ("torchtitan", "transformers")
         )
         for load in loads:
             sides = {
                 "shared": ours(learner, load, share=True),
                 "apart": ours(learner, load, share=False),
+                "its modules": ours(fallback, load, share=True),
             }
             if "nothing" not in load.name:
-                sides["transformers"] = bare_loop(load)
+                sides["bare loop"] = bare_loop(load)
             report(load, measure(sides, args.repeats))
         learner.close()
+        fallback.close()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The learner's step of a GPU config, traced without memory: the bytes and the operations of one trainer rank.
 
-    python -m tests.fake_step [CONFIG ...]
+    python -m tests.fake_step [CONFIG ...] [--families]
 
 torch's FakeTensors have shapes and no values, and its fake process group answers collectives with nothing. So the Learner
 itself is built and takes its step: FSDP, tensor parallelism, checkpointing, head, loss, backward pass, optimizer. Each storage
@@ -17,10 +17,14 @@ is counted from its birth to its end.
 """
 
 import argparse
+import atexit
+import shutil
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,12 +39,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torchtitan.models.common.attention import FlexAttention
 
+from tests.fakes.hub_families import LARGE, large_config
 from tests.unit.loss_batches import batch_of
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.command.checks import plan_run
 from torchtitan.experiments.rl.config.run_config import RunConfig
-from torchtitan.experiments.rl.models import decoder
-from torchtitan.experiments.rl.models.policy import policy_spec
+from torchtitan.experiments.rl.models import decoder, transformers_attention
+from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.plan.costs import DEVICES, FLOPS_SHARE, GIB
 from torchtitan.experiments.rl.plan.placement import needed_gpus
 from torchtitan.experiments.rl.plan.plan import RunPlan
@@ -257,7 +262,8 @@ def stand_in(patch: pytest.MonkeyPatch, watch: Watch, fake: FakeTensorMode, seen
         learning.MetricSums, "all_reduce", lambda *_: None
     )  # sends objects: bytes that FakeTensors lack
     patch.setattr(learning, "load_metrics", lambda *_: {})
-    patch.setattr(decoder, "create_attention_mask", block_mask)
+    for module in (decoder, transformers_attention):
+        patch.setattr(module, "create_attention_mask", block_mask)
     patch.setattr(FlexAttention, "_compiled_flex_attn", flex)
     patch.setattr(
         torch.nn.functional,
@@ -279,15 +285,33 @@ def plan_of(config: RunConfig) -> RunPlan:
     return plan_run(config, device="cuda", available=list(range(needed_gpus(config))))
 
 
+def config_of_family(name: str, **changes: object) -> RunConfig:
+    """Return the 8B config with a model of this family, of 7B to 9B parameters, of which only config.json is there."""
+    config = config_registry.rl_grpo_qwen3_8b()
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    large_config(name, **changes).save_pretrained(folder)
+    config.model = ModelConfig(hf_assets_path=str(folder))
+    return config
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     default = [f"rl_grpo_qwen3_{size}" for size in ("0_6b", "8b", "32b", "32b_32")]
     parser.add_argument("configs", nargs="*", default=default)
+    parser.add_argument(
+        "--families",
+        action="store_true",
+        help="the 8B config with each family of transformers that the tests have, at 7B to 9B",
+    )
+    args = parser.parse_args()
+    configs = {name: getattr(config_registry, name)() for name in args.configs}
+    if args.families:
+        configs = {name: config_of_family(name) for name in LARGE}
     print(
         "| config | GiB of a rank, traced | planned | operations of a microbatch, traced | planned |"
     )
-    for name in parser.parse_args().configs:
-        config = getattr(config_registry, name)()
+    for name, config in configs.items():
         (task,) = config.tasks.values()
         plan, found = plan_of(config), traced(config, task.env.max_rollout_tokens)
         assert plan.balance is not None

@@ -13,7 +13,9 @@ number of entries that dynamo holds for one code object, beside the limit at whi
 """
 
 import argparse
+import atexit
 import dataclasses
+import shutil
 import sys
 import tempfile
 import time
@@ -28,6 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import AuxOutput
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.distributed import compile as compiling
 from torchtitan.models import qwen3
@@ -35,13 +38,14 @@ from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
+from tests.fakes.hub_families import FAMILIES, tiny_config
 from tests.integration.learners import compile_by
 from tests.unit.loss_batches import batch_of
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.command.checks import check
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.models.lora import LoRA
-from torchtitan.experiments.rl.models.policy import policy_spec
+from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training import learner as learning
 from torchtitan.experiments.rl.training import model as building
@@ -92,6 +96,19 @@ def _variant(base: str, /, **trainer: Any) -> Callable[[], RunConfig]:
     return build
 
 
+def _of_family(base: str, family: str) -> Callable[[], RunConfig]:
+    """Return a config factory: the registered config with a tiny model that transformers defines."""
+
+    def build() -> RunConfig:
+        config = getattr(config_registry, base)()
+        folder = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, folder)
+        tiny_config(family).save_pretrained(folder)
+        return dataclasses.replace(config, model=ModelConfig(hf_assets_path=folder))
+
+    return build
+
+
 def _cases() -> dict[str, Callable[[], RunConfig]]:
     registered = [
         name
@@ -102,6 +119,7 @@ def _cases() -> dict[str, Callable[[], RunConfig]]:
     small, large = "rl_grpo_qwen3_8b", "rl_grpo_qwen3_14b"
     mixture, shared_experts = "rl_grpo_qwen3_30b_a3b", "rl_grpo_qwen3_30b_a3b_16"
     lora, reference = LoRA.Config(rank=8), ReferenceConfig()
+    configs |= {f"8b, {family}": _of_family(small, family) for family in FAMILIES}
     configs |= {
         "8b, adapters": _variant(small, lora=lora),
         "8b, reference": _variant(small, reference=reference),
@@ -141,8 +159,10 @@ def take_first_steps(
     """
     check(config)
     rows = config.batcher.rows_per_microbatch
-    flavor = TINY_MIXTURE if is_mixture(config) else TINY
-    model = dataclasses.replace(config.model, flavor=f"qwen3/{flavor}")
+    model = config.model
+    if model.flavor is not None:
+        flavor = TINY_MIXTURE if is_mixture(config) else TINY
+        model = dataclasses.replace(model, flavor=f"qwen3/{flavor}")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     started = time.monotonic()
@@ -304,7 +324,7 @@ def _own_token_counts(
 
 def _dense_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, block_mask: Any, **_: Any
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, AuxOutput]:
     """Attend as flex attention does, [B, heads, L, head_dim], by computing every pair of places."""
     rows, length = torch.arange(query.shape[0]), torch.arange(query.shape[2])
     sees = block_mask.mask_mod(
@@ -313,7 +333,7 @@ def _dense_attention(
     shared = query.shape[1] // key.shape[1]
     keys, values = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     scores = (query @ keys.transpose(-2, -1)).masked_fill(~sees, float("-inf"))
-    return scores.softmax(-1) @ values, None
+    return scores.softmax(-1) @ values, AuxOutput(lse=scores.logsumexp(-1))
 
 
 def main() -> None:
@@ -334,7 +354,9 @@ def main() -> None:
     names, failures = options.cases or list(CASES), 0
     for name in names:
         config = CASES[name]()
-        same = repr((config.trainer, is_mixture(config), config.batcher.rows_per_microbatch))
+        rows = config.batcher.rows_per_microbatch
+        family = None if config.model.flavor else config.model.hf_assets_path
+        same = repr((config.trainer, is_mixture(config), rows, family))
         if same not in lines:
             try:
                 lines[same] = take_first_steps(config, device=device, backend=backend).line()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.rl import config_registry
+from torchtitan.experiments.rl.models.family import DecoderShape
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.policy import (
     ModelConfig,
@@ -87,7 +88,7 @@ def stub_model(folder: Path, flavor: str) -> Path:
 
 def qwen3_config(decoder: Any) -> dict[str, Any]:
     """Return the Hub's config of a Qwen3 decoder of torchtitan."""
-    sizes = ModelSizes.of(decoder, 0, 0)
+    sizes = ModelSizes.of(DecoderShape.of(decoder), 0, 0)
     layer = decoder.layers[0]
     config = {
         "architectures": ["Qwen3ForCausalLM"],

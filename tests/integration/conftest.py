@@ -67,7 +67,9 @@ def reference():
     @torch.no_grad()
     def logprobs(path: str, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         if path not in loaded:
-            loaded[path] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+            # Other attentions of transformers leave out a cap of the scores.
+            options = {"dtype": torch.float32, "attn_implementation": "eager"}
+            loaded[path] = AutoModelForCausalLM.from_pretrained(path, **options).eval()
         tokens = torch.from_numpy(np.asarray(token_ids, np.int64))[None]
         logits = loaded[path](tokens).logits[0, :-1].double() / temperature
         chosen = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)

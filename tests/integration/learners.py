@@ -13,7 +13,7 @@ from torchtitan.config import CompileConfig
 
 from tests.integration.models import MODEL
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.models import logprob_head
+from torchtitan.experiments.rl.models import logprob_head, transformers_decoder
 from torchtitan.experiments.rl.models.experts import mixtures_of
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.training import model as building
@@ -241,9 +241,9 @@ def compute_in_float64(monkeypatch_setattr) -> None:
     """FSDP casts parameters to the configured compute dtype, which names no float64: let float32 mean that."""
     from torchtitan.models.qwen3 import parallelize
 
-    monkeypatch_setattr(
-        parallelize, "TORCH_DTYPE_MAP", parallelize.TORCH_DTYPE_MAP | {"float32": torch.float64}
-    )
+    for module in (parallelize, transformers_decoder):
+        dtypes = module.TORCH_DTYPE_MAP | {"float32": torch.float64}
+        monkeypatch_setattr(module, "TORCH_DTYPE_MAP", dtypes)
 
 
 def one_step(learner: Learner) -> dict:

@@ -17,6 +17,8 @@ MORE_CASES = {
     "rl_reasoning_gym_qwen3_1_7b": 4,
     "rl_grpo_qwen3_30b_a3b_16": 4,
     "8b, adapters and reference": 9,
+    "8b, gemma3_text": 8,
+    "8b, olmo2": 4,
 }
 """Number of compiled entries of a transformer block, by case.
 
@@ -24,7 +26,7 @@ A dense model has 4: a training pass at each of three row shapes, and the canary
 Tensor parallelism has twice as many, because the first block is given a plain tensor and the others
 one of an exchange that may not have ended. Replay computes each shape without routes too, and without
 gradients: 3 + 3. With adapters the first block's input needs no gradient and the others' does: 2 x 3,
-and 3 for the reference.
+and 3 for the reference. Gemma 3's layers are of two kinds, with a window and without.
 """
 
 

@@ -1,5 +1,6 @@
-"""A second family, Llama 3, a flavor of torchtitan with fused queries, keys and values, a mixture of experts, and adapters of a
-Llama: trainer, engine and transformers agree on each, before a step and after.
+"""A second family, Llama 3, a flavor of torchtitan with fused queries, keys and values, a mixture of experts, adapters of a
+Llama, and families that are trained by transformers' modules: trainer, engine and transformers agree on each, before a step and
+after.
 
 A generator for each model, and one learner in this process, in float32.
 """
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torchstore
 
+from tests.fakes.hub_families import FAMILIES, write_family
 from tests.integration.deliveries import LENGTH, deliver, random_tokens, sampler
 from tests.integration.learners import full, fused_config, learner_of, samples_of
 from tests.integration.models import MOE_MODEL
@@ -40,20 +42,37 @@ TWO = "two adapters of a Llama 3, in an engine of two processes"
 NAMES = ("code", "math")
 NOTHING, BOTH = 1, 5
 """Versions: adapters that are zero, and two of them."""
-VERSIONS = {LLAMA: 2, FUSED: 3, ADAPTED: 4, MOE: 6}
+SERVED = [family for family in FAMILIES if family != "gpt_oss"]
+"""Families of transformers whose versions an engine can load."""
+VERSIONS = {LLAMA: 2, FUSED: 3, ADAPTED: 4, MOE: 6} | {
+    family: 7 + index for index, family in enumerate(SERVED)
+}
 """That a test publishes. They share a store."""
-LR = {LLAMA: 0.02, FUSED: 0.005, ADAPTED: 0.1, MOE: 0.005}
+LR = {LLAMA: 0.02, FUSED: 0.005, ADAPTED: 0.1, MOE: 0.005} | dict.fromkeys(SERVED, 0.01)
 LORA = LoRA.Config(rank=3, alpha=6)
 ADAPTERS = {ADAPTED: {"": LORA.rank}, TWO: dict.fromkeys(NAMES, LORA.rank)}
 SLOW = {FUSED, TWO}
 """Models whose generators start only where a slow test asks for them."""
+ALONE = {*SERVED} - {"gemma3_text"}
+"""Models whose generators start one at a time, for a slow test each: all of them would take 16 GiB."""
 
 
 @pytest.fixture(scope="module")
-def models(llama_model, fused_model) -> dict[str, ModelConfig]:
+def models(llama_model, fused_model, tmp_path_factory) -> dict[str, ModelConfig]:
     llama = ModelConfig(hf_assets_path=llama_model)
     moe = ModelConfig(hf_assets_path=str(MOE_MODEL))
-    return {LLAMA: llama, FUSED: fused_config(fused_model), MOE: moe, ADAPTED: llama, TWO: llama}
+    folder = tmp_path_factory.mktemp("families")
+    return {
+        LLAMA: llama,
+        FUSED: fused_config(fused_model),
+        MOE: moe,
+        ADAPTED: llama,
+        TWO: llama,
+        **{
+            family: ModelConfig(hf_assets_path=str(write_family(family, folder / family)))
+            for family in SERVED
+        },
+    }
 
 
 def running(models: dict[str, ModelConfig], folder: Path) -> Iterator[dict[str, Any]]:
@@ -99,7 +118,7 @@ def running(models: dict[str, ModelConfig], folder: Path) -> Iterator[dict[str, 
 
 @pytest.fixture(scope="module")
 def generators(models, tmp_path_factory) -> Iterator[dict[str, Any]]:
-    named = {name: model for name, model in models.items() if name not in SLOW}
+    named = {name: model for name, model in models.items() if name not in SLOW | ALONE}
     yield from running(named, tmp_path_factory.mktemp("generators"))
 
 
@@ -110,9 +129,14 @@ def more_generators(models, tmp_path_factory) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
-def generator(name, request) -> Any:
+def generator(name, request, models, tmp_path) -> Iterator[Any]:
     """The generator of the model that the test is about."""
-    return request.getfixturevalue("more_generators" if name in SLOW else "generators")[name]
+    if name in ALONE:
+        for made in running({name: models[name]}, tmp_path):
+            yield made[name]
+    else:
+        fixture = "more_generators" if name in SLOW else "generators"
+        yield request.getfixturevalue(fixture)[name]
 
 
 async def test_adapters_that_add_nothing_leave_engine_and_trainer_as_they_are_bit_for_bit(
@@ -136,7 +160,10 @@ async def test_adapters_that_add_nothing_leave_engine_and_trainer_as_they_are_bi
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in VERSIONS],
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in SLOW | ALONE else name
+        for name in VERSIONS
+    ],
 )
 async def test_engine_trainer_and_transformers_agree_before_and_after_a_published_step(
     name,
@@ -227,6 +254,8 @@ def by_flex_attention(
 ) -> np.ndarray:
     """Log-probabilities of the learner's policy with the attention that it has on GPUs, not compiled."""
     policy = policy_spec(model, device="cuda", max_seq_len=512, lora=lora).model.build()
+    if next(policy.parameters()).is_meta:  # as transformers' are
+        policy.to_empty(device="cpu")
     policy.init_states(buffer_device=torch.device("cpu"))
     trained = dict(learner.model.named_parameters())
     for name, parameter in policy.named_parameters():

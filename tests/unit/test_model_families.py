@@ -148,7 +148,11 @@ REFUSED = {
     ),
     "half a scaling": (LLAMA_3_1, {"rope_scaling": {"rope_type": "llama3"}}, "has no 'factor'"),
     "a field too few": (LLAMA_3_1, {"intermediate_size": ...}, "has no 'intermediate_size'"),
-    "no architecture": (LLAMA_3_1, {"architectures": ...}, "architecture is ''"),
+    "no architecture": (
+        LLAMA_3_1,
+        {"architectures": ...},
+        "its architecture '' can't be trained here",
+    ),
     "Qwen3 with scaling": (
         qwen3_config(),
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},

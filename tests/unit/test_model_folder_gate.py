@@ -129,7 +129,10 @@ FOLDERS = {
     "a norm without a bound": (edit_config(rms_norm_eps="small"), "rms_norm_eps = 'small'"),
     "rotary rubbish": (edit_config(rope_parameters=[1]), "has rotary parameters [1]"),
     "a dtype of its own": (edit_config(dtype="float8"), "dtype = 'float8'"),
-    "an architecture that is a number": (edit_config(architectures=3), "its architecture is ''"),
+    "an architecture that is a number": (
+        edit_config(architectures=3),
+        "its architecture '' can't be trained here",
+    ),
     "a list for a config": (lambda f: (f / "config.json").write_text("[]"), "holds a list"),
     "a config that is no text": (
         lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"),

@@ -516,8 +516,7 @@ FOLDERS = {
     ),
     "another architecture": (
         edit_config(architectures=["MambaForCausalLM"]),
-        "MambaForCausalLM",
-        "Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM",
+        "its architecture 'MambaForCausalLM' can't be trained here: transformers builds a Qwen3ForCausalLM by the model_type",
     ),
     "half a config": (
         edit_config(num_attention_heads=None),

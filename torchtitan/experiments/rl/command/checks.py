@@ -20,14 +20,17 @@ from torchtitan.experiments.rl.generation.references import (
     hosted_models,
 )
 from torchtitan.experiments.rl.losses import check_corrections
+from torchtitan.experiments.rl.models.family import DecoderShape
 from torchtitan.experiments.rl.models.hub import HubConfig, check_weights, has_config
-from torchtitan.experiments.rl.models.lora import adapter_shapes, check_adapter, with_lora
+from torchtitan.experiments.rl.models.lora import adapter_shapes, check_adapter
 from torchtitan.experiments.rl.models.policy import (
     FAMILIES,
     ModelConfig,
-    decoder_config,
+    adapted_modules,
+    decoder_shape,
     folder_spec,
     hub_shapes,
+    is_of_transformers,
     model_positions,
     parameter_count,
     policy_spec,
@@ -46,7 +49,6 @@ from torchtitan.experiments.rl.plan.plan import (
 )
 from torchtitan.experiments.rl.process.host import Device
 from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
-from torchtitan.models.common import Decoder
 
 SLEEP = "generator.engine.sleep"
 
@@ -302,11 +304,13 @@ def check_hosted_model(model: HostedModel, *, field: str) -> None:
 def model_sizes(config: RunConfig, device: Device) -> ModelSizes:
     """Return the sizes of the policy, with the adapters that are trained."""
     lora = config.trainer.lora
-    spec = policy_spec(config.model, device=device, max_seq_len=config.batcher.row_length)
+    row_length = config.batcher.row_length
+    spec = policy_spec(config.model, device=device, max_seq_len=row_length)
     parameters = trained = parameter_count(spec)
     if lora is not None:
-        trained = (parameter_count(with_lora(spec, lora)) - parameters) * len(config.adapters)
-    return ModelSizes.of(decoder_config(spec), parameters, trained)
+        adapted = policy_spec(config.model, device=device, max_seq_len=row_length, lora=lora)
+        trained = (parameter_count(adapted) - parameters) * len(config.adapters)
+    return ModelSizes.of(decoder_shape(spec), parameters, trained)
 
 
 def plan_run(
@@ -325,7 +329,7 @@ def plan_run(
     device = device or config.provision.resolve()
     trainer = config.trainer
     engine = config.generator.engine
-    decoder = decoder_config(
+    decoder = decoder_shape(
         policy_spec(config.model, device=device, max_seq_len=config.batcher.row_length)
     )
     _check_trainer_fits(config, decoder, device)
@@ -372,7 +376,7 @@ def plan_run(
     )
 
 
-def _check_trainer_fits(config: RunConfig, decoder: Decoder.Config, device: Device) -> None:
+def _check_trainer_fits(config: RunConfig, decoder: DecoderShape, device: Device) -> None:
     """Check the trainer's rows, parallelism and options against the model and the device.
 
     Raises:
@@ -388,6 +392,8 @@ def _check_trainer_fits(config: RunConfig, decoder: Decoder.Config, device: Devi
         )
         raise ConfigError("batcher.row_length", config.batcher.row_length, cure)
     trainer.parallelism.check_model(decoder, field="trainer.parallelism", ranks=trainer.ranks)
+    if is_of_transformers(config.model):
+        _check_transformers(config, decoder)
     if device != "cpu":
         return
     if trainer.compile is not None:
@@ -398,7 +404,41 @@ def _check_trainer_fits(config: RunConfig, decoder: Decoder.Config, device: Devi
         raise ConfigError("trainer.enable_cpu_offload", True, cure)
 
 
-def _check_engines_fit(config: RunConfig, decoder: Decoder.Config) -> None:
+def _check_transformers(config: RunConfig, decoder: DecoderShape) -> None:
+    """Check that nothing is asked for that only torchtitan's models can do.
+
+    Raises:
+        ConfigError: the first field that asks for such a thing.
+    """
+    trainer = config.trainer
+    if decoder.experts > 1:
+        cure = "engines load no versions of its experts: only torchtitan's mixtures can be trained"
+        raise ConfigError("model.hf_assets_path", config.model.hf_assets_path, cure)
+    for name in ("tensor_parallel_degree", "expert_parallel_degree"):
+        degree = getattr(trainer.parallelism, name)
+        if degree > 1:
+            cure = (
+                "the trainer computes this model with transformers' modules, which FSDP and "
+                "context_parallel_degree divide: set it to 1"
+            )
+            raise ConfigError(f"trainer.parallelism.{name}", degree, cure)
+    if config.served and trainer.lora is not None:
+        unserved = sorted(
+            set(adapted_modules(config.model, trainer.lora))
+            - config.generator.engine.adapted_modules
+        )
+        if unserved:
+            cure = f"the engine serves no adapter of {unserved[0]}: set it to merged"
+            raise ConfigError("trainer.lora.serve", "served", cure)
+    if trainer.router_replay != "off":
+        cure = 'only torchtitan\'s mixtures of experts replay what was chosen: set it to "off"'
+        raise ConfigError("trainer.router_replay", trainer.router_replay, cure)
+    if trainer.compile is not None and trainer.compile.float8 != "off":
+        cure = 'only torchtitan\'s models are converted to 8 bits: set it to "off"'
+        raise ConfigError("trainer.compile.float8", trainer.compile.float8, cure)
+
+
+def _check_engines_fit(config: RunConfig, decoder: DecoderShape) -> None:
     """Check the engines' settings against the policy and the hosted models.
 
     Raises:
@@ -436,19 +476,14 @@ def _check_experts(config: RunConfig, sizes: ModelSizes, device: Device) -> None
         raise ConfigError("trainer.router_replay", replay, cure)
 
 
-def _as_hub_config(decoder: Decoder.Config) -> HubConfig:
+def _as_hub_config(decoder: DecoderShape) -> HubConfig:
     """Return what config.json says of a model that may not be here yet."""
-    layer: Any = decoder.layers[0]
     return HubConfig(
         "",
         {
-            "num_attention_heads": layer.attention.n_heads,
-            "num_key_value_heads": layer.attention.n_kv_heads,
-            "intermediate_size": (
-                layer.feed_forward.w1.out_features
-                if layer.moe is None
-                else layer.moe.routed_experts.inner_experts.hidden_dim
-            ),
+            "num_attention_heads": decoder.heads,
+            "num_key_value_heads": decoder.kv_heads,
+            "intermediate_size": decoder.feed_forward_width,
             "vocab_size": decoder.vocab_size,
         },
     )

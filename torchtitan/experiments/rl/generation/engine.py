@@ -327,6 +327,8 @@ class EngineConfig(ABC):
     """Maximum length of prompt and completion together, in tokens."""
     tensor_parallel_degree: Changeable[ProcessCount] = 1
     """Number of GPUs that share one engine's model."""
+    adapted_modules: ClassVar[frozenset[str]] = frozenset()
+    """Last parts of the hub's names of the modules that the engine serves adapters of."""
     stops_at_texts: ClassVar[bool] = False
     """True if the engine ends a completion at the texts of ``SamplingConfig.stop``.
 

@@ -78,8 +78,13 @@ def subtree_ends(positions_BL: torch.Tensor) -> torch.Tensor:
     return ends_BL
 
 
-def tree_mask(positions_BL: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Return the ``mask_mod`` of flex attention that shows each query itself and its ancestors."""
+def tree_mask(positions_BL: torch.Tensor, window: int | None = None) -> Callable[..., torch.Tensor]:
+    """Return the ``mask_mod`` of flex attention that shows each query itself and its ancestors.
+
+    Args:
+        positions_BL: place of each token in its sample.
+        window: number of tokens that a query sees at most, itself included. None for all.
+    """
     ends_BL = subtree_ends(positions_BL)
 
     def sees(
@@ -87,7 +92,16 @@ def tree_mask(positions_BL: torch.Tensor) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         return (kv_idx <= q_idx) & (q_idx < ends_BL[b, kv_idx])
 
-    return sees
+    if window is None:
+        return sees
+
+    def sees_in_window(
+        b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
+    ) -> torch.Tensor:
+        distance = positions_BL[b, q_idx] - positions_BL[b, kv_idx]
+        return sees(b, h, q_idx, kv_idx) & (distance < window)
+
+    return sees_in_window
 
 
 BRANCH_TOKENS = 64
@@ -159,6 +173,34 @@ class PackedDocuments(NamedTuple):
     restore_T: torch.Tensor
     """Place of each token's output among the concatenated, flattened groups, trunks first. int64
     [T]."""
+    positions_T: torch.Tensor
+    """Place of each token in its sample."""
+
+    def blocks(
+        self, window: int | None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Yield queries, keys and mask of each group, trunks first.
+
+        A mask is bool, broadcast to [blocks, heads, queries, keys]; None stands for causal
+        attention of the keys to themselves.
+
+        Args:
+            window: number of tokens that a query sees at most, itself included. None for all.
+        """
+        for index in self.gather:
+            length = index.shape[1]
+            mask = None
+            if window is not None and window < length:
+                columns = torch.arange(length)
+                distance = columns[:, None] - columns
+                mask = (distance >= 0) & (distance < window)
+            yield index, index, mask
+        for queries, keys, mask in self.branches:
+            if window is not None:
+                q = self.positions_T[queries][:, None, :, None]
+                k = self.positions_T[keys][:, None, None]
+                mask = mask & (q - k < window)
+            yield queries, keys, mask
 
     @classmethod
     def of(cls, positions_BL: torch.Tensor) -> "PackedDocuments":
@@ -197,6 +239,7 @@ class PackedDocuments(NamedTuple):
             gather=tuple(gather),
             branches=tuple(branches),
             restore_T=_places_in_groups(groups, positions_T.numel()),
+            positions_T=positions_T,
         )
 
 
@@ -319,22 +362,43 @@ class CPUVarlenAttention(VarlenAttention):
         Queries, keys, values and the result are [B, L, heads, head_dim], as in torchtitan.
         """
         assert isinstance(attention_masks, CPUPackedMetadata)
-        documents = attention_masks.documents
-        q_TNH, k_TNH, v_TNH = (t.flatten(0, 1) for t in (q_BLNH, k_BLNH, v_BLNH))
-        trunks = [(index, index, None) for index in documents.gather]
-        outputs = []
-        for queries, keys, mask in [*trunks, *documents.branches]:
-            out = F.scaled_dot_product_attention(
-                _take(q_TNH, queries),
-                _take(k_TNH, keys),
-                _take(v_TNH, keys),
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-            outputs.append(out.transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs).index_select(0, documents.restore_T).view_as(q_BLNH)
+        attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
+        return attend_blocks(attend, q_BLNH, k_BLNH, v_BLNH, attention_masks.documents)
+
+
+def attend_blocks(
+    attend: Callable[..., torch.Tensor],
+    q_BLNH: torch.Tensor,
+    k_BLNH: torch.Tensor,
+    v_BLNH: torch.Tensor,
+    documents: PackedDocuments,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attend from each token to itself and its ancestors, block by block.
+
+    Queries, keys and values are [B, L, heads, head_dim]; values may have another size of head, and
+    the result has theirs.
+
+    Args:
+        attend: computes a batch of blocks, each [blocks, heads, tokens, head_dim], as
+            ``F.scaled_dot_product_attention`` does, of which it takes ``attn_mask`` and
+            ``is_causal``.
+        documents: the blocks of the rows.
+        window: number of tokens that a query sees at most, itself included. None for all.
+    """
+    q_TNH, k_TNH, v_TNH = (t.flatten(0, 1) for t in (q_BLNH, k_BLNH, v_BLNH))
+    outputs = []
+    for queries, keys, mask in documents.blocks(window):
+        out = attend(
+            _take(q_TNH, queries),
+            _take(k_TNH, keys),
+            _take(v_TNH, keys),
+            attn_mask=mask,
+            is_causal=mask is None,
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    restored_TNH = torch.cat(outputs).index_select(0, documents.restore_T)
+    return restored_TNH.unflatten(0, q_BLNH.shape[:2])
 
 
 def _take(t_TNH: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -393,11 +457,11 @@ def _attend_by_heads(
 
     Queries, keys, values and the result are this rank's tokens, [B, L / ranks, heads, head_dim].
     """
-    q, k, v = (_Exchange.apply(values, group, 2, 1) for values in (q, k, v))
-    return _Exchange.apply(attend(q, k, v, **options), group, 1, 2)
+    q, k, v = (Exchange.apply(values, group, 2, 1) for values in (q, k, v))
+    return Exchange.apply(attend(q, k, v, **options), group, 1, 2)
 
 
-class _Exchange(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
     """All-to-all that divides one dimension among the ranks and joins their shares of another.
 
     DTensor's own has every rank gather the whole tensor on gloo, and warns of it.
@@ -421,4 +485,4 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # noqa: ANN401 - autograd's
-        return _Exchange.apply(grad, ctx.group, ctx.join, ctx.divide), None, None, None
+        return Exchange.apply(grad, ctx.group, ctx.join, ctx.divide), None, None, None

@@ -9,9 +9,11 @@ every new one.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
@@ -25,6 +27,7 @@ from torchtitan.experiments.rl.models.attention import (
     tree_mask,
 )
 from torchtitan.experiments.rl.models.experts import count_agreement, routes_of, tell_rows
+from torchtitan.experiments.rl.models.logprob_head import LogprobHead
 from torchtitan.experiments.rl.types import TrainingBatch
 from torchtitan.models.common.attention import (
     AttentionMasksType,
@@ -44,11 +47,19 @@ Policy = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """The forward pass of a LogprobDecoder."""
 
 
-class LogprobDecoder(HiddenStateDecoder):
-    """Mixin that gives a decoder this forward pass and a LogprobHead.
+class LogprobModel:
+    """Mixin that gives a model this forward pass: log-probabilities of its input, not logits.
 
-    Write ``class Policy(LogprobDecoder, SomeDecoder)``.
+    The model has the attributes that are declared here; `LogprobDecoder` and `TransformersPolicy`
+    are such models.
     """
+
+    lm_head: LogprobHead
+    hidden_states: Callable[..., torch.Tensor]
+    """``(tokens, positions, attention_masks)`` to the hidden states after the last norm, [B, L,
+    dim]."""
+    get_attention_masks: Callable[..., Any]
+    """``(positions)`` to what ``hidden_states`` takes as its ``attention_masks``."""
 
     context: DeviceMesh | None = None
     """Ranks that divide each row. All are given whole rows, and all return values of whole rows."""
@@ -56,7 +67,7 @@ class LogprobDecoder(HiddenStateDecoder):
     """Router agreement since ``experts.count_load``, in passes with routes. float64 [4]: choices
     that agree, choices, tokens that agree, tokens."""
 
-    def forward(  # type: ignore[override]  # torchtitan's returns logits
+    def forward(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
@@ -156,6 +167,22 @@ class LogprobDecoder(HiddenStateDecoder):
                 grad_placements=[Partial()] * hidden_BLD.device_mesh.ndim
             )
         return hidden_BLD
+
+
+class LogprobDecoder(LogprobModel, HiddenStateDecoder):
+    """Mixin that gives a decoder of torchtitan the forward pass of `LogprobModel`.
+
+    Write ``class Policy(LogprobDecoder, SomeDecoder)``.
+    """
+
+    forward = LogprobModel.forward  # type: ignore[assignment]  # torchtitan's returns logits
+
+    def pieces(self) -> dict[str, nn.Module]:
+        """Return embedding, layers, last norm and head, by the prefix of their tensors' names."""
+        layers = {f"layers.{name}.": layer for name, layer in self.layers.named_children()}
+        others = {f"{name}.": child for name, child in self.named_children() if name != "layers"}
+        embedding = others.pop("tok_embeddings.")
+        return {"tok_embeddings.": embedding, **layers, **others}
 
     def get_attention_masks(self, positions: torch.Tensor) -> AttentionMasksType | None:
         attention = self.config.first_attention

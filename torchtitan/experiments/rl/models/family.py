@@ -22,6 +22,54 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class DecoderShape:
+    """Sizes of a decoder, whoever defines it."""
+
+    vocab_size: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    """Number of key heads, and of value heads."""
+    head_dim: int
+    feed_forward_width: int
+    """Width of a feed-forward network, or of an expert."""
+    rotations: int
+    """Number of positions in each layer's table of rotations; 0 if there are no tables."""
+    tied: bool
+    """True if the head is the embedding."""
+    experts: int = 1
+    """Number of experts of a layer; 1 for a dense model."""
+    chosen: int = 1
+    """Number of experts that each token chooses."""
+
+    @classmethod
+    def of(cls, decoder: Decoder.Config) -> "DecoderShape":
+        """Return the sizes of a decoder of torchtitan."""
+        layer: Any = decoder.layers[0]  # torchtitan declares less than every decoder has
+        attention, moe = layer.attention, layer.moe
+        if moe is None:
+            experts, chosen = 1, 1
+            width = layer.feed_forward.w1.out_features
+        else:
+            experts, chosen = moe.num_experts, moe.router.top_k
+            width = moe.routed_experts.inner_experts.hidden_dim
+        return cls(
+            vocab_size=decoder.vocab_size,
+            dim=decoder.dim,
+            layers=len(decoder.layers),
+            heads=attention.n_heads,
+            kv_heads=attention.n_kv_heads or attention.n_heads,
+            head_dim=attention.rope.dim,
+            feed_forward_width=width,
+            rotations=attention.rope.max_seq_len,
+            tied=getattr(decoder, "enable_weight_tying", False),
+            experts=experts,
+            chosen=chosen,
+        )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class ModelFamily:
     """Family of models: how torchtitan builds and converts one architecture of transformers."""
 

@@ -146,8 +146,8 @@ class HubConfig:
         value = self.get(name, supported)
         if value != supported:
             raise self.error(
-                f"its config.json has {name} = {value!r}; this library trains such models with "
-                f"{supported!r} only"
+                f"its config.json has {name} = {value!r}, and torchtitan's model {supported!r} "
+                'only: set model.trained_by to "transformers"'
             )
 
     def error(self, cure: str) -> ConfigError:

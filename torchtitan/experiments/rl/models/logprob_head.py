@@ -103,10 +103,16 @@ class LogprobHead(Linear):
     class Config(Linear.Config):
         chunk_tokens: PositiveInt = 1024
         """Number of tokens whose logits are held at once."""
+        scale: float = 1.0
+        """Factor of the logits."""
+        softcap: float | None = None
+        """Bound of the logits, which tanh approaches. None leaves them as they are."""
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.chunk_tokens = config.chunk_tokens
+        self.scale = config.scale
+        self.softcap = config.softcap
         self.compile_chunks = False
         """True to compile what follows each chunk's product.
 
@@ -161,6 +167,7 @@ class LogprobHead(Linear):
             temperatures_N,
             chunk_size,
             self._shard,
+            _Logits(self.scale, self.softcap),
             self.compile_chunks,
         )
         if padding:
@@ -179,7 +186,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0913 - autograd passes positional arguments alone
-        ctx, hidden_ND, weight_VD, targets_N, temperatures_N, chunk_size, shard, is_compiled
+        ctx, hidden_ND, weight_VD, targets_N, temperatures_N, chunk_size, shard, logits, is_compiled
     ):
         logprobs = []
         entropies = []
@@ -187,13 +194,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         statistics = _compiled(_statistics) if is_compiled else _statistics
         for chunk in _chunks(len(targets_N), chunk_size):
             target_C, normaliser_C, mean_C = statistics(
-                hidden_ND[chunk], weight_VD, temperatures_N[chunk], targets_N[chunk], shard
+                hidden_ND[chunk], weight_VD, temperatures_N[chunk], targets_N[chunk], shard, logits
             )
             logprobs.append(target_C - normaliser_C)
             entropies.append(normaliser_C - mean_C)
             normalisers.append(normaliser_C)
         ctx.chunk_size = chunk_size
         ctx.shard = shard
+        ctx.logits = logits
         ctx.is_compiled = is_compiled
         normaliser_N = _concatenate(normalisers, hidden_ND)
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, temperatures_N, normaliser_N)
@@ -222,32 +230,38 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 normaliser_N[chunk],
                 scale_C1,
                 ctx.shard,
+                ctx.logits,
             )
             grad_hidden_ND[chunk] = grad_logits_CV @ weight_VD
             if grad_weight_VD is not None:
                 grad_weight_VD += grad_logits_CV.T @ hidden_ND[chunk]
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None, None
 
 
-def _statistics(hidden_CD, weight_VD, temperatures_C, targets_C, shard):
+def _statistics(hidden_CD, weight_VD, temperatures_C, targets_C, shard, logits):
     """Return ``VocabularyShard.statistics`` of a chunk."""
-    return shard.statistics(_logits(hidden_CD, weight_VD, temperatures_C), targets_C)
+    return shard.statistics(logits.of(hidden_CD, weight_VD, temperatures_C), targets_C)
 
 
-def _gradient(hidden_CD, weight_VD, temperatures_C, targets_C, normaliser_C, scale_C1, shard):
-    """Return the gradient of a chunk's logits before the temperature, in the weight's dtype.
+def _gradient(  # noqa: PLR0913 - a chunk's part of each argument of the forward pass
+    hidden_CD, weight_VD, temperatures_C, targets_C, normaliser_C, scale_C1, shard, logits
+):
+    """Return the gradient of the head's product for a chunk, in the weight's dtype.
 
     Args:
-        hidden_CD, weight_VD, temperatures_C, targets_C, shard: those of the forward pass.
+        hidden_CD, weight_VD, temperatures_C, targets_C, shard, logits: those of the forward pass.
         normaliser_C: log-normaliser of each token.
         scale_C1: gradient of each token's log-probability, divided by its temperature.
     """
-    logits_CV = _logits(hidden_CD, weight_VD, temperatures_C)
+    logits_CV = logits.of(hidden_CD, weight_VD, temperatures_C)
+    slope_CV = logits.slope(logits_CV, temperatures_C)
     grad_logits_CV = logits_CV.sub_(normaliser_C[:, None]).exp_()
     grad_logits_CV.mul_(-scale_C1)
     shard.add_to_target(grad_logits_CV, targets_C, scale_C1)
+    if slope_CV is not None:
+        grad_logits_CV.mul_(slope_CV)
     return grad_logits_CV.to(weight_VD.dtype)
 
 
@@ -256,16 +270,41 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
-def _logits(
-    hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperatures_C: torch.Tensor
-) -> torch.Tensor:
-    """Return the logits divided by the temperature, in the precision that the generator uses.
+@dataclass(frozen=True, slots=True)
+class _Logits:
+    """How a model makes logits of the head's product."""
 
-    The product is computed in the weight's dtype, and everything after it in float32 (or float64).
-    """
-    logits_CV = F.linear(hidden_CD, weight_VD)
-    logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
-    return logits_CV.div_(temperatures_C[:, None])
+    scale: float
+    softcap: float | None
+
+    def of(
+        self, hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperatures_C: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the logits divided by the temperature, in the precision that the generator uses.
+
+        The product is computed in the weight's dtype, and everything after it in float32 (or
+        float64).
+        """
+        logits_CV = F.linear(hidden_CD, weight_VD)
+        logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+        if self.scale != 1:
+            logits_CV.mul_(self.scale)
+        if self.softcap is not None:
+            logits_CV.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits_CV.div_(temperatures_C[:, None])
+
+    def slope(self, logits_CV: torch.Tensor, temperatures_C: torch.Tensor) -> torch.Tensor | None:
+        """Return the derivative of the logits by the product, but for the temperature.
+
+        None stands for 1.
+
+        Args:
+            logits_CV, temperatures_C: result and argument of ``of``.
+        """
+        if self.softcap is not None:
+            tanh_CV = logits_CV * temperatures_C[:, None] / self.softcap
+            return self.scale * (1 - tanh_CV.square())
+        return None if self.scale == 1 else torch.full_like(logits_CV[:1, :1], self.scale)
 
 
 def _chunks(count: int, size: int) -> list[slice]:

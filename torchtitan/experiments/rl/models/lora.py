@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,7 +60,8 @@ class LoRA:
         targets: Literal["all-linear"] | tuple[NonEmptyStr, ...] = "all-linear"
         """Matrices of each layer that have an adapter.
 
-        They are given by torchtitan's names, such as wq, wkv, wo, w1, w2 and w3."""
+        They are given by the names that the trained modules have: torchtitan's, such as wq, wkv,
+        wo, w1, w2 and w3, or transformers', such as q_proj and down_proj (docs/models.md)."""
         init_from: str | None = None
         """PEFT folder with the adapters that training begins with.
 
@@ -84,30 +85,69 @@ def with_lora(spec: ModelSpec, lora: LoRA.Config) -> ModelSpec:
     Raises:
         ConfigError: a target names no matrix of the layers, or there are no targets.
     """
-    field = f"{FIELD}.targets"
     matrices = [
         name for name, *_ in spec.model.traverse(Linear.Config) if name.startswith("layers.")
     ]
     names = {name.rpartition(".")[2] for name in matrices}
     adaptable = {name.rpartition(".")[2] for name in matrices if ".moe." not in name}
     targets = sorted(adaptable) if lora.targets == "all-linear" else list(lora.targets)
+    check_targets(targets, adaptable, lora, has_experts=len(adaptable) < len(names))
+    converter = LoRAConverter(
+        LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=targets)
+    )
+    converted: Any = converter.convert(spec.model)
+    return replace(spec, model=converted)
+
+
+def check_targets(
+    targets: Sequence[str],
+    adaptable: Collection[str],
+    lora: LoRA.Config,
+    *,
+    has_experts: bool = False,
+) -> None:
+    """Raise if targets name no matrix of a model, or there are none.
+
+    Args:
+        targets: names of the matrices that are to have adapters.
+        adaptable: names of the matrices that can have some.
+        lora: config that the targets are of.
+        has_experts: True if the model has experts, which have no adapters.
+    """
+    field = f"{FIELD}.targets"
     unknown = [name for name in targets if name not in adaptable]
     if unknown:
         cure = (
             f"{unknown[0]} names no matrix of this model's layers; choose among "
             f"{', '.join(sorted(adaptable))}, or all-linear"
         )
-        if len(adaptable) < len(names):
+        if has_experts:
             cure += "; experts have no adapters"
         raise ConfigError(field, lora.targets, cure)
     if not targets:
         cure = "nothing would be trained; name a matrix, or all-linear"
         raise ConfigError(field, lora.targets, cure)
-    converter = LoRAConverter(
-        LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=targets)
-    )
-    converted: Any = converter.convert(spec.model)
-    return replace(spec, model=converted)
+
+
+class AdaptedLinear(nn.Linear):
+    """A frozen linear layer with an adapter beside it, which is named as torchtitan's is."""
+
+    def __init__(self, linear: nn.Linear, *, rank: int, scaling: float):
+        """Take the parameters of a linear layer, and add an adapter on the same device."""
+        with torch.device("meta"):
+            super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
+        self.weight, self.bias = linear.weight, linear.bias
+        options: dict[str, Any] = {
+            "bias": False,
+            "device": linear.weight.device,
+            "dtype": linear.weight.dtype,
+        }
+        self.lora_a = nn.Linear(linear.in_features, rank, **options)
+        self.lora_b = nn.Linear(rank, linear.out_features, **options)
+        self._scaling = scaling
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        return super().forward(input) + self._scaling * self.lora_b(self.lora_a(input))
 
 
 @dataclass(slots=True)
@@ -304,27 +344,35 @@ class Adapters:
                     weight.copy_(values)
 
 
+def _layer_and_matrix(name: str) -> tuple[str, str]:
+    """Return the number of the layer that a module lies in, and the module's name in the layer."""
+    _, _, inside = f".{name}".partition(".layers.")
+    layer, _, matrix = inside.partition(".")
+    return layer, matrix
+
+
 def _adapted_matrices(model: nn.Module, spec: ModelSpec) -> list[_Adapted]:
     """Return the matrices of a model that have adapters.
 
-    Rows are worked out for the first layer that has a matrix, and hold for all layers.
+    Rows are worked out for the first layer that has a matrix of that size, and hold for all layers.
     """
     assert spec.state_dict_adapter is not None, "every family has one"
     to_hub = spec.state_dict_adapter(spec.model, None).to_hf
     modules = {_clean(name): module for name, module in model.named_modules()}
     adapted = []
-    rows_of_matrix: dict[str, dict[str, torch.Tensor]] = {}
+    rows_of_matrix: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
     for name, module in modules.items():
         if not hasattr(module, "lora_b"):
             continue
-        _, layer, matrix = name.split(".", 2)
-        if matrix not in rows_of_matrix:
+        layer, matrix = _layer_and_matrix(name)
+        kind = matrix, module.out_features
+        if kind not in rows_of_matrix:
             parent = modules[name.rpartition(".")[0]]
-            rows_of_matrix[matrix] = {
+            rows_of_matrix[kind] = {
                 hub.replace(f".{layer}.", ".{}.", 1): rows
                 for hub, rows in _hub_rows(name, module, parent, to_hub).items()
             }
-        hub_rows = {hub.format(layer): rows for hub, rows in rows_of_matrix[matrix].items()}
+        hub_rows = {hub.format(layer): rows for hub, rows in rows_of_matrix[kind].items()}
         adapted.append(_Adapted(name=name, module=module, rows=hub_rows))
     return adapted
 

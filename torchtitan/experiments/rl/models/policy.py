@@ -12,7 +12,7 @@ import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from torchtitan.experiments.rl.bounds import NonEmptyStr
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.models.attention import CPUVarlenAttention
 from torchtitan.experiments.rl.models.experts import policy_experts
-from torchtitan.experiments.rl.models.family import ModelFamily, recast
+from torchtitan.experiments.rl.models.family import DecoderShape, ModelFamily, recast
 from torchtitan.experiments.rl.models.hub import HubConfig, Shape
 from torchtitan.experiments.rl.models.llama3 import LLAMA3
 from torchtitan.experiments.rl.models.logprob_head import LogprobHead
@@ -42,6 +42,10 @@ class ModelConfig:
 
     The family may be left out if the folder or the name itself tells it. None reads the
     configuration from the folder's config.json."""
+    trained_by: Literal["auto", "torchtitan", "transformers"] = "auto"
+    """Library whose modules the trainer computes with.
+
+    "auto" takes torchtitan's where it has the architecture, and transformers' for all others."""
 
 
 def model_positions(model: ModelConfig) -> int:
@@ -49,6 +53,8 @@ def model_positions(model: ModelConfig) -> int:
 
     It is the smaller one of what the flavor and config.json say, if both are there.
     """
+    if is_of_transformers(model):
+        return _transformers_decoder().longest_sample(HubConfig.read(model.hf_assets_path))
     _, spec = _base_spec(model)
     positions = decoder_config(spec).max_seq_len
     try:
@@ -66,7 +72,7 @@ def policy_spec(
     chunk_tokens: int = 1024,
     lora: LoRA.Config | None = None,
 ) -> ModelSpec:
-    """Return torchtitan's model spec, changed to compute log-probabilities.
+    """Return the spec of a model that computes log-probabilities.
 
     Args:
         model: hub folder, or flavor.
@@ -76,9 +82,14 @@ def policy_spec(
         lora: adapters of the layers; the base model is then frozen.
 
     Raises:
-        ConfigError: the flavor is unknown or is not the folder's model, the folder is of no known
-            family, or the adapters name no matrix.
+        ConfigError: the flavor is unknown or is not the folder's model, the folder's model can't be
+            trained, or the adapters name no matrix.
     """
+    if is_of_transformers(model):
+        hub = HubConfig.read(model.hf_assets_path)
+        return _transformers_decoder().transformers_spec(
+            hub, device=device, chunk_tokens=chunk_tokens, lora=lora
+        )
     family, spec = _base_spec(model)
     decoder = decoder_config(spec)
     config = recast(decoder, family.policy_config)
@@ -144,6 +155,44 @@ def hub_shapes(spec: ModelSpec) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in hub_state.items()}
 
 
+def decoder_shape(spec: ModelSpec) -> DecoderShape:
+    """Return the sizes of the spec's model."""
+    if isinstance(spec.model, Decoder.Config):
+        return DecoderShape.of(spec.model)
+    model: Any = spec.model
+    return model.shape
+
+
+def is_of_transformers(model: ModelConfig) -> bool:
+    """Return True if the trainer computes with transformers' modules.
+
+    Raises:
+        ConfigError: the config asks for them with a flavor of torchtitan.
+    """
+    if model.trained_by == "transformers" and model.flavor is not None:
+        cure = "a flavor is torchtitan's: set model.flavor to None"
+        raise ConfigError("model.trained_by", model.trained_by, cure)
+    if model.trained_by != "auto" or model.flavor is not None:
+        return model.trained_by == "transformers"
+    return HubConfig.read(model.hf_assets_path).architecture not in FAMILIES
+
+
+def adapted_modules(model: ModelConfig, lora: LoRA.Config) -> list[str]:
+    """Return the names of the modules that have adapters in a model of transformers.
+
+    Raises:
+        ConfigError: a target names no linear layer of the model's layers.
+    """
+    return _transformers_decoder().adapted_modules(HubConfig.read(model.hf_assets_path), lora)
+
+
+def _transformers_decoder() -> ModuleType:
+    """Return the module of transformers' decoders. Its import takes a second, which others save."""
+    from torchtitan.experiments.rl.models import transformers_decoder
+
+    return transformers_decoder
+
+
 def decoder_config(spec: ModelSpec) -> Decoder.Config:
     """Return the config of the spec's model, typed as a decoder's.
 
@@ -202,8 +251,8 @@ def family_of_folder(hub: HubConfig) -> ModelFamily:
     """
     if hub.architecture not in FAMILIES:
         raise hub.error(
-            f"its architecture is {hub.architecture!r}; this library trains {', '.join(FAMILIES)}, "
-            "or set model.flavor"
+            f"its architecture is {hub.architecture!r}; torchtitan trains {', '.join(FAMILIES)}: "
+            'set model.trained_by to "auto", or model.flavor'
         )
     return FAMILIES[hub.architecture]
 

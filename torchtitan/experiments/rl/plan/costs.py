@@ -9,10 +9,9 @@ microbatch.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan.experiments.rl.config.run_config import RunConfig
-from torchtitan.models.common import Decoder
+from torchtitan.experiments.rl.models.family import DecoderShape
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -43,29 +42,21 @@ class ModelSizes:
     """Number of experts that each token chooses."""
 
     @classmethod
-    def of(cls, decoder: Decoder.Config, parameters: int, trained: int) -> "ModelSizes":
-        layer: Any = decoder.layers[0]  # torchtitan declares less than every decoder has
-        attention, moe = layer.attention, layer.moe
-        chosen = 1 if moe is None else moe.router.top_k
-        width = (
-            layer.feed_forward.w1.out_features
-            if moe is None
-            else moe.routed_experts.inner_experts.hidden_dim * chosen
-        )
+    def of(cls, decoder: DecoderShape, parameters: int, trained: int) -> "ModelSizes":
         return cls(
             parameters=parameters,
             trained=trained,
-            layers=len(decoder.layers),
+            layers=decoder.layers,
             dim=decoder.dim,
             vocabulary=decoder.vocab_size,
-            tied=decoder.enable_weight_tying,
-            query_width=attention.n_heads * attention.rope.dim,
-            key_width=(attention.n_kv_heads or attention.n_heads) * attention.rope.dim,
-            head_width=attention.rope.dim,
-            feed_forward_width=width,
-            rotations=attention.rope.max_seq_len,
-            experts=1 if moe is None else moe.num_experts,
-            chosen=chosen,
+            tied=decoder.tied,
+            query_width=decoder.heads * decoder.head_dim,
+            key_width=decoder.kv_heads * decoder.head_dim,
+            head_width=decoder.head_dim,
+            feed_forward_width=decoder.feed_forward_width * decoder.chosen,
+            rotations=decoder.rotations,
+            experts=decoder.experts,
+            chosen=decoder.chosen,
         )
 
     @property

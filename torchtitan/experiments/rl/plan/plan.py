@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.models.decoder import RowShapes
+from torchtitan.experiments.rl.models.policy import is_of_transformers
 from torchtitan.experiments.rl.plan.costs import (
     BYTES,
     GIB,
@@ -414,7 +415,7 @@ class RunPlan:
         if on_gpus:
             generator = f"each generator process takes {self.generator_gib:.0%} of its GPU's memory"
         lines = [
-            f"model          {parameters}",
+            f"model          {parameters}{self._modules()}",
             f"steps          {config.steps}, each on {self.rollouts_per_step} rollouts",
             f"off-policy     at most {config.max_offpolicy_steps} versions; "
             f"{self.open_rollouts} rollouts open at most",
@@ -449,6 +450,10 @@ class RunPlan:
             lines.append(self.balance.step_line())
             lines += [self.balance.line()] if self.shared_gpu is None else []
         return lines
+
+    def _modules(self) -> str:
+        """Return whose modules the trainer computes with, unless they are torchtitan's."""
+        return ", trained by transformers' modules" if is_of_transformers(self.config.model) else ""
 
     def _shared_weights(self) -> str:
         return ", ".join(

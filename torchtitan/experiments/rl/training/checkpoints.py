@@ -42,7 +42,7 @@ from torchtitan.experiments.rl.models.lora import (
     write_adapter,
     write_merged,
 )
-from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
+from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_shape, policy_spec
 from torchtitan.experiments.rl.training.reference import Reference
 from torchtitan.experiments.rl.training.staging import HostStager, StagingError
 from torchtitan.experiments.rl.weights.publisher import shard_of
@@ -471,7 +471,7 @@ def export_checkpoint(
         return
 
     built.to(getattr(torch, hub.dtype)).to_empty(device="cpu")
-    if decoder_config(spec).enable_weight_tying:
+    if decoder_shape(spec).tied:
         built.lm_head.weight = built.tok_embeddings.weight  # to_empty has separated them
     load_weights(ModelWeights(built), trainer_folder, {}, no_dist=True)
     tensors = spec.state_dict_adapter(spec.model, model.hf_assets_path).to_hf(built.state_dict())

@@ -21,9 +21,9 @@ from torchtitan.experiments.rl.bounds import (
 )
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.losses import LossConfig
+from torchtitan.experiments.rl.models.family import DecoderShape
 from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.training.reference import ReferenceConfig
-from torchtitan.models.common import Decoder
 
 DecayRate = Annotated[float, Ge(0), Lt(1)]
 """Share that a moving average keeps of its last value."""
@@ -117,7 +117,7 @@ class Parallelism:
             cure = f"must divide the {ranks_of_copy} ranks that share a copy of the model"
             raise ConfigError(f"{field}.expert_parallel_degree", self.expert_parallel_degree, cure)
 
-    def check_model(self, decoder: Decoder.Config, *, field: str, ranks: int) -> None:
+    def check_model(self, decoder: DecoderShape, *, field: str, ranks: int) -> None:
         """Raise if the ranks can't divide the model's heads and experts evenly.
 
         Args:
@@ -132,30 +132,27 @@ class Parallelism:
         self._check_heads(decoder, field=field)
         self._check_experts(decoder, field=field, ranks=ranks)
 
-    def _check_heads(self, decoder: Decoder.Config, *, field: str) -> None:
+    def _check_heads(self, decoder: DecoderShape, *, field: str) -> None:
         """Raise if the ranks that divide the heads can't do so evenly."""
         name = "tensor_parallel_degree"
         if self.context_parallel_degree > 1:
             name = "context_parallel_degree"
         degree = getattr(self, name)
-        attention = decoder.first_attention
-        kinds = {"n_heads": "attention heads", "n_kv_heads": "key and value heads"}
-        for attribute, kind in kinds.items():
-            heads = getattr(attention, attribute, None)
-            if heads is not None and heads % degree:
+        kinds = {"attention heads": decoder.heads, "key and value heads": decoder.kv_heads}
+        for kind, heads in kinds.items():
+            if heads % degree:
                 cure = f"must divide the model's {heads} {kind}"
                 raise ConfigError(f"{field}.{name}", degree, cure)
 
-    def _check_experts(self, decoder: Decoder.Config, *, field: str, ranks: int) -> None:
+    def _check_experts(self, decoder: DecoderShape, *, field: str, ranks: int) -> None:
         """Raise if the ranks that divide the experts can't do so evenly."""
-        moe = decoder.layers[0].moe
+        experts = decoder.experts
         degree = self.expert_parallel_degree
-        if moe is None:
+        if experts == 1:
             if degree > 1:
                 cure = "the model is no mixture of experts: set it to 1"
                 raise ConfigError(f"{field}.expert_parallel_degree", degree, cure)
             return
-        experts = moe.num_experts
         if experts % degree:
             cure = f"must divide its {experts} experts"
             raise ConfigError(f"{field}.expert_parallel_degree", degree, cure)

@@ -6,7 +6,7 @@ import time
 import torch
 
 from torchtitan.experiments.rl.types import TrainingBatch
-from torchtitan.models.common import Decoder
+from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import get_peak_flops
 
@@ -46,7 +46,7 @@ class ModelFlops:
 
     @classmethod
     def of(
-        cls, config: Decoder.Config, model: Module, *, peak: float | None, ranks: int
+        cls, config: BaseModel.Config, model: Module, *, peak: float | None, ranks: int
     ) -> "ModelFlops":
         """Return the counter of a model.
 

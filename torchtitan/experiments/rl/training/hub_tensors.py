@@ -34,11 +34,8 @@ class HubTensors:
             to_hub: converts a piece of torchtitan's state dict to hub names.
             adapters: adapters that are added to the weights; None to give the weights as they are.
         """
-        layers = {f"layers.{name}.": layer for name, layer in model.layers.named_children()}
-        others = {f"{name}.": child for name, child in model.named_children() if name != "layers"}
-        embedding = others.pop("tok_embeddings.")
-        self._pieces: dict[str, nn.Module] = {"tok_embeddings.": embedding, **layers, **others}
-        """Pieces of the model, by the prefix of their names in torchtitan's state dict."""
+        self._pieces: dict[str, nn.Module] = model.pieces()
+        """Pieces of the model, by the prefix of their names in its state dict."""
         self._to_hub = to_hub
         self._adapters = adapters
         self._stack_names: dict[str, str] = {}

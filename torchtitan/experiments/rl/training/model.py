@@ -27,6 +27,7 @@ from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.experiments.rl.compat.torch import compile_each_shape
 from torchtitan.experiments.rl.models.attention import divide_attention
+from torchtitan.experiments.rl.models.decoder import LogprobDecoder
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.flops import ModelFlops, peak_flops
@@ -138,12 +139,11 @@ def build_policy(
         )
     with torch.device("meta"):
         built: Any = spec.model.build().to(dtype)
-    flops = ModelFlops.of(
-        decoder_config(spec), built, peak=peak_flops(device), ranks=ranks.sharing_work
-    )
+    flops = ModelFlops.of(spec.model, built, peak=peak_flops(device), ranks=ranks.sharing_work)
     if ranks.context is not None:
         built.context = ranks.context
-        divide_attention(built, ranks.context)
+        if isinstance(built, LogprobDecoder):  # transformers' attention divides itself
+            divide_attention(built, ranks.context)
     parallelize(
         built,
         spec.parallelize_fn,

@@ -115,6 +115,7 @@ that divides nothing. Weights are delivered to tensor-parallel engines alone, an
 class VLLMEngineConfig(EngineConfig):
     """Settings of vLLM. `OWN_ARGUMENTS` has vLLM's own names for them."""
 
+    adapted_modules: ClassVar[frozenset[str]] = frozenset(LORA_MODULES)
     stops_at_texts: ClassVar[bool] = True
     reads_devices: ClassVar[bool] = True
     max_num_seqs: Changeable[PositiveInt] = 256
