@@ -1,5 +1,5 @@
 """A second family, Llama 3, a flavor of torchtitan with fused queries, keys and values, a mixture of experts, adapters of a
-Llama, and families that are trained by transformers' modules: trainer, engine and transformers agree on each, before a step and
+Llama, and families that are trained by transformers' modules, one with adapters: trainer, engine and transformers agree on each, before a step and
 after.
 
 A generator for each model, and one learner in this process, in float32.
@@ -32,11 +32,12 @@ from torchtitan.experiments.rl.plan.placement import Place
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.weights.reader import start_store
 
-LLAMA, FUSED, MOE, ADAPTED = (
+LLAMA, FUSED, MOE, ADAPTED, ADAPTED_GEMMA = (
     "Llama 3",
     "fused flavor of Qwen3",
     "mixture of experts",
     "adapters of a Llama 3",
+    "adapters of a Gemma 3",
 )
 TWO = "two adapters of a Llama 3, in an engine of two processes"
 NAMES = ("code", "math")
@@ -44,16 +45,21 @@ NOTHING, BOTH = 1, 5
 """Versions: adapters that are zero, and two of them."""
 SERVED = [family for family in FAMILIES if family != "gpt_oss"]
 """Families of transformers whose versions an engine can load."""
-VERSIONS = {LLAMA: 2, FUSED: 3, ADAPTED: 4, MOE: 6} | {
-    family: 7 + index for index, family in enumerate(SERVED)
+VERSIONS = {LLAMA: 2, FUSED: 3, ADAPTED: 4, MOE: 6, ADAPTED_GEMMA: 7} | {
+    family: 8 + index for index, family in enumerate(SERVED)
 }
 """That a test publishes. They share a store."""
-LR = {LLAMA: 0.02, FUSED: 0.005, ADAPTED: 0.1, MOE: 0.005} | dict.fromkeys(SERVED, 0.01)
+LR = {LLAMA: 0.02, FUSED: 0.005, ADAPTED: 0.1, MOE: 0.005, ADAPTED_GEMMA: 0.1}
+LR |= dict.fromkeys(SERVED, 0.01)
 LORA = LoRA.Config(rank=3, alpha=6)
-ADAPTERS = {ADAPTED: {"": LORA.rank}, TWO: dict.fromkeys(NAMES, LORA.rank)}
+ADAPTERS = {
+    ADAPTED: {"": LORA.rank},
+    ADAPTED_GEMMA: {"": LORA.rank},
+    TWO: dict.fromkeys(NAMES, LORA.rank),
+}
 SLOW = {FUSED, TWO}
 """Models whose generators start only where a slow test asks for them."""
-ALONE = {*SERVED} - {"gemma3_text"}
+ALONE = {*SERVED, ADAPTED_GEMMA} - {"gemma3_text"}
 """Models whose generators start one at a time, for a slow test each: all of them would take 16 GiB."""
 
 
@@ -62,16 +68,18 @@ def models(llama_model, fused_model, tmp_path_factory) -> dict[str, ModelConfig]
     llama = ModelConfig(hf_assets_path=llama_model)
     moe = ModelConfig(hf_assets_path=str(MOE_MODEL))
     folder = tmp_path_factory.mktemp("families")
+    families = {
+        family: ModelConfig(hf_assets_path=str(write_family(family, folder / family)))
+        for family in SERVED
+    }
     return {
         LLAMA: llama,
         FUSED: fused_config(fused_model),
         MOE: moe,
         ADAPTED: llama,
         TWO: llama,
-        **{
-            family: ModelConfig(hf_assets_path=str(write_family(family, folder / family)))
-            for family in SERVED
-        },
+        ADAPTED_GEMMA: families["gemma3_text"],
+        **families,
     }
 
 
@@ -174,7 +182,7 @@ async def test_engine_trainer_and_transformers_agree_before_and_after_a_publishe
     tmp_path,
 ):
     path, version = models[name].hf_assets_path, VERSIONS[name]
-    lora = LORA if name == ADAPTED else None
+    lora = LORA if name in ADAPTERS else None
     learner = learner_of(tmp_path, model=models[name], lr=LR[name], lora=lora)
     assert any("wqkv" in parameter for parameter, _ in learner.model.named_parameters()) == (
         name == FUSED

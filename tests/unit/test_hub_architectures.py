@@ -144,7 +144,7 @@ REFUSED = {
             "model_type": "gemma3",
             "vision_config": {},
         },
-        "it takes images too: take its model of text alone",
+        "it takes images too, and only models of text alone are trained",
     ),
     "quantized weights": (
         config_of("qwen2") | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
@@ -156,14 +156,6 @@ REFUSED = {
         "transformers holds its weights in another form than the hub",
     ),
     "a head with a bias": (config_of("phi"), "its head has a bias"),
-    "dropout": (
-        config_of("granite", attention_dropout=0.1),
-        "its config.json has attention_dropout = 0.1: set it to 0",
-    ),
-    "dropout of another name": (
-        config_of("starcoder2", residual_dropout=0.1),
-        "its config.json has residual_dropout = 0.1: set it to 0",
-    ),
     "angles that depend on the length": (
         config_of(
             "qwen2", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -178,6 +170,20 @@ REFUSED = {
         config_of("lfm2", layer_types=["conv", "full_attention"] * 2),
         "its layers mix tokens by convolutions too",
     ),
+    "masks of its own": (config_of("doge"), "its layers make a mask of their own"),
+    "attention of its own": (
+        config_of("gptj"),
+        "its layers do not call transformers' attention interface",
+    ),
+    "layers that hand nothing on": (
+        config_of("stablelm"),
+        "its layers hand on no keyword arguments to the attention function",
+    ),
+    "two attentions a layer": (
+        config_of("diffllama"),
+        "not each of its layers calls transformers' attention interface once",
+    ),
+    "weights that are buffers": (config_of("apertus"), "its weights have a buffer"),
     "experts in another form": (
         config_of("mixtral"),
         "transformers holds its weights in another form than the hub",
@@ -193,6 +199,41 @@ def test_a_model_that_can_not_be_trained_is_refused_before_anything_is_loaded(
     for words in ([], ["--dry-run"]):
         line = refused(*DEBUG, "--model", folder, *words)
         assert "error: model.hf_assets_path = " in line and cause in line
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of("granite", attention_dropout=0.1),
+        config_of("starcoder2", residual_dropout=0.1, attention_dropout=0.1),
+    ],
+    ids=["of attention", "of another name"],
+)
+def test_dropout_is_turned_off(command, folder_of, config):
+    folder = folder_of(config)
+    assert command(*DEBUG, "--model", folder, "--dry-run")[0] == 0
+    spec = policy_spec(ModelConfig(hf_assets_path=folder), device="cpu", max_seq_len=512)
+    policy = spec.model.build()
+    rates = [
+        getattr(module, name)
+        for module in policy.modules()
+        for name in DROPOUT
+        if hasattr(module, name)
+    ]
+    assert len(rates) >= 4 and set(rates) == {0.0}
+
+
+DROPOUT = ("attention_dropout", "residual_dropout", "p")
+"""Attributes of modules that hold a rate of dropout."""
+
+
+def test_a_window_that_the_engine_makes_wider_is_never_reached(command, refused, folder_of):
+    """vLLM shows Cohere 2 one more token in its window than transformers does."""
+    folder = folder_of(config_of("cohere2", sliding_window=300))
+    words = [*DEBUG, "--model", folder, "--dry-run", "--generator.engine.max-model-len"]
+    line = refused(*words, "301")
+    assert "generator.engine.max_model_len = 301: " in line and "at most 300" in line
+    assert command(*words, "300")[0] == 0
 
 
 @pytest.mark.parametrize(

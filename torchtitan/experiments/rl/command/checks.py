@@ -422,17 +422,26 @@ def _check_transformers(config: RunConfig, decoder: DecoderShape) -> None:
                 "context_parallel_degree divide: set it to 1"
             )
             raise ConfigError(f"trainer.parallelism.{name}", degree, cure)
+    hub = HubConfig.read(config.model.hf_assets_path)
+    engine = config.generator.engine
+    window = hub.get("sliding_window")
+    if hub.architecture in engine.wider_windows and window and engine.max_model_len > window:
+        cure = (
+            f"the engine makes this model's sliding window of {window} tokens one token wider than "
+            f"the trainer does: choose at most {window}"
+        )
+        raise ConfigError("generator.engine.max_model_len", engine.max_model_len, cure)
     if config.served and trainer.lora is not None:
         unserved = sorted(
             set(adapted_modules(config.model, trainer.lora))
             - config.generator.engine.adapted_modules
         )
         if unserved:
-            cure = f"the engine serves no adapter of {unserved[0]}: set it to merged"
+            cure = (
+                f"the engine serves no adapter of {', '.join(unserved)}: set it to merged, or name "
+                "other matrices in trainer.lora.targets"
+            )
             raise ConfigError("trainer.lora.serve", "served", cure)
-    if trainer.router_replay != "off":
-        cure = 'only torchtitan\'s mixtures of experts replay what was chosen: set it to "off"'
-        raise ConfigError("trainer.router_replay", trainer.router_replay, cure)
     if trainer.compile is not None and trainer.compile.float8 != "off":
         cure = 'only torchtitan\'s models are converted to 8 bits: set it to "off"'
         raise ConfigError("trainer.compile.float8", trainer.compile.float8, cure)

@@ -1,4 +1,7 @@
-"""transformers 5.19.0: buffers of a decoder that no checkpoint holds; a model with stand-ins."""
+"""transformers 5.19.0: fills buffers that no checkpoint holds; copies a model with stand-ins.
+
+The buffers, such as rotary frequencies, have no other public way to be computed anew.
+"""
 
 import copy
 from typing import Any

@@ -329,6 +329,8 @@ class EngineConfig(ABC):
     """Number of GPUs that share one engine's model."""
     adapted_modules: ClassVar[frozenset[str]] = frozenset()
     """Last parts of the hub's names of the modules that the engine serves adapters of."""
+    wider_windows: ClassVar[frozenset[str]] = frozenset()
+    """Architectures whose sliding window the engine makes one token wider than transformers."""
     stops_at_texts: ClassVar[bool] = False
     """True if the engine ends a completion at the texts of ``SamplingConfig.stop``.
 

@@ -179,8 +179,7 @@ class MaskedRows:
             kernel_options={},
         )
         if sinks_N is not None:
-            # Of a softmax with one more score, the others have the share exp(lse) / (exp(lse) +
-            # exp(sink)).
+            # A sink adds exp(sink) to the denominator exp(lse) of the softmax.
             share_BNL = torch.sigmoid(aux.lse.float() - sinks_N.float()[:, None])
             out_BNLH = (out_BNLH.float() * share_BNL[..., None]).to(out_BNLH.dtype)
         return out_BNLH.transpose(1, 2)
@@ -217,7 +216,7 @@ def attend(  # noqa: PLR0913 - transformers' signature, like the next
         attention_mask: None, because no mask is made for this function.
         rows: the batch.
         scaling, sliding_window, softcap, s_aux: fields of `Scores` by transformers' names.
-        options: what else a module tells, which changes nothing (`probe` sees to it).
+        options: other arguments of the module. `probe` has refused those that would matter.
 
     Returns:
         [B, L, heads, head_dim], and None in place of the weights.
@@ -238,10 +237,10 @@ def attend(  # noqa: PLR0913 - transformers' signature, like the next
 
 @dataclass(slots=True)
 class AttentionNotes:
-    """What `probe` has noted of a pass. It is given as the pass's ``rows``."""
+    """Record of how a model's layers attend. A pass with `probe` is given it as its ``rows``."""
 
-    calls: int = 0
-    """Number of calls."""
+    modules: list[nn.Module] = field(default_factory=list)
+    """Attention modules in the order of their calls."""
     windows: set[int | None] = field(default_factory=set)
     """Windows of the layers."""
     heads: set[int] = field(default_factory=set)
@@ -289,7 +288,7 @@ def probe(  # noqa: PLR0913
     """
     if rows is None:
         raise TypeError("its layers hand on no keyword arguments to the attention function")
-    rows.calls += 1
+    rows.modules.append(module)
     rows.windows.add(sliding_window)
     rows.heads.add(query.shape[1])
     rows.kv_heads.add(key.shape[1])
@@ -303,7 +302,7 @@ def probe(  # noqa: PLR0913
     elif is_causal is False:
         rows.fault = "its layers see what comes after a token"
     elif dropout:
-        rows.fault = "its config.json asks for dropout in attention: set it to 0"
+        rows.fault = "its layers drop some attention out, which no field of config.json turns off"
     elif unknown:
         rows.fault = f"its layers attend by {unknown[0]}, which is not known here"
     batch, heads, length, _ = query.shape

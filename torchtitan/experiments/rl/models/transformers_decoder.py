@@ -29,6 +29,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from torchtitan.experiments.rl.compat.transformers import fill_buffers, with_modules
+from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.models.decoder import LogprobModel
 from torchtitan.experiments.rl.models.family import UNUSED_INIT, DecoderShape
 from torchtitan.experiments.rl.models.hub import HubConfig
@@ -93,8 +94,8 @@ class TransformersPolicy(LogprobModel, BaseModel):
             # An embedding that is no head is looked up, and multiplied with nothing.
             looked_up = 0 if shape.tied else shape.vocab_size * shape.dim
             multiplied = parameters - looked_up - experts * (1 - shape.chosen / shape.experts)
-            places = shape.layers * shape.heads * 2 * shape.head_dim * seq_len
-            return parameters, round(6 * (multiplied + places))
+            attention = shape.layers * shape.heads * 2 * shape.head_dim * seq_len
+            return parameters, round(6 * (multiplied + attention))
 
     def __init__(self, config: Config):
         super().__init__()
@@ -219,8 +220,14 @@ def transformers_spec(
     Raises:
         ConfigError: the model is none that can be trained so, or the adapters name no matrix.
     """
-    checked = checked_model(hub, device)
+    checked = checked_model(hub)
     causal = checked.causal
+    experts = _experts_on(device, checked.shape.experts)
+    if experts == "grouped_mm":
+        try:
+            causal_model(hub.path, attention=PROBE, experts=experts)
+        except ValueError as error:
+            raise _refusal(hub, f"transformers does not group its experts: {error}") from error
     embedding = causal.get_input_embeddings().weight
     (embedding_name,) = (
         name for name, parameter in causal.named_parameters() if parameter is embedding
@@ -250,7 +257,7 @@ def transformers_spec(
 
 def longest_sample(hub: HubConfig) -> int:
     """Return the number of tokens that the model of a hub folder has positions for."""
-    return checked_model(hub, "cpu").causal.config.max_position_embeddings
+    return checked_model(hub).causal.config.max_position_embeddings
 
 
 # ---- which models can be trained
@@ -270,11 +277,11 @@ class CheckedModel:
     """What it does to its logits (`LogprobHead.Config`)."""
 
 
-class _NotTrained(Exception):  # noqa: N818 - no error of the program
+class _Unsupported(Exception):  # noqa: N818 - no error of the program
     """Why a model of transformers is not trained here."""
 
 
-def checked_model(hub: HubConfig, device: Literal["cpu", "cuda"]) -> CheckedModel:
+def checked_model(hub: HubConfig) -> CheckedModel:
     """Build the model of a hub folder on the meta device, and check that it can be trained.
 
     Raises:
@@ -282,58 +289,55 @@ def checked_model(hub: HubConfig, device: Literal["cpu", "cuda"]) -> CheckedMode
             something which the trainer would not do.
     """
     try:
-        return _checked(hub.path, (Path(hub.path) / "config.json").read_bytes(), device)
-    except _NotTrained as reason:
-        cure = f"its architecture {hub.architecture!r} can't be trained here: {reason}"
-        raise hub.error(cure) from reason.__cause__
+        return _checked_model(hub.path, (Path(hub.path) / "config.json").read_bytes())
+    except _Unsupported as reason:
+        raise _refusal(hub, reason) from reason.__cause__
+
+
+def _refusal(hub: HubConfig, reason: object) -> ConfigError:
+    return hub.error(f"its architecture {hub.architecture!r} can't be trained here: {reason}")
 
 
 @functools.lru_cache(maxsize=8)  # a plan asks for its model's sizes many times
-def _checked(path: str, config_json: bytes, device: Literal["cpu", "cuda"]) -> CheckedModel:
-    """Do what `checked_model` says.
+def _checked_model(path: str, config_json: bytes) -> CheckedModel:  # noqa: ARG001
+    """Build and check the model of a hub folder.
 
     Args:
         path: the folder.
-        config_json: the folder's config.json, which is part of the key of the cache.
-        device: where the model is to be computed.
+        config_json: content of its config.json, so that a changed file is read again.
 
     Raises:
-        _NotTrained: the model can't be trained.
+        _Unsupported: the model can't be trained.
     """
     hub = HubConfig.read(path)
     if hub.architecture not in _architectures():
         is_own = hub.get("auto_map") is not None
-        raise _NotTrained(
+        raise _Unsupported(
             "it is code of the folder, which is not executed"
             if is_own
             else "it is no causal language model of transformers"
         )
     if hub.get("vision_config") is not None:
-        raise _NotTrained("it takes images too: take its model of text alone")
+        raise _Unsupported("it takes images too, and only models of text alone are trained")
     if hub.get("quantization_config") is not None:
-        raise _NotTrained("its weights are quantized: take the model's folder in bfloat16")
+        raise _Unsupported("its weights are quantized: take the model's folder in bfloat16")
     try:
         # The meta device has no values to choose experts by, so that each token has its own.
         causal = causal_model(path, attention=PROBE, experts="batched_mm")
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (PROBE,):
-            raise _NotTrained("its layers do not call transformers' attention interface") from error
-        raise _NotTrained(f"transformers can't build it: {_line(error)}") from error
+            raise _Unsupported(
+                "its layers do not call transformers' attention interface"
+            ) from error
+        raise _Unsupported(f"transformers can't build it: {_line(error)}") from error
     built = type(causal).__name__
     if built != hub.architecture:
-        raise _NotTrained(f"transformers builds a {built} by the model_type of its config.json")
+        raise _Unsupported(f"transformers builds a {built} by the model_type of its config.json")
     for fault in _faults_of(causal):
-        raise _NotTrained(fault)
+        raise _Unsupported(fault)
     notes = _attention_of(causal)
     scale, softcap = _logits_of(causal)
-    shape = _shape_of(causal, notes)
-    experts = _experts_on(device, shape.experts)
-    if experts == "grouped_mm":
-        try:
-            causal_model(path, attention=PROBE, experts=experts)
-        except ValueError as error:
-            raise _NotTrained(f"transformers does not group its experts: {error}") from error
-    return CheckedModel(causal, shape, notes, scale, softcap)
+    return CheckedModel(causal, _shape_of(causal, notes), notes, scale, softcap)
 
 
 def _line(error: Exception) -> str:
@@ -348,7 +352,7 @@ def _architectures() -> set[str]:
 
 
 def causal_model(path: str, *, attention: str, experts: Experts) -> PreTrainedModel:
-    """Return the model of a hub folder's config.json, on the meta device.
+    """Return the model of a hub folder's config.json, without dropout, on the meta device.
 
     Args:
         path: the folder.
@@ -356,6 +360,9 @@ def causal_model(path: str, *, attention: str, experts: Experts) -> PreTrainedMo
         experts: transformers' way to compute experts, if the model has some.
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)  # engines drop nothing either
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, experts_implementation=experts
@@ -383,10 +390,6 @@ def _faults_of(causal: PreTrainedModel) -> Iterator[str]:
     parameters = {name for name, _ in causal.named_parameters(remove_duplicate=False)}
     for name in causal.state_dict().keys() - parameters:
         yield f"its weights have a buffer, {name}"
-    for name, value in config.to_dict().items():
-        is_dropout = "drop" in name or name.endswith("pdrop")
-        if is_dropout and isinstance(value, float) and value > 0 and "classifier" not in name:
-            yield f"its config.json has {name} = {value}: set it to 0"
     for rope_type in sorted(_rope_types(config) & {"dynamic", "longrope"}):
         yield (
             f"its rotary angles ({rope_type!r}) depend on the longest of the samples that are "
@@ -394,6 +397,12 @@ def _faults_of(causal: PreTrainedModel) -> Iterator[str]:
         )
     if any(isinstance(module, nn.Conv1d) for module in decoder.modules()):
         yield "its layers mix tokens by convolutions too"
+    for name, _ in decoder.named_parameters(recurse=False):
+        yield f"it has a parameter beside its layers, {name}"
+    try:
+        fill_buffers(decoder, device=None)
+    except RuntimeError as error:
+        yield f"a buffer has no values but those of its construction: {error}"
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:
@@ -407,8 +416,8 @@ def _attention_of(causal: PreTrainedModel) -> AttentionNotes:
     """Return how a model's layers attend, by a pass on the meta device.
 
     Raises:
-        _NotTrained: they do something that `transformers_attention.attend` does not do, or not each
-            of them calls the attention interface once.
+        _Unsupported: they do something that `transformers_attention.attend` does not do, or not
+            each of them calls the attention interface once.
     """
     decoder: Any = causal.base_model
     notes = AttentionNotes()
@@ -417,16 +426,18 @@ def _attention_of(causal: PreTrainedModel) -> AttentionNotes:
         decoder(input_ids=tokens, position_ids=tokens, use_cache=False, rows=notes)
     except Exception as error:
         cause = f"{type(error).__name__}: {_line(error)}"
-        raise _NotTrained(f"its forward pass fails ({cause})") from error
+        raise _Unsupported(f"its forward pass fails ({cause})") from error
     if notes.fault:
-        raise _NotTrained(notes.fault)
-    if notes.calls != len(decoder.layers):
-        raise _NotTrained("not each of its layers calls transformers' attention interface once")
+        raise _Unsupported(notes.fault)
+    callers = [id(module) for module in notes.modules]
+    layers = [[id(module) for module in layer.modules()] for layer in decoder.layers]
+    if len(callers) != len(layers) or any(not set(callers) & set(layer) for layer in layers):
+        raise _Unsupported("not each of its layers calls transformers' attention interface once")
     return notes
 
 
-class _Gives(nn.Module):
-    """Stands for a decoder, and returns given hidden states."""
+class _FixedHiddenStates(nn.Module):
+    """Stand-in for a decoder, which returns the hidden states that it was made with."""
 
     def __init__(self, hidden: torch.Tensor):
         super().__init__()
@@ -443,26 +454,26 @@ def _logits_of(causal: PreTrainedModel) -> tuple[float, float | None]:
     does to logits. Its slope at 0 is the scale, and what it makes of huge ones is the cap.
 
     Raises:
-        _NotTrained: it does something else.
+        _Unsupported: it does something else.
     """
     small, huge = 2.0**-40, 2.0**60
     products = torch.cat(
         [torch.tensor([small, huge], dtype=torch.float64), torch.linspace(-99, 99, 199).double()]
     )
-    hidden = _Gives(products.view(1, -1, 1))
+    hidden = _FixedHiddenStates(products.view(1, -1, 1))
     stand_in = with_modules(causal, **{causal.base_model_prefix: hidden, "lm_head": nn.Identity()})
     tokens = torch.zeros(1, len(products), dtype=torch.long)
     try:
         logits = stand_in(input_ids=tokens, use_cache=False).logits.flatten().double()
     except Exception as error:
-        raise _NotTrained(f"what it does to its logits can't be tried ({_line(error)})") from error
+        raise _Unsupported(f"what it does to its logits can't be tried ({_line(error)})") from error
     scale, softcap = float(logits[0]) / small, None
     expected = scale * products
     if logits[1] < expected[1] / 2:
         softcap = float(logits[1])
         expected = softcap * torch.tanh(expected / softcap)
     if not torch.allclose(logits, expected, rtol=1e-5, atol=1e-5):
-        raise _NotTrained("it changes its logits by more than a scale and a cap")
+        raise _Unsupported("it changes its logits by more than a scale and a cap")
     return scale, softcap
 
 
@@ -527,8 +538,8 @@ def targets_of(decoder: nn.Module, lora: LoRA.Config) -> list[str]:
 
 
 def adapted_modules(hub: HubConfig, lora: LoRA.Config) -> list[str]:
-    """Return what `targets_of` says of the model in a hub folder."""
-    return targets_of(checked_model(hub, "cpu").causal.base_model, lora)
+    """Return the names of the linear layers that have adapters in the model of a hub folder."""
+    return targets_of(checked_model(hub).causal.base_model, lora)
 
 
 def add_adapters(decoder: nn.Module, lora: LoRA.Config) -> None:
@@ -576,10 +587,11 @@ def parallelize(
         options["offload_policy"] = CPUOffloadPolicy()
     for layer in model.layers:
         fully_shard(layer, **options)
+    layers = set(model.layers)
     others = [
         piece
-        for name, piece in model.pieces().items()
-        if ".layers." not in name and any(True for _ in piece.parameters())
+        for piece in model.pieces().values()
+        if piece not in layers and any(True for _ in piece.parameters())
     ]
     if not model.config.enable_weight_tying:
         fully_shard(model.tok_embeddings, **options)

@@ -116,6 +116,7 @@ class VLLMEngineConfig(EngineConfig):
     """Settings of vLLM. `OWN_ARGUMENTS` has vLLM's own names for them."""
 
     adapted_modules: ClassVar[frozenset[str]] = frozenset(LORA_MODULES)
+    wider_windows: ClassVar[frozenset[str]] = frozenset({"Cohere2ForCausalLM"})
     stops_at_texts: ClassVar[bool] = True
     reads_devices: ClassVar[bool] = True
     max_num_seqs: Changeable[PositiveInt] = 256
