@@ -23,7 +23,7 @@ demo: $(COMMANDS) ## train a tiny model by GRPO on this machine's CPU, in a few 
 	.venv/bin/rl-train --config rl_grpo_qwen3_debug $(ARGS)
 
 real: $(COMMANDS) ## get a real model of 135M parameters (93 MB) and train it on sums, on this machine's CPU
-	.venv/bin/python scripts/get_smollm2.py
+	.venv/bin/python scripts/get_model.py smollm2
 	.venv/bin/rl-train --config rl_sums_smollm2 $(ARGS)
 
 test: $(STAMP) ## the tests but those marked slow; WORKERS=0 runs one at a time

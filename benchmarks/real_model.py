@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct on sums, by `make real`'s config and by TRL's GRPOTrainer: seconds per step, and to a held-out 0.75.
 
-    python scripts/get_smollm2.py
+    python scripts/get_model.py smollm2
     .venv/bin/pip install --no-deps --target .benchmarks -r requirements/benchmarks.txt
     python benchmarks/real_model.py [--steps 12] [--repeats 1] [--synchronous]
 

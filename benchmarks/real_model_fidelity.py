@@ -1,7 +1,7 @@
-"""Whether trainer, engine and transformers compute the same of a real model: SmolLM2-135M-Instruct, float32.
+"""Whether trainer, engine and transformers compute the same of a real model, SmolLM2-135M-Instruct or another, in float32.
 
-    python scripts/get_smollm2.py
-    python benchmarks/real_model_fidelity.py [--count 200] [--model FOLDER]
+    python scripts/get_model.py smollm2
+    python benchmarks/real_model_fidelity.py [--count 200] [--model FOLDER] [--trained-by transformers]
 
 1. The engine samples replies of at most 32 tokens to prompts of five kinds, at temperature 1. Trainer and transformers score
    what it sampled: differences of each token's log-probability.
@@ -83,7 +83,7 @@ def engine(model: Path, asked: Path, answers: Path) -> None:
                     prompt_token_ids=tokens,
                     sampling=sampling,
                     seed=index,
-                    stop_token_ids=[2],
+                    stop_token_ids=given["stop"],
                 )
             )
     found: dict[int, tuple[Any, Any]] = {}
@@ -101,10 +101,12 @@ def engine(model: Path, asked: Path, answers: Path) -> None:
     )
 
 
-def run_engine(model: Path, ids: list[Any], folder: Path, *, score: bool) -> list[tuple[Any, Any]]:
+def run_engine(
+    model: Path, ids: list[Any], folder: Path, *, score: bool, stop: int = 0
+) -> list[tuple[Any, Any]]:
     np.save(
         folder / "asked.npy",
-        np.array({"ids": ids, "score": score}, dtype=object),
+        np.array({"ids": ids, "score": score, "stop": [stop]}, dtype=object),
         allow_pickle=True,
     )
     words = [sys.executable, __file__, "--engine", str(folder / "asked.npy"), "--model", str(model)]
@@ -116,13 +118,14 @@ def run_engine(model: Path, ids: list[Any], folder: Path, *, score: bool) -> lis
     return [tuple(entry) for entry in np.load(folder / "answers.npy", allow_pickle=True)]
 
 
-def compare(model: Path, count: int, folder: Path) -> bool:
+def compare(model: Path, trained_by: Any, count: int, folder: Path) -> bool:
     """Print every figure; whether all are within their limits."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     from torchtitan.experiments.rl.batching.batcher import Batcher
+    from torchtitan.experiments.rl.envs.chat_template import PLAIN, set_template
     from torchtitan.experiments.rl.models.policy import ModelConfig
     from torchtitan.experiments.rl.process.setup import set_up_process
     from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
@@ -133,15 +136,17 @@ def compare(model: Path, count: int, folder: Path) -> bool:
     set_up_process()
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model)
+    if tokenizer.chat_template is None:  # of a base model
+        set_template(tokenizer, PLAIN)
     asked = prompts(tokenizer, count)
-    replies = run_engine(model, asked, folder, score=False)
+    replies = run_engine(model, asked, folder, score=False, stop=tokenizer.eos_token_id)
     texts = [
         np.array([*prompt, *reply], np.int32)
         for prompt, (reply, _) in zip(asked, replies, strict=True)
     ]
     sampled = [slice(len(prompt), len(text)) for prompt, text in zip(asked, texts, strict=True)]
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    # The folder names <|im_end|> as padding too, and transformers gives the embedding of the padding no gradient.
+    # SmolLM2's folder names <|im_end|> as padding too, and transformers gives the embedding of the padding no gradient.
     theirs.get_input_embeddings().padding_idx = None
 
     def by_transformers(policy: Any, text: np.ndarray) -> Any:
@@ -156,7 +161,7 @@ def compare(model: Path, count: int, folder: Path) -> bool:
     config.lr_scheduler.warmup_steps = 0
     learner = Learner(
         config,
-        model=ModelConfig(hf_assets_path=str(model)),
+        model=ModelConfig(hf_assets_path=str(model), trained_by=trained_by),
         device="cpu",
         max_seq_len=LONGEST,
         total_steps=10,
@@ -261,6 +266,7 @@ def compare(model: Path, count: int, folder: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--trained-by", default="auto", help="see model.trained_by")
     parser.add_argument("--count", type=int, default=200, help="prompts")
     parser.add_argument("--engine", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--answers", type=Path, default=None, help=argparse.SUPPRESS)
@@ -269,10 +275,10 @@ def main() -> int:
         engine(args.model, args.engine, args.answers)
         return 0
     if not (args.model / "config.json").is_file():
-        sys.exit(f"{args.model} is not there: python scripts/get_smollm2.py")
+        sys.exit(f"{args.model} is not there: python scripts/get_model.py smollm2")
     print(f"{args.model.name}, {args.count} replies; load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as temporary:
-        return 0 if compare(args.model, args.count, Path(temporary)) else 1
+        return 0 if compare(args.model, args.trained_by, args.count, Path(temporary)) else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Where a step of `make real` goes, beside what this machine's cores can do.
 
-    python scripts/get_smollm2.py
+    python scripts/get_model.py smollm2
     python benchmarks/real_model_parts.py [--steps 10]
 
 1. What the machine can do: multiplications of the model's own shapes, in float32, with nothing else running.

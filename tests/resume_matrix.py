@@ -14,7 +14,7 @@ faults   No other user can enter a run by its sockets with a path; a part that i
          no room the next is written; a run is resumed whose command a power cut has emptied, or whose newest checkpoint has
          lost its manifest; a forged checkpoint is refused by --resume, --init-from and rl-export, and runs nothing.
 lora     As sync, with adapters and four kills.
-real     As lora, with SmolLM2-135M-Instruct and all of its weights. Only where it is named: it needs scripts/get_smollm2.py.
+real     As lora, with SmolLM2-135M-Instruct and all of its weights. Only where it is named: it needs scripts/get_model.py.
 
 Prints a line for each case and "N of N"; exits 1 if one is missing. Some 10 minutes on two quiet cores.
 """

@@ -157,6 +157,20 @@ def test_adapters_are_beside_every_linear_layer_and_what_they_end_as_is_merged_f
     learner.close()
 
 
+def test_the_embedding_of_a_token_that_is_padding_too_is_trained(exact, folder_of):
+    """A folder may name the end of a turn as padding. transformers gives its embedding no gradient."""
+    learner = exact(model=folder_of("olmo2"))
+    padding = 0
+    assert load_family(folder_of("olmo2")).get_input_embeddings().padding_idx == padding
+    tokens = torch.tensor([[5, padding, 7]])
+    positions, temperatures = torch.arange(3)[None], torch.ones(1, 3, dtype=torch.float64)
+    logprobs, _ = learner.model(tokens, positions, temperatures, positions > 0)
+    logprobs.sum().backward()
+    gradient = full(learner.model.tok_embeddings.weight.grad)
+    assert all(gradient[token].abs().max() > 0 for token in (5, padding))
+    learner.close()
+
+
 def test_the_same_model_by_either_library_has_the_same_loss_and_gradient(exact, tied_model):
     found = []
     for library in ("torchtitan", "transformers"):

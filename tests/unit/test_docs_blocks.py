@@ -70,6 +70,7 @@ OTHER_PROGRAMS = (
     r"\.venv/bin/pip install --no-deps -r requirements/gpu\.txt( \.)?",
     r"\.venv/bin/vllm download-kernels",
     r'\.venv/bin/python -c "import torch; .*"',
+    r"python scripts/get_model\.py gemma3 --accept-gemma-terms",  # test_real_models.py
     r"git clone <this repository> rl && cd rl",
     r"\.venv/bin/hf download \S+ --local-dir assets/hf/\S+",
     r"#SBATCH --requeue --signal=TERM@120",

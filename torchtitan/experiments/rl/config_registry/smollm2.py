@@ -1,6 +1,6 @@
 """Configs of a real model that two CPU cores can train, SmolLM2-135M-Instruct.
 
-scripts/get_smollm2.py downloads it.
+scripts/get_model.py downloads it.
 """
 
 import random
@@ -26,7 +26,7 @@ from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 
 SMOLLM2 = "outputs/models/SmolLM2-135M-Instruct"
-"""Folder that scripts/get_smollm2.py puts the model into, relative to the checkout."""
+"""Folder that scripts/get_model.py puts the model into, relative to the checkout."""
 LARGEST = 20
 """Largest operand of the sums."""
 HELD_OUT = 100

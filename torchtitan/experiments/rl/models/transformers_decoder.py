@@ -104,6 +104,8 @@ class TransformersPolicy(LogprobModel, BaseModel):
         causal = causal_model(config.path, attention=ATTENTION, experts=experts)
         self._decoder_name = causal.base_model_prefix
         self.add_module(self._decoder_name, causal.base_model)
+        # A folder may name the end of a turn as padding too, whose embedding would not be trained.
+        self.tok_embeddings.padding_idx = None
         self.lm_head = LogprobHead.Config(
             in_features=config.shape.dim,
             out_features=config.shape.vocab_size,

@@ -1,6 +1,7 @@
-"""The configs of the real model, and the script that gets it."""
+"""The configs of the real model, and the script that gets it or another."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,17 @@ from torchtitan.experiments.rl.config_registry.smollm2 import (
     sums,
 )
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "get_smollm2.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "get_model.py"
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("get_smollm2", SCRIPT)
+    spec = importlib.util.spec_from_file_location("get_model", SCRIPT)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclasses are looked up
     spec.loader.exec_module(module)
-    return module
+    yield module
+    del sys.modules[spec.name]
 
 
 def test_rotated_pairs_of_each_head_are_taken_apart_into_halves(script):
@@ -32,16 +35,38 @@ def test_rotated_pairs_of_each_head_are_taken_apart_into_halves(script):
     assert script.halves(pairs, heads=2).flatten().tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
 
 
-def test_each_tensor_of_the_file_has_a_name_of_the_hub(script):
-    assert script.hub_name("token_embd.weight") == ("model.embed_tokens.weight", "")
-    assert script.hub_name("blk.29.attn_k.weight") == (
+def test_each_tensor_of_a_file_has_a_name_of_the_hub(script):
+    smollm2, gemma3 = (script.REAL_MODELS[name].parts for name in ("smollm2", "gemma3"))
+    embedding = ("model.embed_tokens.weight", "token_embd")
+    assert script.hub_name("token_embd.weight", smollm2) == embedding
+    assert script.hub_name("blk.29.attn_k.weight", smollm2) == (
         "model.layers.29.self_attn.k_proj.weight",
         "attn_k",
     )
-    assert (
-        script.hub_name("blk.0.ffn_norm.weight")[0]
-        == "model.layers.0.post_attention_layernorm.weight"
-    )
+    name = "blk.0.ffn_norm.weight"
+    layer = "model.layers.0"
+    assert script.hub_name(name, smollm2)[0] == f"{layer}.post_attention_layernorm.weight"
+    assert script.hub_name(name, gemma3)[0] == f"{layer}.pre_feedforward_layernorm.weight"
+
+
+def test_a_norm_of_gemma_is_one_less_on_the_hub(script):
+    weight = torch.tensor([1.5, 0.0])
+    for part in ("output_norm", "attn_norm", "attn_q_norm", "post_ffw_norm"):
+        assert script.gemma3_weight(weight, part, None).tolist() == [0.5, -1.0]
+    assert script.gemma3_weight(weight, "attn_q", None) is weight
+
+
+def test_gemma_is_got_only_when_its_terms_are_accepted(script, monkeypatch):
+    got = []
+    monkeypatch.setattr(script, "get", lambda model, folder, source: got.append(model.repository))
+    monkeypatch.setattr("sys.argv", ["get_model.py", "gemma3"])
+    with pytest.raises(SystemExit, match="https://ai.google.dev/gemma/terms.*--accept-gemma-terms"):
+        script.main()
+    assert got == []
+    monkeypatch.setattr("sys.argv", ["get_model.py", "gemma3", "--accept-gemma-terms"])
+    monkeypatch.setattr(script, "MODELS", Path("nowhere"))
+    script.main()
+    assert got == ["google/gemma-3-270m"]
 
 
 def test_sums_are_all_there_once_and_none_is_trained_and_held_out():
