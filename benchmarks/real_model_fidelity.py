@@ -266,7 +266,8 @@ def compare(model: Path, trained_by: Any, count: int, folder: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--trained-by", default="auto", help="see model.trained_by")
+    libraries = ("auto", "torchtitan", "transformers")
+    parser.add_argument("--trained-by", choices=libraries, default="auto")
     parser.add_argument("--count", type=int, default=200, help="prompts")
     parser.add_argument("--engine", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--answers", type=Path, default=None, help=argparse.SUPPRESS)

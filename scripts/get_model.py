@@ -46,7 +46,7 @@ class RealModel:
     megabytes: int
     """Size of the packages."""
     gguf: tuple[str, ...]
-    """Files in the packages which are, one after the other, the GGUF file."""
+    """Files in the packages, to be joined in this order to the GGUF file."""
     sha256: str
     """Digest of the GGUF file."""
     config: Callable[[Field], Any]
@@ -85,10 +85,17 @@ def get(model: RealModel, folder: Path, source: str | None) -> None:
 
 def from_hub(model: RealModel, folder: Path) -> None:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
 
     from torchtitan.experiments.rl.command.hub import FILES
 
-    snapshot_download(model.repository, allow_patterns=FILES, local_dir=folder)
+    try:
+        snapshot_download(model.repository, allow_patterns=FILES, local_dir=folder)
+    except HfHubHTTPError as error:  # as of a gated model, without a token
+        why = " ".join(str(error).split())
+        sys.exit(
+            f"{model.repository}: {why[:300]}\nlog in by `hf auth login`, or add --from package"
+        )
 
 
 def install(model: RealModel, packages: Path) -> Path:

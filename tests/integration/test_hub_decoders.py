@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from tests.fakes.hub_families import FAMILIES, load_family, write_family
+from tests.fakes.hub_families import FAMILIES, WINDOW, load_family, write_family
 from tests.integration.learners import (
     LAYOUTS,
     REFERENCE_LAYOUT,
@@ -32,6 +32,8 @@ def names_in(folder: str | Path) -> set[str]:
     return {name for file in Path(folder).glob("*.safetensors") for name in load_file(file)}
 
 
+CHANGES = {"cohere2": {"sliding_window": WINDOW}}
+"""Fields that differ from those of the models that engines serve."""
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -42,7 +44,7 @@ def folder_of(tmp_path_factory):
 
     def of(family: str) -> str:
         if not (folder / family).exists():
-            write_family(family, folder / family)
+            write_family(family, folder / family, **CHANGES.get(family, {}))
         return str(folder / family)
 
     return of

@@ -1,6 +1,9 @@
-"""A second family, Llama 3, a flavor of torchtitan with fused queries, keys and values, a mixture of experts, adapters of a
-Llama, and families that are trained by transformers' modules, one with adapters: trainer, engine and transformers agree on each, before a step and
-after.
+"""Trainer, engine and transformers agree on each model, before a step and after:
+
+- a second family, Llama 3, and adapters of one
+- a flavor of torchtitan with fused queries, keys and values
+- a mixture of experts
+- families that are trained by transformers' modules, and adapters of one
 
 A generator for each model, and one learner in this process, in float32.
 """
@@ -84,7 +87,7 @@ def models(llama_model, fused_model, tmp_path_factory) -> dict[str, ModelConfig]
 
 
 def running(models: dict[str, ModelConfig], folder: Path) -> Iterator[dict[str, Any]]:
-    """For a fixture: start a generator for each model, with a store beside the first, and end them."""
+    """For a fixture: start a generator for each model, and end them."""
     cores = sorted(os.sched_getaffinity(0))
     places = [
         Place(0, (cores[0], cores[-1]) if name == TWO else (cores[-(index % 2)],))
@@ -111,12 +114,10 @@ def running(models: dict[str, ModelConfig], folder: Path) -> Iterator[dict[str, 
             made[name] = own.spawn(
                 f"generator_{index}", Generator, config, adapters=ADAPTERS.get(name), **options
             )
-        await start_store(procs.slice(procs=0))
         await asyncio.gather(*(generator.setup.call_one() for generator in made.values()))
         return made
 
     async def close(made: dict[str, Any]) -> None:
-        await torchstore.shutdown()  # a process has one store at a time
         await shut_down(made.values(), [procs])
 
     made = asyncio.run(build())
@@ -125,19 +126,33 @@ def running(models: dict[str, ModelConfig], folder: Path) -> Iterator[dict[str, 
 
 
 @pytest.fixture(scope="module")
-def generators(models, tmp_path_factory) -> Iterator[dict[str, Any]]:
+def store() -> Iterator[None]:
+    """The store of what all tests publish, because a process has one store at a time."""
+    procs = spawn_on(None, "store", [Place(0, (min(os.sched_getaffinity(0)),))], "cpu")[0]
+    asyncio.run(start_store(procs))
+    yield
+
+    async def close() -> None:
+        await torchstore.shutdown()
+        await shut_down([], [procs])
+
+    asyncio.run(close())
+
+
+@pytest.fixture(scope="module")
+def generators(models, store, tmp_path_factory) -> Iterator[dict[str, Any]]:
     named = {name: model for name, model in models.items() if name not in SLOW | ALONE}
     yield from running(named, tmp_path_factory.mktemp("generators"))
 
 
 @pytest.fixture(scope="module")
-def more_generators(models, tmp_path_factory) -> Iterator[dict[str, Any]]:
+def more_generators(models, store, tmp_path_factory) -> Iterator[dict[str, Any]]:
     named = {name: model for name, model in models.items() if name in SLOW}
     yield from running(named, tmp_path_factory.mktemp("generators"))
 
 
 @pytest.fixture
-def generator(name, request, models, tmp_path) -> Iterator[Any]:
+def generator(name, request, models, store, tmp_path) -> Iterator[Any]:
     """The generator of the model that the test is about."""
     if name in ALONE:
         for made in running({name: models[name]}, tmp_path):

@@ -13,6 +13,8 @@ from tests.fakes.hub_families import FAMILIES, SIZES, tiny_config
 from tests.fakes.models import TINY_MODEL, write_weights
 from tests.unit.command_line import DEBUG
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.models import transformers_decoder
+from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.policy import (
     ModelConfig,
     decoder_shape,
@@ -202,32 +204,65 @@ def test_a_model_that_can_not_be_trained_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "names"),
     [
-        config_of("granite", attention_dropout=0.1),
-        config_of("starcoder2", residual_dropout=0.1, attention_dropout=0.1),
+        (config_of("granite", attention_dropout=0.1), {"attention_dropout"}),
+        (
+            config_of(
+                "starcoder2", attention_dropout=0.1, residual_dropout=0.1, embedding_dropout=0.1
+            ),
+            {"attention_dropout", "residual_dropout", "embedding_dropout"},
+        ),
     ],
-    ids=["of attention", "of another name"],
+    ids=["of attention", "of other names"],
 )
-def test_dropout_is_turned_off(command, folder_of, config):
+def test_dropout_is_turned_off(command, folder_of, config, names):
     folder = folder_of(config)
     assert command(*DEBUG, "--model", folder, "--dry-run")[0] == 0
     spec = policy_spec(ModelConfig(hf_assets_path=folder), device="cpu", max_seq_len=512)
     policy = spec.model.build()
-    rates = [
-        getattr(module, name)
+    rates = {
+        name: value
         for module in policy.modules()
-        for name in DROPOUT
-        if hasattr(module, name)
-    ]
-    assert len(rates) >= 4 and set(rates) == {0.0}
+        for name, value in vars(module).items()
+        if "dropout" in name
+    }
+    assert rates == dict.fromkeys(names, 0.0)
 
 
-DROPOUT = ("attention_dropout", "residual_dropout", "p")
-"""Attributes of modules that hold a rate of dropout."""
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (
+            lambda decoder: decoder.register_parameter("extra", torch.nn.Parameter(torch.ones(1))),
+            "it has a parameter beside its layers, extra",
+        ),
+        (
+            lambda decoder: decoder.norm.register_buffer("table", torch.ones(2), persistent=False),
+            "its buffers can't be computed again: transformers does not fill norm.table",
+        ),
+    ],
+)
+def test_what_could_not_be_published_or_filled_again_is_refused(
+    monkeypatch, folder_of, change, cause
+):
+    folder = folder_of(config_of("olmo2"))
+    build = transformers_decoder.causal_model
+
+    def build_changed(*args, **kwargs):
+        causal = build(*args, **kwargs)
+        change(causal.base_model)
+        return causal
+
+    monkeypatch.setattr(transformers_decoder, "causal_model", build_changed)
+    transformers_decoder._checked_model.cache_clear()
+    with pytest.raises(ConfigError, match=cause):
+        transformers_decoder.checked_model(HubConfig.read(folder))
 
 
-def test_a_window_that_the_engine_makes_wider_is_never_reached(command, refused, folder_of):
+def test_a_run_longer_than_a_window_that_the_engine_makes_wider_is_refused(
+    command, refused, folder_of
+):
     """vLLM shows Cohere 2 one more token in its window than transformers does."""
     folder = folder_of(config_of("cohere2", sliding_window=300))
     words = [*DEBUG, "--model", folder, "--dry-run", "--generator.engine.max-model-len"]

@@ -215,7 +215,7 @@ def test_a_base_model_answers_a_plain_question_up_to_the_next_one(command, tmp_p
     conversation = [
         {"role": "system", "content": "Use digits."},
         {"role": "user", "content": "6 * 7?"},
-        {"role": "assistant", "content": "It is\n42"},
+        {"role": "assistant", "content": " It is\n42"},  # as it was sampled
         {"role": "user", "content": "And 6 * 8?"},
     ]
     prompt = renderer.render_ids(conversation, add_generation_prompt=True)

@@ -422,10 +422,10 @@ def _check_transformers(config: RunConfig, decoder: DecoderShape) -> None:
                 "context_parallel_degree divide: set it to 1"
             )
             raise ConfigError(f"trainer.parallelism.{name}", degree, cure)
-    hub = HubConfig.read(config.model.hf_assets_path)
     engine = config.generator.engine
-    window = hub.get("sliding_window")
-    if hub.architecture in engine.wider_windows and window and engine.max_model_len > window:
+    architecture = HubConfig.read(config.model.hf_assets_path).architecture
+    window = min(filter(None, decoder.windows), default=engine.max_model_len)
+    if architecture in engine.wider_windows and engine.max_model_len > window:
         cure = (
             f"the engine makes this model's sliding window of {window} tokens one token wider than "
             f"the trainer does: choose at most {window}"

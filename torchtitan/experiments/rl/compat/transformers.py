@@ -1,6 +1,6 @@
 """transformers 5.19.0: fills buffers that no checkpoint holds; copies a model with stand-ins.
 
-The buffers, such as rotary frequencies, have no other public way to be computed anew.
+Neither can be done by a public function.
 """
 
 import copy

@@ -12,12 +12,13 @@ PLAIN_STOP = "\nQuestion:"
 """Text at which an answer by the plain template ends: the model begins a question of its own."""
 _PLAIN_TEMPLATE = """\
 {%- for message in messages %}
-{%- if message.role == "assistant" %}{{ " " + message.content + "\n" }}
+{%- if message.role == "assistant" %}{{ " " + (message.content | trim) + "\n" }}
 {%- elif message.role == "system" %}{{ message.content + "\n" }}
 {%- elif message.role == "tool" %}{{ "Result: " + message.content + "\nAnswer:" }}
 {%- else %}{{ "Question: " + message.content + "\nAnswer:" }}
 {%- endif %}
 {%- endfor %}"""
+_HELLO = {"role": "user", "content": "Hello"}
 _FIELD = "renderer.template"
 
 
@@ -44,7 +45,9 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(_FIELD, template, f"can't be read: {error}") from error
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+        text = tokenizer.apply_chat_template([_HELLO], tokenize=False)
     except Exception as error:  # Jinja's, or what the template raises itself
         cure = f"renders no message: {' '.join(str(error).split())}"
         raise ConfigError(_FIELD, template, cure) from error
+    if not text:
+        raise ConfigError(_FIELD, template, "renders no text of a message")

@@ -42,6 +42,8 @@ class DecoderShape:
     """Number of experts of a layer; 1 for a dense model."""
     chosen: int = 1
     """Number of experts that each token chooses."""
+    windows: frozenset[int | None] = frozenset({None})
+    """Sliding windows of the layers, in tokens; None for a layer that sees everything."""
 
     @classmethod
     def of(cls, decoder: Decoder.Config) -> "DecoderShape":

@@ -62,8 +62,6 @@ class TransformersPolicy(LogprobModel, BaseModel):
         shape: DecoderShape
         embedding: str
         """Name of the embedding's weight."""
-        windows: frozenset[int | None]
-        """Windows of the layers' attentions; None for those that see everything."""
         logit_scale: float
         logit_softcap: float | None
         """See `LogprobHead.Config`."""
@@ -162,7 +160,7 @@ class TransformersPolicy(LogprobModel, BaseModel):
         context = None if self.context is None else self.context.get_group()
         if self.config.device == "cpu":
             return RowsInBlocks.of(positions, context)
-        return MaskedRows.of(positions, context, self.config.windows)
+        return MaskedRows.of(positions, context, self.config.shape.windows)
 
     def _tie_weights(self) -> None:
         if self.config.shape.tied:
@@ -243,7 +241,6 @@ def transformers_spec(
             path=hub.path,
             shape=checked.shape,
             embedding=embedding_name,
-            windows=frozenset(checked.attention.windows),
             logit_scale=checked.logit_scale,
             logit_softcap=checked.logit_softcap,
             chunk_tokens=chunk_tokens,
@@ -272,15 +269,13 @@ class CheckedModel:
     causal: PreTrainedModel
     """The model on the meta device."""
     shape: DecoderShape
-    attention: AttentionNotes
-    """How its layers attend."""
     logit_scale: float
     logit_softcap: float | None
     """What it does to its logits (`LogprobHead.Config`)."""
 
 
 class _Unsupported(Exception):  # noqa: N818 - no error of the program
-    """Why a model of transformers is not trained here."""
+    """Reason for which a model of transformers can't be trained."""
 
 
 def checked_model(hub: HubConfig) -> CheckedModel:
@@ -337,9 +332,14 @@ def _checked_model(path: str, config_json: bytes) -> CheckedModel:  # noqa: ARG0
         raise _Unsupported(f"transformers builds a {built} by the model_type of its config.json")
     for fault in _faults_of(causal):
         raise _Unsupported(fault)
+    decoder: Any = causal.base_model
+    try:
+        fill_buffers(decoder, device=None)
+    except Exception as error:
+        raise _Unsupported(f"its buffers can't be computed again: {_line(error)}") from error
     notes = _attention_of(causal)
     scale, softcap = _logits_of(causal)
-    return CheckedModel(causal, _shape_of(causal, notes), notes, scale, softcap)
+    return CheckedModel(causal, _shape_of(causal, notes), scale, softcap)
 
 
 def _line(error: Exception) -> str:
@@ -401,10 +401,6 @@ def _faults_of(causal: PreTrainedModel) -> Iterator[str]:
         yield "its layers mix tokens by convolutions too"
     for name, _ in decoder.named_parameters(recurse=False):
         yield f"it has a parameter beside its layers, {name}"
-    try:
-        fill_buffers(decoder, device=None)
-    except RuntimeError as error:
-        yield f"a buffer has no values but those of its construction: {error}"
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:
@@ -484,7 +480,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _shape_of(causal: PreTrainedModel, attention: AttentionNotes) -> DecoderShape:
-    """Return the sizes of a model. Of layers that differ, it has what ranks can divide in all."""
+    """Return the sizes of a model. Where layers differ in heads, ranks divide what divides all."""
     config: Any = causal.config
     embedding: Any = causal.get_input_embeddings()
     layers: Any = causal.base_model.layers
@@ -507,6 +503,7 @@ def _shape_of(causal: PreTrainedModel, attention: AttentionNotes) -> DecoderShap
         tied=head.weight is embedding.weight,
         experts=experts,
         chosen=chosen,
+        windows=frozenset(attention.windows),
     )
 
 
