@@ -36,6 +36,7 @@ test-all: test ## all tests, then the matrices that take longer than a change ca
 	.venv/bin/python -m tests.sabotage --adapters
 	.venv/bin/python -m tests.sabotage --experts
 	.venv/bin/python -m tests.fake_step
+	.venv/bin/python -m tests.fake_step --families
 	.venv/bin/python -m tests.first_steps
 	.venv/bin/python tests/resume_matrix.py --kills 10 --seed 0
 	.venv/bin/python tests/kill_matrix.py --kills 40 --seed 0

@@ -2,6 +2,8 @@
 
     python -m tests.fake_step [CONFIG ...] [--families]
 
+Prints a line for each config, and exits with 1 where the planned memory is more than a tenth off.
+
 torch's FakeTensors have shapes and no values, and its fake process group answers collectives with nothing. So the Learner
 itself is built and takes its step: FSDP, tensor parallelism, checkpointing, head, loss, backward pass, optimizer. Each storage
 is counted from its birth to its end.
@@ -19,6 +21,7 @@ is counted from its birth to its end.
 import argparse
 import atexit
 import shutil
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
@@ -55,6 +58,8 @@ from torchtitan.experiments.rl.training import model as building
 from torchtitan.experiments.rl.types import TrainingBatch
 
 ATEN = torch.ops.aten
+MEMORY_SHARE = 0.1
+"""Share of the traced memory by which the planned one may be off."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -311,6 +316,7 @@ def main() -> None:
     print(
         "| config | GiB of a rank, traced | planned | operations of a microbatch, traced | planned |"
     )
+    apart = []
     for name, config in configs.items():
         (task,) = config.tasks.values()
         plan, found = plan_of(config), traced(config, task.env.max_rollout_tokens)
@@ -325,6 +331,10 @@ def main() -> None:
             f"| `{name}` | {found.peak / GIB:.1f} | {memory / GIB:.1f} | {done:.3g} | {planned:.3g} |",
             flush=True,
         )
+        if abs(memory / found.peak - 1) > MEMORY_SHARE:
+            apart.append(name)
+    if apart:
+        sys.exit(f"planned memory is more than {MEMORY_SHARE:.0%} off: {', '.join(apart)}")
 
 
 if __name__ == "__main__":
