@@ -1,4 +1,4 @@
-"""Whether trainer, engine and transformers compute the same of a real model, SmolLM2-135M-Instruct or another, in float32.
+"""Compares what trainer, engine and transformers compute of a real model in float32: SmolLM2-135M-Instruct, or another.
 
     python scripts/get_model.py smollm2
     python benchmarks/real_model_fidelity.py [--count 200] [--model FOLDER] [--trained-by transformers]

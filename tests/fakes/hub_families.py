@@ -49,7 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # more token in it than transformers does.
     "cohere2": dict(sliding_window=512, logit_scale=0.25),
 }
-"""What config.json has beside SIZES, by the name of the model in transformers."""
+"""Fields of config.json beside SIZES, by the name of the model in transformers."""
 
 
 LARGE: dict[str, dict[str, Any]] = {

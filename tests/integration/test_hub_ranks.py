@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.fakes.hub_families import write_family
 from tests.integration.learners import (
@@ -22,13 +21,12 @@ from tests.integration.learners import (
     snapshot,
     tree_samples,
 )
-from tests.integration.ranks import run_ranks
+from tests.integration.ranks import process_groups, run_ranks
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training.config import Parallelism
 from torchtitan.experiments.rl.training.learner import Learner
-from torchtitan.experiments.rl.training.trainer import init_process_group
 from torchtitan.experiments.rl.types import TrainingSample
 
 FAMILIES = ["gemma3_text", "gpt_oss"]
@@ -47,20 +45,11 @@ def work_of_a_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     set_up_process()
     results = {}
-    for world_size in (4, 2):
-        if rank >= world_size:
-            break
-        init_process_group(
-            device="cpu",
-            rank=rank,
-            world_size=world_size,
-            url=f"file://{folder}/store-{world_size}",
-        )
+    for world_size in process_groups(rank, (4, 2), folder):
         for mesh, parallelism in MESHES.items():
             for family in FAMILIES if RANKS[mesh] == world_size else ():
                 own = dict(model=f"{folder}/{family}", parallelism=parallelism)
                 results[family, mesh] = work_on(f"{folder}/{family} {mesh}", own)
-        dist.destroy_process_group()
     torch.save(results, f"{folder}/results-{rank}.pt")
 
 

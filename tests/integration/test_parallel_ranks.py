@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.integration.learners import (
@@ -30,12 +29,11 @@ from tests.integration.learners import (
     tree_samples,
 )
 from tests.integration.models import MODEL, MOE_MODEL, llama_folder
-from tests.integration.ranks import run_ranks
+from tests.integration.ranks import process_groups, run_ranks
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.config import Parallelism
 from torchtitan.experiments.rl.training.learner import Learner
-from torchtitan.experiments.rl.training.trainer import init_process_group
 from torchtitan.experiments.rl.types import DataParallel
 from torchtitan.experiments.rl.weights.snapshot import stack_name
 
@@ -84,19 +82,10 @@ def work_of_a_rank(rank: int, folder: str, meshes: set[str], fused: str, llama: 
     torch.set_num_threads(1)
     set_up_process()
     results = {}
-    for world_size in (4, 2):
-        if rank >= world_size:
-            break
-        init_process_group(
-            device="cpu",
-            rank=rank,
-            world_size=world_size,
-            url=f"file://{folder}/store-{world_size}",
-        )
+    for world_size in process_groups(rank, (4, 2), folder):
         for mesh, parallelism in MESHES.items():
             if mesh in meshes and RANKS[mesh] == world_size:
                 results[mesh] = work_on(mesh, parallelism, f"{folder}/{mesh}", fused, llama)
-        dist.destroy_process_group()
     torch.save(results, f"{folder}/results-{rank}.pt")
 
 

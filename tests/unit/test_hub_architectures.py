@@ -1,4 +1,4 @@
-"""Which models of the hub can be trained, by whose modules; the others are refused in a line that says why."""
+"""Models of the hub are trained by torchtitan's or by transformers' modules, or refused in a line that says why."""
 
 import contextlib
 import json

@@ -272,7 +272,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Logits:
-    """How a model makes logits of the head's product."""
+    """Operations that make logits of the head's product: a scale, then a cap."""
 
     scale: float
     softcap: float | None

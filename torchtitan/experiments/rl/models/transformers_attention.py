@@ -40,7 +40,7 @@ PROBE = "probe_of_prefix_trees"
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a layer turns products of queries and keys into weights."""
+    """Settings by which a layer turns products of queries and keys into weights."""
 
     scaling: float | None
     """Factor of the scores; None for 1 / sqrt(head_dim)."""
@@ -53,7 +53,7 @@ class Scores:
 
 
 class Rows(Protocol):
-    """What every layer's attention must know of a batch of rows."""
+    """Batch of rows, by which every layer's attention decides what a token sees."""
 
     @property
     def context(self) -> dist.ProcessGroup | None:
@@ -250,7 +250,7 @@ class AttentionNotes:
     head_dims: set[int] = field(default_factory=set)
     """Sizes of a query's and a key's heads."""
     fault: str = ""
-    """What a layer asks for and `attend` does not do; "" if nothing."""
+    """Request of a layer that `attend` can't meet; "" if there is none."""
 
 
 _WITHOUT_EFFECT = {

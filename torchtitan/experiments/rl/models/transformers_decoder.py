@@ -67,7 +67,7 @@ class TransformersPolicy(LogprobModel, BaseModel):
         """See `LogprobHead.Config`."""
         chunk_tokens: int
         device: Literal["cpu", "cuda"]
-        """Where the model is computed, which decides how attention and experts are."""
+        """Device that computes the model. Attention and experts are computed otherwise on each."""
         lora: LoRA.Config | None = None
 
         @property
@@ -89,7 +89,7 @@ class TransformersPolicy(LogprobModel, BaseModel):
             sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
             parameters = sum(sizes.values())
             experts = sum(size for name, size in sizes.items() if ".experts." in name)
-            # An embedding that is no head is looked up, and multiplied with nothing.
+            # An embedding that is not also the head is only looked up, which costs no FLOPs.
             looked_up = 0 if shape.tied else shape.vocab_size * shape.dim
             multiplied = parameters - looked_up - experts * (1 - shape.chosen / shape.experts)
             attention = shape.layers * shape.heads * 2 * shape.head_dim * seq_len
@@ -102,7 +102,7 @@ class TransformersPolicy(LogprobModel, BaseModel):
         causal = causal_model(config.path, attention=ATTENTION, experts=experts)
         self._decoder_name = causal.base_model_prefix
         self.add_module(self._decoder_name, causal.base_model)
-        # A folder may name the end of a turn as padding too, whose embedding would not be trained.
+        # The padding may also be the end of a turn: padding_idx would keep it from being trained.
         self.tok_embeddings.padding_idx = None
         self.lm_head = LogprobHead.Config(
             in_features=config.shape.dim,
@@ -218,7 +218,8 @@ def transformers_spec(
         lora: adapters of the layers; the base model is then frozen.
 
     Raises:
-        ConfigError: the model is none that can be trained so, or the adapters name no matrix.
+        ConfigError: the model can't be trained here, or a target of the adapters names no linear
+            layer.
     """
     checked = checked_model(hub)
     causal = checked.causal
@@ -271,10 +272,10 @@ class CheckedModel:
     shape: DecoderShape
     logit_scale: float
     logit_softcap: float | None
-    """What it does to its logits (`LogprobHead.Config`)."""
+    """Scale and cap of its logits, see `LogprobHead.Config`."""
 
 
-class _Unsupported(Exception):  # noqa: N818 - no error of the program
+class _Unsupported(Exception):  # noqa: N818 - becomes a ConfigError
     """Reason for which a model of transformers can't be trained."""
 
 
@@ -301,7 +302,8 @@ def _checked_model(path: str, config_json: bytes) -> CheckedModel:  # noqa: ARG0
 
     Args:
         path: the folder.
-        config_json: content of its config.json, so that a changed file is read again.
+        config_json: content of its config.json: part of the cache's key alone, so that a changed
+            file is read again.
 
     Raises:
         _Unsupported: the model can't be trained.
@@ -319,7 +321,7 @@ def _checked_model(path: str, config_json: bytes) -> CheckedModel:  # noqa: ARG0
     if hub.get("quantization_config") is not None:
         raise _Unsupported("its weights are quantized: take the model's folder in bfloat16")
     try:
-        # The meta device has no values to choose experts by, so that each token has its own.
+        # Routing needs values, which the meta device lacks; "batched_mm" copies experts instead.
         causal = causal_model(path, attention=PROBE, experts="batched_mm")
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (PROBE,):
@@ -330,7 +332,8 @@ def _checked_model(path: str, config_json: bytes) -> CheckedModel:  # noqa: ARG0
     built = type(causal).__name__
     if built != hub.architecture:
         raise _Unsupported(f"transformers builds a {built} by the model_type of its config.json")
-    for fault in _faults_of(causal):
+    fault = next(_faults_of(causal), None)
+    if fault is not None:
         raise _Unsupported(fault)
     decoder: Any = causal.base_model
     try:
@@ -372,7 +375,7 @@ def causal_model(path: str, *, attention: str, experts: Experts) -> PreTrainedMo
 
 
 def _experts_on(device: Literal["cpu", "cuda"], experts: int) -> Experts:
-    """Return how to compute experts: grouped on GPUs, since a CPU's float32 can't be."""
+    """Return how to compute experts: grouped on GPUs, one by one on CPUs, which lack the kernel."""
     return "grouped_mm" if device == "cuda" and experts > 1 else "eager"
 
 
@@ -389,6 +392,8 @@ def _faults_of(causal: PreTrainedModel) -> Iterator[str]:
         yield "its head is not called lm_head"
     elif getattr(head, "bias", None) is not None:
         yield "its head has a bias"
+    if getattr(config, "max_position_embeddings", None) is None:
+        yield "its config.json does not say how many positions it has"
     parameters = {name for name, _ in causal.named_parameters(remove_duplicate=False)}
     for name in causal.state_dict().keys() - parameters:
         yield f"its weights have a buffer, {name}"
@@ -480,7 +485,10 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _shape_of(causal: PreTrainedModel, attention: AttentionNotes) -> DecoderShape:
-    """Return the sizes of a model. Where layers differ in heads, ranks divide what divides all."""
+    """Return the sizes of a model. Of numbers of heads that differ, the greatest common divisor.
+
+    Ranks that divide it divide the heads of every layer.
+    """
     config: Any = causal.config
     embedding: Any = causal.get_input_embeddings()
     layers: Any = causal.base_model.layers
