@@ -394,6 +394,20 @@ def test_every_option_still_sets_its_field():
             "dataset.min_digits = 6: must be at most max_digits = 5",
         ),
         ("--output-dir", "", "output_dir = '': must not be empty"),
+        (
+            "--tasks.sum-digits.group-size",
+            "1000000000",
+            "group_size = 1000000000: must be at least 1 and at most 4096; all rollouts of a group",
+        ),
+        ("--validation.attempts", "1000000000", "must be at least 1 and at most 4096"),
+        ("--generator.engine.max-num-seqs", "1000000000", "at least 1 and at most 65536"),
+        ("--replay.capacity", "1000000000", "at least 1 and at most 1000000"),
+        (
+            "--max-offpolicy-steps",
+            "10000",
+            "with rollouts_per_step = 256 a run would have 2,560,256 rollouts open at once, and "
+            "may have 2,000,000: lower either",
+        ),
     ],
 )
 def test_an_override_out_of_bounds_is_one_line_and_exit_code_2(option, value, message, capsys):

@@ -201,7 +201,7 @@ def test_numbers_that_do_not_fit_together_are_refused(refused, words, parts, dry
 def test_a_cache_larger_than_the_machine_is_refused(refused):
     err = refused(*DEBUG, "--generator.engine.cpu-kv-cache-gib", "100000")
     assert (
-        "it needs 100,000 GiB and this host has" in err
+        "it needs 100,000.01 GiB and this host has" in err
         and "lower generator.engine.cpu_kv_cache_gib" in err
     )
 

@@ -70,6 +70,14 @@ def test_too_little_room_on_the_disk_is_one_line_that_names_the_folder(plan, mon
     ]
 
 
+def test_a_shortage_of_a_few_bytes_is_not_printed_as_two_equal_sizes(plan, monkeypatch, tmp_path):
+    plan = of_billions(plan, 8, kept=2)
+    room(monkeypatch, 320 - 2**-20)
+    assert "has 319.99 GiB free, and the run's checkpoints and policy need 320.00: " in "".join(
+        lacking(plan, str(tmp_path))
+    )
+
+
 def lacking(plan: RunPlan, folder: str, checkpoints: int = 0) -> list[str]:
     return [
         str(lack) for lack in shortages(plan, folder, field="output_dir", checkpoints=checkpoints)

@@ -1,11 +1,14 @@
 """When a checkpoint counts as written, and what becomes of one whose trainer dies, or that nobody waits for any more."""
 
 import asyncio
+import errno
+import shutil
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 from monarch.actor import ActorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.fakes.states import run_state
 from tests.fakes.waiting import iterations, until
@@ -23,6 +26,7 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.fleet import Fleet
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
+from torchtitan.experiments.rl.training.checkpoints import write_error
 from torchtitan.experiments.rl.watch.checkpoints import RunCheckpoints
 
 
@@ -249,3 +253,33 @@ async def test_a_trainer_without_memory_for_its_copy_is_a_warning_and_the_next_c
     await saved.checkpoints.finish()
     assert [path.name for path in checkpoints(tmp_path)] == ["step-000004", "step-000006"]
     assert saved.checkpoints.failure is None
+
+
+# ---- what is said of a disk that has filled
+
+
+TORCHS = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"
+
+
+@pytest.mark.parametrize(
+    ("raised", "free_mib", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 3, "is full, with 3 MiB free"),
+        (RuntimeError(TORCHS), 0, "is full, with 0 MiB free"),
+        (RuntimeError(TORCHS), 7_000, "may be full, with 7,000 MiB free"),
+    ],
+)
+def test_files_without_room_name_the_disk_and_the_cure(
+    raised, free_mib, said, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free_mib << 20))
+    wrapped = CheckpointException("", {0: (raised, [])})
+    for error in (raised, wrapped):
+        text = write_error(error, tmp_path)
+        assert text.startswith(f"the disk of {tmp_path} {said}: free space there, or lower ")
+        assert "checkpoint.keep (" in text and str(raised) in text
+
+
+def test_another_error_of_the_files_is_given_as_it_is(tmp_path):
+    denied = OSError(errno.EACCES, "Permission denied")
+    assert write_error(denied, tmp_path) == "PermissionError: [Errno 13] Permission denied"

@@ -11,7 +11,7 @@ from torchtitan.experiments.rl.algorithms import Algorithm
 from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.command.engine_fit import check_cores, check_engine_fits
 from torchtitan.experiments.rl.compat.torchtitan import built_class
-from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.config.run_config import MOST_OPEN_ROLLOUTS, RunConfig
 from torchtitan.experiments.rl.envs.chat_template import PLAIN
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
 from torchtitan.experiments.rl.generation.references import (
@@ -81,6 +81,14 @@ def check(config: RunConfig) -> None:
             "max_offpolicy_steps to 1 or more"
         )
         raise ConfigError("rollout_workers", config.rollout_workers, cure)
+    open_rollouts = (config.max_offpolicy_steps + 1) * config.rollouts_per_step
+    if open_rollouts > MOST_OPEN_ROLLOUTS:
+        cure = (
+            f"with rollouts_per_step = {config.rollouts_per_step} a run would have "
+            f"{open_rollouts:,} rollouts open at once, and may have {MOST_OPEN_ROLLOUTS:,}: lower "
+            "either"
+        )
+        raise ConfigError("max_offpolicy_steps", config.max_offpolicy_steps, cure)
     check_sharing(config)
     config.metrics.validate(field="metrics")
     config.provision.validate()

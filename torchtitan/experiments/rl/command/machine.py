@@ -9,6 +9,7 @@ The gate calls them when it has the run's plan.
 """
 
 import hashlib
+import math
 import os
 import resource
 import shutil
@@ -67,8 +68,9 @@ def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
     wanted = config.batcher.rows_per_microbatch
     free_gib, total_gib = memory_gib()
     if plan.generator_gib > total_gib:
+        needed, there = _needed_and_there(plan.generator_gib, total_gib)
         cure = (
-            f"it needs {plan.generator_gib:,.0f} GiB and this host has {total_gib:.0f}: lower "
+            f"it needs {needed} GiB and this host has {there}: lower "
             "generator.engine.cpu_kv_cache_gib"
         )
         raise MissingError("generator.engine", type(config.generator.engine).__name__, cure)
@@ -80,9 +82,10 @@ def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
         fitted = plan_run(replace(config, batcher=batcher))
     needed_gib = _run_gib(fitted)
     if needed_gib > total_gib:
+        needed, there = _needed_and_there(needed_gib, total_gib)
         cure = (
-            f"this host has {total_gib:.2f} GiB of memory, and with one such row at a time the run "
-            f"needs {needed_gib:.2f}: {_LESS_MEMORY}, or take a smaller model"
+            f"this host has {there} GiB of memory, and with one such row at a time the run needs "
+            f"{needed}: {_LESS_MEMORY}, or take a smaller model"
         )
         raise MissingError("batcher.row_length", config.batcher.row_length, cure)
     fits = needed_gib <= free_gib
@@ -171,6 +174,11 @@ def _descriptor_shortage(plan: RunPlan) -> MissingError | None:
     return MissingError("file descriptors", limit, cure)
 
 
+def _needed_and_there(needed_gib: float, there_gib: float) -> tuple[str, str]:
+    """Return both sizes in GiB, rounded up and down: a shortage never reads as two equal sizes."""
+    return f"{math.ceil(needed_gib * 100) / 100:,.2f}", f"{math.floor(there_gib * 100) / 100:,.2f}"
+
+
 def _shared_memory_shortage(plan: RunPlan) -> MissingError | None:
     """Compare /dev/shm with what the engines of several processes need of it."""
     generator = plan.config.generator
@@ -201,9 +209,10 @@ def _disk_shortage(
     # /proc and /sys have no space; no folder can be made there.
     if disk.total == 0 or disk.free / GIB >= needed_gib:
         return None
+    needed, free = _needed_and_there(needed_gib, disk.free / GIB)
     cure = (
-        f"its disk has {disk.free / GIB:,.2f} GiB free, and the run's checkpoints and policy need "
-        f"{needed_gib:,.2f}: free space, lower checkpoint.keep, or name a folder on another disk"
+        f"its disk has {free} GiB free, and the run's checkpoints and policy need {needed}: free "
+        "space, lower checkpoint.keep, or name a folder on another disk"
     )
     return MissingError(field, folder, cure)
 

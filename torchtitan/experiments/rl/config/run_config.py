@@ -43,6 +43,8 @@ OF_OTHERS[LRSchedulersContainer.Config] = {
 }
 MOST_ROLLOUTS = 1_000_000
 """Maximum number of rollouts of a step."""
+MOST_OPEN_ROLLOUTS = 2 * MOST_ROLLOUTS
+"""Maximum number of rollouts that are open or wait for a step, all of which are in memory."""
 MOST_HOSTS = 256
 """Maximum number of hosts of a job that counts its hosts itself."""
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
 
-from torchtitan.experiments.rl.bounds import Cure, PositiveInt
+from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.data.dataset import Examples, find_examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.errors import ConfigError
@@ -40,7 +40,7 @@ class ExampleReplay(SampleStrategy):
         """Sampler of fresh examples. It observes every group, replays included."""
         fraction: Annotated[float, Gt(0), Le(1), Cure("for 0, use the fresh sampler")] = 0.25
         """Share of replays while something is stored; above 0, at most 1."""
-        capacity: PositiveInt = 1024
+        capacity: Annotated[int, Ge(1), Le(1_000_000)] = 1024
         """Maximum number of stored groups."""
         keep: Literal["recent", "variance"] = "recent"
         """Groups that stay when there are more: the latest, or those whose rewards vary most."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Le, Lt
 
 from torchtitan.experiments.rl.bounds import NonEmptyStr, PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
@@ -33,7 +33,7 @@ class GroupReplayConfig:
     fraction: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of a step's rollouts that are replayed, in whole groups. While fewer are stored, steps
     are smaller. With 0 nothing is stored or replayed."""
-    capacity: PositiveInt = 256
+    capacity: Annotated[int, Ge(1), Le(1_000_000)] = 256
     """Maximum number of stored groups. The oldest leave first."""
     max_age: PositiveInt = 8
     """Maximum number of versions between the sampling of a replayed group's oldest token and its

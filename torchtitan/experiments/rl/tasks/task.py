@@ -35,6 +35,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, cast
 
+from annotated_types import Ge, Le
 from renderers import Renderer
 
 from torchtitan.config import Configurable
@@ -116,6 +117,9 @@ MIN_TRAINING_TEMPERATURE = 0.01
 1e-5, at which it samples greedily."""
 PARTS = ("dataset", "validation", "rubric", "algorithm", "sampler")
 """Fields of a task's config that the task builds."""
+GroupSize = Annotated[
+    int, Ge(1), Le(4096), Cure("all rollouts of a group are in memory until the last has ended")
+]
 AdapterName = Annotated[str, Matches(r"[\w-]*", "letters, digits, _ and -: it names a folder")]
 
 
@@ -128,7 +132,7 @@ class ValidationConfig:
     last, unless this is 0, which turns all off."""
     examples: PositiveInt = 128
     """Examples of the validation set, from its start; all of a smaller set."""
-    attempts: PositiveInt = 1
+    attempts: GroupSize = 1
     """Rollouts of each example: the k of avg@k and pass@k."""
     temperature: Temperature = 0.0
     """0 is greedy."""
@@ -212,7 +216,7 @@ class Task(UserConfigurable):
         sampler: SampleStrategy.Config = field(default_factory=ShuffledCursor.Config)
         env: RendererEnvConfig = field(default_factory=RendererEnvConfig)
         sampling: SamplingConfig = field(default_factory=SamplingConfig)
-        group_size: PositiveInt = 8
+        group_size: GroupSize = 8
         """Rollouts per data sample. If nothing compares them, each is a group by itself."""
         max_retries: NonNegativeInt = 1
         """Number of times that a rollout which failed is run again."""

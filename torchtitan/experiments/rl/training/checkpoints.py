@@ -8,6 +8,8 @@ and any other number reads it. torchtitan's CheckpointManager loads it, and writ
 weights as a hub folder.
 """
 
+import errno
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -49,6 +51,9 @@ from torchtitan.experiments.rl.weights.publisher import shard_of
 from torchtitan.experiments.rl.weights.snapshot import digest
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
+TORCHS_FILE_WRITER = "inline_container"
+"""Part of the errors of torch's file writer, which also stand for those of the system."""
+MIB = 2**20
 EXPORT_ROW_LENGTH = 2
 """Row length of the model that ``export_checkpoint`` builds, which computes nothing."""
 
@@ -416,11 +421,24 @@ def write_policy(
     being_written.rename(target)
 
 
-def write_error(error: BaseException) -> str:
-    """Return the cause of a failed save in one line. torch wraps what each rank raised."""
+def write_error(error: BaseException, folder: Path) -> str:
+    """Return in one line why files could not be written below a folder, and the cure.
+
+    torch wraps the error that each rank raised. Its file writer answers a full disk with an error
+    about positions in the file, so the free space is named for that error too.
+    """
     failures = list(getattr(error, "failures", {}).values())
     cause = failures[0][0] if failures else error
-    return f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+    text = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+    is_full = any(os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT))
+    if not (is_full or TORCHS_FILE_WRITER in text):
+        return text
+    free = shutil.disk_usage(folder).free
+    fault = "is full" if is_full or free < MIB else "may be full"
+    return (
+        f"the disk of {folder} {fault}, with {free // MIB:,} MiB free: free space there, or lower "
+        f"checkpoint.keep ({text})"
+    )
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

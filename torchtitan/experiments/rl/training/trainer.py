@@ -28,6 +28,7 @@ import portpicker
 import torch
 import torch.distributed as dist
 from monarch.actor import current_rank, current_size
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process import trace
@@ -100,6 +101,7 @@ class PolicyTrainer(WatchedActor):
         self._world_size = math.prod(current_size().values())
         self.process_name = f"trainer {self._rank}"
         self._device = device
+        self._run_dir = Path(run_dir)
         self._steps_taken = 0
         set_up_logging(run_dir, f"trainer-{self._rank}")
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
@@ -286,13 +288,30 @@ class PolicyTrainer(WatchedActor):
         logger.info("trainer rank %d: a checkpoint can't be written", self._rank, exc_info=error)
         raise RunError(
             f"trainer rank {self._rank} can't write its part of the checkpoint: "
-            f"{write_error(error)}"
+            f"{write_error(error, self._run_dir)}"
         )
 
     @reported_endpoint
     async def save_final(self, step: int) -> Path | None:
-        """Write the policy as a hub folder, and return the folder. Collective."""
-        return await self._submit(lambda: self._learner.save_final(step))
+        """Write the policy as a hub folder, and return the folder. Collective.
+
+        Raises:
+            RunError: it can't be written, because the disk is full, or failed.
+        """
+
+        def save() -> Path | RunError | None:
+            try:
+                return self._learner.save_final(step)
+            # torch's own error is no Exception.
+            except (CheckpointException, Exception) as error:  # noqa: BLE001
+                logger.info("the policy can't be written", exc_info=error)
+                cause = write_error(error, self._run_dir)
+                return RunError(f"trainer rank {self._rank} can't write the policy: {cause}")
+
+        saved = await self._submit(save)
+        if isinstance(saved, RunError):
+            raise saved
+        return saved
 
     @reported_endpoint
     async def shutdown(self) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
 
-from torchtitan.experiments.rl.bounds import Changeable, PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.bounds import Changeable, PositiveFloat
 from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, PeerGone
 from torchtitan.experiments.rl.generation.engine import (
@@ -119,7 +119,7 @@ class VLLMEngineConfig(EngineConfig):
     wider_windows: ClassVar[frozenset[str]] = frozenset({"Cohere2ForCausalLM"})
     stops_at_texts: ClassVar[bool] = True
     reads_devices: ClassVar[bool] = True
-    max_num_seqs: Changeable[PositiveInt] = 256
+    max_num_seqs: Changeable[Annotated[int, Ge(1), Le(65_536)]] = 256
     """Maximum number of sequences in one engine step."""
     gpu_memory_utilization: Changeable[Annotated[float, Gt(0), Le(1)]] = 0.9
     """Share of the GPU's memory for weights and KV cache. CUDA only."""
