@@ -1,6 +1,7 @@
 """What docs/algorithms.md shows works as written."""
 
 import ast
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from tests.fakes.contexts import context_of
 from tests.fakes.policy import ScriptedPolicy
@@ -29,6 +31,8 @@ from torchtitan.experiments.rl.rollouts.filters import (
     combine,
     matches_of,
 )
+from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy as ScriptedModels
+from torchtitan.experiments.rl.train import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 
@@ -192,3 +196,86 @@ def test_the_hosted_model_shown_fits_its_gpus(shown_models):
         "the weights, and eight rollouts of full length"
     )
     assert 4 * parameters > share, "float32 on one GPU does not"
+
+
+# ---- a judge and a reward model
+
+
+@pytest.fixture
+def shown_in(tmp_path, monkeypatch):
+    """Return a function that writes a block of the page as a module, and imports it."""
+    imported = []
+
+    def load(name: str, **replaced: str):
+        (code,) = re.findall(rf"```python\n# {name}.py\n(.*?)```", PAGE, re.DOTALL)
+        for text, other in replaced.items():
+            code = re.sub(rf'^{text} = ".*"$', f'{text} = "{other}"', code, flags=re.MULTILINE)
+        (tmp_path / f"{name}.py").write_text(code)
+        imported.append(name)
+        return importlib.import_module(name)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    yield load
+    for name in imported:
+        sys.modules.pop(name, None)
+
+
+async def test_the_judge_shown_grades_answers_and_an_unread_verdict_fails_the_rollout(
+    shown_in, tmp_path, renderer, tokenizer
+):
+    (tmp_path / "mine.jsonl").write_text('{"question": "6 * 7?", "answer": "42"}\n')
+    task = (
+        shown_in("judged")
+        .rl_graded()
+        .tasks["mine"]
+        .build(name="mine", context=context_of(renderer))
+    )
+    verdicts = iter(["", "7", "no idea"])  # the first answers the greeting of setup
+    policy = ScriptedModels(tokenizer, lambda rollout, turn: next(verdicts))
+    await task.setup(policy)
+    policy.reply = lambda rollout, turn: "42"
+    group = await task.run_group(task.dataset[0], policy, group_id="g", seed=0, group_size=1)
+    policy.reply = lambda rollout, turn: next(verdicts)
+    await task.score_rewards(group)
+    assert group.rollouts[0].reward == 0.7
+    with pytest.raises(ValueError, match="no grade in 'no idea'"):
+        await task.rubric.grade("43", {"question": "6 * 7?"})
+
+
+def test_a_judge_has_no_warning_about_the_rows_own_answers(shown_in, tmp_path, capsys):
+    (tmp_path / "mine.jsonl").write_text('{"question": "6 * 7?", "answer": "42"}\n' * 20)
+    shown_in("judged")
+    assert main(["--module", "judged", "--config", "rl_graded", "--dry-run"]) == 0
+    assert "own answer" not in capsys.readouterr().err
+
+
+def test_the_reward_model_shown_scores_an_answer_as_the_classifier_does(
+    shown_in, tmp_path, tokenizer
+):
+    torch.manual_seed(0)
+    folder = tmp_path / "classifier"
+    tiny = Qwen3ForSequenceClassification(
+        Qwen3Config(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            vocab_size=len(tokenizer),
+            num_labels=1,
+            pad_token_id=0,
+        )
+    )
+    tiny.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    module = shown_in("reward_model", FOLDER=str(folder))
+    score = module.preferred("42", {"question": "6 * 7?"})
+    text = (
+        "<|im_start|>user\n6 * 7?<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n42<|im_end|>\n"
+    )
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    assert score == pytest.approx(tiny.eval()(ids).logits[0, 0].item(), abs=1e-6)
+    assert score != module.preferred("43", {"question": "6 * 7?"})

@@ -45,6 +45,8 @@ PYTHON = {
     "# in a function that makes a config": "test_docs_blocks.py::test_the_demonstrations_shown_are_a_task_that_is_checked",
     "# my_loss.py": "test_docs_algorithms.py::test_the_loss_shown_caps_its_ratio_and_reports_it",
     "# my_algorithms.py": "test_docs_algorithms.py::test_the_algorithm_in_twenty_lines_gives_its_credit",
+    "# judged.py": "test_docs_algorithms.py::test_the_judge_shown_grades_answers_and_an_unread_verdict_fails_the_rollout",
+    "# reward_model.py": "test_docs_algorithms.py::test_the_reward_model_shown_scores_an_answer_as_the_classifier_does",
     "# my_filters.py": "test_docs_algorithms.py::test_the_filter_shown_drops_what_it_matches",
     "# trl_rewards.py": "test_docs_blocks.py::test_a_reward_function_of_trl_is_wrapped_as_shown",
     "# phonebook.py": "test_docs_tasks.py::test_the_tests_of_the_task_pass",

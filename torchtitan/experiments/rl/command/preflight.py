@@ -120,6 +120,8 @@ class Preflight:
             announce=self._announce,
         )
         self._last_words = last_words
+        self._asks_a_model = False
+        """True if the rewards came from a frozen model, in whose place the scripted policy was."""
         self._step = ""
         """Step of the preflight that is tried now, for errors."""
 
@@ -251,7 +253,9 @@ class Preflight:
             return
         functions = ", ".join(task.rubric.names) or type(task.rubric).__name__
         self._announce(f"the rewards of the reply {REPLY!r} by {functions}")
+        self._policy.stands_in = False
         await task.score_rewards(group)
+        self._asks_a_model = self._policy.stands_in
         self._check_scored(group, "rubric")
         for rollout in group.scored[1::2]:
             rollout.amend(reward=0.0 if rollout.reward else 1.0)
@@ -281,7 +285,8 @@ class Preflight:
         task = self._task
         replies = self._replies
         self._warn(replies.thoughts_warning(self.result.prompt_token_ids))
-        answers = await replies.try_answers()
+        # A scripted verdict says nothing of a row's answer.
+        answers = None if self._asks_a_model else await replies.try_answers()
         if answers is not None:
             knows_answers = type(task).known_answer is not Task.known_answer
             self.result.lacks_answers = knows_answers and answers.count == 0

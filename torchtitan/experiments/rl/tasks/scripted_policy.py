@@ -36,6 +36,8 @@ class ScriptedPolicy:
         self.reply = replies if callable(replies) else lambda rollout, turn: replies[turn]
         self.prompts: list[str] = []
         """Prompts that replies were asked for, special tokens included, in order."""
+        self.stands_in = False
+        """True if this policy has been asked in place of a frozen model, such as a judge."""
 
     def session(
         self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]
@@ -62,9 +64,37 @@ class ScriptedPolicy:
             completion_tokens=0,
         )
 
-    def frozen(self, model: ModelReference) -> "ScriptedPolicy":
-        """Return this policy for every model; see PolicyClient.frozen."""
-        return self
+    def frozen(self, model: ModelReference) -> "ScriptedModel":
+        """Return a client with this policy's replies for every model; see PolicyClient.frozen."""
+        return ScriptedModel(self)
+
+
+class ScriptedModel:
+    """Frozen model that replies as a scripted policy does, and has it note that it was asked."""
+
+    def __init__(self, policy: ScriptedPolicy):
+        self._policy = policy
+
+    def session(
+        self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]
+    ) -> "ScriptedSession":
+        """See ModelClient.session."""
+        self._policy.stands_in = True
+        return self._policy.session(
+            rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids
+        )
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """See ModelClient.score."""
+        self._policy.stands_in = True
+        return await self._policy.score(token_ids)
+
+    async def chat(
+        self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig
+    ) -> Reply:
+        """See ChatClient.chat."""
+        self._policy.stands_in = True
+        return await self._policy.chat(messages, seed=seed, sampling=sampling)
 
 
 class ScriptedSession:
