@@ -44,6 +44,8 @@ def see_all(strategy, reward_of) -> None:
         ([0.0, 0.6], "normal"),
         ([1.0, 0.4], "normal"),
         ([1.0, 0.5], "easy"),  # from 0.75
+        ([0.75 - 1e-16] * 3, "easy"),  # rounding moves no example
+        ([0.25 + 1e-16] * 3, "hard"),
         ([1.0, None], "easy"),  # a rollout without a reward has no say
         ([None, None], "unseen"),
         ([], "unseen"),

@@ -112,6 +112,14 @@ def test_figures_count_an_example_once_and_leave_out_attempts_that_failed():
     assert nothing["avg@1"] == {"value": None, "low": None, "high": None}
 
 
+def test_rewards_that_differ_by_rounding_alone_pass_together_and_are_neither_won_nor_lost():
+    below = [example(0, 0.9999999999999999), example(1, 0.1 + 0.2 + 0.3)]
+    above = [example(0, 1.0), example(1, 0.3 + 0.2 + 0.1)]
+    assert task_figures(below, attempts=1, pass_reward=1.0)["pass@1"]["value"] == 0.5
+    assert task_figures(above, attempts=1, pass_reward=0.6)["pass@1"]["value"] == 1.0
+    assert (paired(below, above)["won"], paired(below, above)["lost"]) == ([], [])
+
+
 def test_slices_are_of_fields_that_divide_the_examples():
     examples = [
         example(i, float(i % 2), digits=i % 2, name=f"n{i}", source="all") for i in range(8)

@@ -30,10 +30,13 @@ def stored(strategy) -> set[str]:
         ({}, [0.0, 1.0], True),
         ({}, [-5.0, 3.0], True),
         ({}, [0.4, 0.4, 0.4], False),  # ties: every advantage is 0
+        ({}, [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1], False),  # a tie but for rounding
+        ({}, [0.4, 0.4 + 1e-6], True),
         ({}, [0.4, None], False),
         ({}, [None, None], False),
         ({}, [], False),
         ({"mean_above": 0.25}, [0.0, 0.5], False),  # the mean has to be above
+        ({"mean_above": 0.3}, [0.3, 0.1, 0.5 + 1e-16], False),  # their sum is 0.9 but for rounding
         ({"mean_above": 0.25}, [0.0, 0.6], True),
         ({"mean_below": 0.75}, [0.5, 1.0], False),
         ({"mean_above": 0.25, "mean_below": 0.75}, [0.0, 1.0], True),

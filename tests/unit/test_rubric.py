@@ -13,6 +13,8 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.fakes.rollouts import rollout_of, turn_of
 from torchtitan.experiments.rl.errors import ConfigError
@@ -69,6 +71,41 @@ async def test_reward_is_the_weighted_mean_and_components_are_raw():
     assert first.reward == pytest.approx((1 * 1 + 2 * 2 + 1 * 0) / 4)
     assert second.reward == pytest.approx((1 * 3 + 2 * 6 + 1 * 1) / 4)
     assert second.components == {"length": 3.0, "doubled": 6.0, "rank": 1.0}
+
+
+ROUNDED_WEIGHTS = [
+    (1.0, 0.3),
+    (0.1, 0.3),
+    (0.2, 0.6),
+    (0.4, 0.7),
+    (0.05, 0.15),
+    (0.1, 3.0),
+    (0.6, 2.0),
+]
+
+
+def reward_where_every_function_gives(value, weights):
+    functions = [
+        RewardFn(lambda completion, example: value, weight=weight, name=f"f{number}")
+        for number, weight in enumerate(weights)
+    ]
+    (reward,) = asyncio.run(rewards_of([answered()], *functions))
+    return reward.reward
+
+
+@pytest.mark.parametrize("weights", ROUNDED_WEIGHTS)
+def test_a_rollout_that_is_right_in_everything_has_reward_1_where_the_shares_do_not_sum_to_1(
+    weights,
+):
+    shares = [weight / math.fsum(weights) for weight in weights]
+    assert math.fsum(shares) != 1
+    assert reward_where_every_function_gives(1.0, weights) == 1
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=6).filter(any))
+def test_a_rollout_that_is_right_in_everything_has_reward_1_whatever_the_weights(weights):
+    assert reward_where_every_function_gives(1.0, weights) == 1
+    assert reward_where_every_function_gives(0.0, weights) == 0
 
 
 async def test_functions_get_the_rollout_and_the_env_input():

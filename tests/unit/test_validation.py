@@ -242,6 +242,12 @@ def test_attempts_that_failed_are_left_out_and_a_k_that_is_no_power_of_two_is_re
     assert [metrics[f"validation/ask/pass@{k}"] for k in (1, 2, 3)] == [0.5, 1.0, 1.0]
 
 
+def test_a_reward_that_is_below_pass_reward_by_rounding_alone_passes():
+    groups = [attempts(0.9999999999999999, 0.1 + 0.2 + 0.7), attempts(0.999999, 1.0)]
+    metrics = evaluation_metrics("ask", groups, ValidationConfig(attempts=2, temperature=1.0))
+    assert metrics["validation/ask/pass@1"] == (1 + 0.5) / 2
+
+
 async def test_each_example_is_tried_k_times_with_seeds_of_its_own(build, tokenizer):
     policy = ScriptedPolicy(tokenizer)
     report = await run(policy, build(), attempts=3, temperature=0.8)

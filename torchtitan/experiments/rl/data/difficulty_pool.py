@@ -19,6 +19,7 @@ from torchtitan.experiments.rl.data.dataset import Examples, count_examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, random_order
 from torchtitan.experiments.rl.data.task_mix import pick_in_turn
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.rounding import reaches
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 
 POOLS = ("unseen", "normal", "hard", "easy")
@@ -167,9 +168,9 @@ class DifficultyPool(SampleStrategy):
 
     def _pool_of(self, mean_reward: float) -> str:
         """Return the pool of examples with this mean reward."""
-        if mean_reward <= self.config.hard_up_to:
+        if reaches(self.config.hard_up_to, mean_reward):
             return "hard"
-        return "easy" if mean_reward >= self.config.easy_from else "normal"
+        return "easy" if reaches(mean_reward, self.config.easy_from) else "normal"
 
     def _take_back_lost(self) -> None:
         """Put the examples that count as lost back into their pools.

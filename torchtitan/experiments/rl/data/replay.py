@@ -14,6 +14,7 @@ from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.data.dataset import Examples, find_examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.rounding import are_equal, reaches
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 
 
@@ -124,9 +125,11 @@ class ExampleReplay(SampleStrategy):
 
     def _is_informative(self, rewards: np.ndarray) -> bool:
         """Return True if the rewards differ, and their mean lies between the bounds."""
-        if rewards.size == 0 or rewards.min() == rewards.max():
+        if rewards.size == 0 or are_equal(rewards):
             return False
-        mean = rewards.mean()
+        mean = float(rewards.mean())
         above = self.config.mean_above
         below = self.config.mean_below
-        return bool((above is None or mean > above) and (below is None or mean < below))
+        too_low = above is not None and reaches(above, mean)
+        too_high = below is not None and reaches(mean, below)
+        return not too_low and not too_high

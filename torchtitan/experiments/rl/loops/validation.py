@@ -23,6 +23,7 @@ from torchtitan.experiments.rl.loops.group_runner import GroupRequest, GroupRunn
 from torchtitan.experiments.rl.loops.saved_state import ValidationReport, ValidatorState
 from torchtitan.experiments.rl.loops.step_metrics import mean
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.rollouts.rounding import reaches
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.session import is_cancelled
 from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
@@ -321,7 +322,7 @@ def evaluation_metrics(
     for k in sorted({config.attempts, *powers_of_two}):
         chances = []
         for rewards in scored:
-            passed = sum(reward >= config.pass_reward for reward in rewards)
+            passed = sum(reaches(reward, config.pass_reward) for reward in rewards)
             chances.append(pass_at_k(len(rewards), passed, min(k, len(rewards))))
         metrics[f"{prefix}/pass@{k}"] = mean(chances)
     return metrics

@@ -128,8 +128,8 @@ class Rubric(UserConfigurable):
         inherited = type(self).register_funcs is Rubric.register_funcs
         field = "rubric.reward_fns" if inherited else "rubric.register_funcs"
         _check_functions(named, field=field)
-        total = math.fsum(entry.weight for _, entry in named)
-        self._fns = {name: replace(entry, weight=entry.weight / total) for name, entry in named}
+        self._fns = dict(named)
+        self._total_weight = math.fsum(entry.weight for _, entry in named)
         self._isolated = IsolatedCalls(
             config.isolated_workers, memory_gib=config.isolated_memory_gib
         )
@@ -172,8 +172,11 @@ class Rubric(UserConfigurable):
 
     @property
     def functions(self) -> dict[str, RewardFn]:
-        """Reward functions by name, with weights that sum to 1."""
-        return dict(self._fns)
+        """Reward functions by name, each with its share of the weights, which sum to 1."""
+        total = self._total_weight
+        return {
+            name: replace(entry, weight=entry.weight / total) for name, entry in self._fns.items()
+        }
 
     @property
     def compares_group(self) -> bool:
@@ -225,8 +228,12 @@ class Rubric(UserConfigurable):
         if causes:
             rollout.fail("; ".join(causes), traceback="\n".join(filter(None, tracebacks)))
             return Reward(None, components)
-        weighted = (entry.weight * components[name] for name, entry in self._fns.items())
-        return Reward(math.fsum(weighted), components)
+        if not self._fns:
+            return Reward(0.0, components)
+        # Divided once: the shares of weights 1.0 and 0.3 sum to 0.9999999999999999, and a rollout
+        # that is right in everything would have that reward.
+        weighted = math.fsum(entry.weight * components[name] for name, entry in self._fns.items())
+        return Reward(weighted / self._total_weight, components)
 
     def _needs_scoring(self, rollout: Rollout) -> bool:
         if rollout.status.is_truncated():

@@ -50,6 +50,7 @@ from torchtitan.experiments.rl.process.logs import quiet_libraries, set_up_loggi
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.rollouts.rounding import are_equal, reaches
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.task import ValidationConfig
 from torchtitan.experiments.rl.watch.alarms import FirstFailures
@@ -465,7 +466,7 @@ def _figures(examples: Sequence[Example], attempts: int, pass_reward: float) -> 
         passes = []
         for example in scored:
             count = len(example.rewards)
-            passed = sum(reward >= pass_reward for reward in example.rewards)
+            passed = sum(reaches(reward, pass_reward) for reward in example.rewards)
             passes.append(pass_at_k(count, passed, min(k, count)))
         figures[f"pass@{k}"] = _estimate(passes)
     return figures
@@ -512,6 +513,7 @@ def paired(first: Sequence[Example], second: Sequence[Example]) -> Figures:
     before = {example.example: example.mean for example in first if example.rewards}
     after = {example.example: example.mean for example in second if example.rewards}
     changes = {name: after[name] - reward for name, reward in before.items() if name in after}
+    changed = [name for name in changes if not are_equal([before[name], after[name]])]
     differences = list(changes.values())
     low, high = interval(differences)
     return {
@@ -519,8 +521,8 @@ def paired(first: Sequence[Example], second: Sequence[Example]) -> Figures:
         "difference": float(np.mean(differences)) if differences else None,
         "low": low,
         "high": high,
-        "won": [name for name, change in changes.items() if change > 0],
-        "lost": [name for name, change in changes.items() if change < 0],
+        "won": [name for name in changed if changes[name] > 0],
+        "lost": [name for name in changed if changes[name] < 0],
     }
 
 

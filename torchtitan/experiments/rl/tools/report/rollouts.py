@@ -54,8 +54,8 @@ CONDITIONS = {
     "step": "step = :step",
     "status": "status = :status",
     "group": "group_id = :group",
-    "min_reward": "reward >= :min_reward",
-    "max_reward": "reward <= :max_reward",
+    "min_reward": "reward >= :min_reward - 1e-9",
+    "max_reward": "reward <= :max_reward + 1e-9",
     "outcome": "(outcome = :outcome OR substr(outcome, 1, length(:outcome) + 1) = :outcome || '/')",
 }
 """Condition on a row of the index, by the filter that sets it."""
