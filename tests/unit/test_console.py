@@ -132,6 +132,52 @@ def test_the_summary_says_how_far_how_long_what_was_learned_and_where_it_is():
     ]
 
 
+VALIDATIONS = [
+    # rewards of the first and the last evaluation, failed attempts of each, the line
+    ((0.31, 0.725), ((0, 32), (0, 32)), "reward 0.310 -> 0.725 (+0.415)"),
+    (
+        (0.45, 0.742),
+        ((12, 32), (1, 32)),
+        "reward 0.450 -> 0.742 (+0.292); 12 of 32 attempts failed at first; 1 of 32 attempts failed at last",
+    ),
+    (
+        (0.45, 0.742),
+        ((0, 32), (1, 32)),
+        "reward 0.450 -> 0.742 (+0.292); 1 of 32 attempts failed at last",
+    ),
+    ((0.45, None), ((0, 32), (32, 32)), "reward 0.450 -> -; 32 of 32 attempts failed at last"),
+    ((0.45, None), ((12, 32), (0, 0)), "reward 0.450; 12 of 32 attempts failed"),
+    ((None, None), ((1_000, 1_000), (0, 0)), "reward -; 1,000 of 1,000 attempts failed"),
+    ((0.45, None), ((0, 32), (0, 0)), None),
+    ((None, None), ((0, 0), (0, 0)), None),
+]
+
+
+@pytest.mark.parametrize("rewards, failures, text", VALIDATIONS)
+def test_the_summary_says_how_many_attempts_of_an_evaluation_failed(rewards, failures, text):
+    lines = summary_lines(
+        summary(
+            start_val_reward=rewards[0],
+            final_val_reward=rewards[1],
+            start_val_failures=failures[0],
+            final_val_failures=failures[1],
+        )
+    )
+    found = [line for line in lines if line.startswith("validation  ")]
+    assert found == ([f"validation  {text}"] if text else [])
+
+
+def test_the_examples_of_a_small_evaluation_are_counted_before_its_failures():
+    (line,) = [
+        line
+        for line in summary_lines(summary(val_examples=20, final_val_failures=(2, 20)))
+        if line.startswith("validation")
+    ]
+    assert line == (
+        "validation  reward 0.310 -> 0.725 (+0.415) (20 examples); 2 of 20 attempts failed at last"
+    )
+
+
 def test_the_summary_of_a_resumed_run_says_which_steps_its_time_is_of():
     assert (
         summary_lines(summary(steps_before=86))[1]

@@ -9,7 +9,7 @@ from torchtitan.experiments.rl.loops.saved_state import ValidationReport
 from torchtitan.experiments.rl.observability.console import Console
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger, read_metrics
 from torchtitan.experiments.rl.rollouts.record_file import METRICS_FILE
-from torchtitan.experiments.rl.watch.reports import RunReports, StepWarnings
+from torchtitan.experiments.rl.watch.reports import Evaluated, RunReports, StepWarnings
 
 HEALTHY = {
     "perf/event_loop_lag_max_s": 0.1,
@@ -85,7 +85,7 @@ def test_a_run_that_ends_early_reports_its_final_evaluation_at_the_last_step(tmp
     metrics.log(3, {"loss/total": 0.5})  # the line of the last step
     report = ValidationReport(step=3, reward=0.5, metrics={"validation/reward": 0.5})
     reports.ended_early("nothing left to learn", [report])
-    assert reports.first_and_last_validation() == (0.5, None)
+    assert reports.first_and_last_validation() == [Evaluated(0.5)]
     assert read_metrics(tmp_path / METRICS_FILE)[1] == {"step": 3, "validation/reward": 0.5}
     assert "validation after step 3: reward 0.500" in text.getvalue()
 

@@ -217,9 +217,44 @@ async def test_first_and_final_policy_are_evaluated_with_nothing_changing_under_
         events.index(("live", 2)) < events.index(("evaluate", 2, "final"))
         and ("evaluate", 2, "due") not in events
     )
-    assert (
-        run.records[-1].validation.step == 2 and run.records[-1].metrics["validation/reward"] == 0.2
+    last = run.records[-1]
+    assert [report.step for report in last.validations][-1] == 2
+    assert last.metrics["validation/reward"] == 0.2
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+async def test_a_first_evaluation_of_which_all_fails_ends_the_run_before_its_first_step(bound):
+    run = build(steps=2, bound=bound)
+    fault = "all 4 attempts of task stub failed, the first with: KeyError: 'a'"
+    run.parts.start = lambda step: run.parts.reports.append(
+        ValidationReport(step=step, reward=None, metrics={}, unmeasured={"stub": fault})
     )
+    with pytest.raises(RunError) as caught:
+        await run.loop.run()
+    await run.rollouts.close()
+    assert str(caught.value) == (
+        f"validation before the first step: {fault} (--validation.every 0 trains without validation)"
+    )
+    assert len(run.starts) == 1 and run.loop.steps_done == 0  # the report was told to all
+
+
+async def test_a_later_evaluation_of_which_all_fails_ends_nothing():
+    run = build(steps=2)
+    start = run.parts.start
+
+    def failing(step, *, final=False):
+        start(step, final=final)
+        if final:
+            report = ValidationReport(
+                step=step, reward=None, metrics={}, unmeasured={"stub": "all"}
+            )
+            run.parts.reports[-1] = report
+
+    run.parts.start = failing
+    await run.loop.run()
+    await run.rollouts.close()
+    assert run.loop.steps_done == 2
+    assert run.records[-1].validations[-1].unmeasured == {"stub": "all"}
 
 
 @pytest.mark.parametrize("bound", [0, 1])

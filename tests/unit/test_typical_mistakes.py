@@ -305,6 +305,43 @@ def test_a_mistake_in_a_task_is_refused_in_one_line(refused, config_module, made
         assert part in err
 
 
+RANKED = """
+def ranked(completions, example):
+    return [sum(len(o) < len(c) for o in completions) / (len(completions) - 1) for c in completions]
+RANKED = RewardFn(ranked, group_level=True)
+class ScoresItself(Own):
+    async def score_group(self, group):
+        for index, rollout in enumerate(group.rollouts): rollout.amend(reward=float(index))
+        return await self.give_credit(group)
+"""
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        "asks(RANKED, validation=ROWS)",
+        "own(rubric=Rubric.Config(reward_fns=[RANKED]), validation=Rows.Config())",
+        "own(ScoresItself, rubric=Rubric.Config(reward_fns=[RANKED]), validation=Rows.Config())",
+    ],
+)
+def test_a_reward_that_compares_a_group_is_tried_on_a_group_of_the_validations_size(
+    command, config_module, task
+):
+    """The group that is trained on has 8 rollouts, the validation's has one by default."""
+    name, _ = config_module(f"{MODULE}\n{RANKED}\n{MADE.format(task=task)}")
+    words = ["--module", name, "--config", "made"]
+    code, _, err = command(*words)
+    line = err.splitlines()[0]
+    assert code == 2 and line.startswith("error: tasks.mine.rubric = 'Rubric': the rewards of the ")
+    assert "in a group of the validation, whose size is validation.attempts = 1: " in line
+    assert "reward function 'ranked': ZeroDivisionError: division by zero" in line
+    dry = [*words, "--dry-run"]
+    assert command(*dry)[2] == err
+    several = ["--validation.attempts", "2", "--validation.temperature", "1"]
+    assert command(*dry, *several)[0] == 0
+    assert command(*dry, "--validation.every", "0")[0] == 0
+
+
 IN_HELPER = "def helper(row): return row['anser']\n"
 FAILURES = {
     "a reward function": ("def bad(completion, example): return helper(example)", "asks(bad)"),

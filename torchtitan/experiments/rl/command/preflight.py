@@ -6,7 +6,9 @@ model (`tasks/scripted_policy.py`):
 1. `Task.setup`.
 2. `Task.run_group` runs one rollout. Its prompts are compared with what the env gave
    (`prompt_check.py`), and copies of it make the group.
-3. `Task.score_rewards`. Every other reward is changed then, so that there is something to compare.
+3. `Task.score_rewards`, also of a group as large as those of a validation
+   (``validation.attempts``). Every other reward is changed then, so that there is something to
+   compare.
 4. `Task.give_credit`, and the filters.
 5. Further replies, which only warn (`reply_checks.py`).
 6. `Task.close`.
@@ -174,7 +176,10 @@ class Preflight:
         try:
             group = await self._run_group()
             if group is not None:
+                of_validation = self._validation_group(group)
                 await self._score(group)
+                if of_validation is not None:
+                    await self._score_validation(of_validation)
                 self._filter(group)
                 await self._try_replies(group)
         except BaseException:
@@ -262,6 +267,34 @@ class Preflight:
         self._announce("the credit of a group of scripted replies")
         await task.give_credit(group)
         self._check_scored(group, "algorithm")
+
+    def _validation_group(self, group: RolloutGroup) -> RolloutGroup | None:
+        """Return a group as the task's validation scores them, of copies of a rollout.
+
+        Return None if the task has no validation, if it runs groups in its own way, or if scoring
+        ``group`` tries the same: no reward depends on the size of a group, or both sizes are equal.
+        """
+        task = self._task
+        schedule = task.config.validation_schedule or self._config.validation
+        is_measured = task.validation is not None and schedule.every > 0
+        if not is_measured or type(task).run_group is not Task.run_group:
+            return None
+        scores_rewards = type(task).score_group is Task.score_group
+        has_that_size = schedule.attempts == len(group.rollouts)
+        if scores_rewards and (has_that_size or not task.rubric.compares_group):
+            return None
+        copies = [_copy(group.rollouts[0], index) for index in range(schedule.attempts)]
+        return replace(group, rollouts=copies)
+
+    async def _score_validation(self, group: RolloutGroup) -> None:
+        """Have the task reward a group as large as those of its validation."""
+        attempts = len(group.rollouts)
+        self._announce(
+            f"the rewards of the reply {REPLY!r} in a group of the validation, whose size is "
+            f"validation.attempts = {attempts}"
+        )
+        await self._task.score_rewards(group)
+        self._check_scored(group, "rubric")
 
     def _check_scored(self, group: RolloutGroup, part: str = "") -> None:
         """Refuse the config if a rollout of the group failed while it was scored.

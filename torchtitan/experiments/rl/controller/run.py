@@ -48,7 +48,7 @@ from torchtitan.experiments.rl.watch.alarms import StallDetectors
 from torchtitan.experiments.rl.watch.checkpoints import Resumed, RunCheckpoints, trainer_start
 from torchtitan.experiments.rl.watch.mismatch import mismatch_alarm
 from torchtitan.experiments.rl.watch.profile import StepProfile
-from torchtitan.experiments.rl.watch.reports import RunReports
+from torchtitan.experiments.rl.watch.reports import Evaluated, RunReports
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -385,9 +385,13 @@ class Run:
         if self._loops is not None and self._observers is not None:
             reports = self._observers.reports
             checkpoints = self._observers.checkpoints
-            first, last = reports.first_and_last_validation()
-            summary.start_val_reward = first
-            summary.final_val_reward = last
+            validations = reports.first_and_last_validation()
+            for entry in validations[:1]:
+                summary.start_val_reward = entry.reward
+                summary.start_val_failures = entry.failed, entry.attempts
+            for entry in validations[1:]:
+                summary.final_val_reward = entry.reward
+                summary.final_val_failures = entry.failed, entry.attempts
             summary.val_examples = reports.validation_examples
             summary.ledger = self._loops.rollouts.ledger.counts()
             summary.not_saved = checkpoints.failure
@@ -399,8 +403,16 @@ class Run:
         return summary
 
 
-def _validations(resumed: Resumed | None) -> Sequence[float | None]:
-    """Return the rewards of the evaluations that a resumed run has had."""
+def _validations(resumed: Resumed | None) -> Sequence[Evaluated]:
+    """Return the first and the last evaluation that a resumed run has had."""
     if resumed is None:
         return ()
-    return resumed.state.first_validation, resumed.state.last_validation
+    state = resumed.state
+    rewards = [state.first_validation, state.last_validation]
+    if state.validation_failures:
+        return [
+            Evaluated(reward, failed, attempts)
+            for reward, (failed, attempts) in zip(rewards, state.validation_failures, strict=False)
+        ]
+    # A checkpoint of an earlier version of the library did not count failures.
+    return [Evaluated(reward) for reward in rewards if reward is not None]

@@ -12,7 +12,7 @@ An observer extends ``RunEvents`` and overrides the methods that it needs::
     step_over            ---+
     ended_early                   only if nothing is left to learn
 
-    meanwhile, for each group that has settled:
+    meanwhile, for each group of an evaluation: validation_arrived; and for each that has settled:
 
     group_arrived ──▶ group_scored ──▶ group_kept, or group_dropped
                  └──▶ group_dropped    it failed
@@ -69,6 +69,11 @@ class RunEvents:
 
     def groups_taken(self) -> None:
         """Handle that a step has its groups: post-batch filters have left something of them."""
+
+    # From the validator.
+
+    def validation_arrived(self, group: RolloutGroup) -> None:
+        """Handle a group of an evaluation that has run, and was scored or failed."""
 
     # From the training loop.
 

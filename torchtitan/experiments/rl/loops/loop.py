@@ -28,6 +28,7 @@ from torchtitan.experiments.rl.process.trace import LoopLag
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.task import ValidationConfig
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.weights.sync import WeightSync
@@ -143,6 +144,11 @@ def build_loop(
         replay=replay,
         watchers=watchers,
     )
+
+    def validation_arrived(group: RolloutGroup) -> None:
+        for watcher in watchers:
+            watcher.validation_arrived(group)
+
     if validator is None:
         validator = Validator(
             parts.selection.tasks,
@@ -151,6 +157,7 @@ def build_loop(
             on_failure=on_failure or rollouts.fail,
             ordered=parts.ordered,
             recorder=parts.recorder,
+            on_group=validation_arrived,
         )
     training = TrainingLoop(
         steps=schedule.steps,

@@ -178,8 +178,15 @@ class ValidationReport(Record):
     step: int
     """Policy version that the evaluation began with."""
     reward: float | None
-    """Mean over tasks of their avg@k; None if nothing was scored."""
+    """Mean over tasks of their avg@k, which leave failed attempts out; None if nothing was
+    scored."""
     metrics: dict[str, int | float]
+    attempts: int = 0
+    """Number of rollouts."""
+    failed: int = 0
+    """Number of rollouts that have no reward."""
+    unmeasured: dict[str, str] = {}
+    """Tasks of which every attempt failed, each with what to say of it."""
 
 
 class ValidatorState(Record):
@@ -207,7 +214,7 @@ class MismatchState(Record):
     """For each step, the largest over the replicas of the mean distance, in nats."""
 
 
-class RunState(Record):
+class RunState(Record, kw_only=True):
     """State of the whole run, beside the trainer's."""
 
     format: int
@@ -221,6 +228,9 @@ class RunState(Record):
     mismatch: list[MismatchState]
     first_validation: float | None
     last_validation: float | None
+    validation_failures: list[tuple[int, int]] = []
+    """Number of failed attempts and of all attempts of the first and of the last evaluation, for
+    each that there was."""
     offsets: dict[str, int]
     """Size of each file that the run appends to, by its path in the run folder."""
 

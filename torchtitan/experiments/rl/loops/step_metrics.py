@@ -23,8 +23,8 @@ class StepRecord:
     metrics: dict[str, float]
     groups: Sequence[RolloutGroup]
     """Groups that the step trained on."""
-    validation: ValidationReport | None
-    """Newest evaluation with a reward that ended since the last step; None if there is none."""
+    validations: Sequence[ValidationReport]
+    """Evaluations that ended since the last step, oldest first."""
 
 
 def step_record(  # noqa: PLR0913 - one argument for each source of metrics
@@ -81,9 +81,7 @@ def step_record(  # noqa: PLR0913 - one argument for each source of metrics
         metrics |= report.metrics
     if last_sync is not None:
         metrics |= _sync_metrics(last_sync)
-    with_reward = [report for report in validations if report.reward is not None]
-    validation = with_reward[-1] if with_reward else None
-    return StepRecord(step=step, metrics=metrics, groups=taken.groups, validation=validation)
+    return StepRecord(step=step, metrics=metrics, groups=taken.groups, validations=validations)
 
 
 def mean(values: Any) -> float:  # noqa: ANN401 - anything that numpy takes the mean of

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
+from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.loops.events import NothingLeftToLearn, RunEvents
 from torchtitan.experiments.rl.loops.group_runner import GroupRunner
 from torchtitan.experiments.rl.loops.groups import StepGroups
@@ -261,7 +262,11 @@ class TrainingLoop:
     # Evaluating the first and the last version. Those between are evaluated beside the steps.
 
     async def _evaluate_first_version(self) -> None:
-        """Evaluate version 0. Rollouts run concurrently, unless the run is synchronous."""
+        """Evaluate version 0. Rollouts run concurrently, unless the run is synchronous.
+
+        Raises:
+            RunError: every attempt of a task failed. A later evaluation only warns of that.
+        """
         self._validator.start(0)
         if not self._synchronous:
             self._rollouts.fill()
@@ -272,6 +277,12 @@ class TrainingLoop:
         report = reports[0] if reports else ValidationReport(step=0, reward=None, metrics={})
         for watcher in self._watchers:
             watcher.started(report)
+        if report.unmeasured:
+            fault = next(iter(report.unmeasured.values()))
+            raise RunError(
+                f"validation before the first step: {fault} (--validation.every 0 trains without "
+                "validation)"
+            )
 
     async def _evaluate_last_version(self, version: int) -> None:
         """Wait for the last update, and run the final evaluation."""

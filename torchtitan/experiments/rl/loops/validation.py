@@ -22,6 +22,7 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.loops.group_runner import GroupRequest, GroupRunner
 from torchtitan.experiments.rl.loops.saved_state import ValidationReport, ValidatorState
 from torchtitan.experiments.rl.loops.step_metrics import mean
+from torchtitan.experiments.rl.printable import one_sentence
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.rounding import reaches
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
@@ -229,7 +230,18 @@ class Validator:
         reward = mean(rewards) if rewards else None
         if reward is not None:
             metrics["validation/reward"] = reward
-        return ValidationReport(step=step, reward=reward, metrics=metrics)
+        return ValidationReport(
+            step=step,
+            reward=reward,
+            metrics=metrics,
+            attempts=sum(int(metrics[f"validation/{name}/attempts"]) for name in groups),
+            failed=sum(int(metrics[f"validation/{name}/failed"]) for name in groups),
+            unmeasured={
+                name: _nothing_scored(name, of_task)
+                for name, of_task in groups.items()
+                if of_task and f"validation/{name}/reward" not in metrics
+            },
+        )
 
     async def _run_examples(self, name: str, *, all_at_once: bool) -> list[RolloutGroup]:
         """Run the attempts at each of a task's examples, and return a group for each example."""
@@ -304,6 +316,7 @@ def evaluation_metrics(
     prefix = f"validation/{task}"
     metrics = {
         f"{prefix}/examples": len(groups),
+        f"{prefix}/attempts": len(rollouts),
         f"{prefix}/failed": sum(rollout.reward is None for rollout in rollouts),
         f"{prefix}/truncated": mean([rollout.status.is_truncated() for rollout in rollouts]),
         f"{prefix}/completion_tokens": mean([rollout.completion_tokens for rollout in rollouts]),
@@ -326,6 +339,21 @@ def evaluation_metrics(
             chances.append(pass_at_k(len(rewards), passed, min(k, len(rewards))))
         metrics[f"{prefix}/pass@{k}"] = mean(chances)
     return metrics
+
+
+def cause_of_failure(group: RolloutGroup) -> str | None:
+    """Return why the first attempt without a reward has none; None if every attempt has one."""
+    for rollout in group.rollouts:
+        if rollout.reward is None:
+            return rollout.error or group.failure or f"it ended as {rollout.status.value}"
+    return None
+
+
+def _nothing_scored(task: str, groups: Sequence[RolloutGroup]) -> str:
+    """Return what to say of a task of which every attempt failed."""
+    attempts = sum(len(group.rollouts) for group in groups)
+    cause = one_sentence(cause_of_failure(groups[0]) or "")
+    return f"all {attempts} attempts of task {task} failed, the first with: {cause}"
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:

@@ -224,6 +224,10 @@ class RunSummary:
     """Reason that the run ended before its last step; None if it did not."""
     not_saved: str | None = None
     """Reason that no checkpoint has the last state; None if one has it."""
+    start_val_failures: tuple[int, int] = (0, 0)
+    """Number of failed attempts and of all attempts of the first evaluation."""
+    final_val_failures: tuple[int, int] = (0, 0)
+    """Number of failed attempts and of all attempts of the last evaluation, if it is another."""
     run_dir: Path | None = None
     val_examples: int | None = None
     """Number of examples in the last evaluation; None if there was none."""
@@ -287,12 +291,7 @@ def summary_facts(summary: RunSummary) -> Facts:
     resumed = f", {summary.steps - summary.steps_before} of them" if summary.steps_before else ""
     steps = f"{summary.steps} of {summary.total_steps}{resumed}"
     facts: Facts = {"steps": f"{steps} in {_duration(summary.wall_time_s)}, {end}"}
-    first = summary.start_val_reward
-    last = summary.final_val_reward
-    if first is not None and last is not None:
-        validation = f"reward {_reward(first)} -> {_reward(last)} ({last - first:+.3f})"
-        if summary.val_examples is not None and summary.val_examples < FEW_EXAMPLES:
-            validation += f" ({counted_examples(summary.val_examples)})"
+    if validation := _validation_text(summary):
         facts["validation"] = validation
     columns = [f"{count:,} {_in_words(name)}" for name, count in summary.ledger.items() if count]
     if columns:
@@ -303,6 +302,36 @@ def summary_facts(summary: RunSummary) -> Facts:
     if summary.not_saved is not None:
         facts["not saved"] = one_sentence(summary.not_saved)
     return facts | _next_commands(summary)
+
+
+def _validation_text(summary: RunSummary) -> str:
+    """Return the first and the last evaluation in words; "" if there is nothing to say of them.
+
+    The reward of the first alone is not repeated, unless some of its attempts failed.
+    """
+    first = summary.start_val_reward
+    last = summary.final_val_reward
+    has_last = last is not None or summary.final_val_failures[1] > 0
+    failures = []
+    if summary.start_val_failures[0]:
+        failures.append(counted_failures(*summary.start_val_failures) + " at first" * has_last)
+    if summary.final_val_failures[0]:
+        failures.append(counted_failures(*summary.final_val_failures) + " at last")
+    if not failures and (first is None or not has_last):
+        return ""
+    reward = f"reward {_reward(first)}"
+    if has_last:
+        reward += f" -> {_reward(last)}"
+        if first is not None and last is not None:
+            reward += f" ({last - first:+.3f})"
+        if summary.val_examples is not None and summary.val_examples < FEW_EXAMPLES:
+            reward += f" ({counted_examples(summary.val_examples)})"
+    return "; ".join([reward, *failures])
+
+
+def counted_failures(failed: int, attempts: int) -> str:
+    """Return in words how many attempts of an evaluation have no reward."""
+    return f"{failed:,} of {attempts:,} attempts failed"
 
 
 def counted_examples(count: int) -> str:

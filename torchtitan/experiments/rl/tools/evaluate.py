@@ -38,7 +38,12 @@ from torchtitan.experiments.rl.fleet.notes import print_notes
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
 from torchtitan.experiments.rl.generation.references import FrozenModel, hosted_models
 from torchtitan.experiments.rl.loops.group_runner import GroupRunner, LocalRunner, TaskSet
-from torchtitan.experiments.rl.loops.validation import Validator, labelled, pass_at_k
+from torchtitan.experiments.rl.loops.validation import (
+    Validator,
+    cause_of_failure,
+    labelled,
+    pass_at_k,
+)
 from torchtitan.experiments.rl.observability.console import Console, write_line
 from torchtitan.experiments.rl.plan.placement import needed_gpus
 from torchtitan.experiments.rl.plan.plan import RunPlan
@@ -268,10 +273,7 @@ class Evaluation:
         """
         self._result.examples[group.task_name].append(example_of(group))
         failures.group_arrived(group)
-        causes = [
-            rollout.error for rollout in group.rollouts if rollout.reward is None and rollout.error
-        ]
-        if cause := next(iter(causes), group.failure):
+        if cause := cause_of_failure(group):
             self._result.causes.setdefault(group.task_name, cause)
         outcomes = {rollout.rollout_id: "validation" for rollout in labelled(group, "0").rollouts}
         recorder.record(group, outcomes, kind="validation")

@@ -26,7 +26,7 @@ from torchtitan.experiments.rl.loops.saved_state import (
     StallState,
 )
 from torchtitan.experiments.rl.printable import one_sentence, text_of
-from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 from torchtitan.experiments.rl.rubrics.rubric import completion_of
 
 T = TypeVar("T")
@@ -57,20 +57,24 @@ class FirstFailures(RunEvents):
         """
         self._note = note
         self._log = log
-        self._kinds: dict[tuple[str, str], str] = {}
-        """First failure of each kind, in words."""
+        self._printed: set[tuple[str, str]] = set()
+        """Kinds of which the first failure was printed."""
 
     def group_arrived(self, group: RolloutGroup) -> None:
         """Print those failures of the group's rollouts that are the first of their kind."""
-        for rollout in group.rollouts:
-            if rollout.reward is not None or not rollout.error:
+        self._print_new(group, "a rollout")
+
+    def validation_arrived(self, group: RolloutGroup) -> None:
+        """Print those failures of an evaluation's group that are the first of their kind."""
+        self._print_new(group, "a rollout of the validation")
+
+    def _print_new(self, group: RolloutGroup, what: str) -> None:
+        for rollout, kind in _failures(group):
+            if kind in self._printed or len(self._printed) >= MOST_KINDS:
                 continue
-            kind = (group.task_name, _VARIES.sub("#", rollout.error))
-            if kind in self._kinds or len(self._kinds) >= MOST_KINDS:
-                continue
-            cause = f"{one_sentence(rollout.error)} (task {group.task_name})"
-            self._kinds[kind] = cause
-            line = f"a rollout failed: {cause}; the first of its kind, {self._log} has all"
+            self._printed.add(kind)
+            cause = _cause(rollout)
+            line = f"{what} failed: {cause}; the first of its kind, {self._log} has all"
             self._note(line, rollout.traceback)
 
 
@@ -108,6 +112,8 @@ class StallDetectors(FirstFailures):
         self._groups_per_pick = groups_per_pick
         self._first_failed: Fraction | None = Fraction(0) if limit > FEW_GROUPS else None
         """Number of first groups that failed; None once one did not, or if ``limit`` is smaller."""
+        self._causes: dict[tuple[str, str], str] = {}
+        """First failure of each kind that a group to train on had, in words."""
         self._rollouts = 0
         """Number of rollouts without a signal that this process has seen."""
         self._cut_off = 0
@@ -133,6 +139,9 @@ class StallDetectors(FirstFailures):
         super().group_arrived(group)
         if group.failure is None:
             self._first_failed = None
+        if self._first_failed is not None:
+            for rollout, kind in _failures(group):
+                self._causes.setdefault(kind, _cause(rollout))
 
     def group_scored(self, group: RolloutGroup, *, signal: bool) -> None:
         """Count a group with or without a learning signal.
@@ -220,8 +229,8 @@ class StallDetectors(FirstFailures):
         if self._first_failed < FEW_GROUPS:
             return
         self._first_failed = None
-        if len(self._kinds) == 1:
-            (cause,) = self._kinds.values()
+        if len(self._causes) == 1:
+            (cause,) = self._causes.values()
             raise RunError(f"the first {FEW_GROUPS} groups all failed in the same way: {cause}")
 
     def _is_tie_of_mastered(self, columns: Iterable[str], group: RolloutGroup) -> bool:
@@ -257,6 +266,17 @@ class StallDetectors(FirstFailures):
         return (
             "look at the rubric, and whether the examples are too hard or too easy for this model"
         )
+
+
+def _failures(group: RolloutGroup) -> Iterable[tuple[Rollout, tuple[str, str]]]:
+    """Yield each rollout of the group that failed, with the kind of its failure."""
+    for rollout in group.rollouts:
+        if rollout.reward is None and rollout.error:
+            yield rollout, (group.task_name, _VARIES.sub("#", rollout.error))
+
+
+def _cause(rollout: Rollout) -> str:
+    return f"{one_sentence(str(rollout.error))} (task {rollout.task_name})"
 
 
 def _no_drops() -> DropsState:

@@ -184,12 +184,14 @@ class RunCheckpoints(RunEvents):
     def _capture_the_rest(self) -> tuple[dict[str, Any], Future[int] | None]:
         """Return what has to be captured at the same moment as the rollout loop."""
         self.metrics.flush()
-        first, last = self.reports.first_and_last_validation()
+        validations = self.reports.first_and_last_validation()
+        first, last = [*(entry.reward for entry in validations), None, None][:2]
         rest = {
             "validator": self.validator.state(),
             "mismatch": self.alarm.state(),
             "first_validation": first,
             "last_validation": last,
+            "validation_failures": [(entry.failed, entry.attempts) for entry in validations],
             "offsets": sizes(self.context.run_dir),
         }
         return rest, self.recorder.size_by_now()

@@ -5,12 +5,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.loops.events import RunEvents
 from torchtitan.experiments.rl.loops.saved_state import ValidationReport
 from torchtitan.experiments.rl.loops.step_metrics import StepRecord
 from torchtitan.experiments.rl.observability import IDLE, LAG_S, WAITING
+from torchtitan.experiments.rl.observability.console import counted_failures
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 
 FIRST_VALIDATION = "validation before the first step"
@@ -26,6 +28,15 @@ ALL = 0.999
 """Share that counts as all rollouts of a step."""
 
 
+class Evaluated(NamedTuple):
+    """Result of an evaluation, as the summary of a run has it."""
+
+    reward: float | None
+    failed: int = 0
+    """Number of attempts without a reward."""
+    attempts: int = 0
+
+
 class RunReports(RunEvents):
     """Observer that logs metrics, and prints a line for each step and evaluation."""
 
@@ -35,13 +46,13 @@ class RunReports(RunEvents):
         *,
         metrics: MetricsLogger,
         compares_rewards: bool,
-        validations: Sequence[float | None] = (),
+        validations: Sequence[Evaluated] = (),
     ):
         """Report to a run's console and to its metrics.
 
         Args:
             compares_rewards: True if some algorithm learns from the differences in a group.
-            validations: rewards of the evaluations that a resumed run has had.
+            validations: first and last evaluation that a resumed run has had.
         """
         self.validation_examples: int | None = None
         """Number of examples in the last evaluation."""
@@ -51,7 +62,7 @@ class RunReports(RunEvents):
         self._restarts = context.restarts
         self._metrics = metrics
         self._warnings = StepWarnings(context.console.note, compares_rewards=compares_rewards)
-        self._validations = [reward for reward in validations if reward is not None]
+        self._validations = list(validations)
 
     def begin(self, steps_done: int, total_steps: int) -> None:
         """Show that training begins, or goes on after ``steps_done`` steps."""
@@ -63,6 +74,7 @@ class RunReports(RunEvents):
         self._console.waits.begin(FIRST_STEP)
         self._console.waits.end(FIRST_VALIDATION)
         self._metrics.log(report.step, report.metrics)
+        self._count(report)
         self._show(report, "before the first step")
 
     def step_recorded(self, record: StepRecord) -> None:
@@ -75,11 +87,15 @@ class RunReports(RunEvents):
         self._metrics.log(record.step, record.metrics | restarts)
         self._metrics.log_samples(record.step, record.groups)
         validation = None
-        if record.validation is not None and record.validation.reward is not None:
-            validation = record.validation.reward, record.validation.step
-            self._count(record.validation)
+        for report in record.validations:
+            self._count(report)
+            if report.reward is not None:
+                validation = report.reward, report.step
         self._console.waits.end(FIRST_STEP)
         self._console.step(record.step, record.metrics, validation)
+        for report in record.validations:
+            if report.failed:
+                self._show(report, f"of version {report.step}")
         self._warnings.step(record.metrics)
 
     def ended_early(self, why: str, reports: Sequence[ValidationReport]) -> None:
@@ -87,27 +103,28 @@ class RunReports(RunEvents):
         self.why_ended_early = why
         for report in reports:
             self._metrics.log_more(report.metrics)
+            self._count(report)
             self._show(report, f"after step {report.step}")
 
-    def first_and_last_validation(self) -> tuple[float | None, float | None]:
-        """Return the rewards of the first and the last evaluation.
-
-        Returns:
-            None for each that there was not: the last is another than the first.
-        """
-        rewards = self._validations
-        first = rewards[0] if rewards else None
-        last = rewards[-1] if len(rewards) > 1 else None
-        return first, last
+    def first_and_last_validation(self) -> list[Evaluated]:
+        """Return the first evaluation and the last: fewer than two if there were fewer."""
+        return self._validations[:1] + self._validations[1:][-1:]
 
     def _show(self, report: ValidationReport, when: str) -> None:
-        if report.reward is not None:
-            self._count(report)
-            self._console.note(f"validation {when}: reward {report.reward:.3f}")
+        """Print an evaluation's reward and its failures, unless no task was evaluated."""
+        if report.reward is None and not report.failed:
+            return
+        reward = "no reward" if report.reward is None else f"reward {report.reward:.3f}"
+        counts = f", {counted_failures(report.failed, report.attempts)}" if report.failed else ""
+        self._console.note(f"validation {when}: {reward}{counts}")
+        if report.step > 0:  # the run ends if it is so before the first step
+            for fault in report.unmeasured.values():
+                self._console.note(f"warning: validation {when}: {fault}")
 
     def _count(self, report: ValidationReport) -> None:
-        assert report.reward is not None, "an evaluation of no task has no reward"
-        self._validations.append(report.reward)
+        if report.reward is None and not report.failed:
+            return
+        self._validations.append(Evaluated(report.reward, report.failed, report.attempts))
         examples = [n for name, n in report.metrics.items() if name.endswith("/examples")]
         self.validation_examples = int(sum(examples))
 
