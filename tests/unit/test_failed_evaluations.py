@@ -85,7 +85,11 @@ def terminal(tmp_path, renderer, tokenizer):
         metrics.close()
         play.reports = reports
         lines = stream.getvalue().splitlines()
-        return [line for line in lines if not line.startswith((" ", "Traceback", "KeyError", "ZeroDivisionError"))]
+        return [
+            line
+            for line in lines
+            if not line.startswith((" ", "Traceback", "KeyError", "ZeroDivisionError"))
+        ]
 
     return play
 

@@ -1,10 +1,12 @@
 """The report's page Evaluations: examples that were won and lost, counted by hand."""
 
+import json
+
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.unit.report_runs import record_evaluation, small_run
-from torchtitan.experiments.rl.tools.report.app import report_app
+from tests.unit.report_runs import record_evaluation, small_run, write_metrics
+from torchtitan.experiments.rl.tools.report.app import exported, report_app
 from torchtitan.experiments.rl.tools.report.evaluations import sign_test
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
@@ -57,6 +59,31 @@ def test_evaluations_with_records_are_listed_in_their_order(compared):
         ("2.final", 2, 1),
     ]
     assert [one["label"] for one in listed[1]] == ["0"]
+
+
+def test_failed_attempts_are_listed_with_their_first_cause_and_its_rollout(tmp_path):
+    folder = small_run(tmp_path / "run")
+    record_evaluation(folder, "2", {"a": [1], "b": [None], "c": [None]}, step=2)
+    counts = {"validation/sums/attempts": 3, "validation/sums/failed": 2}
+    write_metrics(folder, {4: {"validation/step": 2, "validation/sums/avg@1": 1.0, **counts}})
+    run = ReportedRun(folder)
+    run.refresh()
+    client = TestClient(report_app([run]), base_url="http://127.0.0.1")
+    (found,) = client.get("/api/runs/0/page/evaluations").json()["failures"]
+    key = found.pop("key")
+    assert found == {
+        "version": 2,
+        "task": "sums",
+        "failed": 2,
+        "attempts": 3,
+        "cause": "error",
+    }
+    page = client.get(f"/api/runs/0/rollouts/{key}").json()
+    assert page["rollout_id"] == "validation-sums-1@2/0" and page["reward"] is None
+    (hint, *_) = client.get("/api/runs/0/page/overview").json()["hints"]
+    assert hint["text"].startswith("2 of 3 attempts at sums failed in the evaluation of version 2")
+    assert json.dumps(found["cause"]) in exported([run], sample=2)
+    run.close()
 
 
 def test_an_example_is_won_where_the_mean_reward_of_its_attempts_rose(compared):

@@ -95,6 +95,31 @@ def test_a_run_without_faults_has_no_hints():
                 "warning: Generators idle 60% of the time, and the trainer waits 60% of a step: slow envs -> rollout_workers"
             ],
         ),
+        (
+            {
+                "validation/sums/failed": [(0, 12.0), (10, 1.0), (20, 0.0)],
+                "validation/sums/attempts": [(0, 32.0), (10, 32.0), (20, 32.0)],
+            },
+            [
+                "warning: 12 of 32 attempts at sums failed in the evaluation of version 0: its figure is a mean that leaves them out -> the page Evaluations"
+            ],
+        ),
+        (
+            {
+                "validation/sums/failed": [(0, 0.0), (10, 32.0)],
+                "validation/sums/attempts": [(0, 32.0), (10, 32.0)],
+            },
+            [
+                "error: 32 of 32 attempts at sums failed in the evaluation of version 10: its figure is no reward"
+            ],
+        ),
+        (
+            {
+                "validation/sums/failed": [(0, 0.0), (10, 0.0)],
+                "validation/sums/attempts": [(0, 32.0), (10, 32.0)],
+            },
+            [],
+        ),
         ({"time/wait_s": steps(0.8)}, ["note: The trainer waits 80% of a step for rollouts"]),
         (
             {"perf/event_loop_lag_max_s": steps(2.5)},

@@ -226,6 +226,8 @@ async def exported_answers(runs: Sequence[ReportedRun], sample: int) -> Json:
             listed = await _sampled_rollouts(ask, base, sample)
             answers[f"{base}/rollouts?"] = listed
             keys = {row["key"] for row in listed["rows"]}
+            failures = answers[f"{base}/page/evaluations"]["failures"]
+            keys |= {row["key"] for row in failures if row["key"] is not None}
             for key in keys | await _changed_rollouts(ask, run, number):
                 await _ask_for_rollout(ask, base, key)
     return answers

@@ -29,7 +29,8 @@ def evaluations(run: ReportedRun) -> Json:
 
     Returns:
         ``evaluations``: the metrics of each, in the order in which they were reported. ``lines``:
-        the shares avg@k and pass@k over versions. ``recorded``: see `recorded`.
+        the shares avg@k and pass@k over versions. ``recorded``: see `recorded`. ``failures``: see
+        `failures`.
     """
     rows: dict[int, Json] = {}
     query = (
@@ -45,7 +46,35 @@ def evaluations(run: ReportedRun) -> Json:
         "evaluations": list(rows.values()),
         "lines": read_series(run, shares),
         "recorded": recorded(run),
+        "failures": failures(run, list(rows.values())),
     }
+
+
+def failures(run: ReportedRun, rows: list[Json]) -> list[Json]:
+    """Return each task's failed attempts of each evaluation, oldest first.
+
+    Returns:
+        ``version``, ``task``, number of ``failed`` attempts and of all ``attempts`` (None in runs
+        of earlier versions of the library). ``cause``: the first recorded one, with the ``key`` of
+        its rollout; None if none was recorded (``recorder.fraction``).
+    """
+    found = []
+    for row in rows:
+        for name, failed in row["metrics"].items():
+            match = re.fullmatch(r"validation/(.+)/failed", name)
+            if match is None or not failed:
+                continue
+            first = run.rows(
+                "SELECT place || '-' || line AS key, coalesce(error, status) AS cause "
+                "FROM rollouts WHERE evaluation IS NOT NULL AND task = ? AND step = ? "
+                "AND reward IS NULL ORDER BY place, line LIMIT 1",
+                (match[1], row["version"]),
+            )
+            cause = dict(first[0]) if first else {"key": None, "cause": None}
+            attempts = row["metrics"].get(f"validation/{match[1]}/attempts")
+            counts = {"task": match[1], "failed": failed, "attempts": attempts}
+            found.append({"version": row["version"], **counts, **cause})
+    return found
 
 
 def recorded(run: ReportedRun) -> list[Json]:

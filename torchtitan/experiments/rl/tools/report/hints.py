@@ -91,6 +91,8 @@ WATCHED = (
     *(limit.metric for limit in LIMITS),
     MISMATCH,
     ENTROPY,
+    "validation/*/failed",
+    "validation/*/attempts",
     "time/*_s",
     "perf/*/busy",
     "restarts/*",
@@ -123,6 +125,7 @@ def hints(
     """
     found = [
         *_end_hints(state),
+        *_evaluation_hints(series),
         *_ledger_hints(ledger),
         *_reward_hints(series, state),
         *_metric_hints(series),
@@ -147,6 +150,34 @@ def _end_hints(state: Mapping[str, Any]) -> Iterable[Hint]:
             f"Stopped after step {state['step'] or 0} of {state['steps']}",
             "--resume with this folder goes on, if it has a checkpoint",
             "step",
+        )
+
+
+def _evaluation_hints(series: Series) -> Iterable[Hint]:
+    """Yield the tasks with failed attempts in an evaluation: that with the largest share of them.
+
+    Runs of earlier versions of the library did not count the attempts.
+    """
+    for name, points in series.items():
+        if not (name.startswith("validation/") and name.endswith("/failed")):
+            continue
+        task = name.removeprefix("validation/").removesuffix("/failed")
+        attempts = dict(series.get(f"validation/{task}/attempts", ()))
+        shares = [
+            (failed / attempts[version], version, failed)
+            for version, failed in points
+            if failed and attempts.get(version)
+        ]
+        if not shares:
+            continue
+        share, version, failed = max(shares)
+        counts = f"{failed:,.0f} of {attempts[version]:,.0f} attempts at {task} failed"
+        effect = "no reward" if share == 1 else "a mean that leaves them out"
+        yield Hint(
+            "error" if share > 0.5 else "warning",
+            f"{counts} in the evaluation of version {version}: its figure is {effect}",
+            "the page Evaluations has the cause",
+            name,
         )
 
 

@@ -8,13 +8,24 @@ async function evaluationsPage(run, query) {
   const rows = page.evaluations.map((row) => [
     link(`#/${run}/rollouts?${new URLSearchParams({ outcome: "validation", step: row.version })}`, number(row.version)),
     number(row.reported), ...names.map((name) => number(row.metrics[name]))]);
-  const parts = [html("h1", {}, "Evaluations")];
+  const parts = [html("h1", {}, "Evaluations"), ...failedAttempts(run, page.failures)];
   if (Object.keys(page.lines).length) {
     parts.push(html("div", { class: "charts" }, lineChart({ title: "avg@k and pass@k", unit: "share", lines: page.lines, xLabel: "policy version" })));
   }
   parts.push(rows.length ? table(["Version", "Reported with step", ...names.map((name) => name.replace("validation/", ""))], rows)
     : html("p", {}, "No evaluation has ended."));
   return [...parts, html("h2", {}, "Won and lost between two evaluations"), ...await changesParts(run, query)];
+}
+
+// Whatever figure the page shows leaves failed attempts out, so they are said first.
+function failedAttempts(run, failures) {
+  if (!failures.length) return [];
+  const rows = failures.map((row) => [
+    number(row.version), row.task, row.attempts ? `${number(row.failed)} of ${number(row.attempts)}` : number(row.failed),
+    row.key ? link(`#/${run}/rollout/${row.key}`, short(row.cause, 300)) : "not recorded"]);
+  return [html("ul", { class: "hints" }, html("li", { class: "warning" },
+    html("b", {}, "Attempts failed"), ": they have no reward, and every mean on this page leaves them out.",
+    table(["Version", "Task", "Failed", "First cause"], rows)))];
 }
 
 async function changesParts(run, query) {
