@@ -9,9 +9,12 @@ import pytest
 
 from tests.fakes.rollouts import blank_turn, group_of, rewarded_rollout
 from tests.unit.advantages import advantages, of_rewards
-from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.algorithms.base import Algorithm, shorten
+from torchtitan.experiments.rl.algorithms.dapo import DAPO
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.algorithms.max_rl import MaxRL
+from torchtitan.experiments.rl.algorithms.reinforce_pp import ReinforcePPBaseline
+from torchtitan.experiments.rl.algorithms.rloo import RLOO
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel
@@ -36,6 +39,40 @@ def test_grpo_divides_by_the_standard_deviation_only_when_asked():
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, 1 / 3])
 def test_equal_rewards_give_advantages_of_exactly_zero(config, reward):
     assert of_rewards(config, *[reward] * 7) == [0.0] * 7
+
+
+CENTERED = [
+    GRPO.Config(),
+    GRPO.Config(normalize_std=True),
+    MaxRL.Config(),
+    RLOO.Config(),
+    DAPO.Config(),
+    ReinforcePPBaseline.Config(),
+    GRPO.Config(length_penalty="turns"),
+]
+
+
+@pytest.mark.parametrize("config", CENTERED)
+@pytest.mark.parametrize(
+    "rewards",
+    [(0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6), (1e3 + 0.1 - 1e3, 0.1), (0.3 - 0.2 - 0.1, 0)],
+)
+def test_rewards_that_rounding_alone_tells_apart_give_advantages_of_exactly_zero(config, rewards):
+    assert len(set(rewards)) > 1
+    assert of_rewards(config, *rewards) == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize("config", CENTERED)
+def test_any_larger_difference_of_rewards_is_a_signal(config):
+    first, second = of_rewards(config, 1.0, 1.0 + 1e-8)
+    assert first < 0 < second
+
+
+def test_right_answers_that_rounding_alone_tells_apart_share_the_length_penalty():
+    # Both are right. They cost 2 and 6: their mean is 4. Either order of the sum gives the same.
+    costs = np.array([2.0, 6.0, 4.0])
+    for right in ((0.1 + 0.2 + 0.3, 0.6), (0.6, 0.1 + 0.2 + 0.3)):
+        assert shorten(np.array([*right, 0.0]), costs) == pytest.approx([0.9, 0.6, 0.0])
 
 
 @pytest.mark.parametrize("config", [GRPO.Config(), MaxRL.Config()])

@@ -62,6 +62,8 @@ def test_rewards_that_are_equal_are_counted_so_whatever_their_mean_is_rounded_to
     def group(*rewards: float) -> RolloutGroup:
         return group_of(*map(rewarded_rollout, rewards))
 
+    rounded = group(0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1)
+    assert _rollout_metrics(StepGroups(sampled=[rounded]))["rollout/groups_all_equal"] == 1
     assert np.std([0.1] * 3) > 0  # the mean of three 0.1 is rounded to another number
     taken = StepGroups(sampled=[group(0.1, 0.1, 0.1), group(1.0, 1.0), group(0.0, 1.0), group(0.5)])
     # A rollout that is compared with no other is in no spread.
@@ -71,3 +73,19 @@ def test_rewards_that_are_equal_are_counted_so_whatever_their_mean_is_rounded_to
     alone = _rollout_metrics(StepGroups(sampled=[group(0.5)]))
     # Groups of one say nothing of a spread: the report would take a 1 for "they teach nothing".
     assert not {"rollout/groups_all_equal", "rollout/reward_std_in_group"} & alone.keys()
+
+
+def test_what_an_env_did_not_reward_counts_as_0_and_what_a_function_did_not_score_is_left_out():
+    """Of 8 rollouts, one made a good call; a limit cut another off, and no function scored it."""
+    rollouts = [rewarded_rollout(1.0) for _ in range(8)]
+    for rollout in rollouts[1:]:
+        rollout.reward_components = {"right": 0.5}
+    rollouts[7].reward_components |= {"env/good_calls": 1.0}
+    found = _rollout_metrics(StepGroups(sampled=[group_of(*rollouts)]))
+    of_task = {name: found[name] for name in found if "component" in name}
+    task = rollouts[0].task_name
+    assert of_task == {
+        f"rollout/{task}/component/env/good_calls": 1 / 8,
+        f"rollout/{task}/component/right": 0.5,
+        f"rollout/{task}/component_share/right": 7 / 8,
+    }

@@ -6,12 +6,15 @@ import pytest
 from tests.fakes.contexts import context_of
 from tests.fakes.filters import Odd, apply_filters
 from tests.fakes.rollouts import group_of, rollout_of, turn_of
+from tests.unit.command_line import DEBUG
 from torchtitan.experiments.rl import config_registry
+from torchtitan.experiments.rl.config import recipes
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.configurable import build_with
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+from torchtitan.experiments.rl.training.reference import ReferenceConfig
 
 
 def credited_group(*advantages: float | None, **weights: float) -> RolloutGroup:
@@ -68,6 +71,33 @@ def test_single_rollouts_without_a_signal_are_dropped_where_the_config_says_so()
         apply_filters(filters(ZeroAdvantage.Config(per="rollout")), credited_group(0.0, 0.0)).kept
         == []
     )
+
+
+def tied_group(*rewards: float, advantages: np.ndarray) -> RolloutGroup:
+    group = credited_group(*advantages.tolist())
+    for rollout, reward in zip(group.rollouts, rewards, strict=True):
+        rollout.reward = reward
+    return group
+
+
+@pytest.mark.parametrize("per", ["group", "rollout"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_what_rounding_leaves_of_equal_rewards_is_no_signal(per, normalize):
+    """An algorithm of one's own may compute r - mean(r) as numpy does, and divide by std(r)."""
+    rewards = np.array([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6, 0.6])
+    advantages = rewards - rewards.mean()
+    if normalize:
+        advantages = advantages / (rewards.std() + 1e-6)
+    assert 0 < np.abs(advantages).max() < 1e-9
+    group = tied_group(*rewards, advantages=advantages)
+    assert apply_filters(filters(ZeroAdvantage.Config(per=per)), group).kept == []
+
+
+def test_small_advantages_of_small_rewards_are_a_signal():
+    group = tied_group(1e-10, 3e-10, advantages=np.array([-1e-10, 1e-10]))
+    assert apply_filters(filters(ZeroAdvantage.Config()), group).dropped == []
+    group = tied_group(1.0, 1.0 + 1e-8, advantages=np.array([-5e-9, 5e-9]))
+    assert apply_filters(filters(ZeroAdvantage.Config()), group).dropped == []
 
 
 @pytest.mark.parametrize(
@@ -154,6 +184,50 @@ def test_a_config_of_ones_own_counts_before_the_batch_and_drops_from_it():
         RunConfig(tasks=debug.tasks, model=debug.model, post_batch_filters=[]).post_batch_filters
         == []
     )
+
+
+@pytest.mark.parametrize("kl_coef, mode", [(0.0, "enforce"), (0.01, "monitor")])
+def test_with_a_kl_term_rollouts_of_advantage_0_are_counted_after_the_batch_and_not_dropped(
+    kl_coef, mode
+):
+    config = rl_grpo_qwen3_debug()
+    config.trainer.reference = ReferenceConfig(kind="lagged", kl_coef=kl_coef)
+    acting = config.filters_of("post_batch_filters")
+    assert [entry.mode for entry in acting] == ["enforce", "enforce", mode]
+    result = apply_filters(filters(*acting[2:]), credited_group(0.0, 0.5))
+    assert [rollout.index_in_group for rollout in result.kept] == ([0, 1] if kl_coef else [1])
+    assert result.matched == {"zero_advantage": 1}
+    # The config keeps what the user wrote, and dynamic sampling stays.
+    assert [entry.mode for entry in config.post_batch_filters] == ["enforce"] * 3
+    dynamic = recipes.dapo(config).filters_of("pre_batch_filters")
+    assert [entry.mode for entry in dynamic if isinstance(entry, ZeroAdvantage.Config)] == [
+        "enforce"
+    ]
+
+
+@pytest.mark.parametrize(
+    "words, loss",
+    [
+        ([], "DPPO, no KL to a reference"),
+        (
+            ["--trainer.reference.kl-coef", "0.01"],
+            "DPPO, KL to the reference x 0.01 (also on rollouts of advantage 0)",
+        ),
+        (
+            ["--trainer.reference.kl-coef", "0.01", "--pre-batch-filters", "zero_advantage"],
+            "DPPO, KL to the reference x 0.01 (not on those of advantage 0 that pre_batch_filters[0] drops)",
+        ),
+    ],
+)
+def test_a_dry_run_says_where_the_kl_term_acts(command, words, loss):
+    code, out, _ = command(*DEBUG, "--dry-run", *words)
+    assert code == 0 and f"loss           {loss}\n" in out
+
+
+def test_filters_act_as_the_config_says_where_there_is_no_kl_term():
+    config = rl_grpo_qwen3_debug()
+    for slot in ("pre_batch_filters", "post_batch_filters"):
+        assert config.filters_of(slot) is getattr(config, slot)
 
 
 @pytest.mark.parametrize(

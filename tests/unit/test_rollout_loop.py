@@ -497,6 +497,19 @@ async def test_run_whose_only_task_is_mastered_is_complete(slot):
     assert loop.ledger.counts()["stub/trained"] == 20
 
 
+async def test_ties_by_rounding_end_a_run_as_ties_do():
+    """The advantages of a StubTask are its rewards."""
+    tie = [0.1 + 0.2 - 0.3, 0.0]
+    loop = Loop(
+        StubTask(lambda number: tie),
+        rollouts_per_step=2,
+        filters=[ZeroAdvantage.Config()],
+        max_drops=5,
+    )
+    said = await train_until(loop, RunError)
+    assert said.startswith("none of the first 5 groups teaches anything")
+
+
 async def test_mastered_task_beside_one_that_learns_ends_nothing():
     mastered = StubTask(lambda number: [-1.0, 0.0] if number < 4 else [0.0, 0.0])
     learns = StubTask(lambda number: [0.0, 1.0], name="other", held=True)

@@ -19,6 +19,7 @@ from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, ModelReference
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient
+from torchtitan.experiments.rl.rollouts.rounding import are_equal, equal_to
 from torchtitan.experiments.rl.rollouts.samples import turn_spans
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample
@@ -228,11 +229,13 @@ class GroupRewards(Algorithm):
 
 
 def centered(rewards: np.ndarray) -> np.ndarray:
-    """Return r - mean(r), float64 [G], which is exactly 0 if all rewards are equal.
+    """Return r - mean(r), float64 [G], which is exactly 0 if rounding alone tells rewards apart.
 
-    They are shifted by the first one: the mean of equal floats may differ from them in the last
-    bit, and a filter of zero advantages would miss the group.
+    Otherwise a filter of zero advantages would miss the group, and a division by the standard
+    deviation would make a signal of what the order of a sum has left.
     """
+    if are_equal(rewards):
+        return np.zeros_like(rewards)
     shifted = rewards - rewards[0]
     return shifted - shifted.mean()
 
@@ -242,7 +245,7 @@ def shorten(rewards: np.ndarray, costs: np.ndarray) -> np.ndarray:
 
     They stay as they are if none is above 0, or if the best ones cost nothing.
     """
-    best = rewards == rewards.max()
+    best = equal_to(rewards, rewards.max())
     mean_cost = costs[best].mean()
     if rewards.max() <= 0 or mean_cost <= 0:
         return rewards

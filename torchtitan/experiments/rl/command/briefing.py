@@ -13,6 +13,7 @@ from torchtitan.experiments.rl.envs.renderer import AUTO, renderer_name
 from torchtitan.experiments.rl.envs.stop_tokens import stop_texts
 from torchtitan.experiments.rl.observability.console import FEW_EXAMPLES, counted_examples
 from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
 from torchtitan.experiments.rl.tasks.task import Task
 
 MIN_PRETRAINED = 20_000_000
@@ -61,10 +62,18 @@ def _loss_text(config: RunConfig) -> str:
     reference = config.trainer.reference
     names = [built_class(part).__name__ for part in (loss.rl, *loss.corrections)]
     if reference is not None and reference.kl_coef:
-        distance = f"KL to the reference x {reference.kl_coef:g}"
+        distance = f"KL to the reference x {reference.kl_coef:g}{_kl_rollouts(config)}"
     else:
         distance = "no KL to a reference"
     return ", ".join([*names, distance])
+
+
+def _kl_rollouts(config: RunConfig) -> str:
+    """Return on which rollouts of advantage 0 the distance to the reference acts."""
+    for index, entry in enumerate(config.pre_batch_filters):
+        if built_class(entry) is ZeroAdvantage and entry.mode == "enforce":
+            return f" (not on those of advantage 0 that pre_batch_filters[{index}] drops)"
+    return " (also on rollouts of advantage 0)"
 
 
 def _renderer_lines(config: RunConfig, policy: PolicyTokenizer) -> list[str]:

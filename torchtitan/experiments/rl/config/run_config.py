@@ -1,7 +1,7 @@
 """The config of a run: its tasks, its model, how it trains, generates, validates and records."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import torch
@@ -21,6 +21,7 @@ from torchtitan.experiments.rl.bounds import (
     Share,
 )
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointConfig
+from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.envs.renderer import RendererConfig
 from torchtitan.experiments.rl.errors import ConfigError
@@ -251,6 +252,23 @@ class RunConfig:
         for slot in ("pre_batch_filters", "post_batch_filters"):
             for index, entry in enumerate(getattr(self, slot)):
                 yield f"{slot}[{index}]", entry
+
+    def filters_of(self, slot: str) -> list[Filter.Config]:
+        """Return the filters of "pre_batch_filters" or "post_batch_filters" as they act.
+
+        The loss term of ``trainer.reference.kl_coef`` acts on rollouts of advantage 0 too: it holds
+        examples that are always or never solved near the reference. So ``ZeroAdvantage`` only
+        counts such rollouts after the batch, if there is that term. Before the batch it stays as it
+        is: to replace groups without a signal (dynamic sampling) is what it is there for.
+        """
+        filters: list[Filter.Config] = getattr(self, slot)
+        reference = self.trainer.reference
+        if slot == "pre_batch_filters" or reference is None or reference.kl_coef == 0:
+            return filters
+        return [
+            replace(entry, mode="monitor") if built_class(entry) is ZeroAdvantage else entry
+            for entry in filters
+        ]
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -227,7 +227,7 @@ class Run:
     async def _build_filters(self, field: str, known: BuildContext) -> list[Filter]:
         return [
             await self._build_user_part(partial(build_with, config, known), f"{field}[{index}]")
-            for index, config in enumerate(getattr(self._context.config, field))
+            for index, config in enumerate(self._context.config.filters_of(field))
         ]
 
     async def _build_user_part(self, build: Callable[[], T], field: str) -> T:

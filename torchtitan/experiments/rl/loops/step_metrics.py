@@ -10,7 +10,9 @@ import numpy as np
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.loops.groups import StepGroups
 from torchtitan.experiments.rl.loops.saved_state import ValidationReport
+from torchtitan.experiments.rl.rollouts.rounding import are_equal
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
+from torchtitan.experiments.rl.rubrics.rubric import ENV_PREFIX
 from torchtitan.experiments.rl.types import TrainingSample
 from torchtitan.experiments.rl.weights.sync import SyncReport
 
@@ -204,9 +206,7 @@ def _rollout_metrics(taken: StepGroups) -> dict[str, float]:
     compared = [group.rewards for group in taken.sampled if len(group.rollouts) > 1]
     if compared:
         metrics["rollout/reward_std_in_group"] = mean([np.std(rewards) for rewards in compared])
-        # Not by the spread: rounding gives three rewards of 0.1 one of 1e-17.
-        are_equal = [min(rewards) == max(rewards) for rewards in compared]
-        metrics["rollout/groups_all_equal"] = mean(are_equal)
+        metrics["rollout/groups_all_equal"] = mean([are_equal(rewards) for rewards in compared])
     statuses = Counter(rollout.status.value for rollout in rollouts)
     for status, count in statuses.items():
         metrics[f"rollout/status/{status}"] = count / len(rollouts)
@@ -217,13 +217,24 @@ def _rollout_metrics(taken: StepGroups) -> dict[str, float]:
 
 
 def _task_metrics(rollouts: Sequence[Rollout], task: str) -> dict[str, float]:
-    """Return the mean rewards and the advantages of one task's rollouts."""
+    """Return the mean rewards and the advantages of one task's rollouts.
+
+    What an env rewards is earned: a rollout without such a component has earned 0 of it, and counts
+    in the mean. A function's mean is over the rollouts that it scored; if it did not score all of
+    them, ``component_share`` is their share.
+    """
     metrics = {f"rollout/{task}/reward_mean": mean([rollout.reward for rollout in rollouts])}
     metrics |= advantage_metrics(rollouts, task)
     components = [rollout.reward_components for rollout in rollouts]
     for name in sorted({name for component in components for name in component}):
         values = [component[name] for component in components if name in component]
+        share = len(values) / len(rollouts)
+        if name.startswith(ENV_PREFIX):
+            metrics[f"rollout/{task}/component/{name}"] = sum(values) / len(rollouts)
+            continue
         metrics[f"rollout/{task}/component/{name}"] = mean(values)
+        if share < 1:
+            metrics[f"rollout/{task}/component_share/{name}"] = share
     return metrics
 
 

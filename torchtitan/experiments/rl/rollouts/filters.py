@@ -14,6 +14,7 @@ from annotated_types import Ge, Gt, Lt
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveInt, Share, check_config
 from torchtitan.experiments.rl.configurable import BuildContext, UserConfigurable
+from torchtitan.experiments.rl.rollouts.rounding import ABSOLUTE, RELATIVE
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 from torchtitan.experiments.rl.types import TrainingSample
 
@@ -65,7 +66,9 @@ class Filter(UserConfigurable, abc.ABC):
 class ZeroAdvantage(Filter):
     """Matches rollouts without a learning signal.
 
-    Every advantage is 0, and no token has a weight in the ce or ref_kl loss.
+    Every advantage is 0, and no token has a weight in the ce or ref_kl loss. An advantage that
+    rounding explains is 0 too: one up to a billionth of the group's largest reward, or of 1 if that
+    is less, and any up to 1e-12.
     """
 
     # Without advantages nothing matches, and an algorithm that asks models sets none.
@@ -81,17 +84,22 @@ class ZeroAdvantage(Filter):
     config: Config
 
     def matches(self, group: RolloutGroup) -> list[bool]:
-        nothing = [all(map(_teaches_nothing, rollout.samples)) for rollout in group.scored]
+        largest = max(map(abs, group.rewards), default=0.0)
+        rounding = max(ABSOLUTE, RELATIVE * min(1.0, largest))
+        nothing = [
+            all(_teaches_nothing(sample, rounding) for sample in rollout.samples)
+            for rollout in group.scored
+        ]
         return nothing if self.config.per == "rollout" else [all(nothing)] * len(nothing)
 
 
 ZERO_ADVANTAGE = ZeroAdvantage(ZeroAdvantage.Config())
 
 
-def _teaches_nothing(sample: TrainingSample) -> bool:
+def _teaches_nothing(sample: TrainingSample, rounding: float) -> bool:
     return (
         sample.advantages is not None
-        and not np.count_nonzero(sample.advantages)
+        and not np.any(np.abs(sample.advantages) > rounding)
         and not any(
             weights is not None and np.any(weights)
             for weights in (sample.ce_weights, sample.ref_kl_weights)

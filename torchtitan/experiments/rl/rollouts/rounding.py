@@ -21,6 +21,11 @@ def are_equal(values: Sequence[float] | np.ndarray) -> bool:
     return math.isclose(min(values), max(values), rel_tol=RELATIVE, abs_tol=ABSOLUTE)
 
 
+def equal_to(values: np.ndarray, value: float) -> np.ndarray:
+    """Return which of the values differ from a value by rounding alone, bool of their shape."""
+    return np.isclose(values, value, rtol=RELATIVE, atol=ABSOLUTE)
+
+
 def reaches(value: float, threshold: float) -> bool:
     """Return True if a value is at least a threshold, or below it by rounding alone."""
     return value >= threshold or are_equal([value, threshold])

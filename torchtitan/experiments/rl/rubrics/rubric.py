@@ -53,6 +53,10 @@ __all__ = ["Reward", "RewardFn", "Rubric", "env_component", "env_components", "l
 logger = logging.getLogger(__name__)
 
 
+ENV_PREFIX = "env/"
+"""Beginning of the name of a component that the env rewarded and no function weighs."""
+
+
 @dataclass(slots=True)
 class Reward:
     """Reward that a rubric gives one rollout."""
@@ -305,7 +309,9 @@ class Rubric(UserConfigurable):
                 for name, value in env_components(rollout).items()
                 if name not in self._fns
             }
-            reward.components.update({f"env/{name}": value for name, value in unweighed.items()})
+            reward.components.update(
+                {f"{ENV_PREFIX}{name}": value for name, value in unweighed.items()}
+            )
             if unweighed and not self._fns and not self._warned_unweighed:
                 self._warned_unweighed = True
                 logger.warning(

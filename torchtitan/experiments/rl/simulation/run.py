@@ -45,6 +45,7 @@ from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.plan.costs import GPUS_PER_HOST
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.process.trace import LoopLag
+from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
@@ -306,12 +307,16 @@ class Attempt(RunEvents):
         run_dir = self.simulation.run_dir
         ordered = OrderedCalls(thread=InlineThread())
         weights = {name: task.weight for name, task in config.tasks.items()}
+
+        def filters(slot: str) -> list[Filter]:
+            return [build_with(part, context) for part in config.filters_of(slot)]
+
         selection = Selection(
             ordered,
             mix=config.task_mix.build(weights=weights),
             tasks=dict(self._tasks),
-            pre_batch_filters=[build_with(part, context) for part in config.pre_batch_filters],
-            post_batch_filters=[build_with(part, context) for part in config.post_batch_filters],
+            pre_batch_filters=filters("pre_batch_filters"),
+            post_batch_filters=filters("post_batch_filters"),
         )
         parts = Parts(
             selection=selection,

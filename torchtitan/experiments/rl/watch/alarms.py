@@ -304,7 +304,9 @@ def _one_reply(group: RolloutGroup) -> str:
 
 def _shares(values: list[tuple[float, int]]) -> str:
     """Return the most common values, each with its share, as a part of a sentence."""
-    counts = Counter(dict(values))
+    counts: Counter[str] = Counter()
+    for value, count in values:
+        counts[f"{value:.4g}"] += count  # which joins those that rounding tells apart
     return ", ".join(
-        f"{value:.4g} in {count / counts.total():.0%}" for value, count in counts.most_common(3)
+        f"{value} in {count / counts.total():.0%}" for value, count in counts.most_common(3)
     )

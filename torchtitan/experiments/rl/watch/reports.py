@@ -14,6 +14,7 @@ from torchtitan.experiments.rl.loops.step_metrics import StepRecord
 from torchtitan.experiments.rl.observability import IDLE, LAG_S, WAITING
 from torchtitan.experiments.rl.observability.console import counted_failures
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
+from torchtitan.experiments.rl.rollouts.rounding import are_equal
 
 FIRST_VALIDATION = "validation before the first step"
 FIRST_STEP = "the first step"
@@ -163,7 +164,9 @@ class StepWarnings:
                 "make an async function that computes or waits without await a plain one, or set "
                 "rollout_workers",
             )
-        if self._compares_rewards and metrics.get("rollout/reward_std") == 0:
+        mean = metrics.get("rollout/reward_mean", 0.0)
+        spread = metrics.get("rollout/reward_std")
+        if self._compares_rewards and spread is not None and are_equal([mean, mean + spread]):
             yield (
                 "rewards",
                 f"in each of the last {WARN_AFTER_STEPS} steps all rewards were equal, "
