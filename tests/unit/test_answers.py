@@ -14,6 +14,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -254,6 +255,21 @@ def test_any_text_has_an_answer_or_none(text):
     ):
         final_answer(reply), final_number(reply), final_list(reply)
         assert right_answer(reply, {"answer": "no such answer"}) == 0
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+def test_of_a_list_of_answers_any_is_right(kind):
+    row = {"answer": kind(["42", "forty-two"])}
+    for reply in ("The answer is 42.", "\\boxed{forty-two}", "#### 42"):
+        assert right_answer(reply, row) == 1
+    assert right_answer("The answer is 41.", row) == 0
+    assert right_answer("The answer is 42.", {"answer": kind(["42"])}) == 1
+
+
+@pytest.mark.parametrize("answer", [[], [""], ["42", None], [["42"], []], np.array([])])
+def test_a_list_without_an_answer_or_with_an_empty_one_is_an_error(answer):
+    with pytest.raises(ValueError, match="the row's answer is "):
+        right_answer("The answer is 42.", {"answer": answer})
 
 
 @given(st.text(alphabet="a1 .,=*\n", max_size=30))

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,12 +15,14 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.evaluate import parse_options
 from torchtitan.experiments.rl.plan.placement import place
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
+from torchtitan.experiments.rl.tasks.task import ValidationConfig
 from torchtitan.experiments.rl.tools.evaluate import (
     Example,
     evaluated_config,
     example_of,
     interval,
     paired,
+    parts_measured,
     result_lines,
     task_figures,
     without_trainer,
@@ -206,6 +209,24 @@ def test_without_a_trainer_gpus_are_counted_from_0():
 def test_options_that_make_no_evaluation_are_refused(words, message):
     with pytest.raises(ConfigError, match=message):
         parse_options(words.split())
+
+
+@pytest.mark.parametrize(
+    "schedule, size, words",
+    [
+        ({"examples": 256}, 1_000, "sums (the first 256 of 1,000 examples)"),
+        ({"examples": 256}, 256, "sums (all 256 examples)"),
+        ({"examples": 256}, 20, "sums (all 20 examples)"),
+        (
+            {"examples": 2, "attempts": 4, "temperature": 1.0},
+            3,
+            "sums (the first 2 of 3 examples, 4 attempts each)",
+        ),
+    ],
+)
+def test_an_evaluation_says_which_examples_it_measures(schedule, size, words):
+    model = SimpleNamespace(schedules={"sums": ValidationConfig(**schedule)}, sizes={"sums": size})
+    assert parts_measured(model) == [words]
 
 
 def test_a_result_is_printed_with_its_intervals_and_the_comparison():

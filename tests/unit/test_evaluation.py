@@ -77,7 +77,8 @@ def evaluation(adder: Adder, folder, *, examples: int = 16) -> Evaluation:
     config.validation.examples = examples
     config = evaluated_config(config, tasks=[], attempts=None)
     model = FrozenModel(name="adder", base_url=adder.url, max_retries=0)
-    return Evaluation(Candidate(config, checked_plan(config, model), model, folder))
+    plan, sizes = checked_plan(config, model)
+    return Evaluation(Candidate(config, plan, model, folder, sizes))
 
 
 async def test_a_servers_answers_are_rewarded_and_recorded(adder, tmp_path):

@@ -176,6 +176,11 @@ async def test_chat_sends_messages_and_reads_the_answer_and_what_it_cost(server,
         "seed": 3,
     }
     assert server.requests == [wanted] * 2
+    for top_k, sent in ((20, {"top_k": 20}), (0, {})):  # 0 and -1 are no limit
+        server.answers = [{"choices": [{"message": answer, "finish_reason": "stop"}]}]
+        narrow = SamplingConfig(temperature=0.0, max_tokens=4, top_k=top_k)
+        await connect().chat(asked, seed=3, sampling=narrow)
+        assert server.requests[-1] == wanted | sent
     server.answers = [
         {"choices": [{"message": answer, "finish_reason": "length"}]},
         {"choices": [{"message": {"content": None}}]},

@@ -175,11 +175,11 @@ def _prepare(options: argparse.Namespace, command: Command) -> "list[Candidate]"
     name = f"evaluate-{command.config_name}"
     run_dir = Path(make_run_folder(command.run_dir, config.output_dir, name, keep=True))
     models: list[Candidate] = []
-    for (config, server), plan in zip(policies, plans, strict=True):
+    for (config, server), (plan, sizes) in zip(policies, plans, strict=True):
         model_dir = run_dir / "against" if models else run_dir
         model_dir.mkdir(exist_ok=True)
         save_config(model_dir, config)
-        models.append(measure.Candidate(config, plan, server, model_dir))
+        models.append(measure.Candidate(config, plan, server, model_dir, sizes))
     return models
 
 

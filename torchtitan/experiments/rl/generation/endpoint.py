@@ -148,6 +148,8 @@ class EndpointClient:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
         }
+        if sampling.top_k > 0:  # OpenAI's own servers refuse the field
+            request["top_k"] = sampling.top_k
         if sampling.stop:
             request["stop"] = sampling.stop
         if sampling.stop_token_ids:

@@ -21,6 +21,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
 from torchtitan.experiments.rl.data.rows import is_missing
 from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
@@ -216,12 +218,23 @@ def right_answer(completion: str, example: Any) -> float:  # noqa: ANN401 - a ro
     """Reward a reply with 1 where its final answer is the row's ``answer``, else with 0.
 
     Both are read alike (``answer_forms``): a number counts however it is written, a text without
-    its case.
+    its case. A list of answers (``["42", "forty-two"]``) is one of which any is right.
 
     Raises:
-        ValueError: the row has no answer.
+        ValueError: the row has no answer, or one of its list holds none.
     """
-    expected = row_answer(example["answer"])
+    answers = example["answer"]
+    several = answers if is_list(answers) and len(answers) else [answers]
+    return max(_is_answer(completion, row_answer(answer)) for answer in several)
+
+
+def is_list(answer: object) -> bool:
+    """Return True if a row's answer is a list of answers: a sequence, or an array of a table."""
+    return isinstance(answer, list | tuple) or (isinstance(answer, np.ndarray) and answer.ndim == 1)
+
+
+def _is_answer(completion: str, expected: str) -> float:
+    """Return 1 if the final answer of a reply is the expected one, else 0."""
     text = _without_thinking(completion)
     written = plain(written_answer(completion) or "")
     whole = plain(text) if len(text) <= LAST_CHARACTERS + len(expected) else ""
@@ -240,7 +253,8 @@ def row_answer(value: object) -> str:
     Raises:
         ValueError: the value is missing, or holds no answer.
     """
-    text = "" if is_missing(value) else _without_thinking(str(value))
+    is_empty = is_missing(value) or (is_list(value) and not len(value))
+    text = "" if is_empty else _without_thinking(str(value))
     _, marker, after_marker = text.rpartition("####")
     marked = after_marker if marker else _marked_answer(text, finished=True)
     if marked is None:

@@ -39,6 +39,7 @@ from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
+from torchtitan.experiments.rl.tasks.answers import is_list
 from torchtitan.experiments.rl.tasks.demonstrations import conversation_of
 from torchtitan.experiments.rl.tasks.task import Task
 
@@ -167,9 +168,11 @@ class QuestionTask(Task):
                 raise ConfigError(f"{field}.{part}", token, cure)
 
     def known_answer(self, sample: DataSample) -> str | None:
-        """Return the row's ``answer`` as text; None where the row has none."""
+        """Return the row's ``answer``, or the first of several, as text; None if it has none."""
         row = sample.env_input
         answer = row.get(ANSWER_COLUMN) if isinstance(row, dict) else None
+        if is_list(answer):
+            answer = answer[0] if len(answer) else None
         return None if is_missing(answer) or isinstance(answer, bytes) else str(answer)
 
     def question_of(self, row: dict[str, Any]) -> str | list[Message]:

@@ -30,6 +30,7 @@ from torchtitan.experiments.rl.compat.monarch import (
 )
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
 from torchtitan.experiments.rl.controller.signals import SIGNAL_POLL_S, Signals, cause
+from torchtitan.experiments.rl.data.dataset import count_examples
 from torchtitan.experiments.rl.envs.renderer import build_context
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError, users_traceback
 from torchtitan.experiments.rl.fleet.context import RunContext
@@ -74,6 +75,8 @@ class Candidate:
     """Server of the model. None starts generators on the config's model."""
     run_dir: Path
     """Folder for the records and the logs of this model."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Number of examples in the validation set of each task."""
 
     @property
     def label(self) -> str:
@@ -129,8 +132,11 @@ def evaluated_config(config: RunConfig, *, tasks: Sequence[str], attempts: int |
     return replace(config, tasks=chosen, provision=provision)
 
 
-def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> RunPlan:
+def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> tuple[RunPlan, dict[str, int]]:
     """Check the config and what this machine has, and plan its generators.
+
+    Returns:
+        The plan, and the number of examples in the validation set of each task.
 
     Raises:
         ConfigError: the first problem.
@@ -149,8 +155,9 @@ def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> RunPlan:
     check_servers(config)
     if endpoint is None:
         config.generator.engine.check_present(field="generator.engine")
-    build_tasks(config, read_policy_tokenizer(config))
-    return plan_of_generators(config)
+    tasks = build_tasks(config, read_policy_tokenizer(config))
+    sizes = {name: count_examples(task.validation) for name, task in tasks.items()}
+    return plan_of_generators(config), sizes
 
 
 def plan_of_generators(config: RunConfig) -> RunPlan:
@@ -345,11 +352,7 @@ def _measure(
     Returns:
         The exit code, and the result; None if the evaluation failed or was stopped.
     """
-    sizes = [
-        f"{name} (at most {schedule.examples} x {schedule.attempts})"
-        for name, schedule in model.schedules.items()
-    ]
-    _note(f"measuring   {model.label} on {', '.join(sizes)}")
+    _note(f"measuring   {model.label} on {', '.join(parts_measured(model))}")
     with printed_to(model.run_dir / MONARCH_OUTPUT):
         here = this_proc()
     evaluator = here.spawn(f"evaluator_{number}", Evaluator, model)
@@ -377,6 +380,17 @@ def _measure(
         _note(f"stopped: {ended} examples of it were measured, recorded in {model.run_dir}")
         return 128 + signals.received[0], None
     return 0, result
+
+
+def parts_measured(model: Candidate) -> list[str]:
+    """Return for each task which of its examples are measured, and how often."""
+    parts = []
+    for name, schedule in model.schedules.items():
+        size = model.sizes[name]
+        which = f"the first {schedule.examples:,} of" if schedule.examples < size else "all"
+        attempts = f", {schedule.attempts} attempts each" if schedule.attempts > 1 else ""
+        parts.append(f"{name} ({which} {size:,} examples{attempts})")
+    return parts
 
 
 Figures = dict[str, Any]
