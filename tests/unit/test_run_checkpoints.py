@@ -21,13 +21,15 @@ from torchtitan.experiments.rl.checkpointing.folder import (
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.controller import run as run_module
-from torchtitan.experiments.rl.controller.run import Observers, Run
+from torchtitan.experiments.rl.controller.run import Observers, Run, evaluations_before
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.fleet import Fleet
+from torchtitan.experiments.rl.loops.saved_state import read_state
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.training.checkpoints import write_error
 from torchtitan.experiments.rl.watch.checkpoints import RunCheckpoints
+from torchtitan.experiments.rl.watch.reports import Evaluated
 
 
 class Trainer:
@@ -65,8 +67,23 @@ class Saved:
             trainer=self.trainer,
             metrics=SimpleNamespace(flush=lambda: None),
             recorder=SimpleNamespace(size_by_now=lambda: recorded),
-            reports=SimpleNamespace(first_and_last_validation=lambda: (None, None)),
+            reports=SimpleNamespace(first_and_last_validation=lambda: VALIDATIONS),
         )
+
+
+VALIDATIONS = [Evaluated(0.45, failed=12, attempts=32), Evaluated(None, failed=32, attempts=32)]
+
+
+async def test_a_resumed_run_knows_the_failures_of_its_evaluations(tmp_path):
+    saved = Saved(tmp_path)
+    await saved.checkpoints.step_ended(2)
+    saved.trainer.written.set()
+    await saved.checkpoints.close()
+    state = read_state(saved.checkpoints.newest)
+    assert evaluations_before(SimpleNamespace(state=state)) == VALIDATIONS
+    state.validation_failures = []  # of a checkpoint that an earlier version has written
+    assert evaluations_before(SimpleNamespace(state=state)) == [Evaluated(0.45)]
+    assert evaluations_before(None) == []
 
 
 async def test_a_trainer_that_dies_leaves_no_part_of_the_checkpoint_it_was_writing(tmp_path):

@@ -14,7 +14,7 @@ A run whose trainer dies is attempted again, by another `Run` (`actor.py`).
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -259,7 +259,7 @@ class Run:
             context,
             metrics=metrics,
             compares_rewards=any(task.algorithm.group_relative for task in tasks),
-            validations=_validations(resumed),
+            validations=evaluations_before(resumed),
         )
         picks = {task.name: groups_per_pick(task) for task in tasks}
         stall = StallDetectors(config.max_drops_in_a_row, picks, context.console.note)
@@ -403,10 +403,10 @@ class Run:
         return summary
 
 
-def _validations(resumed: Resumed | None) -> Sequence[Evaluated]:
+def evaluations_before(resumed: Resumed | None) -> list[Evaluated]:
     """Return the first and the last evaluation that a resumed run has had."""
     if resumed is None:
-        return ()
+        return []
     state = resumed.state
     rewards = [state.first_validation, state.last_validation]
     if state.validation_failures:
