@@ -21,7 +21,12 @@ from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.loops.group_runner import LocalRunner
 from torchtitan.experiments.rl.loops.saved_state import ValidationReport
-from torchtitan.experiments.rl.loops.validation import Validator, evaluation_metrics, pass_at_k
+from torchtitan.experiments.rl.loops.validation import (
+    Validator,
+    cause_of_failure,
+    evaluation_metrics,
+    pass_at_k,
+)
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import (
@@ -181,6 +186,24 @@ async def test_the_recorded_share_holds_for_evaluations_too(build, tokenizer, tm
 async def test_failed_rollout_is_left_out_of_the_mean_and_counted(build, tokenizer):
     report = await run(ScriptedPolicy(tokenizer, answers(1, 2, 3, 4)), build(broken=(3,)))
     assert report.reward == 2.0 and report.metrics["validation/ask/failed"] == 1
+
+
+async def test_a_report_counts_what_failed_and_names_the_tasks_without_any_reward(build, tokenizer):
+    tasks = build("a", broken=(0, 1, 2, 3)), build("b", broken=(3,))
+    report = await run(ScriptedPolicy(tokenizer, answers(1, 2, 3, 4)), *tasks)
+    assert (report.attempts, report.failed, report.reward) == (8, 5, 2.0)
+    (fault,) = report.unmeasured.values()
+    assert list(report.unmeasured) == ["a"]
+    assert fault.startswith(
+        "all 4 attempts of task a failed, the first with: BrokenEnv.reset: Value"
+    )
+
+
+def test_an_attempt_that_was_given_no_reward_says_so_where_nothing_failed():
+    assert cause_of_failure(attempts(1.0, None)) == (
+        "no reward was given, and it ended as completed"
+    )
+    assert cause_of_failure(attempts(1.0, 0.0)) is None
 
 
 async def test_no_reward_is_made_up_when_every_rollout_failed(build, tokenizer):

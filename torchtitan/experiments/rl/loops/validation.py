@@ -345,7 +345,8 @@ def cause_of_failure(group: RolloutGroup) -> str | None:
     """Return why the first attempt without a reward has none; None if every attempt has one."""
     for rollout in group.rollouts:
         if rollout.reward is None:
-            return rollout.error or group.failure or f"it ended as {rollout.status.value}"
+            ended = f"no reward was given, and it ended as {rollout.status.value}"
+            return rollout.error or group.failure or ended
     return None
 
 
