@@ -23,7 +23,7 @@ def are_equal(values: Sequence[float] | np.ndarray) -> bool:
 
 def equal_to(values: np.ndarray, value: float) -> np.ndarray:
     """Return which of the values differ from a value by rounding alone, bool of their shape."""
-    return np.isclose(values, value, rtol=RELATIVE, atol=ABSOLUTE)
+    return np.asarray(np.isclose(values, value, rtol=RELATIVE, atol=ABSOLUTE))
 
 
 def reaches(value: float, threshold: float) -> bool:

@@ -17,9 +17,10 @@ thinking that never ended has no answer.
 """
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -228,7 +229,7 @@ def right_answer(completion: str, example: Any) -> float:  # noqa: ANN401 - a ro
     return max(_is_answer(completion, row_answer(answer)) for answer in several)
 
 
-def is_list(answer: object) -> bool:
+def is_list(answer: object) -> TypeGuard[Sequence[Any]]:
     """Return True if a row's answer is a list of answers: a sequence, or an array of a table."""
     return isinstance(answer, list | tuple) or (isinstance(answer, np.ndarray) and answer.ndim == 1)
 
