@@ -45,7 +45,7 @@ from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E4
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig  # noqa: E402
 from torchtitan.experiments.rl.models.policy import ModelConfig  # noqa: E402
 from torchtitan.experiments.rl.plan.placement import Placement, place  # noqa: E402
-from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
+from torchtitan.experiments.rl.process.setup import set_up_process, trainer_environment  # noqa: E402
 from torchtitan.experiments.rl.training.config import TrainerConfig  # noqa: E402
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer  # noqa: E402
 from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, WeightSync  # noqa: E402
@@ -126,17 +126,25 @@ async def trainer_and_generator(
     generator_class: type[Generator] = Generator,
     text: np.ndarray,
     row_length: int = 256,
+    leaves_bytes: float = 0,
 ) -> AsyncIterator[tuple[Any, Any, WeightSync, GeneratorClient]]:
     """Start one trainer rank and one generator with the model, and yield them with what keeps them in step. A trainer of
     adapters publishes these, and the generator serves them.
 
     Args:
         text: the canary's.
+        leaves_bytes: of a GPU that both have, what the trainer leaves to the engine.
     """
     lora = trainer_config.lora
     client, meshes, on_device = GeneratorClient(), [], generator_config.weights == "device"
     try:
-        trainers, _ = spawn_on(None, "trainer", placement.trainer, device)
+        trainers, _ = spawn_on(
+            None,
+            "trainer",
+            placement.trainer,
+            device,
+            environment=trainer_environment(weights_on_devices=on_device),
+        )
         generators, _ = spawn_on(None, "g", placement.generators, device)
         trainer = trainers.spawn(
             "trainer",
@@ -148,6 +156,7 @@ async def trainer_and_generator(
             total_steps=1000,
             run_dir=run_dir,
             generator_dtype=generator_config.engine.torch_dtype,
+            leaves_bytes=leaves_bytes,
             weights_on_device=on_device,
         )
         generator = generators.spawn(

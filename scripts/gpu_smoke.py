@@ -730,10 +730,9 @@ def planned_config(config: TrainerConfig, setting: Setting) -> RunConfig:
 
 
 def planned_gib(config: TrainerConfig, setting: Setting) -> float:
-    """Return what ``--dry-run`` plans for a rank, without what it adds for CUDA."""
+    """Return what ``--dry-run`` plans for the tensors of a rank."""
     planned = planned_config(config, setting)
-    memory = trainer_memory(model_sizes(planned, "cuda"), planned, device="cuda")
-    return (memory.total - memory.fixed) / GIB
+    return trainer_memory(model_sizes(planned, "cuda"), planned, device="cuda").tensors / GIB
 
 
 def planned_s(

@@ -326,7 +326,7 @@ def main() -> None:
         ranks = config.trainer.ranks / config.trainer.parallelism.tensor_parallel_degree
         planned = seconds * ranks * DEVICES["H100"].flops * FLOPS_SHARE
         done = found.matrix_flops + found.attention_flops
-        memory = plan.trainer_memory.total - plan.trainer_memory.fixed
+        memory = plan.trainer_memory.tensors
         print(
             f"| `{name}` | {found.peak / GIB:.1f} | {memory / GIB:.1f} | {done:.3g} | {planned:.3g} |",
             flush=True,

@@ -23,7 +23,7 @@ def fake_gpus(
     monkeypatch: Any,
     count: int,
     *,
-    memory_gib: int = 80,
+    memory_gib: float = 80,
     capability: tuple[int, int] = (9, 0),
     host_gib: tuple[float, float] = (2000, 2000),
 ) -> None:
@@ -42,7 +42,7 @@ def fake_gpus(
             name=f"stand-in of capability {capability}",
             major=capability[0],
             minor=capability[1],
-            total_memory=memory_gib * GIB,
+            total_memory=int(memory_gib * GIB),
             multi_processor_count=132,
             pci_domain_id=0,
             pci_bus_id=index + 1,
@@ -55,7 +55,7 @@ def fake_gpus(
         "get_device_capability": lambda device=None: capability,
         "get_device_properties": properties,
         "get_device_name": lambda device=None: properties().name,
-        "mem_get_info": lambda device=None: (memory_gib * GIB, memory_gib * GIB),
+        "mem_get_info": lambda device=None: (int(memory_gib * GIB), int(memory_gib * GIB)),
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)

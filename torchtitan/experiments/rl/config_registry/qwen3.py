@@ -51,7 +51,7 @@ def rl_grpo_qwen3_0_6b_1gpu() -> RunConfig:
     config = _qwen3("0.6B", trainer_ranks=1, replicas=1)
     config.provision.share_gpus = True
     config.generator.engine = VLLMEngineConfig(
-        dtype="bfloat16", max_model_len=4096, max_num_seqs=64, kv_cache_gib=4.0
+        dtype="bfloat16", max_model_len=4096, max_num_seqs=64, kv_cache_gib=3.0
     )
     config.rollouts_per_step = 128
     return config

@@ -46,6 +46,7 @@ from torchtitan.experiments.rl.generation.endpoint import FrozenClients
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.loops.group_runner import GroupRunner, LocalRunner, TaskSet
 from torchtitan.experiments.rl.process.lifetime import Lifetime
+from torchtitan.experiments.rl.process.setup import trainer_environment
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
@@ -121,10 +122,17 @@ class Fleet:
         self._add_policy_generators(GeneratorRole)
         self._add_hosted_models()
         life = Lifetime("trainer")
-        trainer_hosts, *generator_hosts = await side_by_side(
-            self._start_trainer(procs, life),
-            *map(self.supervisor.start, self._generators.values()),
-        )
+        start_trainer_ranks = self._start_trainer(procs, life)
+        start_generators = map(self.supervisor.start, self._generators.values())
+        if config.generator.engine.sleep:
+            # An engine is awake when it starts, and the trainer compiles by taking steps: on one
+            # GPU there is no room for both.
+            trainer_hosts = await start_trainer_ranks
+            generator_hosts = await side_by_side(*start_generators)
+        else:
+            trainer_hosts, *generator_hosts = await side_by_side(
+                start_trainer_ranks, *start_generators
+            )
         readers = await self._start_readers(
             trainer_hosts, generator_hosts[: config.generator.replicas]
         )
@@ -248,6 +256,7 @@ class Fleet:
             self._placement.trainer,
             plan.device,
             run_dir=context.run_dir,
+            environment=trainer_environment(weights_on_devices=plan.weights_on_devices),
         )
         self._trainer_ranks = procs.spawn(
             "trainer",
@@ -262,6 +271,7 @@ class Fleet:
             generator_dtype=config.generator.engine.torch_dtype,
             start=trainer_start,
             yields_memory=config.generator.engine.sleep,
+            leaves_bytes=0 if plan.shared_gpu is None else plan.shared_gpu.left,
             weights_on_device=plan.weights_on_devices,
             serve_adapters=bool(config.served),
             adapters=config.adapters,

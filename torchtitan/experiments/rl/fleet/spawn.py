@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ def spawn_on(
     device: Device,
     *,
     run_dir: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[ProcMesh, ProcMesh]:
     """Spawn one process per place, with threads for its own cores, or seeing its own GPUs alone.
 
@@ -42,6 +43,7 @@ def spawn_on(
         places: the same number on each host, hosts in a row.
         run_dir: run whose logs/ gets what the processes print, beside the log of the same name;
             None to print to the terminal.
+        environment: variables of these processes, besides those of every process.
 
     Returns:
         The processes as a mesh of one dimension, "procs", and the mesh to stop them by.
@@ -52,16 +54,20 @@ def spawn_on(
     first = places[0].host
     last = places[-1].host
 
+    own = dict(environment or {})
+
     def launch_command(point: Point) -> Any:  # noqa: ANN401 - Monarch's, without a public type
         place = places[point.rank]
         if hosts is None:
-            return default_bootstrap_cmd().with_env(launch_environment(place.devices, device, None))
+            variables = launch_environment(place.devices, device, None) | own
+            return default_bootstrap_cmd().with_env(variables)
         host = hosts.hosts[place.host]
-        environment = launch_environment(place.devices, device, host.gpus) | dict(host.environment)
+        variables = launch_environment(place.devices, device, host.gpus) | own
+        variables |= dict(host.environment)
         if "PYTHONPATH" in os.environ:
             # The command may have added the folder of the user's modules.
-            environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
-        return default_bootstrap_cmd().with_env(environment)
+            variables["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        return default_bootstrap_cmd().with_env(variables)
 
     if hosts is None:
         mesh = this_host()

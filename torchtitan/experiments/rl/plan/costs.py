@@ -9,6 +9,7 @@ microbatch.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.models.family import DecoderShape
@@ -125,15 +126,28 @@ DEVICES = {
 }
 BALANCED_ON = "H100"
 """Kind of GPU that the plan's estimates are of."""
-KINDS_BY_GB = {
-    24: "RTX 4090, L4",
-    48: "L40S, RTX 6000 Ada",
-    80: "A100, H100",
-    141: "H200",
-    180: "B200",
-}
-"""Common kinds of GPU by the memory in their names. A driver counts it in GiB, less at most 3 of
-them, as DEVICES does."""
+
+
+class GpuKind(NamedTuple):
+    """Common kinds of GPU that have the same memory."""
+
+    gb: int
+    """GB in their names."""
+    names: str
+    gib: float
+    """GiB that torch finds on them: the driver keeps some."""
+
+
+GPU_KINDS = (
+    GpuKind(24, "L4, A10", 22.0),
+    GpuKind(24, "RTX 4090", 23.5),
+    GpuKind(48, "L40S", 44.3),
+    GpuKind(48, "RTX 6000 Ada", 47.2),
+    GpuKind(80, "A100, H100", 79.1),
+    GpuKind(141, "H200", 139.7),
+    GpuKind(180, "B200", 178.3),
+)
+"""Common kinds of GPU, by their memory."""
 GPUS_PER_HOST = 8
 FLOPS_SHARE, BANDWIDTH_SHARE, NETWORK_SHARE = 0.4, 0.6, 0.7
 """Shares of a GPU's peaks that large matrices, decoding and collectives reach. They are assumed. An

@@ -12,7 +12,7 @@ from torchtitan.experiments.rl.models.policy import is_of_transformers
 from torchtitan.experiments.rl.plan.costs import (
     BYTES,
     GIB,
-    KINDS_BY_GB,
+    GPU_KINDS,
     Balance,
     ModelSizes,
     version_bytes,
@@ -25,8 +25,17 @@ from torchtitan.experiments.rl.plan.placement import (
 )
 from torchtitan.experiments.rl.process.host import Device
 
-CUDA_BYTES = 2 * 2**30
-"""CUDA's and NCCL's own, and what the allocator can't use."""
+CUDA_BYTES = 2**30
+"""Memory that CUDA and NCCL take of a process's GPU besides its tensors. It is assumed."""
+CACHED_BYTES = 4.5 * 2**30
+"""Memory that torch's allocator keeps beside the tensors of a trainer's peak. On an H100 with room
+to spare it was 3.9 to 4.1 GiB (docs/gpu.md)."""
+BOUNDED_CACHE_BYTES = 2 * 2**30
+"""The same of a trainer that leaves an engine its share of the GPU: its allocator is bounded, and
+has segments that grow, of which it gives unused pages back. It is assumed, with room for a plan
+that is a tenth too low."""
+ENGINE_BYTES = 2 * 2**30
+"""Memory that an engine takes of a GPU beside weights, keys and values, at least. It is assumed."""
 PROCESS_GIB = 0.5
 """Memory of a process before it holds anything: torch and its libraries."""
 
@@ -52,14 +61,22 @@ class TrainerMemory:
     computes again, and two gradients of the feed-forward part's width. A tied head's copy and
     gradient stay until the embedding's."""
     fixed: float
+    """Bytes that are CUDA's and NCCL's own."""
+    cached: float
+    """Bytes that torch's allocator keeps beside the tensors, for the next ones."""
     published: float = 0
     """Bytes of the rank's share of one version, in the engines' dtype. 0 unless versions stay on
     the devices."""
 
     @property
     def total(self) -> float:
-        """The head and the layers compute one after the other."""
-        return self.idle + self.activations + max(self.head, self.layer)
+        """Bytes at most, while a step computes."""
+        return self.tensors + self.fixed + self.cached
+
+    @property
+    def tensors(self) -> float:
+        """Bytes of all tensors at their peak: the head and the layers compute in turn."""
+        return self.state + self.published + self.activations + max(self.head, self.layer)
 
     @property
     def idle(self) -> float:
@@ -75,6 +92,12 @@ class SharedGpu:
     engine: float
     asleep: float | None
     """Bytes that the engine keeps while it sleeps; None if it does not sleep."""
+
+    @property
+    def left(self) -> float:
+        """Bytes that the trainer's tensors and their allocator leave while they are at their peak:
+        those of the engine, and CUDA's own."""
+        return (self.engine if self.asleep is None else self.asleep) + self.trainer.fixed
 
     @property
     def peak(self) -> float:
@@ -156,7 +179,14 @@ def trainer_memory(sizes: ModelSizes, config: RunConfig, *, device: Device) -> T
         + again
         + 2 * sizes.feed_forward_width / tensor_parallel * value,
         fixed=CUDA_BYTES if device == "cuda" else 0,
+        cached=_cached_bytes(config) if device == "cuda" else 0,
     )
+
+
+def _cached_bytes(config: RunConfig) -> float:
+    """Return what the allocator of a trainer rank keeps beside tensors, at most."""
+    bounded = config.provision.share_gpus and config.generator.weights == "host"
+    return BOUNDED_CACHE_BYTES if bounded else CACHED_BYTES
 
 
 def versions_on_hosts(
@@ -334,7 +364,7 @@ class RunPlan:
         if (claimed := engine.gpu_gib(parameters=sizes.parameters)) is not None:
             return claimed
         values = sizes.parameters + 2 * sizes.key_width * sizes.layers * engine.max_model_len
-        held = values * engine.torch_dtype.itemsize / engine.tensor_parallel_degree + CUDA_BYTES
+        held = values * engine.torch_dtype.itemsize / engine.tensor_parallel_degree + ENGINE_BYTES
         return held / GIB / self.generator_gib
 
     def gpu_line(self) -> str:
@@ -346,11 +376,10 @@ class RunPlan:
         )
         if self.shared_gpu is not None:
             taken = f"a trainer rank and an engine take about {needed:.1f} GiB"
-        fits = next(
-            (f"of {gb} GB ({kinds}) or more" for gb, kinds in KINDS_BY_GB.items() if gb >= needed),
-            None,
-        )
-        fits = fits or f"none of {max(KINDS_BY_GB)} GB fits: name more (--gpus)"
+        fits = f"none of {GPU_KINDS[-1].gb} GB fits: name more (--gpus)"
+        for kind in reversed(GPU_KINDS):
+            if kind.gib >= needed:
+                fits = f"of {kind.gb} GB ({kind.names}: {kind.gib:.1f} GiB) or more"
         return f"GPUs           {fits}: {taken}"
 
     @property
@@ -405,6 +434,7 @@ class RunPlan:
             "state": memory.state,
             "activations": memory.activations,
             at_work: max(memory.head, memory.layer),
+            "the allocator's cache": memory.cached,
             "CUDA": memory.fixed,
             "published": memory.published,
         }

@@ -54,6 +54,15 @@ SPAWNED_ENVIRONMENT = {
 }
 """Variables of the processes that the command launches, besides ENVIRONMENT. A variable that the
 command has itself stays as it is."""
+TRAINER_ENVIRONMENT = {
+    # The allocator's segments grow in place, so it keeps less memory that fits no tensor: an H100's
+    # kept 4 GiB at a step's peak without this.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+}
+"""Variables of trainer ranks whose weights go through the host's memory, besides the others. Memory
+in such segments can't be shared with engines by CUDA IPC in every container."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of torch's allocator, which reads the second where the first is not set."""
 GC_THRESHOLDS = (50_000, 20, 20)
 """Objects made between two garbage collections. By Python's own 700, 10 and 10, collections take a
 seventh of the processor time of importing torch, torchtitan and vLLM, which each process does."""
@@ -97,6 +106,19 @@ def launch_environment(
     else:
         environment[MASK] = ",".join(gpus[index] for index in share)
     return environment
+
+
+def trainer_environment(*, weights_on_devices: bool) -> dict[str, str]:
+    """Return the variables to launch a trainer rank with, besides those of `launch_environment`.
+
+    Settings of the allocator that the command has itself stay as they are.
+
+    Args:
+        weights_on_devices: True if engines read versions from the trainer's devices.
+    """
+    if weights_on_devices or any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        return {}
+    return dict(TRAINER_ENVIRONMENT)
 
 
 def set_up_spawned_process(

@@ -84,6 +84,7 @@ class PolicyTrainer(WatchedActor):
         run_dir: str,
         generator_dtype: torch.dtype,
         yields_memory: bool = False,
+        leaves_bytes: float = 0,
         weights_on_device: bool = False,
         **learner_options: Any,  # noqa: ANN401 - Learner checks them
     ):
@@ -93,6 +94,8 @@ class PolicyTrainer(WatchedActor):
             generator_dtype: dtype of the published weights.
             yields_memory: True if an engine on this rank's GPU takes the memory that a step has
                 used, as soon as the weights are copied out.
+            leaves_bytes: memory of this rank's GPU that is left to an engine, and to CUDA; 0 if the
+                rank has the GPU for itself.
             weights_on_device: True if published versions stay on this rank's device.
             learner_options: further arguments of the Learner.
         """
@@ -108,6 +111,7 @@ class PolicyTrainer(WatchedActor):
         self._generator_dtype = generator_dtype
         self._published_on = torch.device(device) if weights_on_device else None
         self._yields_memory = yields_memory and device == "cuda"
+        self._leaves_bytes = leaves_bytes if device == "cuda" else 0
         self._build_learner = partial(
             Learner,
             config,
@@ -144,7 +148,11 @@ class PolicyTrainer(WatchedActor):
             init_process_group(
                 device=self._device, rank=self._rank, world_size=self._world_size, url=rendezvous
             )
+            if self._leaves_bytes:
+                leave_memory(self._leaves_bytes)
             self._learner = self._build_learner()
+            if self._yields_memory:
+                torch.cuda.empty_cache()
             self._publisher = SnapshotPublisher(
                 rank=self._rank,
                 host=host_identity(),
@@ -367,6 +375,18 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def leave_memory(nbytes: float) -> None:
+    """Bound what this process's allocator takes of its GPU, so that ``nbytes`` are left to others.
+
+    The allocator keeps what tensors give back, and a process beside it can't use that: an engine
+    would run out of memory when it loads its first version. At the bound the allocator first gives
+    back what it keeps, and fails only if the tensors themselves are too large.
+    """
+    device = torch.cuda.current_device()
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(max(0.0, 1 - nbytes / total), device)
 
 
 def init_process_group(

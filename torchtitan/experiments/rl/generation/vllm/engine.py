@@ -51,9 +51,10 @@ Device = Literal["cpu", "cuda"]
 PINS = Path(__file__).parents[5] / "requirements"
 """Folder with the full sets of pins, in a checkout and where the library is installed."""
 
-GPU_OVERHEAD_GIB = 2.0
-"""Estimated GiB that an engine's process takes on its GPU beside weights and KV cache: CUDA's own,
-CUDA graphs and activations. No GPU has run it."""
+GPU_OVERHEAD_GIB = 2.6
+"""Estimated GiB that an engine's process takes on its GPU beside weights and KV cache. Of these are
+0.5 CUDA's own, 1.1 CUDA graphs, activations and workspaces, and 1 what an update copies and
+digests. No GPU has run it."""
 
 GPU_SHARE_WITH_FIXED_CACHE = 0.05
 """Share of a GPU's memory that vLLM is told to expect free if its KV cache has a fixed size. It
