@@ -30,3 +30,7 @@ RUN python3.11 -m venv .venv \
 
 COPY . .
 RUN pip install --no-deps .
+
+# The figures of scripts/gpu_smoke.sh name the commit. The build context has no .git.
+ARG COMMIT=unknown
+ENV TORCHTITAN_RL_COMMIT=$COMMIT

@@ -127,6 +127,7 @@ async def trainer_and_generator(
     text: np.ndarray,
     row_length: int = 256,
     leaves_bytes: float = 0,
+    print_to_logs: bool = False,
 ) -> AsyncIterator[tuple[Any, Any, WeightSync, GeneratorClient]]:
     """Start one trainer rank and one generator with the model, and yield them with what keeps them in step. A trainer of
     adapters publishes these, and the generator serves them.
@@ -134,8 +135,10 @@ async def trainer_and_generator(
     Args:
         text: the canary's.
         leaves_bytes: of a GPU that both have, what the trainer leaves to the engine.
+        print_to_logs: True to have what the processes print in logs/ of ``run_dir``.
     """
     lora = trainer_config.lora
+    printed = Path(run_dir) if print_to_logs else None
     client, meshes, on_device = GeneratorClient(), [], generator_config.weights == "device"
     try:
         trainers, _ = spawn_on(
@@ -143,9 +146,10 @@ async def trainer_and_generator(
             "trainer",
             placement.trainer,
             device,
+            run_dir=printed,
             environment=trainer_environment(weights_on_devices=on_device),
         )
-        generators, _ = spawn_on(None, "g", placement.generators, device)
+        generators, _ = spawn_on(None, "generator", placement.generators, device, run_dir=printed)
         trainer = trainers.spawn(
             "trainer",
             PolicyTrainer,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
-KNOWN = ("FROM", "RUN", "WORKDIR", "ENV", "COPY")
+KNOWN = ("FROM", "RUN", "WORKDIR", "ENV", "COPY", "ARG")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +98,23 @@ def follow(folder: Path, *, pins: str) -> Iterator[str]:
     """
     ignored = Ignored((ROOT / ".dockerignore").read_text())
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    arguments: dict[str, str] = {}
     work_dir = ""
     for instruction in instructions((ROOT / "Dockerfile").read_text()):
         match instruction.name:
             case "WORKDIR":
                 work_dir = instruction.words
+            case "ARG":
+                name, _, value = instruction.words.partition("=")
+                arguments[name] = value
             case "ENV":
                 for setting in instruction.words.split():
                     name, _, value = setting.partition("=")
                     value = value.replace(f"{work_dir}/", f"{folder}/")
-                    environment[name] = value.replace("$PATH", environment["PATH"])
+                    value = value.replace("$PATH", environment["PATH"])
+                    for argument, given in arguments.items():
+                        value = value.replace(f"${argument}", given)
+                    environment[name] = value
             case "COPY":
                 source, target = instruction.words.split()
                 copy_context(source, folder / target, ignored)

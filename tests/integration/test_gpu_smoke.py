@@ -41,8 +41,16 @@ def test_the_trainers_state_is_saved_and_resumed_and_its_digests_are_those_of_th
 
 
 def test_each_version_reaches_the_engine_and_what_is_sampled_agrees_with_the_trainer(figures):
-    for name in ("updates", "updates-lora"):
+    for name in ("updates-tiny", "updates", "updates-lora"):
         assert_engine_follows(figures[name]["figures"])
+
+
+def test_a_family_of_transformers_is_trained_served_and_compared(figures):
+    assert figures["family-attention"]["figures"]["apart"] < 1e-3
+    assert figures["family"]["figures"]["graphs compiled by steps"] == 0
+    found = figures["family-updates"]["figures"]
+    assert all(report["canary_max_diff"] < 1e-3 for report in found["updates"])
+    assert found["logprobs"]["most_apart"] < 1e-3
 
 
 def assert_engine_follows(found):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.gpu_smoke import OFFERED_COMMIT, parser
 from tests.dockerfile import ROOT, Ignored, context_files, instructions, shell_commands
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command
 
@@ -91,6 +92,24 @@ def test_what_is_made_in_a_checkout_stays_out_of_the_build_context():
     patterns = (ROOT / ".gitignore").read_text().split()
     made = [pattern.strip("/").replace("*", "x") for pattern in patterns]
     assert all(path in IGNORED for path in (*made, ".git", "assets/hf", "gpu_smoke.json"))
+
+
+def test_the_image_knows_the_commit_that_it_was_built_from():
+    """scripts/gpu_smoke.py reads the variable where there is no .git, which the context leaves out."""
+    names = [
+        step.words.partition("=")[0] for step in instructions(DOCKERFILE) if step.name == "ARG"
+    ]
+    given = option(documented("docker build"), "--build-arg")
+    assert [argument.partition("=")[0] for argument in given] == names == ["COMMIT"]
+    settings = [step.words for step in instructions(DOCKERFILE) if step.name == "ENV"]
+    assert f"{OFFERED_COMMIT}=$COMMIT" in settings
+    assert ".git" in IGNORED
+
+
+def test_the_smoke_test_of_the_container_writes_where_the_host_keeps_it():
+    out = parser().get_default("out")
+    volumes = option(documented("docker run"), "-v")
+    assert f"./{out.parent}:/rl/{out.parent}" in volumes
 
 
 def test_the_container_is_started_with_the_memory_and_the_folders_that_a_run_needs():

@@ -37,6 +37,7 @@ PYTHON = {
     "# my_sums_v1.py": HUBS,
     "# my_verifiers.py": HUBS,
     "# my_env_agent.py": HUBS,
+    "# synchronous.py": "test_docs_gpu.py::test_an_engine_without_asynchronous_scheduling_is_configured_as_shown",
     "# my_openenv.py": HUBS,
     "# my_game.py": "test_docs_agents.py::test_the_game_of_the_page_is_played",
     "# mine.py": "test_docs_blocks.py::test_data_of_ones_own_passes_a_dry_run_as_shown",
@@ -189,10 +190,12 @@ def test_the_smoke_of_gpus_is_called_with_options_and_steps_that_it_has():
     ):
         gpu_smoke.parser().parse_args(shlex.split(" ".join(words)))
     table = page.partition("| step |")[2].partition("\n\n")[0]
-    named = set(
-        re.findall(r"`([a-z-]+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:]))
-    )
-    assert named == {name for name in gpu_smoke.STEPS if not name.startswith("learner-")}
+    first_columns = "\n".join(line.split("|")[1] for line in table.splitlines()[2:])
+    named = re.findall(r"`([a-z-]+)`", first_columns)
+    steps = [name for name in gpu_smoke.STEPS if not name.startswith("learner-")]
+    assert sorted(named) == sorted(steps)
+    with_engine = [name for name in named if name in gpu_smoke.WITH_ENGINE]
+    assert with_engine == gpu_smoke.WITH_ENGINE, "in the order in which they are taken"
 
 
 def test_the_demonstrations_shown_are_a_task_that_is_checked(shown_files):

@@ -28,7 +28,7 @@ CONFIGS = {
     for name in config_functions(DEFAULT_MODULE)
     if (config := getattr(config_registry, name)()).model.hf_assets_path.startswith(HUB_FOLDER)
 }
-HOSTS = {"1 x 24 GB": (1, 24), "1 x 80 GB": (1, 80), "8 x 80 GB": (8, 80)}
+HOSTS = {"1 x 24 GB": (1, 22), "1 x 80 GB": (1, 80), "8 x 80 GB": (8, 80)}
 ON_ALL_HOSTS = [name for name in CONFIGS if name.startswith("rl_grpo_")]
 """The others are one of these with another task."""
 LARGER_THAN_80_GB = ["rl_grpo_qwen3_30b_a3b", "rl_grpo_qwen3_32b"]

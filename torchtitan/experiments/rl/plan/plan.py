@@ -95,8 +95,7 @@ class SharedGpu:
 
     @property
     def left(self) -> float:
-        """Bytes that the trainer's tensors and their allocator leave while they are at their peak:
-        those of the engine, and CUDA's own."""
+        """Bytes that the trainer's allocator leaves of the GPU: the engine's, and CUDA's own."""
         return (self.engine if self.asleep is None else self.asleep) + self.trainer.fixed
 
     @property
