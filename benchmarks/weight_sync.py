@@ -147,7 +147,7 @@ async def trainer_and_generator(
             placement.trainer,
             device,
             run_dir=printed,
-            environment=trainer_environment(weights_on_devices=on_device),
+            environment=trainer_environment(device, weights_on_devices=on_device),
         )
         generators, _ = spawn_on(None, "generator", placement.generators, device, run_dir=printed)
         trainer = trainers.spawn(

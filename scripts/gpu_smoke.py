@@ -883,7 +883,7 @@ async def _two_ranks(setting: Setting, figures: Figures, config: TrainerConfig, 
         place(placed, setting.device).trainer,
         setting.device,
         run_dir=Path(setting.folder),
-        environment=trainer_environment(weights_on_devices=False),
+        environment=trainer_environment(setting.device, weights_on_devices=False),
     )
     actors = procs.spawn(
         "trainer",
@@ -1295,7 +1295,8 @@ def run_steps(names: list[str], setting: Setting) -> dict[str, Figures]:
     arguments = json.dumps({"names": names, "setting": asdict(setting), "out": str(out)})
     environment = dict(os.environ)
     if not any(name in WITH_ENGINE or name in TWO_RANKS for name in names):
-        environment |= trainer_environment(weights_on_devices=False)  # as a run's trainer has it
+        # As a run's trainer has it.
+        environment |= trainer_environment(setting.device, weights_on_devices=False)
     with terminal.open("wb") as printed:
         process = subprocess.Popen(
             [*CHILD, "--child", arguments],
@@ -1350,7 +1351,7 @@ def tidy(folder: Path, steps: dict[str, Figures]) -> bool:
     for entry in list(folder.iterdir()):
         if entry.is_dir() and entry.name not in failed:
             shutil.rmtree(entry)
-        elif entry.is_file() and entry.stem not in failed:
+        elif entry.is_file() and not failed:
             entry.unlink()
     for path in folder.glob("**/*"):
         if path.is_file() and path.stat().st_size > LARGEST_KEPT:
@@ -1402,6 +1403,7 @@ def made_model(folder: Path, size: str) -> str:
 
 
 clock = time.time
+"""Clock by which steps get their time."""
 
 
 def parser() -> argparse.ArgumentParser:

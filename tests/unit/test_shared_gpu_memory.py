@@ -108,7 +108,8 @@ def test_the_allocators_segments_grow_unless_engines_open_them_or_the_user_says_
 ):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    assert trainer_environment(weights_on_devices=False) == TRAINER_ENVIRONMENT
-    assert trainer_environment(weights_on_devices=True) == {}
+    assert trainer_environment("cuda", weights_on_devices=False) == TRAINER_ENVIRONMENT
+    assert trainer_environment("cuda", weights_on_devices=True) == {}
+    assert trainer_environment("cpu", weights_on_devices=False) == {}
     monkeypatch.setenv(name, "max_split_size_mb:512")
-    assert trainer_environment(weights_on_devices=False) == {}
+    assert trainer_environment("cuda", weights_on_devices=False) == {}

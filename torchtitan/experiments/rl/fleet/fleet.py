@@ -256,7 +256,9 @@ class Fleet:
             self._placement.trainer,
             plan.device,
             run_dir=context.run_dir,
-            environment=trainer_environment(weights_on_devices=plan.weights_on_devices),
+            environment=trainer_environment(
+                plan.device, weights_on_devices=plan.weights_on_devices
+            ),
         )
         self._trainer_ranks = procs.spawn(
             "trainer",

@@ -59,8 +59,8 @@ TRAINER_ENVIRONMENT = {
     # kept 4 GiB at a step's peak without this.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""Variables of trainer ranks whose weights go through the host's memory, besides the others. Memory
-in such segments can't be shared with engines by CUDA IPC in every container."""
+"""Variables of trainer ranks on GPUs whose weights go through the host's memory, besides the others.
+Memory in such segments can't be shared with engines by CUDA IPC in every container."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of torch's allocator, which reads the second where the first is not set."""
 GC_THRESHOLDS = (50_000, 20, 20)
@@ -108,15 +108,17 @@ def launch_environment(
     return environment
 
 
-def trainer_environment(*, weights_on_devices: bool) -> dict[str, str]:
+def trainer_environment(device: Device, *, weights_on_devices: bool) -> dict[str, str]:
     """Return the variables to launch a trainer rank with, besides those of `launch_environment`.
 
     Settings of the allocator that the command has itself stay as they are.
 
     Args:
+        device: where the rank computes.
         weights_on_devices: True if engines read versions from the trainer's devices.
     """
-    if weights_on_devices or any(name in os.environ for name in ALLOCATOR_VARIABLES):
+    set_by_user = any(name in os.environ for name in ALLOCATOR_VARIABLES)
+    if device == "cpu" or weights_on_devices or set_by_user:
         return {}
     return dict(TRAINER_ENVIRONMENT)
 
