@@ -127,7 +127,9 @@ STEPS_SHARE = 0.25
 KEPT_LINES = 200
 """Lines of the end of each log of a step that failed, in the file of figures."""
 LARGEST_KEPT = 64 * 2**20
-"""Bytes of the largest file that stays in the folder of a step that failed: weights are larger."""
+"""Bytes of the largest file that stays in the folder of a step that failed."""
+WEIGHTS = (".safetensors", ".distcp")
+"""Suffixes of files that do not stay there: models, and parts of checkpoints."""
 OFFERED_COMMIT = "TORCHTITAN_RL_COMMIT"
 """Variable with the commit, where there is no .git: in the image of the Dockerfile."""
 GPU_NAMES = "name,driver_version,memory.total,power.limit,clocks.max.sm"
@@ -1354,7 +1356,8 @@ def tidy(folder: Path, steps: dict[str, Figures]) -> bool:
         elif entry.is_file() and not failed:
             entry.unlink()
     for path in folder.glob("**/*"):
-        if path.is_file() and path.stat().st_size > LARGEST_KEPT:
+        large = path.is_file() and path.stat().st_size > LARGEST_KEPT
+        if large or path.suffix in WEIGHTS:
             path.unlink()
     if not any(folder.iterdir()):
         folder.rmdir()

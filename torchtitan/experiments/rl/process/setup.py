@@ -59,8 +59,8 @@ TRAINER_ENVIRONMENT = {
     # kept 4 GiB at a step's peak without this.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""Variables of trainer ranks on GPUs, besides the others, where weights go through the host's memory.
-Memory in such segments can't be shared with engines by CUDA IPC in every container."""
+"""Variables of trainer ranks, besides the others, on GPUs whose weights go through the host's
+memory. Memory in such segments can't be shared with engines by CUDA IPC in every container."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of torch's allocator, which reads the second where the first is not set."""
 GC_THRESHOLDS = (50_000, 20, 20)
