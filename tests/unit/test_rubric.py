@@ -187,6 +187,10 @@ async def test_env_components_nobody_weighs_are_logged_apart():
     assert reward.reward == 2.0 and reward.components == {"length": 2.0, "env/correct": 1.0}
 
 
+def test_env_component_takes_the_name_that_records_and_metrics_have():
+    assert env_component("env/good_calls").name == "good_calls"
+
+
 async def test_misspelt_env_component_is_an_error_and_an_unearned_one_is_zero():
     done = answered(env_rewards=[{"correct": 1.0}])
     cut = answered(status=RolloutStatus.TRUNCATED_MAX_TURNS)

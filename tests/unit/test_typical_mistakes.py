@@ -1,11 +1,17 @@
 """Typical mistakes of a first hour: each is one line that names the place, exit code 2, in seconds, and nothing is spawned."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.forkserver import run_module
 from tests.unit.command_line import DEBUG
 from torchtitan.experiments.rl.command import preflight
+from torchtitan.experiments.rl.command.overrides import last_of_each
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.tasks import question_task
 
+TINY_MODEL = Path(__file__).resolve().parents[2] / "assets/tiny_qwen3"
 MODULE = """
 import asyncio, time
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
@@ -453,6 +459,18 @@ WORDS = {
         [*DEBUG, "--tasks.sum-digits.group-size", "1", "--rollouts-per-step", "8"],
         "group_size = 1: GRPO compares",
     ),
+    "TRL's name of an option": (
+        [*DEBUG, "--trainer.learning-rate", "1e-5"],
+        "error: no option --trainer.learning-rate; perhaps you meant --trainer.optimizer.lr\n",
+    ),
+    "GPUs for a config of a CPU": (
+        [*DEBUG, "--gpus", "2"],
+        "--gpus = 2: this config computes on CPU: leave it out, or take --provision.device cuda",
+    ),
+    "a misspelt folder of a model": (
+        [*DEBUG, "--model", str(TINY_MODEL.with_name("tiny_qwem3"))],
+        f"perhaps you meant {TINY_MODEL}\n",
+    ),
     "a missing model": (
         [*DEBUG, "--model.hf-assets-path", "nowhere"],
         "model.hf_assets_path = 'nowhere'",
@@ -551,6 +569,10 @@ def test_a_task_is_set_up_run_and_closed_once_and_its_prompt_shown(
         *(f"  | {line}" for line in prompt.split("\n")),
         f"tokens         {' '.join(map(str, ids))}",
     ]
+    shown[1:1] = [
+        "rows           of mine: 2 to train on",
+        "rewards        of mine: exact x 1",
+    ]
     assert out.splitlines()[-len(shown) :] == shown
     assert "weights        " in out and "learning rate  " in out
 
@@ -582,3 +604,64 @@ def test_a_format_reward_that_looks_for_a_thought_in_the_completion_is_told_wher
     if said:
         assert f"warning: tasks.mine.rubric: {fn}: looks for <think> in the completion" in said[0]
         assert '"reasoning_content"' in said[0]
+
+
+# ---- reward functions by words alone
+
+
+REWARDS = """
+def exact(completion, example): return float(completion == example["answer"])
+def short(completion, example): return float(len(completion) < 9)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("right_answer", "right_answer x 1"),
+        ("{one}:exact,short", "exact x 0.5, short x 0.5"),
+        ("{one}:exact,{other}:short", "exact x 0.5, short x 0.5"),
+    ],
+)
+def test_reward_functions_of_several_files_are_named_in_one_word(
+    command, config_module, tmp_path, words, shown
+):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "6 * 7?", "answer": "42"}\n' * 20)
+    (_, one), (_, other) = config_module(REWARDS), config_module(REWARDS)
+    code, out, _ = command(
+        "--config",
+        "rl_questions_qwen3_debug",
+        "--dry-run",
+        "--tasks.questions.dataset.path",
+        str(rows),
+        "--tasks.questions.rubric",
+        words.format(one=one, other=other),
+    )
+    assert code == 0 and f"rewards        of questions: {shown}" in out
+
+
+def test_reward_functions_of_one_name_are_refused(refused, config_module):
+    (_, one), (_, other) = config_module(REWARDS), config_module(REWARDS)
+    words = f"{one}:exact,{other}:exact"
+    assert "'exact' stands twice: give one of them another name" in refused(
+        "--config", "rl_questions_qwen3_debug", "--tasks.questions.rubric", words
+    )
+
+
+def test_reward_functions_in_a_list_are_to_be_given_one_by_one():
+    def exact(completion, example): ...
+
+    with pytest.raises(ConfigError, match=r"give them one by one: \(rows, exact, exact\)"):
+        question_task([{"question": "1", "answer": "1"}], [exact, exact])
+
+
+def test_words_of_a_run_that_was_resumed_name_each_option_once():
+    words = ["--steps", "40", "--tasks.t.algorithm", "grpo", "--steps", "60", "--metrics.wandb"]
+    assert last_of_each(words) == [
+        "--tasks.t.algorithm",
+        "grpo",
+        "--steps",
+        "60",
+        "--metrics.wandb",
+    ]

@@ -141,6 +141,7 @@ def evaluation(source: Path, target: Path) -> str | None:
     Returns:
         None if ``target`` is no whole model, or the run has no validation set.
     """
+    from torchtitan.experiments.rl.command.overrides import last_of_each
     from torchtitan.experiments.rl.command.resume import read_saved
 
     command = f"{typed_command('evaluate')} --model {shlex.quote(near(target))} --config"
@@ -151,7 +152,7 @@ def evaluation(source: Path, target: Path) -> str | None:
         return f"{command} NAME"
     if not any(task.get("validation") for task in config["tasks"].values()):
         return None
-    words = [saved.config_name, "--module", saved.module, *saved.overrides]
+    words = [saved.config_name, "--module", saved.module, *last_of_each(saved.overrides)]
     adapters = config["trainer"].get("lora") or {}
     if adapters.get("init_from") is not None:
         words += ["--trainer.lora.init-from", "None"]  # they are merged into the folder's weights

@@ -1,10 +1,12 @@
-"""Makes text of models, envs and servers safe to print.
+"""Makes text of models, envs and servers safe to print, and finds names that are alike.
 
 Such text may hold characters that act on a terminal, reorder a line or have no encoding. They are
 printed as their escapes.
 """
 
+import difflib
 import re
+from pathlib import Path
 
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f"  # C0 controls but tab and newline: ESC begins a terminal's commands
@@ -64,3 +66,16 @@ def text_of(value: object, length: int = 60) -> str:
 def shown(value: object) -> str:
     """Return the type of a value and the beginning of its text."""
     return f"{type(value).__name__} '{text_of(value)}'"
+
+
+def perhaps_meant(path: Path) -> str:
+    """Return the end of an error about a path that is not there: what is there by a like name.
+
+    It is empty where nothing is.
+    """
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
+    return f"; perhaps you meant {printable_line(str(path.with_name(near[0])))}" if near else ""

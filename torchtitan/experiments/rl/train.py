@@ -24,7 +24,7 @@ from torchtitan.experiments.rl.command.command_line import (
     starting_line,
 )
 from torchtitan.experiments.rl.command.hub import push
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.entry import of_command, run_command
@@ -122,6 +122,9 @@ def _with_gpus_divided(command: Command, config: "RunConfig") -> "RunConfig":
     from torchtitan.experiments.rl.process.host import gpu_memory_gib
 
     check(config)
+    if config.provision.device == "cpu":
+        cure = "this config computes on CPU: leave it out, or take --provision.device cuda"
+        raise ConfigError("--gpus", command.gpus, cure)
     gpu_gib = gpu_memory_gib() or USUAL_GPU_GIB
     command.overrides += split_of(config, int(command.gpus or 0), gpu_gib=gpu_gib)
     return load_config(command)

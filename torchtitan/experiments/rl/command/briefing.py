@@ -4,6 +4,7 @@ A dry run prints the lines. Warnings are of settings that work, and are probably
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from torchtitan.experiments.rl.command.build import PolicyTokenizer
 from torchtitan.experiments.rl.command.preflight import PreflightResult
@@ -29,18 +30,25 @@ whole model."""
 
 
 def task_lines(
-    config: RunConfig, results: Mapping[str, PreflightResult], policy: PolicyTokenizer | None
+    config: RunConfig,
+    results: Mapping[str, PreflightResult],
+    policy: PolicyTokenizer | None,
+    *,
+    tasks: Mapping[str, Task],
+    begins_from: Path | None,
 ) -> list[str]:
     """Return lines on how the run trains, and on each task with its first prompt, safe to print.
 
     Args:
+        tasks: the tasks that could be built.
+        begins_from: checkpoint whose weights the run begins with; None for the model's folder.
         results: what the preflight saw of the tasks that it could try.
         policy: tokenizer and renderer of the policy; None if its folder is not on this machine.
     """
     optimizer = config.trainer.optimizer
     warmup_steps = config.trainer.lr_scheduler.warmup_steps
     lines = [
-        f"weights        {config.model.hf_assets_path}",
+        f"weights        {begins_from or config.model.hf_assets_path}",
         f"learning rate  {optimizer.lr:g}, {warmup_steps} steps of warm-up",
         f"loss           {_loss_text(config)}",
     ]
@@ -48,6 +56,8 @@ def task_lines(
         lines += _renderer_lines(config, policy)
     for name, task in config.tasks.items():
         lines += _lines_of_task(name, task)
+        if name in tasks:
+            lines += _lines_of_data(tasks[name], share=_share_of(config, name))
         if name in results:
             lines += _preflight_lines(name, results[name])
     return [printable_line(line) for line in lines]
@@ -99,6 +109,26 @@ def _lines_of_task(name: str, task: Task.Config) -> list[str]:
     if stops:
         lines.append(f"turn ends      of {name} at {', '.join(stops)} too")
     return lines
+
+
+def _share_of(config: RunConfig, name: str) -> float:
+    """Return the task's share of the groups."""
+    weights = {other: task.weight for other, task in config.tasks.items()}
+    return weights[name] / sum(weights.values())
+
+
+def _lines_of_data(task: Task, *, share: float) -> list[str]:
+    """Return lines on the task's rows and on what it rewards."""
+    rows = f"rows           of {task.name}: {len(task.dataset):,} to train on"
+    if task.validation is not None:
+        rows += f", {len(task.validation):,} held out"
+    if share < 1:
+        rows += f"; {share:.0%} of the groups are its"
+    functions = task.rubric.functions
+    if not functions:
+        return [rows]
+    weights = [f"{name} x {entry.weight:.2g}" for name, entry in functions.items()]
+    return [rows, f"rewards        of {task.name}: {', '.join(weights)}"]
 
 
 def _preflight_lines(name: str, result: PreflightResult) -> list[str]:

@@ -299,9 +299,11 @@ def own_options(
         known, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error.argument_name), None, error.message) from None
-    for word in rest:
-        option, _, value = word.partition("=")
+    for index, word in enumerate(rest):
+        option, equals, value = word.partition("=")
         if option in refused:
+            if not equals and index + 1 < len(rest):
+                value = rest[index + 1]
             why = "is of a run's command, and means nothing here"
             if option == "--init-adapter":
                 why = MERGE.format(typed_command("export"))

@@ -107,7 +107,7 @@ class _Gate:
         self._print_lines()
         start: Start
         if self.command.dry_run:
-            self._print_plan(plan, run_dir, script)
+            self._print_plan(plan, run_dir, script, init_from)
             start = Ended()
         elif script is not None:
             start = ToSubmit(plan=plan, run_dir=run_dir, script=script)
@@ -258,7 +258,10 @@ class _Gate:
 
     def _print_lines(self) -> None:
         if self._default_renderer_was_picked() and not self.command.dry_run:
-            why = "no family's makes the prompts that the tokenizer's own template does"
+            why = (
+                "no family's makes the prompts of the template; each turn may become a training "
+                "sample of its own"
+            )
             self.lines.append(f"renderer    default: {why}")
         for line in self.lines:
             write_line(sys.stdout, printable_line(line))
@@ -269,7 +272,9 @@ class _Gate:
         picked = renderer_name(self.policy.renderer) == DEFAULT
         return picked and self.config.renderer.name == AUTO
 
-    def _print_plan(self, plan: RunPlan, run_dir: str, script: str | None) -> None:
+    def _print_plan(
+        self, plan: RunPlan, run_dir: str, script: str | None, init_from: Path | None
+    ) -> None:
         """Print the plan, the tasks with their first prompts, and what is missing here."""
         config = self.config
         job = config.provision.job
@@ -281,7 +286,13 @@ class _Gate:
         scheduled = script or job.plan(run_dir, plan.hosts)
         if scheduled:
             shown.append(scheduled)
-        shown += briefing.task_lines(config, self.preflights, self.policy if self.tasks else None)
+        shown += briefing.task_lines(
+            config,
+            self.preflights,
+            self.policy if self.tasks else None,
+            tasks=self.tasks,
+            begins_from=init_from,
+        )
         if plan.device == "cuda":
             simulation = f"{typed_command('simulate')} {shlex.join(self.command.tool_words())}"
             shown.append(f"what it takes  {simulation}   (simulated: docs/scale.md)")

@@ -25,7 +25,7 @@ from torchtitan.experiments.rl.models.hub import (
     is_adapter,
 )
 from torchtitan.experiments.rl.observability.console import near, typed_command, write_line
-from torchtitan.experiments.rl.printable import one_sentence, printable_line
+from torchtitan.experiments.rl.printable import one_sentence, perhaps_meant, printable_line
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*"]
 """Patterns of the files that are downloaded of a model's repository. Other files hold the same
@@ -52,7 +52,10 @@ def model_folder(model: str, *, field: str = "--model") -> str:
         return str(_policy_in(Path(os.path.abspath(model)), field))
     if not _NAME.fullmatch(model):
         raise ConfigError(
-            field, model, "no such folder, and no name of the hub, such as Qwen/Qwen3-0.6B"
+            field,
+            model,
+            "no such folder, and no name of the hub, such as Qwen/Qwen3-0.6B"
+            + perhaps_meant(Path(model)),
         )
     from huggingface_hub import snapshot_download
 
@@ -74,7 +77,7 @@ def model_folder(model: str, *, field: str = "--model") -> str:
                 f"no such folder, and never downloaded here ({fault}): where there is a hub, run "
                 f"{download}, "
             )
-            why += f"bring the folder {name} here, and name it"
+            why += f"bring the folder {name} here, and name it{perhaps_meant(Path(model))}"
         raise ConfigError(field, model, why) from error
 
 

@@ -286,11 +286,24 @@ def _names_and_parts(options: Iterable[str]) -> list[str]:
 
 def _nearest(name: str, names: Sequence[str]) -> str | None:
     """Return the name that an unknown one probably means, by its path or its last word."""
+    name = _WORDS_OF_OTHERS.get(_last_word(name), name)
     by_end = {known.rpartition(".")[2]: known for known in reversed(names)}
     for wanted, known in ((name, {path: path for path in names}), (_last_word(name), by_end)):
         for near in difflib.get_close_matches(wanted, known, n=1, cutoff=0.8):
             return known[near]
     return None
+
+
+_WORDS_OF_OTHERS = {
+    "learning-rate": "trainer.optimizer.lr",
+    "num-generations": "group-size",
+    "max-completion-length": "sampling.max-tokens",
+    "max-steps": "steps",
+    "save-steps": "checkpoint.interval",
+    "eval-steps": "validation.every",
+    "beta": "trainer.reference.kl-coef",
+}
+"""Options of ours by their names in TRL, whose letters are not alike."""
 
 
 def _last_word(name: str) -> str:

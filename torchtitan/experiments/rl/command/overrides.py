@@ -5,6 +5,8 @@
     --pre-batch-filters zero_advantage,repetition      a list of parts, with commas between; or []
     --tasks.sums.sampler my_samplers:Hardest           a class of yours that has a fitting Config
     --tasks.sums.rubric my_rewards.py:exact,short      reward functions of yours
+    --tasks.sums.rubric a.py:exact,b.py:short          the same, from two files
+    --tasks.sums.rubric right_answer                   the library's reward function
     --tasks.sums.validation held_out.jsonl             data, by its file or its name on the hub
     --trainer.lora                                     a part with its defaults
     --trainer.lora None                                no part, where the config may do without
@@ -36,6 +38,7 @@ from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_cod
 from torchtitan.experiments.rl.hosts.jobs import JobConfig
 from torchtitan.experiments.rl.process.setup import add_import_folder
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
+from torchtitan.experiments.rl.tasks.answers import right_answer
 from torchtitan.experiments.rl.tasks.task import Task
 
 NONE = ("None", "none")
@@ -92,6 +95,17 @@ def split(words: Sequence[str]) -> list[Override]:
             values.append(rest.pop(0))
         found.append(Override(option, tuple(values)))
     return found
+
+
+def last_of_each(words: Sequence[str]) -> list[str]:
+    """Return the words of overrides less those whose option is set again later.
+
+    A command that has been resumed with other values has them all, one behind the other.
+    """
+    found = split(words)
+    last = {override.name: override for override in found}
+    kept = [override for override in found if last[override.name] is override]
+    return [word for override in kept for word in (override.option, *override.values)]
 
 
 def value_at(config: Any, keys: Sequence[Any]) -> Any:
@@ -336,9 +350,12 @@ def _with_part_of_word(target: _Target) -> Any | None:
     if target.is_data:
         return _with_data(target)
     if isinstance(target.value, Rubric.Config):
+        if target.word == right_answer.__name__:
+            return target.with_part(dataclasses.replace(target.value, reward_fns=[right_answer]))
         raise target.refusal(
             "a rubric is reward functions and their place: a file or a module, a colon, names: "
-            f"my_rewards.py:{target.word}; each is fn(completion, example)"
+            f"my_rewards.py:{target.word}; each is fn(completion, example). right_answer, which "
+            "compares the answer with the row's, needs no place"
         )
     return _with_part_of_name(target)
 
@@ -438,24 +455,37 @@ def _made(target: _Target, config_class: type[Any]) -> Any:
 
 
 def _objects_at(target: _Target, location: str) -> dict[str, Any]:
-    """Return what a module or file has by the names behind the colon.
+    """Return what modules or files have by the names behind the colons.
+
+    Args:
+        location: names with commas between, each behind its module or file or that of the name
+            before it: "a.py:f,g" and "a.py:f,b.py:h".
 
     Raises:
-        ConfigError: there is no such module or file, it can't be imported, or it lacks a name.
+        ConfigError: there is no such module or file, it can't be imported, or it lacks a name; or a
+            name stands twice.
     """
-    path, _, names = location.rpartition(":")
+    found: dict[str, Any] = {}
+    path = ""
+    for entry in location.split(","):
+        own_path, _, name = entry.rpartition(":")
+        path = own_path or path
+        if name in found:
+            raise target.refusal(f"{name!r} stands twice: give one of them another name")
+        found[name] = _object_in(target, path, name)
+    return found
+
+
+def _object_in(target: _Target, path: str, name: str) -> Any:
     module = _import_module(target, path)
-    for name in names.split(","):
-        if not hasattr(module, name):
-            defined = [
-                key
-                for key, entry in vars(module).items()
-                if getattr(entry, "__module__", None) == module.__name__
-            ]
-            raise target.refusal(
-                f"{path} has no {name!r}; it defines {', '.join(defined) or 'nothing'}"
-            )
-    return {name: getattr(module, name) for name in names.split(",")}
+    if hasattr(module, name):
+        return getattr(module, name)
+    defined = [
+        key
+        for key, entry in vars(module).items()
+        if getattr(entry, "__module__", None) == module.__name__
+    ]
+    raise target.refusal(f"{path} has no {name!r}; it defines {', '.join(defined) or 'nothing'}")
 
 
 def _import_module(target: _Target, path: str) -> ModuleType:

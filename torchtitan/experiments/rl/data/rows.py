@@ -30,6 +30,7 @@ from torchtitan.experiments.rl.data.row_files import (
     with_all_columns,
 )
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, cause_of
+from torchtitan.experiments.rl.printable import perhaps_meant
 from torchtitan.experiments.rl.rollouts.types import DataSample
 
 SAVED_FILES = ("dataset_dict.json", "state.json")
@@ -363,7 +364,7 @@ def _load_file(file: Path, named: str, *, field: str) -> Rows:
             raise Unreadable(WANTED_FILE)
         rows, places = read_file(file, kind)
     except FileNotFoundError:
-        raise MissingError(field, named, "no such file") from None
+        raise MissingError(field, named, f"no such file{perhaps_meant(file)}") from None
     except Unreadable as error:
         raise ConfigError(field, named, str(error)) from None
     except (OSError, ValueError) as error:

@@ -342,6 +342,7 @@ def env_component(name: str, *, weight: float = 1.0, default: float | None = Non
             early has earned 0, and a completed rollout is an error, which is how a misspelt name
             shows.
     """
+    name = name.removeprefix("env/")  # as records and metrics name it
     component = functools.partial(_env_component, component=name, default=default)
     return RewardFn(component, weight=weight, name=name, takes="rollout")
 

@@ -331,6 +331,10 @@ def row_task(
     Raises:
         ConfigError: the data is none of these.
     """
+    for functions in reward_fns:
+        if isinstance(functions, list | tuple):
+            names = ", ".join(getattr(entry, "__name__", "fn") for entry in functions)
+            raise ConfigError("reward_fns", functions, f"give them one by one: (rows, {names})")
     if reward_fns:
         fields["rubric"] = Rubric.Config(reward_fns=list(reward_fns))
     dataset, held_out = row_datasets(data, validation, split)
