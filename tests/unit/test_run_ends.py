@@ -20,6 +20,7 @@ from monarch import actor
 
 from tests.fakes.waiting import wait_until
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
+from torchtitan.experiments.rl.command.history import read_history
 from torchtitan.experiments.rl.command.start import Ready
 from torchtitan.experiments.rl.controller import signals as session
 from torchtitan.experiments.rl.errors import RunError
@@ -44,7 +45,7 @@ class Running:
         if self._error is not None:
             raise self._error
         if self._end == "at once" or (self._end == "when asked" and self.asked):
-            return None
+            return SimpleNamespace(stopped_by=self.asked[0] if self.asked else None)
         time.sleep(0.001)
         raise TimeoutError
 
@@ -181,7 +182,7 @@ def test_a_hangup_that_comes_twice_is_not_asked_twice(ending):
     class Slow(Running):
         def get(self, timeout=None):
             if len(received) >= 2:
-                return None
+                return SimpleNamespace(stopped_by="SIGHUP")
             time.sleep(0.001)
             raise TimeoutError
 
@@ -263,6 +264,50 @@ def test_a_run_that_is_done_says_no_more(ending):
 )
 def test_what_ended_a_run_is_said_in_one_sentence(error, sentence):
     assert session.cause(error).startswith(sentence) and len(session.cause(error)) < 350
+
+
+# ---- the history of the folder, which the report reads
+
+
+def last_end(folder):
+    end = read_history(folder).end
+    assert end is not None
+    return end.how, end.why
+
+
+def test_the_folder_has_the_error_that_the_terminal_has(ending, tmp_path):
+    error = RunError("none of the first 100 groups teaches anything: look at the rubric")
+    _, _, err, _ = ending(Running(error=error))
+    assert err == f"error: {error} (logs in {tmp_path}/logs)\n"
+    assert last_end(tmp_path) == ("failed", str(error))
+
+
+def test_the_folder_says_what_stopped_the_run(ending, tmp_path):
+    ending(Running("when asked"), signal.SIGINT)
+    assert last_end(tmp_path) == ("stopped", "SIGINT")
+    ending(Running(), signal.SIGINT, signal.SIGINT)
+    assert last_end(tmp_path) == ("stopped", "SIGINT: stopped at once")
+    ending(Running(), signal.SIGTERM, grace_s=0.01)
+    assert last_end(tmp_path) == (
+        "stopped",
+        "SIGTERM: the step did not end within its grace period (0.01 s, checkpoint.grace_s)",
+    )
+    assert len(read_history(tmp_path).starts) == 3
+
+
+def test_the_folder_of_a_run_that_is_done_says_so(ending, tmp_path):
+    ending(Running("at once"))
+    assert last_end(tmp_path) == ("done", None)
+
+
+def test_a_run_whose_hosts_do_not_come_has_failed(ending, tmp_path, monkeypatch):
+    def take(*_, **__):
+        raise RunError("hosts did not come")
+
+    monkeypatch.setattr(session, "take_hosts", take)
+    with contextlib.suppress(Exited):
+        ending(Running("at once"))
+    assert last_end(tmp_path) == ("failed", "hosts did not come")
 
 
 # ---- nothing is left

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from monarch.actor import shutdown_context, this_proc
 
 from torchtitan.experiments.rl.checkpointing.folder import checkpoints, step_of
+from torchtitan.experiments.rl.command.history import How, write_end, write_start
 from torchtitan.experiments.rl.command.start import Ready
 from torchtitan.experiments.rl.compat.monarch import (
     MONARCH_OUTPUT,
@@ -86,12 +87,19 @@ def run_to_end(
         instead, and says how the run can go on.
     """
     signals = Signals()
+    run_dir = Path(start.run_dir)
     try:
+        write_start(run_dir, 0 if start.resume_from is None else step_of(start.resume_from))
         hosts = take_hosts(config, start, stopped=lambda: bool(signals.received))
     except (RunError, OSError) as error:
-        write_line(sys.stderr, f"error: {printable_line(cause(error))}")
+        line = printable_line(cause(error))
+        write_line(sys.stderr, f"error: {line}")
         shutdown_context().get()
-        return 128 + signals.received[0] if signals.received else 1
+        if signals.received:
+            write_end(run_dir, "stopped", _signal_name(signals.received[0]))
+            return 128 + signals.received[0]
+        write_end(run_dir, "failed", line)
+        return 1
     try:
         return _Command(config, start, config_name, temporary, signals, hosts).run()
     finally:
@@ -127,9 +135,13 @@ class _Command:
     answers: list[Any] = field(default_factory=list)
     """Answers of the controller, which are awaited by nobody but must not be dropped."""
 
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.start.run_dir)
+
     def run(self) -> int:
         """Spawn the controller, and wait until the run has ended."""
-        with printed_to(Path(self.start.run_dir) / MONARCH_OUTPUT):
+        with printed_to(self.run_dir / MONARCH_OUTPUT):
             here = this_proc()
         self.controller = here.spawn(
             "controller",
@@ -145,13 +157,16 @@ class _Command:
         next_look = time.monotonic() + SHARED_MEMORY_EVERY_S
         while True:
             try:
-                running.get(timeout=SIGNAL_POLL_S)
+                summary = running.get(timeout=SIGNAL_POLL_S)
+                how: How = "stopped" if self.code else "done"
+                write_end(self.run_dir, how, summary.stopped_by)
                 return self.code
             except TimeoutError:
                 now = time.monotonic()
             except Exception as error:  # noqa: BLE001 - whatever ended the run is said in one line
-                line = f"error: {printable_line(cause(error))} (logs in {self.start.run_dir}/logs)"
-                write_line(sys.stderr, line)
+                line = printable_line(cause(error))
+                write_line(sys.stderr, f"error: {line} (logs in {self.start.run_dir}/logs)")
+                write_end(self.run_dir, "failed", line)
                 return 1
             if now > next_look:
                 self.temporary.note_shared_memory(descendants())
@@ -186,7 +201,7 @@ class _Command:
         self.code = 128 + number
         self.asked_at = now
         write_line(sys.stderr, "stopping after this step; once more stops at once")
-        reason = signal.Signals(number).name
+        reason = _signal_name(number)
         self.answers.append(self.controller.request_stop.call_one(reason))
 
     def _stop_at_once(self, why: str, code: int) -> NoReturn:
@@ -196,12 +211,17 @@ class _Command:
         """
         end_status_line()
         write_line(sys.stderr, f"{why}: what follows the last checkpoint is lost")
+        write_end(self.run_dir, "stopped", f"{_signal_name(code - 128)}: {why}")
         _say_what_is_left(self.start)
         kill_descendants()
         self.temporary.remove()
         # The controller goes on in its thread, and may have started others meanwhile.
         kill_descendants()
         os._exit(code)
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name
 
 
 def cause(error: Exception) -> str:

@@ -1,0 +1,70 @@
+"""The history of a run's folder: its starts, its resumes, and how it ended."""
+
+import json
+
+from torchtitan.experiments.rl.command.history import (
+    HISTORY_FILE,
+    read_history,
+    write_end,
+    write_start,
+)
+
+LONGEST = "\U0001f600" * 1000
+"""As many characters as a cause has at most, of four bytes each."""
+
+
+def test_a_run_that_was_started_and_failed_has_its_cause_word_for_word(tmp_path):
+    write_start(tmp_path, 0)
+    assert read_history(tmp_path).end is None
+    write_end(tmp_path, "failed", LONGEST)
+    history = read_history(tmp_path)
+    assert history.end is not None and (history.end.how, history.end.why) == ("failed", LONGEST)
+    assert [start.step for start in history.starts] == [0] and history.resumed_at == []
+
+
+def test_the_end_is_written_where_the_disk_has_no_byte_left(tmp_path):
+    """The start has reserved its room."""
+    write_start(tmp_path, 0)
+    size = (tmp_path / HISTORY_FILE).stat().st_size
+    write_end(tmp_path, "failed", LONGEST)
+    assert (tmp_path / HISTORY_FILE).stat().st_size == size
+
+
+def test_a_resume_begins_where_the_killed_command_left_off(tmp_path):
+    write_start(tmp_path, 0)  # and was killed
+    write_start(tmp_path, 20)
+    write_end(tmp_path, "stopped", "SIGINT")
+    write_start(tmp_path, 30)
+    history = read_history(tmp_path)
+    assert history.resumed_at == [20, 30] and history.end is None
+    write_end(tmp_path, "done", None)
+    history = read_history(tmp_path)
+    assert history.end is not None and history.end.how == "done"
+    lines = (tmp_path / HISTORY_FILE).read_text().splitlines()
+    assert ["step" in json.loads(line) for line in lines if line.strip()] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_a_resume_from_an_earlier_checkpoint_takes_later_resumes_back(tmp_path):
+    for step in (0, 20, 30, 10):
+        write_start(tmp_path, step)
+    assert read_history(tmp_path).resumed_at == [10]
+
+
+def test_a_folder_of_an_older_run_and_foreign_lines_have_no_history(tmp_path):
+    assert read_history(tmp_path).starts == []
+    write_end(tmp_path, "done", None)  # there is no start to end
+    assert not (tmp_path / HISTORY_FILE).exists()
+    lines = (
+        b'7\n{"step": "x"}\n\xff\n{"time": 1e99, "how": "done", "why": null}\n{"time": 1, "step": 0'
+    )
+    (tmp_path / HISTORY_FILE).write_bytes(lines)
+    assert read_history(tmp_path).starts == [] and read_history(tmp_path).end is None
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / HISTORY_FILE).symlink_to(tmp_path / HISTORY_FILE)
+    assert read_history(tmp_path / "other").starts == []

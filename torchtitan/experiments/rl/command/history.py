@@ -1,0 +1,118 @@
+"""History of a run folder: each start and resume of the run, and how it ended.
+
+`history.jsonl` has a line for each. A start reserves the room of the line that ends it::
+
+    {"time": 1700000000.0, "step": 0, "host": "node-1"}
+    {"time": 1700000900.0, "how": "failed", "why": "generator 0 died: killed by SIGKILL"}
+    {"time": 1700001200.0, "step": 40, "host": "node-1"}
+    (blanks)
+
+So the cause is kept also where the disk is full. A command that was killed leaves the blanks.
+"""
+
+import contextlib
+import socket
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+HISTORY_FILE = "history.jsonl"
+RESERVED_BYTES = 8192
+"""Length of the line that ends a run, which is filled up with blanks. The cause has at most 1,000
+characters (`errors.OWN_LENGTH`)."""
+
+Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+"""Time in seconds since 1970."""
+How = Literal["done", "stopped", "failed"]
+"""End of a run: "done" after the last step, or if nothing was left to learn; "stopped" by a signal;
+"failed" by an error."""
+
+
+class Started(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Start of a run by a command."""
+
+    time: Time
+    step: int
+    """Number of steps that the run had taken: 0 for a new run, else those of the checkpoint that it
+    was resumed from."""
+    host: str
+    """Name of the host of the command."""
+
+
+class Ended(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """End of a run that its command saw."""
+
+    time: Time
+    how: How
+    why: str | None
+    """Error that the command printed, or what stopped the run; None if it took all its steps."""
+
+
+class History(msgspec.Struct, kw_only=True):
+    """All starts of a run, and its last end."""
+
+    starts: list[Started] = []
+    end: Ended | None = None
+    """End after the last start; None while the run goes on, and for a command that was killed."""
+
+    @property
+    def resumed_at(self) -> list[int]:
+        """Steps from which the run was resumed, in order.
+
+        A resume from an earlier checkpoint takes steps back, and the resumes from these.
+        """
+        steps: list[int] = []
+        for start in self.starts:
+            steps = [step for step in steps if step < start.step] + [start.step]
+        return [step for step in steps if step > 0]
+
+
+_Line = Started | Ended
+
+
+def write_start(run_dir: Path, step: int) -> None:
+    """Append that a command starts the run.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    start = Started(time=time.time(), step=step, host=socket.gethostname())
+    with (run_dir / HISTORY_FILE).open("ab") as file:
+        file.write(msgspec.json.encode(start) + b"\n" + b" " * (RESERVED_BYTES - 1) + b"\n")
+
+
+def write_end(run_dir: Path, how: How, why: str | None) -> None:
+    """Write the end of the run that was started last into the room that its start reserved.
+
+    A run ends whether or not its end can be written down, so an error of the disk is dropped: the
+    folder then reads as that of a command that was killed.
+    """
+    end = msgspec.json.encode(Ended(time=time.time(), how=how, why=why))
+    with contextlib.suppress(OSError), (run_dir / HISTORY_FILE).open("rb+") as file:
+        file.seek(len(file.read().rstrip()) + 1)  # behind the line end of the start
+        file.write(end.ljust(RESERVED_BYTES - 1) + b"\n")
+
+
+def read_history(run_dir: Path) -> History:
+    """Return the history of a run. A folder without one, and lines of others, have no starts."""
+    history = History()
+    path = run_dir / HISTORY_FILE
+    try:
+        lines = [] if path.is_symlink() else path.read_bytes().splitlines()
+    except OSError:
+        return history
+    for line in lines:
+        for kind in (Started, Ended):
+            with contextlib.suppress(msgspec.MsgspecError):
+                _append(history, msgspec.json.decode(line, type=kind))
+    return history
+
+
+def _append(history: History, line: _Line) -> None:
+    if isinstance(line, Started):
+        history.starts.append(line)
+        history.end = None
+    else:
+        history.end = line
