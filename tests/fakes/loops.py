@@ -97,6 +97,7 @@ class Loop:
         policy: Any = None,
         row_length: int = ROW_LENGTH,
         replay: Any = None,
+        recorder: Any = None,
         watchers: Sequence[RunEvents] = (),
     ):
         self.version = 0
@@ -115,6 +116,7 @@ class Loop:
             post_filters=post_filters,
             watchers=[stall, *watchers],
             replay=replay,
+            recorder=recorder,
         )
         self.pacer = loops.pacer
         self.rollouts = loops.rollouts

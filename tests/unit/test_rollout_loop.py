@@ -14,6 +14,7 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.loops.events import NothingLeftToLearn
 from torchtitan.experiments.rl.loops.rollout_loop import RunStopped
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 
 # ---- the way through
@@ -33,6 +34,33 @@ async def test_run_trains_on_every_group_once_and_starts_no_more_than_it_needs()
     await loop.close()
     assert loop.ledger.counts() == {"stub/dispatched": 12, "stub/trained": 12, "stub/open": 0}
     assert loop.pacer.free_places == 8
+
+
+async def test_a_record_names_the_step_that_trained_on_the_rollout(tmp_path):
+    """It was started one version or two before; a rollout that a filter drops has no step."""
+    recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
+    task = StubTask(lambda number: [0.0, 1.0])
+    loop = Loop(task, steps=4, recorder=recorder, post_filters=[Odd.Config()])
+    loop.fill()
+    trained = {}
+    for step in (1, 2, 3, 4):
+        batch = await loop.batch()
+        trained |= {
+            rollout.rollout_id: step for group in batch.groups for rollout in group.rollouts
+        }
+        loop.step_taken(batch)
+    await loop.close()
+    recorder.close()
+    records = list(read_rollouts(tmp_path))
+    assert {
+        record.rollout.rollout_id: record.trained_step
+        for record in records
+        if record.outcome == "trained"
+    } == trained
+    assert {record.trained_step for record in records if record.outcome != "trained"} == {None}
+    assert {
+        record.trained_step - record.admitted_version for record in records if record.trained_step
+    } == {1, 2}
 
 
 async def test_a_group_that_something_else_cancelled_ends_the_run():

@@ -277,19 +277,22 @@ class OpenGroups:
         if why is not None:
             logger.info("%s: rollout %s: %s", column, rollout_id, why)
 
-    def leave(self, group_id: str, column: str | None = None) -> None:
+    def leave(
+        self, group_id: str, column: str | None = None, *, trained_step: int | None = None
+    ) -> None:
         """Close a group, and record it if it was scored.
 
         Args:
             column: column of the ledger in which its remaining rollouts end; None if all have
                 ended.
+            trained_step: step that trained on its remaining rollouts; None if none did.
         """
         group = self._groups.pop(group_id)
         if column is not None:
             for rollout_id in sorted(group.rollout_ids):
                 self.end_rollout(group, rollout_id, column)
         if self._recorder is not None and isinstance(group, SettledGroup):
-            self._recorder.record(group.group, group.outcomes)
+            self._recorder.record(group.group, group.outcomes, trained_step=trained_step)
 
     def check(self) -> None:
         """Compare the ledger's open rollouts with those of the open groups.

@@ -68,6 +68,7 @@ from torchtitan.experiments.rl.rollouts.filters import FilterResult
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.rollouts.records import TRAINED
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -232,13 +233,13 @@ class RolloutLoop:
 
     def trained(self, step: StepGroups) -> None:
         """End the rollouts of these groups as trained: their optimizer step was taken."""
+        self._trained_version += 1
         for group in step.groups:
-            self._open.leave(group.group_id, "trained")
+            self._open.leave(group.group_id, TRAINED, trained_step=self._trained_version)
         for group in step.replayed:
             self.ledger.replay(group.task_name, len(group.rollouts))
         if self._replay is not None:
             self._replay.add(step.groups)
-        self._trained_version += 1
         self._open.check()
 
     def live(self, version: int, *, fill: bool = True) -> None:

@@ -23,6 +23,7 @@ from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.rollouts.filters import ZERO_ADVANTAGE
 from torchtitan.experiments.rl.rollouts.record_file import ROLLOUTS_FILE
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
+from torchtitan.experiments.rl.rollouts.records import TRAINED
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -242,7 +243,7 @@ def _trained_groups(file: Path, *, newest: int) -> list[RolloutGroup]:
     groups: dict[str, RolloutGroup] = {}
     for record in read_rollouts(file):
         rollout = record.rollout
-        if record.outcome != "trained" or not rollout.samples or rollout.static:
+        if record.outcome != TRAINED or not rollout.samples or rollout.static:
             continue
         _adopt(rollout)
         assert rollout.data_sample is not None, "every rollout of a run has an example"

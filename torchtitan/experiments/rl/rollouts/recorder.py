@@ -30,6 +30,7 @@ from torchtitan.experiments.rl.rollouts.record_file import (
     read_groups,
 )
 from torchtitan.experiments.rl.rollouts.records import (
+    TRAINED,
     RecordedRollout,
     RecordKind,
     decode_rollout,
@@ -56,6 +57,8 @@ class EndedGroup:
     group: RolloutGroup
     outcomes: dict[str, str]
     kind: RecordKind
+    trained_step: int | None = None
+    """Step that trained on the rollouts whose outcome is "trained"."""
 
 
 class RolloutRecorder(Configurable):
@@ -117,7 +120,12 @@ class RolloutRecorder(Configurable):
         return int.from_bytes(digest, "big") < self.config.fraction * 2**64
 
     def record(
-        self, group: RolloutGroup, outcomes: Mapping[str, str], *, kind: RecordKind = "training"
+        self,
+        group: RolloutGroup,
+        outcomes: Mapping[str, str],
+        *,
+        kind: RecordKind = "training",
+        trained_step: int | None = None,
     ) -> None:
         """Have a group written, if it is chosen, and return at once.
 
@@ -125,8 +133,12 @@ class RolloutRecorder(Configurable):
 
         Args:
             outcomes: column of the ledger by rollout id; "validation" for a validation's group.
+            trained_step: step that trained on the rollouts whose outcome is "trained".
         """
-        self._hand_over([EndedGroup(group=group, outcomes=dict(outcomes), kind=kind)])
+        ended = EndedGroup(
+            group=group, outcomes=dict(outcomes), kind=kind, trained_step=trained_step
+        )
+        self._hand_over([ended])
 
     def record_validation(self, groups: Sequence[RolloutGroup]) -> None:
         """Have those groups of an evaluation written that are chosen, and return at once.
@@ -231,16 +243,18 @@ class RolloutRecorder(Configurable):
 
     def _write(self, file: RecordFile, ended: EndedGroup) -> bool:
         """Append a group. Return False if the file would become too large."""
-        lines = [
-            encode_rollout(
+        lines = []
+        for rollout in ended.group.rollouts:
+            outcome = ended.outcomes.get(rollout.rollout_id)
+            line = encode_rollout(
                 rollout,
-                outcome=ended.outcomes.get(rollout.rollout_id),
+                outcome=outcome,
                 admitted_version=ended.group.admitted_version,
                 max_bytes=self.config.max_rollout_bytes,
                 kind=ended.kind,
+                trained_step=ended.trained_step if outcome == TRAINED else None,
             )
-            for rollout in ended.group.rollouts
-        ]
+            lines.append(line)
         data = compress(b"".join(lines))
         limit = self.config.max_file_bytes
         if file.size + len(data) > limit:

@@ -39,6 +39,8 @@ from torchtitan.experiments.rl.types import ROLE_IDS, STREAMS, TrainingSample
 RecordKind = Literal["training", "validation"]
 """Purpose of a rollout. A rollout of a validation is in no ledger and no batch."""
 
+TRAINED = "trained"
+"""Outcome of a rollout that an optimizer step was trained on."""
 SPARE_BYTES = 1024
 """Room for the text of ``left_out`` in a line that is shortened."""
 
@@ -59,6 +61,9 @@ class RecordedRollout:
     one."""
     admitted_version: int
     """Policy version that the generators held when the rollout's group was admitted."""
+    trained_step: int | None = None
+    """Optimizer step that trained on the rollout; None if none did. A step that trains on it again
+    (``replay``) is not recorded."""
     left_out: str | None = None
     """Columns of the row, or "turns and samples", that a long line lacks, and the reason. None if
     the rollout is whole."""
@@ -155,6 +160,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     rollout_id: str
     outcome: str | None
     admitted_version: int
+    trained_step: int | None = None
     turn_count: int
     completion_tokens: int
     left_out: str | None = None
@@ -171,6 +177,7 @@ def encode_rollout(
     admitted_version: int,
     max_bytes: int,
     kind: RecordKind = "training",
+    trained_step: int | None = None,
 ) -> bytes:
     """Return the rollout's line, with its newline.
 
@@ -183,6 +190,7 @@ def encode_rollout(
         rollout_id=rollout.rollout_id,
         outcome=outcome,
         admitted_version=admitted_version,
+        trained_step=trained_step,
         turn_count=len(rollout.turns),
         completion_tokens=rollout.completion_tokens,
         rollout=_written_fields(RolloutFields, rollout),
@@ -217,6 +225,7 @@ def decode_rollout(line: bytes | str) -> RecordedRollout:
         rollout=rollout,
         outcome=record.outcome,
         admitted_version=record.admitted_version,
+        trained_step=record.trained_step,
         left_out=record.left_out,
         kind=record.kind,
     )
