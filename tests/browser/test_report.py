@@ -101,7 +101,7 @@ def test_each_page_opens_and_fits(page, address, run, name, width):
 
 def test_links_lead_through_the_pages(page, address):
     opened(page, address, "overview")
-    page.get_by_role("link", name="Ledger").click()
+    page.get_by_role("navigation").get_by_role("link", name="Ledger").click()
     page.wait_for_selector('main[data-page="ledger"]')
     page.locator("svg a").filter(has_text="failed/error").click()
     page.wait_for_selector('main[data-page="rollouts"] table')

@@ -51,10 +51,14 @@ def record(
     step: int = 0,
     kind: RecordKind = "training",
 ) -> None:
-    """Append groups to the folder's records; ``outcomes`` by rollout id."""
+    """Append groups to the folder's records; ``outcomes`` by rollout id.
+
+    They were started at version ``step``, and the step after the next one trained on them.
+    """
     recorder = RolloutRecorder.Config().build(run_dir=folder)
     for rollouts in groups:
-        recorder.record(group_of(*rollouts, version=step), outcomes, kind=kind)
+        group = group_of(*rollouts, version=step)
+        recorder.record(group, outcomes, kind=kind, trained_step=step + 2)
     recorder.close()
     assert recorder.not_recorded == 0
 

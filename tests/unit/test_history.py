@@ -19,7 +19,7 @@ def test_a_run_that_was_started_and_failed_has_its_cause_word_for_word(tmp_path)
     write_end(tmp_path, "failed", LONGEST)
     history = read_history(tmp_path)
     assert history.end is not None and (history.end.how, history.end.why) == ("failed", LONGEST)
-    assert [start.step for start in history.starts] == [0] and history.resumed_at == []
+    assert [start.step for start in history.starts] == [0] and history.resumes == []
 
 
 def test_the_end_is_written_where_the_disk_has_no_byte_left(tmp_path):
@@ -36,7 +36,7 @@ def test_a_resume_begins_where_the_killed_command_left_off(tmp_path):
     write_end(tmp_path, "stopped", "SIGINT")
     write_start(tmp_path, 30)
     history = read_history(tmp_path)
-    assert history.resumed_at == [20, 30] and history.end is None
+    assert [start.step for start in history.resumes] == [20, 30] and history.end is None
     write_end(tmp_path, "done", None)
     history = read_history(tmp_path)
     assert history.end is not None and history.end.how == "done"
@@ -53,7 +53,7 @@ def test_a_resume_begins_where_the_killed_command_left_off(tmp_path):
 def test_a_resume_from_an_earlier_checkpoint_takes_later_resumes_back(tmp_path):
     for step in (0, 20, 30, 10):
         write_start(tmp_path, step)
-    assert read_history(tmp_path).resumed_at == [10]
+    assert [start.step for start in read_history(tmp_path).resumes] == [10]
 
 
 def test_a_folder_of_an_older_run_and_foreign_lines_have_no_history(tmp_path):

@@ -37,13 +37,8 @@ def test_what_is_appended_is_read_and_nothing_else(run):
     index.refresh()
     assert ids(index)[-1] == "sums-9/0" and index.rows("SELECT COUNT(*) FROM ledger")[0][0] == 5
     row = dict(index.rows("SELECT * FROM rollouts WHERE rollout_id = 'sums-9/0'")[0])
-    assert (row["reward"], row["step"], row["turns"], row["tokens"], row["outcome"]) == (
-        0.5,
-        3,
-        1,
-        2,
-        "trained",
-    )
+    names = ("reward", "version", "step", "turns", "tokens", "outcome")
+    assert [row[name] for name in names] == [0.5, 3, 5, 1, 2, "trained"]
 
 
 def test_a_part_of_the_records_at_a_time_gives_the_same(run, monkeypatch):

@@ -109,7 +109,10 @@ def test_the_ledgers_boxes_count_the_lines_of_the_ledger_file(run, get):
     [
         ("", ["words-0/0", "words-0/1", "sums-0/0", "sums-0/1"]),
         ("task=sums", ["sums-0/0", "sums-0/1"]),
-        ("step=1", ["words-0/0", "words-0/1"]),
+        ("version=1", ["words-0/0", "words-0/1"]),
+        ("step=2", ["sums-0/0", "sums-0/1"]),
+        ("step=0", []),
+        ("step=1", []),
         ("status=error", ["words-0/1"]),
         ("outcome=failed", ["words-0/1"]),
         ("outcome=fail", []),

@@ -58,15 +58,17 @@ class History(msgspec.Struct, kw_only=True):
     """End after the last start; None while the run goes on, and for a command that was killed."""
 
     @property
-    def resumed_at(self) -> list[int]:
-        """Steps from which the run was resumed, in order.
+    def resumes(self) -> list[Started]:
+        """Starts from a checkpoint, in order.
 
         A resume from an earlier checkpoint takes steps back, and the resumes from these.
         """
-        steps: list[int] = []
+        resumes: list[Started] = []
         for start in self.starts:
-            steps = [step for step in steps if step < start.step] + [start.step]
-        return [step for step in steps if step > 0]
+            resumes = [earlier for earlier in resumes if earlier.step < start.step]
+            if start.step > 0:
+                resumes.append(start)
+        return resumes
 
 
 _Line = Started | Ended

@@ -120,13 +120,13 @@ def shown_turns(rollout: Rollout, max_length: int) -> list[ShownTurn]:
 
 
 def calls_of(rollout: Rollout) -> list[str]:
-    """Return a line for each call of an agent: when it was made, and by what.
+    """Return a line for each call of an agent: when after the agent's start it was made, by what.
 
     A call is indented below the call whose conversation it continues::
 
-        turn 1  0.02 s  chat, policy
-          turn 2  0.31 s  chat, policy
-          turn 3  0.30 s  chat, policy, undelivered
+        turn 1  at 0.02 s  chat, policy
+          turn 2  at 0.31 s  chat, policy
+          turn 3  at 0.30 s  chat, policy, undelivered
     """
     lines = []
     for number, turn in enumerate(rollout.turns, start=1):
@@ -136,7 +136,7 @@ def calls_of(rollout: Rollout) -> list[str]:
         if turn.untrained:
             facts.append(turn.untrained)
         indent = "  " * turn.call["depth"]
-        lines.append(f"{indent}turn {number}  {turn.call['at_s']:.2f} s  {', '.join(facts)}")
+        lines.append(f"{indent}turn {number}  at {turn.call['at_s']:.2f} s  {', '.join(facts)}")
     return lines
 
 

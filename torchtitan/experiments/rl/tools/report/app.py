@@ -92,7 +92,13 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
     @app.get("/api/runs")
     def all_runs() -> Response:
         rows = [
-            {"number": number, "name": run.name, "state": run.state(), "tasks": run.tasks()}
+            {
+                "number": number,
+                "name": run.name,
+                "state": run.state(),
+                "tasks": run.tasks(),
+                "columns": pages.ledger_columns(run),
+            }
             for number, run in enumerate(runs)
         ]
         return as_json({"runs": rows, "config": pages.config_differences(runs)})
@@ -239,7 +245,9 @@ async def _sampled_rollouts(ask: Ask, base: str, sample: int) -> Json:
     highest = await ask(f"{base}/rollouts?sort=highest&limit={limit}")
     lowest = await ask(f"{base}/rollouts?sort=lowest&limit={limit}")
     rows = {row["key"]: row for row in [*highest["rows"], *lowest["rows"]]}
-    return highest | {"rows": list(rows.values()), "total": len(rows), "next": None}
+    evaluated = sum(row["evaluation"] is not None for row in rows.values())
+    sampled = {"rows": list(rows.values()), "total": len(rows), "evaluated": evaluated}
+    return highest | sampled | {"next": None}
 
 
 async def _changed_rollouts(ask: Ask, run: ReportedRun, number: int) -> set[str]:

@@ -8,8 +8,9 @@ import math
 import re
 from typing import NamedTuple
 
+from torchtitan.experiments.rl.tools.report.rollouts import beginnings
 from torchtitan.experiments.rl.tools.report.run import Json, ReportedRun
-from torchtitan.experiments.rl.tools.report.series import metric_names, read_series
+from torchtitan.experiments.rl.tools.report.series import Points, metric_names, read_series
 
 MOST_CHANGES = 200
 """Maximum number of examples that are listed as won, and as lost."""
@@ -29,8 +30,8 @@ def evaluations(run: ReportedRun) -> Json:
 
     Returns:
         ``evaluations``: the metrics of each, in the order in which they were reported. ``lines``:
-        the shares avg@k and pass@k over versions. ``recorded``: see `recorded`. ``failures``: see
-        `failures`.
+        the shares avg@k and pass@k over versions; two that are the same are one line, with both
+        names. ``recorded``: see `recorded`. ``failures``: see `failures`.
     """
     rows: dict[int, Json] = {}
     query = (
@@ -44,7 +45,7 @@ def evaluations(run: ReportedRun) -> Json:
     shares = [name for name in names if re.search(r"/(avg@|pass@)\d+$", name)]
     return {
         "evaluations": list(rows.values()),
-        "lines": read_series(run, shares),
+        "lines": _named_once(read_series(run, shares)),
         "recorded": recorded(run),
         "failures": failures(run, list(rows.values())),
     }
@@ -66,7 +67,7 @@ def failures(run: ReportedRun, rows: list[Json]) -> list[Json]:
                 continue
             first = run.rows(
                 "SELECT place || '-' || line AS key, coalesce(error, status) AS cause "
-                "FROM rollouts WHERE evaluation IS NOT NULL AND task = ? AND step = ? "
+                "FROM rollouts WHERE evaluation IS NOT NULL AND task = ? AND version = ? "
                 "AND reward IS NULL ORDER BY place, line LIMIT 1",
                 (match[1], row["version"]),
             )
@@ -77,10 +78,21 @@ def failures(run: ReportedRun, rows: list[Json]) -> list[Json]:
     return found
 
 
+def _named_once(lines: dict[str, Points]) -> dict[str, Points]:
+    """Return lines of which no two of a task are the same, as avg@1 and pass@1 often are."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, points in lines.items():
+        names.setdefault((name.rpartition("/")[0], str(points)), []).append(name)
+    return {
+        " and ".join([first, *(name.rpartition("/")[2] for name in others)]): lines[first]
+        for first, *others in names.values()
+    }
+
+
 def recorded(run: ReportedRun) -> list[Json]:
     """Return the evaluations whose rollouts the run has recorded, oldest first."""
     rows = run.rows(
-        "SELECT evaluation AS label, MIN(step) AS version, COUNT(DISTINCT group_id) AS examples "
+        "SELECT evaluation AS label, MIN(version) AS version, COUNT(DISTINCT group_id) AS examples "
         "FROM rollouts WHERE evaluation IS NOT NULL "
         "GROUP BY evaluation ORDER BY version, MIN(place)"
     )
@@ -91,7 +103,8 @@ def changes(before: Evaluated, after: Evaluated) -> Json:
     """Compare two evaluations by the examples that both have, with a reward in both.
 
     Returns:
-        ``won`` and ``lost``: the examples whose mean reward rose or fell, the largest change first.
+        ``won`` and ``lost``: the examples whose mean reward rose or fell, the largest change first,
+        each with its question and the answer of the first attempt in both.
         ``counts`` of these, and of the ones that stayed the ``same``. ``left_out``: number of
         examples that were not compared. ``chance``: see `sign_test`.
     """
@@ -106,8 +119,8 @@ def changes(before: Evaluated, after: Evaluated) -> Json:
     won = [row for row in rows if row["change"] > 0]
     lost = [row for row in rows if row["change"] < 0]
     return {
-        "won": won[:MOST_CHANGES],
-        "lost": lost[:MOST_CHANGES],
+        "won": [_with_texts(row, before, after) for row in won[:MOST_CHANGES]],
+        "lost": [_with_texts(row, before, after) for row in lost[:MOST_CHANGES]],
         "counts": {"won": len(won), "lost": len(lost), "same": len(rows) - len(won) - len(lost)},
         "left_out": len(first.keys() | second.keys()) - len(rows),
         "chance": sign_test(len(won), len(lost)),
@@ -143,6 +156,17 @@ def _examples(evaluated: Evaluated) -> dict[str, Json]:
             "keys": row["keys"].split(","),
         }
         for row in rows
+    }
+
+
+def _with_texts(change: Json, before: Evaluated, after: Evaluated) -> Json:
+    """Return a change with the beginnings of the question and of the answers."""
+    old = beginnings(before.run, change["before"]["keys"][0])
+    new = beginnings(after.run, change["after"]["keys"][0])
+    return change | {
+        "asked": new["asked"] or old["asked"],
+        "before": change["before"] | {"answered": old["answered"]},
+        "after": change["after"] | {"answered": new["answered"]},
     }
 
 

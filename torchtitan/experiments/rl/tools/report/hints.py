@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from torchtitan.experiments.rl.command.history import HISTORY_FILE
 from torchtitan.experiments.rl.observability import IDLE, LAG_S, WAITING
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
@@ -110,7 +111,9 @@ class Hint:
     field: str
     """Field to turn, or place to look at."""
     metric: str
-    """Name of the figure in metrics.jsonl, or in the ledger."""
+    """Name of the figure in metrics.jsonl, or in the ledger; or the file that says so."""
+    page: Literal["timeline", "ledger"] | None = None
+    """Page of the report that shows more of it."""
 
 
 def hints(
@@ -135,22 +138,45 @@ def hints(
 
 
 def _end_hints(state: Mapping[str, Any]) -> Iterable[Hint]:
-    """Yield what is wrong with a run that hangs, or ended before its last step."""
-    if state.get("state") == "stalled":
+    """Yield what is wrong with a run that hangs, or ended otherwise than by its last step."""
+    name = state["state"]
+    why = state.get("why")
+    after = f"after step {state['step'] or 0}"
+    if state["steps"] is not None:
+        after += f" of {state['steps']}"
+    saved = state.get("checkpoint")
+    resume = "start a new run: this one has no checkpoint to go on from"
+    if saved is not None:
+        resume = f"--resume with this folder goes on from step {saved}"
+    if name == "stalled":
         yield Hint(
             "error",
-            f"Stalled: nothing was written for {state['silent_s']:,.0f} s, after step "
-            f"{state['step']}",
+            f"Stalled: nothing was written for {state['silent_s']:,.0f} s, {after}",
             "logs/controller.jsonl says what it waits for",
             "step",
+            page="timeline",
         )
-    if state.get("state") == "stopped" and state.get("steps") is not None:
+    elif name == "failed":
+        text = why or f"Failed {after}"
+        yield Hint("error", text, f"mend the cause, then {resume}", HISTORY_FILE, page="timeline")
+    elif name == "killed":
+        yield Hint(
+            "error",
+            f"Killed {after}: nothing says how it ended, as after SIGKILL, which often comes for "
+            "memory, or the end of its host",
+            resume,
+            HISTORY_FILE,
+            page="timeline",
+        )
+    elif name == "stopped" and state["steps"] is not None:
         yield Hint(
             "warning",
-            f"Stopped after step {state['step'] or 0} of {state['steps']}",
-            "--resume with this folder goes on, if it has a checkpoint",
-            "step",
+            f"Stopped {after}{f' by {why}' if why else ''}",
+            resume,
+            HISTORY_FILE if why else "step",
         )
+    elif name == "done" and why:
+        yield Hint("note", f"Done {after}: {why}", "other examples, or harder ones", HISTORY_FILE)
 
 
 def _evaluation_hints(series: Series) -> Iterable[Hint]:
@@ -198,6 +224,7 @@ def _ledger_hints(ledger: Mapping[str, Mapping[str, int]]) -> Iterable[Hint]:
                     f"({count:,} of {ended:,})",
                     field,
                     f"ledger/{task}/{kind}",
+                    page="ledger",
                 )
 
 

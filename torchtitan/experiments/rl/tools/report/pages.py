@@ -136,6 +136,11 @@ def ledger_counts(run: ReportedRun) -> dict[str, dict[str, int]]:
     return read_table(run, "SELECT task, column_, COUNT(*) FROM ledger GROUP BY task, column_")
 
 
+def ledger_columns(run: ReportedRun) -> list[str]:
+    """Return the columns of ledger.jsonl in which a rollout ended, sorted."""
+    return [row[0] for row in run.rows("SELECT DISTINCT column_ FROM ledger ORDER BY column_")]
+
+
 def ledger(run: ReportedRun) -> Json:
     """Return the answer of the page Ledger: where every rollout went, by task and by version."""
     query = "SELECT task, outcome, COUNT(*) FROM rollouts GROUP BY task, outcome"
@@ -170,9 +175,16 @@ def _ledger_of_task(
         "open": int(newest.get("open") or 0),
         "columns": columns,
         "recorded": recorded,
-        "lines": {
-            column: thinned(list(counts.items())) for column, counts in ended_by_version.items()
-        },
+        "lines": _with_zeros(ended_by_version),
+    }
+
+
+def _with_zeros(counts: dict[str, dict[int, int]]) -> dict[str, Points]:
+    """Return each column's count at every version at which any rollout of the task ended."""
+    versions = sorted(set().union(*counts.values()))
+    return {
+        column: thinned([(version, own.get(version, 0)) for version in versions])
+        for column, own in counts.items()
     }
 
 

@@ -5,6 +5,7 @@ The token view of a rollout's training samples is here too.
 
 import contextlib
 import functools
+import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ SORTS = {
 CONDITIONS = {
     "task": "task = :task",
     "step": "step = :step",
+    "version": "version = :version",
     "status": "status = :status",
     "group": "group_id = :group",
     "min_reward": "reward >= :min_reward - 1e-9",
@@ -66,6 +68,9 @@ class Wanted(BaseModel):
 
     task: Text = None
     step: Count | None = None
+    """Step that trained on the rollout."""
+    version: Count | None = None
+    """Policy version that the rollout was started at."""
     status: Text = None
     outcome: Text = None
     """Column of the ledger, or its beginning up to a slash: "failed" takes "failed/error" too."""
@@ -84,13 +89,15 @@ def listed(run: ReportedRun, wanted: Wanted) -> Json:
     """Return the rows of the list that match.
 
     Returns:
-        ``rows``; ``total``: number of rows that match without ``text``; ``next``: the offset to go
-        on from, None at the end.
+        ``rows``; ``total``: number of rows that match without ``text``; ``evaluated``: number of
+        these that are of evaluations; ``next``: the offset to go on from, None at the end.
     """
     filters = wanted.model_dump()
     conditions = [sql for name, sql in CONDITIONS.items() if filters[name] is not None]
     where = " AND ".join(conditions or ["1"])
-    total = run.rows(f"SELECT COUNT(*) FROM rollouts WHERE {where}", filters)[0][0]
+    counts = f"SELECT COUNT(*), COUNT(evaluation) FROM rollouts WHERE {where}"
+    total, evaluated = run.rows(counts, filters)[0]
+    answer = {"total": total, "evaluated": evaluated, "next": None}
     query = (
         f"SELECT * FROM rollouts WHERE {where} ORDER BY {SORTS[wanted.sort]} "
         "LIMIT :limit OFFSET :offset"
@@ -114,8 +121,8 @@ def listed(run: ReportedRun, wanted: Wanted) -> Json:
                 rows.append({**row, "key": f"{row['place']}-{row['line']}"} | _beginnings(turns))
             is_late = bool(text) and time.monotonic() > deadline
             if is_late or len(rows) == wanted.limit:
-                return {"rows": rows, "total": total, "next": offset if offset < total else None}
-    return {"rows": rows, "total": total, "next": None}
+                return answer | {"rows": rows, "next": offset if offset < total else None}
+    return answer | {"rows": rows}
 
 
 def _literal_in_json(text: str) -> bytes:
@@ -170,6 +177,7 @@ def group(run: ReportedRun, place: int) -> Json:
     prompt = cut(first_messages[0].get("content"), MOST_CHARACTERS) if first_messages else None
     return {
         "place": place,
+        "weights": reward_weights(run, members[0]["task"]),
         "group_id": members[0]["group_id"],
         "sample_id": next(iter(sample_ids), None),
         "prompt": prompt,
@@ -196,6 +204,7 @@ def rollout(run: ReportedRun, place: int, line: int, *, whole: bool = False) -> 
     if sample is not None:
         example = {"sample_id": sample.sample_id, "env_input": cut(sample.env_input, length)}
     return _head(recorded, place, line) | {
+        "weights": reward_weights(run, recorded.rollout.task_name),
         "turns": msgspec.to_builtins(shown_turns(recorded.rollout, length)),
         "last_messages": msgspec.to_builtins(last_messages(recorded.rollout, length)),
         "calls": calls_of(recorded.rollout),
@@ -208,7 +217,37 @@ def rollout(run: ReportedRun, place: int, line: int, *, whole: bool = False) -> 
     }
 
 
-def _beginnings(turns: list[RolloutTurn]) -> dict[str, str]:
+class _SaidTurn(msgspec.Struct):
+    """Messages of a turn's record that `_beginnings` reads; the decoder passes over the rest."""
+
+    prompt_messages: list[Any]
+    assistant_message: Any
+
+
+class _RecordedTurn(msgspec.Struct):
+    fields: _SaidTurn
+
+
+class _Said(msgspec.Struct):
+    """Turns of a rollout's record without their tokens."""
+
+    turns: list[_RecordedTurn] = []
+
+
+def beginnings(run: ReportedRun, key: str) -> dict[str, str]:
+    """Return `_beginnings` of the rollout with a key; empty ones if it can't be read any more.
+
+    Its tokens are not decoded, so hundreds of long rollouts take a second.
+    """
+    place, line = map(int, key.split("-"))
+    turns: list[_RecordedTurn] = []
+    with contextlib.suppress(LookupError, ValueError):
+        # The standard library parses halves of characters, which msgspec refuses.
+        turns = msgspec.convert(json.loads(run.record(place, line)), _Said).turns
+    return _beginnings([turn.fields for turn in turns])
+
+
+def _beginnings(turns: Sequence[RolloutTurn | _SaidTurn]) -> dict[str, str]:
     """Return the beginnings of the first prompt's last message, and of the last answer."""
     asked = ""
     answered = ""
@@ -232,10 +271,26 @@ def _head(recorded: RecordedRollout, place: int, line: int) -> Json:
         "line": line,
         "task": rollout.task_name,
         "outcome": recorded.outcome,
-        "step": recorded.admitted_version,
+        "version": recorded.admitted_version,
+        "step": recorded.trained_step,
         "tokens": rollout.completion_tokens,
         "advantage": _advantage_range(rollout.samples),
     }
+
+
+def reward_weights(run: ReportedRun, task: str) -> dict[str, float]:
+    """Return the weights of a task's reward functions by name, as the config has them.
+
+    Functions of a rubric's own ``register_funcs`` are in no config, and not in the result.
+    """
+    config: Any = read_config(run.folder)
+    weights: dict[str, float] = {}
+    with contextlib.suppress(LookupError, TypeError, AttributeError):  # a config of others
+        for entry in config["tasks"][task]["rubric"]["reward_fns"]:
+            function = {"fn": entry} if isinstance(entry, str) else entry
+            name = function.get("name") or function["fn"].rpartition(".")[2]
+            weights[name] = float(function.get("weight", 1.0))
+    return weights
 
 
 def _advantage_range(samples: Sequence[TrainingSample]) -> dict[str, float] | None:

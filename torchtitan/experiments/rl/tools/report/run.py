@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import socket
 import sqlite3
 import threading
 import time
@@ -22,7 +23,8 @@ from typing import Annotated, Any, BinaryIO
 
 import msgspec
 
-from torchtitan.experiments.rl.checkpointing.folder import MANIFEST_FILE
+from torchtitan.experiments.rl.checkpointing.folder import MANIFEST_FILE, checkpoints, step_of
+from torchtitan.experiments.rl.command.history import History, read_history
 from torchtitan.experiments.rl.command.run_folder import (
     CONFIG_FILE,
     LOCK_FILE,
@@ -57,8 +59,8 @@ CREATE TABLE ledger (
 CREATE INDEX ledger_ends ON ledger (task, column_, ended);
 CREATE TABLE rollouts (
     place INTEGER, line INTEGER, rollout_id TEXT, group_id TEXT, task TEXT, status TEXT,
-    outcome TEXT, step INTEGER, reward REAL, turns INTEGER, tokens INTEGER, error TEXT,
-    sample_id TEXT, evaluation TEXT, PRIMARY KEY (place, line)
+    outcome TEXT, version INTEGER, step INTEGER, reward REAL, turns INTEGER, tokens INTEGER,
+    error TEXT, sample_id TEXT, evaluation TEXT, PRIMARY KEY (place, line)
 ) WITHOUT ROWID;
 CREATE INDEX rollouts_groups ON rollouts (group_id);
 CREATE INDEX rollouts_chosen ON rollouts (task, outcome, step, reward);
@@ -184,32 +186,48 @@ class ReportedRun:
         """Return what the run does, as far as its files say.
 
         Returns:
-            ``state``: "running", "stalled", "done", "stopped" or "starting". ``step`` and
-            ``steps``: number of steps taken, and to take. ``silent_s``: seconds since metrics were
-            written.
+            ``state``: "starting", "running", "stalled", "done", "stopped" by a signal, "failed" by
+            an error, or "killed", where nothing says how it ended. ``why``: the error, or what
+            stopped the run; "" if neither is known. ``step`` and ``steps``: number of steps taken,
+            and to take. ``checkpoint``: step that a resume goes on from; None if it can't.
+            ``silent_s``: seconds since metrics were written. ``resumes``: time and step of each.
         """
         config = self._read_config()
+        history = read_history(self.folder)
         step = self.rows("SELECT MAX(step) FROM metrics")[0][0]
         steps = config["steps"] if isinstance(config.get("steps"), int) else None
         silent_s = _age_s(self.folder / METRICS_FILE)
         command = read_command(self.folder)
-        started = command.started if command else None
+        started = history.starts[0].time if history.starts else command and command.started
+        saved = checkpoints(self.folder)
         return {
-            "state": self._state_name(step, steps, silent_s),
+            "state": self._state_name(history, step, steps, silent_s),
+            "why": self.without_secrets(history.end.why or "") if history.end else "",
+            "checkpoint": step_of(saved[-1]) if saved else None,
             "step": step,
             "steps": steps,
             "silent_s": silent_s,
             "config_name": command.config_name if command else None,
             "started": started if isinstance(started, int | float) else None,
+            "resumes": [{"time": start.time, "step": start.step} for start in history.resumes],
             "unread_bytes": self.unread_bytes(),
             "problem": self._problem,
         }
 
-    def _state_name(self, step: int | None, steps: int | None, silent_s: float | None) -> str:
-        if steps is not None and step is not None and step >= steps:
+    def _state_name(
+        self, history: History, step: int | None, steps: int | None, silent_s: float | None
+    ) -> str:
+        if history.end is not None:
+            return history.end.how
+        locked = is_locked(self.folder / LOCK_FILE)
+        took_all_steps = steps is not None and step is not None and step >= steps
+        if took_all_steps and (locked or not history.starts):
             return "done"
-        if not is_locked(self.folder / LOCK_FILE):
+        if not locked and not history.starts:
             return "stopped"
+        # The lock of a command on another host is not seen here.
+        if not locked and history.starts[-1].host == socket.gethostname():
+            return "killed"
         mean_s = self.rows("SELECT AVG(value) FROM metrics WHERE name = 'time/step_s'")[0][0]
         if silent_s is not None and silent_s > max(STALLED_AFTER_S, 10 * (mean_s or 0)):
             return "stalled"
@@ -364,6 +382,7 @@ class _Line(msgspec.Struct):
     turn_count: Int64
     completion_tokens: Int64
     rollout: _Rewarded
+    trained_step: Int64 | None = None
     data_sample: _Example | None = None
     kind: str = "training"
 
@@ -418,6 +437,7 @@ def rollout_rows(place: int, number: int, line: bytes) -> Rows:
             rollout.status,
             record.outcome,
             record.admitted_version,
+            record.trained_step,
             rollout.reward,
             record.turn_count,
             record.completion_tokens,

@@ -2,7 +2,7 @@
 // Charts drawn by hand in SVG. Texts go in as text nodes: nothing that a model said is ever parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
-const STYLES = 7;
+const COLOURS = 7, DASHES = 7, SHADES = 3;
 const MINUTES = "minutes of steps";
 
 function svg(name, attributes = {}, ...children) {
@@ -36,6 +36,16 @@ function number(value) {
   return String(Number(value.toPrecision(4)));
 }
 
+// The classes of a line or an area: its colour, its dashes, its shade of the colour. Lines differ in two of them.
+function look({ colour, dash, shade = 0 }) {
+  return `k${colour % COLOURS} d${dash % DASHES} h${shade % SHADES}`;
+}
+
+// The look of the n-th of several things. The eighth has the first one's colour and the second one's dashes.
+function nthLook(n) {
+  return look({ colour: n, dash: n + Math.floor(n / COLOURS) });
+}
+
 // Round numbers between low and high.
 function ticks(low, high, count) {
   const rough = (high - low) / count || 1;
@@ -44,6 +54,19 @@ function ticks(low, high, count) {
   const found = [];
   for (let t = Math.ceil(low / step) * step; t <= high + step * 1e-9; t += step) found.push(Number(t.toPrecision(12)));
   return found;
+}
+
+// The texts of an axis's marks: all with as many digits behind the point, or with one power of ten where these would be many.
+function axisTexts(marks) {
+  const size = Math.max(...marks.map(Math.abs));
+  const gap = marks.length > 1 ? marks[1] - marks[0] : size || 1;
+  const digitsOf = (value) => Math.max(0, -Math.floor(Math.log10(value) + 1e-9));
+  if (size < 1e6 && gap >= 1e-4) {
+    const digits = digitsOf(gap);
+    return marks.map((mark) => (mark ? mark.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }) : "0"));
+  }
+  const power = Math.floor(Math.log10(size) + 1e-9), digits = digitsOf(gap / 10 ** power);
+  return marks.map((mark) => (mark ? `${(mark / 10 ** power).toFixed(digits)}e${power}` : "0"));
 }
 
 // The part of each chart's x axis that a reader has chosen, by title. Pages are drawn again while a run goes on.
@@ -60,9 +83,11 @@ function smoothed(points, weight) {
   });
 }
 
-// given: {name: [[x, y], ...]}; y may be null. style: of the first line; the others follow it. smooth: from 0 to below 1.
+// given: {name: [[x, y], ...]}; y may be null. looks: {name: look}, else the lines' numbers decide. marks: [[x, text], ...] are
+// drawn as vertical lines. smooth: from 0 to below 1.
 function lineChart(options) {
-  const { title, unit, lines: given, xLabel = "step", style = 0, smooth = 0 } = options;
+  const { title, unit, lines: given, xLabel = "step", marks: events = [], smooth = 0 } = options;
+  const looks = options.looks || Object.fromEntries(Object.keys(given).map((name, i) => [name, nthLook(i)]));
   const names = Object.keys(given), range = zoomed.get(title) || [-Infinity, Infinity];
   const inside = (points) => points.filter(([x]) => x >= range[0] && x <= range[1]);
   const raw = Object.fromEntries(names.map((name) => [name, inside(given[name])]));
@@ -87,9 +112,18 @@ function lineChart(options) {
     viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: "0",
     "aria-label": `${title} in ${unit}: ${names.map((name) => `${name} ${number(last(lines[name]))}`).join(", ")}. Arrow keys move along it.`,
   });
-  for (const t of marks) {
+  const texts = axisTexts(marks);
+  marks.forEach((t, i) => {
     drawing.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: py(t), y2: py(t) }));
-    drawing.append(svg("text", { x: left - 6, y: py(t) + 4, "text-anchor": "end" }, number(t)));
+    drawing.append(svg("text", { x: left - 6, y: py(t) + 4, "text-anchor": "end" }, texts[i]));
+  });
+  let labelled = -Infinity; // the right end of the last text, which another must not stand on
+  for (const [x, text] of events.filter(([x]) => x > x0 && x < x1)) {
+    drawing.append(svg("line", { class: "mark", x1: px(x), x2: px(x), y1: top, y2: height - bottom }, svg("title", {}, text)));
+    if (px(x) < labelled) continue;
+    const anchor = px(x) > width / 2 ? "end" : "start", beside = anchor === "end" ? -4 : 4;
+    drawing.append(svg("text", { class: "mark-text", x: px(x) + beside, y: top + 10, "text-anchor": anchor }, text));
+    labelled = px(x) + 7 * text.length;
   }
   for (const t of ticks(x0, x1, 5).filter((t) => xLabel === MINUTES || Number.isInteger(t))) {
     const anchor = px(t) > width - right - 20 ? "end" : "middle"; // the last one would stand beyond the edge
@@ -105,12 +139,12 @@ function lineChart(options) {
     }
     return path;
   };
-  names.forEach((name, i) => {
-    if (smooth) drawing.append(svg("path", { class: `line faint s${(i + style) % STYLES}`, d: drawn(raw[name]) }));
-    drawing.append(svg("path", { class: `line s${(i + style) % STYLES}`, d: drawn(lines[name]) }));
+  names.forEach((name) => {
+    if (smooth) drawing.append(svg("path", { class: `line faint ${looks[name]}`, d: drawn(raw[name]) }));
+    drawing.append(svg("path", { class: `line ${looks[name]}`, d: drawn(lines[name]) }));
     lines[name].forEach(([x, y], at, own) => { // a point without a neighbour has no line
       if (y !== null && (own[at - 1] || [])[1] == null && (own[at + 1] || [])[1] == null) {
-        drawing.append(svg("circle", { class: `f${(i + style) % STYLES}`, r: 3, cx: px(x), cy: py(y) }));
+        drawing.append(svg("circle", { class: `fill ${looks[name]}`, r: 3, cx: px(x), cy: py(y) }));
       }
     });
   });
@@ -164,7 +198,7 @@ function lineChart(options) {
     show(at < 0 ? places.length - 1 : at + (event.key === "ArrowLeft" ? -1 : 1));
   });
   const whole = zoomed.has(title) ? html("button", { type: "button", class: "whole", onclick: () => zoom(null) }, "Whole") : null;
-  const figure = html("figure", {}, html("figcaption", {}, `${title} `, html("span", {}, `(${unit})`), whole), drawing, legend(lines, style), readout);
+  const figure = html("figure", {}, html("figcaption", {}, `${title} `, html("span", {}, `(${unit})`), whole), drawing, legend(lines, looks), readout);
   return figure;
 }
 
@@ -173,14 +207,14 @@ function last(points) {
   return known.length ? known[known.length - 1][1] : null;
 }
 
-function legend(lines, style) {
-  const entries = Object.keys(lines).map((name, i) => html("li", {},
-    svg("svg", { viewBox: "0 0 24 8", "aria-hidden": "true" }, svg("line", { class: `line s${(i + style) % STYLES}`, x1: 0, x2: 24, y1: 4, y2: 4 })),
+function legend(lines, looks) {
+  const entries = Object.keys(lines).map((name) => html("li", {},
+    svg("svg", { viewBox: "0 0 24 8", "aria-hidden": "true" }, svg("line", { class: `line ${looks[name]}`, x1: 0, x2: 24, y1: 4, y2: 4 })),
     ` ${name} `, html("b", {}, number(last(lines[name])))));
   return html("ul", { class: "legend" }, ...entries);
 }
 
-// One box on the left, a band from it to each box on the right. boxes: [{name, count, href, note}].
+// One box on the left, a band from it to each box on the right. boxes: [{name, count, look, href, note}].
 function flow({ from, total, boxes }) {
   const width = Math.max(330, Math.min(640, document.documentElement.clientWidth - 24)), gap = 10, text = 32, tall = 240;
   const box = Math.round(width * 0.36), bend = box / 2, room = Math.floor((width - box - 18) / 7.5);
@@ -188,15 +222,15 @@ function flow({ from, total, boxes }) {
   const heights = thickness.map((thick) => Math.max(text, thick)); // with room for two lines of text
   const height = heights.reduce((a, b) => a + b, 0) + gap * (boxes.length - 1) + 8;
   const drawing = svg("svg", { class: "flow", viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `${from}: ${number(total)} rollouts` });
-  drawing.append(svg("rect", { x: 0, y: 4, width: 14, height: thickness.reduce((a, b) => a + b, 0), class: "f0" }));
+  drawing.append(svg("rect", { x: 0, y: 4, width: 14, height: thickness.reduce((a, b) => a + b, 0), class: `fill ${nthLook(0)}` }));
   drawing.append(svg("text", { class: "strong", x: 20, y: 20 }, from), svg("text", { class: "strong", x: 20, y: 36 }, number(total)));
   let y = 4, source = 4;
   boxes.forEach((one, i) => {
     const thick = thickness[i];
     const path = `M14 ${source} C${bend} ${source} ${bend} ${y} ${box} ${y} L${box} ${y + thick} C${bend} ${y + thick} ${bend} ${source + thick} 14 ${source + thick} Z`;
     const group = svg("g", {},
-      svg("path", { class: `band f${(i + 1) % STYLES}`, d: path }),
-      svg("rect", { x: box, y, width: 10, height: thick, class: `f${(i + 1) % STYLES}` }),
+      svg("path", { class: `band fill ${one.look}`, d: path }),
+      svg("rect", { x: box, y, width: 10, height: thick, class: `fill ${one.look}` }),
       svg("title", {}, `${one.name}: ${number(one.count)} rollouts`),
       svg("text", { class: "strong", x: box + 18, y: y + 13 }, one.name.length > room ? `…${one.name.slice(1 - room)}` : one.name),
       svg("text", { x: box + 18, y: y + 28 }, `${number(one.count)} (${percent(one.count, total)})${one.note ? `, ${one.note}` : ""}`));

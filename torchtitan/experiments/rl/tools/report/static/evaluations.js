@@ -6,7 +6,7 @@ async function evaluationsPage(run, query) {
   const names = [...new Set(page.evaluations.flatMap((row) => Object.keys(row.metrics)))]
     .filter((name) => /(avg@|pass@)\d+$|\/failed$|\/truncated$/.test(name)).sort();
   const rows = page.evaluations.map((row) => [
-    link(`#/${run}/rollouts?${new URLSearchParams({ outcome: "validation", step: row.version })}`, number(row.version)),
+    link(`#/${run}/rollouts?${new URLSearchParams({ outcome: "validation", version: row.version })}`, number(row.version)),
     number(row.reported), ...names.map((name) => number(row.metrics[name]))]);
   const parts = [html("h1", {}, "Evaluations"), ...failedAttempts(run, page.failures)];
   if (Object.keys(page.lines).length) {
@@ -58,12 +58,13 @@ async function changesParts(run, query) {
 }
 
 function changedExamples(title, rows, total) {
-  const side = ({ run, keys, reward }) => html("span", {}, number(reward), " ",
-    ...keys.flatMap((key, i) => [" ", link(`#/${run}/rollout/${key}`, keys.length > 1 ? `attempt ${i + 1}` : "rollout")]));
+  const side = ({ run, keys, reward, answered }) => html("span", {}, number(reward), " ",
+    ...keys.flatMap((key, i) => [" ", link(`#/${run}/rollout/${key}`, keys.length > 1 ? `attempt ${i + 1}` : "rollout")]),
+    html("span", { class: "said" }, answered));
   return html("section", {},
     html("h3", {}, rows.length < total ? `${title}: the largest ${number(rows.length)} of ${number(total)}` : title),
-    rows.length ? table(["Task", "Example", "Reward before", "Reward after", "Change"], rows.map((row) => [
-      row.task, short(row.example || "–", 80), side(row.before), side(row.after), `${row.change > 0 ? "+" : ""}${number(row.change)}`])) : html("p", {}, "none"));
+    rows.length ? table(["Task", "Example", "Before", "After", "Change"], rows.map((row) => [
+      row.task, html("span", {}, short(row.example || "–", 80), html("span", { class: "said" }, row.asked)), side(row.before), side(row.after), `${row.change > 0 ? "+" : ""}${number(row.change)}`])) : html("p", {}, "none"));
 }
 
 // Of all runs: [{run, label, value, text}].

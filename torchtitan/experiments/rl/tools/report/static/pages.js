@@ -1,12 +1,13 @@
 "use strict";
 // The pages Runs, Overview, Ledger and Timeline. Each takes (run number, parameters) and returns what to show.
 
-const STATES = { running: "good", done: "good", starting: "quiet", stopped: "warning", stalled: "error" };
+const STATES = { running: "good", done: "good", starting: "quiet", stopped: "warning", stalled: "error", failed: "error", killed: "error" };
+const GOES_ON = ["starting", "running", "stalled"];
 
 function stateText(state) {
   const steps = state.step === null ? "no step yet" : `step ${number(state.step)}${state.steps ? ` of ${number(state.steps)}` : ""}`;
-  const silent = state.silent_s !== null && state.state !== "done" ? `, last written ${duration(state.silent_s)} ago` : "";
-  const unread = state.unread_bytes ? `, ${(state.unread_bytes / 2 ** 20).toFixed(0)} MB of records not indexed yet` : "";
+  const silent = state.silent_s !== null && GOES_ON.includes(state.state) ? `, last written ${duration(state.silent_s)} ago` : "";
+  const unread = state.unread_bytes ? `, ${Math.ceil(state.unread_bytes / 2 ** 20)} MB of records not indexed yet` : "";
   const problem = state.problem ? `; the run's files can't be read: ${state.problem}` : "";
   return `${state.state}, ${steps}${silent}${unread}${problem}`;
 }
@@ -27,13 +28,15 @@ async function runsPage() {
       if (points.length) lines[metric][`${run.number}: ${run.name}`] = points;
     }
   }
+  // A run has the same colour in each chart, also where another one lacks the metric.
+  const looks = Object.fromEntries(all.runs.map((run) => [`${run.number}: ${run.name}`, nthLook(run.number)]));
   const rows = all.runs.map((run) => [link(`#/${run.number}/overview`, `${run.number}: ${run.name}`), run.tasks.join(", "), stateText(run.state)]);
   const fields = Object.entries(all.config).map(([field, values]) => [field, ...values.map((value) => (value === null ? "–" : String(value)))]);
   return [
     html("h1", {}, "Runs"),
     table(["Run", "Tasks", "State"], rows),
     html("div", { class: "charts" }, ...Object.entries(lines).filter(([, own]) => Object.keys(own).length)
-      .map(([metric, own]) => lineChart({ title: metric, unit: "reward", lines: own, xLabel: metric.startsWith("validation/") ? "policy version" : "step" }))),
+      .map(([metric, own]) => lineChart({ title: metric, unit: "reward", lines: own, looks, xLabel: metric.startsWith("validation/") ? "policy version" : "step" }))),
     html("h2", {}, all.runs.length > 1 ? "Config fields that differ" : "Config"),
     table(["Field", ...all.runs.map((run) => `${run.number}: ${run.name}`)], fields, { wide: true }),
   ];
@@ -46,7 +49,8 @@ async function overviewPage(run, query) {
     return { title: name, unit: "own chart", lines: { [name]: points }, xLabel: name.startsWith("validation/") ? "policy version" : "step" };
   }));
   const smooth = Math.min(0.99, Math.max(0, Number(query.get("smooth")) || 0));
-  const clocked = query.get("x") === "time" ? (chart) => inMinutes(chart, page.ended_s) : (chart) => chart;
+  const marked = (chart) => ({ ...chart, marks: page.state.resumes.map(({ step }) => [step, "resumed"]) });
+  const clocked = query.get("x") === "time" ? (chart) => inMinutes(marked(chart), page.ended_s) : marked;
   const changed = (name, values) => {
     const wanted = new URLSearchParams(query);
     wanted.delete(name);
@@ -70,12 +74,14 @@ async function overviewPage(run, query) {
     html("span", { class: "quiet" }, "Drag over a chart to zoom in; a double click shows all of it."));
   metric.addEventListener("input", () => metric.setCustomValidity(""));
   const hints = page.hints.map((hint) => html("li", { class: hint.severity },
-    html("b", {}, hint.text), ". ", html("span", {}, `Next: ${hint.field}`), html("span", { class: "quiet" }, ` (${hint.metric})`)));
+    html("b", {}, hint.text), /[.)]$/.test(hint.text) ? " " : ". ", html("span", {}, `Next: ${hint.field}`), html("span", { class: "quiet" }, ` (${hint.metric})`),
+    hint.page ? html("span", {}, " ", link(`#/${run}/${hint.page}`, PAGES[hint.page][0])) : null));
   return [
     html("h1", {}, page.name),
     html("p", {}, html("span", { class: STATES[page.state.state] }, stateText(page.state)),
       page.state.config_name ? html("span", { class: "quiet" }, ` · config ${page.state.config_name}`) : null,
-      page.state.started ? html("span", { class: "quiet" }, ` · started ${new Date(1000 * page.state.started).toLocaleString()}`) : null),
+      page.state.started ? html("span", { class: "quiet" }, ` · started ${clock(1000 * page.state.started)}`) : null,
+      ...page.state.resumes.map(({ time, step }) => html("span", { class: "quiet" }, ` · resumed from step ${number(step)} ${clock(1000 * time)}`))),
     hints.length ? html("ul", { class: "hints", "aria-label": "What is wrong" }, ...hints)
       : html("p", { class: "good" }, "Nothing stands out: no hint applies."),
     page.charts.length ? controls : null,
@@ -87,23 +93,40 @@ async function overviewPage(run, query) {
 // A chart along the time that the steps took, in minutes, in place of their numbers.
 function inMinutes(chart, ended) {
   const known = new Map(ended);
+  const marks = chart.marks.filter(([x]) => known.has(x)).map(([x, text]) => [known.get(x) / 60, text]);
   const lines = Object.entries(chart.lines).map(([name, points]) => [name, points.filter(([x]) => known.has(x)).map(([x, y]) => [known.get(x) / 60, y])]);
-  return { ...chart, lines: Object.fromEntries(lines), xLabel: MINUTES };
+  return { ...chart, marks, lines: Object.fromEntries(lines), xLabel: MINUTES };
+}
+
+const KINDS = ["trained", "filtered", "failed", "oversized", "untrained", "lost", "open"];
+const KIND_COLOURS = [2, 3, 1, 4, 5, 6, 0];
+
+// The look of each column of the ledger, by its name: a colour for its kind, the same in every run, and a shade and dashes for what is
+// behind the slash, such as the filter's name.
+function columnLooks(runs) {
+  const columns = ["open", ...new Set(runs.flatMap((run) => run.columns))].sort();
+  const kindOf = (column) => Math.max(0, KINDS.indexOf(column.split("/")[0]));
+  return Object.fromEntries(columns.map((column) => {
+    const kind = kindOf(column);
+    const place = columns.filter((other) => kindOf(other) === kind).indexOf(column);
+    return [column, look({ colour: KIND_COLOURS[kind], dash: kind + place, shade: place })];
+  }));
 }
 
 async function ledgerPage(run) {
   const page = await api(`api/runs/${run}/page/ledger`);
+  const looks = columnLooks((await api("api/runs")).runs);
   const parts = [html("h1", {}, "Where every rollout went")];
   for (const task of page.tasks) {
     const boxes = Object.entries(task.columns).sort((a, b) => b[1] - a[1]).map(([column, count]) => ({
-      name: column, count, note: `${number(task.recorded[column] || 0)} recorded`,
+      name: column, count, look: looks[column], note: `${number(task.recorded[column] || 0)} recorded`,
       href: `#/${run}/rollouts?${new URLSearchParams({ task: task.task, outcome: column })}`,
     }));
-    if (task.open) boxes.push({ name: "open", count: task.open, note: "in flight, or waiting for a step" });
+    if (task.open) boxes.push({ name: "open", count: task.open, look: looks.open, note: "in flight, or waiting for a step" });
     const lines = Object.fromEntries(boxes.filter((box) => box.name in task.lines).map((box) => [box.name, task.lines[box.name]]));
     parts.push(html("h2", {}, task.task),
       html("div", { class: "beside" }, flow({ from: "dispatched", total: task.dispatched, boxes }),
-        lineChart({ title: "Ended, by version", unit: "rollouts", lines, xLabel: "policy version", style: 1 })),
+        lineChart({ title: "Ended, by version", unit: "rollouts", lines, looks, xLabel: "policy version" })),
       table(["Column", "Rollouts", "Share", "Recorded"], boxes.map((box) => [
         box.href ? link(box.href, box.name) : box.name, number(box.count), percent(box.count, task.dispatched),
         box.href ? number(task.recorded[box.name] || 0) : "–"])));
@@ -112,12 +135,14 @@ async function ledgerPage(run) {
   return parts;
 }
 
-async function timelinePage(run) {
+async function timelinePage(run, query) {
   const page = await api(`api/runs/${run}/page/timeline`);
   const traces = page.traces.map((name) => html("li", {}, link(`api/runs/${run}/traces/${encodeURIComponent(name)}`, name),
     " opens in ui.perfetto.dev or chrome://tracing"));
   const charts = [["Restarted processes", "restarts so far", page.restarts], ["Use of processes", "share of the time", page.busy]]
     .filter(([, , lines]) => Object.keys(lines).length).map(([title, unit, lines]) => lineChart({ title, unit, lines }));
+  const chosen = page.processes.find((one) => one.process === query.get("process"));
+  const counted = (one, count) => (count ? link(`#/${run}/timeline?${new URLSearchParams({ process: one.process })}`, number(count)) : "0");
   return [
     html("h1", {}, "Timeline"),
     html("div", { class: "charts" }, ...charts),
@@ -126,14 +151,24 @@ async function timelinePage(run) {
     traces.length ? html("ul", {}, ...traces) : html("p", {}, "None: --profile-steps 3:5 records steps 3 to 5."),
     html("h2", {}, "Processes"),
     page.processes.length ? table(["Process", "Busy in the last step", "Busy on average", "Last line of its log", "Warnings", "Errors"],
-      page.processes.map((one) => [one.process, share(one.busy), share(one.busy_mean), clock(one.last), number(one.warnings), number(one.errors)]))
+      page.processes.map((one) => [one.process, share(one.busy), share(one.busy_mean), clock(one.last), counted(one, one.warnings), counted(one, one.errors)]))
       : html("p", {}, "The run's folder has no logs."),
     page.processes.length ? html("p", { class: "quiet" }, "Counted in the last 256 KiB of logs/PROCESS.jsonl, libraries' warnings too.") : null,
+    ...(chosen ? [html("h2", {}, `Newest warnings and errors of ${chosen.process}`), eventTable(chosen.listed)] : []),
     html("h2", {}, "Deaths, hangs and errors"),
-    page.events.length ? table(["Time", "Process", "Level", "Event"],
-      page.events.map((one) => [clock(one.time), one.process, one.level, one.text]), { wide: true })
-      : html("p", { class: "good" }, "Nothing: no process died, hung or logged an error."),
+    page.events.length ? eventTable(page.events) : html("p", { class: "good" }, "Nothing: no process died, hung or logged an error."),
   ];
+}
+
+function eventTable(events) {
+  return table(["Time", "Process", "Level", "Event"], events.map((one) => [clock(one.time), one.process, one.level, eventText(one)]), { wide: true });
+}
+
+// What happened; with a traceback its last line, behind which all of it can be opened.
+function eventText({ text, traceback }) {
+  if (!traceback) return text;
+  const last = traceback.trimEnd().split("\n").pop();
+  return html("span", {}, text, html("details", {}, html("summary", {}, short(last, 500)), html("pre", {}, traceback)));
 }
 
 function share(value) {
@@ -148,9 +183,12 @@ function link(href, text) {
   return html("a", { href }, text);
 }
 
-function table(head, rows, { wide = false } = {}) {
+// below: for each row a text that stands under it in the whole width, or "".
+function table(head, rows, { wide = false, kind = null, below = [] } = {}) {
   const cells = (row) => row.map((cell, i) => html("td", wide ? { class: i ? "wide" : "field" } : {}, typeof cell === "string" ? short(cell, 2000) : cell));
   return html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": head.join(", ") },
-    html("table", {}, html("thead", {}, html("tr", {}, ...head.map((name) => html("th", { scope: "col" }, name)))),
-      html("tbody", {}, ...rows.map((row) => html("tr", {}, ...cells(row))))));
+    html("table", { class: kind }, html("thead", {}, html("tr", {}, ...head.map((name) => html("th", { scope: "col" }, name)))),
+      html("tbody", {}, ...rows.flatMap((row, i) => [
+        html("tr", {}, ...cells(row)),
+        ...(below[i] ? [html("tr", { class: "below" }, html("td", { colspan: head.length }, html("div", {}, below[i])))] : [])]))));
 }

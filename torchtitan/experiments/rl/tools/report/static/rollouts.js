@@ -16,16 +16,18 @@ async function rolloutsPage(run, query) {
     },
   },
     select("task", "Task", page.choices.task), select("outcome", "Outcome", page.choices.outcome),
-    select("status", "Status", page.choices.status), input("step", "Step", "number"), input("min_reward", "Least reward", "number"),
+    select("status", "Status", page.choices.status), input("step", "Trained in step", "number"), input("version", "Started at version", "number"), input("min_reward", "Least reward", "number"),
     input("max_reward", "Highest reward", "number"), input("group", "Group", "text"), input("text", "Text", "search"),
     html("label", {}, "Order", html("select", { name: "sort" },
       ...page.choices.sort.map((value) => html("option", { value, selected: chosen("sort") === value }, value)))), html("button", {}, "Show"));
   const rows = page.rows.map((row) => [
-    link(`#/${run}/rollout/${row.key}`, row.rollout_id), number(row.reward), html("span", { class: "begin" }, row.asked), html("span", { class: "begin" }, row.answered), row.outcome || "–", row.status, number(row.step), row.task,
-    number(row.turns), number(row.tokens), link(`#/${run}/group/${row.place}`, "group"), short(row.error || "", 80)]);
+    link(`#/${run}/rollout/${row.key}`, row.rollout_id), number(row.reward), html("span", { class: "begin" }, row.asked), html("span", { class: "begin" }, row.answered), row.outcome || "–", row.status, number(row.step), number(row.version), row.task,
+    number(row.turns), number(row.tokens), link(`#/${run}/group/${row.place}`, "group")]);
+  const counted = page.evaluated ? `: ${number(page.total - page.evaluated)} of training, ${number(page.evaluated)} of evaluations` : "";
   const parts = [html("h1", {}, "Rollouts"), form,
-    html("p", { class: "quiet", role: "status" }, `${number(page.rows.length)} of ${number(page.total)} shown${chosen("text") ? ", those with the text" : ""}.`)];
-  if (rows.length) parts.push(table(["Rollout", "Reward", "Asked", "Answered", "Outcome", "Status", "Step", "Task", "Turns", "Tokens", "Side by side", "Error"], rows));
+    html("p", { class: "quiet", role: "status" }, `${number(page.rows.length)} of ${number(page.total)} shown${counted}${chosen("text") ? ", those with the text" : ""}.`)];
+  if (rows.length) parts.push(table(["Rollout", "Reward", "Asked", "Answered", "Outcome", "Status", "Trained in step", "Started at version", "Task", "Turns", "Tokens", "Side by side"], rows,
+    { kind: "rollouts", below: page.rows.map((row) => row.error) }));
   else parts.push(html("p", {}, "No recorded rollout matches. recorder.fraction says which share is recorded."));
   if (page.next !== null) {
     const more = new URLSearchParams(query);
@@ -49,18 +51,28 @@ async function groupPage(run, query, place) {
     html("p", {}, `Mean reward ${number(group.mean)}, standard deviation ${number(group.std)}.`,
       same ? " All rewards are equal: an algorithm that compares a group learns nothing from it." : ""),
     group.prompt ? html("details", { open: true }, html("summary", {}, `What each was asked (example ${group.sample_id})`), html("pre", {}, group.prompt)) : null,
-    table(["Rollout", "Reward", ...components, "Advantage", "Outcome", "Status"], group.members.map((member) => [
+    table(["Rollout", "Reward", ...components.map((name) => named(name, group.weights)), "Advantage", "Outcome", "Status"], group.members.map((member) => [
       link(`#/${run}/rollout/${member.key}`, member.rollout_id), number(member.reward),
       ...components.map((name) => number(member.reward_components[name])), member.advantage ? number(member.advantage.mean) : "–",
-      member.outcome || "–", member.status])),
+      member.outcome || "–", member.status]), { below: group.members.map((member) => member.error) }),
     html("h2", {}, "Side by side, the most unusual reward first"),
     html("div", { class: "side", tabindex: "0" }, ...cards),
   ];
 }
 
+// A reward function with its share of the reward, if the config says so: "accuracy (3 of 4)".
+function named(name, weights) {
+  return name in weights ? `${name} (${weightOf(name, weights)})` : name;
+}
+
+function weightOf(name, weights) {
+  const total = Object.values(weights).reduce((a, b) => a + b, 0);
+  return name in weights ? `${number(weights[name])} of ${number(total)}` : "–";
+}
+
 function facts(rollout) {
   const found = [["reward", number(rollout.reward)], ["status", rollout.status], ["outcome", rollout.outcome || "not counted"],
-    ["step", number(rollout.step)], ["tokens", number(rollout.tokens)]];
+    ["trained in step", number(rollout.step)], ["started at version", number(rollout.version)], ["tokens", number(rollout.tokens)]];
   if (rollout.advantage) {
     const { min, max, mean } = rollout.advantage;
     found.push(["advantage", min === max ? number(mean) : `${number(min)} to ${number(max)}`]);
@@ -78,12 +90,15 @@ async function rolloutPage(run, query, key) {
       html("button", { type: "button", onclick: (event) => copyRecord(run, key, event.target) }, "Copy as JSON"), " ",
       html("button", { type: "button", onclick: (event) => copied(testOf(rollout), event.target) }, "Copy as a test")),
     html("ul", { class: "facts" }, ...facts(rollout).map(([name, value]) => html("li", {}, `${name} `, html("b", {}, value)))),
-    table(["Reward function", "Value"], Object.entries(rollout.reward_components).map(([name, value]) => [name, number(value)])),
+    table(["Reward function", "Value", "Weight"], Object.entries(rollout.reward_components)
+      .map(([name, value]) => [name, number(value), weightOf(name, rollout.weights)])),
+    Object.keys(rollout.reward_components).some((name) => !(name in rollout.weights))
+      ? html("p", { class: "quiet" }, "A weight is shown where the config has it: not of a rubric's own register_funcs, nor of what only an env rewards.") : null,
     rollout.error ? html("p", { class: "error" }, rollout.error) : null,
     rollout.advantage_is ? html("p", { class: "warning" }, rollout.advantage_is) : null,
     rollout.left_out ? html("p", { class: "warning" }, `Not recorded: ${rollout.left_out}`) : null,
     rollout.example ? html("details", {}, html("summary", {}, `Example ${rollout.example.sample_id}`), html("pre", {}, rollout.example.env_input || "")) : null,
-    rollout.calls.length ? html("details", { open: "" }, html("summary", {}, "Calls"), html("pre", {}, rollout.calls.join("\n"))) : null,
+    rollout.calls.length ? html("details", { open: "" }, html("summary", {}, "Calls, each at its time since the agent began"), html("pre", {}, rollout.calls.join("\n"))) : null,
     html("h2", {}, rollout.calls.length ? "Conversations" : "Conversation"),
   ];
   rollout.turns.forEach((turn, i) => {
