@@ -7,7 +7,7 @@ from fastapi.testclient import TestClient
 
 from tests.unit.report_runs import record_evaluation, small_run, write_metrics
 from torchtitan.experiments.rl.tools.report.app import exported, report_app
-from torchtitan.experiments.rl.tools.report.evaluations import sign_test
+from torchtitan.experiments.rl.tools.report.evaluations import evaluations, sign_test
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
 
@@ -95,6 +95,34 @@ def test_an_example_is_won_where_the_mean_reward_of_its_attempts_rose(compared):
     # b has the same three rewards in another order; d has none in the first.
     assert found["counts"] == {"won": 2, "lost": 1, "same": 1} and found["left_out"] == 1
     assert found["chance"] == 1.0
+
+
+def test_a_change_has_its_question_and_both_answers(compared, runs):
+    found = compared((0, "0"), (0, "2"))
+    for row in (*found["won"], *found["lost"]):
+        assert (row["asked"], row["before"]["answered"], row["after"]["answered"]) == (
+            "3 4",
+            "7",
+            "7",
+        )
+    runs[0].folder.joinpath("rollouts.jsonl.gz").unlink()
+    row = compared((0, "0"), (0, "2"))["lost"][0]
+    assert (row["asked"], row["before"]["answered"]) == ("", "")
+
+
+def test_two_shares_that_are_the_same_are_one_line(runs):
+    same = {"validation/sums/avg@1": 0.25, "validation/sums/pass@1": 0.25}
+    other = {"validation/words/avg@1": 0.25, "validation/words/pass@1": 0.5}
+    write_metrics(runs[1].folder, {3: {"validation/step": 3, **same, **other}}, resume_step=2)
+    runs[1].refresh()
+    lines = evaluations(runs[1])["lines"]
+    assert lines["validation/words/pass@1"] == [(3, 0.5)]
+    assert lines["validation/words/avg@1"] == [(3, 0.25)]
+    assert lines["validation/sums/pass@1"] == [(3, 0.25)]  # avg@1 has a value at version 0 too
+    assert len(lines) == 4
+    write_metrics(runs[0].folder, {0: {"validation/step": 0, **same}})
+    runs[0].refresh()
+    assert evaluations(runs[0])["lines"] == {"validation/sums/avg@1 and pass@1": [(0, 0.25)]}
 
 
 def test_each_side_leads_to_its_rollouts(compared):

@@ -15,9 +15,19 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.unit.report_runs import record, rollout, small_run, write_metrics
+from tests.unit.report_runs import (
+    record,
+    record_evaluation,
+    rollout,
+    small_run,
+    write_metrics,
+)
+from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
+from torchtitan.experiments.rl.command import history
+from torchtitan.experiments.rl.command.history import write_end, write_start
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.report import main
+from torchtitan.experiments.rl.tools.report import pages
 from torchtitan.experiments.rl.tools.report.app import STATIC, exported, report_app
 from torchtitan.experiments.rl.tools.report.run import ReportedRun, is_locked
 
@@ -351,6 +361,7 @@ def test_states_follow_the_files_and_the_lock(run, tmp_path):
     import fcntl
 
     assert run.state()["state"] == "done"
+    assert run.state()["started"] is None and run.state()["resumes"] == []
     config = json.loads((run.folder / "config.json").read_text()) | {"steps": 9}
     (run.folder / "config.json").write_text(json.dumps(config))
     assert run.state()["state"] == "stopped"
@@ -363,6 +374,124 @@ def test_states_follow_the_files_and_the_lock(run, tmp_path):
             "Stalled"
         )
     assert not is_locked(run.folder / ".lock")
+
+
+def first_hint(run):
+    page = client_of(run).get("/api/runs/0/page/overview").json()
+    hint = page["hints"][0] if page["hints"] else {"severity": "", "text": "", "field": ""}
+    return page["state"]["state"], f"{hint['severity']}: {hint['text']} -> {hint['field']}"
+
+
+CAUSE = "none of the first 100 groups teaches anything: '2' to example 37 earns 0; see the rubric"
+NO_CHECKPOINT = "start a new run: this one has no checkpoint to go on from"
+
+
+@pytest.mark.parametrize(
+    ("end", "state", "hint"),
+    [
+        (("failed", CAUSE), "failed", f"error: {CAUSE} -> mend the cause, then {NO_CHECKPOINT}"),
+        (
+            ("stopped", "SIGINT"),
+            "stopped",
+            f"warning: Stopped after step 3 of 9 by SIGINT -> {NO_CHECKPOINT}",
+        ),
+        (None, "killed", "error: Killed after step 3 of 9: nothing says how it ended, "),
+        (
+            ("done", "nothing left to learn: all rewards tie"),
+            "done",
+            "note: Done after step 3 of 9: nothing left to learn: all rewards tie -> ",
+        ),
+        (("done", None), "done", ": "),
+    ],
+)
+def test_however_a_run_ends_its_state_and_first_hint_say_so(run, end, state, hint):
+    config = json.loads((run.folder / "config.json").read_text()) | {"steps": 9}
+    (run.folder / "config.json").write_text(json.dumps(config))
+    write_start(run.folder, 0)
+    if end is not None:
+        write_end(run.folder, *end)
+    (run.folder / "ledger.jsonl").write_text("")  # of its rollouts there is nothing to say
+    run.refresh()
+    found = first_hint(run)
+    assert found[0] == state and found[1].startswith(hint), found
+
+
+def test_a_resume_is_advised_where_there_is_a_checkpoint(run):
+    write_start(run.folder, 0)
+    write_end(run.folder, "failed", "the disk is full")
+    folder = CheckpointFolder(run.folder, keep=9)
+    folder.begin(2)
+    folder.commit(2)
+    resume = "mend the cause, then --resume with this folder goes on from step 2"
+    assert first_hint(run) == ("failed", f"error: the disk is full -> {resume}")
+
+
+def test_a_run_that_goes_on_after_a_resume_says_so_and_not_how_it_ended_before(run):
+    import fcntl
+
+    config = json.loads((run.folder / "config.json").read_text()) | {"steps": 9}
+    (run.folder / "config.json").write_text(json.dumps(config))
+    write_start(run.folder, 0)
+    write_end(run.folder, "failed", CAUSE)
+    write_start(run.folder, 2)
+    with (run.folder / ".lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        state = run.state()
+    assert (state["state"], state["why"]) == ("running", "")
+    (resume,) = state["resumes"]
+    assert resume["step"] == 2 and state["started"] <= resume["time"]
+
+
+def test_a_run_on_another_host_whose_lock_is_not_seen_here_is_not_called_killed(run, monkeypatch):
+    config = json.loads((run.folder / "config.json").read_text()) | {"steps": 9}
+    (run.folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(history.socket, "gethostname", lambda: "another")
+    write_start(run.folder, 0)
+    monkeypatch.undo()
+    assert run.state()["state"] == "running"
+    os.utime(run.folder / "metrics.jsonl", (0, 0))
+    assert run.state()["state"] == "stalled"
+
+
+def test_a_key_of_the_config_is_not_in_the_error(run):
+    write_start(run.folder, 0)
+    write_end(run.folder, "failed", "401 for key sk-1")
+    assert first_hint(run)[1].startswith("error: 401 for key (hidden) -> ")
+
+
+def test_a_version_at_which_no_rollout_ended_in_a_column_counts_0(run):
+    """The ledger's lines: "trained" has 2 rollouts at version 1, and here 1 at version 6."""
+    ends = [
+        {"rollout_id": f"sums-9/{version}", "task": "sums", "dispatched_version": 0}
+        | {"column": column, "ended_version": version}
+        for version, column in ((6, "trained"), (7, "lost"))
+    ]
+    with (run.folder / "ledger.jsonl").open("a") as file:
+        file.writelines(json.dumps(end) + "\n" for end in ends)
+    run.refresh()
+    tasks = {task["task"]: task for task in pages.ledger(run)["tasks"]}
+    assert tasks["sums"]["lines"]["trained"] == [(1, 2), (2, 0), (5, 0), (6, 1), (7, 0)]
+    assert tasks["sums"]["lines"]["lost"] == [(1, 0), (2, 0), (5, 0), (6, 0), (7, 1)]
+
+
+def test_a_rollouts_reward_functions_have_the_configs_weights(run, get):
+    fns = [{"fn": "my.right", "name": None, "weight": 3.0}, {"fn": "f", "name": "economy"}, "my.f"]
+    config = json.loads((run.folder / "config.json").read_text())
+    config["tasks"]["sums"]["rubric"] = {"reward_fns": fns}
+    (run.folder / "config.json").write_text(json.dumps(config))
+    key = get("rollouts?task=sums")["rows"][0]["key"]
+    weights = {"right": 3.0, "economy": 1.0, "f": 1.0}
+    assert get(f"rollouts/{key}")["weights"] == weights
+    assert get(f"groups/{key.split('-')[0]}")["weights"] == weights
+    key = get("rollouts?task=words")["rows"][0]["key"]
+    assert get(f"rollouts/{key}")["weights"] == {}  # the config does not say
+
+
+def test_evaluations_are_counted_apart(run, get):
+    record_evaluation(run.folder, "0", {"a": [1], "b": [0]}, step=0)
+    run.refresh()
+    counts = [get(f"rollouts?{query}") for query in ("", "task=sums", "outcome=trained")]
+    assert [(one["total"], one["evaluated"]) for one in counts] == [(6, 2), (4, 2), (2, 0)]
 
 
 def test_a_port_in_use_is_one_line_that_names_the_option(run, capsys):

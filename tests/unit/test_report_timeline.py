@@ -5,12 +5,14 @@ import json
 import pytest
 
 from tests.unit.report_runs import small_run, write_metrics
+from torchtitan.experiments.rl.command.history import write_end, write_start
 from torchtitan.experiments.rl.fleet.restarts import deaths_logger
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 from torchtitan.experiments.rl.tools.report.timeline import (
     DEATHS,
     LOG_BYTES,
     MOST_CHARACTERS,
+    MOST_WARNINGS,
     timeline,
 )
 
@@ -27,7 +29,7 @@ def run(tmp_path):
 
 
 def log(run, process, *lines, end="\n"):
-    """``lines``: second, level, logger and message of each."""
+    """``lines``: second, level, logger, message and fields of each."""
     records = [
         {
             "time": f"2026-01-01T00:00:{second:02}.000+00:00",
@@ -35,8 +37,9 @@ def log(run, process, *lines, end="\n"):
             "logger": logger,
             "process": process,
             "message": text,
+            **dict(fields),
         }
-        for second, level, logger, text in lines
+        for second, level, logger, text, *fields in lines
     ]
     with (run.folder / f"logs/{process}.jsonl").open("a") as file:
         file.write("\n".join(map(json.dumps, records)) + end)
@@ -63,6 +66,30 @@ def test_deaths_hangs_and_errors_are_events_the_newest_first(run):
     ] == [
         ("controller", 0, 0, "01"),
         ("generator-0", 1, 1, "04"),
+    ]
+
+
+def test_a_failed_run_has_its_error_first_and_the_traceback_of_the_log(run):
+    traceback = "Traceback (most recent call last):\n  File rubric.py\nKeyError: 'sk-1'"
+    failed = (1, "ERROR", OURS + "run", "the run failed", ("exception", traceback))
+    log(run, "controller", failed)
+    write_start(run.folder, 0)
+    write_end(run.folder, "failed", "reward: KeyError: 'sk-1'")
+    first, second = timeline(run)["events"]
+    assert (first["level"], first["text"]) == ("FAILED", "reward: KeyError: '(hidden)'")
+    assert second["text"] == "the run failed"
+    assert second["traceback"] == traceback.replace("sk-1", "(hidden)")
+    write_start(run.folder, 2)  # it was resumed
+    assert [event["text"] for event in timeline(run)["events"]] == ["the run failed"]
+
+
+def test_warnings_of_a_process_are_listed_those_of_libraries_too(run):
+    lines = [(n, "WARNING", "vllm.platform", f"slow {n}") for n in range(60)]
+    log(run, "generator-0", *lines, (59, "INFO", "x", "no matter"))
+    (process,) = timeline(run)["processes"]
+    assert (process["warnings"], process["errors"]) == (60, 0)
+    assert [event["text"] for event in process["listed"]] == [
+        f"slow {n}" for n in range(59, 59 - MOST_WARNINGS, -1)
     ]
 
 

@@ -180,8 +180,13 @@ def _ledger_of_task(
 
 
 def _with_zeros(counts: dict[str, dict[int, int]]) -> dict[str, Points]:
-    """Return each column's count at every version at which any rollout of the task ended."""
-    versions = sorted(set().union(*counts.values()))
+    """Return each column's count at every version at which a rollout of the task ended.
+
+    The versions beside these are there too, so that a line falls to 0 between them.
+    """
+    ended = set().union(*counts.values())
+    beside = {version + 1 for version in ended} | {version - 1 for version in ended}
+    versions = sorted(ended | {version for version in beside if min(ended) < version < max(ended)})
     return {
         column: thinned([(version, own.get(version, 0)) for version in versions])
         for column, own in counts.items()
