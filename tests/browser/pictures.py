@@ -57,6 +57,7 @@ def served(runs: Sequence[ReportedRun]) -> Iterator[str]:
 
 
 def opened(page: Page, address: str, route: str, run: int = 0) -> Page:
+    page.goto("about:blank")  # else a page of the same name that is shown already would do
     page.goto(f"{address}#/{run}/{route}")
     page.wait_for_selector(f'main[data-page="{route.split("/")[0].split("?")[0]}"] h1')
     return page
@@ -71,7 +72,8 @@ def main() -> None:
     options = parser.parse_args()
     runs = [ReportedRun(folder) for folder in options.runs]
     for run in runs:
-        run.refresh()
+        while not run.refresh():
+            pass
     with chromium() as browser, served(runs) as address:
         if options.all is None:
             pictures_of_readme(browser, address, runs[0])
@@ -120,6 +122,11 @@ def with_tokens(page: Page, address: str, run: ReportedRun) -> Page:
     page.get_by_role("button", name="Show the tokens").first.click()
     page.locator(".tokens span").last.hover()
     return page
+
+
+def key_of(run: ReportedRun, rollout_id: str) -> str:
+    (row,) = run.rows("SELECT place, line FROM rollouts WHERE rollout_id = ?", (rollout_id,))
+    return f"{row['place']}-{row['line']}"
 
 
 def longest(run: ReportedRun) -> Any:
