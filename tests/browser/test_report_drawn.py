@@ -188,6 +188,20 @@ def test_a_run_keeps_its_colour_where_another_lacks_the_metric(page, run, report
         assert legend_look(page.locator("figure").last, "0: first") != looks[0]
 
 
+def test_a_metric_keeps_its_colour_where_a_run_lacks_others_of_its_chart(
+    page, run, reported, tmp_path
+):
+    folder = tmp_path / "waits"
+    folder.mkdir()
+    write_metrics(folder, {1: {"time/wait_s": 1.0, "time/step_s": 2.0}})
+    with served([run, reported(folder)]) as address:
+        looks = []
+        for number in (0, 1):
+            opened(page, address, "overview", run=number)
+            looks.append(legend_look(page.locator("figure", has_text="Time of a"), "time/step_s"))
+        assert looks[0] == looks[1]
+
+
 def legend_look(figure, name: str) -> tuple[str, str]:
     """Return the colour and the dashes that the legend has for a line."""
     line = figure.locator(".legend li", has_text=name).first.locator("line")

@@ -36,6 +36,14 @@ class Chart:
             for name in matching(names, pattern)
         ]
 
+    def order(self, drawn: Sequence[str]) -> list[str]:
+        """Return the names of all lines that the chart may have, by which each has its colour.
+
+        Args:
+            drawn: metrics that it draws in a run.
+        """
+        return list(dict.fromkeys([*(p for p in self.patterns if "*" not in p), *drawn]))
+
 
 STEP_PARTS = ("wait", "train", "sync", "validate", "checkpoint", "step")
 CHARTS = (
@@ -105,6 +113,7 @@ def overview(run: ReportedRun) -> Json:
             "unit": chart.unit,
             "xLabel": chart.x_label,
             "lines": {name: thinned(series[name]) for name in lines},
+            "order": chart.order(lines),
         }
         for chart, lines in drawn.items()
         if lines

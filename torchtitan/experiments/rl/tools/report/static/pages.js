@@ -85,9 +85,14 @@ async function overviewPage(run, query) {
     hints.length ? html("ul", { class: "hints", "aria-label": "What is wrong" }, ...hints)
       : html("p", { class: "good" }, "Nothing stands out: no hint applies."),
     page.charts.length ? controls : null,
-    html("div", { class: "charts" }, ...[...own, ...page.charts].map((chart) => lineChart({ ...clocked(chart), smooth }))),
+    html("div", { class: "charts" }, ...[...own, ...page.charts].map((chart) => lineChart({ ...clocked(chart), looks: looksOf(chart), smooth }))),
     page.charts.length ? null : html("p", {}, "No step has been taken yet."),
   ];
+}
+
+// A metric has the same look in every run, whichever others of its chart the run has.
+function looksOf({ order, lines }) {
+  return Object.fromEntries((order || Object.keys(lines)).map((name, i) => [name, nthLook(i)]));
 }
 
 // A chart along the time that the steps took, in minutes, in place of their numbers.
@@ -143,8 +148,11 @@ async function timelinePage(run, query) {
     .filter(([, , lines]) => Object.keys(lines).length).map(([title, unit, lines]) => lineChart({ title, unit, lines }));
   const chosen = page.processes.find((one) => one.process === query.get("process"));
   const counted = (one, count) => (count ? link(`#/${run}/timeline?${new URLSearchParams({ process: one.process })}`, number(count)) : "0");
+  const events = [html("h2", {}, "Deaths, hangs and errors"),
+    page.events.length ? eventTable(page.events) : html("p", { class: "good" }, "Nothing: no process died, hung or logged an error.")];
   return [
     html("h1", {}, "Timeline"),
+    ...(page.events.length ? events : []), // on top, where there is something
     html("div", { class: "charts" }, ...charts),
     Object.keys(page.restarts).length ? null : html("p", { class: "good" }, "No process was restarted."),
     html("h2", {}, "Profiled steps"),
@@ -155,8 +163,7 @@ async function timelinePage(run, query) {
       : html("p", {}, "The run's folder has no logs."),
     page.processes.length ? html("p", { class: "quiet" }, "Counted in the last 256 KiB of logs/PROCESS.jsonl, libraries' warnings too.") : null,
     ...(chosen ? [html("h2", {}, `Newest warnings and errors of ${chosen.process}`), eventTable(chosen.listed)] : []),
-    html("h2", {}, "Deaths, hangs and errors"),
-    page.events.length ? eventTable(page.events) : html("p", { class: "good" }, "Nothing: no process died, hung or logged an error."),
+    ...(page.events.length ? [] : events),
   ];
 }
 
