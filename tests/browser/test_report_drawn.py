@@ -68,7 +68,7 @@ def sees_why_it_failed(page: Page, address: str) -> None:
     expect(first).to_contain_text("start a new run: this one has no checkpoint to go on from")
     first.get_by_role("link", name="Timeline").click()
     page.wait_for_selector('main[data-page="timeline"]')
-    expect(page.get_by_role("row", name="command FAILED")).to_contain_text(CAUSE)
+    expect(page.get_by_role("listitem").filter(has_text="command · FAILED")).to_contain_text(CAUSE)
     expect(page.get_by_text("rubric.py")).to_be_hidden()
     page.get_by_text("KeyError: 'answer'").first.click()
     expect(page.get_by_text("rubric.py")).to_be_visible()

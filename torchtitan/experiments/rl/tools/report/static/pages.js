@@ -149,7 +149,7 @@ async function timelinePage(run, query) {
   const chosen = page.processes.find((one) => one.process === query.get("process"));
   const counted = (one, count) => (count ? link(`#/${run}/timeline?${new URLSearchParams({ process: one.process })}`, number(count)) : "0");
   const events = [html("h2", {}, "Deaths, hangs and errors"),
-    page.events.length ? eventTable(page.events) : html("p", { class: "good" }, "Nothing: no process died, hung or logged an error.")];
+    page.events.length ? eventList(page.events) : html("p", { class: "good" }, "Nothing: no process died, hung or logged an error.")];
   return [
     html("h1", {}, "Timeline"),
     ...(page.events.length ? events : []), // on top, where there is something
@@ -162,13 +162,14 @@ async function timelinePage(run, query) {
       page.processes.map((one) => [one.process, share(one.busy), share(one.busy_mean), clock(one.last), counted(one, one.warnings), counted(one, one.errors)]))
       : html("p", {}, "The run's folder has no logs."),
     page.processes.length ? html("p", { class: "quiet" }, "Counted in the last 256 KiB of logs/PROCESS.jsonl, libraries' warnings too.") : null,
-    ...(chosen ? [html("h2", {}, `Newest warnings and errors of ${chosen.process}`), eventTable(chosen.listed)] : []),
+    ...(chosen ? [html("h2", {}, `Newest warnings and errors of ${chosen.process}`), eventList(chosen.listed)] : []),
     ...(page.events.length ? [] : events),
   ];
 }
 
-function eventTable(events) {
-  return table(["Time", "Process", "Level", "Event"], events.map((one) => [clock(one.time), one.process, one.level, eventText(one)]), { wide: true });
+function eventList(events) {
+  return html("ul", { class: "hints" }, ...events.map((one) => html("li", { class: one.level === "WARNING" ? "warning" : "error" },
+    html("span", { class: "quiet" }, `${clock(one.time)} · ${one.process} · ${one.level}`), html("div", {}, eventText(one)))));
 }
 
 // What happened; with a traceback its last line, behind which all of it can be opened.
