@@ -2,6 +2,9 @@
 
 import json
 
+import pytest
+
+from tests.fakes.disk import fill_disk
 from torchtitan.experiments.rl.command.history import (
     HISTORY_FILE,
     read_history,
@@ -28,6 +31,12 @@ def test_the_end_is_written_where_the_disk_has_no_byte_left(tmp_path):
     size = (tmp_path / HISTORY_FILE).stat().st_size
     write_end(tmp_path, "failed", LONGEST)
     assert (tmp_path / HISTORY_FILE).stat().st_size == size
+
+
+def test_a_start_that_a_full_disk_refuses_names_the_file(tmp_path, monkeypatch):
+    fill_disk(monkeypatch, room=0, at_once=1)
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/history.jsonl'"):
+        write_start(tmp_path, 0)
 
 
 def test_a_resume_begins_where_the_killed_command_left_off(tmp_path):

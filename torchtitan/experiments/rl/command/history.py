@@ -71,9 +71,6 @@ class History(msgspec.Struct, kw_only=True):
         return resumes
 
 
-_Line = Started | Ended
-
-
 def write_start(run_dir: Path, step: int) -> None:
     """Append that a command starts the run.
 
@@ -81,8 +78,12 @@ def write_start(run_dir: Path, step: int) -> None:
         OSError: the file can't be written.
     """
     start = Started(time=time.time(), step=step, host=socket.gethostname())
-    with (run_dir / HISTORY_FILE).open("ab") as file:
-        file.write(msgspec.json.encode(start) + b"\n" + b" " * (RESERVED_BYTES - 1) + b"\n")
+    path = run_dir / HISTORY_FILE
+    try:
+        with path.open("ab") as file:
+            file.write(msgspec.json.encode(start) + b"\n" + b" " * (RESERVED_BYTES - 1) + b"\n")
+    except OSError as error:  # an error of writing does not name the file
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_end(run_dir: Path, how: How, why: str | None) -> None:
@@ -112,7 +113,7 @@ def read_history(run_dir: Path) -> History:
     return history
 
 
-def _append(history: History, line: _Line) -> None:
+def _append(history: History, line: Started | Ended) -> None:
     if isinstance(line, Started):
         history.starts.append(line)
         history.end = None
