@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from tests.fakes.disk import fill_disk
 from torchtitan.experiments.rl.command.history import (
     HISTORY_FILE,
     read_history,
@@ -33,8 +32,8 @@ def test_the_end_is_written_where_the_disk_has_no_byte_left(tmp_path):
     assert (tmp_path / HISTORY_FILE).stat().st_size == size
 
 
-def test_a_start_that_a_full_disk_refuses_names_the_file(tmp_path, monkeypatch):
-    fill_disk(monkeypatch, room=0, at_once=1)
+def test_a_start_that_a_full_disk_refuses_names_the_file(tmp_path):
+    (tmp_path / HISTORY_FILE).symlink_to("/dev/full")
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/history.jsonl'"):
         write_start(tmp_path, 0)
 
