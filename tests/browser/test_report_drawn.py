@@ -88,7 +88,7 @@ def test_a_failed_run_says_why_word_for_word(page, run, tmp_path):
     ("end", "state", "hint"),
     [
         (("stopped", "SIGINT"), "stopped", "Stopped after step 3 of 3 by SIGINT"),
-        (None, "killed", "Killed after step 3 of 3: nothing says how it ended"),
+        (None, "killed", "Killed after step 3 of 3: the command ended without a word"),
     ],
 )
 def test_a_run_that_did_not_end_by_itself_says_what_a_resume_goes_on_from(

@@ -20,6 +20,7 @@ from tests.unit.report_runs import (
     record_evaluation,
     rollout,
     small_run,
+    write_ledger,
     write_metrics,
 )
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
@@ -395,7 +396,7 @@ NO_CHECKPOINT = "start a new run: this one has no checkpoint to go on from"
             "stopped",
             f"warning: Stopped after step 3 of 9 by SIGINT -> {NO_CHECKPOINT}",
         ),
-        (None, "killed", "error: Killed after step 3 of 9: nothing says how it ended, "),
+        (None, "killed", "error: Killed after step 3 of 9: the command ended without a word"),
         (
             ("done", "nothing left to learn: all rewards tie"),
             "done",
@@ -472,6 +473,15 @@ def test_a_version_at_which_no_rollout_ended_in_a_column_counts_0(run):
     tasks = {task["task"]: task for task in pages.ledger(run)["tasks"]}
     assert tasks["sums"]["lines"]["trained"] == [(1, 2), (2, 0), (5, 0), (6, 1), (7, 0)]
     assert tasks["sums"]["lines"]["lost"] == [(1, 0), (2, 0), (5, 0), (6, 0), (7, 1)]
+
+
+def test_shares_of_a_ledger_that_is_ahead_of_the_metrics_sum_to_the_whole(run):
+    """The metrics say 3 dispatched and 1 open, and 2 had ended; the run was killed after 5 ends."""
+    write_ledger(run.folder, [("sums", f"sums-9/{n}", "failed/error") for n in range(3)])
+    run.refresh()
+    sums = pages.ledger(run)["tasks"][0]
+    assert (sums["task"], sums["dispatched"], sums["open"]) == ("sums", 5, 0)
+    assert sum(sums["columns"].values()) == 5
 
 
 def test_a_rollouts_reward_functions_have_the_configs_weights(run, get):

@@ -162,8 +162,8 @@ def _end_hints(state: Mapping[str, Any]) -> Iterable[Hint]:
     elif name == "killed":
         yield Hint(
             "error",
-            f"Killed {after}: nothing says how it ended, as after SIGKILL, which often comes for "
-            "memory, or the end of its host",
+            f"Killed {after}: the command ended without a word, as after SIGKILL (often for "
+            "memory) or when its host goes down",
             resume,
             HISTORY_FILE,
             page="timeline",

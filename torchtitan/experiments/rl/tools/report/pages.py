@@ -171,7 +171,13 @@ def _ledger_of_task(
         recorded: number of rollouts that were recorded, by outcome.
     """
     series = read_series(run, [f"ledger/{task}/dispatched", f"ledger/{task}/open"])
-    newest = {name.rpartition("/")[2]: points[-1][1] for name, points in series.items()}
+    newest = {name.rpartition("/")[2]: int(points[-1][1] or 0) for name, points in series.items()}
+    ended = sum(columns.values())
+    dispatched = newest.get("dispatched", ended)
+    still_open = newest.get("open", 0)
+    if ended + still_open > dispatched:  # the ledger is ahead of the last step's metrics
+        dispatched = max(dispatched, ended)
+        still_open = dispatched - ended
     ended_by_version = read_table(
         run,
         "SELECT column_, ended, COUNT(*) FROM ledger WHERE task = ? "
@@ -180,8 +186,8 @@ def _ledger_of_task(
     )
     return {
         "task": task,
-        "dispatched": int(newest.get("dispatched") or sum(columns.values())),
-        "open": int(newest.get("open") or 0),
+        "dispatched": dispatched,
+        "open": still_open,
         "columns": columns,
         "recorded": recorded,
         "lines": _with_zeros(ended_by_version),
