@@ -87,7 +87,7 @@ def test_a_failed_run_says_why_word_for_word(page, run, tmp_path):
 @pytest.mark.parametrize(
     ("end", "state", "hint"),
     [
-        (("stopped", "SIGINT"), "stopped", "Stopped after step 3 of 3 by SIGINT"),
+        (("stopped", "SIGINT"), "stopped", "Stopped after step 3 of 3 by Ctrl-C (SIGINT)"),
         (None, "killed", "Killed after step 3 of 3: the command ended without a word"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 
 from tests.integration.command_runs import ENDLESS, ROOT, command, environment
 from torchtitan.experiments.rl.checkpointing.folder import checkpoints, verify
+from torchtitan.experiments.rl.command.history import read_history
 
 HOPELESS = """
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
@@ -147,6 +148,8 @@ def test_user_code_that_fails_outside_rollouts_ends_the_run_with_its_name_and_a_
     assert run.wait() == 1
     assert run.err.splitlines()[-1].startswith(error)
     assert "stopped by an error (RunError)" in run.out and "closed" not in run.out
+    end = read_history(run.folder).end  # which the report shows
+    assert end is not None and run.err.splitlines()[-1].startswith(f"error: {end.why} (logs in ")
     files = {line.split('"')[1] for line in run.err.splitlines() if line.startswith('  File "')}
     assert files == {str(tmp_path / "hostile.py")}, "the frames are those of the user's code alone"
     run.assert_nothing_left()

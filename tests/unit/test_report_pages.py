@@ -394,7 +394,7 @@ NO_CHECKPOINT = "start a new run: this one has no checkpoint to go on from"
         (
             ("stopped", "SIGINT"),
             "stopped",
-            f"warning: Stopped after step 3 of 9 by SIGINT -> {NO_CHECKPOINT}",
+            f"warning: Stopped after step 3 of 9 by Ctrl-C (SIGINT) -> {NO_CHECKPOINT}",
         ),
         (None, "killed", "error: Killed after step 3 of 9: the command ended without a word"),
         (

@@ -169,9 +169,10 @@ def _end_hints(state: Mapping[str, Any]) -> Iterable[Hint]:
             page="timeline",
         )
     elif name == "stopped" and state["steps"] is not None:
+        by = f" by {why.replace('SIGINT', 'Ctrl-C (SIGINT)')}" if why else ""
         yield Hint(
             "warning",
-            f"Stopped {after}{f' by {why}' if why else ''}",
+            f"Stopped {after}{by}",
             resume,
             HISTORY_FILE if why else "step",
         )

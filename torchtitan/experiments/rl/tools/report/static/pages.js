@@ -81,7 +81,7 @@ async function overviewPage(run, query) {
     html("p", {}, html("span", { class: STATES[page.state.state] }, stateText(page.state)),
       page.state.config_name ? html("span", { class: "quiet" }, ` · config ${page.state.config_name}`) : null,
       page.state.started ? html("span", { class: "quiet" }, ` · started ${clock(1000 * page.state.started)}`) : null,
-      ...page.state.resumes.map(({ time, step }) => html("span", { class: "quiet" }, ` · resumed from step ${number(step)} ${clock(1000 * time)}`))),
+      ...page.state.resumes.map(({ time, step }) => html("span", { class: "quiet" }, ` · resumed from step ${number(step)} at ${clock(1000 * time)}`))),
     hints.length ? html("ul", { class: "hints", "aria-label": "What is wrong" }, ...hints)
       : html("p", { class: "good" }, "Nothing stands out: no hint applies."),
     page.charts.length ? controls : null,
