@@ -173,6 +173,17 @@ def test_a_cause_is_read_whole_at_any_width(page, run, width):
             assert cause.evaluate(inside), "nothing of it is cut"
 
 
+def test_a_failed_rollout_has_its_traceback_to_open(page, run):
+    one = rollout("long-0", 0, reward=None, error=LONG, traceback=TRACEBACK)
+    record(run.folder, [[one]], {"long-0/0": "failed/error"})
+    run.refresh()
+    with served([run]) as address:
+        opened(page, address, f"rollout/{key_of(run, 'long-0/0')}")
+        expect(page.get_by_text("rubric.py")).to_be_hidden()
+        page.get_by_text("Traceback", exact=True).click()
+        expect(page.get_by_text("rubric.py")).to_be_visible()
+
+
 def test_a_run_keeps_its_colour_where_another_lacks_the_metric(page, run, reported, tmp_path):
     folder = tmp_path / "first"
     folder.mkdir()

@@ -205,6 +205,7 @@ def rollout(run: ReportedRun, place: int, line: int, *, whole: bool = False) -> 
         example = {"sample_id": sample.sample_id, "env_input": cut(sample.env_input, length)}
     return _head(recorded, place, line) | {
         "weights": reward_weights(run, recorded.rollout.task_name),
+        "traceback": recorded.rollout.traceback,
         "turns": msgspec.to_builtins(shown_turns(recorded.rollout, length)),
         "last_messages": msgspec.to_builtins(last_messages(recorded.rollout, length)),
         "calls": calls_of(recorded.rollout),

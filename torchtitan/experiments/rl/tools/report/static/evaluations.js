@@ -63,8 +63,8 @@ function changedExamples(title, rows, total) {
     html("span", { class: "said" }, answered));
   return html("section", {},
     html("h3", {}, rows.length < total ? `${title}: the largest ${number(rows.length)} of ${number(total)}` : title),
-    rows.length ? table(["Task", "Example", "Before", "After", "Change"], rows.map((row) => [
-      row.task, html("span", {}, short(row.example || "–", 80), html("span", { class: "said" }, row.asked)), side(row.before), side(row.after), `${row.change > 0 ? "+" : ""}${number(row.change)}`])) : html("p", {}, "none"));
+    rows.length ? table(["Example", "Before", "After", "Change"], rows.map((row) => [
+      html("span", {}, `${row.task} ${short(row.example || "–", 80)}`, html("span", { class: "said" }, row.asked)), side(row.before), side(row.after), `${row.change > 0 ? "+" : ""}${number(row.change)}`])) : html("p", {}, "none"));
 }
 
 // Of all runs: [{run, label, value, text}].

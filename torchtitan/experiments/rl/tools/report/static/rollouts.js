@@ -95,6 +95,7 @@ async function rolloutPage(run, query, key) {
     Object.keys(rollout.reward_components).some((name) => !(name in rollout.weights))
       ? html("p", { class: "quiet" }, "A weight is shown where the config has it: not of a rubric's own register_funcs, nor of what only an env rewards.") : null,
     rollout.error ? html("p", { class: "error" }, rollout.error) : null,
+    rollout.traceback ? html("details", {}, html("summary", {}, "Traceback"), html("pre", {}, rollout.traceback)) : null,
     rollout.advantage_is ? html("p", { class: "warning" }, rollout.advantage_is) : null,
     rollout.left_out ? html("p", { class: "warning" }, `Not recorded: ${rollout.left_out}`) : null,
     rollout.example ? html("details", {}, html("summary", {}, `Example ${rollout.example.sample_id}`), html("pre", {}, rollout.example.env_input || "")) : null,
