@@ -49,12 +49,12 @@ def test_a_resume_begins_where_the_killed_command_left_off(tmp_path):
     history = read_history(tmp_path)
     assert history.end is not None and history.end.how == "done"
     lines = (tmp_path / HISTORY_FILE).read_text().splitlines()
-    assert ["step" in json.loads(line) for line in lines if line.strip()] == [
-        True,
-        True,
-        False,
-        True,
-        False,
+    assert [json.loads(line)["event"] for line in lines if line.strip()] == [
+        "start",
+        "start",
+        "end",
+        "start",
+        "end",
     ]
 
 
@@ -68,9 +68,7 @@ def test_a_folder_of_an_older_run_and_foreign_lines_have_no_history(tmp_path):
     assert read_history(tmp_path).starts == []
     write_end(tmp_path, "done", None)  # there is no start to end
     assert not (tmp_path / HISTORY_FILE).exists()
-    lines = (
-        b'7\n{"step": "x"}\n\xff\n{"time": 1e99, "how": "done", "why": null}\n{"time": 1, "step": 0'
-    )
+    lines = b'7\n{"step": "x"}\n\xff\n{"event": "end", "time": 1e99, "how": "done", "why": null}\n{"time": 1, "step": 0'
     (tmp_path / HISTORY_FILE).write_bytes(lines)
     assert read_history(tmp_path).starts == [] and read_history(tmp_path).end is None
     (tmp_path / "other").mkdir()

@@ -2,9 +2,9 @@
 
 `history.jsonl` has a line for each. A start reserves the room of the line that ends it::
 
-    {"time": 1700000000.0, "step": 0, "host": "node-1"}
-    {"time": 1700000900.0, "how": "failed", "why": "generator 0 died: killed by SIGKILL"}
-    {"time": 1700001200.0, "step": 40, "host": "node-1"}
+    {"event": "start", "time": 1700000000.0, "step": 0, "host": "node-1"}
+    {"event": "end", "time": 1700000900.0, "how": "failed", "why": "generator 0 died: ..."}
+    {"event": "start", "time": 1700001200.0, "step": 40, "host": "node-1"}
     (blanks)
 
 So the cause is kept also where the disk is full. A command that was killed leaves the blanks.
@@ -30,7 +30,7 @@ How = Literal["done", "stopped", "failed"]
 "failed" by an error."""
 
 
-class Started(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Started(msgspec.Struct, kw_only=True, tag_field="event", tag="start"):
     """Start of a run by a command."""
 
     time: Time
@@ -41,7 +41,7 @@ class Started(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Name of the host of the command."""
 
 
-class Ended(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Ended(msgspec.Struct, kw_only=True, tag_field="event", tag="end"):
     """End of a run that its command saw."""
 
     time: Time
@@ -69,6 +69,9 @@ class History(msgspec.Struct, kw_only=True):
             if start.step > 0:
                 resumes.append(start)
         return resumes
+
+
+_DECODE = msgspec.json.Decoder(Started | Ended).decode
 
 
 def write_start(run_dir: Path, step: int) -> None:
@@ -107,15 +110,11 @@ def read_history(run_dir: Path) -> History:
     except OSError:
         return history
     for line in lines:
-        for kind in (Started, Ended):
-            with contextlib.suppress(msgspec.MsgspecError):
-                _append(history, msgspec.json.decode(line, type=kind))
+        with contextlib.suppress(msgspec.MsgspecError):  # blanks, and lines of others
+            event = _DECODE(line)
+            if isinstance(event, Started):
+                history.starts.append(event)
+                history.end = None
+            else:
+                history.end = event
     return history
-
-
-def _append(history: History, line: Started | Ended) -> None:
-    if isinstance(line, Started):
-        history.starts.append(line)
-        history.end = None
-    else:
-        history.end = line
