@@ -184,6 +184,19 @@ def test_a_failed_rollout_has_its_traceback_to_open(page, run):
         expect(page.get_by_text("rubric.py")).to_be_visible()
 
 
+def test_an_agents_calls_say_when_after_its_start_each_was_made(page, run):
+    one = rollout("agent-0", 0, reward=1.0)
+    one.turns[0].call = {"dialect": "chat", "model": "policy", "depth": 0, "at_s": 21.02}
+    record(run.folder, [[one]], {"agent-0/0": "trained"})
+    run.refresh()
+    with served([run]) as address:
+        opened(page, address, f"rollout/{key_of(run, 'agent-0/0')}")
+        expect(page.locator("summary", has_text="Calls")).to_have_text(
+            "Calls, each at its time since the agent began"
+        )
+        expect(page.locator("main")).to_contain_text("turn 1  at 21.02 s  chat, policy")
+
+
 def test_a_run_keeps_its_colour_where_another_lacks_the_metric(page, run, reported, tmp_path):
     folder = tmp_path / "first"
     folder.mkdir()
