@@ -9,8 +9,11 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from collections import deque
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -73,6 +76,35 @@ def test_an_argument_that_vllm_does_not_have_is_named(monkeypatch, capsys, argum
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(arguments)))
     compat.answer_refused_argument()
     assert json.loads(capsys.readouterr().out) == answer
+
+
+def test_every_system_library_that_the_cpu_build_links_is_looked_for_or_comes_with_python():
+    """The dynamic loader itself says what it needs, and where it finds it."""
+    needed = set()
+    for extension in Path(find_spec("vllm").origin).parent.glob("_C*.so"):
+        told = subprocess.run(["ldd", extension], capture_output=True, text=True, check=True).stdout
+        needed |= {line.split()[0] for line in told.splitlines()}
+    of_torch = {path.name for path in (Path(torch.__file__).parent / "lib").iterdir()}
+    of_c = {"linux-vdso", "/lib64/ld-linux-x86-64", "libc", "libm", "libdl", "libpthread"}
+    of_python = of_c | {"libstdc++", "libgcc_s"}  # numpy and torch can't be imported without them
+    rest = {name for name in needed - of_torch if name.partition(".so")[0] not in of_python}
+    assert rest == set(compat.CPU_LIBRARIES)
+
+
+def test_a_library_that_can_not_be_loaded_is_named_with_its_package(monkeypatch):
+    assert compat.library_lack() is None
+    monkeypatch.setattr(compat, "CPU_LIBRARIES", {"libm.so.6": "libc6", "libgone.so.1": "libgone1"})
+    assert compat.library_lack() == (
+        "its CPU build needs the system's libgone.so.1 (libgone.so.1: cannot open shared object file: No such file or "
+        "directory): install it (Debian and Ubuntu: apt-get install libgone1)"
+    )
+
+
+@pytest.mark.parametrize("build, lacks", [("0.32.0", False), ("0.32.0+cpu", True)])
+def test_only_the_cpu_build_needs_these_libraries(monkeypatch, build, lacks):
+    monkeypatch.setattr(compat, "version", {"vllm": build}.__getitem__)
+    monkeypatch.setattr(compat, "CPU_LIBRARIES", {"libgone.so.1": "libgone1"})
+    assert (compat.library_lack() is not None) == lacks
 
 
 def test_the_core_client_shuts_its_engine_down_by_a_finalizer():

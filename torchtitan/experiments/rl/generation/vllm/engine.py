@@ -178,7 +178,7 @@ class VLLMEngineConfig(EngineConfig):
             raise ConfigError(f"{field}.args", self.args, f"want plain values: {error}") from None
 
     def check_present(self, *, field: str) -> None:
-        """Refuse a machine without vLLM, and arguments that the installed vLLM does not take."""
+        """Refuse a machine without vLLM or its libraries, and arguments that vLLM does not take."""
         if find_spec("vllm") is None:
             raise MissingError(
                 field,
@@ -186,6 +186,8 @@ class VLLMEngineConfig(EngineConfig):
                 f"is not installed: pip install --no-deps -r {PINS / 'cpu.txt'}, or gpu.txt for "
                 "GPUs",
             )
+        if (lack := compat.library_lack()) is not None:
+            raise MissingError(field, "vllm", lack)
         refused = compat.refused_argument(self.args) if self.args else None
         if refused is not None:
             name, cause = refused
