@@ -5,6 +5,7 @@ import ctypes
 import inspect
 import os
 import pickle
+import pickletools
 import re
 import subprocess
 import warnings
@@ -20,6 +21,7 @@ from torch.multiprocessing import reductions
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.experiments.rl.compat.torch import (
+    PortableWriter,
     check_pickles,
     compile_each_shape,
     local_shard,
@@ -107,7 +109,7 @@ class Evil:
         return os.mkdir, (str(self._made),)
 
 
-def save(folder: Path, **values) -> Path:
+def save(folder: Path, *, writer=dcp.FileSystemWriter, **values) -> Path:
     state = {
         "weight": torch.arange(6.0).view(2, 3),
         "half": torch.zeros(3, dtype=torch.bfloat16),
@@ -116,12 +118,25 @@ def save(folder: Path, **values) -> Path:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state | values, checkpoint_id=folder, no_dist=True)
+        dcp.save(state | values, storage_writer=writer(folder), no_dist=True)
     return folder
 
 
-def test_an_honest_checkpoint_names_nothing_but_what_is_allowed(tmp_path):
-    check_pickles(save(tmp_path / "step-1"))
+@pytest.mark.parametrize("writer", [dcp.FileSystemWriter, PortableWriter])
+def test_an_honest_checkpoint_names_nothing_but_what_is_allowed(tmp_path, writer):
+    """torch's own writer names the path of the folder, as checkpoints of earlier versions do."""
+    check_pickles(save(tmp_path / "step-1", writer=writer))
+
+
+def test_a_checkpoint_names_no_class_of_a_module_that_another_python_calls_otherwise(tmp_path):
+    """A Path is of ``pathlib`` in Python 3.11, 3.12 and 3.14, and of ``pathlib._local`` in 3.13."""
+    folder = save(tmp_path / "step-1", writer=PortableWriter)
+    written = (folder / ".metadata").read_bytes()
+    words = {word for _, word, _ in pickletools.genops(written) if isinstance(word, str)}
+    assert str(folder) in words and not [word for word in words if word.startswith("pathlib")]
+    loaded = {"weight": torch.zeros(2, 3)}
+    dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+    assert loaded["weight"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
 def test_a_forged_checkpoint_is_refused_before_what_it_names_is_called(tmp_path):
@@ -155,7 +170,8 @@ def test_a_forged_checkpoint_is_refused_before_what_it_names_is_called(tmp_path)
 
 def test_a_file_that_is_no_pickle_is_refused_as_such(tmp_path):
     folder = save(tmp_path / "step-1")
-    for data in (b"", b"hello", pickle.dumps({}), pickle.dumps(3)):
+    of_3_13 = b"cpathlib._local\nPosixPath\n."  # other Pythons have no such module
+    for data in (b"", b"hello", pickle.dumps({}), pickle.dumps(3), of_3_13):
         (folder / ".metadata").write_bytes(data)
         with pytest.raises(ValueError, match="is no checkpoint's"):
             check_pickles(folder)

@@ -251,8 +251,8 @@ def _keep_users_frames(whole: traceback.TracebackException) -> bool:
     while pending:
         current = pending.pop()
         current.stack[:] = [frame for frame in current.stack if is_users_file(frame.filename)]
-        # A file that can't be parsed has no frame.
-        is_in_file = issubclass(current.exc_type, SyntaxError) and bool(current.filename)
+        # A file that can't be parsed has no frame: the SyntaxError names it.
+        is_in_file = bool(getattr(current, "filename", None))
         names_users_code = names_users_code or bool(current.stack) or is_in_file
         related = (current.__cause__, current.__context__, *(current.exceptions or ()))
         pending += [error for error in related if error is not None]

@@ -2,15 +2,18 @@
 
 import ctypes
 import io
+import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, StorageMeta
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -97,6 +100,20 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name not in not_persistent}
 
 
+class PortableWriter(FileSystemWriter):
+    """Writer of a distributed checkpoint that every Python reads.
+
+    torch's own pickles the folder's ``Path``, which has another module in Python 3.13
+    (``pathlib._local``). This one pickles its text.
+    """
+
+    def storage_meta(self) -> StorageMeta | None:
+        meta = super().storage_meta()
+        if meta is None or meta.checkpoint_id is None:
+            return meta
+        return replace(meta, checkpoint_id=os.fspath(meta.checkpoint_id))
+
+
 _METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -112,7 +129,9 @@ _METADATA_NAMES = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"}
     | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    # Of checkpoints that torch's own writer wrote; Python 3.13 has the second module.
     "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
 }
 """Names in the ``.metadata`` of a distributed checkpoint that may be unpickled, by module."""
 
@@ -169,6 +188,7 @@ def _unpickled(file: Path) -> Any:  # noqa: ANN401 - torch's Metadata, or what i
         OSError,
         pickle.UnpicklingError,
         EOFError,
+        ImportError,
         AttributeError,
         TypeError,
         IndexError,

@@ -34,7 +34,7 @@ from torchtitan.components.checkpoint import (
 )
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.experiments.rl.checkpointing.folder import POLICY_FOLDER
-from torchtitan.experiments.rl.compat.torch import persistent_buffers
+from torchtitan.experiments.rl.compat.torch import PortableWriter, persistent_buffers
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.hub import ADAPTER_FOLDER, HubConfig, copy_beside
 from torchtitan.experiments.rl.models.lora import (
@@ -213,7 +213,7 @@ class TrainerCheckpoints:
         try:
             response = distributed_checkpoint.async_save(
                 states,
-                checkpoint_id=str(folder / f"step-{step}"),
+                storage_writer=PortableWriter(folder / f"step-{step}"),
                 process_group=self._group,
                 async_stager=self._stager,
             )
