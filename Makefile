@@ -1,5 +1,9 @@
-# Needs Python 3.11, pip, make and a C compiler; everything else comes from pip, as your own pip configuration says.
-PYTHON ?= python3.11
+# README names what this needs of the system; everything else comes from pip, as your own pip configuration says.
+# The Python of .venv: python3 where that is one of these, else the first of them that starts. PYTHON=... takes another.
+PYTHONS := 3.11 3.12 3.13
+IS_KNOWN := -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] not in sys.argv)' $(PYTHONS)
+# The last command succeeds: make takes the output of one that ends with 127 (not found) for an error message.
+PYTHON ?= $(firstword $(shell for name in python3 $(PYTHONS:%=python%); do $$name $(IS_KNOWN) 2> /dev/null && echo $$name; done; true))
 ARGS ?=
 # Tests of whole runs leave a core idle while processes start and wait for each other: with two cores, two workers use it.
 WORKERS ?= $(shell [ $$(nproc) -gt 1 ] && echo 2 || echo 0)
@@ -68,7 +72,9 @@ clean: ## remove caches and build leftovers; .venv and outputs/ stay
 # torch first and with its dependencies: where pip has only the CUDA build, that brings the libraries without which it can't be
 # imported; where pip has a CPU build, it brings none. The pins then follow without dependencies (requirements/cpu.txt says why).
 $(STAMP):
-	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@test -x .venv/bin/pip || $(or $(PYTHON),false) $(IS_KNOWN) 2> /dev/null || \
+		{ echo 'error: no Python $(PYTHONS) (PYTHON = $(PYTHON)): install one, or name it: make PYTHON=/usr/bin/python3.13' >&2; exit 1; }
+	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
 	rm -f .venv/installed-*
 	.venv/bin/python -m pip install $$(grep '^torch==' requirements/cpu.txt)
 	.venv/bin/python -m pip install --no-deps -r requirements/cpu.txt
