@@ -73,7 +73,7 @@ clean: ## remove caches and build leftovers; .venv and outputs/ stay
 # imported; where pip has a CPU build, it brings none. The pins then follow without dependencies (requirements/cpu.txt says why).
 $(STAMP):
 	@test -x .venv/bin/pip || $(or $(PYTHON),false) $(IS_KNOWN) 2> /dev/null || \
-		{ echo 'error: no Python $(PYTHONS) (PYTHON = $(PYTHON)): install one, or name it: make PYTHON=/usr/bin/python3.13' >&2; exit 1; }
+		{ echo "error: no Python 3.11, 3.12 or 3.13 (PYTHON = '$(PYTHON)'): install one, or name it: make PYTHON=/usr/bin/python3.13" >&2; exit 1; }
 	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
 	rm -f .venv/installed-*
 	.venv/bin/python -m pip install $$(grep '^torch==' requirements/cpu.txt)

@@ -56,7 +56,12 @@ pivot_root . mnt  # a root folder changed by chroot alone would forbid user name
 exec chroot . sh -c 'umount --lazy /mnt; eval "$0"' "$command"
 """
 """Shell script that makes a folder the root folder, with read-only folders of this machine, and runs a command there."""
-ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
+ENVIRONMENT = {
+    "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "LANG": "C.UTF-8",
+    "DEBIAN_FRONTEND": "noninteractive",
+}
 HANDED_ON = re.compile(r"(https?|no|all)_proxy|SSL_CERT_FILE|REQUESTS_CA_BUNDLE", re.IGNORECASE)
 """Environment variables without which the network can't be reached where this machine has them."""
 SHOWN_LINES = 40
@@ -64,19 +69,42 @@ SHOWN_LINES = 40
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commands", nargs="*", metavar="COMMAND", default=COMMANDS, help="shell commands, typed in the checkout")
-    parser.add_argument("--suite", action="append", dest="suites", help=f"release of Debian; once for each (default: {SUITES})")
-    parser.add_argument("--folder", type=Path, help="where the systems are made; it stays (default: a temporary folder)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "commands",
+        nargs="*",
+        metavar="COMMAND",
+        default=COMMANDS,
+        help="shell commands, typed in the checkout",
+    )
+    parser.add_argument(
+        "--suite",
+        action="append",
+        dest="suites",
+        help=f"release of Debian; once for each (default: {SUITES})",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where the systems are made; it stays (default: a temporary folder)",
+    )
     options = parser.parse_args()
     if lack := what_is_lacking():
         print(f"error: {lack}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C: what was begun is ended
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # as Ctrl-C: what was begun is ended
     with tempfile.TemporaryDirectory(prefix="bare-machine-") as temporary:
         folder = (options.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        ended = [ran for suite in options.suites or SUITES for ran in run_in_suite(suite, folder, options.commands)]
+        ended = [
+            ran
+            for suite in options.suites or SUITES
+            for ran in run_in_suite(suite, folder, options.commands)
+        ]
     print(f"{sum(ended)} of {len(ended)}")
     return 0 if all(ended) else 1
 
@@ -85,7 +113,11 @@ def what_is_lacking() -> str | None:
     """Return what this machine lacks for the script, and the cure."""
     if os.geteuid() != 0:
         return "tests/bare_machine.py makes a Debian by debootstrap, which needs root: run it with sudo"
-    for tool, package in {"debootstrap": "debootstrap", "unshare": "util-linux", "git": "git"}.items():
+    for tool, package in {
+        "debootstrap": "debootstrap",
+        "unshare": "util-linux",
+        "git": "git",
+    }.items():
         if shutil.which(tool) is None:
             return f"tests/bare_machine.py needs {tool}: apt-get install {package}"
     return None
@@ -111,7 +143,11 @@ def run_in_suite(suite: str, folder: Path, commands: list[str]) -> Iterator[bool
         made.rename(root)
     lay_checkout(root / "rl")
     for number, command in enumerate(commands, start=1):
-        yield succeeds(f"{suite}  {command}", inside(root, f"cd /rl && {command}"), folder / f"{suite}-{number}.log")
+        yield succeeds(
+            f"{suite}  {command}",
+            inside(root, f"cd /rl && {command}"),
+            folder / f"{suite}-{number}.log",
+        )
 
 
 def readme_packages() -> str:
@@ -125,7 +161,11 @@ def readme_packages() -> str:
 def lay_checkout(folder: Path) -> None:
     """Lay the newest commit of this checkout into the folder. Files that git ignores stay there."""
     folder.mkdir(exist_ok=True)
-    for words in ("init --quiet", f"fetch --quiet {shlex.quote(str(CHECKOUT))} HEAD", "checkout --quiet --force --detach FETCH_HEAD"):
+    for words in (
+        "init --quiet",
+        f"fetch --quiet {shlex.quote(str(CHECKOUT))} HEAD",
+        "checkout --quiet --force --detach FETCH_HEAD",
+    ):
         subprocess.run(["git", *shlex.split(words)], cwd=folder, check=True)
 
 
@@ -133,9 +173,14 @@ def succeeds(name: str, command: list[str], log: Path) -> bool:
     """Run the command, and print its exit code, its seconds and its last line. Return True if it exits with 0."""
     began = time.monotonic()
     with log.open("wb") as output:
-        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT).returncode
+        code = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        ).returncode
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    print(f"{name}: exit {code}, {time.monotonic() - began:.0f} s: {lines[-1].strip() if lines else ''}", flush=True)
+    print(
+        f"{name}: exit {code}, {time.monotonic() - began:.0f} s: {lines[-1].strip() if lines else ''}",
+        flush=True,
+    )
     if code != 0:
         print("\n".join(f"    {line}" for line in lines[-SHOWN_LINES:]), flush=True)
     return code == 0
@@ -144,7 +189,9 @@ def succeeds(name: str, command: list[str], log: Path) -> bool:
 def inside(root: Path, command: str) -> list[str]:
     """Return the command line that runs a shell command in the system below ``root``."""
     settings = pip_settings()
-    (root / "etc/pip.conf").write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items()))
+    (root / "etc/pip.conf").write_text(
+        "[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items())
+    )
     for name in ("resolv.conf", "hosts"):
         shutil.copy(f"/etc/{name}", root / "etc" / name)
     handed_on = {name: value for name, value in os.environ.items() if HANDED_ON.fullmatch(name)}
@@ -154,15 +201,31 @@ def inside(root: Path, command: str) -> list[str]:
         if path.is_dir():
             folders.append(str(path))
             continue
-        copied = root / path.relative_to("/")  # a mounted file could not be replaced by apt's certificates
+        copied = root / path.relative_to(
+            "/"
+        )  # a mounted file could not be replaced by apt's certificates
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copied)
-    return ["env", "-i", *variables, *OWN_NAMESPACES, "sh", "-c", ENTER, "sh", str(root), command, *folders]
+    return [
+        "env",
+        "-i",
+        *variables,
+        *OWN_NAMESPACES,
+        "sh",
+        "-c",
+        ENTER,
+        "sh",
+        str(root),
+        command,
+        *folders,
+    ]
 
 
 def pip_settings() -> dict[str, str]:
     """Return what pip's files and environment tell it on this machine. The environment wins."""
-    told = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    ).stdout
     files, environment = {}, {}
     for line in told.splitlines():
         name, _, value = line.partition("=")

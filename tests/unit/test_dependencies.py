@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "torchtitan/experiments/rl"
@@ -172,3 +174,50 @@ def test_what_the_pages_name_for_gpus_imports_with_the_pins_of_gpu_txt_alone():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_same_pythons_are_named_wherever_they_are_named():
+    taken = SpecifierSet(PROJECT["requires-python"])
+    versions = [f"3.{minor}" for minor in range(8, 30) if f"3.{minor}" in taken]
+    of_classifiers = [
+        line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line
+    ]
+    assert of_classifiers == versions
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^PYTHONS := (.*)$", makefile, re.MULTILINE)[1].split() == versions
+    words = f"{', '.join(versions[:-1])} or {versions[-1]}"
+    for page in ("README.md", "docs/install.md", "docs/gpu.md", "docs/clusters.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        assert f"Python {words}" in text, page
+
+
+def test_make_takes_the_first_python_that_it_knows(tmp_path):
+    """A stand-in for each interpreter answers with its version, as ``sys.exit`` of what make asks does."""
+    for name in ("make", "sh", "cat", "cksum", "cut", "nproc", "test", "rm"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    told = taken_by_make(tmp_path)
+    assert told.returncode != 0 and told.stderr.startswith("error: no Python 3.11, 3.12 or 3.13")
+    for name, known in {"python3": False, "python3.12": True, "python3.13": True}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {0 if known else 1}\n")
+        (tmp_path / name).chmod(0o755)
+    assert "python3.12 -m venv .venv" in taken_by_make(tmp_path, "--dry-run").stdout
+    (tmp_path / "python3").write_text("#!/bin/sh\nexit 0\n")
+    assert "python3 -m venv .venv" in taken_by_make(tmp_path, "--dry-run").stdout
+    named = taken_by_make(tmp_path, "--dry-run", "PYTHON=/opt/python").stdout
+    assert "/opt/python -m venv .venv" in named
+
+
+def taken_by_make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run make in a checkout without a ``.venv``, with the programs of the folder alone."""
+    checkout = folder / "checkout"
+    if not checkout.exists():
+        shutil.copytree(ROOT / "requirements", checkout / "requirements")
+        for name in ("Makefile", "pyproject.toml"):
+            shutil.copy(ROOT / name, checkout)
+    return subprocess.run(
+        [folder / "make", "install", *words],
+        cwd=checkout,
+        env={"PATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )

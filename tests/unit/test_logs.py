@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = """
-import logging, sys, threading, warnings
+import contextlib, logging, sys, threading, warnings
 from pathlib import Path
 from torchtitan.experiments.rl.process.logs import ENDS_THE_RUN, set_up_logging
 path = set_up_logging(Path(sys.argv[1]), "trainer-0")
@@ -179,10 +179,12 @@ def test_messages_that_cannot_be_formatted_or_encoded_are_still_logged(run):
 def test_a_log_that_can_not_be_written_is_one_line_on_the_terminal(run):
     _, terminal = run("""
 handler = logging.getLogger().handlers[0]
-handler.stream = open("/dev/full", "w")
+full = handler.stream = open("/dev/full", "w")
 for number in range(3):
     ours.info("record %d", number)
 handler.stream = None
+with contextlib.suppress(OSError):  # else Python 3.13 prints what it can't write when the file is dropped
+    full.close()
 """)
     assert (
         terminal.count("\n") == 1
@@ -198,9 +200,11 @@ for number in range(3):
     ours.warning("the state after step %d is not saved: %s", number, error)
 ours.error("the run failed", exc_info=error)
 handler = logging.getLogger().handlers[0]
-handler.stream = open("/dev/full", "w")
+full = handler.stream = open("/dev/full", "w")
 ours.info("record")
 handler.stream = None
+with contextlib.suppress(OSError):  # else Python 3.13 prints what it can't write when the file is dropped
+    full.close()
 ours.warning("another thing")
 """
     records, terminal = run(meet)

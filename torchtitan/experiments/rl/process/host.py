@@ -15,6 +15,7 @@ import pwd
 import resource
 import shutil
 import socket
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -372,8 +373,8 @@ def _header_lack() -> str:
     if header.is_file():
         return ""
     return (
-        f"has no {header}, which Triton's kernels are built with: "
-        "install Python's headers (python3.11-dev)"
+        f"has no {header}, which Triton's kernels are built with: install Python's headers "
+        f"(Debian and Ubuntu: python{sys.version_info.major}.{sys.version_info.minor}-dev)"
     )
 
 
