@@ -95,7 +95,7 @@ def test_a_library_that_can_not_be_loaded_is_named_with_its_package(monkeypatch)
     assert compat.library_lack() is None
     monkeypatch.setattr(compat, "CPU_LIBRARIES", {"libm.so.6": "libc6", "libgone.so.1": "libgone1"})
     assert compat.library_lack() == (
-        "its CPU build needs the system's libgone.so.1 (libgone.so.1: cannot open shared object file: No such file or "
+        "its CPU build can't load a library of the system (libgone.so.1: cannot open shared object file: No such file or "
         "directory): install it (Debian and Ubuntu: apt-get install libgone1)"
     )
 

@@ -146,7 +146,7 @@ def test_an_engine_that_is_not_installed_is_one_line_and_a_dry_run_only_notes_it
     )
 
 
-LACK = "its CPU build needs the system's libgone.so.1"
+LACK = "its CPU build can't load a library of the system (libgone.so.1: cannot open"
 
 
 @pytest.mark.parametrize(

@@ -161,8 +161,8 @@ def library_lack() -> str | None:
             ctypes.CDLL(library)
         except OSError as error:
             return (
-                f"its CPU build needs the system's {library} ({error}): install it "
-                f"(Debian and Ubuntu: apt-get install {package})"
+                f"its CPU build can't load a library of the system ({error}): install it (Debian "
+                f"and Ubuntu: apt-get install {package})"
             )
     return None
 
