@@ -45,6 +45,7 @@ test-all: test ## all tests, then the matrices that take longer than a change ca
 	.venv/bin/python tests/resume_matrix.py --kills 10 --seed 0
 	.venv/bin/python tests/kill_matrix.py --kills 40 --seed 0
 	.venv/bin/python tests/soak.py --steps 1000
+	.venv/bin/python tests/bare_machine.py
 
 test-browser: $(STAMP) ## the report in a real Chromium, of the system
 	@command -v chromium chromium-browser google-chrome > /dev/null || \

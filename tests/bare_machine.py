@@ -14,7 +14,7 @@ Prints a line for each command: its exit code, its seconds, and the last line th
 the end of what it wrote. The whole is in ``SUITE-N.log`` of the folder.
 
 A folder that is named stays. Its systems are used again: they get the newest commit, and the ``.venv`` that is there. Needs
-root, ``debootstrap``, the network, and for each suite some 5 GB of disk (10 GB with PyTorch's CUDA build).
+root, ``debootstrap``, the network, and for each suite 5 GB of disk (8 GB with PyTorch's CUDA build).
 """
 
 import argparse
@@ -94,9 +94,8 @@ def main() -> int:
     if lack := what_is_lacking():
         print(f"error: {lack}", file=sys.stderr)
         return 2
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # as Ctrl-C: what was begun is ended
+    # As Ctrl-C does: what was begun is ended, and the temporary folder is removed.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="bare-machine-") as temporary:
         folder = (options.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,13 +132,7 @@ def run_in_suite(suite: str, folder: Path, commands: list[str]) -> Iterator[bool
     if not root.is_dir():
         made = folder / f"{suite}.partial"
         shutil.rmtree(made, ignore_errors=True)
-        steps = {
-            "debootstrap": [*OWN_NAMESPACES, "debootstrap", "--variant=minbase", suite, str(made)],
-            readme_packages(): inside(made, f"apt-get update && {readme_packages()} --yes"),
-        }
-        for name, command in steps.items():
-            if not succeeds(f"{suite}  {name}", command, folder / f"{suite}.log"):
-                sys.exit(1)
+        make_system(suite, made, log=folder / f"{suite}.log")
         made.rename(root)
     lay_checkout(root / "rl")
     for number, command in enumerate(commands, start=1):
@@ -148,6 +141,18 @@ def run_in_suite(suite: str, folder: Path, commands: list[str]) -> Iterator[bool
             inside(root, f"cd /rl && {command}"),
             folder / f"{suite}-{number}.log",
         )
+
+
+def make_system(suite: str, root: Path, *, log: Path) -> None:
+    """Make a bare system of the suite, and install in it what README names."""
+    bare = [*OWN_NAMESPACES, "debootstrap", "--variant=minbase", suite, str(root)]
+    if not succeeds(f"{suite}  debootstrap", bare, log):
+        sys.exit(1)
+    packages = readme_packages()
+    if not succeeds(
+        f"{suite}  {packages}", inside(root, f"apt-get update && {packages} --yes"), log
+    ):
+        sys.exit(1)
 
 
 def readme_packages() -> str:
@@ -201,24 +206,12 @@ def inside(root: Path, command: str) -> list[str]:
         if path.is_dir():
             folders.append(str(path))
             continue
-        copied = root / path.relative_to(
-            "/"
-        )  # a mounted file could not be replaced by apt's certificates
+        # apt's certificates could not take the place of a mounted file.
+        copied = root / path.relative_to("/")
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copied)
-    return [
-        "env",
-        "-i",
-        *variables,
-        *OWN_NAMESPACES,
-        "sh",
-        "-c",
-        ENTER,
-        "sh",
-        str(root),
-        command,
-        *folders,
-    ]
+    enter = ["sh", "-c", ENTER, "sh", str(root), command, *folders]
+    return ["env", "-i", *variables, *OWN_NAMESPACES, *enter]
 
 
 def pip_settings() -> dict[str, str]:
