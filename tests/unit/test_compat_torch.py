@@ -183,10 +183,13 @@ def test_the_last_error_of_the_loaded_cuda_runtime_is_taken_once(tmp_path):
     source.write_text(
         "static int last = 801; int cudaGetLastError(void) { int code = last; last = 0; return code; }"
     )
-    assert take_cuda_error() == 0, "no CUDA is loaded here"
+    # torch's CUDA build has loaded a runtime. Where there is no driver, it answers each call with that error.
+    without_driver = 35
+    before = take_cuda_error()
+    assert before in (0, without_driver) and take_cuda_error() == before
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     ctypes.CDLL(str(library))
-    assert (take_cuda_error(), take_cuda_error()) == (801, 0)
+    assert (take_cuda_error(), take_cuda_error()) == (801, before)
 
 
 def test_buffers_that_are_not_persistent_are_left_out_of_what_is_saved():

@@ -215,7 +215,7 @@ def take_cuda_error() -> int:
     """Return the CUDA runtime's last error and clear it; 0 if there is none.
 
     torch has no call for it. The runtime is the library that this process has loaded: another copy
-    of it has other errors.
+    of it has other errors. Where there is no driver, the runtime answers each call with 35.
     """
     libraries = {
         line.split()[-1]
