@@ -94,8 +94,9 @@ def main() -> int:
     if lack := what_is_lacking():
         print(f"error: {lack}", file=sys.stderr)
         return 2
-    # As Ctrl-C does: what was begun is ended, and the temporary folder is removed.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # The command that runs is killed on the way, and the temporary folder removed.
+        signal.signal(ending, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="bare-machine-") as temporary:
         folder = (options.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
