@@ -22,6 +22,8 @@ import torch
 
 from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.generation.vllm.engine import LORA_RANKS
+from torchtitan.experiments.rl.generation.vllm.worker import HeldWeights, whole_digests
+from torchtitan.experiments.rl.weights.snapshot import Manifest, digest, named
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -452,6 +454,13 @@ def held(
     )
 
 
+def manifest_of(tensors: dict[str, torch.Tensor]) -> Manifest:
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return Manifest(
+        version=1, shapes=shapes, dtype=torch.float32, parts=(), publication="", digests={}
+    )
+
+
 @pytest.fixture
 def rank(monkeypatch):
     """``rank(1, 2)``: this process is the second of two workers."""
@@ -494,6 +503,47 @@ def test_workers_divide_rows_or_columns_and_copy_few_heads(rank):
         slice(2, 4),
         slice(0, 10),
     )
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize(
+    "kind, pieces",
+    [("gate_up_proj", {"gate": 24, "up": 24}), ("qkv_proj", {"q": 32, "k": 8, "v": 8})],
+)
+def test_a_tensor_that_is_fused_in_the_hub_is_read_where_vllms_own_loader_puts_its_pieces(
+    kind, pieces, workers, monkeypatch
+):
+    """Phi-3's and GLM-4's matrices, by vLLM's own layers. Of two key-value heads, four workers hold each twice."""
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+
+    tensors = {f"{kind}.weight": torch.randn(48, 5), f"{kind}.bias": torch.randn(48)}
+    digests = named((name, int(digest(tensor))) for name, tensor in tensors.items())
+    together = torch.zeros(48, 5)
+    reports = []
+    for rank in range(workers):
+        group = SimpleNamespace(rank_in_group=rank, world_size=workers)
+        monkeypatch.setattr(parallel_state, "get_tp_group", lambda group=group: group)
+        if kind == "qkv_proj":
+            layer = QKVParallelLinear(5, 4, 8, 2)
+        else:
+            layer = MergedColumnParallelLinear(5, list(pieces.values()))
+        model = torch.nn.Module()
+        model.add_module(kind, layer)
+        for name, parameter in layer.named_parameters():
+            parameter.weight_loader(parameter, tensors[f"{kind}.{name}"])
+        manifest = manifest_of(tensors)
+        reports.append(HeldWeights(model, manifest).read())
+        weights = compat.held_weights(model, set(tensors))
+        (matrix,) = (weight for weight in weights if weight.name == "weight")
+        for _, region, shard in compat.shards_of_sources(matrix, layer.weight, manifest.shapes):
+            together[region] = shard.detach()
+    assert torch.equal(together, tensors[f"{kind}.weight"])
+    assert whole_digests(reports) == digests
+    with torch.no_grad():
+        layer.weight[-1, -1] += 1
+    reports[-1] = HeldWeights(model, manifest).read()
+    assert whole_digests(reports)[f"{kind}.weight"] != digests[f"{kind}.weight"]
 
 
 def test_workers_divide_every_expert_of_a_stack(rank):

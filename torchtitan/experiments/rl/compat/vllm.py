@@ -289,6 +289,9 @@ class HeldWeight:
                              k_proj.weight
                              v_proj.weight
 
+    A model whose hub folder has such a weight as one tensor, as Phi-3's has ``qkv_proj``, publishes
+    it as one. The worker then holds a share of each piece of that tensor (`shards_of_sources`).
+
     A layer's experts are two weights of three dimensions, made of three published stacks: in
     ``w13_weight`` each expert has its gate above its up, and ``w2_weight`` has the downs.
 
@@ -397,6 +400,62 @@ def parts_of_sources(held: HeldWeight, weight: torch.Tensor) -> tuple[torch.Tens
     if held.is_of_experts or len(held.sources) == 1:
         return weight.chunk(len(held.sources), held.axis)
     return weight.split(list(held.module.output_partition_sizes))
+
+
+def shards_of_sources(
+    held: HeldWeight, weight: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
+    """Yield the shards of published tensors that a worker's weight holds.
+
+    A source that is fused in the hub has several shards, one for each piece: here a worker of two
+    holds every second half of Phi-3's queries, keys and values::
+
+        qkv_proj.weight   q0 q1 k0 k1 v0 v1       the first worker's weight   q0 k0 v0
+
+    Args:
+        weight: the weight itself, as the worker holds it.
+        shapes: shapes of the whole published tensors, by name.
+
+    Yields:
+        Name of the source, region of the source, and the view of the weight that holds it.
+    """
+    for name, part in zip(held.sources, parts_of_sources(held, weight), strict=True):
+        shape = shapes[name]
+        if part.shape == shape:
+            yield name, tuple(slice(0, size) for size in shape), part
+            continue
+        first = 0
+        for rows, piece in _pieces_of_source(held, shape, part):
+            whole_rows, *others = region(held, (rows, *shape[1:]), piece.shape)
+            # A vocabulary is filled up: the rows behind its tokens belong to no source.
+            filled = piece[: whole_rows.stop - whole_rows.start]
+            yield name, (slice(first + whole_rows.start, first + whole_rows.stop), *others), filled
+            first += rows
+
+
+def _pieces_of_source(
+    held: HeldWeight, shape: tuple[int, ...], part: torch.Tensor
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the number of rows of each piece of a source, and this worker's share of the piece.
+
+    A source that is not fused in the hub is one piece.
+
+    Args:
+        shape: shape of the source.
+        part: this worker's share of the source.
+    """
+    from vllm.distributed import get_tensor_model_parallel_world_size
+
+    sizes: Sequence[int] = getattr(held.module, "output_partition_sizes", ())
+    if len(held.sources) > 1 or len(sizes) < 2:
+        yield shape[0], part
+        return
+    workers = get_tensor_model_parallel_world_size()
+    # If there are fewer key-value heads than workers, several workers hold the same head.
+    replicas = getattr(held.module, "num_kv_head_replicas", 1)
+    for index, piece in enumerate(part.split(list(sizes))):
+        holders = workers if index == 0 else workers // replicas
+        yield len(piece) * holders, piece
 
 
 def region(held: HeldWeight, shape: tuple[int, ...], part: torch.Size) -> tuple[slice, ...]:

@@ -32,7 +32,6 @@ from torchtitan.experiments.rl.weights.snapshot import (
     digest_text,
     of_copies,
     read_together,
-    whole,
 )
 
 UNKNOWN = "packed before this version"
@@ -56,9 +55,9 @@ class _PendingShard(NamedTuple):
     digest: torch.Tensor | Future[torch.Tensor] | str
 
 
-_Copy = dict[str, _PendingShard]
-"""Digests of one copy of a weight: one for each published tensor that is fused into the weight, by
-the tensor's name."""
+_Copy = dict[str, list[_PendingShard]]
+"""Digests of one copy of a weight, by the name of each published tensor that is fused into it. A
+worker holds several shards of a tensor that is itself fused of several."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -248,8 +247,8 @@ class HeldWeights:
         plain: dict[int, _Copy] = {}
         for weight in self._weights:
             for copy in self._copies(weight, plain):
-                for name, shard in copy.items():
-                    held[name].append(shard)
+                for name, shards in copy.items():
+                    held[name] += shards
         return _read_digests(held)
 
     def _copies(self, weight: compat.HeldWeight, plain: dict[int, _Copy]) -> list[_Copy]:
@@ -269,26 +268,21 @@ class HeldWeights:
                 self._tied_notes[id(weight.module)].update(plain.get(key, {}))
             noted = compat.packed_from(weight.module, weight.name)
             if not noted:
-                noted = dict.fromkeys(weight.sources, _PendingShard((), UNKNOWN))
+                noted = {name: [_PendingShard((), UNKNOWN)] for name in weight.sources}
             copies.append({name: noted[name] for name in weight.sources if name in noted})
         return copies
 
     def _digest(self, weight: compat.HeldWeight, tensor: torch.Tensor) -> _Copy:
-        """Digest the part of each source in a weight that the model holds as ``tensor``."""
+        """Digest the shards of each source in a weight that the model holds as ``tensor``."""
         started = time.perf_counter()
         tensor = tensor.detach()
         if tensor.element_size() < self._dtype.itemsize:
-            return dict.fromkeys(weight.sources, _PendingShard((), QUANTIZED))
-        copy: _Copy = {}
-        parts = compat.parts_of_sources(weight, tensor)
-        for name, part in zip(weight.sources, parts, strict=True):
-            shape = self._shapes[name]
-            place = whole(shape)
-            if part.shape != shape:  # a share of the source, or a vocabulary that is filled up
-                region = compat.region(weight, shape, part.shape)
-                part = part[: region[0].stop - region[0].start]
-                place = tuple((side.start, side.stop) for side in region)
-            copy[name] = _PendingShard(place, _start_digest(part.to(self._dtype), place, shape))
+            return {name: [_PendingShard((), QUANTIZED)] for name in weight.sources}
+        copy: _Copy = {name: [] for name in weight.sources}
+        for name, region, shard in compat.shards_of_sources(weight, tensor, self._shapes):
+            place = tuple((side.start, side.stop) for side in region)
+            digest_of_shard = _start_digest(shard.to(self._dtype), place, self._shapes[name])
+            copy[name].append(_PendingShard(place, digest_of_shard))
         self.digest_s += time.perf_counter() - started
         return copy
 
