@@ -16,6 +16,16 @@ from torchtitan.experiments.rl.command import machine
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 """Compute capabilities of an A100, of an H100 or H200, and of a B200."""
+SHARED_MEMORY = {
+    (8, 0): 166_912,
+    (8, 6): 101_376,
+    (8, 9): 101_376,
+    (9, 0): 232_448,
+    (10, 0): 232_448,
+    (12, 0): 101_376,
+}
+"""Bytes of shared memory that a block may have, by capability: NVIDIA's CUDA C++ programming guide,
+"maximum amount of shared memory per thread block"."""
 GIB = 2**30
 
 
@@ -37,12 +47,14 @@ def fake_gpus(
         host_gib: memory of the host that is free, and all that it has.
     """
 
-    def properties(index: int = 0) -> Any:
+    def properties(device: Any = 0) -> Any:
+        index = getattr(device, "index", device)
         return SimpleNamespace(
             name=f"stand-in of capability {capability}",
             major=capability[0],
             minor=capability[1],
             total_memory=int(memory_gib * GIB),
+            shared_memory_per_block_optin=SHARED_MEMORY[capability],
             multi_processor_count=132,
             pci_domain_id=0,
             pci_bus_id=index + 1,

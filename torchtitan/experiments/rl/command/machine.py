@@ -22,6 +22,8 @@ import torch
 
 from torchtitan.experiments.rl.command.checks import plan_run
 from torchtitan.experiments.rl.errors import MissingError
+from torchtitan.experiments.rl.models.attention import needs_small_blocks, shared_memory
+from torchtitan.experiments.rl.models.policy import is_of_transformers
 from torchtitan.experiments.rl.plan.costs import GPUS_PER_HOST
 from torchtitan.experiments.rl.plan.placement import engine_processes, needed_gpus
 from torchtitan.experiments.rl.plan.plan import GIB, PROCESS_GIB, HostMemory, RunPlan, host_memory
@@ -155,7 +157,7 @@ def shortages(
         job_memory_shortage(plan),
     ]
     if runs_here:
-        found.append(_float8_shortage(plan))
+        found += [_float8_shortage(plan), _attention_shortage(plan)]
     if runs_here and plan.device == "cuda":
         found.append(_host_memory_shortage(plan))
         found += _gpu_shortages(plan)
@@ -232,6 +234,30 @@ def _float8_shortage(plan: RunPlan) -> MissingError | None:
     else:
         return None
     return MissingError("trainer.compile.float8", compiled.float8, cure)
+
+
+def _attention_shortage(plan: RunPlan) -> MissingError | None:
+    """Return what keeps flex attention's kernels from fitting the shared memory of these GPUs.
+
+    The figures are of ``python -m tests.flex_kernels``.
+    """
+    if plan.device == "cpu" or not torch.cuda.is_available():
+        return None
+    config = plan.config
+    heads = plan.sizes.head_width
+    available = shared_memory(torch.device("cuda", 0))
+    needs = (
+        f"heads of {heads} needs more than {available:,} bytes of shared memory a block, as on "
+        "GPUs of capability 8.6, 8.9, 12.0"
+    )
+    in_float32 = config.trainer.mixed_precision_param == "float32"
+    if in_float32 and needs_small_blocks(2 * heads, available):
+        cure = f"attention in float32 with {needs}: set it to bfloat16"
+        return MissingError("trainer.mixed_precision_param", "float32", cure)
+    if needs_small_blocks(heads, available) and not is_of_transformers(config.model):
+        cure = f"torchtitan's attention with {needs}: set it to transformers"
+        return MissingError("model.trained_by", config.model.trained_by, cure)
+    return None
 
 
 def _host_memory_shortage(plan: RunPlan) -> MissingError | None:

@@ -104,6 +104,46 @@ def tree_mask(positions_BL: torch.Tensor, window: int | None = None) -> Callable
     return sees_in_window
 
 
+_LARGE_BLOCKS_BYTES = 160 * 2**10
+"""Shared memory that a GPU needs for torch's own choice of flex attention's blocks, where heads
+have more than 128 numbers of 16 bits. On capability 8.0 these take 152,576 bytes."""
+
+SMALL_BLOCKS = {
+    "fwd_BLOCK_M": 32,
+    "fwd_BLOCK_N": 64,
+    "fwd_num_stages": 2,
+    "bwd_BLOCK_M1": 32,
+    "bwd_BLOCK_N1": 32,
+    "bwd_BLOCK_M2": 32,
+    "bwd_BLOCK_N2": 32,
+    "bwd_num_stages": 1,
+}
+"""Options of flex attention with which heads of 256 take 87,040 bytes of shared memory forward and
+65,536 backward. Forward they are torch's own choice for capability 12.0. Backward, blocks of 64
+take 114,688 bytes; those of 32 by 64 take 98,304, and spill eight times as many registers."""
+
+
+def shared_memory(device: torch.device) -> int | None:
+    """Return the bytes of shared memory that a block of a GPU may have; None if it is no GPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def needs_small_blocks(head_dim: int, available: int | None) -> bool:
+    """Return whether torch's own choice of flex attention's blocks would not fit a GPU.
+
+    torch chooses by capability, and gives GPUs of 8.6 and 8.9 the blocks of an A100, which has more
+    shared memory; those for 12.0 do not fit backward. ``python -m tests.flex_kernels`` compiles the
+    kernels for each GPU.
+
+    Args:
+        head_dim: size of a query's and a key's heads, in numbers of 16 bits.
+        available: the GPU's `shared_memory`.
+    """
+    return head_dim > 128 and available is not None and available < _LARGE_BLOCKS_BYTES
+
+
 BRANCH_TOKENS = 64
 """Maximum number of query tokens in a block of branches.
 

@@ -25,9 +25,12 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from transformers import AttentionInterface
 
 from torchtitan.experiments.rl.models.attention import (
+    SMALL_BLOCKS,
     Exchange,
     PackedDocuments,
     attend_blocks,
+    needs_small_blocks,
+    shared_memory,
     tree_mask,
 )
 from torchtitan.models.common.attention import FlexAttention, create_attention_mask
@@ -134,6 +137,8 @@ class MaskedRows:
     masks: dict[int | None, BlockMask]
     """Mask of the rows by the window of a layer."""
     context: dist.ProcessGroup | None
+    shared_memory: int | None
+    """Bytes of shared memory that a block of the GPU may have; None if it is no GPU."""
 
     @classmethod
     def of(
@@ -161,12 +166,14 @@ class MaskedRows:
             )
             for window in windows
         }
-        return cls(masks=masks, context=context)
+        available = shared_memory(positions_BL.device)
+        return cls(masks=masks, context=context, shared_memory=available)
 
     def attend(
         self, q_BNLH: torch.Tensor, k_BNLH: torch.Tensor, v_BNLH: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         sinks_N = scores.sinks_N
+        small_blocks = needs_small_blocks(q_BNLH.shape[-1], self.shared_memory)
         out_BNLH, aux = FlexAttention.compiled_flex_attn(
             q_BNLH,
             k_BNLH,
@@ -176,7 +183,7 @@ class MaskedRows:
             scale=scores.scaling,
             enable_gqa=q_BNLH.shape[1] != k_BNLH.shape[1],
             return_aux=AuxRequest(lse=sinks_N is not None),
-            kernel_options={},
+            kernel_options=dict(SMALL_BLOCKS) if small_blocks else {},
         )
         if sinks_N is not None:
             # A sink adds exp(sink) to the denominator exp(lse) of the softmax.
