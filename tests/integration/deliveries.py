@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from monarch.actor import Channel
+from monarch.actor import Channel, endpoint
 
+from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.generation.engine import GenerateRequest
+from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.training.learner import Learner
@@ -59,6 +61,15 @@ async def sampler(
         )
 
     return sample
+
+
+class ReloadingGenerator(Generator):
+    """A generator that can be told to load versions as engines on GPUs do."""
+
+    @endpoint
+    async def reload_layer_by_layer(self) -> None:
+        """Have vLLM itself reload every version from now on, layer by layer."""
+        compat.copying_suffices = lambda model, weights, names: False
 
 
 async def deliver(

@@ -4,8 +4,9 @@
 - a flavor of torchtitan with fused queries, keys and values
 - a mixture of experts
 - families that are trained by transformers' modules, and adapters of one
+- tensors that are fused in the hub, in an engine of two processes
 
-A generator for each model, and one learner in this process, in float32.
+Versions are copied, as on CPU, and then reloaded by vLLM layer by layer, as on GPUs. A generator for each model, and one learner in this process, in float32.
 """
 
 import asyncio
@@ -22,13 +23,18 @@ import torch
 import torchstore
 
 from tests.fakes.hub_families import FAMILIES, write_family
-from tests.integration.deliveries import LENGTH, deliver, random_tokens, sampler
+from tests.integration.deliveries import (
+    LENGTH,
+    ReloadingGenerator,
+    deliver,
+    random_tokens,
+    sampler,
+)
 from tests.integration.learners import full, fused_config, learner_of, samples_of
-from tests.integration.models import MOE_MODEL
+from tests.integration.models import MODEL, MOE_MODEL
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.fleet.spawn import shut_down, spawn_on
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
-from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.plan.placement import Place
@@ -44,16 +50,28 @@ LLAMA, FUSED, MOE, ADAPTED, ADAPTED_GEMMA = (
 )
 TWO = "two adapters of a Llama 3, in an engine of two processes"
 NAMES = ("code", "math")
+QWEN, LLAMA_ALONE, MOE_ALONE, GEMMA_ALONE = (
+    "Qwen3, by itself",
+    "Llama 3, by itself",
+    "mixture of experts, by itself",
+    "Gemma 3, by itself",
+)
+"""Models with a tied head, which have a generator of their own."""
+FUSED_IN_HUB = {f"{family}, in an engine of two processes": family for family in ("phi3", "glm4")}
+"""Families whose queries, keys and values, or gates and ups, are one tensor of the hub."""
 NOTHING, BOTH = 1, 5
 """Versions: adapters that are zero, and two of them."""
 SERVED = [family for family in FAMILIES if family != "gpt_oss"]
 """Families of transformers whose versions an engine can load."""
+RELOADED = [*SERVED, *FUSED_IN_HUB, QWEN, LLAMA_ALONE, MOE_ALONE, GEMMA_ALONE]
 VERSIONS = {LLAMA: 2, FUSED: 3, ADAPTED: 4, MOE: 6, ADAPTED_GEMMA: 7} | {
-    family: 8 + index for index, family in enumerate(SERVED)
+    family: 8 + index for index, family in enumerate(RELOADED)
 }
 """That a test publishes. They share a store."""
-LR = {LLAMA: 0.02, FUSED: 0.005, ADAPTED: 0.1, MOE: 0.005, ADAPTED_GEMMA: 0.1}
-LR |= dict.fromkeys(SERVED, 0.01)
+AGAIN = 100
+"""Added to a version for the next one that a test publishes."""
+LR = dict.fromkeys(RELOADED, 0.01) | {QWEN: 0.005, LLAMA_ALONE: 0.02, MOE_ALONE: 0.005}
+LR |= {LLAMA: 0.02, FUSED: 0.005, ADAPTED: 0.1, MOE: 0.005, ADAPTED_GEMMA: 0.1}
 LORA = LoRA.Config(rank=3, alpha=6)
 ADAPTERS = {
     ADAPTED: {"": LORA.rank},
@@ -62,7 +80,7 @@ ADAPTERS = {
 }
 SLOW = {FUSED, TWO}
 """Models whose generators start only where a slow test asks for them."""
-ALONE = {*SERVED, ADAPTED_GEMMA} - {"gemma3_text"}
+ALONE = {*RELOADED, ADAPTED_GEMMA} - {"gemma3_text"}
 """Models whose generators start one at a time, for a slow test each: all of them would take 16 GiB."""
 
 
@@ -82,15 +100,21 @@ def models(llama_model, fused_model, tmp_path_factory) -> dict[str, ModelConfig]
         ADAPTED: llama,
         TWO: llama,
         ADAPTED_GEMMA: families["gemma3_text"],
+        QWEN: ModelConfig(hf_assets_path=str(MODEL)),
+        LLAMA_ALONE: llama,
+        MOE_ALONE: moe,
+        GEMMA_ALONE: families["gemma3_text"],
         **families,
+        **{name: families[family] for name, family in FUSED_IN_HUB.items()},
     }
 
 
 def running(models: dict[str, ModelConfig], folder: Path) -> Iterator[dict[str, Any]]:
     """For a fixture: start a generator for each model, and end them."""
     cores = sorted(os.sched_getaffinity(0))
+    of_two = {TWO, *FUSED_IN_HUB}
     places = [
-        Place(0, (cores[0], cores[-1]) if name == TWO else (cores[-(index % 2)],))
+        Place(0, (cores[0], cores[-1]) if name in of_two else (cores[-(index % 2)],))
         for index, name in enumerate(models)
     ]
     procs = spawn_on(None, "generator", places, "cpu")[0]
@@ -108,11 +132,15 @@ def running(models: dict[str, ModelConfig], folder: Path) -> Iterator[dict[str, 
             config = GeneratorConfig()
             config.engine.max_model_len, config.engine.tensor_parallel_degree = (
                 512,
-                2 if name == TWO else 1,
+                2 if name in of_two else 1,
             )
             own = procs.slice(procs=index)
             made[name] = own.spawn(
-                f"generator_{index}", Generator, config, adapters=ADAPTERS.get(name), **options
+                f"generator_{index}",
+                ReloadingGenerator,
+                config,
+                adapters=ADAPTERS.get(name),
+                **options,
             )
         await asyncio.gather(*(generator.setup.call_one() for generator in made.values()))
         return made
@@ -214,18 +242,24 @@ async def test_engine_trainer_and_transformers_agree_before_and_after_a_publishe
     np.testing.assert_allclose(learner.score(tokens)[LENGTH:], expected, rtol=0, atol=1e-4)
     np.testing.assert_allclose(sampled, expected, rtol=0, atol=1e-4)
 
-    plan = Batcher.Config(row_length=512).build().plan(samples_of(8), 1)
-    learner.forward_backward(plan.microbatches[0], 0)
-    learner.optim_step()
-    trained = learner.score(tokens)[LENGTH:]
-    assert np.abs(trained - expected).max() > 0.1, "the step changed nothing"
-    canary = random_tokens(8)
-    receipt = await deliver(learner, generator, version, canary)
-    np.testing.assert_allclose(receipt.canary_logprobs, learner.score(canary), rtol=0, atol=1e-4)
+    deliveries = [version, version + AGAIN] if name in RELOADED and name in ALONE else [version]
+    for delivery in deliveries:
+        if delivery > version:
+            await generator.reload_layer_by_layer.call_one()
+        before = learner.score(tokens)[LENGTH:]
+        plan = Batcher.Config(row_length=512).build().plan(samples_of(8), 1)
+        learner.forward_backward(plan.microbatches[0], 0)
+        learner.optim_step()
+        trained = learner.score(tokens)[LENGTH:]
+        assert np.abs(trained - before).max() > 0.1, "the step changed nothing"
+        canary = random_tokens(8)
+        receipt = await deliver(learner, generator, delivery, canary)
+        of_canary = learner.score(canary)
+        np.testing.assert_allclose(receipt.canary_logprobs, of_canary, rtol=0, atol=1e-4)
 
-    tokens, sampled, versions = await sample(seed=1)
-    assert versions == {version} and np.ptp(sampled) > 1
-    np.testing.assert_allclose(sampled, learner.score(tokens)[LENGTH:], rtol=0, atol=1e-4)
+        tokens, sampled, versions = await sample(seed=1)
+        assert versions == {delivery} and np.ptp(sampled) > 1
+        np.testing.assert_allclose(sampled, learner.score(tokens)[LENGTH:], rtol=0, atol=1e-4)
     np.testing.assert_allclose(
         sampled, by_flex_attention(learner, models[name], tokens, lora)[LENGTH:], rtol=0, atol=1e-4
     )
