@@ -9,7 +9,11 @@ from typing import Any, cast
 
 from torchtitan.experiments.rl.algorithms import Algorithm
 from torchtitan.experiments.rl.bounds import check_fields
-from torchtitan.experiments.rl.command.engine_fit import check_cores, check_engine_fits
+from torchtitan.experiments.rl.command.engine_fit import (
+    check_cores,
+    check_engine_fits,
+    check_served_fields,
+)
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.run_config import MOST_OPEN_ROLLOUTS, RunConfig
 from torchtitan.experiments.rl.envs.chat_template import PLAIN
@@ -306,6 +310,7 @@ def check_hosted_model(model: HostedModel, *, field: str) -> None:
     if hub.architecture in FAMILIES:
         expected = hub_shapes(folder_spec(hub))
     check_weights(model.path, expected, field=path_field)
+    check_served_fields(model.engine, hub, field=path_field)
     check_engine_fits(model.engine, hub, field=f"{field}.engine")
 
 
@@ -431,9 +436,10 @@ def _check_transformers(config: RunConfig, decoder: DecoderShape) -> None:
             )
             raise ConfigError(f"trainer.parallelism.{name}", degree, cure)
     engine = config.generator.engine
-    architecture = HubConfig.read(config.model.hf_assets_path).architecture
+    hub = HubConfig.read(config.model.hf_assets_path)
+    check_served_fields(engine, hub, field="model.hf_assets_path")
     window = min(filter(None, decoder.windows), default=engine.max_model_len)
-    if architecture in engine.wider_windows and engine.max_model_len > window:
+    if hub.architecture in engine.wider_windows and engine.max_model_len > window:
         cure = (
             f"the engine makes this model's sliding window of {window} tokens one token wider than "
             f"the trainer does: choose at most {window}"

@@ -42,6 +42,25 @@ def check_engine_fits(
             raise ConfigError(f"{field}.tensor_parallel_degree", degree, cure)
 
 
+def check_served_fields(engine: EngineConfig, hub: HubConfig, *, field: str) -> None:
+    """Check that the engine computes what a model's config.json says.
+
+    Args:
+        field: config field that names the hub folder.
+
+    Raises:
+        ConfigError: the engine ignores a field, and would compute another model than the trainer.
+    """
+    for name in engine.ignored_fields.get(hub.architecture, ()):
+        if hub.get(name, False):
+            cure = (
+                f"its config.json has {name} = true, which the engine ignores for a "
+                f"{hub.architecture}: it would compute another model than the trainer. Choose one "
+                "without it"
+            )
+            raise ConfigError(field, hub.path, cure)
+
+
 def check_cores(engine: EngineConfig, cores: int, *, field: str) -> None:
     """Check that each process of an engine has a core.
 

@@ -331,6 +331,8 @@ class EngineConfig(ABC):
     """Last parts of the hub's names of the modules that the engine serves adapters of."""
     wider_windows: ClassVar[frozenset[str]] = frozenset()
     """Architectures whose sliding window the engine makes one token wider than transformers."""
+    ignored_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Fields of config.json that the engine takes for false whatever they say, by architecture."""
     stops_at_texts: ClassVar[bool] = False
     """True if the engine ends a completion at the texts of ``SamplingConfig.stop``.
 

@@ -118,6 +118,11 @@ class VLLMEngineConfig(EngineConfig):
 
     adapted_modules: ClassVar[frozenset[str]] = frozenset(LORA_MODULES)
     wider_windows: ClassVar[frozenset[str]] = frozenset({"Cohere2ForCausalLM"})
+    # Of Ernie's biases vLLM drops those of attention's output projections.
+    ignored_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "Ernie4_5ForCausalLM": ("use_bias",),
+        "StableLmForCausalLM": ("use_parallel_residual", "qk_layernorm"),
+    }
     stops_at_texts: ClassVar[bool] = True
     reads_devices: ClassVar[bool] = True
     max_num_seqs: Changeable[Annotated[int, Ge(1), Le(65_536)]] = 256
