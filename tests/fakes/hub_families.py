@@ -45,6 +45,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         head_dim=32, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
     ),  # sinks, biases, experts
     "granite": dict(logits_scaling=4.0, attention_multiplier=0.2),
+    # Layers that hand on no keyword arguments to their attention.
+    "nemotron": dict(head_dim=32, partial_rotary_factor=0.5),  # norms of 1 + weight, no gates
+    "stablelm": dict(use_qkv_bias=True, partial_rotary_factor=0.5),
     # No norm between the two parts. Its window is longer than what tests sample: vLLM shows one
     # more token in it than transformers does.
     "cohere2": dict(sliding_window=512, logit_scale=0.25),

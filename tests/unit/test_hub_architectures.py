@@ -177,15 +177,23 @@ REFUSED = {
         config_of("gptj"),
         "its layers do not call transformers' attention interface",
     ),
-    "layers that hand nothing on": (
-        config_of("stablelm"),
-        "its layers hand on no keyword arguments to the attention function",
-    ),
     "two attentions a layer": (
         config_of("diffllama"),
         "not each of its layers calls transformers' attention interface once",
     ),
     "weights that are buffers": (config_of("apertus"), "its weights have a buffer"),
+    "a bias that engines drop": (
+        config_of("ernie4_5", use_bias=True),
+        "its config.json has use_bias = true, which the engine ignores for a Ernie4_5ForCausalLM",
+    ),
+    "a layer of another form in engines": (
+        config_of("stablelm", use_parallel_residual=True),
+        "its config.json has use_parallel_residual = true, which the engine ignores",
+    ),
+    "norms that engines drop": (
+        config_of("stablelm", qk_layernorm=True),
+        "its config.json has qk_layernorm = true, which the engine ignores",
+    ),
     "experts in another form": (
         config_of("mixtral"),
         "transformers holds its weights in another form than the hub",

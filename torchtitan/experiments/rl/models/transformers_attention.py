@@ -4,6 +4,8 @@ transformers has each attention module call a function of its ``AttentionInterfa
 is registered as `ATTENTION`. It gets the module's queries, keys and values and all that is special
 about its attention: scale, sliding window, cap of the scores, sinks. What it must know of the rows
 comes as the keyword argument ``rows``, which transformers hands on from the model to each layer.
+Where a layer hands no keyword arguments on to its attention, the rows come as the mask, which every
+layer hands on (`hand_on_as_mask`).
 
 transformers makes no masks for a function that it has no mask for, so the rows alone decide what a
 token sees: itself and its ancestors (`attention.py`), within the layer's window.
@@ -12,7 +14,7 @@ A second function, `PROBE`, computes nothing and notes how each layer attends. A
 ask for something that `attend` does not do is refused by what the notes say.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -206,9 +208,9 @@ def attend(  # noqa: PLR0913 - transformers' signature, like the next
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: None,
+    attention_mask: Rows | None,
     *,
-    rows: Rows,
+    rows: Rows | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -220,14 +222,17 @@ def attend(  # noqa: PLR0913 - transformers' signature, like the next
     Args:
         module: attention module of transformers, of one layer.
         query, key, value: [B, heads, L, head_dim], rotated. Keys may have fewer heads.
-        attention_mask: None, because no mask is made for this function.
-        rows: the batch.
+        attention_mask: the batch, if the layers hand on no keyword arguments. No mask is made for
+            this function.
+        rows: the batch, if they do.
         scaling, sliding_window, softcap, s_aux: fields of `Scores` by transformers' names.
         options: other arguments of the module. `probe` has refused those that would matter.
 
     Returns:
         [B, L, heads, head_dim], and None in place of the weights.
     """
+    rows = attention_mask if rows is None else rows
+    assert rows is not None, "`probe` has seen the rows arrive"
     if rows.context is not None:
         query, key, value = (Exchange.apply(t, rows.context, 1, 2) for t in (query, key, value))
         if s_aux is not None:
@@ -237,6 +242,21 @@ def attend(  # noqa: PLR0913 - transformers' signature, like the next
     if rows.context is not None:
         out_BLNH = Exchange.apply(out_BLNH, rows.context, 1, 2)
     return out_BLNH, None
+
+
+def hand_on_as_mask(layers: Iterable[nn.Module]) -> None:
+    """Have layers that hand on no keyword arguments hand the rows on as their attention mask."""
+    for layer in layers:
+        layer.register_forward_pre_hook(_with_rows_as_mask, with_kwargs=True)
+
+
+def _with_rows_as_mask(
+    layer: nn.Module,  # noqa: ARG001 - torch's signature
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Return a layer's arguments with the rows in place of the mask, of which there is none."""
+    return args, kwargs | {"attention_mask": kwargs.get("rows")}
 
 
 # ---- what a model's layers ask for
@@ -260,6 +280,10 @@ class AttentionNotes:
     """Request of a layer that `attend` can't meet; "" if there is none."""
 
 
+class RowsNotHandedOn(Exception):  # noqa: N818 - the caller tries another way
+    """A model's layers hand on no keyword arguments to the attention function."""
+
+
 _WITHOUT_EFFECT = {
     "position_ids",
     "use_cache",
@@ -278,7 +302,7 @@ def probe(  # noqa: PLR0913
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | AttentionNotes | None,
     *,
     rows: AttentionNotes | None = None,
     dropout: float = 0.0,
@@ -291,10 +315,12 @@ def probe(  # noqa: PLR0913
     """Note how a layer attends, and return an output of the right shape.
 
     Raises:
-        TypeError: the model's layers do not hand on the ``rows``.
+        RowsNotHandedOn: the model's layers do not hand on the ``rows``.
     """
+    if isinstance(attention_mask, AttentionNotes):
+        rows, attention_mask = attention_mask, None
     if rows is None:
-        raise TypeError("its layers hand on no keyword arguments to the attention function")
+        raise RowsNotHandedOn
     rows.modules.append(module)
     rows.windows.add(sliding_window)
     rows.heads.add(query.shape[1])

@@ -42,6 +42,8 @@ from torchtitan.experiments.rl.models.transformers_attention import (
     MaskedRows,
     Rows,
     RowsInBlocks,
+    RowsNotHandedOn,
+    hand_on_as_mask,
 )
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
@@ -66,6 +68,8 @@ class TransformersPolicy(LogprobModel, BaseModel):
         logit_softcap: float | None
         """See `LogprobHead.Config`."""
         chunk_tokens: int
+        rows_as_mask: bool
+        """True if the layers are given the rows as their mask, see `hand_on_as_mask`."""
         device: Literal["cpu", "cuda"]
         """Device that computes the model. Attention and experts are computed otherwise on each."""
         lora: LoRA.Config | None = None
@@ -104,6 +108,8 @@ class TransformersPolicy(LogprobModel, BaseModel):
         self.add_module(self._decoder_name, causal.base_model)
         # The padding may also be the end of a turn: padding_idx would keep it from being trained.
         self.tok_embeddings.padding_idx = None
+        if config.rows_as_mask:
+            hand_on_as_mask(self.layers)
         self.lm_head = LogprobHead.Config(
             in_features=config.shape.dim,
             out_features=config.shape.vocab_size,
@@ -244,6 +250,7 @@ def transformers_spec(
             embedding=embedding_name,
             logit_scale=checked.logit_scale,
             logit_softcap=checked.logit_softcap,
+            rows_as_mask=checked.rows_as_mask,
             chunk_tokens=chunk_tokens,
             device=device,
             lora=lora,
@@ -273,6 +280,8 @@ class CheckedModel:
     logit_scale: float
     logit_softcap: float | None
     """Scale and cap of its logits, see `LogprobHead.Config`."""
+    rows_as_mask: bool
+    """See `TransformersPolicy.Config`."""
 
 
 class _Unsupported(Exception):  # noqa: N818 - becomes a ConfigError
@@ -340,9 +349,20 @@ def _checked_model(path: str, config_json: bytes) -> CheckedModel:  # noqa: ARG0
         fill_buffers(decoder, device=None)
     except Exception as error:
         raise _Unsupported(f"its buffers can't be computed again: {_line(error)}") from error
-    notes = _attention_of(causal)
+    rows_as_mask = False
+    try:
+        notes = _attention_of(causal)
+    except RowsNotHandedOn:
+        rows_as_mask = True
+        hand_on_as_mask(decoder.layers)
+        try:
+            notes = _attention_of(causal)
+        except RowsNotHandedOn as error:
+            raise _Unsupported(
+                "its layers hand on neither keyword arguments nor a mask to the attention function"
+            ) from error
     scale, softcap = _logits_of(causal)
-    return CheckedModel(causal, _shape_of(causal, notes), scale, softcap)
+    return CheckedModel(causal, _shape_of(causal, notes), scale, softcap, rows_as_mask)
 
 
 def _line(error: Exception) -> str:
@@ -419,6 +439,7 @@ def _attention_of(causal: PreTrainedModel) -> AttentionNotes:
     """Return how a model's layers attend, by a pass on the meta device.
 
     Raises:
+        RowsNotHandedOn: they hand on no keyword arguments to their attention.
         _Unsupported: they do something that `transformers_attention.attend` does not do, or not
             each of them calls the attention interface once.
     """
@@ -427,6 +448,8 @@ def _attention_of(causal: PreTrainedModel) -> AttentionNotes:
     tokens = torch.zeros(1, 4, dtype=torch.long, device="meta")
     try:
         decoder(input_ids=tokens, position_ids=tokens, use_cache=False, rows=notes)
+    except RowsNotHandedOn:
+        raise
     except Exception as error:
         cause = f"{type(error).__name__}: {_line(error)}"
         raise _Unsupported(f"its forward pass fails ({cause})") from error
