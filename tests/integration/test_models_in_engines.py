@@ -61,8 +61,8 @@ FUSED_IN_HUB = {f"{family}, in an engine of two processes": family for family in
 """Families whose queries, keys and values, or gates and ups, are one tensor of the hub."""
 NOTHING, BOTH = 1, 5
 """Versions: adapters that are zero, and two of them."""
-SERVED = [family for family in FAMILIES if family != "gpt_oss"]
-"""Families of transformers whose versions an engine can load."""
+SERVED = [family for family in FAMILIES if family not in ("gpt_oss", "nemotron", "stablelm")]
+"""Families of transformers whose versions an engine loads. Nemotron and StableLM were not tried."""
 RELOADED = [*SERVED, *FUSED_IN_HUB, QWEN, LLAMA_ALONE, MOE_ALONE, GEMMA_ALONE]
 VERSIONS = {LLAMA: 2, FUSED: 3, ADAPTED: 4, MOE: 6, ADAPTED_GEMMA: 7} | {
     family: 8 + index for index, family in enumerate(RELOADED)

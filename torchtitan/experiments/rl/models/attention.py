@@ -127,7 +127,8 @@ def shared_memory(device: torch.device) -> int | None:
     """Return the bytes of shared memory that a block of a GPU may have; None if it is no GPU."""
     if device.type != "cuda":
         return None
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)  # torch declares less than it has
+    return int(properties.shared_memory_per_block_optin)
 
 
 def needs_small_blocks(head_dim: int, available: int | None) -> bool:

@@ -318,7 +318,8 @@ def probe(  # noqa: PLR0913
         RowsNotHandedOn: the model's layers do not hand on the ``rows``.
     """
     if isinstance(attention_mask, AttentionNotes):
-        rows, attention_mask = attention_mask, None
+        rows = attention_mask
+        attention_mask = None
     if rows is None:
         raise RowsNotHandedOn
     rows.modules.append(module)
