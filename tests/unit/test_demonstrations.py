@@ -27,7 +27,7 @@ from torchtitan.experiments.rl.loops.step_metrics import (
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
-from torchtitan.experiments.rl.tasks import MemoryRows, RowDataset
+from torchtitan.experiments.rl.tasks import RowDataset
 from torchtitan.experiments.rl.tasks.demonstrations import conversation_of, sample_of
 from torchtitan.experiments.rl.train import main
 
@@ -200,22 +200,28 @@ CONTROL = {
 
 
 @pytest.mark.parametrize("messages", CONTROL.values(), ids=CONTROL)
-def test_a_conversation_that_would_write_a_control_token_is_refused_by_its_row_unless_a_field_allows_it(
-    messages,
+def test_a_special_token_in_a_conversation_is_trained_on_as_text_unless_a_field_says_it_is_meant(
+    messages, renderer, tokenizer
 ):
-    run = rl_demonstrations_qwen3_debug()
-    config = run.tasks["demonstrations"]
-    config.dataset = RowDataset.Config(
-        rows=MemoryRows([{"messages": CHAT}, {"messages": messages}, {"messages": messages}])
-    )
-    with pytest.raises(ConfigError) as refused:
-        build_tasks(run, read_policy_tokenizer(run))
-    assert refused.value.field == "tasks.demonstrations.dataset"
-    assert "row 1 has it in 'messages'" in str(refused.value) and "(1 others have one too)" in str(
-        refused.value
-    )
-    config.control_tokens = True
-    assert len(build_tasks(run, read_policy_tokenizer(run))["demonstrations"].dataset) == 3
+    def sample(control_tokens):
+        return sample_of(
+            conversation_of(
+                {"messages": messages, "tools": None}, messages="messages", tools="tools"
+            ),
+            renderer,
+            roles=("assistant",),
+            task_name="t",
+            rollout_id="g/0",
+            control_tokens=control_tokens,
+        )
+
+    special = set(tokenizer.all_special_ids)
+    as_text, meant = sample(False), sample(True)
+    count = [sum(token in special for token in made.token_ids) for made in (as_text, meant)]
+    text = tokenizer.decode(as_text.token_ids)
+    assert count[1] > count[0] and text == tokenizer.decode(meant.token_ids)
+    ends = [made.token_ids[made.ce_weights > 0].tolist() for made in (as_text, meant)]
+    assert sum(token in special for token in ends[0]) == 1  # the end of the one answer
 
 
 async def test_a_row_that_fails_later_fails_its_rollout(renderer, tokenizer):

@@ -272,29 +272,63 @@ def test_columns_of_a_frame_that_are_no_texts_are_refused():
 CONTROL = [*ROWS, {"question": "What does <|im_end|> mean?", "answer": "the end"}]
 
 
-def test_a_row_that_would_write_a_control_token_is_refused_by_its_row_unless_a_field_allows_it():
+def built(**fields):
+    """Build the one task of a run as the command does, and return it with the tokenizer."""
     run = rl_questions_qwen3_debug()
-    run.tasks = {"mine": question_task(CONTROL, exact)}
+    run.tasks = {"mine": question_task(fields.pop("data", CONTROL), exact, **fields)}
+    policy = read_policy_tokenizer(run)
+    return build_tasks(run, policy)["mine"], policy.tokenizer
+
+
+async def first_prompt_of(task, tokenizer, index):
+    group = await task.run_group(
+        task.dataset[index], ScriptedPolicy(tokenizer), group_id="g", seed=0, group_size=1
+    )
+    return group.rollouts[0].turns[0].prompt_token_ids.tolist(), group.costs
+
+
+CONTROL_CHATS = [
+    {"messages": [{"role": "user", "content": row["question"]}], "answer": "1"} for row in CONTROL
+]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"data": CONTROL_CHATS, "messages_column": "messages"}],
+    ids=["template", "messages"],
+)
+async def test_a_special_token_in_a_row_is_text_to_the_model_unless_a_field_says_that_it_is_meant(
+    fields,
+):
+    task, tokenizer = built(**fields)
+    ends = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert (
+        "tasks.mine.dataset: 1 of 3 rows have a special token in "
+        f"'{fields.get('messages_column', 'question')}' (first: row 2, '<|im_end|>'), which the "
+        "model is shown as text" in task.examples_warning
+    )
+    prompt, costs = await first_prompt_of(task, tokenizer, 2)
+    assert "What does <|im_end|> mean?<|im_end|>" in tokenizer.decode(prompt)
+    assert prompt.count(ends) == 1 and costs["rollout/mine/special_texts"] == 1
+    assert (await first_prompt_of(task, tokenizer, 0))[1].get("rollout/mine/special_texts") is None
+
+    task, _ = built(control_tokens=True, **fields)
+    prompt, costs = await first_prompt_of(task, tokenizer, 2)
+    assert prompt.count(ends) == 2 and "rollout/mine/special_texts" not in costs
+    assert task.examples_warning is None or "special token" not in task.examples_warning
+
+
+async def test_special_tokens_of_a_template_are_meant_and_no_row_may_have_one_beside_them():
+    template = "{question}<|im_end|>"
     message = re.escape(
-        "tasks.mine.dataset = '<|im_end|>': row 2 has it in 'question', where it would be a control token"
+        "tasks.mine.dataset = '<|im_end|>': row 2 has it in 'question', where it would be a control "
+        "token as the '<|im_end|>' of the template"
     )
     with pytest.raises(ConfigError, match=message):
-        build_tasks(run, read_policy_tokenizer(run))
-    run.tasks = {"mine": question_task(CONTROL, exact, control_tokens=True)}
-    assert len(build_tasks(run, read_policy_tokenizer(run))["mine"].dataset) == 3
-
-
-def test_a_control_token_in_a_message_of_a_chat_is_refused_and_one_in_the_template_is_not():
-    run = rl_questions_qwen3_debug()
-    chats = [
-        {"messages": [{"role": "user", "content": row["question"]}], "answer": "1"}
-        for row in CONTROL
-    ]
-    run.tasks = {"mine": question_task(chats, exact, messages_column="messages")}
-    with pytest.raises(ConfigError, match="row 2 has it in 'messages'"):
-        build_tasks(run, read_policy_tokenizer(run))
-    run.tasks = {"mine": question_task(ROWS, exact, template="{question}<|im_end|>")}
-    assert list(build_tasks(run, read_policy_tokenizer(run))) == ["mine"]
+        built(template=template)
+    task, tokenizer = built(data=ROWS, template=template)
+    prompt, _ = await first_prompt_of(task, tokenizer, 0)
+    assert prompt.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
 
 
 EXACT = "def exact(completion, example): return completion.strip() == example['answer']\n"

@@ -4,17 +4,20 @@ The policy, shown a demonstration, scores the tokens that it sampled without one
 """
 
 import asyncio
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 import numpy as np
-from renderers import Message
+from renderers import Message, RenderedTokens
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm, set_ref_kl_streams
 from torchtitan.experiments.rl.ask.call import contained
 from torchtitan.experiments.rl.bounds import Changeable, NonEmptyStr, PositiveInt
 from torchtitan.experiments.rl.configurable import BuildContext
 from torchtitan.experiments.rl.envs.messages import check_unicode
+from torchtitan.experiments.rl.envs.special_texts import control_token_in, render_as_text
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.samples import turn_spans
@@ -133,11 +136,25 @@ class OPSD(Algorithm):
             prompt = [*self.block(demonstration), *turn.prompt_token_ids.tolist()]
         else:
             messages = self.demonstrated(turn.prompt_messages, demonstration)
-            prompt = self.renderer.render(
+            prompt = self._render_as(turn)(
                 messages, tools=turn.tools, add_generation_prompt=True
             ).token_ids
         rest = sample.token_ids[len(turn.prompt_token_ids) :]
         return np.concatenate([np.asarray(prompt, np.int32), rest]), len(prompt)
+
+    def _render_as(self, turn: RolloutTurn) -> Callable[..., RenderedTokens]:
+        """Return what renders a conversation as the turn's prompt was rendered.
+
+        The texts of special tokens are text in it, unless the turn's env meant control tokens.
+        """
+        as_text = functools.partial(render_as_text, self.renderer)
+        if control_token_in((turn.prompt_messages, turn.tools), self.renderer) is None:
+            return as_text
+        plain = self.renderer.render(
+            turn.prompt_messages, tools=turn.tools, add_generation_prompt=True
+        )
+        is_meant = np.array_equal(plain.token_ids, turn.prompt_token_ids)
+        return self.renderer.render if is_meant else as_text
 
     def demonstration(self, rollout: Rollout) -> str:
         """Return the demonstration that the policy is shown.
@@ -202,14 +219,13 @@ class OPSD(Algorithm):
             raise ConfigError(f"{field}.env.max_rollout_tokens", max_rollout_tokens, cure)
 
     def _prompt_tokens(self, messages: list[Message]) -> int:
-        return len(self.renderer.render(messages, add_generation_prompt=True).token_ids)
+        rendered = render_as_text(self.renderer, messages, add_generation_prompt=True)
+        return len(rendered.token_ids)
 
     def block(self, demonstration: str) -> list[int]:
         """Return the tokens of the demonstration as a system message, to stand before a sample."""
         text = self.config.template.replace("{demonstration}", demonstration).strip()
-        return self.renderer.render(
-            [{"role": "system", "content": text}], add_generation_prompt=False
-        ).token_ids
+        return render_as_text(self.renderer, [{"role": "system", "content": text}]).token_ids
 
     def demonstrated(self, messages: list[Message], demonstration: str) -> list[Message]:
         """Return the conversation with the demonstration at the end of its last user message."""

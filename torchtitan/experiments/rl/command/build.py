@@ -21,7 +21,8 @@ from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.configurable import BuildContext, build_with, takes_context
 from torchtitan.experiments.rl.data.dataset import fault_of_example
-from torchtitan.experiments.rl.envs.renderer import build_context, control_tokens, load_tokenizer
+from torchtitan.experiments.rl.envs.renderer import build_context, load_tokenizer
+from torchtitan.experiments.rl.envs.special_texts import control_tokens
 from torchtitan.experiments.rl.envs.stop_tokens import stop_texts, template_turn_end
 from torchtitan.experiments.rl.errors import ConfigError, inside, user_code
 from torchtitan.experiments.rl.rollouts.types import DataSample
@@ -158,7 +159,7 @@ def build_tasks(
     for field, entry in config.filters():
         if takes_context(built_class(entry)):
             _build(field, entry, partial(build_with, entry, policy.context))
-    texts = control_tokens(policy.tokenizer)
+    texts = set(control_tokens(policy.tokenizer))
     tasks: dict[str, Task] = {}
     for name, task_config in config.tasks.items():
         if name in left_out:

@@ -6,11 +6,16 @@
 
 Each completion is a turn. `rollouts/samples.py` makes training samples of the turns; no id that was
 sampled is rendered again.
+
+The text of a special token in a message, such as "<|im_end|>", is rendered as text
+(`special_texts.py`), unless who wrote the message means it as a control token.
 """
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from typing import Self, TypeVar
 
 from renderers import Message, RenderedTokens, Renderer, ToolSpec
@@ -23,6 +28,7 @@ from torchtitan.experiments.rl.envs.prompt import (
     first_prompt,
     next_prompt,
 )
+from torchtitan.experiments.rl.envs.special_texts import SpecialTexts, special_texts
 from torchtitan.experiments.rl.envs.tool_calls import parse_completion
 from torchtitan.experiments.rl.envs.yield_queue import Line, compute
 from torchtitan.experiments.rl.errors import UserCodeError, cause_of
@@ -67,6 +73,15 @@ def _characters(messages: Sequence[Message]) -> int:
     return total
 
 
+def _rendered(conversation: "_ToRender") -> RenderedTokens:
+    """Render a whole conversation, and raise if the renderer left a message out."""
+    rendered = conversation.renderer.render(
+        conversation.messages, tools=conversation.tools, add_generation_prompt=True
+    )
+    check_all_rendered(rendered, conversation.messages)
+    return rendered
+
+
 def _common_prefix(ids: list[int], old: list[int]) -> int:
     """Return how many of the ``old`` tokens a prompt starts with."""
     if ids[: len(old)] == old:
@@ -75,6 +90,27 @@ def _common_prefix(ids: list[int], old: list[int]) -> int:
         if new_id != old_id:
             return index
     return min(len(ids), len(old))
+
+
+@dataclass(frozen=True, slots=True)
+class _ToRender:
+    """Messages and tools as a renderer takes them."""
+
+    messages: list[Message]
+    tools: list[ToolSpec] | None
+    plain: Renderer
+    """Renderer of conversations without special texts."""
+    texts: SpecialTexts | None
+    """Special texts if these messages or tools have twins of some; None if they have none."""
+
+    @property
+    def renderer(self) -> Renderer:
+        return self.plain if self.texts is None else self.texts.renderer
+
+    @property
+    def is_slow(self) -> bool:
+        """True if the renderer has to be made first."""
+        return self.texts is not None and not self.texts.is_ready
 
 
 class Conversation:
@@ -99,7 +135,13 @@ class Conversation:
         """One turn per completion."""
         self.prompt: Prompt | None = None
         """Prompt to sample from next; None if there is none."""
+        self.special_texts = 0
+        """Number of messages so far that had the text of a special token, which was rendered as
+        text."""
         self._renderer = renderer
+        self._special_texts = special_texts(renderer)
+        self._control_token_indices: set[int] = set()
+        """Indices of the messages whose special tokens are meant as control tokens."""
         self._max_tokens = max_tokens
         self._group = group or GroupPrompts()
         self._extended_turns: list[RolloutTurn] = []
@@ -127,22 +169,50 @@ class Conversation:
         """Maximum number of tokens of the next completion; 0 if there is no next prompt."""
         return self._max_tokens - len(self.prompt.ids) if self.prompt else 0
 
-    async def open(self, messages: list[Message], tools: list[ToolSpec] | None) -> bool:
-        """Render the opening conversation, and return False if it leaves no room to sample."""
-        self.messages = messages
+    async def open(
+        self,
+        messages: list[Message],
+        tools: list[ToolSpec] | None,
+        *,
+        control_tokens: bool = False,
+    ) -> bool:
+        """Render the opening conversation, and return False if it leaves no room to sample.
+
+        Args:
+            control_tokens: True if special tokens in the messages and tools are meant as control
+                tokens.
+        """
         self.tools = tools
+        self.extend(messages, control_tokens=control_tokens)
         if cannot_fit(messages, self._max_tokens):
             return False
+        opening = self._to_render(0)
 
         async def render() -> Prompt:
             return await compute(
-                lambda: first_prompt(self._render_all()),
-                large=_characters(messages) > LARGE_TEXT,
+                lambda: first_prompt(_rendered(opening)),
+                large=_characters(messages) > LARGE_TEXT or opening.is_slow,
                 line=Line.FIRST_PROMPT,
             )
 
-        prompt = await self._rendering("render", self._group.first(messages, tools, render))
+        prompt = await self._rendering(
+            "render", self._group.first(opening.messages, opening.tools, render)
+        )
         return self._set_prompt(prompt)
+
+    def extend(self, messages: list[Message], *, control_tokens: bool = False) -> None:
+        """Append messages that others than the model wrote.
+
+        Args:
+            control_tokens: True if special tokens in them are meant as control tokens.
+        """
+        first = len(self.messages)
+        self.messages.extend(messages)
+        if control_tokens:
+            self._control_token_indices.update(range(first, len(self.messages)))
+        elif self._special_texts is not None:
+            found = map(self._special_texts.first_in, messages)
+            self.special_texts += sum(token is not None for token in found)
 
     async def add_completion(self, completion: Completion) -> RolloutTurn:
         """Record a completion of the prompt as a turn, and parse it into the next message.
@@ -183,7 +253,7 @@ class Conversation:
     async def add_messages(self, new: list[Message]) -> bool:
         """Render the prompt after messages that answer the last completion.
 
-        The caller has appended ``new`` to ``messages`` before. Sampled tokens stay as they are if
+        The caller has given ``new`` to ``extend`` before. Sampled tokens stay as they are if
         the renderer can go on from them. Otherwise the whole conversation is rendered.
 
         Returns:
@@ -200,9 +270,11 @@ class Conversation:
         old_ids = last.ids + sampled_ids
         answer_index = len(self.messages) - len(new) - 1
 
+        answers = self._to_render(answer_index + 1)
+
         def bridge() -> Prompt | None:
-            rendered = self._renderer.bridge_to_next_turn(
-                last.ids, sampled_ids, new, tools=self.tools
+            rendered = answers.renderer.bridge_to_next_turn(
+                last.ids, sampled_ids, answers.messages, tools=answers.tools
             )
             if rendered is None:
                 return None
@@ -219,23 +291,57 @@ class Conversation:
                 first_index=answer_index + 1,
             )
 
-        def render_anew() -> Prompt:
-            rendered = self._render_all()
+        def render_anew(whole: _ToRender) -> Prompt:
+            rendered = _rendered(whole)
             extends = rendered.token_ids[: len(old_ids)] == old_ids
             kept = len(old_ids) if extends else 0
             return next_prompt(rendered, last, sampled_ids, kept=kept, answer_index=answer_index)
 
-        prompt = await compute(bridge, large=_characters(new) > LARGE_TEXT)
+        prompt = await compute(bridge, large=_characters(new) > LARGE_TEXT or answers.is_slow)
         if prompt is None:
-            prompt = await compute(render_anew, large=_characters(self.messages) > LARGE_TEXT)
+            whole = self._to_render(0)
+            is_large = _characters(self.messages) > LARGE_TEXT or whole.is_slow
+            prompt = await compute(functools.partial(render_anew, whole), large=is_large)
         return prompt
 
-    def _render_all(self) -> RenderedTokens:
-        rendered = self._renderer.render(
-            self.messages, tools=self.tools, add_generation_prompt=True
-        )
-        check_all_rendered(rendered, self.messages)
-        return rendered
+    def _to_render(self, first: int) -> _ToRender:
+        """Return the tools, and the messages from ``first`` on, with twins of their special texts.
+
+        Messages whose special tokens are control tokens are left as they are.
+        """
+        messages = self.messages[first:]
+        texts = self._special_texts
+        tools = self._tools_as_text
+        has_twins = tools is not self.tools
+        for index, message in enumerate(messages):
+            if texts is None or texts.first_in(message) is None:
+                continue
+            if not self._has_control_tokens(first + index, texts):
+                messages[index] = texts.twin(message)
+                has_twins = True
+        return _ToRender(messages, tools, self._renderer, texts if has_twins else None)
+
+    @functools.cached_property
+    def _tools_as_text(self) -> list[ToolSpec] | None:
+        """Tools with twins of their special texts; the tools themselves if they have none."""
+        texts = self._special_texts
+        # The opening's special tokens are those of its tools too.
+        if self.tools is None or texts is None or 0 in self._control_token_indices:
+            return self.tools
+        return self.tools if texts.first_in(self.tools) is None else texts.twin(self.tools)
+
+    def _has_control_tokens(self, index: int, texts: SpecialTexts) -> bool:
+        """Return True if a message's special texts stand for control tokens.
+
+        Those of a sampled message do if the model sampled such tokens. If it sampled ordinary ones,
+        as it does where it quotes a page, they are text in the next prompt too.
+        """
+        message = self.messages[index]
+        for turn in self.turns:
+            if turn.assistant_message is message:
+                before_end = turn.completion.token_ids[:-1].tolist()
+                return not texts.token_ids.isdisjoint(before_end)
+        return index in self._control_token_indices
 
     def end(self) -> None:
         """End the conversation: there is no further prompt."""

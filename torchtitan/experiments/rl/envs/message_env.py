@@ -19,9 +19,8 @@ class ResetOutput:
     tools: list[ToolSpec] = field(default_factory=list)
     """Tools that the model may call, in OpenAI's function format."""
     control_tokens: bool = False
-    """True if special tokens in these messages, such as "<|im_end|>", are meant as control tokens.
-    Otherwise a rollout whose env writes one ends as an error: renderers can't write them as text,
-    so it could end the message."""
+    """True if special tokens in these messages and tools, such as "<|im_end|>", are meant as
+    control tokens, so that one can end its message. Otherwise the model is shown them as text."""
 
 
 @dataclass(kw_only=True, slots=True)

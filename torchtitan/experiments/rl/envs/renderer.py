@@ -6,14 +6,13 @@ many model families; ``default`` renders with the chat template of any tokenizer
 1. takes the family's renderer that the config names, or, for ``auto``, the first one that renders
    some prompts as the tokenizer's own chat template does;
 2. has it end replies at every token that ends the model's turn (`envs/stop_tokens.py`);
-3. remembers the tokenizer's control tokens, which no message may contain (`control_token_in`).
+3. remembers the tokenizer's special tokens, whose texts may stand in messages
+   (`envs/special_texts.py`).
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
-from weakref import WeakKeyDictionary
+from typing import Any, Literal, cast, get_args
 
 import renderers
 from renderers import Message, Renderer, ToolSpec
@@ -21,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchtitan.experiments.rl.configurable import BuildContext
 from torchtitan.experiments.rl.envs.chat_template import PLAIN, PLAIN_STOP, set_template
+from torchtitan.experiments.rl.envs.special_texts import register_special_texts
 from torchtitan.experiments.rl.envs.stop_tokens import with_all_stop_tokens
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.models.hub import HubConfig
@@ -49,8 +49,6 @@ _PROBES: tuple[tuple[list[Message], list[ToolSpec]], ...] = (
 )
 """Prompts, each with its tools, that ``auto`` renders to compare a family's renderer with the
 tokenizer's own template."""
-_CONTROL_TOKENS: WeakKeyDictionary[Renderer, re.Pattern[str]] = WeakKeyDictionary()
-"""Pattern of the control tokens of each renderer's tokenizer."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -137,9 +135,7 @@ def build_renderer(
         template_first=template_first,
         texts=[PLAIN_STOP] if config.template == PLAIN else [],
     )
-    tokens = sorted(control_tokens(tokenizer))
-    if tokens:
-        _CONTROL_TOKENS[renderer] = re.compile("|".join(map(re.escape, tokens)))
+    register_special_texts(renderer, tokenizer, cast(Any, family).config)
     return renderer
 
 
@@ -164,25 +160,6 @@ def build_context(
     renderer = build_renderer(config, model_path, tokenizer)
     vocab_size = HubConfig.read(model_path).size("vocab_size")
     return BuildContext(renderer=renderer, vocab_size=vocab_size, seed=seed)
-
-
-def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Return the texts that a tokenizer reads as special tokens, wherever they stand."""
-    return {
-        token.content
-        for token in tokenizer.added_tokens_decoder.values()
-        if token.special and token.content
-    }
-
-
-def control_token_in(value: object, renderer: Renderer) -> str | None:
-    """Return the first text in a message, or in messages, that would become a control token.
-
-    The result is None if there is none, or if the renderer was not made by `build_renderer`.
-    """
-    pattern = _CONTROL_TOKENS.get(renderer)
-    found = None if pattern is None else pattern.search(str(value))
-    return None if found is None else found[0]
 
 
 def renderer_name(renderer: Renderer) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge
-from renderers import Message, Renderer
+from renderers import Renderer
 
 from torchtitan.experiments.rl.ask.call import ask
 from torchtitan.experiments.rl.bounds import Changeable, PositiveFloat, PositiveInt
@@ -22,7 +22,6 @@ from torchtitan.experiments.rl.envs.messages import (
     checked_tools,
 )
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts
-from torchtitan.experiments.rl.envs.renderer import control_token_in
 from torchtitan.experiments.rl.errors import (
     UserCodeError,
     UserCodeTimeout,
@@ -119,6 +118,14 @@ class RendererEnv:
     def max_completion_tokens(self) -> int:
         """Maximum number of tokens of the next completion; 0 if there is no next prompt."""
         return self._conversation.max_completion_tokens
+
+    @property
+    def special_texts(self) -> int:
+        """Number of the env's messages so far that had the text of a special token.
+
+        It was rendered as text, and so is not one that ``control_tokens`` allowed.
+        """
+        return self._conversation.special_texts
 
     async def initial_prompt(self) -> None:
         """Reset the env and render its opening conversation.
@@ -237,10 +244,11 @@ class RendererEnv:
         messages = checked_messages(reset.messages, f"{field}.messages")
         if not messages:
             raise ValueError(f"{field}.messages is empty: a conversation starts with a message")
-        if not reset.control_tokens:
-            self._check_control_tokens(messages, f"{field}.messages")
         tools = checked_tools(reset.tools, f"{field}.tools")
-        if not await self._conversation.open(messages, tools):
+        opening = self._conversation.open(
+            messages, tools, control_tokens=bool(reset.control_tokens)
+        )
+        if not await opening:
             self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
 
     async def _step(self, completion: Completion) -> None:
@@ -268,7 +276,6 @@ class RendererEnv:
 
         Raises:
             TypeError: the answer is no answer; names the field.
-            ValueError: the answer has a control token.
         """
         started = time.perf_counter()
         try:
@@ -284,22 +291,8 @@ class RendererEnv:
             step.reward_components, f"{field}.reward_components"
         )
         turn.env_messages = checked_messages(step.env_messages, f"{field}.env_messages")
-        if not step.control_tokens:
-            self._check_control_tokens(turn.env_messages, f"{field}.env_messages")
-        self._conversation.messages.extend(turn.env_messages)
+        self._conversation.extend(turn.env_messages, control_tokens=bool(step.control_tokens))
         return bool(step.done)
-
-    def _check_control_tokens(self, messages: list[Message], field: str) -> None:
-        """Raise a ValueError if a message has a text that would be a control token."""
-        for index, message in enumerate(messages):
-            token = control_token_in(message, self._renderer)
-            if token is not None:
-                kind = field.rpartition(": ")[2].partition(".")[0]
-                raise ValueError(
-                    f"{field}[{index}] has {token!r}, where it would be a control token and could "
-                    f"end the message: change the text, or give {kind}(control_tokens=True) if "
-                    "that is meant"
-                )
 
     async def _call_env(self, method: str, wanted: type, *args: object) -> Any:  # noqa: ANN401 - an instance of `wanted`
         name = f"{self._name}.{method}"

@@ -529,7 +529,7 @@ class AgentRollout:
         messages = self._rules.without_noise(request.messages)
         match = self._tree.match((model, request.tools), messages)
         new = messages[match.known :]
-        self._rules.count_control_tokens(new)
+        self._rules.count_special_texts(new)
 
         # The first request that goes on from a turn continues the turn's session and chain. Any
         # other begins a chain, with a session of its own.
@@ -576,7 +576,7 @@ class AgentRollout:
                 fits = await conversation.open(list(new), request.tools)
             else:
                 conversation = self._conversation_after(match)
-                conversation.messages.extend(new)
+                conversation.extend(new)
                 fits = await conversation.add_messages(new)
         except UserCodeError as error:
             raise Refusal(str(error), field="messages") from error

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from renderers import Message, Renderer
 
-from torchtitan.experiments.rl.envs.renderer import control_token_in
+from torchtitan.experiments.rl.envs.special_texts import control_token_in
 from torchtitan.experiments.rl.gateway.request import (
     TASKS_OWN,
     WISHES,
@@ -100,24 +100,10 @@ class RequestRules:
             logger.info("noise %r: left out %s", name, shown(example and example[0]))
         self._counts[key] += count
 
-    def count_control_tokens(self, new: list[Message]) -> None:
-        """Count a request whose new messages have a text that becomes a control token.
-
-        A tool's answer or a web page with "<|im_end|>" ends its message early and may write the
-        assistant's. The call is answered all the same: an agent shows the policy's own words again,
-        and the policy can sample such tokens. The first one is logged.
-        """
-        others = [message for message in new if message["role"] in ("user", "tool")]
-        token = control_token_in(others, self._renderer)
-        if token is None:
-            return
-        if not self._counts["control_tokens"]:
-            logger.warning(
-                "an agent's message has %r, which becomes a control token of the prompt: change "
-                "the text before the agent sends it",
-                token,
-            )
-        self._counts["control_tokens"] += 1
+    def count_special_texts(self, new: list[Message]) -> None:
+        """Count a request whose new messages have the text of a special token, shown as text."""
+        if control_token_in(new, self._renderer) is not None:
+            self._counts["special_texts"] += 1
 
     def count_wishes(self, request: ModelRequest, reply: ModelReply) -> None:
         """Count the wishes of a request, and those that its answer does not meet."""

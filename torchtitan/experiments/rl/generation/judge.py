@@ -31,6 +31,7 @@ from torchtitan.experiments.rl.bounds import (
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.envs.messages import assistant_message
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
+from torchtitan.experiments.rl.envs.special_texts import render_as_text
 from torchtitan.experiments.rl.envs.stop_tokens import with_stop_texts
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.frozen import read_only
@@ -215,7 +216,8 @@ class RenderedChat:
     async def chat(
         self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig
     ) -> Reply:
-        prompt = self._renderer.render(list(messages), add_generation_prompt=True).token_ids
+        rendered = render_as_text(self._renderer, messages, add_generation_prompt=True)
+        prompt = rendered.token_ids
         session = self._model.session(
             # The seed follows from the conversation. If the order of requests matters, it does not
             # depend on which rollout asked first.

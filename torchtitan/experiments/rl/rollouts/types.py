@@ -185,8 +185,8 @@ class Rollout(Freezable):
     Beside these, "retried" counts repeats of a call. "wish/FIELD" counts calls in which a field
     that need not be honoured (WISHES in gateway/request.py) asks for something else than the task's
     setting. "unmet/FIELD" counts the calls among these whose answer shows that the field was not
-    honoured. "noise/NAME" counts texts left out of prompts, and "control_tokens" calls whose
-    messages hold the text of a control token."""
+    honoured. "noise/NAME" counts texts left out of prompts, and "special_texts" calls whose
+    new messages hold the text of a special token, which the model is shown as text."""
 
     @property
     def rollout_id(self) -> str:

@@ -8,12 +8,12 @@ Each row is a group of one rollout that has ended when it begins.
 """
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
 import numpy as np
-from renderers import Message, Renderer, ToolSpec
+from renderers import Message, RenderedTokens, Renderer, ToolSpec
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.sft import StaticSFT
@@ -28,7 +28,7 @@ from torchtitan.experiments.rl.envs.messages import (
     checked_tools,
 )
 from torchtitan.experiments.rl.envs.prompt import Prompt, first_prompt
-from torchtitan.experiments.rl.envs.renderer import control_token_in
+from torchtitan.experiments.rl.envs.special_texts import render_as_text
 from torchtitan.experiments.rl.envs.yield_queue import compute
 from torchtitan.experiments.rl.errors import ConfigError, cause_of, users_traceback
 from torchtitan.experiments.rl.generation.judge import ChatClient
@@ -99,6 +99,7 @@ def sample_of(
     roles: Collection[str],
     task_name: str,
     rollout_id: str,
+    control_tokens: bool = False,
 ) -> TrainingSample:
     """Return the training sample of a conversation, with a ce weight of 1 on tokens of ``roles``.
 
@@ -108,14 +109,19 @@ def sample_of(
         token_ids    <system> <user> <assistant> <no thoughts>   answer  <end>
         ce_weights       0       0        0            0          1  1     1
 
+    Args:
+        control_tokens: True if special tokens in the messages are meant as control tokens, and not
+            as text.
+
     Raises:
         ValueError: the template has no place for a message, or nothing is trained on.
     """
     messages, tools = conversation
-    rendered = renderer.render(messages, tools=tools)
+    render = renderer.render if control_tokens else functools.partial(render_as_text, renderer)
+    rendered = render(messages, tools=tools)
     check_all_rendered(rendered, messages)
     whole = first_prompt(rendered)
-    trained = _trained_tokens(whole, conversation, renderer, roles)
+    trained = _trained_tokens(whole, conversation, render, roles)
     if not trained.any():
         raise ValueError(f"it has no message of {', '.join(roles)} with a token to train on")
     end = int(np.flatnonzero(trained)[-1]) + 1
@@ -133,7 +139,10 @@ def sample_of(
 
 
 def _trained_tokens(
-    whole: Prompt, conversation: Conversation, renderer: Renderer, roles: Collection[str]
+    whole: Prompt,
+    conversation: Conversation,
+    render: Callable[..., RenderedTokens],
+    roles: Collection[str],
 ) -> np.ndarray:
     """Return a mask of the tokens of ``whole`` that are trained on."""
     messages, tools = conversation
@@ -142,9 +151,7 @@ def _trained_tokens(
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or index == 0:
             continue
-        prompt = renderer.render(
-            messages[:index], tools=tools, add_generation_prompt=True
-        ).token_ids
+        prompt = render(messages[:index], tools=tools, add_generation_prompt=True).token_ids
         if whole.ids[: len(prompt)] == prompt:
             trained[: len(prompt)] &= whole.message_indices[: len(prompt)] != index
     return trained
@@ -185,8 +192,7 @@ class DemonstrationTask(Task):
         tools_column: NonEmptyStr = "tools"
         control_tokens: bool = False
         """True if special tokens in the text of a conversation, such as "<|im_end|>", are meant as
-        control tokens. Renderers can't write them as text, so a row that has one is refused
-        otherwise: it would be trained on as a message's end."""
+        control tokens. Otherwise they are text, and no message's end is trained on there."""
         teacher: FrozenModel | None = None
         """Server of a model that answers each row's messages (``sampling``). Its answer is trained
         on, rendered for the policy, so its tokenizer may be another. None trains on the rows."""
@@ -233,26 +239,6 @@ class DemonstrationTask(Task):
         if faults:
             cure = f"{len(faults)} of its {count} rows can't be trained on: change or remove them"
             raise ConfigError(f"{field}.dataset", type(self.dataset).__name__, cure, lines=faults)
-
-    def check_control_tokens(self, tokens: Collection[str], *, field: str) -> None:
-        """See Task. Read the conversations and their tools."""
-        if self.config.control_tokens:
-            return
-        found = []
-        for index in range(len(self.dataset)):
-            example = read_example(self.dataset, index)
-            token = control_token_in(self._conversation(example), self.renderer)
-            if token is not None:
-                found.append((example.sample_id, token))
-        if found:
-            row, token = found[0]
-            others = f" ({len(found) - 1:,} others have one too)" if len(found) > 1 else ""
-            cure = (
-                f"row {row} has it in {self.config.messages_column!r}, where it would be a control "
-                f"token and could end the message{others}: change the text, or set "
-                f"{field}.control_tokens = True if that is meant"
-            )
-            raise ConfigError(f"{field}.dataset", token, cure)
 
     async def run_group(
         self,
@@ -353,6 +339,7 @@ class DemonstrationTask(Task):
             roles=algorithm.roles,
             task_name=self.name,
             rollout_id=rollout_id,
+            control_tokens=self.config.control_tokens,
         )
         limit = self.config.env.max_rollout_tokens
         if len(sample) > limit:

@@ -20,13 +20,14 @@ An env task makes an env from each row::
     task = env_task("mine.jsonl", AddEnv, exact)
 """
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
-from renderers import Message
+from renderers import Message, ToolSpec
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
@@ -36,6 +37,7 @@ from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.rows import RowDataset, Rows, is_missing, row_datasets
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.envs.special_texts import control_token_in, render_as_text
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
@@ -63,13 +65,24 @@ Only a question that could be too long with these tokens is rendered to check it
 class QuestionEnv(MessageEnv):
     """Env that asks one question, or goes on with a conversation. The model's answer ends it."""
 
-    def __init__(self, question: str | Sequence[Message], *, system_prompt: str | None = None):
+    def __init__(
+        self,
+        question: str | Sequence[Message],
+        *,
+        system_prompt: str | None = None,
+        tools: Sequence[ToolSpec] = (),
+        control_tokens: bool = False,
+    ):
         """Initialize the env.
 
         Args:
             question: the user's message, or the messages of a conversation so far.
             system_prompt: text of a system message that comes first; None or "" for none.
+            tools: tools that the model is told of. A call of one is its answer: none is made.
+            control_tokens: True if special tokens in all of these are meant as control tokens.
         """
+        self.tools = list(tools)
+        self.control_tokens = control_tokens
         self.messages: list[Any] = []
         """Messages of the first prompt."""
         if system_prompt:
@@ -80,8 +93,9 @@ class QuestionEnv(MessageEnv):
             self.messages += question
 
     async def reset(self) -> ResetOutput:
-        # The task has checked its rows for control tokens (`QuestionTask.check_control_tokens`).
-        return ResetOutput(messages=self.messages, control_tokens=True)
+        return ResetOutput(
+            messages=self.messages, tools=self.tools, control_tokens=self.control_tokens
+        )
 
     async def step_message(self, message: Message) -> StepOutput:
         return StepOutput(env_messages=[], done=True)
@@ -99,14 +113,18 @@ class QuestionTask(Task):
         messages_column: NonEmptyStr | None = None
         """Column of the messages that the model answers, where the rows are chats. It replaces the
         template."""
+        tools_column: NonEmptyStr | None = "tools"
+        """Column of the tools that the model is told of beside ``messages_column``, in OpenAI's
+        format; a row may have none. A call is the model's answer: nothing answers it. None if a
+        column of that name is something else."""
         missing_text: str | None = None
         """Text that the template has in place of a missing value, such as "" for Alpaca's
         ``input``. If None, a row that lacks a value is refused."""
         system_prompt: str | None = None
         control_tokens: bool = False
         """True if special tokens in the text of a row, such as "<|im_end|>", are meant as control
-        tokens of the prompt. Renderers can't write them as text, so a row that has one is refused
-        otherwise. Those of the template and of the system prompt always are control tokens."""
+        tokens of the prompt. Otherwise the model is shown them as text. Those of the template and
+        of the system prompt always are control tokens, and no row may have one beside them."""
         env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=1))
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
@@ -134,10 +152,25 @@ class QuestionTask(Task):
         """Columns that the prompts are made of; none if the dataset has no rows."""
         for _, dataset in self._row_datasets():
             self._columns = self._checked_columns(dataset)
+        own_texts = (config.template, config.system_prompt or "")
+        if config.messages_column is not None:
+            own_texts = own_texts[1:]
+        self._own_control_token = control_token_in("".join(own_texts), self.renderer)
+        """Special token that the template or the system prompt has; None if they have none."""
+
+    @property
+    def writes_control_tokens(self) -> bool:
+        """True if special tokens in a row's prompt are control tokens, and not text."""
+        return self.config.control_tokens or self._own_control_token is not None
 
     def make_env(self, sample: DataSample) -> MessageEnv:
-        question = self.question_of(sample.env_input)
-        return QuestionEnv(question, system_prompt=self.config.system_prompt)
+        row = sample.env_input
+        return QuestionEnv(
+            self.question_of(row),
+            system_prompt=self.config.system_prompt,
+            tools=self.tools_of(row),
+            control_tokens=self.writes_control_tokens,
+        )
 
     def check_examples(self, *, field: str) -> None:
         """See Task. Refuse chats that end with an answer, and warn of rows that teach nothing."""
@@ -149,7 +182,11 @@ class QuestionTask(Task):
         self.examples_warning = "; ".join(warnings) or None
 
     def check_control_tokens(self, tokens: Collection[str], *, field: str) -> None:
-        """See Task. Read the columns that prompts are made of."""
+        """See Task. Read the columns that prompts are made of.
+
+        Rows are refused where the template or the system prompt has a control token too, since a
+        prompt is rendered either with control tokens or with text. Others are only told of.
+        """
         if self.config.control_tokens or not tokens:
             return
         pattern = re.compile("|".join(map(re.escape, sorted(tokens))))
@@ -159,13 +196,22 @@ class QuestionTask(Task):
                 if not found:
                     continue
                 index, token = next(iter(found.items()))
-                others = f" ({len(found) - 1:,} others have one too)" if len(found) > 1 else ""
-                cure = (
-                    f"{dataset.rows.place(index)} has it in {column!r}, where it would be a "
-                    f"control token and could end the message{others}: change the text, or set "
-                    f"{field}.control_tokens = True if that is meant"
+                place = dataset.rows.place(index)
+                own = self._own_control_token
+                if own is not None and column in self._columns:
+                    others = f" ({len(found) - 1:,} others have one too)" if len(found) > 1 else ""
+                    cure = (
+                        f"{place} has it in {column!r}{others}, where it would be a control token "
+                        f"as the {own!r} of the template or the system prompt is: change the "
+                        f"text, or set {field}.control_tokens = True if that is meant"
+                    )
+                    raise ConfigError(f"{field}.{part}", token, cure)
+                told = (
+                    f"{field}.{part}: {len(found):,} of {len(dataset):,} rows have a special token "
+                    f"in {column!r} (first: {place}, {token!r}), which the model is shown as text; "
+                    "control_tokens = True makes it a control token"
                 )
-                raise ConfigError(f"{field}.{part}", token, cure)
+                self.examples_warning = "; ".join(filter(None, (self.examples_warning, told)))
 
     def known_answer(self, sample: DataSample) -> str | None:
         """Return the row's ``answer``, or the first of several, as text; None if it has none."""
@@ -184,6 +230,14 @@ class QuestionTask(Task):
         if substitute is not None:
             row = {name: substitute if value is None else value for name, value in row.items()}
         return fill(self.config.template, row)
+
+    def tools_of(self, row: dict[str, Any]) -> list[ToolSpec]:
+        """Return the tools that the model is told of beside the row's messages."""
+        messages = self.config.messages_column
+        column = self.config.tools_column
+        if messages is None or column is None:
+            return []
+        return conversation_of(row, messages=messages, tools=column)[1] or []
 
     def _row_datasets(self) -> Iterator[tuple[str, RowDataset]]:
         """Yield the datasets that consist of rows, each with its field of the config."""
@@ -229,7 +283,8 @@ class QuestionTask(Task):
                 faults.insert(0, "repeat another")
             seen.add(digest)
             faults += self._odd_texts(row)
-            if not self._has_room(self._checked_question(row, rows.place(index), field=field)):
+            question, tools = self._checked_question(row, rows.place(index), field=field)
+            if not self._has_room(question, tools):
                 limit = self.config.env.max_rollout_tokens
                 faults.append(f"leave no room for an answer in env.max_rollout_tokens = {limit}")
             for fault in faults:
@@ -255,8 +310,8 @@ class QuestionTask(Task):
 
     def _checked_question(
         self, row: dict[str, Any], place: str, *, field: str
-    ) -> str | list[Message]:
-        """Return the row's question.
+    ) -> tuple[str | list[Message], list[ToolSpec]]:
+        """Return the row's question, and the tools that the model is told of.
 
         Raises:
             ConfigError: the row's messages are no conversation, or end with an answer.
@@ -264,6 +319,7 @@ class QuestionTask(Task):
         column = self.config.messages_column
         try:
             question = self.question_of(row)
+            tools = self.tools_of(row)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{field}.messages_column", column, f"{place}: {error}") from None
         if not isinstance(question, str) and question[-1]["role"] == "assistant":
@@ -272,15 +328,20 @@ class QuestionTask(Task):
                 "tool's message: leave the answer out, or put it into a column of its own"
             )
             raise ConfigError(f"{field}.messages_column", column, cure)
-        return question
+        return question, tools
 
-    def _has_room(self, question: str | list[Message]) -> bool:
+    def _has_room(self, question: str | list[Message], tools: list[ToolSpec]) -> bool:
         """Return True if the prompt is shorter than a rollout may be."""
         limit = self.config.env.max_rollout_tokens
-        if 2 * len(repr(question).encode()) + TEMPLATE_TOKENS < limit:
+        texts = repr((question, tools) if tools else question)
+        if 2 * len(texts.encode()) + TEMPLATE_TOKENS < limit:
             return True  # no token is shorter than a byte
         messages = QuestionEnv(question, system_prompt=self.config.system_prompt).messages
-        return len(self.renderer.render(messages, add_generation_prompt=True).token_ids) < limit
+        render = self.renderer.render
+        if not self.writes_control_tokens:
+            render = functools.partial(render_as_text, self.renderer)
+        rendered = render(messages, tools=tools or None, add_generation_prompt=True)
+        return len(rendered.token_ids) < limit
 
 
 def question_task(
