@@ -8,11 +8,18 @@ from typing import Literal
 
 import pytest
 
+from tests.fakes.contexts import context_of
 from tests.fakes.policy import ScriptedPolicy
 from tests.unit.agents import config_of, run_task
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
-from torchtitan.experiments.rl.tasks import MCPServer, ToolTask, tool_task
+from torchtitan.experiments.rl.tasks import (
+    MCPServer,
+    RendererEnvConfig,
+    ToolTask,
+    question_task,
+    tool_task,
+)
 from torchtitan.experiments.rl.tasks.tools import Tool
 
 ROW = {"question": "go", "stock": 3}
@@ -250,3 +257,152 @@ def test_what_is_no_tool_is_refused_by_its_place(given, part):
     with pytest.raises(ConfigError) as refused:
         config.validate(field="tasks.notes")
     assert refused.value.field == "tasks.notes.tools[1]" and part in str(refused.value)
+
+
+class Notes:
+    def __init__(self, row):
+        pass
+
+    def search(self, query: str) -> str:
+        """Search the notes."""
+        return query
+
+
+class Web(Notes):
+    def search(self, query: str) -> str:
+        """Search the web."""
+        return query
+
+
+@pytest.mark.parametrize(
+    ("tools", "sources"),
+    [
+        ([Notes, Web], "Notes and Web both offer"),
+        ([search, functools.partial(Notes)], "search and Notes both offer"),
+        ([search, MCPServer(url="http://localhost:1/mcp"), search], "search and search both offer"),
+    ],
+)
+def test_two_tools_of_one_name_are_refused_by_their_sources(tools, sources):
+    config = tool_task([ROW], tools, lambda completion, row: 0.0)
+    with pytest.raises(
+        ConfigError, match=f"{sources} a tool named 'search': rename one"
+    ) as refused:
+        config.validate(field="tasks.notes")
+    assert refused.value.field == "tasks.notes.tools"
+
+
+async def test_two_servers_with_tools_of_one_name_fail_by_both_names(renderer, tokenizer, tmp_path):
+    (tmp_path / "server.py").write_text(SERVER)
+    servers = [
+        MCPServer(command=(sys.executable, str(tmp_path / "server.py"), name)) for name in "ab"
+    ]
+    rollout, _ = await played(servers, ["done"], renderer, tokenizer)
+    assert rollout.status is RolloutStatus.ERROR
+    assert "server.py a) and MCPServer(" in rollout.error and "server.py b)" in rollout.error
+    assert "both offer a tool named 'read'" in rollout.error
+
+
+CHAT = [{"role": "user", "content": "What is the weather in Rome?"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Return the weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def built(config, renderer):
+    task = config.build(name="mine", context=context_of(renderer))
+    task.check_examples(field="tasks.mine")
+    return task
+
+
+async def test_a_row_of_messages_brings_its_tools_and_a_call_is_its_answer(renderer, tokenizer):
+    def called(rollout):
+        (call,) = rollout.turns[-1].assistant_message["tool_calls"]
+        return float(json.loads(call["function"]["arguments"])["city"] == "Rome")
+
+    rows = [{"messages": CHAT, "tools": [WEATHER]}, {"messages": CHAT, "tools": None}]
+    config = question_task(rows, exact, messages_column="messages")
+    task = built(config, renderer)
+    policy = ScriptedPolicy(tokenizer, lambda *_: call("weather", city="Rome"))
+    prompts = []
+    for index in range(2):
+        sample = task.dataset[index]
+        group = await task.run_group(sample, policy, group_id="g", seed=0, group_size=1)
+        (rollout,) = group.rollouts
+        assert rollout.status is RolloutStatus.COMPLETED and len(rollout.turns) == 1
+        prompts.append(tokenizer.decode(rollout.turns[0].prompt_token_ids))
+    assert called(group.rollouts[0]) == 1.0
+    assert "Return the weather of a city." in prompts[0] and "weather of" not in prompts[1]
+
+
+def test_a_row_with_tools_that_nothing_answers_is_refused_by_a_task_with_its_own(renderer):
+    rows = [{"messages": CHAT}, {"messages": CHAT, "tools": [WEATHER]}]
+    config = tool_task(rows, [search], exact, messages_column="messages")
+    with pytest.raises(ConfigError, match="row 1: its 'tools' tell the model of tools") as refused:
+        built(config, renderer)
+    assert refused.value.field == "tasks.mine.tools_column"
+    config = tool_task(rows, [search], exact, messages_column="messages", tools_column=None)
+    built(config, renderer)
+
+
+def exact(completion, row):
+    return 1.0
+
+
+def tiny(a: int) -> int:
+    return a
+
+
+def long(a: int) -> int:
+    return a
+
+
+long.__doc__ = "y " * 100
+
+
+class Long:
+    def __init__(self, row):
+        pass
+
+    def long(self, a: int) -> int:
+        return a
+
+    long.__doc__ = "y " * 100
+
+
+def test_rows_are_measured_with_the_tools_beside_them(renderer):
+    """All fit beside the tiny tool, and beside the long one only the first."""
+    rows = [{"question": "x " * words} for words in (1, 100, 110, 120)]
+    longest = [{"role": "user", "content": "x " * 120}]
+    rendered = renderer.render(longest, tools=[Tool(tiny).spec], add_generation_prompt=True)
+    limits = RendererEnvConfig(max_rollout_tokens=1 + len(rendered.token_ids))
+
+    def warned(tools):
+        return built(tool_task(rows, tools, exact, env=limits), renderer).examples_warning
+
+    assert warned([tiny]) is None
+    for tool in (long, Long):
+        assert "of 4 rows 3 leave no room for an answer" in warned([tool])
+
+
+async def test_the_preflight_measures_the_rows_with_the_tools_that_a_server_brings(
+    renderer, tokenizer, tmp_path
+):
+    (tmp_path / "server.py").write_text(SERVER.replace("Read a note.", "y " * 100))
+    server = MCPServer(command=(sys.executable, str(tmp_path / "server.py")))
+    rows = [{"question": "x " * words} for words in (1, 100, 110, 120)]
+    longest = [{"role": "user", "content": "x " * 120}]
+    length = len(renderer.render(longest, tools=[Tool(tiny).spec]).token_ids)
+    limits = RendererEnvConfig(max_rollout_tokens=length + 100)
+    task = built(tool_task(rows, [server], exact, env=limits), renderer)
+    assert task.examples_warning is None
+    env = task.make_env(task.dataset[0])
+    tools = (await env.reset()).tools
+    await env.close()
+    warning = task.check_tools(tools, field="tasks.mine")
+    assert "with the tools that the servers have, 3 of 4 rows leave no room" in warning
+    assert task.check_tools([], field="tasks.mine") is None

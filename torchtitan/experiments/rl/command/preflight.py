@@ -216,6 +216,7 @@ class Preflight:
             )
             return None
         self._read_prompts(rollout)
+        self._warn(task.check_tools(list(rollout.turns[0].tools or ()), field=self._field))
         if not runs_itself:
             group.rollouts = [_copy(rollout, index) for index in range(task.config.group_size)]
         return group

@@ -314,14 +314,19 @@ class QuestionTask(Task):
         """Return the row's question, and the tools that the model is told of.
 
         Raises:
-            ConfigError: the row's messages are no conversation, or end with an answer.
+            ConfigError: the row's messages are no conversation, or end with an answer, or its tools
+                can't be offered.
         """
         column = self.config.messages_column
         try:
             question = self.question_of(row)
-            tools = self.tools_of(row)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{field}.messages_column", column, f"{place}: {error}") from None
+        try:
+            tools = self.tools_of(row)
+        except (TypeError, ValueError) as error:
+            named = self.config.tools_column
+            raise ConfigError(f"{field}.tools_column", named, f"{place}: {error}") from None
         if not isinstance(question, str) and question[-1]["role"] == "assistant":
             cure = (
                 f"{place} ends with an assistant's message; the model answers a user's or a "

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, cast
 
 from annotated_types import Ge, Le
-from renderers import Renderer
+from renderers import Renderer, ToolSpec
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms.base import Algorithm
@@ -447,6 +447,16 @@ class Task(UserConfigurable):
         Raises:
             ConfigError: naming the example.
         """
+
+    def check_tools(self, tools: list[ToolSpec], *, field: str) -> str | None:
+        """Return a warning of examples that do not fit beside the tools; None if all do.
+
+        The preflight calls it with the tools that the first example's env offers.
+
+        Args:
+            field: path of this task's config.
+        """
+        return None
 
     # ---- what the controller calls
 

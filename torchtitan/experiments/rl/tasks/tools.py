@@ -217,9 +217,16 @@ class ToolEnv(QuestionEnv):
     """
 
     def __init__(
-        self, row: dict[str, Any], question: str | Sequence[Message], config: "ToolTask.Config"
+        self,
+        row: dict[str, Any],
+        question: str | Sequence[Message],
+        config: "ToolTask.Config",
+        *,
+        control_tokens: bool = False,
     ):
-        super().__init__(question, system_prompt=config.system_prompt)
+        super().__init__(
+            question, system_prompt=config.system_prompt, control_tokens=control_tokens
+        )
         self.row = row
         self._config = config
         self._tools: dict[str, Tool | RemoteTool] = {}
@@ -227,12 +234,16 @@ class ToolEnv(QuestionEnv):
         """Connections, and objects with tools. All are closed as the rollout ends."""
 
     async def reset(self) -> ResetOutput:
+        offered: list[tuple[str, str]] = []
         for source in self._config.tools:
             for tool in await self._open(source):
+                offered.append((tool.name, _name_of(source)))
                 self._tools[tool.name] = tool
-        specs = [tool.spec for tool in self._tools.values()]
-        # The task has checked its rows for control tokens.
-        return ResetOutput(messages=self.messages, tools=specs, control_tokens=True)
+        twice = _offered_twice(offered)
+        if twice is not None:  # `ToolTask.Config` can't ask a server which tools it has
+            raise ValueError(twice)
+        self.tools = [tool.spec for tool in self._tools.values()]
+        return await super().reset()
 
     async def step_message(self, message: Message) -> StepOutput:
         counts: Counter[str] = Counter()
@@ -346,13 +357,61 @@ class ToolTask(QuestionTask):
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             super(ToolTask.Config, self).validate(field=field, policy_path=policy_path)
+            offered = []
             for index, source in enumerate(self.tools):
-                _check_source(source, f"{field}.tools[{index}]")
+                for tool in _declared_tools(source, f"{field}.tools[{index}]"):
+                    offered.append((tool.name, _name_of(source)))
+            twice = _offered_twice(offered)
+            if twice is not None:
+                raise ConfigError(f"{field}.tools", [name for name, _ in offered], twice)
 
     config: Config
 
     def make_env(self, sample: DataSample) -> MessageEnv:
-        return ToolEnv(sample.env_input, self.question_of(sample.env_input), self.config)
+        row = sample.env_input
+        return ToolEnv(
+            row,
+            self.question_of(row),
+            self.config,
+            control_tokens=self.writes_control_tokens,
+        )
+
+    def tools_of(self, row: dict[str, Any]) -> list[ToolSpec]:
+        """Return what the model is told of the tools, but for those of servers.
+
+        Raises:
+            ValueError: the row brings tools of its own, which nothing could answer.
+        """
+        told = super().tools_of(row)
+        if told:
+            raise ValueError(
+                f"its {self.config.tools_column!r} tell the model of tools, and the task offers "
+                "its own: remove the column, or set tools_column = None if it is something else"
+            )
+        return list(self._declared)
+
+    @functools.cached_property
+    def _declared(self) -> list[ToolSpec]:
+        return [tool.spec for source in self.config.tools for tool in _declared_tools(source, "")]
+
+    def check_tools(self, tools: list[ToolSpec], *, field: str) -> str | None:
+        """See Task. Count the rows once more if a server has brought tools."""
+        if len(tools) == len(self._declared):
+            return None
+        for part, dataset in self._row_datasets():
+            full = [
+                index
+                for index, row in enumerate(dataset.rows)
+                if not self._has_room(self.question_of(row), tools)
+            ]
+            if full:
+                return (
+                    f"{field}.{part}: with the tools that the servers have, {len(full):,} of "
+                    f"{len(dataset):,} rows leave no room for an answer in env.max_rollout_tokens "
+                    f"= {self.config.env.max_rollout_tokens} (first: "
+                    f"{dataset.rows.place(full[0])})"
+                )
+        return None
 
 
 def tool_task(
@@ -377,16 +436,43 @@ def tool_task(
     return row_task(ToolTask.Config, data, *reward_fns, tools=tools, **fields)
 
 
-def _check_source(source: object, field: str) -> None:
-    """Refuse an entry of the config's list that no tools can be made of.
+def _name_of(source: object) -> str:
+    """Return the name by which an error tells an entry of the config's list from the others."""
+    if isinstance(source, MCPServer):
+        return f"MCPServer({source.url or ' '.join(source.command)})"
+    kind = source.func if isinstance(source, functools.partial) else source
+    return getattr(kind, "__qualname__", repr(kind))
+
+
+def _offered_twice(offered: Sequence[tuple[str, str]]) -> str | None:
+    """Return what is wrong if two tools have one name; None if no two have.
+
+    Args:
+        offered: names of the tools, each with the name of its source.
+    """
+    source_of: dict[str, str] = {}
+    for name, source in offered:
+        if name in source_of:
+            return (
+                f"{source_of[name]} and {source} both offer a tool named {name!r}: rename one, or "
+                "leave one out"
+            )
+        source_of[name] = source
+    return None
+
+
+def _declared_tools(source: object, field: str) -> list[Tool]:
+    """Return the tools of an entry of the config's list, as the model is told of them.
+
+    A server says only when it is connected which it has, so there are none of one.
 
     Raises:
-        ConfigError: naming ``field``.
+        ConfigError: no tools can be made of the entry; names ``field``.
     """
     if isinstance(source, MCPServer):
         if bool(source.command) == bool(source.url):
             raise ConfigError(field, source, "give its command or its url, and not both")
-        return
+        return []
     if not callable(source):
         cure = "want a typed function, a class of them, or MCPServer(...)"
         raise ConfigError(field, source, cure)
@@ -403,10 +489,11 @@ def _check_source(source: object, field: str) -> None:
         for name, method in functions.items():
             if inspect.isfunction(inspect.getattr_static(kind, name)):
                 # The first parameter is the object, which does not exist yet.
-                functions[name] = functools.partial(method, None)
+                bound = functools.partial(method, None)
+                bound.__doc__ = method.__doc__
+                functions[name] = bound
     try:
-        for name, function in functions.items():
-            Tool(function, name)
+        return [Tool(function, name) for name, function in functions.items()]
     except (TypeError, ValueError, NameError) as error:
         raise ConfigError(field, source, str(error)) from None
 
