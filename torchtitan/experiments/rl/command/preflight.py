@@ -5,7 +5,7 @@ model (`tasks/scripted_policy.py`):
 
 1. `Task.setup`.
 2. `Task.run_group` runs one rollout. Its prompts are compared with what the env gave
-   (`prompt_check.py`), and copies of it make the group.
+   (`prompt_check.py`), its first prompt with that of a second env, and copies of it make the group.
 3. `Task.score_rewards`, also of a group as large as those of a validation
    (``validation.attempts``). Every other reward is changed then, so that there is something to
    compare.
@@ -21,6 +21,8 @@ leaves its last words (`last_words.py`).
 import asyncio
 import contextlib
 import copy
+import functools
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -37,6 +39,8 @@ from torchtitan.experiments.rl.command.reply_checks import REPLY, ReplyChecks
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.configurable import build_with
+from torchtitan.experiments.rl.envs.message_env import MessageEnv
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
 from torchtitan.experiments.rl.errors import (
     ConfigError,
     UserCodeError,
@@ -48,11 +52,14 @@ from torchtitan.experiments.rl.errors import (
 from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.rollouts.filters import matches_of
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.tasks.group_run import prompts_cure
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
 from torchtitan.experiments.rl.tasks.task import Task
 
 MAX_TURNS = 4
 """Maximum number of turns of a rollout: the scripted model gives the same reply in each."""
+SHOWN_CHARACTERS = 40
+"""Number of characters that an error shows of each of two prompts that differ."""
 GRACE_S = 3.0
 """Seconds beyond the limit after which a thread that blocks without awaiting is abandoned."""
 CURE = "user_code.preflight_timeout_s = 0 leaves this check out"
@@ -218,6 +225,7 @@ class Preflight:
         self._read_prompts(rollout)
         self._warn(task.check_tools(list(rollout.turns[0].tools or ()), field=self._field))
         if not runs_itself:
+            await self._compare_prompts(rollout)
             group.rollouts = [_copy(rollout, index) for index in range(task.config.group_size)]
         return group
 
@@ -245,6 +253,41 @@ class Preflight:
             check_prompt(prompt, turn, self._task.renderer, field=self._field)
         self.result.prompt = prompts[0]
         self.result.prompt_token_ids = rollout.turns[0].prompt_token_ids
+
+    async def _compare_prompts(self, rollout: Rollout) -> None:
+        """Refuse a task whose second env of an example asks another thing than its first.
+
+        Raises:
+            ConfigError: the rollouts of a group would be compared, and can't be.
+        """
+        task = self._task
+        if not task.needs_group or task.config.group_size == 1 or task.config.prompts_may_differ:
+            return
+        self._announce("the first prompt of a second env of the first example")
+        made = await ask(functools.partial(task.make_envs, task.dataset[0], 1), timeout_s=None)
+        message_env = made[0]
+        if not isinstance(message_env, MessageEnv):
+            return  # an agent writes its own prompts
+        env = RendererEnv(message_env=message_env, renderer=task.renderer, config=task.config.env)
+        try:
+            await env.initial_prompt()
+            prompt = env.prompt_token_ids
+        finally:
+            await env.close()
+        if prompt is None:
+            self._warn(f"{self._field}: {self._step} was not made: {env.error or env.status.value}")
+            return
+        first = rollout.turns[0].prompt_token_ids
+        if np.array_equal(prompt, first):
+            return
+        decode = self._policy.tokenizer.decode
+        texts = _where_they_differ(str(decode(first)), str(decode(prompt)))
+        raise ConfigError(
+            self._field,
+            type(message_env).__name__,
+            f"two envs of the first example begin with different prompts, {texts}, and the "
+            f"rollouts of a group are compared with each other: {prompts_cure(task.name)}",
+        )
 
     async def _score(self, group: RolloutGroup) -> None:
         """Have the task give the group its rewards and its credit.
@@ -365,6 +408,14 @@ class Preflight:
         if not isinstance(row, dict) or not row:
             return ""
         return f"; the row has {', '.join(repr(text_of(name)) for name in row)}"
+
+
+def _where_they_differ(first: str, second: str) -> str:
+    """Return the parts of two texts in which they differ, with a few characters around them."""
+    start = len(os.path.commonprefix([first, second]))
+    start = max(start - 12, 0)
+    parts = [f"'{text_of(text[start : start + SHOWN_CHARACTERS])}'" for text in (first, second)]
+    return " and ".join(parts)
 
 
 def _copy(rollout: Rollout, index: int) -> Rollout:

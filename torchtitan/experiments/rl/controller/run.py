@@ -44,7 +44,7 @@ from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE, ROLLOUTS_FILE
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
-from torchtitan.experiments.rl.watch.alarms import StallDetectors
+from torchtitan.experiments.rl.watch.alarms import SeveralPrompts, StallDetectors
 from torchtitan.experiments.rl.watch.checkpoints import Resumed, RunCheckpoints, trainer_start
 from torchtitan.experiments.rl.watch.mismatch import mismatch_alarm
 from torchtitan.experiments.rl.watch.profile import StepProfile
@@ -269,7 +269,8 @@ class Run:
             run_dir=context.run_dir,
             processes=self.fleet.supervisor.processes,
         )
-        watchers: list[RunEvents] = [stall, alarm, profile, reports]
+        prompts = SeveralPrompts(context.console.note)
+        watchers: list[RunEvents] = [stall, prompts, alarm, profile, reports]
         loops = build_loop(
             Schedule.of_config(config, steps_done=self.steps_done),
             Parts(

@@ -14,6 +14,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+import numpy as np
 from renderers import Renderer
 
 from torchtitan.experiments.rl.ask.call import ask, sentence
@@ -43,6 +44,19 @@ OpenRollout = RendererEnv | AgentRollout
 
 RETRIED = (RolloutStatus.ERROR, RolloutStatus.TIMEOUT)
 """Statuses after which a rollout is run again."""
+
+
+def several_prompts(task_name: str) -> str:
+    """Return the name of the cost that counts groups whose rollouts began differently."""
+    return f"rollout/{task_name}/groups_of_several_prompts"
+
+
+def prompts_cure(task_name: str) -> str:
+    """Return what to do about a task whose envs begin one example with different prompts."""
+    return (
+        "draw in the dataset, or from a seed in the row, and not in the env; if they may differ, "
+        f"set tasks.{task_name}.prompts_may_differ = True"
+    )
 
 
 def derive_seed(
@@ -138,6 +152,7 @@ class GroupRun:
             await yield_queue().wait(Line.NEW_GROUP)
             envs = await self._make_envs(len(rollouts))
             await asyncio.gather(*map(self._run_to_status, rollouts, envs, sessions))
+            self._count_first_prompts()
         finally:
             # Rollouts close their own. The others belong to rollouts that never began, or are
             # branches of an agent's conversation.
@@ -161,6 +176,20 @@ class GroupRun:
             self._count_calls(rollout)
             if self.credit:
                 await self.task.credit_rollout(rollout, self.group)
+
+    def _count_first_prompts(self) -> None:
+        """Note a group whose envs began with different prompts, if the task does not allow it.
+
+        Agents write their own prompts, in which a folder or a date may differ.
+        """
+        if self.task.config.prompts_may_differ or any(
+            isinstance(env, AgentRollout) for env in self._envs
+        ):
+            return
+        first_turns = [rollout.turns[0] for rollout in self.group.rollouts if rollout.turns]
+        prompts = [turn.prompt_token_ids for turn in first_turns]
+        if any(not np.array_equal(prompt, prompts[0]) for prompt in prompts[1:]):
+            add_cost(several_prompts(self.group.task_name), 1)
 
     def _make_samples(self, rollout: Rollout) -> None:
         """Make the training samples of a rollout; fail it if its completions don't fit together."""

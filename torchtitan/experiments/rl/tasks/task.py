@@ -218,6 +218,10 @@ class Task(UserConfigurable):
         sampling: SamplingConfig = field(default_factory=SamplingConfig)
         group_size: GroupSize = 8
         """Rollouts per data sample. If nothing compares them, each is a group by itself."""
+        prompts_may_differ: Changeable[bool] = False
+        """True if the envs of one example may begin with different prompts. Otherwise a task whose
+        rollouts are compared is refused if they do: a rollout that was asked the easier question
+        would look like the better one."""
         max_retries: NonNegativeInt = 1
         """Number of times that a rollout which failed is run again."""
         min_group_size: PositiveInt = 2

@@ -28,6 +28,7 @@ from torchtitan.experiments.rl.loops.saved_state import (
 from torchtitan.experiments.rl.printable import one_sentence, text_of
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 from torchtitan.experiments.rl.rubrics.rubric import completion_of
+from torchtitan.experiments.rl.tasks.group_run import prompts_cure, several_prompts
 
 T = TypeVar("T")
 Note = Callable[[str, str], None]
@@ -76,6 +77,26 @@ class FirstFailures(RunEvents):
             cause = _cause(rollout)
             line = f"{what} failed: {cause}; the first of its kind, {self._log} has all"
             self._note(line, rollout.traceback)
+
+
+class SeveralPrompts(RunEvents):
+    """Observer that warns, once a task, of a group whose rollouts were asked different things."""
+
+    def __init__(self, note: Note):
+        self._note = note
+        self._tasks: set[str] = set()
+        """Names of the tasks that were warned of."""
+
+    def group_arrived(self, group: RolloutGroup) -> None:
+        name = group.task_name
+        if name in self._tasks or not group.costs.get(several_prompts(name)):
+            return
+        self._tasks.add(name)
+        self._note(
+            f"warning: the rollouts of group {group.group_id} were asked different things, and are "
+            f"compared with each other as if they were not: {prompts_cure(name)}",
+            "",
+        )
 
 
 class StallDetectors(FirstFailures):
