@@ -11,6 +11,7 @@ machine lacks (GPUs, keys, files and, where the config names the architecture, t
 refusing it.
 """
 
+import functools
 import os
 import shlex
 import sys
@@ -27,7 +28,12 @@ from torchtitan.experiments.rl.command.build import (
 )
 from torchtitan.experiments.rl.command.command_line import Command
 from torchtitan.experiments.rl.command.preflight import PreflightResult, run_preflight
-from torchtitan.experiments.rl.command.resume import ResumedRun, files_of_models, find_initial
+from torchtitan.experiments.rl.command.resume import (
+    ResumedRun,
+    digests_of_datasets,
+    files_of_models,
+    find_initial,
+)
 from torchtitan.experiments.rl.command.run_folder import (
     SavedCommand,
     check_run_folder,
@@ -81,6 +87,11 @@ class _Gate:
     preflights: Mapping[str, PreflightResult] = field(default_factory=dict)
     checkpoint_s: float | None = None
     """Time that a checkpoint takes; None where it is short or can't be measured."""
+
+    @functools.cached_property
+    def datasets(self) -> Mapping[str, str]:
+        """Digests of the tasks' examples, by the fields of their datasets."""
+        return digests_of_datasets(self.tasks)
 
     @property
     def runs_here(self) -> bool:
@@ -200,7 +211,7 @@ class _Gate:
         Returns:
             True if that run has taken all its steps, after a line that says so.
         """
-        resumed.check_config(self.config)
+        resumed.check_config(self.config, self.datasets)
         check_run_folder(resumed.run_dir, field="--resume")
         self.lines = resumed.lines + self.lines
         if not resumed.has_ended(self.config):
@@ -237,6 +248,7 @@ class _Gate:
         command = self.command
         folder = Path(run_dir)
         files: dict[str, Mapping[str, str]] = {**files_of_models(self.config)}
+        datasets = self.datasets
         checkpoint = None
         if resumed is None:
             lock = lock_run_folder(folder, field="--run-dir")
@@ -244,12 +256,14 @@ class _Gate:
             lock = resumed.lock
             checkpoint = resumed.checkpoint
             files = {**resumed.saved.model_files, **files}
+            datasets = {**resumed.saved.datasets, **datasets}
         saved = SavedCommand(
             config_name=str(command.config_name),
             module=command.module,
             overrides=command.overrides,
             folder=command.started_in or os.getcwd(),
             model_files=files,
+            datasets=datasets,
         )
         save_command(folder, saved)
         return Ready(

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,6 +46,7 @@ from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.observability.console import near
+from torchtitan.experiments.rl.tasks.task import Task
 
 ABSENT = "(absent)"
 
@@ -217,16 +218,27 @@ class ResumedRun:
         saved = any(path.name == f"step-{self.step}" for path in policies(self.run_dir))
         return self.step >= config.steps and (saved or not config.trainer.save_final_model)
 
-    def check_config(self, config: RunConfig) -> None:
+    def check_config(self, config: RunConfig, datasets: Mapping[str, str]) -> None:
         """Compare the config with the run's, and add a line for each field that may change and has.
 
+        Args:
+            config: the resolved config.
+            datasets: digests of the examples, by the path of each dataset's field.
+
         Raises:
-            ConfigError: a field differs that may not change.
+            ConfigError: a field differs that may not change, or the examples that are trained on.
         """
         files = files_of_models(config)
         self._check_model_files(config, files)
         changes = compare(self.saved_config, config)
-        check_changes([change for change in changes if not self._moved(change, files)])
+        check_changes(
+            [
+                change
+                for change in changes
+                if not self._moved(change, files) and not self._moved_data(change, datasets)
+            ]
+        )
+        self._check_datasets(config, datasets)
         self.lines += [f"changed     {change}" for change in changes]
         stretched = self._schedule_line(config)
         if stretched is not None:
@@ -251,6 +263,33 @@ class ResumedRun:
                 f"its {first} is not the one the run began with: put that back, or start a new run"
             )
             raise ConfigError(field, path, cure)
+
+    def _check_datasets(self, config: RunConfig, datasets: Mapping[str, str]) -> None:
+        """Refuse other examples to train on, and add a line for others to validate on.
+
+        Raises:
+            ConfigError: names the first such dataset.
+        """
+        for path, now in datasets.items():
+            before = self.saved.datasets.get(path, now)
+            if before == now:
+                continue
+            counts = f"{_rows_of(now)} now, {_rows_of(before)} when the run began"
+            task, _, part = path.removeprefix("tasks.").rpartition(".")
+            if part == "validation":
+                self.lines.append(f"changed     {path}: other examples ({counts})")
+                continue
+            kind = built_class(config.tasks[task].dataset).__name__
+            cure = (
+                f"its examples are not those that the run began with ({counts}): put those back, "
+                "or start a new run (--init-from takes the weights)"
+            )
+            raise ConfigError(path, kind, cure)
+
+    def _moved_data(self, change: Change, datasets: Mapping[str, str]) -> bool:
+        """Return True if the change is another path of a dataset with the same examples."""
+        field, _, last = change.field.rpartition(".")
+        return last == "path" and datasets.get(field, "") == self.saved.datasets.get(field)
 
     def _schedule_line(self, config: RunConfig) -> str | None:
         """Return how the learning rate goes on, if the resumed run has another schedule."""
@@ -393,6 +432,26 @@ def files_of_models(config: RunConfig) -> dict[str, dict[str, str]]:
         *(model.path for model in hosted_models(config.tasks).values()),
     ]
     return {path: model_files(path) for path in paths}
+
+
+def digests_of_datasets(tasks: Mapping[str, Task]) -> dict[str, str]:
+    """Return the digest of each task's examples, by the field of its dataset's config.
+
+    A dataset that has no digest is left out.
+    """
+    digests = {}
+    for name, task in tasks.items():
+        for part in ("dataset", "validation"):
+            dataset = getattr(task, part)
+            digest = None if dataset is None else dataset.digest()
+            if digest is not None:
+                digests[f"tasks.{name}.{part}"] = digest
+    return digests
+
+
+def _rows_of(digest: str) -> str:
+    """Return the number of rows that a digest begins with."""
+    return digest.rpartition(",")[0] or "others"
 
 
 def read_saved(*folders: Path) -> tuple[SavedCommand | None, dict[str, Any] | None]:

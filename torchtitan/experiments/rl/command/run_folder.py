@@ -153,6 +153,8 @@ class SavedCommand:
     model_files: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """SHA-256 of the files of each model's folder, by file name. A folder that was moved is the
     same model."""
+    datasets: Mapping[str, str] = field(default_factory=dict)
+    """Digest of the examples of each dataset (`Dataset.digest`), by the path of its field."""
 
 
 def save_command(run_dir: Path, command: SavedCommand) -> None:

@@ -21,6 +21,7 @@ from annotated_types import Ge, Le
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.configurable import UserConfigurable
+from torchtitan.experiments.rl.data.digest import digest_of
 from torchtitan.experiments.rl.errors import UserCodeError, cause_of
 from torchtitan.experiments.rl.rollouts.types import DataSample
 
@@ -72,6 +73,15 @@ class Dataset(UserConfigurable, abc.ABC):
 
     @abc.abstractmethod
     def __getitem__(self, index: int) -> DataSample: ...
+
+    def digest(self) -> str | None:
+        """Return a text that changes with the examples, such as `digest_of` returns.
+
+        A run keeps it, and one that is resumed with other examples is refused. The result is None,
+        and nothing is compared, unless a subclass overrides this: to read all examples of a dataset
+        that makes each when it is asked for may take too long.
+        """
+        return None
 
     def __iter__(self) -> Iterator[DataSample]:
         return (self[index] for index in range(len(self)))
@@ -205,6 +215,9 @@ class MadeDataset(Dataset):
     def info(self, example: Any) -> dict[str, Any]:  # noqa: ANN401 - the user's
         """Return the ``DataSample.info`` of an example. Nothing unless overridden."""
         return {}
+
+    def digest(self) -> str | None:
+        return digest_of(self.examples)
 
     def __len__(self) -> int:
         return len(self.examples)

@@ -20,6 +20,7 @@ from pathlib import Path
 from torchtitan.experiments.rl.bounds import NonEmptyStr
 from torchtitan.experiments.rl.compat.huggingface_hub import hub_fault, without_hub
 from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.data.digest import digest_of
 from torchtitan.experiments.rl.data.row_files import (
     FILE_FORMATS,
     GZIP,
@@ -261,6 +262,9 @@ class RowDataset(Dataset):
     def __init__(self, config: Config):
         super().__init__(config)
         self.rows = load_rows(config, field="dataset")
+
+    def digest(self) -> str | None:
+        return digest_of(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
