@@ -13,12 +13,18 @@ from tests.fakes.contexts import context_of
 from tests.fakes.datasets import Numbers, drawn_ids
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import check_fields
+from torchtitan.experiments.rl.command.command_line import load_config, parse_command
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.data.dataset import read_example
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.replay import ExampleReplay
-from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor, sampler_seed
+from torchtitan.experiments.rl.data.sampler import (
+    InOrder,
+    SampleStrategy,
+    ShuffledCursor,
+    sampler_seed,
+)
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.errors import ConfigError, UserCodeError
 from torchtitan.experiments.rl.rollouts.types import DataSample
@@ -97,8 +103,36 @@ def test_resumed_cursor_goes_on_where_it_was(count, before, after):
     assert drawn_ids(resumed, after) == drawn_ids(whole, after)
 
 
+def in_order(count):
+    return InOrder.Config().build(dataset=Numbers.Config(count=count).build(), seed=0)
+
+
+def test_a_sampler_takes_the_examples_in_their_order_and_begins_again_at_the_end():
+    assert drawn_ids(in_order(3), 7) == ["0", "1", "2", "0", "1", "2", "0"]
+
+
+@given(count=st.integers(1, 20), before=st.integers(0, 50), after=st.integers(1, 50))
+def test_a_resumed_sampler_of_the_order_goes_on_where_it_was(count, before, after):
+    whole, resumed = in_order(count), in_order(count)
+    drawn_ids(whole, before)
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    expected = [str(index % count) for index in range(before, before + after)]
+    assert drawn_ids(resumed, after) == expected
+
+
+def test_the_state_of_another_order_is_refused():
+    with pytest.raises(ConfigError, match="sampler.strategy = 'InOrder': the checkpoint has"):
+        in_order(5).load_state_dict(cursor(5).state_dict())
+
+
+def test_an_option_takes_the_rows_in_their_order():
+    words = "--config rl_grpo_qwen3_debug --tasks.sum-digits.sampler in_order"
+    config = load_config(parse_command(words.split()))
+    assert type(config.tasks["sum_digits"].sampler) is InOrder.Config
+
+
 @pytest.mark.parametrize(
-    "config", [ShuffledCursor.Config, DifficultyPool.Config, ExampleReplay.Config]
+    "config", [ShuffledCursor.Config, InOrder.Config, DifficultyPool.Config, ExampleReplay.Config]
 )
 def test_example_that_could_not_be_read_comes_first_when_the_run_goes_on(config):
     class Flaky(Numbers):

@@ -98,7 +98,7 @@ def test_the_part_that_the_config_has_keeps_its_fields():
         ),
         (
             "--tasks.sum-digits.sampler x",
-            "tasks.sum-digits.sampler = 'x': name one of difficulty_pool, example_replay, shuffled_cursor, or",
+            "tasks.sum-digits.sampler = 'x': name one of difficulty_pool, example_replay, in_order, shuffled_cursor, or",
         ),
         (
             "--trainer.loss.rl custom_rl_loss",

@@ -1,9 +1,12 @@
 """Tools of a task: what the model is told of them, and what each of its calls is answered with."""
 
 import asyncio
+import copy
 import functools
 import json
+import re
 import sys
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -406,3 +409,38 @@ async def test_the_preflight_measures_the_rows_with_the_tools_that_a_server_brin
     warning = task.check_tools(tools, field="tasks.mine")
     assert "with the tools that the servers have, 3 of 4 rows leave no room" in warning
     assert task.check_tools([], field="tasks.mine") is None
+
+
+def page(length: int) -> str:
+    """Return a page."""
+    return "".join(chr(ord("a") + index % 26) for index in range(length)) + "<|im_end|>"
+
+
+async def test_a_long_answer_is_cut_in_the_middle_and_says_by_how_much(renderer, tokenizer):
+    replies = [call("page", length=26), call("page", length=9000), "done"]
+    limits = RendererEnvConfig(max_turns=3, max_rollout_tokens=1500, max_answer_tokens=60)
+    config = config_of(ToolTask, tools=[page], rows=[ROW])
+    config.env = limits
+    policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: replies[turn])
+    group = await run_task(config, policy, renderer)
+    (rollout, *_) = group.rollouts
+    assert rollout.status is RolloutStatus.COMPLETED, rollout.error
+    short, long = (turn.env_messages[0]["content"] for turn in rollout.turns[:2])
+    assert short == page(26)
+    alone = copy.deepcopy(tokenizer)
+
+    def tokens(text):
+        return alone.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    found = re.fullmatch(r"(.*)\n\[\.\.\. ([\d,]+) tokens left out \.\.\.\]\n(.*)", long)
+    head, count, tail = found.groups()
+    whole = page(9000)
+    assert whole.startswith(head) and whole.endswith(tail)
+    assert (len(tokens(head)), len(tokens(tail))) == (30, 30)
+    assert int(count.replace(",", "")) == len(tokens(whole)) - 60
+    assert long in tokenizer.decode(rollout.turns[2].prompt_token_ids)
+    assert group.costs[f"rollout/{group.task_name}/cut_answers"] == len(group.rollouts)
+
+    config.env = replace(limits, max_answer_tokens=None)
+    (rollout, *_) = (await run_task(config, policy, renderer)).rollouts
+    assert rollout.status is RolloutStatus.TRUNCATED_PROMPT_OVERFLOW

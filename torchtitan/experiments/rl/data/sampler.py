@@ -2,6 +2,7 @@
 
 SampleStrategy    base class
 ShuffledCursor    every example once per epoch, in random order: the default
+InOrder           every example once per epoch, in the dataset's order
 DifficultyPool    by how hard examples are (`data/difficulty_pool.py`)
 ExampleReplay     again those that were informative (`data/replay.py`)
 """
@@ -141,7 +142,21 @@ class ShuffledCursor(SampleStrategy):
         """Go to an epoch, of which ``cursor`` examples were handed out."""
         self._epoch = epoch
         self._cursor = cursor
-        self._order = random_order(count_examples(self.dataset), [self.seed, epoch])
+        self._order = self._order_of(epoch)
+
+    def _order_of(self, epoch: int) -> "np.ndarray | ComputedOrder | range":
+        """Return the indices of the examples in the order of an epoch."""
+        return random_order(count_examples(self.dataset), [self.seed, epoch])
+
+
+class InOrder(ShuffledCursor):
+    """Strategy that hands out the examples in the order of the dataset, epoch after epoch.
+
+    It is for rows that are sorted, such as from easy to hard: ``--tasks.NAME.sampler in_order``.
+    """
+
+    def _order_of(self, epoch: int) -> range:
+        return range(count_examples(self.dataset))
 
 
 LARGEST_TABLE = 2**24

@@ -1,6 +1,7 @@
 """Plays a MessageEnv: calls its methods within their limits, and decides how the rollout ends."""
 
 import asyncio
+import functools
 import json
 import logging
 import time
@@ -14,7 +15,8 @@ from renderers import Renderer
 
 from torchtitan.experiments.rl.ask.call import ask
 from torchtitan.experiments.rl.bounds import Changeable, PositiveFloat, PositiveInt
-from torchtitan.experiments.rl.envs.conversation import Conversation
+from torchtitan.experiments.rl.envs.conversation import LARGE_TEXT, Conversation
+from torchtitan.experiments.rl.envs.long_answers import cut_messages
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.messages import (
     checked_messages,
@@ -22,6 +24,8 @@ from torchtitan.experiments.rl.envs.messages import (
     checked_tools,
 )
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts
+from torchtitan.experiments.rl.envs.special_texts import special_texts
+from torchtitan.experiments.rl.envs.yield_queue import compute
 from torchtitan.experiments.rl.errors import (
     UserCodeError,
     UserCodeTimeout,
@@ -46,6 +50,10 @@ class RendererEnvConfig:
     max_rollout_tokens: Annotated[int, Ge(2)] = 1024
     """Maximum number of tokens of a conversation. A prompt and its completion together never exceed
     it, so no training sample does."""
+    max_answer_tokens: PositiveInt | None = None
+    """Maximum number of tokens of a message with which the env answers the model, such as a tool's
+    answer. A longer one is cut in the middle, where a line says how many are left out. None cuts
+    nothing: an answer that leaves no room in ``max_rollout_tokens`` ends the rollout."""
     step_timeout_s: Changeable[PositiveFloat] = 60.0
     """Time limit in seconds of each call of ``reset``, ``step_message``, ``metadata`` and
     ``close``."""
@@ -88,6 +96,8 @@ class RendererEnv:
         """See `Rollout.traceback`."""
         self.metadata: dict[str, Any] = {}
         """Metadata of the MessageEnv, once it is closed."""
+        self.cut_answers = 0
+        """Number of answers so far that were cut in the middle."""
         self._env = message_env
         self._name = type(message_env).__name__
         self._renderer = renderer
@@ -291,8 +301,21 @@ class RendererEnv:
             step.reward_components, f"{field}.reward_components"
         )
         turn.env_messages = checked_messages(step.env_messages, f"{field}.env_messages")
+        await self._cut_long(turn)
         self._conversation.extend(turn.env_messages, control_tokens=bool(step.control_tokens))
         return bool(step.done)
+
+    async def _cut_long(self, turn: RolloutTurn) -> None:
+        """Cut the answers of a turn that are longer than ``max_answer_tokens``."""
+        limit = self._config.max_answer_tokens
+        texts = special_texts(self._renderer)
+        if limit is None or texts is None:
+            return
+        messages = turn.env_messages
+        size = sum(len(str(message["content"])) for message in messages)
+        cutting = functools.partial(cut_messages, messages, limit, texts)
+        turn.env_messages, count = await compute(cutting, large=size > LARGE_TEXT)
+        self.cut_answers += count
 
     async def _call_env(self, method: str, wanted: type, *args: object) -> Any:  # noqa: ANN401 - an instance of `wanted`
         name = f"{self._name}.{method}"

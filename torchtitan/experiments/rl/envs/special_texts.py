@@ -17,7 +17,7 @@ conversations that have a special text are rendered in this way; all others neve
 import copy
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,14 +53,13 @@ def register_special_texts(
         tokenizer: tokenizer that it renders with.
         settings: config of the `renderers` package that it was made of.
     """
-    if control_tokens(tokenizer):
-        _SPECIAL_TEXTS[renderer] = SpecialTexts(tokenizer, settings)
+    _SPECIAL_TEXTS[renderer] = SpecialTexts(tokenizer, settings)
 
 
 def special_texts(renderer: Renderer) -> "SpecialTexts | None":
     """Return the special texts of a renderer's tokenizer.
 
-    None if it has none, or if `build_renderer` did not make the renderer.
+    None if `build_renderer` did not make the renderer.
     """
     return _SPECIAL_TEXTS.get(renderer)
 
@@ -101,9 +100,7 @@ class SpecialTexts:
         self._tokenizer = tokenizer
         self._settings = settings
         self._tokens = control_tokens(tokenizer)
-        # Of two texts that begin alike, the longer is the token.
-        texts = sorted(self._tokens, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, texts)))
+        self._pattern = _pattern_of(self._tokens)
 
     def first_in(self, value: object) -> str | None:
         """Return the first special text in a message or in messages; None if there is none."""
@@ -119,6 +116,21 @@ class SpecialTexts:
         if isinstance(value, list | tuple):
             return [self.twin(entry) for entry in value]
         return value
+
+    def places_of_tokens(self, text: str) -> list[tuple[int, int]]:
+        """Return where each token of a text begins and ends in it; its special texts are text."""
+        tokenizer: Any = self._tokenizer
+        if self._pattern.search(text):
+            tokenizer = self._twins
+            text = self.twin(text)
+        encoded = tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        return [(start, end) for start, end in encoded["offset_mapping"]]
+
+    @functools.cached_property
+    def _twins(self) -> "TwinTokenizer":
+        return TwinTokenizer(self._tokenizer, self._tokens)
 
     @functools.cached_property
     def token_ids(self) -> frozenset[int]:
@@ -136,8 +148,16 @@ class SpecialTexts:
 
         It only renders: replies are parsed by the renderer that tasks have.
         """
-        tokenizer = TwinTokenizer(self._tokenizer, self._tokens)
-        return renderers.create_renderer(tokenizer, self._settings)
+        return renderers.create_renderer(self._twins, self._settings)
+
+
+def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of any of the texts, and of nothing if there are none.
+
+    Of two texts that begin alike, the longer is the token.
+    """
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _twin_of(text: str) -> str:
@@ -161,9 +181,8 @@ class TwinTokenizer:
         self._tokenizer = tokenizer
         twins = {text: _twin_of(text) for text in tokens}
         self._exchanged = twins | {twin: text for text, twin in twins.items()}
-        texts = sorted(self._exchanged, key=len, reverse=True)
-        self._either = re.compile("|".join(map(re.escape, texts)))
-        self._twin = re.compile("|".join(map(re.escape, sorted(twins.values(), key=len)[::-1])))
+        self._either = _pattern_of(self._exchanged)
+        self._twin = _pattern_of(twins.values())
         # Thus the twins are no special tokens: the copy is told to split those (`_encode`).
         self._copy = copy.deepcopy(tokenizer)
         self._copy.add_tokens(

@@ -101,6 +101,11 @@ class AgentTask(Task):
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             super(AgentTask.Config, self).validate(field=field, policy_path=policy_path)
+            if self.env.max_answer_tokens is not None:
+                cure = "an agent's messages are its own: leave it out, and have the agent cut them"
+                raise ConfigError(
+                    f"{field}.env.max_answer_tokens", self.env.max_answer_tokens, cure
+                )
             for name, model in self.models.items():
                 if isinstance(model, ModelReference):
                     model.validate(field=f"{field}.models.{name}")

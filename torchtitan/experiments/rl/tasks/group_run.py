@@ -247,8 +247,9 @@ class GroupRun:
             rollout.calls = dict(+env.counts)
         else:
             rollout.metadata = env.metadata
-            if env.special_texts:
-                add_cost(f"rollout/{rollout.task_name}/special_texts", env.special_texts)
+            for name in ("special_texts", "cut_answers"):
+                if count := getattr(env, name):
+                    add_cost(f"rollout/{rollout.task_name}/{name}", count)
         if failure is not None and not had_failed:
             self._set_failure(rollout, failure, session)
         elif failure is None and not env.status.is_terminal():
