@@ -139,7 +139,7 @@ class SpecialTexts:
 
     @property
     def is_ready(self) -> bool:
-        """True if ``renderer`` is made already. The first use makes it, in up to a second."""
+        """True if ``renderer`` is made already. The first use makes it, in a second or two."""
         return "renderer" in self.__dict__
 
     @functools.cached_property
