@@ -152,10 +152,9 @@ class QuestionTask(Task):
         """Columns that the prompts are made of; none if the dataset has no rows."""
         for _, dataset in self._row_datasets():
             self._columns = self._checked_columns(dataset)
-        own_texts = (config.template, config.system_prompt or "")
-        if config.messages_column is not None:
-            own_texts = own_texts[1:]
-        self._own_control_token = control_token_in("".join(own_texts), self.renderer)
+        template = "" if config.messages_column is not None else config.template
+        own_texts = (template, config.system_prompt)
+        self._own_control_token = control_token_in(own_texts, self.renderer)
         """Special token that the template or the system prompt has; None if they have none."""
 
     @property
