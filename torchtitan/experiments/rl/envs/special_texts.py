@@ -18,7 +18,7 @@ import copy
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import renderers
@@ -135,7 +135,8 @@ class SpecialTexts:
     @functools.cached_property
     def token_ids(self) -> frozenset[int]:
         """Ids of the special tokens."""
-        return frozenset(self._tokenizer.convert_tokens_to_ids(list(self._tokens)))
+        ids = cast(list[int], self._tokenizer.convert_tokens_to_ids(list(self._tokens)))
+        return frozenset(ids)
 
     @property
     def is_ready(self) -> bool:
@@ -234,7 +235,7 @@ class TwinTokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Message],
+        messages: list[dict[str, str]],
         *,
         tokenize: bool = True,
         return_dict: bool = False,
