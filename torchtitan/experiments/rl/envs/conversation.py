@@ -14,7 +14,7 @@ The text of a special token in a message, such as "<|im_end|>", is rendered as t
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -42,6 +42,10 @@ LARGE_TEXT = 20_000
 """Number of characters above which rendering leaves the event loop. So many take some 20 ms, a
 million of them a second or two."""
 
+TOOL_FRAME = 300
+"""Characters that a tool counts as beside its own. The time to render tools grows with the square
+of their number: 50 small ones take some 20 ms, 300 of them 0.8 s."""
+
 LARGE_COMPLETION = 5_000
 """Number of tokens above which parsing leaves the event loop."""
 
@@ -53,24 +57,49 @@ SHORT_COMPLETION = 32
 equal."""
 
 
-def cannot_fit(messages: Sequence[Message], tokens: int) -> bool:
-    """Return True if messages are too long for so many tokens, whatever their text is.
+def cannot_fit(
+    messages: Sequence[Message], tokens: int, tools: Sequence[ToolSpec] | None = None
+) -> bool:
+    """Return True if messages and tools are too long for so many tokens, whatever their text is.
 
-    Such messages need not be tokenised.
+    These need not be tokenised. Space around a text may take no token, because templates strip it;
+    a tool takes one at least.
     """
-    return _characters(messages) > LONGEST_TOKEN * tokens
+    characters = sum(len(text.strip()) for text in _texts(messages))
+    characters += sum(map(len, _strings(tools or ())))
+    return len(tools or ()) > tokens or characters > LONGEST_TOKEN * tokens
 
 
-def _characters(messages: Sequence[Message]) -> int:
-    """Return the number of characters of text, without space around it, which templates strip."""
-    total = 0
+def _characters(messages: Sequence[Message], tools: Sequence[ToolSpec] | None = None) -> int:
+    """Return the number of characters that a rendering of messages and tools goes through.
+
+    A tool counts as `TOOL_FRAME` characters more than its own.
+    """
+    own = sum(map(len, _texts(messages))) + sum(map(len, _strings(tools or ())))
+    return own + TOOL_FRAME * len(tools or ())
+
+
+def _texts(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the texts of the messages."""
     for message in messages:
         content = message["content"]
         for part in [content] if isinstance(content, str) else content:
             text = part.get("text") if isinstance(part, dict) else part
             if isinstance(text, str):
-                total += len(text.strip())
-    return total
+                yield text
+
+
+def _strings(value: object) -> Iterator[str]:
+    """Yield every text in a JSON value, also the keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield key
+            yield from _strings(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _strings(entry)
 
 
 def _rendered(conversation: "_ToRender") -> RenderedTokens:
@@ -184,14 +213,14 @@ class Conversation:
         """
         self.tools = tools
         self.extend(messages, control_tokens=control_tokens)
-        if cannot_fit(messages, self._max_tokens):
+        if cannot_fit(messages, self._max_tokens, tools):
             return False
         opening = self._to_render(0)
 
         async def render() -> Prompt:
             return await compute(
                 lambda: first_prompt(_rendered(opening)),
-                large=_characters(messages) > LARGE_TEXT or opening.is_slow,
+                large=_characters(messages, tools) > LARGE_TEXT or opening.is_slow,
                 line=Line.FIRST_PROMPT,
             )
 
@@ -300,7 +329,7 @@ class Conversation:
         prompt = await compute(bridge, large=_characters(new) > LARGE_TEXT or answers.is_slow)
         if prompt is None:
             whole = self._to_render(0)
-            is_large = _characters(self.messages) > LARGE_TEXT or whole.is_slow
+            is_large = _characters(self.messages, self.tools) > LARGE_TEXT or whole.is_slow
             prompt = await compute(functools.partial(render_anew, whole), large=is_large)
         return prompt
 
