@@ -92,6 +92,20 @@ async def longer_history_refused_and_caught(ask):
     assert (await ask([BRIEF, choice["message"], user(TOO_LONG)]))[0] == 400
 
 
+async def longer_history_refused_then_compacted(ask):
+    await longer_history_refused_and_caught(ask)
+    await answered(ask, [user("in short")])
+
+
+async def longer_history_of_another_model_refused_and_caught(ask):
+    await answered(ask, [BRIEF])
+    body = {"model": "small", "messages": [BRIEF]}
+    status, reply = await ask.raw("chat/completions", body)
+    assert status == 200
+    body["messages"] = [BRIEF, reply["choices"][0]["message"], user(TOO_LONG)]
+    assert (await ask.raw("chat/completions", body))[0] == 400
+
+
 async def cut_answer(ask):
     assert (await answered(ask, [AT_LENGTH]))["finish_reason"] == "length"
 
@@ -146,7 +160,9 @@ ENDS = [
     (stop_text_before_the_limit, COMPLETED),
     (yes_or_no_of_one_token, COMPLETED),
     (side_call_refused_and_caught, COMPLETED),
-    (longer_history_refused_and_caught, COMPLETED),
+    (longer_history_refused_and_caught, OVERFLOW),
+    (longer_history_refused_then_compacted, COMPLETED),
+    (longer_history_of_another_model_refused_and_caught, COMPLETED),
     (cut_answer_that_the_agent_went_on_from, COMPLETED),
     (cut_answer, CUT),
     (cut_answer_then_a_whole_side_call, CUT),
@@ -176,6 +192,11 @@ async def test_a_rollout_is_truncated_only_where_the_run_cut_the_policy(
     config = config_of(Agent, models=MODELS, sampled=LIMIT, tokens=256, rubric=rubric)
     (rollout,) = (await run_task(config, Policy(tokenizer), renderer)).rollouts
     assert rollout.status is status, rollout.error
+    ends_refused = calls in (
+        side_call_refused_and_caught,
+        longer_history_of_another_model_refused_and_caught,
+    )
+    assert rollout.calls.get("completed_after_overflow", 0) == ends_refused
     if rollout.turns:
         assert rollout.reward == {COMPLETED: 1.0, RolloutStatus.ERROR: None}.get(status, 0.0)
 

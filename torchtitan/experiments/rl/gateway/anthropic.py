@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchtitan.experiments.rl.gateway.request import (
+    CONTEXT_EXCEEDED,
     ModelReply,
     ModelRequest,
     Refusal,
@@ -41,12 +42,9 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
             "itself"
         )
         raise Refusal(f"messages end with the assistant: {cure}", field="messages")
-    # A tool without a schema is one that the provider would run. The model is not told of it.
-    tools = [
-        function_tool(tool, "input_schema")
-        for tool in listed(body.get("tools"), "tools")
-        if "input_schema" in tool
-    ]
+    # A tool without a schema is one that the provider defines. The model is not told of it.
+    offered = listed(body.get("tools"), "tools")
+    tools = [function_tool(tool, "input_schema") for tool in offered if "input_schema" in tool]
     stops = texts(body.get("stop_sequences"), "stop_sequences")
     body = {**body, "output_config": wanted.get("format"), "effort": wanted.get("effort")}
     body |= _tool_choice(body.get("tool_choice"))
@@ -54,6 +52,7 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
         body,
         messages,
         tools,
+        other_tools=[str(tool.get("type")) for tool in offered if "input_schema" not in tool],
         max_tokens=body.get("max_tokens"),
         stop=stops,
         stop_field="stop_sequences",
@@ -196,8 +195,12 @@ def error(refusal: Refusal) -> dict[str, Any]:
         "api_error" if refusal.status >= 500 else kinds.get(refusal.status, "invalid_request_error")
     )
     # Clients of this API know a prompt that is too long by these words.
-    too_long = "prompt is too long: " if refusal.code == "context_length_exceeded" else ""
-    return {"type": "error", "error": {"type": kind, "message": f"{too_long}{refusal}"}}
+    too_long = "prompt is too long: " if refusal.code == CONTEXT_EXCEEDED else ""
+    fault: dict[str, Any] = {"type": kind, "message": f"{too_long}{refusal}"}
+    if refusal.field == "thread":
+        # With these details Anthropic's client goes on, and sends the whole conversation.
+        fault["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": fault}
 
 
 error_event = error

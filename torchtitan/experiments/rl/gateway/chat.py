@@ -8,6 +8,7 @@ from torchtitan.experiments.rl.gateway.request import (
     ModelRequest,
     checked_request,
     event,
+    is_function,
     listed,
     openai_error,
     text,
@@ -36,12 +37,14 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
         if "reasoning" in kept:  # vLLM's name of the field
             kept.setdefault("reasoning_content", kept.pop("reasoning"))
         messages.append(kept)
+    offered = listed(body.get("tools"), "tools")
     options = body.get("stream_options")
     limit = body.get("max_completion_tokens")
     return checked_request(
         body,
         messages,
-        listed(body.get("tools"), "tools"),
+        [tool for tool in offered if is_function(tool)],
+        other_tools=[str(tool["type"]) for tool in offered if not is_function(tool)],
         max_tokens=body.get("max_tokens") if limit is None else limit,
         stop=texts(body.get("stop"), "stop"),
         stream_usage=isinstance(options, dict) and bool(options.get("include_usage")),

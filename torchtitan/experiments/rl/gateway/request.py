@@ -4,8 +4,9 @@
     body ◀─ dialect.reply ◀─ ModelReply
 
 The model is trained on what it samples, with the probabilities that the trainer computes. So a
-field is refused if it would change these (`UNAVAILABLE`), unless the rollout has the same value
-(`TASKS_OWN`). Fields that frameworks send by themselves are counted instead (`WISHES`).
+field is refused if it would change these, or stands for a part of the conversation that the request
+does not have (`UNAVAILABLE`), unless the rollout has the same value (`TASKS_OWN`). Fields that
+frameworks send by themselves are counted instead (`WISHES`), and so is any that is not known here.
 """
 
 import json
@@ -42,6 +43,55 @@ class Refusal(Exception):
         self.code = code
         self.field = field
 
+    @property
+    def openai_message(self) -> str:
+        """Message in OpenAI's dialects."""
+        return str(self)
+
+
+CONTEXT_EXCEEDED = "context_length_exceeded"
+"""Code of a refusal: the prompt leaves no room for an answer."""
+BUDGET_EXCEEDED = "call_budget_exceeded"
+"""Code of a refusal: the rollout has no calls or no tokens left."""
+LIMIT_CODES = (CONTEXT_EXCEEDED, BUDGET_EXCEEDED)
+"""Codes of refusals that a limit of the run has caused."""
+
+
+class PromptTooLong(Refusal):
+    """Refusal of a prompt that leaves no room for an answer, in words on which clients compact.
+
+    OpenAI's own clients know it by the code, litellm and what stands on it by OpenAI's sentence,
+    and Anthropic's clients by theirs.
+    """
+
+    def __init__(self, tokens: int | None, max_tokens: int):
+        """Say how long the prompt is.
+
+        Args:
+            tokens: number of tokens of the prompt; None if it was not tokenised, because it can't
+                fit.
+            max_tokens: maximum number of tokens of a prompt and its answer together.
+        """
+        limit = max_tokens - 1
+        self._max_tokens = max_tokens
+        self._seen = "more tokens" if tokens is None else f"{tokens} tokens"
+        super().__init__(
+            f"{self._seen} > {limit} maximum (env.max_rollout_tokens): {COMPACT}",
+            code=CONTEXT_EXCEEDED,
+            field="messages",
+        )
+
+    @property
+    def openai_message(self) -> str:
+        return (
+            f"This model's maximum context length is {self._max_tokens} tokens. However, your "
+            f"messages resulted in {self._seen}, which leaves no room for an answer "
+            f"(env.max_rollout_tokens): {COMPACT}"
+        )
+
+
+COMPACT = "compact the conversation, or begin a new one"
+
 
 @dataclass(kw_only=True, slots=True)
 class ModelRequest:
@@ -61,6 +111,9 @@ class ModelRequest:
     """Values of the fields in TASKS_OWN that change something unless the rollout has the same."""
     wishes: dict[str, Any] = field(default_factory=dict)
     """Values of the fields in WISHES that ask for something."""
+    ignored: list[str] = field(default_factory=list)
+    """Names of what the client sent and nothing here reads: fields, and "tool TYPE" for tools that
+    the provider would run or that are no functions."""
     stop: list[str] = field(default_factory=list)
     """Texts at which the model ends its answer. The client does not see them."""
     stop_field: str = "stop"
@@ -153,7 +206,8 @@ def reply_of(
 
 FORM = "say in the prompt which form you want"
 RECORDED = "leave it out: they are in the run's records"
-WHOLE = "send the whole input with each request"
+WHOLE = "send the whole conversation with each request: nothing is stored"
+YOURSELF = "leave it out, and let the agent do it: nothing but the model runs here"
 TEMPLATE = "leave it out: the run's renderer makes the prompt (the config's `renderer`)"
 UNTRUNCATED = "leave it out: the task samples from the whole distribution"
 NO_END = "leave it out: an answer ends where the model ends it, or at `stop`"
@@ -168,9 +222,19 @@ UNAVAILABLE: dict[str, FieldRule] = {
     "function_call": FieldRule(("auto", "none"), 'send tools, and tool_choice "auto"'),
     "previous_response_id": FieldRule((), WHOLE),
     "conversation": FieldRule((), WHOLE),
-    "background": FieldRule((False,), "leave it out, and wait for the answer"),
+    "thread": FieldRule((), WHOLE),
     "prompt": FieldRule((), "send instructions and input"),
+    "compaction": FieldRule((), "ask for the summary in a message of your own"),
+    "container": FieldRule((), YOURSELF),
+    "mcp_servers": FieldRule(
+        ([],), "offer the servers' tools as functions"
+    ),
+    "web_search_options": FieldRule((), YOURSELF),
+    "background": FieldRule((False,), "leave it out, and wait for the answer"),
+    "modalities": FieldRule((["text"],), "leave it out: the model writes text"),
+    "audio": FieldRule((), "leave it out: the model writes text"),
     # vLLM's and SGLang's names.
+    "documents": FieldRule(([],), "put them into a message"),
     "best_of": FieldRule((1,), "ask once for each answer"),
     "use_beam_search": FieldRule((False,), "leave it out"),
     "length_penalty": FieldRule((1,), "leave it out, or 1"),
@@ -203,7 +267,7 @@ UNAVAILABLE: dict[str, FieldRule] = {
     "truncate_prompt_tokens": FieldRule((), TEMPLATE),
 }
 """Rules of fields that are refused. With other values the answer's probabilities would not be those
-that the trainer computes, or nothing here serves them."""
+that the trainer computes, or the conversation would lack a part, or nothing here serves them."""
 TASKS_OWN: dict[str, FieldRule] = {
     "top_p": FieldRule((1,), UNTRUNCATED),
     "top_k": FieldRule((-1, 0), UNTRUNCATED),
@@ -219,6 +283,7 @@ FORM_TYPES = ("json_schema", "json_object")
 """Types of forms that are taken for a wish. Others are refused."""
 TOOL = 'send "auto", or "none" with no tools, and say in the prompt which tool to call'
 ONE_CALL = "leave it out, and say in the prompt to call one tool at a time"
+OWN_HISTORY = "leave it out: the model is given what the request has; shorten that yourself"
 WISHES: dict[str, FieldRule] = {
     "tool_choice": FieldRule(("auto", "none"), TOOL),
     **dict.fromkeys(FORMS, FieldRule((TEXT,), FORM)),
@@ -229,6 +294,8 @@ WISHES: dict[str, FieldRule] = {
     "thinking": FieldRule((), TEMPLATE),
     "effort": FieldRule((), TEMPLATE),
     "verbosity": FieldRule((), FORM),
+    "context_management": FieldRule(([], {}), OWN_HISTORY),
+    "truncation": FieldRule(("disabled",), OWN_HISTORY),
 }
 """Rules of fields that frameworks send by themselves, and that their users can't leave out.
 
@@ -236,6 +303,27 @@ The call is answered as if the field were not there: its tools are offered, and 
 policy's. The rollout counts how often each field was sent, and how often the answer was another
 than the field asks for. A task may refuse them (``refused_fields``).
 """
+
+READ = frozenset(
+    """
+    input instructions max_completion_tokens max_output_tokens max_tokens messages model seed stop
+    stop_sequences stream stream_options system tools
+    """.split()
+)
+"""Fields that the dialects read, beside those that have a rule."""
+HARMLESS = frozenset(
+    """
+    billing_policy cache_control cache_salt client_metadata diagnostics inference_geo metadata
+    moderation prediction priority prompt_cache_key prompt_cache_options prompt_cache_retention
+    request_id safety_identifier service_tier speed store user user_profile_id workspace_id
+    """.split()
+)
+"""Fields that change nothing of what the model is asked: prices, caches, records."""
+KNOWN = READ | HARMLESS | UNAVAILABLE.keys() | TASKS_OWN.keys() | WISHES.keys()
+
+MAX_TOOLS = 1024
+"""Maximum number of tools of a request, eight times OpenAI's own limit. Rendering so many takes
+some 8 s, in a thread, and three times as many longer than a rendering may take."""
 
 
 def unavailable(name: str, value: object, cure: str) -> Refusal:
@@ -248,6 +336,7 @@ def checked_request(
     body: Mapping[str, Any],
     messages: list[Any],
     tools: list[Any],
+    other_tools: Sequence[str] = (),
     **fields: Any,  # noqa: ANN401 - typed by ModelRequest
 ) -> ModelRequest:
     """Return the request that a dialect has parsed, with every field checked.
@@ -257,6 +346,7 @@ def checked_request(
             been moved to the top, under the names that UNAVAILABLE and WISHES have.
         messages: conversation as OpenAI's chat completions have it.
         tools: tools in the same form.
+        other_tools: types of the tools that the dialect has left out.
         fields: the other fields of a ModelRequest.
 
     Raises:
@@ -270,6 +360,12 @@ def checked_request(
     sampling = _asked_for(body, TASKS_OWN)
     wishes = _asked_for(body, WISHES)
     model = body.get("model")
+    if len(tools) > MAX_TOOLS:
+        raise Refusal(
+            f"tools has {len(tools)} entries, want at most {MAX_TOOLS}: offer those that the agent "
+            "needs now",
+            field="tools",
+        )
     messages = _with_one_system_message(messages)
     try:
         checked = checked_messages(messages, "messages")
@@ -296,6 +392,10 @@ def checked_request(
         seed=seed,
         sampling=sampling,
         wishes=wishes,
+        ignored=[
+            *(name for name, value in body.items() if name not in KNOWN and value is not None),
+            *(f"tool {kind}" for kind in other_tools),
+        ],
         stream=bool(body.get("stream")),
         **fields,
     )
@@ -435,6 +535,8 @@ def function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
 def text(content: object, field: str, types: tuple[str, ...] = ("text",)) -> str:
     """Return a content as one text. It may be a text, nothing, or a list of parts.
 
+    A part of type "refusal" is what the assistant said too.
+
     Args:
         types: types of parts that are texts.
 
@@ -445,15 +547,27 @@ def text(content: object, field: str, types: tuple[str, ...] = ("text",)) -> str
         return content or ""
     if not isinstance(content, list):
         raise Refusal(f"{field} is {shown(content)}, want a text or a list of parts", field=field)
+    said: list[str] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in types or not isinstance(part.get("text"), str):
+        words = part.get("refusal" if kind == "refusal" else "text") if kind else None
+        if kind not in (*types, "refusal") or not isinstance(words, str):
             raise Refusal(
                 f"{field} has a part of type {shown(kind)}: only text reaches the model; leave it "
                 "out",
                 field=field,
             )
-    return "\n".join(part["text"] for part in content)
+        said.append(words)
+    return "\n".join(said)
+
+
+def is_function(tool: Mapping[str, Any]) -> bool:
+    """Return True if the client runs the tool, and the model gives arguments by name.
+
+    Others are those that a provider runs, such as a web search, and "custom" ones, whose argument
+    is a text. The model is not told of them.
+    """
+    return tool.get("type", "function") == "function"
 
 
 def listed(value: object, field: str) -> list[dict[str, Any]]:
@@ -492,7 +606,7 @@ def openai_error(refusal: Refusal) -> dict[str, Any]:
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"
     return {
         "error": {
-            "message": str(refusal),
+            "message": refusal.openai_message,
             "type": kind,
             "param": refusal.field,
             "code": refusal.code,
@@ -515,6 +629,6 @@ def json_object(arguments: str) -> dict[str, Any]:
     """Return a call's arguments as an object. Another value is the only entry of one."""
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = arguments
     return value if isinstance(value, dict) else {"value": value}

@@ -12,6 +12,7 @@ from torchtitan.experiments.rl.gateway.request import (
     Refusal,
     checked_request,
     function_tool,
+    is_function,
     listed,
     openai_error,
     text,
@@ -44,17 +45,18 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
     items = listed(items, "input")
     for index, item in enumerate(items):
         _add(messages, item, f"input[{index}]")
-    # The model is not told of tools that the provider would run, such as its web search.
-    tools = [
-        function_tool(tool, "parameters")
-        for tool in listed(body.get("tools"), "tools")
-        if tool.get("type") == "function"
-    ]
+    offered = listed(body.get("tools"), "tools")
+    tools = [function_tool(tool, "parameters") for tool in offered if is_function(tool)]
     # OpenAI's API has no stop texts here; vLLM's has.
     stops = texts(body.get("stop"), "stop")
     body = {**body, "text": options.get("format"), "verbosity": options.get("verbosity")}
     return checked_request(
-        body, messages, tools, max_tokens=body.get("max_output_tokens"), stop=stops
+        body,
+        messages,
+        tools,
+        other_tools=[str(tool["type"]) for tool in offered if not is_function(tool)],
+        max_tokens=body.get("max_output_tokens"),
+        stop=stops,
     )
 
 
@@ -207,6 +209,6 @@ def error_event(refusal: Refusal) -> dict[str, Any]:
         "type": "error",
         "sequence_number": 0,
         "code": refusal.code,
-        "message": str(refusal),
+        "message": refusal.openai_message,
         "param": refusal.field,
     }

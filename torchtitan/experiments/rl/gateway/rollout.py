@@ -40,14 +40,18 @@ from torchtitan.experiments.rl.errors import (
 )
 from torchtitan.experiments.rl.gateway.chains import Match, TurnTree
 from torchtitan.experiments.rl.gateway.request import (
+    BUDGET_EXCEEDED,
+    CONTEXT_EXCEEDED,
     MODEL_FAILED,
     ModelReply,
     ModelRequest,
+    PromptTooLong,
     Refusal,
     cut_at_stop,
     reply_of,
 )
-from torchtitan.experiments.rl.gateway.rules import RequestRules, check_stop
+from torchtitan.experiments.rl.gateway.rules import Notices, RequestRules, check_stop
+from torchtitan.experiments.rl.printable import one_sentence
 from torchtitan.experiments.rl.rollouts.policy import PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.samples import checked_completion
 from torchtitan.experiments.rl.rollouts.types import (
@@ -70,13 +74,14 @@ FAILED_CALLS = ("aborted", "lost")
 """Reasons why a turn is not trained: its call was cancelled, or its completion can't be parsed."""
 CLOSE_S = 1.0
 """Seconds that the end of a rollout waits for cancelled calls, and for answers on their way."""
+EVENTS_OF_A_RESET = 3
+"""Iterations of the event loop in which it reads that a connection was reset, and says so. A client
+that has ended may have reset its own before."""
 KEEP_S = 15.0
 """Seconds that a call goes on after its last reader has left. A client that timed out asks again,
 OpenAI's and Anthropic's own within 8 s."""
-CONTEXT_EXCEEDED = "context_length_exceeded"
-"""Code of a refusal: the prompt leaves no room for an answer."""
-BUDGET_EXCEEDED = "call_budget_exceeded"
-"""Code of a refusal: the rollout has no calls or no tokens left."""
+MAX_REFUSALS = 8
+"""Maximum number of different texts of refusals that a rollout keeps."""
 LIMITS = {
     CONTEXT_EXCEEDED: RolloutStatus.TRUNCATED_PROMPT_OVERFLOW,
     BUDGET_EXCEEDED: RolloutStatus.TRUNCATED_MAX_TURNS,
@@ -105,8 +110,8 @@ class Call:
     """Task that answers the request. Its readers shield it: it may have several."""
     readers: int = 1
     """Number of connections that wait for the answer, or are being sent it."""
-    delivered: bool = False
-    """True if a client was sent all of the answer."""
+    deliveries: int = 0
+    """Number of connections that were sent all of the answer."""
     prompted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the model is asked, or the call has ended. Until then the request may be refused for
     what it says, so a streamed reply begins no earlier: a refusal has an HTTP status of its own."""
@@ -118,6 +123,11 @@ class Call:
         self.readers += 1
         if self.end is not None:
             self.end.cancel()
+
+    @property
+    def delivered(self) -> bool:
+        """True if a client was sent all of the answer."""
+        return self.deliveries > 0
 
     @property
     def has_failed(self) -> bool:
@@ -186,6 +196,7 @@ class AgentRollout:
         noise: Mapping[str, str],
         group: GroupPrompts,
         refused_fields: Sequence[str] = (),
+        notices: Notices | None = None,
     ):
         """Take no calls yet.
 
@@ -201,6 +212,7 @@ class AgentRollout:
             noise: see `RequestRules`.
             group: prompts that were rendered for other rollouts of the group.
             refused_fields: see `RequestRules`.
+            notices: kinds that other rollouts of the task have logged.
         """
         self.sample = sample
         self.status = RolloutStatus.ONGOING
@@ -212,6 +224,9 @@ class AgentRollout:
         """Value that the agent returned. The models' answers to its calls are `Answer`."""
         self.counts: Counter[str] = Counter()
         """See `Rollout.calls`."""
+        self.refusals: dict[str, int] = {}
+        """See `Rollout.refusals`."""
+        self._notices = notices or Notices()
         self._renderer = renderer
         self._config = config
         self._group = group
@@ -219,7 +234,11 @@ class AgentRollout:
         self._models = models
         self._frozen = frozen
         self._rules = RequestRules(
-            renderer=renderer, noise=noise, refused_fields=refused_fields, counts=self.counts
+            renderer=renderer,
+            noise=noise,
+            refused_fields=refused_fields,
+            counts=self.counts,
+            notices=self._notices,
         )
 
         self._policy: BranchingSession | None = None
@@ -242,6 +261,8 @@ class AgentRollout:
         self._sampled_tokens = 0
         self._refusal_code = ""
         """Code that the last call was refused with; empty if it was answered."""
+        self._refused_after_answer = False
+        """True if that call was to go on from an answer of the policy."""
         self._budget_spent = False
         """True if a call to the policy was refused because the rollout's budget was spent."""
 
@@ -299,28 +320,47 @@ class AgentRollout:
             self.finish(RolloutStatus.TIMEOUT, str(failure))
         elif failure is not None and limit is None:
             self.finish(RolloutStatus.ERROR, str(failure), traceback=users_traceback(failure))
-        elif not self._begun_calls:
-            self.finish(RolloutStatus.ERROR, "the agent ended and had not asked the model anything")
         elif limit is None and all(turn.untrained in FAILED_CALLS for turn in self.turns):
-            self.finish(
-                RolloutStatus.ERROR, "the agent ended, and none of its calls had been answered"
-            )
+            self.finish(RolloutStatus.ERROR, self._unanswered())
         else:
+            if limit is None and self._refusal_code == CONTEXT_EXCEEDED:
+                self.counts["completed_after_overflow"] += 1
             self.finish(limit or RolloutStatus.COMPLETED)
+
+    def _unanswered(self) -> str:
+        """Return why the model has answered nothing that an agent asked."""
+        refused = self.counts["refused"]
+        if not self.was_asked:
+            return (
+                "the agent ended and had not asked the model anything; if its framework keeps "
+                "answers, switch this cache off (dspy: cache=False)"
+            )
+        others = self.counts["aborted"] + self.counts["lost"]
+        if not refused:
+            return "the agent ended, and none of its calls had been answered"
+        first = next(iter(self.refusals))
+        if not others:
+            which = "its call was" if refused == 1 else f"all of its {refused} calls were"
+            return f"the agent ended, and {which} refused: {first}"
+        return (
+            f"the agent ended, and none of its calls had been answered; {refused} of "
+            f"{refused + others} were refused: {first}"
+        )
 
     def _truncation(self) -> RolloutStatus | None:
         """Return how the run's limits cut short an agent that has returned; None if they did not.
 
         A cut answer that the agent went on from has not cut the agent short. Nor has a refusal that
         it caught, if the policy had answered it before, unless the refused call asked the policy
-        for more than the rollout's budget.
+        for more than the rollout's budget, or was the last and was to go on from an answer.
         """
         nodes = list(self._tree.in_order())
         if any(node.value.is_cut_for_a_client and not node.children for node in nodes):
             return RolloutStatus.TRUNCATED_LENGTH
         if self._budget_spent:
             return RolloutStatus.TRUNCATED_MAX_TURNS
-        if any(node.value.turn.untrained in (None, UNDELIVERED) for node in nodes):
+        was_answered = any(node.value.turn.untrained in (None, UNDELIVERED) for node in nodes)
+        if was_answered and not self._refused_after_answer:
             return None
         return LIMITS.get(self._refusal_code)
 
@@ -331,6 +371,8 @@ class AgentRollout:
         until connections have sent the answers that are on their way.
         """
         self._policy = None
+        for _ in range(EVENTS_OF_A_RESET):
+            await asyncio.sleep(0)
         answers = [call.task for call in self._open_calls]
         for call in self._open_calls:
             call.task.cancel()
@@ -368,7 +410,7 @@ class AgentRollout:
         Raises:
             Refusal: the rollout takes no more calls.
         """
-        self._refusal_code = ""
+        self._forget_refusal()
         known = self._calls.get(digest)
         if known is not None and not (known.has_failed or known.task.cancelling()):
             reached_nobody = not (known.readers or known.delivered)
@@ -432,7 +474,7 @@ class AgentRollout:
         reads any more is cancelled after ``KEEP_S``, unless a repeat joins it.
         """
         call.readers -= 1
-        call.delivered |= delivered
+        call.deliveries += delivered
         self._readers -= 1
         if not self._readers:
             self._all_left.set()
@@ -445,6 +487,20 @@ class AgentRollout:
                 turn.untrained = None
                 self.counts[UNDELIVERED] -= 1
                 self.counts["answered"] += 1
+
+    def take_back(self, call: Call) -> None:
+        """Note that a client was sent the answer and has not read it, so that it is not trained.
+
+        A turn that another call has gone on from was read by someone.
+        """
+        call.deliveries -= 1
+        sampled = call.task.result().sampled
+        went_on = sampled.conversation is None  # or the rollout is closed
+        if call.delivered or went_on or sampled.turn.untrained is not None:
+            return
+        sampled.turn.untrained = UNDELIVERED
+        self.counts["answered"] -= 1
+        self.counts[UNDELIVERED] += 1
 
     async def count_tokens(self, request: ModelRequest) -> int:
         """Return the number of tokens of the request's prompt.
@@ -530,6 +586,7 @@ class AgentRollout:
         match = self._tree.match((model, request.tools), messages)
         new = messages[match.known :]
         self._rules.count_special_texts(new)
+        self._rules.count_ignored(request)
 
         # The first request that goes on from a turn continues the turn's session and chain. Any
         # other begins a chain, with a session of its own.
@@ -539,9 +596,12 @@ class AgentRollout:
             node.taken = True
         try:
             conversation = await self._render(match, new, request)
-        except (Refusal, asyncio.CancelledError):
+        except (Refusal, asyncio.CancelledError) as error:
             if node is not None and goes_on:
                 node.taken = False  # a corrected request may go on from the turn
+            if isinstance(error, PromptTooLong) and node is not None:
+                was_trained = node.value.turn.untrained in (None, UNDELIVERED)
+                self._refused_after_answer = was_trained
             raise
         if node is not None and goes_on:
             session = node.value.session
@@ -582,12 +642,9 @@ class AgentRollout:
             raise Refusal(str(error), field="messages") from error
         if not fits:
             tokens = len(conversation.prompt.ids) if conversation.prompt else 0
-            seen = f"{tokens} tokens" if tokens > self.max_prompt_tokens else "more tokens"
-            raise Refusal(
-                f"{seen} > {self.max_prompt_tokens} maximum (env.max_rollout_tokens): compact the "
-                "conversation, or begin a new one",
-                code=CONTEXT_EXCEEDED,
-                field="messages",
+            raise PromptTooLong(
+                tokens if tokens > self.max_prompt_tokens else None,
+                self._config.max_rollout_tokens,
             )
         return conversation
 
@@ -645,7 +702,7 @@ class AgentRollout:
         except ValueError as error:
             raise RunError(f"model {branch.model!r}: {error}") from error
         self._sampled_tokens += len(completion.token_ids)
-        self._refusal_code = ""  # of a call that was begun while this one was served
+        self._forget_refusal()  # of a call that was begun while this one was served
         return completion
 
     async def _record(
@@ -724,3 +781,11 @@ class AgentRollout:
         """Count a refused call, and remember why it was refused: it may be the agent's last."""
         self.counts["refused"] += 1
         self._refusal_code = refusal.code
+        text = one_sentence(str(refusal))
+        if text in self.refusals or len(self.refusals) < MAX_REFUSALS:
+            self.refusals[text] = self.refusals.get(text, 0) + 1
+        self._notices.refused(refusal)
+
+    def _forget_refusal(self) -> None:
+        self._refusal_code = ""
+        self._refused_after_answer = False

@@ -9,6 +9,7 @@ from renderers import Message, Renderer
 
 from torchtitan.experiments.rl.envs.special_texts import control_token_in
 from torchtitan.experiments.rl.gateway.request import (
+    LIMIT_CODES,
     TASKS_OWN,
     WISHES,
     ModelReply,
@@ -17,10 +18,62 @@ from torchtitan.experiments.rl.gateway.request import (
     is_unmet,
     unavailable,
 )
-from torchtitan.experiments.rl.printable import shown
+from torchtitan.experiments.rl.printable import one_sentence, shown
 from torchtitan.experiments.rl.rollouts.policy import PolicySession, SamplingConfig
 
 logger = logging.getLogger(__name__)
+
+MAX_IGNORED_NAMES = 32
+"""Maximum number of names that ignored fields are counted by; a program may send any."""
+
+
+class Notices:
+    """Kinds of what has happened to the agents of a task, each of which is logged once."""
+
+    def __init__(self, task: str = "agent"):
+        """Have seen nothing.
+
+        Args:
+            task: name of the task, for the log.
+        """
+        self.task = task
+        self._refusals: set[tuple[str, str]] = set()
+        self._ignored: set[str] = set()
+
+    def refused(self, refusal: Refusal) -> None:
+        """Log the first refusal of each code and field.
+
+        A limit of the run that was reached is no fault of the agent's, so it is no warning.
+        """
+        field = re.sub(r"\[.*", "", refusal.field or "")
+        if (refusal.code, field) in self._refusals:
+            return
+        self._refusals.add((refusal.code, field))
+        level = logging.INFO if refusal.code in LIMIT_CODES else logging.WARNING
+        logger.log(
+            level,
+            "task %s: a call of an agent was refused: %s (others like it are counted as "
+            "agent/%s/refused and in the rollouts' refusals)",
+            self.task,
+            one_sentence(str(refusal)),
+            self.task,
+        )
+
+    def ignored(self, name: str) -> str:
+        """Return the name by which an ignored field is counted, and log the first of each."""
+        if name not in self._ignored:
+            if len(self._ignored) == MAX_IGNORED_NAMES or not re.fullmatch(r"[\w -]{1,64}", name):
+                return "other"
+            self._ignored.add(name)
+            logger.warning(
+                "task %s: an agent sends %s, which nothing here reads: its calls are answered "
+                "without, and counted as agent/%s/ignored/%s",
+                self.task,
+                name,
+                self.task,
+                name,
+            )
+        return name
 
 
 class RequestRules:
@@ -33,6 +86,7 @@ class RequestRules:
         noise: Mapping[str, str],
         refused_fields: Sequence[str],
         counts: Counter[str],
+        notices: Notices,
     ):
         """Compile the patterns of noise.
 
@@ -40,6 +94,7 @@ class RequestRules:
             noise: patterns by name. What one matches in a system message is left out.
             refused_fields: fields of `request.WISHES` that a request is refused for.
             counts: counts of the rollout (`Rollout.calls`), to which the rules add theirs.
+            notices: kinds that the rollouts of the task have logged.
         """
         self.sampling: SamplingConfig | None = None
         """Sampling settings of the rollout, once it is open."""
@@ -47,6 +102,7 @@ class RequestRules:
         self._noise = {name: re.compile(pattern) for name, pattern in noise.items()}
         self._refused_fields = refused_fields
         self._counts = counts
+        self._notices = notices
 
     def check_fields(self, request: ModelRequest, *, asks_policy: bool) -> None:
         """Refuse a request whose fields want another sampling than the rollout's.
@@ -104,6 +160,11 @@ class RequestRules:
         """Count a request whose new messages have the text of a special token, shown as text."""
         if control_token_in(new, self._renderer) is not None:
             self._counts["special_texts"] += 1
+
+    def count_ignored(self, request: ModelRequest) -> None:
+        """Count what a request has and nothing here reads, by name."""
+        for name in request.ignored:
+            self._counts[f"ignored/{self._notices.ignored(name)}"] += 1
 
     def count_wishes(self, request: ModelRequest, reply: ModelReply) -> None:
         """Count the wishes of a request, and those that its answer does not meet."""

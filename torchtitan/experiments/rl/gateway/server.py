@@ -5,7 +5,7 @@
 
 Each rollout has a key. It is the API key that the agent's client sends, opens that rollout and no
 other, and is refused when the rollout has ended. An answer counts as delivered when all of it was
-handed to a connection that was open.
+handed to a connection that was open, unless the client resets the connection before it asks again.
 """
 
 import asyncio
@@ -19,11 +19,12 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from torchtitan.experiments.rl.gateway import anthropic, chat, responses
+from torchtitan.experiments.rl.gateway.connection import Connection, connection_of
 from torchtitan.experiments.rl.gateway.request import (
     MODEL_FAILED,
     ModelReply,
@@ -32,6 +33,7 @@ from torchtitan.experiments.rl.gateway.request import (
     event,
 )
 from torchtitan.experiments.rl.gateway.rollout import AgentRollout, Call
+from torchtitan.experiments.rl.printable import shown
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,12 @@ sampled. Hardly any client times out sooner."""
 MAX_BODY = 64 << 20
 """Maximum number of bytes of a request, far above those of a prompt that a model has room for."""
 LARGE_BODY = 1 << 18
-"""Number of bytes from which on JSON is parsed off the event loop."""
+"""Number of bytes from which on a request is parsed off the event loop."""
+MAX_DEPTH = 100
+"""Maximum number of objects and lists of a request inside each other. Schemas of tools have some
+ten; Python's own limit ends whatever reads a value that is nested much deeper."""
+SHUTDOWN_S = 1.0
+"""Maximum seconds that handlers of lost connections have to end when the server closes."""
 ROUTES = {"chat/completions": chat, "responses": responses, "messages": anthropic}
 """Dialects by their path under /v1."""
 ANTHROPIC_HEADER = "anthropic-version"
@@ -119,6 +126,8 @@ class Gateway:
         self._port = 0
         self._users = 0
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        self._connections: set[Connection] = set()
         self._rollouts: dict[str, AgentRollout] = {}
         self._lock = asyncio.Lock()
 
@@ -136,21 +145,36 @@ class Gateway:
         async with self._lock:
             if self._runner is None:
                 runner = web.AppRunner(
-                    self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=1
+                    self._app(),
+                    handler_cancellation=True,
+                    auto_decompress=False,
+                    access_log=None,
+                    shutdown_timeout=SHUTDOWN_S,
                 )
                 await runner.setup()
-                await web.TCPSite(runner, self.host, 0).start()
+                http = runner.server
+                assert http is not None, "the runner is set up"
+                self._listener = await asyncio.get_running_loop().create_server(
+                    lambda: Connection(http(), self._connections), self.host, 0, backlog=128
+                )
                 self._runner = runner
-                self._port = runner.addresses[0][1]
+                self._port = self._listener.sockets[0].getsockname()[1]
             self._users += 1
 
     async def release(self) -> None:
-        """Undo one `acquire`. After the last, the server and its clients' connections close."""
+        """Undo one `acquire`. After the last, the server and its clients' connections close.
+
+        No rollout is open then, so no connection is waited for: some may never finish a request.
+        """
         async with self._lock:
             self._users -= 1
             if not self._users and self._runner is not None:
                 runner = self._runner
                 self._runner = None
+                assert self._listener is not None, "the server listens"
+                self._listener.close()
+                for connection in list(self._connections):
+                    connection.abort()
                 await runner.cleanup()
         await _close_connections()
 
@@ -184,46 +208,51 @@ class Gateway:
         Raises:
             Refusal: it opens none.
         """
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        key = request.headers.get("x-api-key") or bearer
-        rollout = self._rollouts.get(key)
-        if rollout is None:
-            raise Refusal(
-                "this key opens no rollout, or its rollout has ended",
-                status=401,
-                code="invalid_api_key",
-            )
-        return rollout
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        keys = [request.headers.get("x-api-key", "")]
+        if scheme.lower() == "bearer":
+            keys.append(bearer.strip())
+        for key in keys:
+            if key in self._rollouts:
+                return self._rollouts[key]
+        raise Refusal(
+            "this key opens no rollout, or its rollout has ended",
+            status=401,
+            code="invalid_api_key",
+        )
 
     async def _body(self, request: web.Request) -> tuple[bytes, dict[str, Any]]:
         """Return a request's body, as bytes and as an object.
 
         Raises:
-            Refusal: the body is no JSON object.
+            Refusal: the body is no JSON object, is compressed, or is nested too deep.
         """
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            raise Refusal(
+                f"Content-Encoding is {shown(encoding)}: send the request as it is",
+                code="invalid_encoding",
+            )
         raw = await request.read()
-        try:
-            if len(raw) < LARGE_BODY:
-                body = json.loads(raw)
-            else:
-                body = await asyncio.to_thread(json.loads, raw)
-        except (ValueError, RecursionError) as error:
-            raise Refusal(f"the request is not JSON: {error}", code="invalid_json") from None
-        if not isinstance(body, dict):
-            raise Refusal("the request is no JSON object", code="invalid_json")
-        return raw, body
+        if len(raw) < LARGE_BODY:
+            return raw, _json_of(raw)
+        return raw, await asyncio.to_thread(_json_of, raw)
 
     async def _handle(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
         """Answer a call, from its request to the last byte of the answer."""
         rollout = self._rollout(request)
-        raw, body = await self._body(request)
         try:
-            model_request = dialect.parse(body)
+            raw, body = await self._body(request)
+            if len(raw) < LARGE_BODY:
+                model_request = dialect.parse(body)
+            else:
+                model_request = await asyncio.to_thread(dialect.parse, body)
         except Refusal as refusal:
             rollout.count_refusal(refusal)
             raise
         retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         digest = hashlib.blake2b(request.path.encode() + raw, digest_size=16).digest()
+        connection = connection_of(request.transport)
         call = rollout.begin(model_request, digest=digest, retry=retry, dialect=dialect.NAME)
         delivered = False
         try:
@@ -231,12 +260,15 @@ class Gateway:
                 response = await _stream(dialect, request, model_request, call)
             else:
                 response = web.json_response(dialect.reply(await _answer(call)))
+                connection.begin_response()
                 await response.prepare(request)
                 await response.write_eof()
-            delivered = _is_open(request)
+            delivered = _is_open(connection)
             return response
         finally:
             rollout.leave(call, delivered=delivered)
+            if delivered:
+                connection.delivered(partial(rollout.take_back, call))
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         rollout = self._rollout(request)
@@ -272,11 +304,47 @@ class Gateway:
         return web.json_response({"data": [model]} | listed)
 
 
+def _json_of(raw: bytes) -> dict[str, Any]:
+    """Return the object of a request's body.
+
+    Raises:
+        Refusal: the body is no JSON object, or is nested too deep.
+    """
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(f"the request is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise Refusal("the request is no JSON object", code="invalid_json")
+    for name, value in body.items():
+        if _is_deeper(value, MAX_DEPTH):
+            raise Refusal(f"{name} is nested too deep, want at most {MAX_DEPTH} levels", field=name)
+    return body
+
+
+def _is_deeper(value: object, depth: int) -> bool:
+    """Return True if a JSON value has more than ``depth`` objects and lists inside each other."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [
+            entry
+            for outer in level
+            if isinstance(outer, dict | list)
+            for entry in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(entry, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
 @web.middleware
 async def _refused_in_words(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer whatever goes wrong with a request in the form that its client knows."""
     try:
-        return await handler(request)
+        connection = connection_of(request.transport)
+        with connection.answering(knows_interim=request.version >= HttpVersion11):
+            return await handler(request)
     except Refusal as error:
         refusal = error
     except ConnectionError:  # while it was written: the client has gone
@@ -332,8 +400,10 @@ async def _stream(
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
+    connection = connection_of(request.transport)
     await call.prompted.wait()
     if not call.task.done():
+        connection.begin_response()
         await response.prepare(request)
         await response.write(dialect.KEEP_ALIVE)
     while not (await asyncio.wait([call.task], timeout=KEEP_ALIVE_S))[0]:
@@ -345,15 +415,18 @@ async def _stream(
             raise
         parts = [event(dialect.error_event(refusal), "error")]
     if not response.prepared:
+        connection.begin_response()
         await response.prepare(request)
-    for part in parts:
+    for part in parts[:-1]:
         await response.write(part)
-    await response.write_eof()
+    # With the last part, so that a client that has read it has read the end of the response too: a
+    # connection that is closed before its end was read looks like an answer that was not read.
+    await response.write_eof(parts[-1])
     return response
 
 
-def _is_open(request: web.Request) -> bool:
-    return request.transport is not None and not request.transport.is_closing()
+def _is_open(connection: Connection) -> bool:
+    return connection.is_open
 
 
 _CONNECTIONS: WeakKeyDictionary[asyncio.AbstractEventLoop, SharedConnections] = WeakKeyDictionary()

@@ -127,6 +127,7 @@ def calls_of(rollout: Rollout) -> list[str]:
         turn 1  at 0.02 s  chat, policy
           turn 2  at 0.31 s  chat, policy
           turn 3  at 0.30 s  chat, policy, undelivered
+        2 refused: n = 4: not available here, ...
     """
     lines = []
     for number, turn in enumerate(rollout.turns, start=1):
@@ -137,6 +138,7 @@ def calls_of(rollout: Rollout) -> list[str]:
             facts.append(turn.untrained)
         indent = "  " * turn.call["depth"]
         lines.append(f"{indent}turn {number}  at {turn.call['at_s']:.2f} s  {', '.join(facts)}")
+    lines += [f"{count} refused: {text}" for text, count in rollout.refusals.items()]
     return lines
 
 

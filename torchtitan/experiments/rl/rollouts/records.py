@@ -93,6 +93,7 @@ class RolloutFields(msgspec.Struct, kw_only=True):
     static: bool = False
     answer: UserValue = None
     calls: dict[str, int] = {}
+    refusals: dict[str, int] = {}
 
 
 class KeptEntries(msgspec.Struct, kw_only=True):

@@ -186,7 +186,11 @@ class Rollout(Freezable):
     that need not be honoured (WISHES in gateway/request.py) asks for something else than the task's
     setting. "unmet/FIELD" counts the calls among these whose answer shows that the field was not
     honoured. "noise/NAME" counts texts left out of prompts, and "special_texts" calls whose
-    new messages hold the text of a special token, which the model is shown as text."""
+    new messages hold the text of a special token, which the model is shown as text. "ignored/NAME"
+    counts calls with a field that nothing reads. "completed_after_overflow" is 1 if the last call
+    was refused for the length of its prompt, and the rollout counts as completed all the same."""
+    refusals: dict[str, int] = field(default_factory=dict)
+    """Number of an agent's refused calls by the text of the refusal, for its first 8 texts."""
 
     @property
     def rollout_id(self) -> str:

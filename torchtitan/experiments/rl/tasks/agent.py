@@ -51,6 +51,7 @@ from torchtitan.experiments.rl.gateway.rollout import (
     AgentRollout,
     BranchingSession,
 )
+from torchtitan.experiments.rl.gateway.rules import Notices
 from torchtitan.experiments.rl.gateway.server import Endpoint, Gateway, gateway_at
 from torchtitan.experiments.rl.generation.references import ModelReference
 from torchtitan.experiments.rl.printable import shown
@@ -137,6 +138,7 @@ class AgentTask(Task):
         super().__init__(config, name=name, context=context)
         self._gateway: Gateway | None = None
         self._frozen: dict[str, ModelClient] = {}
+        self._notices = Notices(name)
 
     async def run_agent(self, sample: DataSample, endpoint: Endpoint) -> Any:  # noqa: ANN401 - the user's
         """Run the agent on an example, and return what it answers.
@@ -198,6 +200,7 @@ class AgentTask(Task):
                 noise=config.noise,
                 group=group,
                 refused_fields=config.refused_fields,
+                notices=self._notices,
             )
             for _ in range(n)
         ]

@@ -245,6 +245,7 @@ class GroupRun:
         if isinstance(env, AgentRollout):
             rollout.answer = env.answer
             rollout.calls = dict(+env.counts)
+            rollout.refusals = dict(env.refusals)
         else:
             rollout.metadata = env.metadata
             for name in ("special_texts", "cut_answers"):
@@ -265,6 +266,7 @@ class GroupRun:
         rollout.metadata = {}
         rollout.answer = None
         rollout.calls = {}
+        rollout.refusals = {}
         timed_out = isinstance(cause, UserCodeTimeout)
         rollout.status = RolloutStatus.TIMEOUT if timed_out else RolloutStatus.ERROR
         rollout.error = str(cause)
