@@ -1,8 +1,8 @@
 """Runs agent frameworks' own programs as agents of a task, and prints the table of docs/agents.md.
 
     python -m tests.frameworks                      # all of them
-    python -m tests.frameworks --only smolagents    # one
-    python -m tests.frameworks --write              # and puts the table into docs/agents.md
+    python -m tests.frameworks --only agno dspy     # some
+    python -m tests.frameworks --write              # and puts their rows into docs/agents.md
 
 Each folder here has the program of a framework and its requirements, which are installed into an environment of its own
 below outputs/frameworks. The programs of the hubs are those that docs/agents.md shows. A program runs as it does in a run: as
@@ -63,6 +63,15 @@ def structured_code(line: str) -> str:
     return json.dumps({"thought": "I go on.", "code": line})
 
 
+def fields(**values: Any) -> str:
+    """Return a reply with fields, as dspy's ChatAdapter asks for it."""
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in values.items()
+    }
+    return "\n\n".join(f"[[ ## {name} ## ]]\n{text}" for name, text in texts.items())
+
+
 ADDITIONS = [
     tool_call("calculator", expression="2 + 3"),
     tool_call("calculator", expression="5 + 4"),
@@ -70,6 +79,20 @@ ADDITIONS = [
 TEXT = [*ADDITIONS, ANSWER]
 OBJECT = '{"value": 9}'
 LINES = ['print(calculator("2 + 3"))', 'print(calculator("5 + 4"))', "final_answer(9)"]
+COMMANDS = ["expr 2 + 3", "expr 5 + 4", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo 9"]
+STEPS: list[dict[str, Any]] = [
+    *(
+        {
+            "next_thought": "I add.",
+            "next_tool_name": "calculator",
+            "next_tool_args": {"expression": expression},
+        }
+        for expression in ("2 + 3", "5 + 4")
+    ),
+    {"next_thought": "I am done.", "next_tool_name": "finish", "next_tool_args": {}},
+    {"reasoning": "I added.", "answer": ANSWER},
+]
+"""Replies that dspy's ReAct asks for, by field."""
 
 PROGRAMS: dict[str, dict[str, list[str]]] = {
     "openai-agents": {
@@ -106,6 +129,50 @@ PROGRAMS: dict[str, dict[str, list[str]]] = {
         "code": [code(line) for line in LINES],
         "code, stream": [code(line) for line in LINES],
         "code, structured": [structured_code(line) for line in LINES],
+    },
+    "anthropic": {
+        "tool_runner": TEXT,
+        "tool_runner, stream": TEXT,
+        "tool_runner, no thread": TEXT,
+    },
+    "openai": {
+        "responses tool runner": TEXT,
+        "responses tool runner, stream": TEXT,
+        "chat, parse": [*ADDITIONS, OBJECT],
+    },
+    "litellm": {
+        "chat": TEXT,
+        "chat, stream": TEXT,
+        "responses": TEXT,
+        "messages": TEXT,
+        "messages, stream": TEXT,
+        "too long a prompt, chat": TEXT,
+        "too long a prompt, messages": TEXT,
+    },
+    "dspy": {
+        "chain of thought": [fields(reasoning="I add.", answer=ANSWER)],
+        "react": [fields(**step) for step in STEPS],
+        "react, json": [json.dumps(step) for step in STEPS],
+        "react, responses": [fields(**step) for step in STEPS],
+    },
+    "crewai": {"chat": TEXT, "chat, stream": TEXT, "output type": [*TEXT, OBJECT]},
+    "autogen": {"chat": TEXT, "stream": TEXT, "output type": [*ADDITIONS, OBJECT]},
+    "mini-swe-agent": {
+        "tool calls": [tool_call("bash", command=command) for command in COMMANDS],
+        "text": [f"I go on.\n\n```mswea_bash_command\n{command}\n```" for command in COMMANDS],
+        "too long a prompt": [tool_call("bash", command=command) for command in COMMANDS],
+    },
+    "agno": {
+        "chat": TEXT,
+        "chat, stream": TEXT,
+        "chat, output schema": [*ADDITIONS, OBJECT],
+        "responses": TEXT,
+        "responses, stream": TEXT,
+    },
+    "strands": {
+        "chat": TEXT,
+        "responses": TEXT,
+        "output model": [*ADDITIONS, tool_call("Sum", value=9)],
     },
 }
 """Replies of the policy, by framework and by the mode that its program is given."""
@@ -235,9 +302,23 @@ async def run_rollout(config: Task.Config, replies: list[str]) -> Rollout:
     return group.rollouts[0]
 
 
+def with_rows(table: str, rows: list[Row]) -> str:
+    """Return the table with the rows of the frameworks that were run in place of their old ones."""
+    lines: dict[str, list[str]] = {}
+    for line in table.removeprefix(HEADER).splitlines(keepends=True):
+        lines.setdefault(line.split("|")[1].strip(), []).append(line)
+    lines |= {
+        name: [str(row) for row in rows if row.framework == name]
+        for name in dict.fromkeys(row.framework for row in rows)
+    }
+    return HEADER + "".join("".join(lines.get(name, [])) for name in [*PROGRAMS, *HUBS])
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", choices=[*PROGRAMS, *HUBS], help="framework to run")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*PROGRAMS, *HUBS], help="frameworks to run (default all)"
+    )
     parser.add_argument(
         "--folder",
         type=Path,
@@ -250,10 +331,8 @@ def parser() -> argparse.ArgumentParser:
 
 async def main() -> int:
     options = parser().parse_args()
-    if options.write and options.only:
-        parser().error("--write needs all frameworks: leave --only out")
     rows = []
-    for name in [options.only] if options.only else [*PROGRAMS, *HUBS]:
+    for name in options.only or [*PROGRAMS, *HUBS]:
         python = environment(name, options.folder.absolute())
         for mode in PROGRAMS.get(name, [None]):
             rows.append(
@@ -263,8 +342,11 @@ async def main() -> int:
             if not rows[-1].works:
                 print(rows[-1].rollout.answer, rows[-1].rollout.error, file=sys.stderr)
     if options.write:
-        table = HEADER + "".join(map(str, rows))
-        PAGE.write_text(TABLE.sub(lambda _: table, PAGE.read_text()))
+        page = PAGE.read_text()
+        found = TABLE.search(page)
+        assert found is not None, "the page has the table"
+        table = with_rows(found[0], rows)
+        PAGE.write_text(TABLE.sub(lambda _: table, page))
     return 0
 
 

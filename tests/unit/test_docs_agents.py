@@ -14,7 +14,7 @@ from tests.fakes.policy import ScriptedPolicy
 from tests.frameworks import __main__ as frameworks
 from tests.unit.agents import run_task
 from torchtitan.experiments.rl.command.checks import checked_plan
-from torchtitan.experiments.rl.rollouts.types import RolloutStatus
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
@@ -142,3 +142,13 @@ def test_the_table_of_frameworks_has_a_row_for_every_mode_that_is_run():
     ]
     programs = [(name, mode) for name, modes in frameworks.PROGRAMS.items() for mode in modes]
     assert rows == programs + [(name, hub.mode) for name, hub in frameworks.HUBS.items()]
+
+
+def test_frameworks_that_are_run_alone_replace_their_own_rows_of_the_table():
+    table = frameworks.HEADER + "| litellm | chat | yes | 3 | 1 |\n| agno | chat | yes | 3 | 1 |\n"
+    rollout = Rollout(group_id="g", index_in_group=0, task_name="t", status=RolloutStatus.ERROR)
+    rollout.error = "no"
+    row = frameworks.Row(framework="litellm", mode="stream", rollout=rollout)
+    assert frameworks.with_rows(table, [row]) == (
+        f"{frameworks.HEADER}| litellm | stream | no: no | 0 |  |\n| agno | chat | yes | 3 | 1 |\n"
+    )
