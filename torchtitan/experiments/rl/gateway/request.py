@@ -226,9 +226,7 @@ UNAVAILABLE: dict[str, FieldRule] = {
     "prompt": FieldRule((), "send instructions and input"),
     "compaction": FieldRule((), "ask for the summary in a message of your own"),
     "container": FieldRule((), YOURSELF),
-    "mcp_servers": FieldRule(
-        ([],), "offer the servers' tools as functions"
-    ),
+    "mcp_servers": FieldRule(([],), "offer the servers' tools as functions"),
     "web_search_options": FieldRule((), YOURSELF),
     "background": FieldRule((False,), "leave it out, and wait for the answer"),
     "modalities": FieldRule((["text"],), "leave it out: the model writes text"),
