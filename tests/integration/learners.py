@@ -3,6 +3,7 @@
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -135,12 +136,13 @@ def learner_of(
     model: str | ModelConfig = str(MODEL),
     dtype=None,
     lr: float = 1e-3,
+    optimizer: Literal["adamw", "muon"] = "adamw",
     start: TrainerStart | None = None,
     adapters: Sequence[str] = ("",),
     **config,
 ) -> Learner:
     model = model if isinstance(model, ModelConfig) else ModelConfig(hf_assets_path=model)
-    config = TrainerConfig(optimizer=OptimizerConfig(lr=lr), **config)
+    config = TrainerConfig(optimizer=OptimizerConfig(name=optimizer, lr=lr), **config)
     config.lr_scheduler.warmup_steps = 0
     sizes = dict(max_seq_len=512, total_steps=10)
     return Learner(

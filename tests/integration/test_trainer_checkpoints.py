@@ -81,6 +81,44 @@ def test_the_step_after_a_checkpoint_is_the_uninterrupted_runs_bit_for_bit(
     learner.close()
 
 
+def test_a_run_with_muon_goes_on_bit_for_bit_with_one_moment_of_each_matrix(one_rank, tmp_path):
+    learner = learner_of(tmp_path / "first", optimizer="muon")
+    step(learner, 1)
+    start, expected = saved(learner, tmp_path / "trainer", 1), (step(learner, 2), learner)
+    again = learner_of(tmp_path / "again", optimizer="muon", start=start)
+    assert step(again, 2) == expected[0]
+    assert_same(parameters(again), parameters(learner), rtol=0, atol=0)
+    moments = saved_moments(start)
+    assert moments["layers.0.attention.wo.weight"] == {"momentum_buffer"}
+    assert moments["tok_embeddings.weight"] == {"exp_avg", "exp_avg_sq", "step"}
+    learner.close()
+    again.close()
+
+
+def saved_moments(start: TrainerStart) -> dict[str, set[str]]:
+    """Names of the optimizer's state in a checkpoint, by the parameter's name."""
+    keys = FileSystemReader(start.folder / f"step-{start.step}").read_metadata().state_dict_metadata
+    found: dict[str, set[str]] = {}
+    for key in keys:
+        _, is_state, rest = key.partition("state.")
+        if is_state:
+            name, _, moment = rest.rpartition(".")
+            found.setdefault(name, set()).add(moment)
+    return found
+
+
+def test_adapters_are_trained_by_muon_and_go_on_bit_for_bit(one_rank, tmp_path):
+    options = dict(optimizer="muon", lora=LoRA.Config(rank=2))
+    learner = learner_of(tmp_path / "first", **options)
+    step(learner, 1)
+    start, expected = saved(learner, tmp_path / "trainer", 1), step(learner, 2)
+    again = learner_of(tmp_path / "again", start=start, **options)
+    assert step(again, 2) == expected
+    assert_same(parameters(again), parameters(learner), rtol=0, atol=0)
+    learner.close()
+    again.close()
+
+
 def test_a_mixture_of_experts_goes_on_bit_for_bit_and_is_exported_by_the_hubs_names(
     one_rank, tmp_path
 ):

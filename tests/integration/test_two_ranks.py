@@ -1,13 +1,18 @@
 """Two ranks, in processes of their own: every number is that of one rank, whatever each of them holds."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torchtitan.config import ParallelismConfig
 
 from tests.integration.learners import (
+    LAYERS,
     LAYOUTS,
     REFERENCE_LAYOUT,
     TOKENS,
@@ -29,6 +34,7 @@ from tests.integration.learners import (
 from tests.integration.models import MODEL
 from tests.integration.ranks import run_ranks
 from tests.unit.tree_samples import random_tree, tree_sample
+from torchtitan.experiments.rl.compat.torchtitan.optimizers import ShardedMuon
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training.config import Parallelism
@@ -44,6 +50,21 @@ def forks_of_forks(count: int = 30) -> list[TrainingSample]:
 
 
 REFERENCE = ReferenceConfig(kl_coef=0.5)
+
+
+def steps_of_muon(
+    optimizer: type[torch.optim.Muon], shard: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Matrices of several shapes after two steps, also of one that two ranks can't halve."""
+    random = torch.Generator().manual_seed(0)
+    shapes = [(8, 8), (7, 5), (5, 7), (1, 16), (64, 16)]
+    matrices = [torch.nn.Parameter(shard(torch.randn(s, generator=random))) for s in shapes]
+    built = optimizer(matrices, lr=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(2):
+        for matrix, shape in zip(matrices, shapes, strict=True):
+            matrix.grad = shard(torch.randn(shape, generator=random))
+        built.step()
+    return [full(matrix) for matrix in matrices]
 
 
 def compared(learner: Learner) -> Learner:
@@ -100,6 +121,17 @@ def work_of_a_rank(rank: int, folder: str, fused_model: str, llama_model: str) -
         )
         results[f"snapshot fused {name}"] = snapshot(learner)
         learner.close()
+        learner = learner_of(
+            f"{folder}/muon {name}",
+            optimizer="muon",
+            parallelism=Parallelism(data_parallel_replicate_degree=copies),
+        )
+        results[f"muon {name}"] = step(learner)
+        learner.close()
+    mesh = init_device_mesh("cpu", (2,))
+    results["muon of one gradient"] = steps_of_muon(
+        ShardedMuon, lambda whole: distribute_tensor(whole, mesh, [Shard(0)])
+    )
     learner = learner_of(f"{folder}/repeated", parallelism=Repeated())
     results["repeated"] = one_step(learner)
     results["repeated"]["snapshot"] = snapshot(learner)
@@ -172,6 +204,28 @@ def test_one_step_gives_the_same_parameters_on_one_rank_and_on_two(stepped, two_
         "the step changed nothing"
     )
     assert_same_after_adam(two_ranks[f"parameters {mesh}"], stepped)
+
+
+@pytest.mark.parametrize("mesh", ["sharded", "copied"])
+def test_a_step_of_muon_on_two_ranks_is_that_of_one(two_ranks, one_rank, tmp_path, mesh):
+    alone = step(learner_of(tmp_path, optimizer="muon"))
+    before = load_file(MODEL / "model.safetensors")
+    # Ranks add gradients up in other orders. The iteration rounds them to bfloat16, and makes the
+    # smallest singular values, which are of the rounding, several hundred times as large.
+    matrices = [name for name in alone if ".layers." in name and alone[name].ndim == 2]
+    assert len(matrices) == 7 * LAYERS
+    for name in matrices:
+        moved, moved_by_two = (
+            stepped[name] - before[name] for stepped in (alone, two_ranks[f"muon {mesh}"])
+        )
+        assert moved.norm() > 0, name
+        assert (moved_by_two - moved).norm() < 0.1 * moved.norm(), name
+
+
+def test_a_step_of_muon_by_one_gradient_is_the_same_bit_for_bit_on_two_ranks(two_ranks):
+    alone = steps_of_muon(torch.optim.Muon, lambda whole: whole)
+    for sharded, whole in zip(two_ranks["muon of one gradient"], alone, strict=True):
+        torch.testing.assert_close(sharded, whole, rtol=0, atol=0)
 
 
 def test_shards_keep_no_whole_gradient_between_microbatches_and_copies_add_theirs_up_once(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.config import Configurable
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.llama3 import model_registry
@@ -20,6 +21,7 @@ from torchtitan.experiments.rl.compat.torchtitan.models import (
     HiddenStateDecoder,
     ShardedLlama3Adapter,
 )
+from torchtitan.experiments.rl.compat.torchtitan.optimizers import MuonContainer, ShardedMuon
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -142,3 +144,21 @@ def test_every_copy_of_the_device_says_cpu_whatever_was_imported_first(first):
         "torchtitan.distributed.parallel_dims",
     } < copies.keys()
     assert set(copies.values()) == {"cpu", "torch.cpu"}, copies
+
+
+def test_optimizers_container_asks_by_name_for_each_optimizer_that_it_builds():
+    group = ParamGroupConfig(
+        pattern=".*", optimizer_name="Muon", optimizer_kwargs={"lr": 0.1, "momentum": 0.9}
+    )
+    container = MuonContainer(
+        OptimizersContainer.Config(param_groups=[group]),
+        model_parts=[torch.nn.Linear(2, 3, bias=False)],
+    )
+    (optimizer,) = container
+    assert isinstance(optimizer, ShardedMuon)
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    with pytest.raises(NotImplementedError, match="Muon"):  # torchtitan's own has none
+        OptimizersContainer(
+            OptimizersContainer.Config(param_groups=[group]),
+            model_parts=[torch.nn.Linear(2, 3, bias=False)],
+        )

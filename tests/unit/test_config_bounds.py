@@ -47,6 +47,7 @@ WITHOUT_BOUNDS = {
     "MadeDataset.Config.seed": ANY_SEED,
     "ReasoningGymDataset.Config.seed": ANY_SEED,
     "ValidationConfig.pass_reward": ANY_REWARD,
+    "StopConfig.value": "a metric may have any value",
     "Rubric.Config.truncation_reward": ANY_REWARD,
     "Rubric.Config.error_reward": ANY_REWARD,
     "DifficultyPool.Config.hard_up_to": ANY_REWARD,

@@ -55,6 +55,7 @@ PYTHON = {
     "# short_phonebook.py": "test_docs_tasks.py::test_the_shorter_task_has_less_than_thirty_lines_and_is_the_same",
     "# my_sums.py": "test_docs_blocks.py::test_the_sums_on_the_way_to_a_real_task_are_trained_as_shown",
     "# train_my_sums.py": "test_docs_blocks.py::test_the_sums_on_the_way_to_a_real_task_are_trained_as_shown",
+    "# kinds.py": "test_docs_tasks.py::test_functions_for_rows_of_several_kinds_judge_their_own",
     "# sandboxes.py": "test_docs_tasks.py::test_sandboxes_are_lent_to_one_env_at_a_time_and_come_back_whatever_happens",
     "# slow_tools.py": "test_docs_tasks.py::test_what_was_said_can_be_read_as_shown",
 }

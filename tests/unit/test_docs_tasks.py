@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.contexts import context_of
+from tests.fakes.rollouts import rollout_of, turn_of
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.command.command_line import load_config, parse_command
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
+from torchtitan.experiments.rl.rubrics.rubric import Rubric, scored_at
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
 from torchtitan.experiments.rl.train import main
 
@@ -48,6 +50,7 @@ def test_every_block_of_code_is_one_that_is_run_here():
         "phonebook",
         "test_phonebook",
         "short_phonebook",
+        "kinds",
         "sandboxes",
         "slow_tools",
     }
@@ -159,6 +162,22 @@ async def test_sandboxes_are_lent_to_one_env_at_a_time_and_come_back_whatever_ha
     assert [rollout.status for rollout in group.rollouts] == ["error", "completed", "completed"] * 4
     assert sorted(map(id, task.pool._queue)) == sorted(map(id, sandboxes)) and len(sandboxes) == 4
     assert sum(sandbox.uses for sandbox in sandboxes) == 12
+
+
+async def test_functions_for_rows_of_several_kinds_judge_their_own(modules):
+    kinds = modules["kinds"]
+    functions = [kinds.of_math, kinds.of_code, kinds.short_later]
+    rubric = Rubric.Config(reward_fns=functions).build()
+    for row, said, version, reward in (
+        ({"kind": "math", "answer": "4"}, "4", 0, 1.0),
+        ({"kind": "math", "answer": "4"}, "5", 100, 0.5),  # wrong, and short
+        ({"kind": "code"}, "def f(): ...", 99, 1.0),
+    ):
+        turn = turn_of([1], [2])
+        turn.assistant_message["content"] = said
+        with scored_at(version):
+            (scored,) = await rubric.score_group([rollout_of(turn)], row)
+        assert scored.reward == reward
 
 
 async def test_what_was_said_can_be_read_as_shown(modules, renderer, tmp_path):

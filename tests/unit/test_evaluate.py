@@ -182,6 +182,11 @@ def test_the_config_of_an_evaluation_has_the_chosen_tasks_and_attempts():
         .validation_schedule.attempts
         == 1
     )
+    best = rl_grpo_qwen3_debug()
+    best.checkpoint.keep_best = "validation/another_task/reward"
+    best.stop_at.value = 1.0
+    measured = evaluated_config(best, tasks=["sum_digits"], attempts=None)
+    assert measured.checkpoint.keep_best is None and not measured.stop_at.is_set
     with pytest.raises(ConfigError, match="no such task; the config has sum_digits"):
         evaluated_config(rl_grpo_qwen3_debug(), tasks=["sums"], attempts=None)
     config = rl_grpo_qwen3_debug()

@@ -192,3 +192,20 @@ def test_a_task_of_rows_has_its_validation_named_by_a_file():
     assert changed.tasks["rows"].validation == RowDataset.Config(path="held_out.jsonl")
     with pytest.raises(ConfigError, match="tasks.rows.dataset = 'None': a task can't do without"):
         override(config, ["--tasks.rows.dataset", "None"])
+
+
+def test_a_rubric_of_the_validation_is_named_by_a_file_and_its_functions(tmp_path):
+    file = tmp_path / "my_rewards.py"
+    file.write_text(
+        "def exact(completion, row): return 1.0\ndef short(completion, row): return 0.0\n"
+    )
+    config = rl_grpo_qwen3_debug()
+    config.tasks = {"rows": question_task([{"question": "1"}], max)}
+    option = "--tasks.rows.validation-rubric"
+    changed = override(config, [option, f"{file}:exact,short"]).tasks["rows"]
+    assert [fn.__name__ for fn in changed.validation_rubric.reward_fns] == ["exact", "short"]
+    assert changed.rubric.reward_fns == [max]
+    config.tasks["rows"] = changed
+    assert override(config, [option, "None"]).tasks["rows"].validation_rubric is None
+    with pytest.raises(ConfigError, match="a rubric is reward functions and their place"):
+        override(config, [option, "exact"])

@@ -374,6 +374,10 @@ REFUSED = {
         "dataset.count = 9",
         "has 10000",
     ),
+    "another optimizer": (
+        lambda run: ["--resume", str(run), "--trainer.optimizer.name", "muon"],
+        "trainer.optimizer.name = 'muon': the checkpoint has the moments of adamw: keep it, or",
+    ),
     "another config": (
         lambda run: ["--resume", str(run), "--config", "rl_echo_qwen3_debug"],
         "the run that is resumed has",
@@ -497,6 +501,10 @@ def test_a_new_run_begins_with_the_weights_of_another(resumed, tmp_path):
         ("metrics.wandb", True),
         ("recorder.fraction", True),
         ("checkpoint.interval", True),
+        ("checkpoint.keep_best", True),
+        ("stop_at.patience", True),
+        ("validation.top_p", True),
+        ("tasks.sums.validation_rubric", True),
         ("provision.device", True),
         ("tasks.sums.rubric.reward_fns[0].timeout_s", True),
         ("tasks.sums.algorithm.teacher.replicas", True),

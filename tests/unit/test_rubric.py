@@ -24,6 +24,7 @@ from torchtitan.experiments.rl.rubrics.rubric import (
     Rubric,
     env_component,
     last_assistant_text,
+    scored_at,
 )
 
 
@@ -264,13 +265,17 @@ async def hangs_async(rollout, env_input):
     await asyncio.sleep(3600)
 
 
+def forgets_to_return(completion, row):
+    float(completion == row)
+
+
 BAD_FUNCTIONS = [
     (raises, "ValueError: boom"),
     (raises_async, "ValueError: boom"),
     (exits, "SystemExit: 1"),
     (hangs_async, "no answer within 0.2 s"),
     (lambda r, e: time.sleep(1), "no answer within 0.2 s"),
-    (lambda r, e: None, "NoneType"),
+    (forgets_to_return, "returned None, and has no return with a value"),
     (lambda r, e: float("nan"), "nan"),
     (lambda r, e: math.inf, "inf"),
     (lambda r, e: 1e39, "returned 1e+39 (float), want a finite number that float32 holds"),
@@ -607,3 +612,82 @@ def test_the_text_of_a_rollout_holds_neither_its_answer_nor_what_was_said():
     rollout.metadata = {"solution": "forty-two"}
     rollout.answer = "forty-two"
     assert "forty-two" not in f"{rollout} {rollout!r}"
+
+
+# ---- functions that do not judge a rollout, and functions that know the policy version
+
+
+def of_math(completion, row):
+    return float(completion == row["answer"]) if row["kind"] == "math" else None
+
+
+def of_code(completion, row):
+    return float("def" in completion) if row["kind"] == "code" else None
+
+
+def short(completion, row):
+    return float(len(completion) < 5)
+
+
+def ranks_of_answered(completions, row):
+    return [None if text == "" else float(len(text)) for text in completions]
+
+
+async def test_a_function_that_returns_none_leaves_the_rollout_to_the_others():
+    functions = [RewardFn(of_math, weight=3), RewardFn(of_code, weight=3), RewardFn(short)]
+    row = {"kind": "math", "answer": "4"}
+    right, wrong = await rewards_of([answered("4"), answered("no, 5")], *functions, env_input=row)
+    # (3 * 1 + 1 * 1) / 4 and (3 * 0 + 1 * 0) / 4: the weight of of_code counts for nothing.
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert right.components == {"of_math": 1.0, "short": 1.0}
+    (long,) = await rewards_of([answered("4 " * 9)], *functions, env_input={"kind": "code"})
+    assert (long.reward, long.components) == (0.0, {"of_code": 0.0, "short": 0.0})
+
+
+async def test_a_group_level_function_judges_some_of_the_group():
+    ranked = RewardFn(ranks_of_answered, group_level=True)
+    first, second = await rewards_of([answered(""), answered("abc")], ranked, short)
+    assert (first.reward, first.components) == (1.0, {"short": 1.0})
+    assert (second.reward, second.components) == (2.0, {"ranks_of_answered": 3.0, "short": 1.0})
+
+
+async def test_a_rollout_that_no_function_judges_fails_by_their_names():
+    rollout = answered("4")
+    logged = RewardFn(short, weight=0)
+    (reward,) = await rewards_of([rollout], of_math, of_code, logged, env_input={"kind": "poem"})
+    assert reward.reward is None and rollout.status is RolloutStatus.ERROR
+    assert rollout.error == (
+        "reward function 'of_math', 'of_code': returned None, so that none judged the rollout; "
+        "return a number for such a row, or leave the row out"
+    )
+
+
+async def test_a_function_that_never_returns_a_value_fails_and_is_not_left_out():
+    rollout = answered("x")
+    (reward,) = await rewards_of([rollout], short, forgets_to_return)
+    assert reward.reward is None and rollout.error == (
+        "reward function 'forgets_to_return': returned None, and has no return with a value: "
+        "return a number"
+    )
+
+
+def annealed(completion, row, policy_version):
+    return 1 / (1 + policy_version)
+
+
+async def annealed_by_name(completion, row, *, policy_version):
+    return float(policy_version)
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+async def test_a_function_that_names_the_policy_version_is_given_it(isolate):
+    functions = [RewardFn(annealed, isolate=isolate), RewardFn(annealed_by_name)]
+    with scored_at(3):
+        (reward,) = await rewards_of([answered("x")], *functions)
+    assert reward.components == {"annealed": 0.25, "annealed_by_name": 3.0}
+    (outside,) = await rewards_of([answered("x")], *functions)
+    assert outside.components == {"annealed": 1.0, "annealed_by_name": 0.0}
+    given = functools.partial(annealed, policy_version=9)
+    with scored_at(3):
+        (bound,) = await rewards_of([answered("x")], RewardFn(given, name="given"))
+    assert bound.components == {"given": 0.25}

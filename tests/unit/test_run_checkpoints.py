@@ -25,7 +25,7 @@ from torchtitan.experiments.rl.controller.run import Observers, Run, evaluations
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.fleet import Fleet
-from torchtitan.experiments.rl.loops.saved_state import read_state
+from torchtitan.experiments.rl.loops.saved_state import BestState, read_state
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.training.checkpoints import write_error
 from torchtitan.experiments.rl.watch.checkpoints import RunCheckpoints
@@ -64,6 +64,7 @@ class Saved:
             validator=SimpleNamespace(state=lambda: state.validator),
             stall=SimpleNamespace(state=lambda: state.stall),
             alarm=SimpleNamespace(state=lambda: state.mismatch),
+            goals=SimpleNamespace(state=lambda: state.goals, stays=lambda step: False),
             trainer=self.trainer,
             metrics=SimpleNamespace(flush=lambda: None),
             recorder=SimpleNamespace(size_by_now=lambda: recorded),
@@ -174,7 +175,9 @@ async def fail_after_step_3(saved: Saved, error: str, monkeypatch) -> None:
     run = Run(context, resumed=None, init_from=None)
 
     async def set_up_and_fail():
-        run._observers = Observers(profile=None, reports=None, checkpoints=saved.checkpoints)
+        run._observers = Observers(
+            profile=None, reports=None, goals=None, checkpoints=saved.checkpoints
+        )
         saved.checkpoints.step_recorded(SimpleNamespace(step=3))
         raise RunError(error)
 
@@ -270,6 +273,52 @@ async def test_a_trainer_without_memory_for_its_copy_is_a_warning_and_the_next_c
     await saved.checkpoints.finish()
     assert [path.name for path in checkpoints(tmp_path)] == ["step-000004", "step-000006"]
     assert saved.checkpoints.failure is None
+
+
+async def best_policy(tmp_path, monkeypatch, *, steps: int, export=None, stopped: bool = False):
+    """Files and summary of a run that ends after ``steps``, and whose best checkpoint is step 20."""
+    (tmp_path / "checkpoints" / "step-000020").mkdir(parents=True)
+    final = tmp_path / "policy" / f"step-{steps}"
+    (final.with_name("best")).mkdir(parents=True)  # what an earlier end of the run has left
+    exported = []
+    monkeypatch.setattr(
+        run_module, "export_checkpoint", export or (lambda *given, **_: exported.append(given))
+    )
+    context = RunContext(checked_plan(rl_grpo_qwen3_debug()), tmp_path)
+    run = Run(context, resumed=None, init_from=None)
+    best = BestState(metric="validation/reward", value=0.91, step=20)
+    run._observers = Observers(
+        profile=None, reports=None, goals=SimpleNamespace(best=best), checkpoints=None
+    )
+    run._loops = SimpleNamespace(training=SimpleNamespace(steps_done=steps, stop=lambda: None))
+    if stopped:
+        run.stop()
+    await run._export_best(final)
+    assert not (tmp_path / "policy" / "best").exists()
+    return [given[0] for given in exported], run._files.get("best policy"), run._best()
+
+
+async def test_the_best_checkpoint_is_written_as_a_policy_beside_the_last(tmp_path, monkeypatch):
+    sources, target, best = await best_policy(tmp_path, monkeypatch, steps=40)
+    assert sources == [tmp_path / "checkpoints/step-000020/trainer"]
+    assert target == tmp_path / "policy/best" and best.path == sources[0].parent
+
+
+async def test_the_best_policy_is_not_written_where_it_is_the_last_or_a_signal_stopped_the_run(
+    tmp_path, monkeypatch
+):
+    last = await best_policy(tmp_path / "last", monkeypatch, steps=20)
+    stopped = await best_policy(tmp_path / "stopped", monkeypatch, steps=40, stopped=True)
+    assert last[:2] == stopped[:2] == ([], None)
+
+
+async def test_a_best_policy_that_can_not_be_written_is_a_warning(tmp_path, monkeypatch, caplog):
+    def full(*given, **options):
+        raise OSError(28, "No space left on device")
+
+    _, target, best = await best_policy(tmp_path, monkeypatch, steps=40, export=full)
+    assert target is None and best.step == 20
+    assert "the best policy is not written: OSError: [Errno 28] No space left" in caplog.text
 
 
 # ---- what is said of a disk that has filled

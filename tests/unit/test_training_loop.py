@@ -353,6 +353,24 @@ async def test_step_that_fails_ends_the_run_and_the_ledger_still_balances():
     assert run.rollouts.ledger.counts()["stub/open"] == 0
 
 
+async def test_an_observer_ends_the_run_before_a_step_and_all_before_it_is_recorded():
+    run = build(steps=100)
+    ends = []
+    run.noted.ended_early = lambda why, reports: ends.append(why)
+
+    async def step_begins(step):
+        if step == 4:
+            raise NothingLeftToLearn("validation/reward, which is 0.3 at step 3")
+
+    run.noted.step_begins = step_begins
+    await asyncio.wait_for(run.loop.run(), LIMIT_S)
+    await run.rollouts.close()
+    assert ends == ["validation/reward, which is 0.3 at step 3"]
+    assert [record.step for record in run.records] == [1, 2, 3]
+    assert ("evaluate", 3, "final") in run.parts.events
+    assert run.rollouts.ledger.counts()["stub/open"] == 0
+
+
 async def test_run_with_nothing_left_to_learn_evaluates_its_final_policy_and_ends_without_an_error():
     run = build(steps=100)
     ends = []

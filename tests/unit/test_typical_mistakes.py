@@ -89,7 +89,7 @@ MISTAKES = {
     "a reward function that forgets to return": (
         reward("pass"),
         RUBRIC,
-        "'bad': returned None (NoneType)",
+        "'bad': returned None, and has no return with a value: return a number",
     ),
     "a reward that is not finite": (
         reward("return float('nan')"),
@@ -346,6 +346,29 @@ def test_a_reward_that_compares_a_group_is_tried_on_a_group_of_the_validations_s
     several = ["--validation.attempts", "2", "--validation.temperature", "1"]
     assert command(*dry, *several)[0] == 0
     assert command(*dry, "--validation.every", "0")[0] == 0
+
+
+def test_the_rubric_of_the_validation_is_tried_and_named(command, config_module):
+    broken = "def broken(completion, example): return 1 / 0"
+    fields = "validation=Rows.Config(), validation_rubric=Rubric.Config(reward_fns=[broken])"
+    name, _ = config_module(f"{MODULE}\n{broken}\n{MADE.format(task=f'own({fields})')}")
+    code, _, err = command("--module", name, "--config", "made", "--dry-run")
+    assert code == 2
+    assert err.startswith("error: tasks.mine.validation_rubric = 'Rubric': the rewards of the ")
+    assert "reward function 'broken': ZeroDivisionError: division by zero" in err
+
+
+def test_rows_that_one_of_two_functions_judges_are_no_mistake(command, config_module):
+    functions = "def of_code(completion, example): return 1.0 if 'code' in example else None"
+    name, _ = config_module(
+        f"{MODULE}\n{functions}\n{MADE.format(task='own(rubric=Rubric.Config(reward_fns=[exact, of_code]))')}"
+    )
+    code, _, err = command("--module", name, "--config", "made", "--dry-run")
+    assert (code, err) == (0, "")
+    fails = MADE.format(task="own(rubric=Rubric.Config(reward_fns=[of_code]))")
+    name, _ = config_module(f"{MODULE}\n{functions}\n{fails}")
+    code, _, err = command("--module", name, "--config", "made", "--dry-run")
+    assert code == 2 and "reward function 'of_code': returned None, so that none judged" in err
 
 
 IN_HELPER = "def helper(row): return row['anser']\n"

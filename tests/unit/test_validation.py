@@ -497,3 +497,53 @@ async def test_evaluation_beside_training_leaves_room_in_the_generators(
     await iterations()
     assert len(policy.sessions) == 3 * at_once  # of four examples, three attempts each
     await validator.close()
+
+
+# ---- sampling and rewards of their own
+
+
+async def test_attempts_are_sampled_as_the_validation_says_and_else_as_the_task(build, tokenizer):
+    policy = ScriptedPolicy(tokenizer)
+    await run(policy, build(), temperature=0.6, top_p=0.9, top_k=20, max_tokens=3)
+    sampled = {repr(session.sampling) for session in policy.sessions}
+    assert sampled == {repr(SamplingConfig(temperature=0.6, max_tokens=3, top_p=0.9, top_k=20))}
+    policy = ScriptedPolicy(tokenizer)
+    await run(policy, build())
+    assert {repr(session.sampling) for session in policy.sessions} == {
+        repr(SamplingConfig(temperature=0.0, max_tokens=9))
+    }
+
+
+def always_half(completion, example):
+    return 0.5
+
+
+async def test_a_rubric_of_the_validation_measures_and_the_tasks_own_trains(build, tokenizer):
+    task = build(validation_rubric=Rubric.Config(reward_fns=[always_half]))
+    report = await run(ScriptedPolicy(tokenizer, "four"), task)
+    assert report.metrics["validation/ask/reward"] == 0.5
+    own = await run(ScriptedPolicy(tokenizer, "four"), build())
+    assert own.metrics["validation/ask/reward"] == 4.0
+    assert task.rubric.names == ["length"]
+
+
+def test_an_override_of_score_rewards_that_takes_no_rubric_is_refused(renderer):
+    class Changed(AskTask):
+        async def score_rewards(self, group):
+            await super().score_rewards(group)
+
+    config = Changed.Config(validation_rubric=Rubric.Config(reward_fns=[always_half]))
+    with pytest.raises(ConfigError, match="validation_rubric.*Changed.score_rewards takes none"):
+        config.build(name="ask", context=context_of(renderer))
+
+
+async def test_reward_functions_of_an_evaluation_know_the_version_that_is_evaluated(
+    build, tokenizer
+):
+    def version(completion, example, policy_version):
+        return float(policy_version)
+
+    policy = ScriptedPolicy(tokenizer)
+    policy.version = 7
+    report = await run(policy, build(rubric=Rubric.Config(reward_fns=[version])))
+    assert report.metrics["validation/ask/reward"] == 7.0

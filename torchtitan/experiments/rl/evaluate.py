@@ -218,6 +218,8 @@ def _figures_of_tasks(model: "Candidate", result: "Result") -> dict[str, dict[st
         examples = result.examples[task]
         examples.sort(key=lambda example: (len(example.example), example.example))
         settings = {"attempts": schedule.attempts, "temperature": schedule.temperature}
+        limits = {name: getattr(schedule, name) for name in ("top_p", "top_k", "max_tokens")}
+        settings |= {name: value for name, value in limits.items() if value is not None}
         figures[task] = settings | task_figures(
             examples, attempts=schedule.attempts, pass_reward=schedule.pass_reward
         )

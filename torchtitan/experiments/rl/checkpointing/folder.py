@@ -21,14 +21,20 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from torchtitan.experiments.rl.bounds import NonNegativeInt, PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.bounds import (
+    NonEmptyStr,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from torchtitan.experiments.rl.errors import RunError
 
 logger = logging.getLogger(__name__)
@@ -39,6 +45,8 @@ TRAINER_FOLDER = "trainer"
 """Folder in a checkpoint with the files of the trainer's ranks."""
 POLICY_FOLDER = "policy"
 """Folder in a run's folder with the policy as hub folders, ``policy/step-N``."""
+BEST_POLICY = "best"
+"""Name of the hub folder beside them that has the policy of the best checkpoint."""
 OLD_POLICY_FOLDER = "checkpoint"
 """Name of the same folder in older runs."""
 FORMAT = 2
@@ -61,6 +69,11 @@ class CheckpointConfig:
     keep: PositiveInt = 2
     """Number of checkpoints that stay; older ones are deleted. With 1, a damaged disk block costs
     the whole run."""
+    keep_best: NonEmptyStr | None = None
+    """Metric of the evaluations, such as validation/reward, whose best checkpoint stays beside the
+    newest ones, and is written as a hub folder at the end. None keeps the newest alone."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Value of ``keep_best`` that is the best."""
     grace_s: PositiveFloat = 25.0
     """Seconds after SIGTERM or SIGHUP for the step to end and be saved. After them the run ends
     with the checkpoint before. Schedulers kill 30 s after SIGTERM unless told otherwise."""
@@ -117,8 +130,11 @@ class CheckpointFolder:
             partial.mkdir()
             return partial
 
-    def commit(self, step: int) -> Path:
+    def commit(self, step: int, *, stays: Callable[[int], bool] = lambda step: False) -> Path:
         """Make the folder of ``begin`` the step's checkpoint, and delete the oldest ones.
+
+        Args:
+            stays: returns True for the step of a checkpoint that is not deleted, however old.
 
         A valid checkpoint of the step that is there already stays in its place. The call blocks
         while every file is read again, for its checksum.
@@ -135,6 +151,8 @@ class CheckpointFolder:
             _write_manifest(self._partial(step), step)
             self._put_in_place(step, target)
         for path in _complete(self._folder)[: -self._keep]:
+            if stays(step_of(path)):
+                continue
             try:
                 self._remove(path)
             except OSError as error:  # the new checkpoint is complete all the same
@@ -216,6 +234,11 @@ def step_of(path: Path) -> int:
     if match is None:
         raise ValueError(f"{path} is no checkpoint: its name is not step-NNNNNN")
     return int(match[1])
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Return the folder that the checkpoint of a step has in a run's folder."""
+    return Path(run_dir) / CHECKPOINTS_FOLDER / _name(step)
 
 
 def checkpoints(run_dir: Path) -> list[Path]:

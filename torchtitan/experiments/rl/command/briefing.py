@@ -47,9 +47,10 @@ def task_lines(
     """
     optimizer = config.trainer.optimizer
     warmup_steps = config.trainer.lr_scheduler.warmup_steps
+    muon = ", by Muon for the layers' matrices" if optimizer.name == "muon" else ""
     lines = [
         f"weights        {begins_from or config.model.hf_assets_path}",
-        f"learning rate  {optimizer.lr:g}, {warmup_steps} steps of warm-up",
+        f"learning rate  {optimizer.lr:g}, {warmup_steps} steps of warm-up{muon}",
         f"loss           {_loss_text(config)}",
     ]
     if policy is not None:

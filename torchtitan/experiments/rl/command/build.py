@@ -47,6 +47,8 @@ def build_parts(config: RunConfig) -> None:
     for name, task in config.tasks.items():
         with inside(f"tasks.{name}"):
             build_part("rubric", task.rubric)
+            if task.validation_rubric is not None:
+                build_part("validation_rubric", task.validation_rubric)
             if not takes_context(built_class(task.algorithm)):
                 build_part("algorithm", task.algorithm)
 

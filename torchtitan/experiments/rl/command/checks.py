@@ -37,6 +37,7 @@ from torchtitan.experiments.rl.models.policy import (
     is_of_transformers,
     model_positions,
     parameter_count,
+    parameter_counts,
     policy_spec,
 )
 from torchtitan.experiments.rl.plan.costs import GIB, ModelSizes, balance, version_bytes
@@ -79,6 +80,7 @@ def check(config: RunConfig) -> None:
     config.trainer.parallelism.validate(field="trainer.parallelism", ranks=config.trainer.ranks)
     check_adapters(config)
     check_loss(config)
+    check_goals(config)
     if config.rollout_workers and config.max_offpolicy_steps == 0:
         cure = (
             "synchronous runs repeat bit for bit, which takes one process: set it to 0, or "
@@ -220,6 +222,9 @@ def check_relations(config: RunConfig) -> None:
     if first > second:
         cure = f"must be at most betas[1] = {second}: the second moment is the slower average"
         raise ConfigError("trainer.optimizer.betas[0]", first, cure)
+    if trainer.optimizer.name == "muon" and trainer.enable_cpu_offload:
+        cure = "muon gathers whole matrices on the GPUs: set trainer.enable_cpu_offload to False"
+        raise ConfigError("trainer.optimizer.name", "muon", cure)
     total = trainer.lr_scheduler.total_steps
     if total is not None and total < config.steps:
         cure = (
@@ -314,16 +319,79 @@ def check_hosted_model(model: HostedModel, *, field: str) -> None:
     check_engine_fits(model.engine, hub, field=f"{field}.engine")
 
 
+def check_goals(config: RunConfig) -> None:
+    """Check that evaluations give the metrics that ``keep_best`` and ``stop_at`` compare.
+
+    Raises:
+        ConfigError: a metric is none of the evaluations', or no evaluation has it when it is asked.
+    """
+    keep_best, interval = config.checkpoint.keep_best, config.checkpoint.interval
+    if keep_best is not None:
+        field = "checkpoint.keep_best"
+        every = _schedule_of(keep_best, config, field=field)
+        if interval == 0:
+            cure = "checkpoint.interval is 0: set it to the steps between two checkpoints"
+            raise ConfigError(field, keep_best, cure)
+        if interval % every:
+            cure = (
+                f"checkpoint.interval = {interval} is no multiple of the {every} steps between two "
+                f"evaluations, so that checkpoints have no value: set it to {every}, or the "
+                "schedule's every"
+            )
+            raise ConfigError(field, keep_best, cure)
+    if config.stop_at.is_set:
+        _schedule_of(config.stop_at.metric, config, field="stop_at.metric")
+
+
+def _schedule_of(metric: str, config: RunConfig, *, field: str) -> int:
+    """Return the number of steps between two evaluations that have a metric.
+
+    Raises:
+        ConfigError: no evaluation has it, or those of several tasks have it at other steps.
+    """
+    schedules = {
+        name: task.validation_schedule or config.validation
+        for name, task in config.tasks.items()
+        if task.validation is not None
+    }
+    schedules = {name: schedule for name, schedule in schedules.items() if schedule.every}
+    if not schedules:
+        cure = "no task is evaluated: give one a validation set, and set validation.every"
+        raise ConfigError(field, metric, cure)
+    if metric == "validation/reward":
+        every = {name: schedule.every for name, schedule in schedules.items()}
+        if len(set(every.values())) > 1:
+            first = next(iter(every))
+            cure = (
+                f"it is the mean over tasks that are evaluated at other steps ({every}): name one "
+                f"task's, such as validation/{first}/reward"
+            )
+            raise ConfigError(field, metric, cure)
+        return next(iter(every.values()))
+    known = [
+        f"validation/{name}/{entry}"
+        for name, schedule in schedules.items()
+        for entry in schedule.metrics
+    ]
+    if metric not in known:
+        cure = f"no evaluation has it; choose among validation/reward, {', '.join(known)}"
+        raise ConfigError(field, metric, cure)
+    return schedules[metric.split("/")[1]].every
+
+
 def model_sizes(config: RunConfig, device: Device) -> ModelSizes:
     """Return the sizes of the policy, with the adapters that are trained."""
     lora = config.trainer.lora
     row_length = config.batcher.row_length
     spec = policy_spec(config.model, device=device, max_seq_len=row_length)
-    parameters = trained = parameter_count(spec)
+    counts = parameter_counts(spec)
+    trained, matrices = counts.all, counts.matrices
     if lora is not None:
         adapted = policy_spec(config.model, device=device, max_seq_len=row_length, lora=lora)
-        trained = (parameter_count(adapted) - parameters) * len(config.adapters)
-    return ModelSizes.of(decoder_shape(spec), parameters, trained)
+        trained = (parameter_count(adapted) - counts.all) * len(config.adapters)
+        matrices = trained  # an adapter is two matrices of a layer
+    by_muon = matrices if config.trainer.optimizer.name == "muon" else 0
+    return ModelSizes.of(decoder_shape(spec), counts.all, trained, by_muon=by_muon)
 
 
 def plan_run(

@@ -208,6 +208,13 @@ class _Target:
         return isinstance(self.holder, Task.Config) and self.keys[-1] in ("dataset", "validation")
 
     @property
+    def rubric(self) -> Rubric.Config | None:
+        """Rubric that the field holds, or an empty one if it may hold one; else None."""
+        if isinstance(self.value, Rubric.Config):
+            return self.value
+        return Rubric.Config() if self.optional_class is Rubric.Config else None
+
+    @property
     def takes_function(self) -> bool:
         kinds = (self.declared_type, *get_args(self.declared_type))
         return any(get_origin(kind) is Callable for kind in kinds)
@@ -218,7 +225,8 @@ class _Target:
 
         False for a plain dataclass that the field may leave out, such as ``trainer.lora``.
         """
-        return self.optional_class is None or isinstance(self.value, Configurable.Config)
+        optional = self.optional_class
+        return optional in (None, Rubric.Config) or isinstance(self.value, Configurable.Config)
 
     def with_part(self, part: Any) -> Any:
         """Return a copy of the config that has the part here."""
@@ -349,9 +357,9 @@ def _with_part_of_word(target: _Target) -> Any | None:
         return target.with_part(_part_at(target))
     if target.is_data:
         return _with_data(target)
-    if isinstance(target.value, Rubric.Config):
+    if target.rubric is not None:
         if target.word == right_answer.__name__:
-            return target.with_part(dataclasses.replace(target.value, reward_fns=[right_answer]))
+            return target.with_part(dataclasses.replace(target.rubric, reward_fns=[right_answer]))
         raise target.refusal(
             "a rubric is reward functions and their place: a file or a module, a colon, names: "
             f"my_rewards.py:{target.word}; each is fn(completion, example). right_answer, which "
@@ -420,7 +428,8 @@ def _part_at(target: _Target) -> Any:
     first, *others = found.values()
     if target.takes_function and callable(first) and not others:
         return first
-    if inspect.isclass(first) or not isinstance(target.value, Rubric.Config):
+    rubric = target.rubric
+    if inspect.isclass(first) or rubric is None:
         declares_class = inspect.isclass(target.declared_type)
         wanted = target.declared_type if declares_class else Configurable.Config
         return _config_of_class(target, found, wanted)
@@ -429,7 +438,7 @@ def _part_at(target: _Target) -> Any:
             raise target.refusal(
                 f"{name} is no function: want reward functions fn(completion, example)"
             )
-    return dataclasses.replace(target.value, reward_fns=list(found.values()))
+    return dataclasses.replace(rubric, reward_fns=list(found.values()))
 
 
 def _config_of_class(target: _Target, found: dict[str, Any], wanted: type[Any]) -> Any:

@@ -325,7 +325,8 @@ class Preflight:
             return None
         scores_rewards = type(task).score_group is Task.score_group
         has_that_size = schedule.attempts == len(group.rollouts)
-        if scores_rewards and (has_that_size or not task.rubric.compares_group):
+        rubric = task.validation_rubric
+        if rubric is None and scores_rewards and (has_that_size or not task.rubric.compares_group):
             return None
         copies = [_copy(group.rollouts[0], index) for index in range(schedule.attempts)]
         return replace(group, rollouts=copies)
@@ -337,8 +338,13 @@ class Preflight:
             f"the rewards of the reply {REPLY!r} in a group of the validation, whose size is "
             f"validation.attempts = {attempts}"
         )
-        await self._task.score_rewards(group)
-        self._check_scored(group, "rubric")
+        task = self._task
+        if task.validation_rubric is None:
+            await task.score_rewards(group)
+            self._check_scored(group, "rubric")
+        else:
+            await task.score_rewards(group, rubric=task.validation_rubric)
+            self._check_scored(group, "validation_rubric")
 
     def _check_scored(self, group: RolloutGroup, part: str = "") -> None:
         """Refuse the config if a rollout of the group failed while it was scored.

@@ -230,6 +230,7 @@ class ResumedRun:
         """
         files = files_of_models(config)
         self._check_model_files(config, files)
+        self._check_optimizer(config)
         changes = compare(self.saved_config, config)
         check_changes(
             [
@@ -263,6 +264,24 @@ class ResumedRun:
                 f"its {first} is not the one the run began with: put that back, or start a new run"
             )
             raise ConfigError(field, path, cure)
+
+    def _check_optimizer(self, config: RunConfig) -> None:
+        """Refuse another optimizer than the one whose moments the checkpoint has.
+
+        A run of an older version has AdamW, and names none.
+
+        Raises:
+            ConfigError: names both optimizers.
+        """
+        saved = (self.saved_config.get("trainer") or {}).get("optimizer") or {}
+        before = saved.get("name", "adamw")
+        now = config.trainer.optimizer.name
+        if now != before:
+            cure = (
+                f"the checkpoint has the moments of {before}: keep it, or start a new run "
+                "(--init-from takes the weights)"
+            )
+            raise ConfigError("trainer.optimizer.name", now, cure)
 
     def _check_datasets(self, config: RunConfig, datasets: Mapping[str, str]) -> None:
         """Refuse other examples to train on, and add a line for others to validate on.

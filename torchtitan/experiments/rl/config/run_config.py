@@ -159,6 +159,30 @@ class SupervisionConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class StopConfig:
+    """When evaluations end a run before its last step. By default they never do.
+
+    For example, ``--stop-at.value 0.9 --stop-at.patience 5`` ends a run once its reward in
+    evaluations is 0.9, or has not risen in five of them.
+    """
+
+    metric: NonEmptyStr = "validation/reward"
+    """Metric of the evaluations that is looked at."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Value of ``metric`` that is the best."""
+    value: float | None = None
+    """Value that ends the run once an evaluation reaches it."""
+    patience: PositiveInt | None = None
+    """Number of evaluations in a row without a gain that end the run."""
+    min_gain: NonNegativeFloat = 0.0
+    """Difference above which a better value than all before is a gain."""
+
+    @property
+    def is_set(self) -> bool:
+        return self.value is not None or self.patience is not None
+
+
+@dataclass(kw_only=True, slots=True)
 class UserCodeLimits:
     """Time limits of user code: a call that takes longer ends the run, by its owner's name.
 
@@ -230,6 +254,8 @@ class RunConfig:
     """Applied when a batch was taken. It becomes smaller by the rollouts that they drop."""
     validation: Changeable[ValidationConfig] = field(default_factory=ValidationConfig)
     """Schedule of tasks that set none of their own."""
+    stop_at: Changeable[StopConfig] = field(default_factory=StopConfig)
+    """Evaluations that end the run before its last step."""
     metrics: Changeable[MetricsLogger.Config] = field(default_factory=MetricsLogger.Config)
     recorder: Changeable[RolloutRecorder.Config] = field(default_factory=RolloutRecorder.Config)
     checkpoint: Changeable[CheckpointConfig] = field(default_factory=CheckpointConfig)

@@ -14,6 +14,7 @@ A run whose trainer dies is attempted again, by another `Run` (`actor.py`).
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +24,16 @@ from typing import TypeVar
 import numpy as np
 
 from torchtitan.experiments.rl.ask.call import ask, contained, sentence
+from torchtitan.experiments.rl.checkpointing.folder import (
+    BEST_POLICY,
+    TRAINER_FOLDER,
+    checkpoint_path,
+)
 from torchtitan.experiments.rl.command.resume import save_config
 from torchtitan.experiments.rl.configurable import BuildContext, build_with
 from torchtitan.experiments.rl.controller.closing import CLOSE_TIMEOUT_S, Closing
 from torchtitan.experiments.rl.envs.renderer import build_context
-from torchtitan.experiments.rl.errors import RunError, UserCodeError, cause_of
+from torchtitan.experiments.rl.errors import ConfigError, RunError, UserCodeError, cause_of
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.fleet import Fleet
 from torchtitan.experiments.rl.loops.events import RunEvents
@@ -37,15 +43,17 @@ from torchtitan.experiments.rl.loops.ledger import Ledger
 from torchtitan.experiments.rl.loops.loop import Loops, Parts, Schedule, build_loop
 from torchtitan.experiments.rl.loops.selection import Selection
 from torchtitan.experiments.rl.models.policy import model_positions
-from torchtitan.experiments.rl.observability.console import RunSummary
+from torchtitan.experiments.rl.observability.console import BestCheckpoint, RunSummary
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.process.logs import ENDS_THE_RUN
 from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE, ROLLOUTS_FILE
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.training.checkpoints import export_checkpoint
 from torchtitan.experiments.rl.watch.alarms import SeveralPrompts, StallDetectors
 from torchtitan.experiments.rl.watch.checkpoints import Resumed, RunCheckpoints, trainer_start
+from torchtitan.experiments.rl.watch.goals import ValidationGoals
 from torchtitan.experiments.rl.watch.mismatch import mismatch_alarm
 from torchtitan.experiments.rl.watch.profile import StepProfile
 from torchtitan.experiments.rl.watch.reports import Evaluated, RunReports
@@ -65,6 +73,7 @@ class Observers:
 
     profile: StepProfile
     reports: RunReports
+    goals: ValidationGoals
     checkpoints: RunCheckpoints
     """Hears of each event last, so that a step that could not be reported is not saved."""
 
@@ -89,6 +98,8 @@ class Run:
         self._observers: Observers | None = None
         """Set, with the loops, when the set-up has succeeded."""
         self._setting_up: asyncio.Task[None] | None = None
+        self._is_stopped = False
+        """True once `stop` was called."""
         self._client_failure: Exception | None = None
         """First error of a client of generators."""
         self._writers = Closing()
@@ -145,6 +156,7 @@ class Run:
 
     def stop(self) -> None:
         """End after the step that is being taken, or at once during the set-up."""
+        self._is_stopped = True
         if self._setting_up is not None:
             self._setting_up.cancel()
         if self._loops is not None:
@@ -270,7 +282,8 @@ class Run:
             processes=self.fleet.supervisor.processes,
         )
         prompts = SeveralPrompts(context.console.note)
-        watchers: list[RunEvents] = [stall, prompts, alarm, profile, reports]
+        goals = ValidationGoals(config)
+        watchers: list[RunEvents] = [stall, prompts, alarm, profile, reports, goals]
         loops = build_loop(
             Schedule.of_config(config, steps_done=self.steps_done),
             Parts(
@@ -296,6 +309,7 @@ class Run:
             validator=loops.validator,
             stall=stall,
             alarm=alarm,
+            goals=goals,
             trainer=self.fleet.trainer,
             metrics=metrics,
             recorder=recorder,
@@ -307,7 +321,9 @@ class Run:
         self._writers.push("the training loop", loops.training.close)
         self._writers.push("the profile", profile.close)
         self._loops = loops
-        self._observers = Observers(profile=profile, reports=reports, checkpoints=checkpoints)
+        self._observers = Observers(
+            profile=profile, reports=reports, goals=goals, checkpoints=checkpoints
+        )
         return loops
 
     # ---- training, and its end
@@ -326,6 +342,38 @@ class Run:
                 folder = await self.fleet.trainer.save_final(training.steps_done)
             if folder is not None:
                 self._files["policy"] = folder
+                await self._export_best(folder)
+
+    async def _export_best(self, final: Path) -> None:
+        """Write the policy of the best checkpoint as a hub folder, beside that of the last step.
+
+        A run that was stopped is resumed, and does so at its end. A failure is a warning: the
+        checkpoint is there, and `rl-export` takes it.
+
+        Args:
+            final: hub folder of the last step's policy.
+        """
+        target = final.with_name(BEST_POLICY)
+        await asyncio.to_thread(shutil.rmtree, target, ignore_errors=True)  # an earlier run's end
+        best = self._best()
+        if best is None or best.step == self.steps_done or self._is_stopped:
+            return
+        config = self._context.config
+        export = partial(
+            export_checkpoint,
+            best.path / TRAINER_FOLDER,
+            config.model,
+            target,
+            lora=config.trainer.lora,
+            names=config.adapters,
+        )
+        with self._context.console.waits.wait("the best policy to be written as a hub folder"):
+            try:
+                await asyncio.to_thread(export)
+            except (RunError, ConfigError, OSError) as error:
+                logger.warning("the best policy is not written: %s", cause_of(error))
+            else:
+                self._files["best policy"] = target
 
     def _end_rollouts(self, error: Exception) -> None:
         """End the rollouts with the error of a client that can't go on."""
@@ -396,12 +444,23 @@ class Run:
             summary.val_examples = reports.validation_examples
             summary.ledger = self._loops.rollouts.ledger.counts()
             summary.not_saved = checkpoints.failure
+            summary.best = self._best()
             files["batch"] = self.fleet.trainer.failed_batch
             files["profile"] = self._observers.profile.file
             checkpoint = checkpoints.newest or checkpoint
         files["checkpoint"] = checkpoint
         summary.files = {name: path for name, path in files.items() if path is not None}
         return summary
+
+    def _best(self) -> BestCheckpoint | None:
+        """Return the best checkpoint; None if none is kept, or it could not be written."""
+        best = None if self._observers is None else self._observers.goals.best
+        if best is None:
+            return None
+        path = checkpoint_path(self._context.run_dir, best.step)
+        if not path.is_dir():
+            return None
+        return BestCheckpoint(path=path, metric=best.metric, value=best.value, step=best.step)
 
 
 def evaluations_before(resumed: Resumed | None) -> list[Evaluated]:

@@ -10,7 +10,7 @@ An observer extends ``RunEvents`` and overrides the methods that it needs::
       step_recorded         |     its record is complete
       step_ended            |     nothing is left to do for it
     step_over            ---+
-    ended_early                   only if nothing is left to learn
+    ended_early                   only if nothing is left to learn, or `stop_at` is reached
 
     meanwhile, for each group of an evaluation: validation_arrived; and for each that has settled:
 
@@ -21,7 +21,7 @@ An observer extends ``RunEvents`` and overrides the methods that it needs::
 Each event is told to all observers, in their order, once the change that it tells of is whole. So
 the run's state is consistent whatever an observer raises. If a method raises, the observers after
 it do not hear of the event, and the run ends with that error. A method of the rollout loop's events
-may raise NothingLeftToLearn: the run then ends as complete.
+and `step_begins` may raise NothingLeftToLearn: the run then ends as complete.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,10 @@ from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 
 class NothingLeftToLearn(Exception):
-    """Raised by an observer if every task is mastered: the run is complete before its last step."""
+    """Raised by an observer if the run is complete before its last step.
+
+    Every task is mastered, or an evaluation has reached what the config asks for.
+    """
 
 
 class RunEvents:
@@ -110,7 +113,7 @@ class RunEvents:
         """Act before the next step begins, or the run ends."""
 
     def ended_early(self, why: str, reports: Sequence[ValidationReport]) -> None:
-        """Handle a run that ends before its last step because nothing is left to learn.
+        """Handle a run that ends before its last step because it is complete.
 
         Args:
             reports: evaluations that are in no step's record.

@@ -118,6 +118,8 @@ class GroupRequest:
     """Sampling of the rollouts; None for the task's."""
     credit: bool = True
     """True if the algorithm gives credit; False for rewards alone, as validation wants them."""
+    evaluates: bool = False
+    """True for an evaluation, which the task's ``validation_rubric`` rewards if there is one."""
     uncredited: RolloutGroup | None = None
     """Group that was run without credit, and gets it now."""
     policy_version: int = 0
@@ -225,7 +227,12 @@ class LocalRunner(GroupRunner):
                 for sample in rollout.samples:
                     sample.amend(adapter=task.config.adapter)
             with trace.span("score"):
-                await (task.score_group(group) if request.credit else task.score_rewards(group))
+                if request.credit:
+                    await task.score_group(group)
+                elif request.evaluates and task.validation_rubric is not None:
+                    await task.score_rewards(group, rubric=task.validation_rubric)
+                else:
+                    await task.score_rewards(group)
         return group.freeze()
 
     def lap(self) -> tuple[float, int]:

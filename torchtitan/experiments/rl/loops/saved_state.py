@@ -214,6 +214,28 @@ class MismatchState(Record):
     """For each step, the largest over the replicas of the mean distance, in nats."""
 
 
+class BestState(Record):
+    """The best value of a metric that evaluations have had, as ``keep_best`` or ``stop_at`` ask."""
+
+    metric: str
+    value: float
+    step: int
+    """Policy version that had the value."""
+    since: int = 0
+    """Number of evaluations since."""
+
+
+class GoalsState(Record):
+    """What evaluations have shown so far (watch/goals.py)."""
+
+    kept: BestState | None = None
+    """The best checkpoint; None if none is kept as such."""
+    stop: BestState | None = None
+    """The value that later evaluations are compared with, to end the run."""
+    reported: int = 0
+    """Latest step whose evaluation has ended."""
+
+
 class RunState(Record, kw_only=True):
     """State of the whole run, beside the trainer's."""
 
@@ -233,6 +255,8 @@ class RunState(Record, kw_only=True):
     each that there was."""
     offsets: dict[str, int]
     """Size of each file that the run appends to, by its path in the run folder."""
+    goals: GoalsState = msgspec.field(default_factory=GoalsState)
+    """The best evaluations; empty in files of older versions."""
 
 
 def write_state(folder: Path, state: RunState) -> None:

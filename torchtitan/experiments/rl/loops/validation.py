@@ -11,7 +11,6 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -247,7 +246,7 @@ class Validator:
         """Run the attempts at each of a task's examples, and return a group for each example."""
         task = self._tasks[name]
         config = self._configs[name]
-        sampling = replace(task.config.sampling, temperature=config.temperature)
+        sampling = config.sampling(task.config.sampling)
         dataset = task.validation
         assert dataset is not None
         owner = f"validation of task {name!r}"
@@ -264,6 +263,7 @@ class Validator:
                     group_size=config.attempts,
                     sampling=sampling,
                     credit=False,
+                    evaluates=True,
                 )
                 try:
                     group = await self._runner.run(task, request)
@@ -331,8 +331,7 @@ def evaluation_metrics(
         return metrics
     average = mean([mean(rewards) for rewards in scored])
     metrics |= {f"{prefix}/reward": average, f"{prefix}/avg@{config.attempts}": average}
-    powers_of_two = {2**power for power in range(config.attempts.bit_length())}
-    for k in sorted({config.attempts, *powers_of_two}):
+    for k in config.passes:
         chances = []
         for rewards in scored:
             passed = sum(reaches(reward, config.pass_reward) for reward in rewards)

@@ -107,8 +107,27 @@ def policy_spec(
     return spec if lora is None else with_lora(spec, lora)
 
 
+def is_layer_matrix(name: str, parameter: torch.Tensor) -> bool:
+    """Return True for a matrix of a layer, and False for embedding, head and stacks of experts."""
+    return parameter.ndim == 2 and ".layers." in f".{name}"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ParameterCounts:
+    """Numbers of a model's parameters, a tied head counted once."""
+
+    all: int
+    matrices: int
+    """Number of those that are in the layers' matrices (`is_layer_matrix`)."""
+
+
 def parameter_count(spec: ModelSpec) -> int:
-    """Return the number of the model's parameters, a tied head counted once.
+    """Return the number of the model's parameters, a tied head counted once."""
+    return parameter_counts(spec).all
+
+
+def parameter_counts(spec: ModelSpec) -> ParameterCounts:
+    """Count the model's parameters.
 
     No memory is allocated for the parameters. A model whose sizes were counted before is not built
     again: ``--gpus`` plans hundreds of divisions of the same model.
@@ -117,11 +136,16 @@ def parameter_count(spec: ModelSpec) -> int:
     if sizes not in _COUNTS:
         with torch.device("meta"):
             model = spec.model.build()
-        _COUNTS[sizes] = sum(parameter.numel() for parameter in model.parameters())
+        parameters = dict(model.named_parameters())
+        matrices = [value for name, value in parameters.items() if is_layer_matrix(name, value)]
+        _COUNTS[sizes] = ParameterCounts(
+            all=sum(parameter.numel() for parameter in parameters.values()),
+            matrices=sum(matrix.numel() for matrix in matrices),
+        )
     return _COUNTS[sizes]
 
 
-_COUNTS: dict[Hashable, int] = {}
+_COUNTS: dict[Hashable, ParameterCounts] = {}
 """Numbers of parameters, by the `_sizes_key` of the model's config."""
 
 

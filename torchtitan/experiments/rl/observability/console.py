@@ -205,6 +205,16 @@ class Waits:
 
 
 @dataclass(kw_only=True, slots=True)
+class BestCheckpoint:
+    """The checkpoint that is the best by a metric of the evaluations."""
+
+    path: Path
+    metric: str
+    value: float
+    step: int
+
+
+@dataclass(kw_only=True, slots=True)
 class RunSummary:
     """What a run says at its end."""
 
@@ -222,6 +232,8 @@ class RunSummary:
     there."""
     stopped_by: str | None = None
     """Reason that the run ended before its last step; None if it did not."""
+    best: BestCheckpoint | None = None
+    """Checkpoint that is kept as the best one; None if none is."""
     not_saved: str | None = None
     """Reason that no checkpoint has the last state; None if one has it."""
     start_val_failures: tuple[int, int] = (0, 0)
@@ -299,6 +311,10 @@ def summary_facts(summary: RunSummary) -> Facts:
     if summary.run_dir is not None:
         facts["folder"] = near(summary.run_dir)
     facts |= {name: str(_within(summary.run_dir, path)) for name, path in summary.files.items()}
+    if summary.best is not None:
+        best = summary.best
+        where = _within(summary.run_dir, best.path)
+        facts["best"] = f"{where} ({best.metric} {best.value:.4g} at {best.step})"
     if summary.not_saved is not None:
         facts["not saved"] = one_sentence(summary.not_saved)
     return facts | _next_commands(summary)

@@ -25,6 +25,8 @@ class ModelSizes:
     parameters: int
     trained: int
     """Number of trained parameters: those of all adapters, or of the model without them."""
+    by_muon: int = 0
+    """Number of the trained parameters that Muon moves. It keeps one moment of each, AdamW two."""
     layers: int
     dim: int
     vocabulary: int
@@ -43,10 +45,13 @@ class ModelSizes:
     """Number of experts that each token chooses."""
 
     @classmethod
-    def of(cls, decoder: DecoderShape, parameters: int, trained: int) -> "ModelSizes":
+    def of(
+        cls, decoder: DecoderShape, parameters: int, trained: int, *, by_muon: int = 0
+    ) -> "ModelSizes":
         return cls(
             parameters=parameters,
             trained=trained,
+            by_muon=by_muon,
             layers=decoder.layers,
             dim=decoder.dim,
             vocabulary=decoder.vocab_size,
@@ -59,6 +64,11 @@ class ModelSizes:
             experts=decoder.experts,
             chosen=decoder.chosen,
         )
+
+    @property
+    def moments(self) -> int:
+        """Number of values that the optimizer keeps of the trained parameters."""
+        return 2 * self.trained - self.by_muon
 
     @property
     def vocabulary_parameters(self) -> int:

@@ -45,8 +45,8 @@ class TrainerMemory:
     """Bytes of one rank, by what they are."""
 
     state: float
-    """Parameters, gradients and two Adam moments: this rank's shard. Gradients are reduced in every
-    microbatch. And each layer's table of rotations, whole."""
+    """Parameters, gradients and optimizer's moments: this rank's shard. Gradients are reduced in
+    every microbatch. And each layer's table of rotations, whole."""
     activations: float
     """Bytes that a microbatch's forward pass leaves for its backward pass. With checkpointing it is
     each layer's input."""
@@ -128,7 +128,9 @@ def trainer_memory(sizes: ModelSizes, config: RunConfig, *, device: Device) -> T
     held = (
         0
         if trainer.enable_cpu_offload
-        else sizes.parameters + (3 if trainer.reference is None else 4) * sizes.trained
+        else sizes.parameters
+        + (1 if trainer.reference is None else 2) * sizes.trained
+        + sizes.moments
     )
     compute, tokens = (
         BYTES[trainer.mixed_precision_param],
@@ -270,8 +272,8 @@ def host_memory(plan: "RunPlan", placement: Placement) -> dict[int, HostMemory]:
     versions = versions_on_hosts(
         plan.config, plan.sizes, placement, on_devices=plan.weights_on_devices
     )
-    # Parameters, gradients and two moments; a reference's parameters where there is one.
-    values = plan.sizes.parameters + plan.saved_values * plan.sizes.trained
+    # Parameters, gradients and moments; a reference's parameters where there is one.
+    values = plan.sizes.parameters + plan.saved_values
     copies = trainer.parallelism.data_parallel_replicate_degree
     offloaded = values * BYTES[trainer.dtype] * copies if trainer.enable_cpu_offload else 0
     return {
@@ -330,13 +332,14 @@ class RunPlan:
 
     @property
     def saved_values(self) -> int:
-        """Values of each trained parameter in a checkpoint: its own, two moments, a reference's."""
-        return 3 if self.config.trainer.reference is None else 4
+        """Values in a checkpoint: trained parameters, moments, and a reference's parameters."""
+        copies = 1 if self.config.trainer.reference is None else 2
+        return copies * self.sizes.trained + self.sizes.moments
 
     @property
     def checkpoint_gib(self) -> float:
         """Size of a checkpoint on the disk."""
-        return self.saved_values * self.sizes.trained * BYTES[self.config.trainer.dtype] / GIB
+        return self.saved_values * BYTES[self.config.trainer.dtype] / GIB
 
     @property
     def copied_gib(self) -> float:
@@ -392,9 +395,14 @@ class RunPlan:
 
     @property
     def disk_gib(self) -> float:
-        """Room on the disk for the checkpoints that stay, the next one and the final policy."""
+        """Room on the disk for the checkpoints that stay, the next one and the policy.
+
+        The policy is written twice if the best checkpoint's is too.
+        """
+        checkpoint = self.config.checkpoint
+        best = checkpoint.keep_best is not None
         policy = self.sizes.parameters * BYTES[self.config.trainer.dtype] / GIB
-        return (self.config.checkpoint.keep + 1) * self.checkpoint_gib + policy
+        return (checkpoint.keep + best + 1) * self.checkpoint_gib + (1 + best) * policy
 
     def lines(self) -> list[str]:
         config, trainer, sizes, memory = (
@@ -461,7 +469,7 @@ class RunPlan:
             f"{memory.published / GIB:.2f} GiB a rank"
             if self.weights_on_devices
             else f"shared memory  two versions of the weights: {self._shared_weights()}",
-            f"disk           about {self.disk_gib:.2f} GiB: {config.checkpoint.keep} checkpoints "
+            f"disk           about {self.disk_gib:.2f} GiB: {self._kept_checkpoints()} "
             f"of {self.checkpoint_gib:.2f} "
             "GiB are kept, another while it is written, and the policy",
         ]
@@ -479,6 +487,14 @@ class RunPlan:
             lines.append(self.balance.step_line())
             lines += [self.balance.line()] if self.shared_gpu is None else []
         return lines
+
+    def _kept_checkpoints(self) -> str:
+        """Return how many checkpoints stay, in words."""
+        checkpoint = self.config.checkpoint
+        kept = f"{checkpoint.keep} checkpoints"
+        if checkpoint.keep_best is not None:
+            kept += f" and the best by {checkpoint.keep_best}"
+        return kept
 
     def _modules(self) -> str:
         """Return whose modules the trainer computes with, unless they are torchtitan's."""

@@ -18,6 +18,10 @@ Temperature = Annotated[float, Interval(ge=0, le=2)]
 """Sampling temperature. vLLM refuses more than 2."""
 
 
+TopP = Annotated[float, Gt(0), Le(1)]
+TopK = Annotated[int, Ge(-1)]
+
+
 @dataclass(kw_only=True, slots=True)
 class SamplingConfig:
     """Settings with which completions are sampled.
@@ -29,8 +33,8 @@ class SamplingConfig:
     """0 is greedy."""
     max_tokens: PositiveInt = 256
     """Maximum number of tokens of a turn."""
-    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    top_k: Annotated[int, Ge(-1)] = -1
+    top_p: TopP = 1.0
+    top_k: TopK = -1
     """Number of most likely tokens to sample from; -1 and 0 for all."""
     stop: list[NonEmptyStr] = field(default_factory=list)
     """Texts that end a completion too, with the token that completes one. All that was sampled is

@@ -4,20 +4,26 @@ A rubric weighs reward functions. Each gets ``(completion, example)``: the text 
 last, or what an agent returned, and the ``env_input`` of the data sample. A ``RewardFn`` gives a
 function a weight or a name. With ``takes="rollout"`` its function gets ``(rollout, example)``, and
 with ``group_level=True`` a list of the group's completions or rollouts as the first argument. A
-function returns a number, a group-level one a number for each rollout; either may be async. What an
-env itself rewarded counts only if a rubric names it, with ``env_component(name)``.
+function returns a number, a group-level one a number for each rollout; either may be async. None in
+place of a number leaves the rollout to the other functions. A function with an argument named
+``policy_version`` is given that too. What an env itself rewarded counts only if a rubric names it,
+with ``env_component(name)``.
 
 A function that raises, hangs or returns anything but finite numbers makes its rollout an ERROR that
 names the function. It never counts as a 0: a bug in the scoring must not look like a bad answer.
 """
 
+import ast
 import asyncio
 import functools
 import inspect
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable, Sequence
+import textwrap
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from itertools import permutations
 from typing import Annotated, Any, Literal
@@ -52,6 +58,17 @@ __all__ = ["Reward", "RewardFn", "Rubric", "env_component", "env_components", "l
 
 logger = logging.getLogger(__name__)
 
+VERSION_ARGUMENT = "policy_version"
+"""Name of the argument by which a reward function asks for the policy version."""
+_policy_version: ContextVar[int] = ContextVar("policy_version", default=0)
+
+Judgement = float | UserCodeError | None
+"""What a function says of a rollout: a value, why it failed, or None if it does not judge it."""
+
+
+ENV_PREFIX = "env/"
+"""Beginning of the name of a component that the env rewarded and no function weighs."""
+
 
 ENV_PREFIX = "env/"
 """Beginning of the name of a component that the env rewarded and no function weighs."""
@@ -62,10 +79,11 @@ class Reward:
     """Reward that a rubric gives one rollout."""
 
     reward: float | None
-    """Weighted mean of the functions; None on a rollout excluded from its group."""
+    """Weighted mean of the functions that judged the rollout; None on a rollout excluded from its
+    group."""
     components: dict[str, float] = field(default_factory=dict)
-    """Value of each function by name, unweighted; and as ``env/<name>`` each component that the env
-    rewarded and no function weighs."""
+    """Value of each function that judged the rollout, by name, unweighted; and as ``env/<name>``
+    each component that the env rewarded and no function weighs."""
 
 
 @dataclass(slots=True)
@@ -98,6 +116,16 @@ class RewardFn:
         return {"fn": path} | {
             entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "fn"
         }
+
+
+@contextmanager
+def scored_at(version: int) -> Iterator[None]:
+    """Have the rubrics that score in the block know the policy version of the group."""
+    token = _policy_version.set(version)
+    try:
+        yield
+    finally:
+        _policy_version.reset(token)
 
 
 class Rubric(UserConfigurable):
@@ -133,6 +161,7 @@ class Rubric(UserConfigurable):
         field = "rubric.reward_fns" if inherited else "rubric.register_funcs"
         _check_functions(named, field=field)
         self._fns = dict(named)
+        self._asks_version = {name for name, entry in named if _asks_version(entry.fn)}
         self._total_weight = math.fsum(entry.weight for _, entry in named)
         self._isolated = IsolatedCalls(
             config.isolated_workers, memory_gib=config.isolated_memory_gib
@@ -207,10 +236,10 @@ class Rubric(UserConfigurable):
         rewards = [Reward(self._fixed_reward(rollout)) for rollout in rollouts]
         pending = [index for index, rollout in enumerate(rollouts) if self._needs_scoring(rollout)]
         scored = [rollouts[index] for index in pending]
-        columns: list[list[float | UserCodeError]] = []
+        columns: list[list[Judgement]] = []
         if scored:
             columns = await asyncio.gather(
-                *(self._column(entry, scored, env_input) for entry in self._fns.values())
+                *(self._column(self._bound(name), scored, env_input) for name in self._fns)
             )
         for position, index in enumerate(pending):
             values = [column[position] for column in columns]
@@ -218,8 +247,19 @@ class Rubric(UserConfigurable):
         self._add_env_components(rollouts, rewards)
         return rewards
 
-    def _reward(self, rollout: Rollout, values: Sequence[float | UserCodeError]) -> Reward:
-        """Return the reward of the functions' values, and fail the rollout if a function failed."""
+    def _bound(self, name: str) -> RewardFn:
+        """Return a function that is given the policy version, if it asks for that."""
+        entry = self._fns[name]
+        if name not in self._asks_version:
+            return entry
+        bound = functools.partial(entry.fn, **{VERSION_ARGUMENT: _policy_version.get()})
+        return replace(entry, fn=bound)
+
+    def _reward(self, rollout: Rollout, values: Sequence[Judgement]) -> Reward:
+        """Return the reward of the functions' values.
+
+        The rollout fails if a function failed, or if none of a weight judged it.
+        """
         components: dict[str, float] = {}
         causes: list[str] = []
         tracebacks: dict[str, None] = {}  # each once, in their order
@@ -227,17 +267,25 @@ class Rubric(UserConfigurable):
             if isinstance(value, UserCodeError):
                 causes.append(f"reward function {name!r}: {value}")
                 tracebacks[users_traceback(value)] = None
-            else:
+            elif value is not None:
                 components[name] = value
         if causes:
             rollout.fail("; ".join(causes), traceback="\n".join(filter(None, tracebacks)))
             return Reward(None, components)
         if not self._fns:
             return Reward(0.0, components)
+        total = math.fsum(self._fns[name].weight for name in components)
+        if total == 0:
+            weighed = [name for name, entry in self._fns.items() if entry.weight]
+            rollout.fail(
+                f"reward function {', '.join(map(repr, weighed))}: returned None, so that none "
+                "judged the rollout; return a number for such a row, or leave the row out"
+            )
+            return Reward(None, components)
         # Divided once: the shares of weights 1.0 and 0.3 sum to 0.9999999999999999, and a rollout
         # that is right in everything would have that reward.
-        weighted = math.fsum(entry.weight * components[name] for name, entry in self._fns.items())
-        return Reward(weighted / self._total_weight, components)
+        weighted = math.fsum(self._fns[name].weight * value for name, value in components.items())
+        return Reward(weighted / total, components)
 
     def _needs_scoring(self, rollout: Rollout) -> bool:
         if rollout.status.is_truncated():
@@ -256,8 +304,8 @@ class Rubric(UserConfigurable):
 
     async def _column(
         self, entry: RewardFn, rollouts: list[Rollout], env_input: object
-    ) -> list[float | UserCodeError]:
-        """Return one function's value for each rollout, or why there is none."""
+    ) -> list[Judgement]:
+        """Return what one function says of each rollout."""
         if not entry.group_level:
             return await asyncio.gather(
                 *(self._value(entry, rollout, env_input) for rollout in rollouts)
@@ -274,13 +322,11 @@ class Rubric(UserConfigurable):
                 f"returned a {type(values).__name__}{size}, want a list of {len(rollouts)} numbers"
             )
             return [UserCodeError(cause)] * len(rollouts)
-        return [_number(value) for value in answers]
+        return [_judgement(value, entry.fn) for value in answers]
 
-    async def _value(
-        self, entry: RewardFn, rollout: Rollout, env_input: object
-    ) -> float | UserCodeError:
+    async def _value(self, entry: RewardFn, rollout: Rollout, env_input: object) -> Judgement:
         try:
-            return _number(await self._call(entry, rollout, env_input))
+            return _judgement(await self._call(entry, rollout, env_input), entry.fn)
         except UserCodeError as error:
             return error
 
@@ -369,14 +415,43 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", None) or type(fn).__name__
 
 
-def _number(value: object) -> float | UserCodeError:
-    """Return the value as a float, or what is wrong with it."""
+def _asks_version(function: Callable[..., Any]) -> bool:
+    """Return True if a function has an argument for the policy version that is not set yet."""
+    try:
+        parameter = inspect.signature(function).parameters.get(VERSION_ARGUMENT)
+    except (TypeError, ValueError):  # a builtin without one
+        return False
+    return parameter is not None and parameter.kind is not parameter.POSITIONAL_ONLY
+
+
+@functools.cache
+def _returns_nothing(function: Callable[..., Any]) -> bool:
+    """Return True for a function whose source has no ``return`` with a value."""
+    try:
+        definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError):  # no source, or a lambda in an expression
+        return False
+    return isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
+        isinstance(node, ast.Return) and node.value is not None for node in ast.walk(definition)
+    )
+
+
+def _judgement(value: object, function: Callable[..., Any]) -> Judgement:
+    """Return the value as a float, None for None, or what is wrong with it.
+
+    None from a function that never returns anything else is a forgotten ``return``: nobody would
+    see that the function judges nothing.
+    """
+    if value is None:
+        if _returns_nothing(inspect.unwrap(getattr(function, "func", function))):
+            return UserCodeError("returned None, and has no return with a value: return a number")
+        return None
     number = finite_float(value)
     if number is not None:
         return number
     return UserCodeError(
         f"returned {text_of(value)} ({type(value).__name__}), want a finite number that float32 "
-        "holds"
+        "holds, or None where it does not judge the rollout"
     )
 
 
@@ -433,7 +508,8 @@ def _check_arguments(entry: RewardFn, name: str, *, field: str) -> None:
         )
         raise ConfigError(field, f"{name}{signature}", cure)
     try:
-        signature.bind(None, None)
+        version = {VERSION_ARGUMENT: 0} if _asks_version(entry.fn) else {}
+        signature.bind(None, None, **version)
     except TypeError as error:
         wanted = f"want fn({entry.takes}{'s' * entry.group_level}, example)"
         if entry.takes == "completion":

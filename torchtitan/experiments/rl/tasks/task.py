@@ -32,7 +32,7 @@ import logging
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, cast
 
 from annotated_types import Ge, Le
@@ -88,6 +88,8 @@ from torchtitan.experiments.rl.rollouts.policy import (
     PolicySession,
     SamplingConfig,
     Temperature,
+    TopK,
+    TopP,
 )
 from torchtitan.experiments.rl.rollouts.types import (
     DataSample,
@@ -95,7 +97,7 @@ from torchtitan.experiments.rl.rollouts.types import (
     RolloutGroup,
     counted_in,
 )
-from torchtitan.experiments.rl.rubrics.rubric import Reward, Rubric
+from torchtitan.experiments.rl.rubrics.rubric import Reward, Rubric, scored_at
 from torchtitan.experiments.rl.tasks.group_run import GroupRun, claim, derive_seed
 from torchtitan.experiments.rl.types import TrainingSample
 
@@ -115,7 +117,7 @@ logger = logging.getLogger(__name__)
 MIN_TRAINING_TEMPERATURE = 0.01
 """Lowest sampling temperature of training. vLLM raises lower ones to this, but for those under
 1e-5, at which it samples greedily."""
-PARTS = ("dataset", "validation", "rubric", "algorithm", "sampler")
+PARTS = ("dataset", "validation", "rubric", "validation_rubric", "algorithm", "sampler")
 """Fields of a task's config that the task builds."""
 GroupSize = Annotated[
     int, Ge(1), Le(4096), Cure("all rollouts of a group are in memory until the last has ended")
@@ -136,12 +138,37 @@ class ValidationConfig:
     """Rollouts of each example: the k of avg@k and pass@k."""
     temperature: Temperature = 0.0
     """0 is greedy."""
+    top_p: TopP | None = None
+    """Share of the probability to sample from; None for the task's ``sampling.top_p``, which is all
+    of it in training. Evaluations take no loss, so it biases nothing."""
+    top_k: TopK | None = None
+    """Number of most likely tokens to sample from; -1 and 0 for all, None for the task's."""
+    max_tokens: PositiveInt | None = None
+    """Maximum number of tokens of a turn; None for the task's ``sampling.max_tokens``. The task's
+    env.max_rollout_tokens bounds the rollout all the same."""
     max_concurrency: PositiveInt = 64
     """Rollouts at once while training goes on: the engine serves requests in turn, and those of
     training have to get theirs. The first and the last evaluation have the generators to themselves
     and no limit."""
     pass_reward: float = 1.0
     """Reward from which an attempt has passed."""
+
+    def sampling(self, of_task: SamplingConfig) -> SamplingConfig:
+        """Return how the attempts of a task are sampled."""
+        own = {"top_p": self.top_p, "top_k": self.top_k, "max_tokens": self.max_tokens}
+        given = {name: value for name, value in own.items() if value is not None}
+        return replace(of_task, temperature=self.temperature, **given)
+
+    @property
+    def passes(self) -> list[int]:
+        """Each k of pass@k: ``attempts``, and the powers of two below it."""
+        return sorted({self.attempts, *(2**n for n in range(self.attempts.bit_length()))})
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics of an evaluation that people choose by, behind the task's name."""
+        of_rewards = ["reward", f"avg@{self.attempts}", *(f"pass@{k}" for k in self.passes)]
+        return [*of_rewards, "failed", "truncated", "completion_tokens"]
 
     def validate(self, *, field: str) -> None:
         """Refuse fields that don't fit together.
@@ -213,6 +240,9 @@ class Task(UserConfigurable):
         rubric: Annotated[Rubric.Config, Cure("write Rubric.Config(reward_fns=[...])")] = field(
             default_factory=Rubric.Config
         )
+        validation_rubric: Changeable[Rubric.Config | None] = None
+        """Rubric of evaluations, if another than ``rubric`` is to measure the policy. None takes
+        ``rubric``."""
         sampler: SampleStrategy.Config = field(default_factory=ShuffledCursor.Config)
         env: RendererEnvConfig = field(default_factory=RendererEnvConfig)
         sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -349,6 +379,10 @@ class Task(UserConfigurable):
             "sampler", config.sampler, dataset=self.dataset, seed=sampler_seed(context.seed, name)
         )
         self.rubric: Rubric = build_part("rubric", config.rubric)
+        self.validation_rubric: Rubric | None = None
+        if config.validation_rubric is not None:
+            self._check_takes_rubric()
+            self.validation_rubric = build_part("validation_rubric", config.validation_rubric)
         self.algorithm: Algorithm = build_algorithm(config.algorithm, context)
 
     @staticmethod
@@ -361,6 +395,19 @@ class Task(UserConfigurable):
                 "has no effect, because the renderer does not say whose message a token belongs "
                 "to: name a renderer of the model's family (renderer.name), or train without it",
             )
+
+    def _check_takes_rubric(self) -> None:
+        """Refuse a rubric of evaluations that an override of ``score_rewards`` would not be given.
+
+        Raises:
+            ConfigError: the override has no parameter ``rubric``.
+        """
+        if "rubric" not in inspect.signature(type(self).score_rewards).parameters:
+            cure = (
+                f"{type(self).__name__}.score_rewards takes none: define score_rewards(self, "
+                "group, *, rubric=None), and hand it on to super()"
+            )
+            raise ConfigError("validation_rubric", "Rubric", cure)
 
     # ---- what a user overrides
 
@@ -414,7 +461,10 @@ class Task(UserConfigurable):
         Raises:
             RunError: the setup of the rubric or the algorithm failed.
         """
-        for part in (self.rubric, self.algorithm):
+        parts = [self.rubric, self.algorithm]
+        if self.validation_rubric is not None:
+            parts.append(self.validation_rubric)
+        for part in parts:
             owner = f"{type(part).__name__}.setup"
             try:
                 await ask(part.setup, policy, timeout_s=None, owner=owner)  # its caller has a limit
@@ -551,14 +601,17 @@ class Task(UserConfigurable):
         """Time limit of a rollout, and of a rubric or an algorithm that scores in its own way."""
         return self.config.env.rollout_timeout_s
 
-    async def score_rewards(self, group: RolloutGroup) -> None:
+    async def score_rewards(self, group: RolloutGroup, *, rubric: Rubric | None = None) -> None:
         """Have the rubric give each rollout its reward and components; without credit.
 
         The group becomes read-only first. A rollout that had failed before gets the rubric's
         ``error_reward``, which is None by default; one whose reward function fails keeps None. A
         rubric that fails, fails every rollout.
+
+        Args:
+            rubric: rubric in place of the task's own, as an evaluation may have one.
         """
-        rubric = self.rubric
+        rubric = self.rubric if rubric is None else rubric
         name = f"{type(rubric).__name__}.score_group"
         scores_by_itself = type(rubric).score_group is not Rubric.score_group
         # The Rubric of the library limits each of its functions.
@@ -569,7 +622,7 @@ class Task(UserConfigurable):
         try:
             group.freeze()
             env_input = read_only(group.data_sample.env_input)
-            with counted_in(costs), trace.span(name):
+            with counted_in(costs), trace.span(name), scored_at(group.admitted_version):
                 rewards = await ask(
                     rubric.score_group, list(rollouts), env_input, timeout_s=timeout_s
                 )

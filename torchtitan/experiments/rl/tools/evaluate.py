@@ -28,7 +28,7 @@ from torchtitan.experiments.rl.compat.monarch import (
     printed_to,
     process_death,
 )
-from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
+from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig, StopConfig
 from torchtitan.experiments.rl.controller.signals import SIGNAL_POLL_S, Signals, cause
 from torchtitan.experiments.rl.data.dataset import count_examples
 from torchtitan.experiments.rl.envs.renderer import build_context
@@ -129,7 +129,11 @@ def evaluated_config(config: RunConfig, *, tasks: Sequence[str], attempts: int |
                 schedule.temperature = task.sampling.temperature
         chosen[name] = replace(task, validation_schedule=schedule)
     provision = ProvisionConfig(device=config.provision.device)
-    return replace(config, tasks=chosen, provision=provision)
+    # An evaluation keeps no checkpoint, and has no step to end before.
+    checkpoint = replace(config.checkpoint, keep_best=None)
+    return replace(
+        config, tasks=chosen, provision=provision, checkpoint=checkpoint, stop_at=StopConfig()
+    )
 
 
 def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> tuple[RunPlan, dict[str, int]]:
@@ -557,6 +561,8 @@ def result_lines(result: Figures) -> list[str]:
 
 def _task_lines(task: str, figures: Figures) -> list[str]:
     settings = f"{figures['attempts']} attempts at temperature {figures['temperature']:g}"
+    limits = {name: figures[name] for name in ("top_p", "top_k", "max_tokens") if name in figures}
+    settings += "".join(f", {name} {value:g}" for name, value in limits.items())
     failed = f", {figures['failed']} attempts failed" if figures["failed"] else ""
     lines = [f"{task:<12}{figures['examples']} examples, {settings}{failed}"]
     lines += _estimates(figures, " " * 12)

@@ -188,9 +188,17 @@ class Parallelism:
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW, as torchtitan's OptimizersContainer builds it."""
+    """AdamW, or Muon for the layers' matrices, as torchtitan's OptimizersContainer builds them."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """Optimizer of the layers' matrices, adapters among them.
+
+    muon orthogonalizes the momentum of a matrix (torch.optim.Muon), and scales it to the size of an
+    update of AdamW, so that both take the same ``lr``. AdamW goes on to move the other parameters:
+    embedding, head, norms, biases, and the experts of a mixture, which are stacks of matrices."""
     lr: Annotated[float, Gt(0), Le(1)] = 1e-6
+    momentum: DecayRate = 0.95
+    """Share of the last momentum that Muon keeps."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0

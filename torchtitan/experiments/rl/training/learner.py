@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from torchtitan.components.optimizer import default_adamw
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import (
@@ -59,6 +58,7 @@ from torchtitan.experiments.rl.training.checkpoints import Trained, TrainerCheck
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.hub_tensors import HubTensors
 from torchtitan.experiments.rl.training.model import Ranks, build_policy, synchronise_gradients
+from torchtitan.experiments.rl.training.optimizers import build_optimizers
 from torchtitan.experiments.rl.training.reference import Reference
 from torchtitan.experiments.rl.types import LossDenominators, TrainingBatch
 from torchtitan.experiments.rl.weights.publisher import Tensors
@@ -190,11 +190,7 @@ class Learner:
 
     def _build_trained(self, total_steps: int) -> Trained:
         """Build optimizer, schedule and reference of the trained parameters."""
-        options = self.config.optimizer
-        adamw = default_adamw(
-            lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
-        )
-        optimizers = adamw.build(model_parts=[self.model])
+        optimizers = build_optimizers(self.config.optimizer, self.model)
         reference = None
         if self.config.reference is not None:
             reference = Reference(self.config.reference, self.model)

@@ -23,6 +23,8 @@ from torchtitan.experiments.rl.checkpointing.folder import (
     TRAINER_FOLDER,
     CheckpointError,
     CheckpointFolder,
+    checkpoints,
+    step_of,
 )
 from torchtitan.experiments.rl.checkpointing.run_files import cut_back, sizes, sync
 from torchtitan.experiments.rl.command.run_folder import COMMAND_FILE, CONFIG_FILE
@@ -49,6 +51,7 @@ from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.watch.alarms import StallDetectors
+from torchtitan.experiments.rl.watch.goals import ValidationGoals
 from torchtitan.experiments.rl.watch.mismatch import MismatchAlarm
 from torchtitan.experiments.rl.watch.reports import RunReports
 
@@ -78,6 +81,7 @@ class RunCheckpoints(RunEvents):
     validator: Validator
     stall: StallDetectors
     alarm: MismatchAlarm
+    goals: ValidationGoals
     trainer: TrainerClient
     metrics: MetricsLogger
     recorder: RolloutRecorder
@@ -104,6 +108,8 @@ class RunCheckpoints(RunEvents):
         self.stall.restore(state.stall)
         self.validator.restore(state.validator, state.step)
         self.alarm.restore(state.mismatch)
+        on_disk = [step_of(path) for path in checkpoints(self.context.run_dir)]
+        self.goals.restore(state.goals, state.step, checkpoints=on_disk)
         self._step = state.step
         self.saved_step = state.step
         self.newest = resumed.checkpoint
@@ -191,6 +197,7 @@ class RunCheckpoints(RunEvents):
             "mismatch": self.alarm.state(),
             "first_validation": first,
             "last_validation": last,
+            "goals": self.goals.state(),
             "validation_failures": [(entry.failed, entry.attempts) for entry in validations],
             "offsets": sizes(self.context.run_dir),
         }
@@ -228,7 +235,7 @@ class RunCheckpoints(RunEvents):
             for error in await asyncio.gather(*writes, return_exceptions=True):
                 if error is not None:
                     raise error
-            self.newest = await asyncio.to_thread(self._folder.commit, step)
+            self.newest = await asyncio.to_thread(self._folder.commit, step, stays=self.goals.stays)
             self.failure = None if step == self._step else self._given_up
         except BaseException as error:  # also CancelledError: no half folder is left behind
             self._folder.discard(step)

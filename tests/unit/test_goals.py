@@ -1,0 +1,234 @@
+"""The best checkpoint, which stays, and the end of a run by its evaluations."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.rollouts import group_of, rewarded_rollout
+from torchtitan.experiments.rl.checkpointing.folder import (
+    CheckpointConfig,
+    CheckpointFolder,
+    checkpoints,
+)
+from torchtitan.experiments.rl.command.checks import check
+from torchtitan.experiments.rl.command.command_line import load_config, parse_command
+from torchtitan.experiments.rl.config.run_config import RunConfig, StopConfig
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.loops.events import NothingLeftToLearn
+from torchtitan.experiments.rl.loops.saved_state import ValidationReport
+from torchtitan.experiments.rl.loops.step_metrics import StepRecord
+from torchtitan.experiments.rl.loops.validation import evaluation_metrics
+from torchtitan.experiments.rl.observability.console import (
+    BestCheckpoint,
+    RunSummary,
+    summary_facts,
+)
+from torchtitan.experiments.rl.tasks.task import ValidationConfig
+from torchtitan.experiments.rl.watch.goals import ValidationGoals
+
+REWARD = "validation/reward"
+
+
+def config_of(*, stop: StopConfig | None = None, **checkpoint) -> RunConfig:
+    """A config of 100 steps with an evaluation and a checkpoint after every 10th."""
+    config = rl_grpo_qwen3_debug()
+    config.validation = ValidationConfig(every=10, examples=4)
+    config.checkpoint = CheckpointConfig(interval=10, **checkpoint)
+    config.stop_at = stop or StopConfig()
+    return config
+
+
+def report(step: int, value: float | None, metric: str = REWARD) -> ValidationReport:
+    metrics = {} if value is None else {metric: value}
+    return ValidationReport(step=step, reward=value, metrics=metrics)
+
+
+def recorded(goals: ValidationGoals, step: int, *reports: ValidationReport) -> None:
+    goals.step_recorded(StepRecord(step=step, metrics={}, groups=[], validations=reports))
+
+
+async def why_it_ends(goals: ValidationGoals) -> str | None:
+    try:
+        await goals.step_begins(1)
+    except NothingLeftToLearn as end:
+        return str(end)
+    return None
+
+
+def test_the_checkpoint_of_the_best_evaluation_stays_and_others_go():
+    goals = ValidationGoals(config_of(keep_best=REWARD))
+    goals.started(report(0, 0.9))  # version 0 has no checkpoint
+    for step, value in ((10, 0.2), (20, 0.6), (30, 0.6), (40, 0.1)):
+        recorded(goals, step, report(step, value))
+    assert (goals.best.step, goals.best.value, goals.best.metric) == (20, 0.6, REWARD)
+    assert [step for step in (10, 20, 30, 40) if goals.stays(step)] == [20]
+    lowest = ValidationGoals(config_of(keep_best=REWARD, best_is="lowest"))
+    for step, value in ((10, 0.2), (20, 0.6), (30, 0.2)):
+        recorded(lowest, step, report(step, value))
+    assert lowest.best.step == 10
+
+
+def test_a_checkpoint_stays_while_its_evaluation_runs():
+    goals = ValidationGoals(config_of(keep_best=REWARD))
+    recorded(goals, 12, report(10, 0.5))
+    assert [step for step in (10, 20, 30) if goals.stays(step)] == [10, 20, 30]
+    recorded(goals, 33, report(20, None))  # every attempt failed: it has no value
+    assert [step for step in (10, 20, 30) if goals.stays(step)] == [10, 30]
+
+
+def test_an_evaluation_without_a_checkpoint_is_no_best_one_unless_the_run_ends_with_it():
+    goals = ValidationGoals(config_of(keep_best=REWARD))
+    recorded(goals, 15, report(15, 0.9))
+    assert goals.best is None
+    recorded(goals, 100, report(100, 0.3))
+    assert goals.best.step == 100
+    early = ValidationGoals(config_of(keep_best=REWARD))
+    recorded(early, 15)
+    early.ended_early("nothing left to learn", [report(15, 0.9)])
+    assert early.best.step == 15
+    stopped = ValidationGoals(config_of(keep_best=REWARD, stop=StopConfig(value=0.8)))
+    recorded(stopped, 15, report(15, 0.9))
+    assert stopped.best.step == 15
+
+
+def test_old_checkpoints_are_deleted_and_the_best_is_not(tmp_path):
+    goals = ValidationGoals(config_of(keep_best=REWARD))
+    folder = CheckpointFolder(tmp_path, keep=2)
+    for step, value in ((10, 0.2), (20, 0.6), (30, 0.1), (40, 0.1), (50, 0.1)):
+        recorded(goals, step, report(step, value))
+        (folder.begin(step) / "controller.json").write_text("{}")
+        folder.commit(step, stays=goals.stays)
+    assert [path.name for path in checkpoints(tmp_path)] == [
+        "step-000020",
+        "step-000040",
+        "step-000050",
+    ]
+
+
+def test_a_resumed_run_knows_its_best_checkpoint_unless_that_is_gone():
+    goals = ValidationGoals(config_of(keep_best=REWARD, stop=StopConfig(patience=3)))
+    for step, value in ((10, 0.2), (20, 0.6), (30, 0.5)):
+        recorded(goals, step, report(step, value))
+    state = goals.state()
+    again = ValidationGoals(config_of(keep_best=REWARD, stop=StopConfig(patience=3)))
+    again.restore(state, 30, checkpoints=[20, 30])
+    assert again.state() == state
+    recorded(again, 40, report(40, 0.55))
+    assert (again.best.step, again.state().stop.since) == (20, 2)
+    gone = ValidationGoals(config_of(keep_best=REWARD))
+    gone.restore(state, 30, checkpoints=[30])
+    assert gone.best is None
+    other = ValidationGoals(config_of(keep_best="validation/sum_digits/pass@1"))
+    other.restore(state, 30, checkpoints=[20, 30])
+    assert other.best is None
+
+
+async def test_a_value_that_is_reached_ends_the_run_before_the_next_step():
+    goals = ValidationGoals(config_of(stop=StopConfig(value=0.75)))
+    recorded(goals, 10, report(10, 0.7499))
+    assert await why_it_ends(goals) is None
+    recorded(goals, 20, report(20, 0.75))
+    assert await why_it_ends(goals) == (
+        "validation/reward, which is 0.75 at step 20 (stop_at.value = 0.75)"
+    )
+    already = ValidationGoals(config_of(stop=StopConfig(value=0.5, best_is="lowest")))
+    already.started(report(0, 0.25))
+    assert "0.25 at step 0" in await why_it_ends(already)
+
+
+async def test_evaluations_without_a_gain_end_the_run():
+    goals = ValidationGoals(config_of(stop=StopConfig(patience=2, min_gain=0.1)))
+    for step, value in ((10, 0.5), (20, 0.59), (30, None), (40, 0.65), (50, 0.7)):
+        recorded(goals, step, report(step, value))
+        assert await why_it_ends(goals) is None
+    recorded(goals, 60, report(60, 0.75))
+    assert await why_it_ends(goals) == (
+        "validation/reward, which is best at step 40 with 0.65, and has not gained in 2 "
+        "evaluations since (stop_at.patience = 2)"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (
+            {"keep_best": "validation/rewrad"},
+            "checkpoint.keep_best = 'validation/rewrad': no evaluation has it; choose among "
+            "validation/reward, validation/sum_digits/reward, validation/sum_digits/avg@1, "
+            "validation/sum_digits/pass@1, validation/sum_digits/failed, "
+            "validation/sum_digits/truncated, validation/sum_digits/completion_tokens",
+        ),
+        (
+            {"keep_best": REWARD, "interval": 15},
+            "checkpoint.keep_best = 'validation/reward': checkpoint.interval = 15 is no multiple "
+            "of the 10 steps between two evaluations, so that checkpoints have no value: set it to "
+            "10, or the schedule's every",
+        ),
+        (
+            {"keep_best": REWARD, "interval": 0},
+            "checkpoint.keep_best = 'validation/reward': checkpoint.interval is 0: set it to the "
+            "steps between two checkpoints",
+        ),
+    ],
+)
+def test_a_best_checkpoint_that_no_evaluation_tells_is_refused(changes, said):
+    config = config_of()
+    config.checkpoint = replace(config.checkpoint, **changes)
+    with pytest.raises(ConfigError) as raised:
+        check(config)
+    assert str(raised.value) == said
+
+
+def test_an_end_by_evaluations_of_a_run_without_any_is_refused():
+    config = config_of(stop=StopConfig(patience=3))
+    config.validation.every = 0
+    with pytest.raises(ConfigError) as raised:
+        check(config)
+    assert str(raised.value) == (
+        "stop_at.metric = 'validation/reward': no task is evaluated: give one a validation set, "
+        "and set validation.every"
+    )
+    check(config_of(stop=StopConfig(value=0.9, metric="validation/sum_digits/pass@1")))
+
+
+@pytest.mark.parametrize("attempts", [1, 3, 4])
+def test_the_metrics_that_can_be_named_are_those_of_an_evaluation(attempts):
+    config = ValidationConfig(attempts=attempts, temperature=1.0)
+    assert config.passes == {1: [1], 3: [1, 2, 3], 4: [1, 2, 4]}[attempts]
+    group = group_of(*[rewarded_rollout(1.0) for _ in range(attempts)])
+    given = {
+        name.removeprefix("validation/ask/") for name in evaluation_metrics("ask", [group], config)
+    }
+    assert set(config.metrics) == given - {"examples", "attempts", "version_min", "version_max"}
+
+
+def test_both_are_set_by_the_command_line():
+    words = (
+        "--config rl_grpo_qwen3_debug --checkpoint.keep-best validation/reward "
+        "--checkpoint.best-is lowest --stop-at.value 0.9 --stop-at.patience 3"
+    )
+    config = load_config(parse_command(words.split()))
+    assert (config.checkpoint.keep_best, config.checkpoint.best_is) == (REWARD, "lowest")
+    assert config.stop_at == StopConfig(value=0.9, patience=3)
+
+
+def test_the_summary_names_the_best_checkpoint():
+    run_dir = Path("/runs/one")
+    summary = RunSummary(
+        steps=100,
+        total_steps=100,
+        wall_time_s=60.0,
+        start_val_reward=None,
+        final_val_reward=None,
+        ledger={},
+        files={},
+        run_dir=run_dir,
+        best=BestCheckpoint(
+            path=run_dir / "checkpoints/step-000060", metric=REWARD, value=0.91, step=60
+        ),
+    )
+    assert summary_facts(summary)["best"] == (
+        "checkpoints/step-000060 (validation/reward 0.91 at 60)"
+    )
