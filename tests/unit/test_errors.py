@@ -25,6 +25,7 @@ from torchtitan.experiments.rl.errors import (
     user_code,
     users_traceback,
 )
+from torchtitan.experiments.rl.gateway.request import PromptTooLong
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 
 ROOT = Path(package.__path__[0])
@@ -60,6 +61,8 @@ def exception_classes():
 def made(kind):
     if issubclass(kind, ConfigError):
         return kind(*THREE)
+    if kind is PromptTooLong:
+        return kind(14_293, 3_000)
     return kind("generator 0", "signal 9") if kind is ProcessLost else kind("what went wrong")
 
 

@@ -73,6 +73,7 @@ class PromptTooLong(Refusal):
             max_tokens: maximum number of tokens of a prompt and its answer together.
         """
         limit = max_tokens - 1
+        self._tokens = tokens
         self._max_tokens = max_tokens
         self._seen = "more tokens" if tokens is None else f"{tokens} tokens"
         super().__init__(
@@ -80,6 +81,9 @@ class PromptTooLong(Refusal):
             code=CONTEXT_EXCEEDED,
             field="messages",
         )
+
+    def __reduce__(self) -> tuple[type["PromptTooLong"], tuple[int | None, int]]:
+        return type(self), (self._tokens, self._max_tokens)
 
     @property
     def openai_message(self) -> str:

@@ -35,6 +35,7 @@ from torchtitan.experiments.rl.rollouts.types import (
     RolloutStatus,
     RolloutTurn,
 )
+from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.simulation.lengths import Lengths, Turn
 from torchtitan.experiments.rl.tasks.task import Task, derive_seed
 
@@ -146,7 +147,7 @@ class SimulatedTask(Task):
         group.amend(credit_s=0.0)
         return failure
 
-    async def score_rewards(self, group: RolloutGroup) -> None:
+    async def score_rewards(self, group: RolloutGroup, *, rubric: Rubric | None = None) -> None:
         """Give each rollout the reward that was drawn for it."""
         for rollout in group.rollouts:
             rollout.amend(reward=rollout.metadata["reward"])

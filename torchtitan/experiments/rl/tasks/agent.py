@@ -59,7 +59,7 @@ from torchtitan.experiments.rl.process import foreign
 from torchtitan.experiments.rl.rollouts.json_values import json_value
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient, PolicySession
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup, RolloutStatus
-from torchtitan.experiments.rl.rubrics.rubric import RewardFn
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.questions import fill, row_task
 from torchtitan.experiments.rl.tasks.task import Task
 
@@ -231,9 +231,9 @@ class AgentTask(Task):
         if rollout.status is RolloutStatus.ERROR and not rollout.was_asked:
             rollout.error = f"{rollout.error}{_proxy_in_the_way(endpoint.url)}"
 
-    async def score_rewards(self, group: RolloutGroup) -> None:
+    async def score_rewards(self, group: RolloutGroup, *, rubric: Rubric | None = None) -> None:
         """Have the rubric score the rollouts, then keep what JSON holds of the agents' answers."""
-        await super().score_rewards(group)
+        await super().score_rewards(group, rubric=rubric)
         for rollout in group.rollouts:
             answer = rollout.answer
             if isinstance(answer, CommandResult):
@@ -381,7 +381,7 @@ class AgentCommandTask(AgentTask):
             return part
         return str(script)
 
-    async def score_rewards(self, group: RolloutGroup) -> None:
+    async def score_rewards(self, group: RolloutGroup, *, rubric: Rubric | None = None) -> None:
         """Have the rubric score the rollouts, and remove the commands' folders."""
         results = [
             rollout.answer
@@ -389,7 +389,7 @@ class AgentCommandTask(AgentTask):
             if isinstance(rollout.answer, CommandResult)
         ]
         try:
-            await super().score_rewards(group)
+            await super().score_rewards(group, rubric=rubric)
         finally:
             for result in results:
                 await self._remove(result.folder)

@@ -155,9 +155,13 @@ class ValidationConfig:
 
     def sampling(self, of_task: SamplingConfig) -> SamplingConfig:
         """Return how the attempts of a task are sampled."""
-        own = {"top_p": self.top_p, "top_k": self.top_k, "max_tokens": self.max_tokens}
-        given = {name: value for name, value in own.items() if value is not None}
-        return replace(of_task, temperature=self.temperature, **given)
+        return replace(
+            of_task,
+            temperature=self.temperature,
+            top_p=of_task.top_p if self.top_p is None else self.top_p,
+            top_k=of_task.top_k if self.top_k is None else self.top_k,
+            max_tokens=of_task.max_tokens if self.max_tokens is None else self.max_tokens,
+        )
 
     @property
     def passes(self) -> list[int]:
@@ -461,7 +465,7 @@ class Task(UserConfigurable):
         Raises:
             RunError: the setup of the rubric or the algorithm failed.
         """
-        parts = [self.rubric, self.algorithm]
+        parts: list[Rubric | Algorithm] = [self.rubric, self.algorithm]
         if self.validation_rubric is not None:
             parts.append(self.validation_rubric)
         for part in parts:

@@ -160,7 +160,11 @@ def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> tuple[RunPl
     if endpoint is None:
         config.generator.engine.check_present(field="generator.engine")
     tasks = build_tasks(config, read_policy_tokenizer(config))
-    sizes = {name: count_examples(task.validation) for name, task in tasks.items()}
+    sizes = {
+        name: count_examples(task.validation)
+        for name, task in tasks.items()
+        if task.validation is not None
+    }
     return plan_of_generators(config), sizes
 
 

@@ -208,34 +208,6 @@ def _evaluation_hints(series: Series) -> Iterable[Hint]:
         )
 
 
-def _evaluation_hints(series: Series) -> Iterable[Hint]:
-    """Yield the tasks with failed attempts in an evaluation: that with the largest share of them.
-
-    Runs of earlier versions of the library did not count the attempts.
-    """
-    for name, points in series.items():
-        if not (name.startswith("validation/") and name.endswith("/failed")):
-            continue
-        task = name.removeprefix("validation/").removesuffix("/failed")
-        attempts = dict(series.get(f"validation/{task}/attempts", ()))
-        shares = [
-            (failed / attempts[version], version, failed)
-            for version, failed in points
-            if failed and attempts.get(version)
-        ]
-        if not shares:
-            continue
-        share, version, failed = max(shares)
-        counts = f"{failed:,.0f} of {attempts[version]:,.0f} attempts at {task} failed"
-        effect = "no reward" if share == 1 else "a mean that leaves them out"
-        yield Hint(
-            "error" if share > 0.5 else "warning",
-            f"{counts} in the evaluation of version {version}: its figure is {effect}",
-            "the page Evaluations has the cause",
-            name,
-        )
-
-
 def _ledger_hints(ledger: Mapping[str, Mapping[str, int]]) -> Iterable[Hint]:
     """Yield the tasks of which many rollouts failed, or had no room in a row."""
     kinds = (
