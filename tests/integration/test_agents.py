@@ -30,9 +30,11 @@ def test_every_client_is_trained_on_what_it_was_answered_in_a_worker_and_after_a
         }
         for rollout in trained:
             assert_accounted(rollout)
-            assert {k: n for k, n in rollout.calls.items() if not k.startswith("ignored/")} == {
-                "answered": len(rollout.turns)
-            } and rollout.turns
+            expected = {"answered": len(rollout.turns)}
+            if rollout.answer["way"].startswith("openai_agents"):
+                # OpenAI's own runner asks for more in each answer, which nothing here gives.
+                expected["ignored/include"] = len(rollout.turns)
+            assert rollout.calls == expected and rollout.turns
             assert all(turn.untrained is None for turn in rollout.turns)
             # Append-only clients: one sample, unless a completion was cut off within its own markup.
             stopped = all(turn.completion.finish_reason == "stop" for turn in rollout.turns)
