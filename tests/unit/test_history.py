@@ -74,3 +74,18 @@ def test_a_folder_of_an_older_run_and_foreign_lines_have_no_history(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / HISTORY_FILE).symlink_to(tmp_path / HISTORY_FILE)
     assert read_history(tmp_path / "other").starts == []
+
+
+def test_the_end_of_a_run_stays_where_the_start_of_a_resume_could_not_be_written(tmp_path):
+    write_start(tmp_path, 0)
+    write_end(tmp_path, "failed", "KeyError: 'the 150th example'")
+    write_end(tmp_path, "failed", "No space left on device")  # of a command that has no start
+    end = read_history(tmp_path).end
+    assert end is not None and end.why == "KeyError: 'the 150th example'"
+
+
+def test_a_damaged_line_is_skipped(tmp_path):
+    write_start(tmp_path, 0)
+    damaged = b'{"event":"start","time":1,"step":0,"host":"\xff"}\n'
+    (tmp_path / HISTORY_FILE).write_bytes(damaged + (tmp_path / HISTORY_FILE).read_bytes())
+    assert len(read_history(tmp_path).starts) == 1

@@ -34,7 +34,7 @@ def test_every_message_and_tool_is_rendered_with_the_same_text_and_the_templates
     page = "see " + " ".join(control_tokens(tokenizer))
 
     def chat(text):
-        call = {"name": "open", "arguments": {"url": text}}
+        call = {"name": "open", "arguments": {"url": text, text: "a key"}}
         return [
             {"role": "system", "content": text},
             {"role": "user", "content": text},
@@ -47,7 +47,8 @@ def test_every_message_and_tool_is_rendered_with_the_same_text_and_the_templates
         ]
 
     def tool(text):
-        function = {"name": "open", "description": text, "parameters": {"type": "object"}}
+        parameters = {"type": "object", "properties": {text: {"type": "string"}}}
+        function = {"name": "open", "description": text, "parameters": parameters}
         return [{"type": "function", "function": function}]
 
     own = renderer.render(chat("x"), tools=tool("x"), add_generation_prompt=True)

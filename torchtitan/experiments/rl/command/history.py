@@ -20,8 +20,8 @@ import msgspec
 
 HISTORY_FILE = "history.jsonl"
 RESERVED_BYTES = 8192
-"""Length of the line that ends a run, which is filled up with blanks. The cause has at most 1,000
-characters (`errors.OWN_LENGTH`)."""
+"""Length of the line that a start reserves; the end is padded to it with blanks. The cause has at
+most 1,000 characters (`errors.OWN_LENGTH`)."""
 
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 """Time in seconds since 1970."""
@@ -92,9 +92,12 @@ def write_start(run_dir: Path, step: int) -> None:
 def write_end(run_dir: Path, how: How, why: str | None) -> None:
     """Write the end of the run that was started last into the room that its start reserved.
 
-    A run ends whether or not its end can be written down, so an error of the disk is dropped: the
-    folder then reads as that of a command that was killed.
+    Nothing is written where that run has an end already: the start of this command could not be
+    written. A run ends whether or not its end can be written down, so an error of the disk is
+    dropped: the folder then reads as that of a command that was killed.
     """
+    if read_history(run_dir).end is not None:
+        return
     end = msgspec.json.encode(Ended(time=time.time(), how=how, why=why))
     with contextlib.suppress(OSError), (run_dir / HISTORY_FILE).open("rb+") as file:
         file.seek(len(file.read().rstrip()) + 1)  # behind the line end of the start
@@ -102,7 +105,7 @@ def write_end(run_dir: Path, how: How, why: str | None) -> None:
 
 
 def read_history(run_dir: Path) -> History:
-    """Return the history of a run. A folder without one, and lines of others, have no starts."""
+    """Return the history of a run. Lines that are no event are skipped, such as damaged ones."""
     history = History()
     path = run_dir / HISTORY_FILE
     try:
@@ -110,7 +113,7 @@ def read_history(run_dir: Path) -> History:
     except OSError:
         return history
     for line in lines:
-        with contextlib.suppress(msgspec.MsgspecError):  # blanks, and lines of others
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             event = _DECODE(line)
             if isinstance(event, Started):
                 history.starts.append(event)

@@ -112,7 +112,8 @@ class SpecialTexts:
         if isinstance(value, str):
             return self._pattern.sub(lambda found: _twin_of(found[0]), value)
         if isinstance(value, Mapping):
-            return {key: self.twin(entry) for key, entry in value.items()}
+            # Keys too: arguments of calls and schemas of tools are rendered with them.
+            return {self.twin(key): self.twin(entry) for key, entry in value.items()}
         if isinstance(value, list | tuple):
             return [self.twin(entry) for entry in value]
         return value

@@ -65,7 +65,7 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool | None:
         """Return True to keep the connection open: the client may still wait for its answer."""
         self._take_back = None
-        if not self._has_asked:
+        if not (self._has_asked or self._is_answering):
             return cast(bool | None, self._http.eof_received())
         self._is_half_closed = True
         if self._is_answering:
