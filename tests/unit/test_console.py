@@ -277,6 +277,12 @@ def test_the_summary_ends_with_the_commands_that_come_next_as_this_one_was_start
         f"see it      {report} 'outputs/my run'",
         f"go on with  {train} --resume 'outputs/my run'",
     ]
+    why = "validation/reward, which is 0.75 at step 20 (stop_at.value = 0.75)"
+    assert next_commands(tmp_path, stopped_by=why, ended_early=True)[-3:] == [
+        f"see it      {report} 'outputs/my run'",
+        f"try it      {play} --model 'outputs/my run'",
+        f"measure it  {evaluate} --model 'outputs/my run'",
+    ], "a resume would end at once"
     failed = next_commands(tmp_path, stopped_by="an error (RunError)", files={})
     assert failed[-1] == f"see it      {report} 'outputs/my run'", (
         "a run that failed is one to look at"

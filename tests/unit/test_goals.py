@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.rollouts import group_of, rewarded_rollout
+from tests.fakes.states import through_json
 from torchtitan.experiments.rl.checkpointing.folder import (
     CheckpointConfig,
     CheckpointFolder,
@@ -17,7 +18,7 @@ from torchtitan.experiments.rl.config.run_config import RunConfig, StopConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.loops.events import NothingLeftToLearn
-from torchtitan.experiments.rl.loops.saved_state import ValidationReport
+from torchtitan.experiments.rl.loops.saved_state import BestState, GoalsState, ValidationReport
 from torchtitan.experiments.rl.loops.step_metrics import StepRecord
 from torchtitan.experiments.rl.loops.validation import evaluation_metrics
 from torchtitan.experiments.rl.observability.console import (
@@ -78,19 +79,27 @@ def test_a_checkpoint_stays_while_its_evaluation_runs():
     assert [step for step in (10, 20, 30) if goals.stays(step)] == [10, 30]
 
 
-def test_an_evaluation_without_a_checkpoint_is_no_best_one_unless_the_run_ends_with_it():
+def test_an_evaluation_between_two_checkpoints_is_the_best_only_if_the_run_ends_with_its_step():
     goals = ValidationGoals(config_of(keep_best=REWARD))
+    recorded(goals, 10, report(10, 0.4))
     recorded(goals, 15, report(15, 0.9))
-    assert goals.best is None
-    recorded(goals, 100, report(100, 0.3))
-    assert goals.best.step == 100
-    early = ValidationGoals(config_of(keep_best=REWARD))
-    recorded(early, 15)
-    early.ended_early("nothing left to learn", [report(15, 0.9)])
-    assert early.best.step == 15
-    stopped = ValidationGoals(config_of(keep_best=REWARD, stop=StopConfig(value=0.8)))
-    recorded(stopped, 15, report(15, 0.9))
-    assert stopped.best.step == 15
+    assert goals.best.step == 10
+    goals.add_checkpoint(17)  # the run is stopped two steps later
+    assert goals.best.step == 10
+    goals.add_checkpoint(15)  # or it is stopped, mastered or fails before the next step
+    assert (goals.best.step, goals.best.value) == (15, 0.9)
+    worse = ValidationGoals(config_of(keep_best=REWARD))
+    recorded(worse, 15, report(10, 0.4), report(15, 0.3))
+    worse.add_checkpoint(15)
+    assert worse.best.step == 10
+
+
+def test_a_resumed_run_counts_the_checkpoint_that_it_goes_on_from_wherever_that_lies():
+    goals = ValidationGoals(config_of(keep_best=REWARD))
+    goals.restore(GoalsState(reported=10), checkpoints=[10, 15])
+    assert goals.stays(15)
+    recorded(goals, 16, report(15, 0.9))  # its evaluation had not ended when the run was stopped
+    assert goals.best.step == 15
 
 
 def test_old_checkpoints_are_deleted_and_the_best_is_not(tmp_path):
@@ -113,16 +122,32 @@ def test_a_resumed_run_knows_its_best_checkpoint_unless_that_is_gone():
         recorded(goals, step, report(step, value))
     state = goals.state()
     again = ValidationGoals(config_of(keep_best=REWARD, stop=StopConfig(patience=3)))
-    again.restore(state, 30, checkpoints=[20, 30])
+    again.restore(state, checkpoints=[20, 30])
     assert again.state() == state
     recorded(again, 40, report(40, 0.55))
     assert (again.best.step, again.state().stop.since) == (20, 2)
     gone = ValidationGoals(config_of(keep_best=REWARD))
-    gone.restore(state, 30, checkpoints=[30])
+    gone.restore(state, checkpoints=[30])
     assert gone.best is None
     other = ValidationGoals(config_of(keep_best="validation/sum_digits/pass@1"))
-    other.restore(state, 30, checkpoints=[20, 30])
+    other.restore(state, checkpoints=[20, 30])
     assert other.best is None
+    lowest = ValidationGoals(config_of(keep_best=REWARD, best_is="lowest"))
+    lowest.restore(state, checkpoints=[20, 30])
+    assert lowest.best is None
+    recorded(lowest, 40, report(40, 0.7))
+    assert lowest.best.step == 40
+
+
+@pytest.mark.parametrize("value, kept", [(0.7, 60), (0.5, 20)])
+def test_the_best_that_an_earlier_resume_set_aside_is_compared_with(value, kept):
+    goals = ValidationGoals(config_of(keep_best=REWARD))
+    best = BestState(metric=REWARD, value=0.6, step=20)
+    aside = BestState(metric=REWARD, value=value, step=60, set_aside=True)
+    goals.restore(GoalsState(kept=best, reported=20), checkpoints=[20], set_aside=[aside])
+    assert goals.best.step == kept
+    recorded(goals, 60, report(60, 0.1))
+    assert not goals.stays(60), "the checkpoint of the same step is another"
 
 
 async def test_a_value_that_is_reached_ends_the_run_before_the_next_step():
@@ -136,6 +161,39 @@ async def test_a_value_that_is_reached_ends_the_run_before_the_next_step():
     already = ValidationGoals(config_of(stop=StopConfig(value=0.5, best_is="lowest")))
     already.started(report(0, 0.25))
     assert "0.25 at step 0" in await why_it_ends(already)
+
+
+@pytest.mark.parametrize("stop", [StopConfig(value=0.75), StopConfig(patience=2)])
+async def test_a_run_that_had_come_far_enough_ends_at_once_and_in_the_same_words_when_resumed(stop):
+    goals = ValidationGoals(config_of(stop=stop))
+    for step, value in ((10, 0.8 if stop.value else 0.5), (20, 0.4), (30, 0.3)):
+        recorded(goals, step, report(step, value))
+    why = await why_it_ends(goals)
+    goals.ended_early(why, [report(31, 0.9)])  # evaluated at its end
+    state = through_json(goals.state(), GoalsState)
+    resumed = ValidationGoals(config_of(stop=stop))
+    resumed.restore(state, checkpoints=[31])
+    assert why is not None and await why_it_ends(resumed) == why
+    asks_for_more = [
+        StopConfig(value=0.85),
+        StopConfig(patience=3),
+        StopConfig(),
+        replace(stop, best_is="lowest", value=0.1),
+    ]
+    for more in asks_for_more:
+        resumed = ValidationGoals(config_of(stop=more))
+        resumed.restore(state, checkpoints=[31])
+        assert await why_it_ends(resumed) is None
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+async def test_a_value_that_is_not_finite_neither_ends_a_run_nor_is_the_best(value):
+    for best_is in ("highest", "lowest"):
+        stop = StopConfig(value=0.75, patience=1, best_is=best_is)
+        goals = ValidationGoals(config_of(stop=stop, keep_best=REWARD, best_is=best_is))
+        for step in (10, 20):
+            recorded(goals, step, report(step, value))
+        assert await why_it_ends(goals) is None and goals.best is None
 
 
 async def test_evaluations_without_a_gain_end_the_run():

@@ -11,6 +11,7 @@ from torchtitan.experiments.rl.command import gate
 from torchtitan.experiments.rl.command import hub as config_hub
 from torchtitan.experiments.rl.command.start import Ended
 from torchtitan.experiments.rl.compat import huggingface_hub as hub
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 
 DEBUG = ["--config", "rl_grpo_qwen3_debug"]
 
@@ -77,6 +78,45 @@ def test_the_newest_policy_of_a_run_is_pushed(hub_answers, command, tmp_path, mo
     assert out.endswith("pushed      https://hub/me/mine\n")
 
 
+@pytest.mark.parametrize(
+    "written, pushed",
+    [
+        (["step-10", "best"], "policy/best (the best by validation/reward)"),
+        (["step-10"], "policy/step-10 (of the last step)"),
+    ],
+)
+def test_a_run_that_keeps_its_best_checkpoint_pushes_that_policy_and_says_which(
+    hub_answers, command, tmp_path, monkeypatch, written, pushed
+):
+    run = tmp_path / "run"
+
+    def trained(config, start, name) -> int:
+        for policy in written:
+            (run / "policy" / policy).mkdir(parents=True)
+        return 0
+
+    monkeypatch.setattr(train, "_run", trained)
+    words = ["--checkpoint.keep-best", "validation/reward", "--push-to-hub", "me/mine"]
+    code, out, err = command(*DEBUG, *words, "--run-dir", str(run))
+    assert (code, err) == (0, "") and hub_answers == [("me/mine", run / pushed.split()[0])]
+    assert out.endswith(f"pushing     {run}/{pushed} to me/mine\npushed      https://hub/me/mine\n")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([], "the policy of the last step is pushed to me/mine"),
+        (
+            ["--checkpoint.keep-best", "validation/reward"],
+            "the best policy by validation/reward is pushed to me/mine",
+        ),
+    ],
+)
+def test_the_plan_says_which_policy_is_pushed(hub_answers, command, words, said):
+    code, out, _ = command(*DEBUG, *words, "--push-to-hub", "me/mine", "--dry-run")
+    assert code == 0 and f"\nhub            {said}\n" in out
+
+
 def test_a_run_that_had_ended_is_pushed_when_it_is_resumed(
     hub_answers, command, tmp_path, monkeypatch
 ):
@@ -87,7 +127,8 @@ def test_a_run_that_had_ended_is_pushed_when_it_is_resumed(
     monkeypatch.setattr(train, "_find_run", lambda given: resumed)
     monkeypatch.setattr(gate, "pass_gate", lambda config, command, resumed: Ended())
     words = ["--resume", str(run), "--push-to-hub", "me/mine"]
-    monkeypatch.setattr(train, "load_config", lambda command: None)
+    config = rl_grpo_qwen3_debug()
+    monkeypatch.setattr(train, "load_config", lambda command: config)
     code, _, err = command(*words)
     assert (code, err) == (0, "") and hub_answers == [("me/mine", run / "policy/step-10")]
 

@@ -111,6 +111,34 @@ def test_overrides_come_after_the_runs_own_and_are_kept_for_the_next_resume(resu
     assert resumed("--resume", str(run))[0].steps == 90
 
 
+def test_a_resume_says_which_evaluations_no_longer_count(resumed, tmp_path):
+    goals = "--checkpoint.keep-best validation/reward --stop-at.patience 3 --checkpoint.interval 10"
+    run = make_run(tmp_path / "run", *goals.split())
+    labels = ("best ", "stop ")
+
+    def said(*words: str) -> list[str]:
+        out = resumed("--resume", str(run), *words)[2]
+        return [line for line in out.splitlines() if line.startswith(labels)]
+
+    assert said("--checkpoint.keep", "4", "--stop-at.patience", "4") == []
+    assert said("--checkpoint.best-is", "lowest", "--stop-at.best-is", "lowest") == [
+        "best        no checkpoint up to step 40 counts as the best any more: they were compared by "
+        "the highest validation/reward",
+        "stop        no evaluation up to step 40 counts for stop_at any more: it was for the "
+        "highest validation/reward",
+    ]
+
+
+def test_a_checkpoint_that_was_set_aside_begins_a_new_run_and_is_not_resumed(refused, tmp_path):
+    run = make_run(tmp_path / "run")
+    CheckpointFolder(run, keep=9).set_aside(40)
+    aside = run / "set_aside/step-000040"
+    assert refused("--resume", str(aside)).endswith(
+        "the run went back to an earlier step, and its files say nothing of this one any more: "
+        f"start a new run with its weights (--init-from {aside})\n"
+    )
+
+
 MODULE_OF_A_RUN = """
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.data.rows import RowDataset

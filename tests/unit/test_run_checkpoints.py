@@ -8,27 +8,40 @@ from types import SimpleNamespace
 
 import pytest
 from monarch.actor import ActorError
+from msgspec import structs
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.fakes.states import run_state
 from tests.fakes.waiting import iterations, until
 from torchtitan.experiments.rl.checkpointing.folder import (
     CheckpointConfig,
+    CheckpointFolder,
     checkpoints,
     newest_valid,
+    step_of,
     verify,
 )
 from torchtitan.experiments.rl.command.checks import checked_plan
+from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.controller import run as run_module
 from torchtitan.experiments.rl.controller.run import Observers, Run, evaluations_before
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.fleet import Fleet
-from torchtitan.experiments.rl.loops.saved_state import BestState, read_state
+from torchtitan.experiments.rl.loops.groups import write_groups
+from torchtitan.experiments.rl.loops.saved_state import (
+    BestState,
+    ValidationReport,
+    read_state,
+    write_state,
+)
+from torchtitan.experiments.rl.loops.step_metrics import StepRecord
+from torchtitan.experiments.rl.observability.console import RunSummary, summary_facts
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.training.checkpoints import write_error
-from torchtitan.experiments.rl.watch.checkpoints import RunCheckpoints
+from torchtitan.experiments.rl.watch.checkpoints import RunCheckpoints, best_set_aside, resume
+from torchtitan.experiments.rl.watch.goals import ValidationGoals
 from torchtitan.experiments.rl.watch.reports import Evaluated
 
 
@@ -64,7 +77,7 @@ class Saved:
             validator=SimpleNamespace(state=lambda: state.validator),
             stall=SimpleNamespace(state=lambda: state.stall),
             alarm=SimpleNamespace(state=lambda: state.mismatch),
-            goals=SimpleNamespace(state=lambda: state.goals, stays=lambda step: False),
+            goals=ValidationGoals(rl_grpo_qwen3_debug()),
             trainer=self.trainer,
             metrics=SimpleNamespace(flush=lambda: None),
             recorder=SimpleNamespace(size_by_now=lambda: recorded),
@@ -273,6 +286,101 @@ async def test_a_trainer_without_memory_for_its_copy_is_a_warning_and_the_next_c
     await saved.checkpoints.finish()
     assert [path.name for path in checkpoints(tmp_path)] == ["step-000004", "step-000006"]
     assert saved.checkpoints.failure is None
+
+
+def evaluated_run(folder, values: dict[int, float]) -> RunConfig:
+    """Write the checkpoints of a run whose evaluations had these values, by their steps."""
+    config = rl_grpo_qwen3_debug()
+    config.checkpoint = CheckpointConfig(interval=20, keep=9, keep_best="validation/reward")
+    config.seed = 7
+    (folder / "metrics.jsonl").write_text("0123456789")
+    goals = ValidationGoals(config)
+    writer = CheckpointFolder(folder, keep=9)
+    for step, value in values.items():
+        metrics = {"validation/reward": value}
+        report = ValidationReport(step=step, reward=value, metrics=metrics)
+        goals.step_recorded(StepRecord(step=step, metrics={}, groups=[], validations=[report]))
+        partial = writer.begin(step)
+        write_groups(partial, [])
+        write_state(partial, structs.replace(run_state(), step=step, goals=goals.state()))
+        writer.commit(step)
+    return config
+
+
+def test_a_resume_from_an_earlier_step_keeps_the_best_checkpoint_and_says_where(tmp_path, caplog):
+    config = evaluated_run(tmp_path, {20: 0.5, 40: 0.6, 60: 0.9, 80: 0.7})
+    resumed = resume(tmp_path / "checkpoints/step-000040", run_dir=tmp_path, config=config)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-000020", "step-000040"]
+    aside = tmp_path / "set_aside/step-000060"
+    verify(aside)
+    assert (
+        "the best checkpoint (validation/reward 0.9) is of step 60, after the one that the run goes "
+        f"on from: it stays, as {aside}"
+    ) in caplog.messages
+
+    def best_of(value: float) -> list[str]:
+        """Lines of the summary once the resumed run has taken step 60 again."""
+        goals = ValidationGoals(config)
+        on_disk = [step_of(path) for path in checkpoints(tmp_path)]
+        goals.restore(resumed.state.goals, checkpoints=on_disk, set_aside=best_set_aside(tmp_path))
+        report = ValidationReport(step=60, reward=value, metrics={"validation/reward": value})
+        goals.step_recorded(StepRecord(step=60, metrics={}, groups=[], validations=[report]))
+        (tmp_path / "checkpoints/step-000060").mkdir(exist_ok=True)
+        run = Run(RunContext(checked_plan(config), tmp_path), resumed=None, init_from=None)
+        run._observers = Observers(profile=None, reports=None, goals=goals, checkpoints=None)
+        summary = RunSummary(
+            steps=60,
+            total_steps=60,
+            wall_time_s=1.0,
+            start_val_reward=None,
+            final_val_reward=None,
+            ledger={},
+            files={},
+            run_dir=tmp_path,
+            best=run._best(),
+        )
+        return summary_facts(summary)["best"]
+
+    assert best_of(0.8) == "set_aside/step-000060 (validation/reward 0.9 at 60)"
+    assert best_of(0.95) == "checkpoints/step-000060 (validation/reward 0.95 at 60)"
+
+
+def test_a_resume_drops_later_checkpoints_where_the_best_is_earlier_or_damaged(tmp_path, caplog):
+    for name, values in (("earlier", {20: 0.9, 40: 0.6, 60: 0.7}), ("damaged", {40: 0.6, 60: 0.9})):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = evaluated_run(folder, values)
+        if name == "damaged":
+            (folder / "checkpoints/step-000060/controller.json").open("a").write(" ")
+        resume(folder / "checkpoints/step-000040", run_dir=folder, config=config)
+        assert not (folder / "set_aside").exists()
+        assert step_of(checkpoints(folder)[-1]) == 40
+    (warning,) = [text for text in caplog.messages if "the best checkpoint is not kept" in text]
+    assert "controller.json" in warning
+
+
+async def test_a_run_that_ends_early_saves_its_last_evaluation_and_the_best_that_it_was(tmp_path):
+    """The state of a synchronous run is captured before its end is known."""
+    saved = Saved(tmp_path)
+    saved.trainer.written.set()
+    saved.checkpoints.context.synchronous = True
+    config = rl_grpo_qwen3_debug()
+    config.checkpoint = CheckpointConfig(interval=2, keep_best="validation/reward")
+    goals = saved.checkpoints.goals = ValidationGoals(config)
+    saved.checkpoints.step_recorded(SimpleNamespace(step=3))
+    await saved.checkpoints.step_ended(3)
+    saved.checkpoints._captured.state.step = 3
+    saved.checkpoints.reports = SimpleNamespace(
+        first_and_last_validation=lambda: [Evaluated(0.1, 0, 4), Evaluated(0.9, 0, 4)]
+    )
+    metrics = {"validation/reward": 0.9}
+    goals.ended_early(
+        "nothing left to learn", [ValidationReport(step=3, reward=0.9, metrics=metrics)]
+    )
+    await saved.checkpoints.finish()
+    state = read_state(saved.checkpoints.newest)
+    assert (state.first_validation, state.last_validation) == (0.1, 0.9)
+    assert (state.goals.kept.step, state.goals.kept.value) == (3, 0.9)
 
 
 async def best_policy(tmp_path, monkeypatch, *, steps: int, export=None, stopped: bool = False):

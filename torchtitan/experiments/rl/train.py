@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.experiments.rl.checkpointing.folder import policies
+from torchtitan.experiments.rl.checkpointing.folder import BEST_POLICY, POLICY_FOLDER, policies
 from torchtitan.experiments.rl.command.command_line import (
     Command,
     config_functions,
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None) -> int:
         run_dir = Path(start.run_dir)
         code = _run(start.plan.config, start, str(command.config_name))
     if code == 0 and command.push_to_hub is not None:
-        return _push(run_dir, command.push_to_hub)
+        return _push(run_dir, command.push_to_hub, best_by=config.checkpoint.keep_best)
     return code
 
 
@@ -162,13 +162,22 @@ def _submit(config: "RunConfig", start: "ToSubmit") -> int:
     return 0
 
 
-def _push(run_dir: Path, name: str) -> int:
-    """Push the run's newest policy to the hub, and return the exit code."""
+def _push(run_dir: Path, name: str, *, best_by: str | None) -> int:
+    """Push a run's best policy to the hub, or else its newest, and return the exit code.
+
+    Args:
+        best_by: metric by which the best checkpoint was kept; None if none was.
+    """
     written = policies(run_dir)
     if not written:  # it ended before its first step
         write_line(sys.stderr, f"error: {name} was not pushed: the run has written no policy")
         return 1
-    return 0 if push(written[-1], name) else 1
+    best = run_dir / POLICY_FOLDER / BEST_POLICY
+    if best_by is None:
+        return 0 if push(written[-1], name) else 1
+    if best.is_dir():
+        return 0 if push(best, name, which=f"the best by {best_by}") else 1
+    return 0 if push(written[-1], name, which="of the last step") else 1
 
 
 def _run(config: "RunConfig", start: "Ready", config_name: str) -> int:

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS_FOLDER = "checkpoints"
 MANIFEST_FILE = "manifest.json"
+SET_ASIDE_FOLDER = "set_aside"
+"""Folder in a run's folder with checkpoints that the run no longer goes on from, and keeps."""
 TRAINER_FOLDER = "trainer"
 """Folder in a checkpoint with the files of the trainer's ranks."""
 POLICY_FOLDER = "policy"
@@ -192,6 +194,22 @@ class CheckpointFolder:
                 self._remove(path)
         return later
 
+    def set_aside(self, step: int) -> Path:
+        """Move a checkpoint to where the run neither resumes from it nor replaces it.
+
+        Raises:
+            CheckpointError: it can't be moved.
+        """
+        target = set_aside_path(self._folder.parent, step)
+        with self._explained(step):
+            target.parent.mkdir(exist_ok=True)
+            if target.exists():  # of an earlier resume, whose steps were taken again since
+                shutil.rmtree(target)
+            (self._folder / _name(step)).rename(target)
+            _sync_folder(target.parent)
+            _sync_folder(self._folder)
+        return target
+
     def _partial(self, step: int) -> Path:
         return self._folder / f".{_name(step)}.partial"
 
@@ -239,6 +257,11 @@ def step_of(path: Path) -> int:
 def checkpoint_path(run_dir: Path, step: int) -> Path:
     """Return the folder that the checkpoint of a step has in a run's folder."""
     return Path(run_dir) / CHECKPOINTS_FOLDER / _name(step)
+
+
+def set_aside_path(run_dir: Path, step: int) -> Path:
+    """Return the folder of a checkpoint that a resume from an earlier step has set aside."""
+    return Path(run_dir) / SET_ASIDE_FOLDER / _name(step)
 
 
 def checkpoints(run_dir: Path) -> list[Path]:

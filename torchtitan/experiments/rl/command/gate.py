@@ -297,6 +297,10 @@ class _Gate:
             takes = f"about {self.checkpoint_s:,.0f} s, at the speed of this folder's disk"
             shown.append(f"checkpoint     {takes}")
         shown.append(f"metrics        {', '.join(config.metrics.destinations()) or 'nowhere'}")
+        if self.command.push_to_hub is not None:
+            best_by = config.checkpoint.keep_best
+            policy = "policy of the last step" if best_by is None else f"best policy by {best_by}"
+            shown.append(f"hub            the {policy} is pushed to {self.command.push_to_hub}")
         scheduled = script or job.plan(run_dir, plan.hosts)
         if scheduled:
             shown.append(scheduled)

@@ -181,13 +181,17 @@ def _one_policy(path: Path, found: list[Path], saved: list[Path], option: str) -
     raise ConfigError(option, str(path), cure)
 
 
-def push(folder: Path, name: str) -> bool:
+def push(folder: Path, name: str, *, which: str | None = None) -> bool:
     """Upload ``folder`` to the model ``name``, and print whether that went well.
+
+    Args:
+        which: words that tell the policy from the run's others; None if there are no others.
 
     Returns:
         True if it is there; else a line has said how to try again.
     """
-    write_line(sys.stdout, printable_line(f"pushing     {folder} to {name}"))
+    what = f"{folder} ({which})" if which else str(folder)
+    write_line(sys.stdout, printable_line(f"pushing     {what} to {name}"))
     try:
         url = push_folder(folder, name)
     except Exception as error:  # noqa: BLE001 - hub, network and disk raise types of their own

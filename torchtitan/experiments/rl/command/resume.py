@@ -13,6 +13,7 @@ import torch
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.bounds import declared, walk
 from torchtitan.experiments.rl.checkpointing.folder import (
+    SET_ASIDE_FOLDER,
     TRAINER_FOLDER,
     CheckpointError,
     checkpoints,
@@ -241,6 +242,7 @@ class ResumedRun:
         )
         self._check_datasets(config, datasets)
         self.lines += [f"changed     {change}" for change in changes]
+        self.lines += self._goal_lines(config)
         stretched = self._schedule_line(config)
         if stretched is not None:
             self.lines.append(stretched)
@@ -309,6 +311,31 @@ class ResumedRun:
         """Return True if the change is another path of a dataset with the same examples."""
         field, _, last = change.field.rpartition(".")
         return last == "path" and datasets.get(field, "") == self.saved.datasets.get(field)
+
+    def _goal_lines(self, config: RunConfig) -> list[str]:
+        """Return which earlier evaluations no longer count, if others are asked for now."""
+        saved = self.saved_config
+        before = saved.get("checkpoint") or {}
+        by = before.get("keep_best")
+        now = config.checkpoint
+        lines = []
+        if by is not None and (by, before.get("best_is")) != (now.keep_best, now.best_is):
+            lines.append(
+                f"best        no checkpoint up to step {self.step} counts as the best any more: "
+                f"they were compared by the {before.get('best_is')} {by}"
+            )
+        goal = saved.get("stop_at") or {}
+        was_set = goal.get("value") is not None or goal.get("patience") is not None
+        is_other = (goal.get("metric"), goal.get("best_is")) != (
+            config.stop_at.metric,
+            config.stop_at.best_is,
+        )
+        if was_set and is_other:
+            lines.append(
+                f"stop        no evaluation up to step {self.step} counts for stop_at any more: it "
+                f"was for the {goal.get('best_is')} {goal.get('metric')}"
+            )
+        return lines
 
     def _schedule_line(self, config: RunConfig) -> str | None:
         """Return how the learning rate goes on, if the resumed run has another schedule."""
@@ -530,6 +557,11 @@ def _locate(given: str, option: str) -> tuple[Path, Path | None]:
         cure = "no such folder; name a run's folder, or a checkpoint in it"
         raise ConfigError(option, given, cure) from None
     match kind:
+        case CheckpointFolder() as later if option == RESUME and _is_set_aside(later.path):
+            cure = (
+                "the run went back to an earlier step, and its files say nothing of this one any "
+                f"more: start a new run with its weights ({INIT_FROM} {given})"
+            )
         case CheckpointFolder() as checkpoint:
             return checkpoint.run, checkpoint.path
         case PolicyFolder() as policy:
@@ -544,6 +576,10 @@ def _locate(given: str, option: str) -> tuple[Path, Path | None]:
         case RunFolder(run) | OtherFolder(run):
             return run, None
     raise ConfigError(option, given, cure)
+
+
+def _is_set_aside(checkpoint: Path) -> bool:
+    return checkpoint.parent.name == SET_ASIDE_FOLDER
 
 
 def _verify_checkpoint(

@@ -28,6 +28,7 @@ from torchtitan.experiments.rl.checkpointing.folder import (
     BEST_POLICY,
     TRAINER_FOLDER,
     checkpoint_path,
+    set_aside_path,
 )
 from torchtitan.experiments.rl.command.resume import save_config
 from torchtitan.experiments.rl.configurable import BuildContext, build_with
@@ -356,7 +357,8 @@ class Run:
         target = final.with_name(BEST_POLICY)
         await asyncio.to_thread(shutil.rmtree, target, ignore_errors=True)  # an earlier run's end
         best = self._best()
-        if best is None or best.step == self.steps_done or self._is_stopped:
+        last = checkpoint_path(self._context.run_dir, self.steps_done)
+        if best is None or best.path == last or self._is_stopped:
             return
         config = self._context.config
         export = partial(
@@ -429,6 +431,7 @@ class Run:
             ledger={},
             files={},
             stopped_by=stopped_by,
+            ended_early=self.ended_early is not None,
             run_dir=self._context.run_dir,
         )
         if self._loops is not None and self._observers is not None:
@@ -457,7 +460,8 @@ class Run:
         best = None if self._observers is None else self._observers.goals.best
         if best is None:
             return None
-        path = checkpoint_path(self._context.run_dir, best.step)
+        folder_of = set_aside_path if best.set_aside else checkpoint_path
+        path = folder_of(self._context.run_dir, best.step)
         if not path.is_dir():
             return None
         return BestCheckpoint(path=path, metric=best.metric, value=best.value, step=best.step)

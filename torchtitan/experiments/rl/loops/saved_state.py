@@ -7,7 +7,7 @@ The rollouts of settled groups are in a file beside it (`groups.py`).
 import json
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,6 +16,8 @@ from torchtitan.experiments.rl.errors import RunError
 CONTROLLER_FILE = "controller.json"
 FORMAT = 5
 """Version of the records below. Raise it when a change makes older files unreadable."""
+BestIs = Literal["highest", "lowest"]
+"""Direction in which values of a metric are compared."""
 
 
 class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -221,8 +223,13 @@ class BestState(Record):
     value: float
     step: int
     """Policy version that had the value."""
+    best_is: BestIs = "highest"
+    """Direction in which values were compared."""
     since: int = 0
     """Number of evaluations since."""
+    set_aside: bool = False
+    """True if the checkpoint is of a later step than one that the run was resumed from. It lies in
+    a folder of its own (watch/checkpoints.py)."""
 
 
 class GoalsState(Record):
@@ -232,6 +239,8 @@ class GoalsState(Record):
     """The best checkpoint; None if none is kept as such."""
     stop: BestState | None = None
     """The value that later evaluations are compared with, to end the run."""
+    reached: BestState | None = None
+    """The value that has reached ``stop_at.value``, and ends the run."""
     reported: int = 0
     """Latest step whose evaluation has ended."""
 

@@ -232,6 +232,9 @@ class RunSummary:
     there."""
     stopped_by: str | None = None
     """Reason that the run ended before its last step; None if it did not."""
+    ended_early: bool = False
+    """True if the run was complete before its last step: nothing was left to learn, or ``stop_at``
+    was reached."""
     best: BestCheckpoint | None = None
     """Checkpoint that is kept as the best one; None if none is."""
     not_saved: str | None = None
@@ -375,11 +378,12 @@ def _next_commands(summary: RunSummary) -> dict[str, str]:
         return {}
     folder = shlex.quote(near(summary.run_dir))
     commands = {"see it": f"{typed_command('report')} {folder}"}
-    if summary.stopped_by is None and "policy" in summary.files:
+    is_complete = summary.stopped_by is None or summary.ended_early
+    if is_complete and "policy" in summary.files:
         commands["try it"] = f"{typed_command('play')} --model {folder}"
         if summary.start_val_reward is not None or summary.final_val_reward is not None:
             commands["measure it"] = f"{typed_command('evaluate')} --model {folder}"
-    if "checkpoint" in summary.files:
+    if "checkpoint" in summary.files and not summary.ended_early:  # a resume would end at once
         more = f" --steps {2 * summary.total_steps}" if summary.stopped_by is None else ""
         commands["go on with"] = f"{typed_command('train')} --resume {folder}{more}"
     return commands

@@ -19,12 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from torchtitan.experiments.rl.checkpointing.folder import (
+    SET_ASIDE_FOLDER,
     TRAINER_FOLDER,
     CheckpointError,
     CheckpointFolder,
+    checkpoint_path,
     checkpoints,
     step_of,
+    verify,
+    write_durably,
 )
 from torchtitan.experiments.rl.checkpointing.run_files import cut_back, sizes, sync
 from torchtitan.experiments.rl.command.run_folder import COMMAND_FILE, CONFIG_FILE
@@ -37,12 +43,14 @@ from torchtitan.experiments.rl.loops.groups import read_saved_groups, write_grou
 from torchtitan.experiments.rl.loops.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.loops.saved_state import (
     FORMAT,
+    BestState,
     RunState,
     read_state,
     write_state,
 )
 from torchtitan.experiments.rl.loops.step_metrics import StepRecord
 from torchtitan.experiments.rl.loops.validation import Validator
+from torchtitan.experiments.rl.observability.console import near
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.rollouts.record_file import ROLLOUTS_FILE
@@ -57,6 +65,8 @@ from torchtitan.experiments.rl.watch.reports import RunReports
 
 logger = logging.getLogger(__name__)
 
+BEST_FILE = "best.json"
+"""File in a checkpoint that was set aside: the value by which it was the best."""
 RECORDER_LIMIT_S = 120.0
 """Seconds that a checkpoint waits for the rollouts that were recorded before it."""
 
@@ -109,7 +119,9 @@ class RunCheckpoints(RunEvents):
         self.validator.restore(state.validator, state.step)
         self.alarm.restore(state.mismatch)
         on_disk = [step_of(path) for path in checkpoints(self.context.run_dir)]
-        self.goals.restore(state.goals, state.step, checkpoints=on_disk)
+        self.goals.restore(
+            state.goals, checkpoints=on_disk, set_aside=best_set_aside(self.context.run_dir)
+        )
         self._step = state.step
         self.saved_step = state.step
         self.newest = resumed.checkpoint
@@ -140,8 +152,13 @@ class RunCheckpoints(RunEvents):
         """
         if self._step > self.saved_step:
             try:
+                self.goals.add_checkpoint(self._step)
                 if not self._is_captured():
                     self._captured = await self._capture(self._step)
+                elif self._captured is not None:
+                    # The evaluations of a run that ends early come after its last step.
+                    evaluated = msgspec.structs.replace(self._captured.state, **self._evaluated())
+                    self._captured.state = evaluated
                 await self._save()
             except Exception as error:  # noqa: BLE001 - the run has ended, and says what is not saved
                 self._failed(self._step, error)
@@ -190,18 +207,23 @@ class RunCheckpoints(RunEvents):
     def _capture_the_rest(self) -> tuple[dict[str, Any], Future[int] | None]:
         """Return what has to be captured at the same moment as the rollout loop."""
         self.metrics.flush()
-        validations = self.reports.first_and_last_validation()
-        first, last = [*(entry.reward for entry in validations), None, None][:2]
         rest = {
             "validator": self.validator.state(),
             "mismatch": self.alarm.state(),
-            "first_validation": first,
-            "last_validation": last,
-            "goals": self.goals.state(),
-            "validation_failures": [(entry.failed, entry.attempts) for entry in validations],
             "offsets": sizes(self.context.run_dir),
         }
-        return rest, self.recorder.size_by_now()
+        return rest | self._evaluated(), self.recorder.size_by_now()
+
+    def _evaluated(self) -> dict[str, Any]:
+        """Return the fields of the state that say what the evaluations so far have shown."""
+        validations = self.reports.first_and_last_validation()
+        first, last = [*(entry.reward for entry in validations), None, None][:2]
+        return {
+            "first_validation": first,
+            "last_validation": last,
+            "validation_failures": [(entry.failed, entry.attempts) for entry in validations],
+            "goals": self.goals.state(),
+        }
 
     async def _save(self) -> None:
         """Have the trainer copy its state, and start writing the captured state."""
@@ -299,8 +321,72 @@ def resume(checkpoint: Path, *, run_dir: Path, config: RunConfig) -> Resumed:
     groups = read_saved_groups(checkpoint)
     for line in cut_back(run_dir, state.offsets):
         logger.warning("%s", line)
-    CheckpointFolder(run_dir, config.checkpoint.keep).drop_after(state.step)
+    folder = CheckpointFolder(run_dir, config.checkpoint.keep)
+    if config.checkpoint.keep_best is not None:
+        _set_best_aside(folder, run_dir, after=state.step)
+    folder.drop_after(state.step)
     return Resumed(checkpoint=checkpoint, state=state, groups=groups)
+
+
+def _set_best_aside(folder: CheckpointFolder, run_dir: Path, *, after: int) -> None:
+    """Move the best checkpoint out of the way of a resume from an earlier step, and say so.
+
+    The resumed run takes the same steps again, and writes checkpoints of the same names.
+
+    Raises:
+        CheckpointError: the checkpoint can't be moved.
+    """
+    best = _best_of_later(run_dir, after)
+    if best is None:
+        return
+    path = checkpoint_path(run_dir, best.step)
+    try:
+        verify(path)
+    except CheckpointError as error:
+        logger.warning("the best checkpoint is not kept: %s", error)
+        return
+    best = msgspec.structs.replace(best, set_aside=True)
+    write_durably(path / BEST_FILE, msgspec.json.encode(best).decode())
+    moved = folder.set_aside(best.step)
+    logger.warning(
+        "the best checkpoint (%s %.4g) is of step %d, after the one that the run goes on from: it "
+        "stays, as %s",
+        best.metric,
+        best.value,
+        best.step,
+        near(moved),
+    )
+
+
+def _best_of_later(run_dir: Path, step: int) -> BestState | None:
+    """Return the run's best checkpoint, if it is later than a step."""
+    for path in reversed(checkpoints(run_dir)):
+        if step_of(path) <= step:
+            break
+        try:
+            best = read_state(path).goals.kept
+        except RunError as error:
+            logger.warning("%s", error)
+            continue
+        is_later = best is not None and best.step > step and not best.set_aside
+        return best if is_later else None
+    return None
+
+
+def best_set_aside(run_dir: Path) -> list[BestState]:
+    """Return the best checkpoints that resumes from earlier steps have set aside.
+
+    Raises:
+        RunError: a file that describes one can't be read.
+    """
+    found = []
+    for path in sorted((run_dir / SET_ASIDE_FOLDER).glob(f"step-*/{BEST_FILE}")):
+        try:
+            found.append(msgspec.json.decode(path.read_bytes(), type=BestState))
+        except (OSError, ValueError) as error:
+            cure = f"delete {near(path.parent)}, or put the file back"
+            raise RunError(f"{path} can't be read ({error}): {cure}") from error
+    return found
 
 
 def trainer_start(resumed: Resumed | None, init_from: Path | None) -> TrainerStart | None:

@@ -4,36 +4,42 @@
                       └──▶ stop_at                 the run ends before its next step
 
 An evaluation of step N may end some steps after N. Until then the checkpoint of step N stays too,
-because it may turn out to be the best.
+because it may turn out to be the best. A run also writes a checkpoint at its last step, wherever
+that lies between two of `checkpoint.interval`: that one may be the best too.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+
+import msgspec
 
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.loops.events import NothingLeftToLearn, RunEvents
-from torchtitan.experiments.rl.loops.saved_state import BestState, GoalsState, ValidationReport
+from torchtitan.experiments.rl.loops.saved_state import (
+    BestIs,
+    BestState,
+    GoalsState,
+    ValidationReport,
+)
 from torchtitan.experiments.rl.loops.step_metrics import StepRecord
 
 
 class ValidationGoals(RunEvents):
-    """Observer of the evaluations that knows the best one, and ends the run by ``stop_at``."""
+    """Observer that names the best checkpoint by its evaluation, and ends a run by ``stop_at``."""
 
     def __init__(self, config: RunConfig):
-        """Have seen no evaluation yet."""
+        """Begin without an evaluation."""
         self._checkpoint = config.checkpoint
         self._stop = config.stop_at
-        self._steps = config.steps
         self._state = GoalsState()
-        self._last_step = 0
-        """Number of the last step that was taken."""
-        self._why: str | None = None
-        """Reason to end the run before its next step; None if there is none."""
+        self._extra: set[int] = set()
+        """Steps between two of the interval that have a checkpoint."""
+        self._unsaved: BestState | None = None
+        """Value of the newest evaluated step that has no checkpoint."""
 
     @property
     def best(self) -> BestState | None:
-        """The best checkpoint of the run; None if no evaluation has told one."""
+        """The best checkpoint of the run; None if no checkpoint has an evaluation."""
         return self._state.kept
 
     def stays(self, step: int) -> bool:
@@ -41,106 +47,142 @@ class ValidationGoals(RunEvents):
         if self._checkpoint.keep_best is None:
             return False
         best = self._state.kept
-        return step > self._state.reported or (best is not None and best.step == step)
+        is_best = best is not None and best.step == step and not best.set_aside
+        return is_best or step > self._state.reported
 
     def state(self) -> GoalsState:
         """Return the state that a checkpoint keeps."""
         return self._state
 
-    def restore(self, state: GoalsState, step: int, *, checkpoints: Sequence[int]) -> None:
-        """Go on from a checkpoint of ``step``.
+    def restore(
+        self, state: GoalsState, *, checkpoints: Sequence[int], set_aside: Sequence[BestState] = ()
+    ) -> None:
+        """Continue from the state of a checkpoint.
 
-        What was compared by another metric is forgotten, and so is a best checkpoint that is gone.
+        A value is dropped if the config now names another metric or direction, or if its checkpoint
+        has been deleted. A goal that was reached ends the run, unless the config now asks for more.
 
         Args:
             checkpoints: steps of the run's checkpoints.
+            set_aside: checkpoints that were the best, and that resumes from earlier steps kept.
         """
-        self._last_step = step
-        kept, stop = state.kept, state.stop
-        if kept is not None and (
-            kept.metric != self._checkpoint.keep_best or kept.step not in checkpoints
-        ):
+        best = self._checkpoint.keep_best, self._checkpoint.best_is
+        goal = self._stop.metric, self._stop.best_is
+        kept = _if_by(state.kept, *best)
+        if kept is not None and (kept.set_aside or kept.step not in checkpoints):
             kept = None
-        if stop is not None and stop.metric != self._stop.metric:
-            stop = None
-        self._state = GoalsState(kept=kept, stop=stop, reported=state.reported)
+        for other in set_aside:
+            candidate = _if_by(other, *best)
+            if candidate is not None and (kept is None or _gain(kept, candidate.value) > 0):
+                kept = candidate
+        stop = _if_by(state.stop, *goal)
+        reached = _if_by(state.reached, *goal)
+        if reached is not None and not self._reaches(reached):
+            reached = None
+        self._state = GoalsState(kept=kept, stop=stop, reached=reached, reported=state.reported)
+        self._extra = set(checkpoints)
+
+    def add_checkpoint(self, step: int) -> None:
+        """Count the checkpoint of the run's last step, which the interval may not ask for."""
+        self._extra.add(step)
+        unsaved = self._unsaved
+        if unsaved is not None and unsaved.step == step:
+            self._unsaved = None
+            self._keep_if_better(unsaved)
 
     def started(self, report: ValidationReport) -> None:
         self._compare(report)
 
     async def step_begins(self, step: int) -> None:
-        """End the run if an evaluation before this step asks for it.
+        """End the run if an evaluation before this step has reached ``stop_at``.
 
         Raises:
-            NothingLeftToLearn: ``stop_at`` is reached.
+            NothingLeftToLearn: names the metric, its value and the field of ``stop_at``.
         """
-        if self._why is not None:
-            raise NothingLeftToLearn(self._why)
+        why = self._why_to_end()
+        if why is not None:
+            raise NothingLeftToLearn(why)
 
     def step_recorded(self, record: StepRecord) -> None:
-        self._last_step = record.step
         for report in record.validations:
             self._compare(report)
 
     def ended_early(self, why: str, reports: Sequence[ValidationReport]) -> None:
-        self._why = why
         for report in reports:
             self._compare(report)
 
     def _compare(self, report: ValidationReport) -> None:
         """Compare an evaluation with those before it."""
-        kept, stop = self._state.kept, self._state.stop
-        goal, checkpoint = self._stop, self._checkpoint
-        if goal.is_set:
-            stop = _better(
-                stop, report, metric=goal.metric, best_is=goal.best_is, min_gain=goal.min_gain
-            )
-            self._why = self._why or self._reason(report, stop)
-        if checkpoint.keep_best is not None and self._is_saved(report.step):
-            kept = _better(kept, report, metric=checkpoint.keep_best, best_is=checkpoint.best_is)
-        reported = max(self._state.reported, report.step)
-        self._state = GoalsState(kept=kept, stop=stop, reported=reported)
-
-    def _is_saved(self, step: int) -> bool:
-        """Return True if a step has a checkpoint, or gets one because the run ends with it."""
-        ends = step == self._steps or (self._why is not None and step == self._last_step)
-        return step > 0 and (ends or step % self._checkpoint.interval == 0)
-
-    def _reason(self, report: ValidationReport, best: BestState | None) -> str | None:
-        """Return why the run ends with this evaluation; None if it goes on."""
         goal = self._stop
-        value = report.metrics.get(goal.metric)
-        if value is None or best is None:
-            return None
-        if goal.value is not None and _sign(goal.best_is) * (value - goal.value) >= 0:
+        # The values that end a run stay as they are, so that a resume ends it in the same words.
+        if goal.is_set and self._why_to_end() is None:
+            value = _value_of(report, goal.metric, goal.best_is)
+            if value is not None:
+                stop = _better(self._state.stop, value, min_gain=goal.min_gain)
+                reached = value if self._reaches(value) else None
+                self._state = msgspec.structs.replace(self._state, stop=stop, reached=reached)
+        keep_best = self._checkpoint.keep_best
+        if keep_best is not None and report.step > 0:
+            value = _value_of(report, keep_best, self._checkpoint.best_is)
+            if value is not None and self._has_checkpoint(report.step):
+                self._keep_if_better(value)
+            elif value is not None:
+                self._unsaved = value
+        reported = max(self._state.reported, report.step)
+        self._state = msgspec.structs.replace(self._state, reported=reported)
+
+    def _has_checkpoint(self, step: int) -> bool:
+        """Return True if a step has a checkpoint, or gets one when it ends."""
+        interval = self._checkpoint.interval
+        return step in self._extra or (interval > 0 and step % interval == 0)
+
+    def _keep_if_better(self, value: BestState) -> None:
+        kept = _better(self._state.kept, value)
+        self._state = msgspec.structs.replace(self._state, kept=kept)
+
+    def _reaches(self, value: BestState) -> bool:
+        """Return True if an evaluation's value is ``stop_at.value`` or better."""
+        goal = self._stop.value
+        return goal is not None and _gain(value, goal) <= 0
+
+    def _why_to_end(self) -> str | None:
+        """Return why the run ends before its next step; None if it goes on."""
+        goal, stop, reached = self._stop, self._state.stop, self._state.reached
+        if reached is not None:
             return (
-                f"{goal.metric}, which is {value:.4g} at step {report.step} "
+                f"{goal.metric}, which is {reached.value:.4g} at step {reached.step} "
                 f"(stop_at.value = {goal.value:g})"
             )
-        if goal.patience is not None and best.since >= goal.patience:
+        if goal.patience is not None and stop is not None and stop.since >= goal.patience:
             return (
-                f"{goal.metric}, which is best at step {best.step} with {best.value:.4g}, and has "
-                f"not gained in {best.since} evaluations since (stop_at.patience = {goal.patience})"
+                f"{goal.metric}, which is best at step {stop.step} with {stop.value:.4g}, and has "
+                f"not gained in {stop.since} evaluations since (stop_at.patience = {goal.patience})"
             )
         return None
 
 
-def _better(
-    best: BestState | None,
-    report: ValidationReport,
-    *,
-    metric: str,
-    best_is: Literal["highest", "lowest"],
-    min_gain: float = 0.0,
-) -> BestState | None:
-    """Return the best value after an evaluation, which may have no value of the metric."""
+def _value_of(report: ValidationReport, metric: str, best_is: BestIs) -> BestState | None:
+    """Return an evaluation's value of a metric; None if it has none that is finite."""
     value = report.metrics.get(metric)
     if value is None or not math.isfinite(value):
-        return best
-    if best is None or _sign(best_is) * (value - best.value) > min_gain:
-        return BestState(metric=metric, value=float(value), step=report.step)
-    return BestState(metric=metric, value=best.value, step=best.step, since=best.since + 1)
+        return None
+    return BestState(metric=metric, value=float(value), step=report.step, best_is=best_is)
 
 
-def _sign(best_is: Literal["highest", "lowest"]) -> int:
-    return 1 if best_is == "highest" else -1
+def _if_by(value: BestState | None, metric: str | None, best_is: BestIs) -> BestState | None:
+    """Return a value; None if it is of another metric, or was compared in another direction."""
+    if value is None or (value.metric, value.best_is) != (metric, best_is):
+        return None
+    return value
+
+
+def _better(best: BestState | None, new: BestState, *, min_gain: float = 0.0) -> BestState:
+    """Return the best value once there is a new one, which must gain more than ``min_gain``."""
+    if best is None or _gain(best, new.value) > min_gain:
+        return new
+    return msgspec.structs.replace(best, since=best.since + 1)
+
+
+def _gain(best: BestState, value: float) -> float:
+    """Return by how much a value is better than another; below 0 if it is worse."""
+    return value - best.value if best.best_is == "highest" else best.value - value
