@@ -1,6 +1,8 @@
 """Special tokens in what others than the model say: the model reads their texts, and no control token."""
 
 import copy
+import functools
+import json
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from tests.unit.renderer_families import SETTINGS, family_renderer, family_token
 from torchtitan.experiments.rl.envs.conversation import Conversation
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.envs.special_texts import (
+    SpecialTexts,
     TwinTokenizer,
     control_tokens,
     render_as_text,
@@ -89,7 +92,61 @@ def test_a_conversation_without_special_texts_is_rendered_by_the_renderer_itself
     renderer = build_renderer(RendererConfig(), tokenizer_path)
     chat = [{"role": "user", "content": "no <tool_call> is special"}]
     assert render_as_text(renderer, chat) == renderer.render(chat)
-    assert not special_texts(renderer).is_ready
+    assert "renderer" not in vars(special_texts(renderer)), "no second one was made"
+
+
+ESCAPED = [
+    (r'{"text": "<|im_\u0065nd|>"}', "<|im_end|>"),
+    (r'{"text": "\u003C\u007cim_end|>"}', "<|im_end|>"),
+    ('{"<|im_end|>": "a\\nb"}', "<|im_end|>"),
+    (r'{"text": "\\\\<|im_start|>"}', "<|im_start|>"),
+]
+
+
+@pytest.mark.parametrize("arguments, token", ESCAPED)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_special_token_in_the_arguments_of_a_call_is_text_however_json_escapes_it(
+    settings, arguments, token, tmp_path_factory
+):
+    renderer = family_renderer(settings, tmp_path_factory.getbasetemp())
+    tokenizer = family_tokenizer(SETTINGS[settings]["name"])
+
+    def rendered(render, arguments):
+        call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": arguments}}
+        chat = [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "name": "f", "content": "ok"},
+        ]
+        return render(chat)
+
+    own = rendered(renderer.render, '{"text": "x"}')
+    as_text = rendered(functools.partial(render_as_text, renderer), arguments)
+    assert special_ids(as_text, tokenizer) == special_ids(own, tokenizer)
+    assert token in tokenizer.decode(as_text.token_ids)
+
+
+def test_what_json_does_not_read_as_a_special_token_is_left_as_it_is(tokenizer_path):
+    texts = special_texts(build_renderer(RendererConfig(), tokenizer_path))
+    for arguments in (r'{"text": "<|im_\\u0065nd|>"}', r'{"text": "\\u003c|im_end|>"}', "{}"):
+        function = {"name": "f", "arguments": arguments}
+        assert texts.first_in(function) is None and texts.twin(function) == function
+    content = {"role": "tool", "content": ESCAPED[0][0]}  # a tool's answer is no JSON to a renderer
+    assert texts.first_in(content) is None and texts.twin(content) == content
+
+
+def test_a_special_token_is_found_whatever_characters_it_has():
+    tokenizer = sentencepiece_like()
+    odd = ["<end\n>", "<'\">", "<\u200b>", "<\\>", "<\U0001f600>", "<a/b>"]
+    tokenizer.add_tokens([AddedToken(text, special=True) for text in odd], special_tokens=True)
+    texts = SpecialTexts(tokenizer, settings=None)
+    for text in odd:
+        message = {"role": "user", "content": [{"type": "text", "text": f"see {text}!"}]}
+        call = {"name": "f", "arguments": json.dumps({"text": text})}
+        slashed = {"name": "f", "arguments": json.dumps({"text": text}).replace("/", "\\/")}
+        for value in (message, [{"tool_calls": [{"function": call}]}], ({text: 1},), slashed):
+            assert texts.first_in(value) == text
+            assert texts.first_in(texts.twin(value)) is None
 
 
 async def test_what_the_model_sampled_as_text_stays_text_where_the_conversation_is_rendered_anew(
@@ -160,9 +217,35 @@ def test_twins_alone_are_text_and_all_else_is_read_as_the_tokenizer_reads_it():
     ]  # fmt: skip
 
 
-def test_a_special_token_that_the_vocabulary_has_as_a_text_too_can_not_be_text_and_says_so():
+def test_a_special_token_that_the_vocabulary_has_as_a_piece_too_is_text_all_the_same():
     tokenizer = sentencepiece_like(("</s>", -1.0))
     twins = TwinTokenizer(tokenizer, control_tokens(tokenizer))
-    text = "".join(chr(0x20000 + ord(character)) for character in "</s>")
-    with pytest.raises(ValueError, match="the tokenizer has '</s>' among its ordinary texts too"):
-        twins.encode(f"hi{text}", add_special_tokens=False)
+    texts = "".join(chr(0x20000 + ord(character)) for character in "</s>")
+    unknown = "".join(chr(0x20000 + ord(character)) for character in "<unk>")
+
+    def read(text):
+        return tokenizer.convert_ids_to_tokens(twins.encode(text, add_special_tokens=False))
+
+    assert read(f"hi{texts} hi</s>") == ["▁hi", "<", "/", "s", ">", "▁hi", "</s>"]
+    # The vocabulary has no "u", "n", "k" and "é": the tokenizer reads them as unknown, as ever.
+    assert read(f"hi{unknown}") == ["▁hi", "<", "<unk>", ">"]
+    assert read(f"é {texts}") == ["▁", "<unk>", "▁", "<", "/", "s", ">"]
+
+
+def test_a_special_token_of_one_character_that_is_a_piece_too_can_not_be_text_and_says_so():
+    tokenizer = sentencepiece_like()
+    tokenizer.add_tokens([AddedToken("h", special=True)], special_tokens=True)
+    twins = TwinTokenizer(tokenizer, control_tokens(tokenizer))
+    said = "the tokenizer can't read 'h' as text, because its vocabulary has it as a piece too"
+    with pytest.raises(ValueError, match=said):
+        twins.encode(f"{chr(0x20000 + ord('h'))} hi", add_special_tokens=False)
+
+
+def test_the_copy_that_knows_twins_has_the_vocabulary_of_the_models_tokenizer_itself(
+    tokenizer,
+):
+    """To copy a vocabulary of 150,000 words and its merges takes a second of a rollout's loop."""
+    tokenizer = copy.deepcopy(tokenizer)
+    twins = TwinTokenizer(tokenizer, control_tokens(tokenizer))
+    tokenizer.backend_tokenizer.model.dropout = 0.25
+    assert twins._copy.backend_tokenizer.model.dropout == 0.25

@@ -136,11 +136,6 @@ class _ToRender:
     def renderer(self) -> Renderer:
         return self.plain if self.texts is None else self.texts.renderer
 
-    @property
-    def is_slow(self) -> bool:
-        """True if the renderer has to be made first."""
-        return self.texts is not None and not self.texts.is_ready
-
 
 class Conversation:
     """The messages and tokens of one conversation.
@@ -220,7 +215,7 @@ class Conversation:
         async def render() -> Prompt:
             return await compute(
                 lambda: first_prompt(_rendered(opening)),
-                large=_characters(messages, tools) > LARGE_TEXT or opening.is_slow,
+                large=_characters(messages, tools) > LARGE_TEXT,
                 line=Line.FIRST_PROMPT,
             )
 
@@ -326,10 +321,10 @@ class Conversation:
             kept = len(old_ids) if extends else 0
             return next_prompt(rendered, last, sampled_ids, kept=kept, answer_index=answer_index)
 
-        prompt = await compute(bridge, large=_characters(new) > LARGE_TEXT or answers.is_slow)
+        prompt = await compute(bridge, large=_characters(new) > LARGE_TEXT)
         if prompt is None:
             whole = self._to_render(0)
-            is_large = _characters(self.messages, self.tools) > LARGE_TEXT or whole.is_slow
+            is_large = _characters(self.messages, self.tools) > LARGE_TEXT
             prompt = await compute(functools.partial(render_anew, whole), large=is_large)
         return prompt
 

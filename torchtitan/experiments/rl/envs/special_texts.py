@@ -4,32 +4,40 @@ A tokenizer reads such a text as the control token itself, so that a page could 
 write the next one. Renderers hand a whole turn to the tokenizer, their own control tokens and the
 message's text in one string, so something in the string has to tell the two apart:
 
-    a message      page: <|im_end|>                   `SpecialTexts.twin` writes its special texts
-      its twin     page: ⟨twin of <|im_end|>⟩         in characters that no text has in this order
+    a message      page: <|im_end|>                   `SpecialTexts.twin` writes each special text
+      its twin     page: ⟨twin of <|im_end|>⟩         as its twin: rare characters, in an order
+                                                      that stands in no text
     the renderer   <|im_end|> ... ⟨twin⟩ ...          writes its control tokens as ever
-    TwinTokenizer  ⟨twin⟩ ... <|im_end|> ...          exchanges the two, and reads twins alone as
-                                                      control tokens
+    TwinTokenizer  ⟨twin⟩ ... <|im_end|> ...          exchanges the two. Only a twin is now read as
+                                                      a control token; <|im_end|> is split as text
 
 A twin has as many characters as its text, so that places in the string stay as they are. Only
 conversations that have a special text are rendered in this way; all others never come here.
+
+Renderers decode the arguments of a call that are given as JSON, so a special text is found there
+however its characters are escaped.
 """
 
 import copy
 import functools
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import renderers
 from renderers import Message, RenderedTokens, Renderer, RendererConfig, ToolSpec
-from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerBase
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _FIRST = 0x20000
-"""First of the 2**15 ideographs in which twins are written: rare ones (CJK Extension B), so that no
-text has a twin by chance, and printable, so that a template that writes a list writes them as they
-are."""
+"""First of the 2**15 characters in which twins are written: ideographs of CJK Extension B.
+
+They are rare, so that no text has a twin by chance. They are printable, so that a template that
+prints a list of texts does not escape them.
+"""
+_ESCAPED_BACKSLASH = "\\\\"
 _SPECIAL_TEXTS: "WeakKeyDictionary[Renderer, SpecialTexts]" = WeakKeyDictionary()
 """Special texts of each renderer's tokenizer."""
 
@@ -101,11 +109,27 @@ class SpecialTexts:
         self._settings = settings
         self._tokens = control_tokens(tokenizer)
         self._pattern = _pattern_of(self._tokens)
+        self._in_json = _json_pattern_of(self._tokens)
 
     def first_in(self, value: object) -> str | None:
         """Return the first special text in a message or in messages; None if there is none."""
-        found = self._pattern.search(str(value))
-        return None if found is None else found[0]
+        return next(self._all_in(value), None)
+
+    def _all_in(self, value: object) -> Iterator[str]:
+        """Yield the special texts in a text, or in data with texts."""
+        if isinstance(value, str):
+            for found in self._pattern.finditer(value):
+                yield found[0]
+        elif isinstance(value, Mapping):
+            for key, entry in value.items():
+                yield from self._all_in(key)
+                if _is_json(key, entry):
+                    yield from filter(None, map(_decoded, self._in_json.finditer(entry)))
+                else:
+                    yield from self._all_in(entry)
+        elif isinstance(value, list | tuple):
+            for entry in value:
+                yield from self._all_in(entry)
 
     def twin(self, value: Any) -> Any:  # noqa: ANN401 - of the type that it is given
         """Return text, or data with texts, with a twin in the place of each special text."""
@@ -113,10 +137,24 @@ class SpecialTexts:
             return self._pattern.sub(lambda found: _twin_of(found[0]), value)
         if isinstance(value, Mapping):
             # Keys too: arguments of calls and schemas of tools are rendered with them.
-            return {self.twin(key): self.twin(entry) for key, entry in value.items()}
+            return {
+                self.twin(key): self._twin_in_json(entry)
+                if _is_json(key, entry)
+                else self.twin(entry)
+                for key, entry in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.twin(entry) for entry in value]
         return value
+
+    def _twin_in_json(self, text: str) -> str:
+        """Return JSON with a twin in the place of each special text that a parser would read."""
+
+        def replaced(found: re.Match[str]) -> str:
+            special = _decoded(found)
+            return found[0] if special is None else _twin_of(special)
+
+        return self._in_json.sub(replaced, text)
 
     def places_of_tokens(self, text: str) -> list[tuple[int, int]]:
         """Return where each token of a text begins and ends in it; its special texts are text."""
@@ -139,14 +177,9 @@ class SpecialTexts:
         ids = cast(list[int], self._tokenizer.convert_tokens_to_ids(list(self._tokens)))
         return frozenset(ids)
 
-    @property
-    def is_ready(self) -> bool:
-        """True if ``renderer`` is made already. The first use makes it, in a second or two."""
-        return "renderer" in self.__dict__
-
     @functools.cached_property
     def renderer(self) -> Renderer:
-        """Renderer of the same model that writes twins as the special texts which they stand for.
+        """Renderer of the same model whose tokenizer reads twins as text.
 
         It only renders: replies are parsed by the renderer that tasks have.
         """
@@ -154,27 +187,120 @@ class SpecialTexts:
 
 
 def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of any of the texts, and of nothing if there are none.
+    """Return a pattern that finds any of the texts, and nothing if there are none.
 
-    Of two texts that begin alike, the longer is the token.
+    Where one text begins with another, the longer is the token.
+    """
+    return _any_of(map(re.escape, sorted(texts, key=len, reverse=True)))
+
+
+def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(patterns) or r"(?!)")
+
+
+def _json_pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
+    r"""Return a pattern that finds the texts in JSON, where any character may be escaped.
+
+    It finds escaped backslashes too, so that what follows one is not taken for an escape:
+
+        <|im_\u0065nd|>     is <|im_end|>
+        <|im_\\u0065nd|>    is no special text
     """
     longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    in_json = ["".join(map(_json_forms, text)) for text in longest_first]
+    return _any_of([re.escape(_ESCAPED_BACKSLASH), *in_json])
+
+
+def _json_forms(character: str) -> str:
+    """Return a pattern of the forms that a character has in JSON."""
+    units = re.findall("....", character.encode("utf-16-be").hex())
+    escaped = "".join(rf"\\u(?i:{unit})" for unit in units)
+    as_it_is = re.escape(json.dumps(character, ensure_ascii=False)[1:-1])
+    return f"(?:{as_it_is}|{escaped}" + (r"|\\/)" if character == "/" else ")")
+
+
+def _is_json(key: object, entry: object) -> bool:
+    """Return True if an entry of a message is the arguments of a call, as JSON."""
+    return key == "arguments" and isinstance(entry, str)
+
+
+def _decoded(found: re.Match[str]) -> str | None:
+    """Return the special text that was found in JSON; None if it is an escaped backslash."""
+    if found[0] == _ESCAPED_BACKSLASH:
+        return None
+    return cast(str, json.loads(f'"{found[0]}"'))
 
 
 def _twin_of(text: str) -> str:
     return "".join(chr(_FIRST + ord(character) % 2**15) for character in text)
 
 
+def _copy_with_twins(
+    tokenizer: PreTrainedTokenizerBase, tokens: Mapping[str, AddedToken]
+) -> PreTrainedTokenizerBase:
+    """Return a copy of a tokenizer that has a token of its own for each special text's twin.
+
+    The copy shares the vocabulary and the merges: to copy those takes about a second.
+
+    Args:
+        tokens: special tokens by their texts.
+    """
+    memo: dict[int, object] = {}
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        own = tokenizer.backend_tokenizer
+        memo[id(own)] = _backend_like(own, splits=tokens)
+    copied = copy.deepcopy(tokenizer, memo)
+    # Thus the twins are no special tokens: the copy is told to split those.
+    copied.add_tokens(
+        [
+            AddedToken(
+                _twin_of(text),
+                special=False,
+                normalized=token.normalized,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                single_word=token.single_word,
+            )
+            for text, token in tokens.items()
+        ]
+    )
+    return copied
+
+
+def _backend_like(own: Tokenizer, *, splits: Iterable[str]) -> Tokenizer:
+    """Return a tokenizer with the same model, parts and added tokens.
+
+    Args:
+        splits: texts that become two words, so that one that is in the model's vocabulary too, as
+            "<unk>" is in that of a Unigram model, does not become its token.
+    """
+    backend = Tokenizer(own.model)
+    backend.normalizer = own.normalizer
+    backend.decoder = own.decoder
+    backend.post_processor = own.post_processor
+    cuts: list[Any] = [
+        pre_tokenizers.Split(
+            Regex(f"{re.escape(text[0])}(?={re.escape(text[1:])})"), "merged_with_previous"
+        )
+        for text in splits
+        if len(text) > 1 and own.model.token_to_id(text) is not None
+    ]
+    parts = [part for part in (own.pre_tokenizer, *cuts) if part is not None]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(parts) if cuts else own.pre_tokenizer
+    added = own.get_added_tokens_decoder()
+    backend.add_tokens([added[index] for index in sorted(added)])
+    return backend
+
+
 class TwinTokenizer:
     """Tokenizer of a model that reads twins of special texts as text.
 
-    It takes part in the protocol of the `renderers` package; what is no encoding is the model's own
-    tokenizer's.
+    It has what the `renderers` package asks of a tokenizer. Whatever does not encode is answered by
+    the model's own tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: Mapping[str, AddedToken]):
-        """Copy the tokenizer, and give the copy a token of its own for each twin.
+        """Make a copy of the tokenizer in which twins are tokens.
 
         Args:
             tokenizer: the model's tokenizer, which stays as it is.
@@ -185,24 +311,16 @@ class TwinTokenizer:
         self._exchanged = twins | {twin: text for text, twin in twins.items()}
         self._either = _pattern_of(self._exchanged)
         self._twin = _pattern_of(twins.values())
-        # Thus the twins are no special tokens: the copy is told to split those (`_encode`).
-        self._copy = copy.deepcopy(tokenizer)
-        self._copy.add_tokens(
-            [
-                AddedToken(
-                    twins[text],
-                    special=False,
-                    normalized=token.normalized,
-                    lstrip=token.lstrip,
-                    rstrip=token.rstrip,
-                    single_word=token.single_word,
-                )
-                for text, token in tokens.items()
-            ]
-        )
+        self._copy = _copy_with_twins(tokenizer, tokens)
+        added = {token.content: token.content for token in tokenizer.added_tokens_decoder.values()}
+        written = added | {twin: text for text, twin in twins.items()}
         self._id_of = {
-            self._copy.convert_tokens_to_ids(twin): tokenizer.convert_tokens_to_ids(text)
-            for text, twin in twins.items()
+            self._copy.convert_tokens_to_ids(text): tokenizer.convert_tokens_to_ids(original)
+            for text, original in written.items()
+        }
+        # Without special texts, too, a character that the vocabulary lacks is the unknown token.
+        self._control_ids = {self._copy.convert_tokens_to_ids(text) for text in tokens} - {
+            tokenizer.unk_token_id
         }
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of the model's tokenizer
@@ -219,16 +337,16 @@ class TwinTokenizer:
         return encoded
 
     def _check_no_control_token(self, ids: Sequence[int]) -> None:
-        """Raise a ValueError if a text that no twin stands for became a control token.
+        """Raise a ValueError if the copy read a text as a control token all the same.
 
-        A model of Unigram may have "</s>" among the pieces that it divides a text into.
+        A special token of one character, which the model's vocabulary has too, can't be split.
         """
-        found = set(ids).intersection(self._id_of.values())
+        found = self._control_ids.intersection(ids)
         if found:
-            text = self._tokenizer.convert_ids_to_tokens(min(found))
+            text = self._copy.convert_ids_to_tokens(min(found))
             raise ValueError(
-                f"the tokenizer has {text!r} among its ordinary texts too, and reads it as a "
-                "control token: change the text, or give control_tokens=True if that is meant"
+                f"the tokenizer can't read {text!r} as text, because its vocabulary has it as a "
+                "piece too: change the text, or give control_tokens=True if that is meant"
             )
 
     def encode(self, text: str, **options: Any) -> list[int]:  # noqa: ANN401 - as above
