@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import struct
 
 import pytest
 
@@ -171,6 +172,72 @@ async def test_a_client_that_closes_its_connection_is_seen_to_have_gone_at_once(
 
     rollout = await run_agent(agent, policy, renderer)
     assert rollout.calls == {"answered": 1, "retried": 1} and policy.begun == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_requests_that_were_sent_one_behind_the_other_are_all_answered(
+    stream, renderer, tokenizer
+):
+    """The client ends what it sends before the first answer."""
+
+    def ask_three_times(endpoint):
+        with connect(endpoint) as own_socket:
+            users = [{"user": str(number)} for number in range(3)]
+            asked = [request_of(endpoint, stream=stream, **user) for user in users]
+            own_socket.sendall(b"".join(asked))
+            own_socket.shutdown(socket.SHUT_WR)
+            return whole_answer(own_socket)
+
+    async def agent(sample, endpoint):
+        received = await asyncio.to_thread(ask_three_times, endpoint)
+        assert received.count(b"HTTP/1.1 200") == 3
+
+    rollout = await run_agent(agent, ScriptedPolicy(tokenizer, "ok"), renderer)
+    assert rollout.calls == {"answered": 3}
+
+
+async def test_a_client_that_has_reset_the_connection_stays_gone(renderer, tokenizer):
+    """The kernel tells an error once."""
+    policy = HeldPolicy(tokenizer)
+    seen = []
+
+    async def agent(sample, endpoint):
+        own_socket = connect(endpoint)
+        own_socket.sendall(request_of(endpoint))
+        own_socket.shutdown(socket.SHUT_WR)
+        await until(lambda: policy.begun == 1)
+        (gateway,) = server._GATEWAYS[asyncio.get_running_loop()].values()
+        (connection,) = gateway._connections
+        connection._stop_looking()
+        assert connection.is_open
+        own_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        own_socket.close()
+        await until(lambda: not connection.is_open)
+        seen.append([connection.is_open for _ in range(3)])
+        policy.released.set()
+
+    await run_agent(agent, policy, renderer)
+    assert seen == [[False] * 3]
+
+
+@pytest.mark.parametrize("read_s, calls", [(0.0, {"answered": 1}), (60.0, {"undelivered": 1})])
+async def test_a_reset_takes_an_answer_back_unless_the_client_has_left_it_idle_since(
+    read_s, calls, renderer, tokenizer, monkeypatch
+):
+    monkeypatch.setattr(connections, "READ_S", read_s)
+
+    def read_all_and_reset(endpoint):
+        with connect(endpoint) as own_socket:
+            own_socket.sendall(request_of(endpoint))
+            head, _, body = own_socket.recv(1 << 16).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200") and json.loads(body)
+            own_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    async def agent(sample, endpoint):
+        await asyncio.to_thread(read_all_and_reset, endpoint)
+
+    rollout = await run_agent(agent, ScriptedPolicy(tokenizer, "ok"), renderer)
+    assert rollout.calls == calls
 
 
 UNFINISHED = {
