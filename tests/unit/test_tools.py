@@ -342,6 +342,34 @@ async def test_a_row_of_messages_brings_its_tools_and_a_call_is_its_answer(rende
     assert "Return the weather of a city." in prompts[0] and "weather of" not in prompts[1]
 
 
+async def test_a_row_of_a_template_brings_its_tools_unless_the_template_names_them(
+    renderer, tokenizer
+):
+    rows = [{"question": "Is it sunny in Rome?", "tools": [WEATHER]}, {"question": "Hi?"}]
+
+    async def prompts_of(**fields):
+        task = built(question_task(rows, exact, **fields), renderer)
+        prompts = []
+        for index in range(len(rows)):
+            policy = ScriptedPolicy(tokenizer, "ok")
+            group = await task.run_group(
+                task.dataset[index], policy, group_id="g", seed=0, group_size=1
+            )
+            prompts.append(tokenizer.decode(group.rollouts[0].turns[0].prompt_token_ids))
+        return ["Return the weather of a city." in prompt for prompt in prompts]
+
+    assert await prompts_of() == [True, False]
+    assert await prompts_of(tools_column=None) == [False, False]
+    rows = [{"question": "What is each for?", "tools": "hammer, saw"}]
+    named = question_task(rows, exact, template="{question} {tools}")
+    assert built(named, renderer).tools_of(rows[0]) == []
+    with pytest.raises(ConfigError) as refused:
+        built(question_task(rows, exact), renderer)
+    assert refused.value.field == "tasks.mine.tools_column"
+    assert str(refused.value).endswith("; set tools_column = None if 'tools' is something else")
+    assert "row 0: " in str(refused.value) and "hammer, saw" in str(refused.value)
+
+
 def test_a_row_with_tools_that_nothing_answers_is_refused_by_a_task_with_its_own(renderer):
     rows = [{"messages": CHAT}, {"messages": CHAT, "tools": [WEATHER]}]
     config = tool_task(rows, [search], exact, messages_column="messages")

@@ -88,8 +88,18 @@ def conversation_of(row: object, *, messages: str, tools: str) -> Conversation:
     checked = checked_messages(raw_messages, messages)
     if not checked:
         raise ValueError(f"{messages} is empty")
-    raw_tools = _without_none(row.get(tools))
-    return checked, None if raw_tools is None else checked_tools(raw_tools, tools)
+    return checked, tools_in(row, tools)
+
+
+def tools_in(row: Mapping[str, Any], column: str) -> list[ToolSpec] | None:
+    """Return the tools in a row's column; None if it has none.
+
+    Raises:
+        TypeError: an entry has a wrong type; names it.
+        ValueError: an entry is no tool in OpenAI's format; names it.
+    """
+    tools = _without_none(row.get(column))
+    return None if tools is None else checked_tools(tools, column)
 
 
 def sample_of(

@@ -42,7 +42,7 @@ from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.answers import is_list
-from torchtitan.experiments.rl.tasks.demonstrations import conversation_of
+from torchtitan.experiments.rl.tasks.demonstrations import conversation_of, tools_in
 from torchtitan.experiments.rl.tasks.task import Task
 
 _BRACES = re.compile(r"\{([^{}]+)\}")
@@ -114,9 +114,9 @@ class QuestionTask(Task):
         """Column of the messages that the model answers, where the rows are chats. It replaces the
         template."""
         tools_column: NonEmptyStr | None = "tools"
-        """Column of the tools that the model is told of beside ``messages_column``, in OpenAI's
-        format; a row may have none. A call is the model's answer: nothing answers it. None if a
-        column of that name is something else."""
+        """Column of the tools that the model is told of beside the row's prompt, in OpenAI's
+        format; a row may have none. A call is the model's answer: nothing answers it. A column that
+        the template names is text. None if a column of that name is something else."""
         missing_text: str | None = None
         """Text that the template has in place of a missing value, such as "" for Alpaca's
         ``input``. If None, a row that lacks a value is refused."""
@@ -231,12 +231,20 @@ class QuestionTask(Task):
         return fill(self.config.template, row)
 
     def tools_of(self, row: dict[str, Any]) -> list[ToolSpec]:
-        """Return the tools that the model is told of beside the row's messages."""
-        messages = self.config.messages_column
+        """Return the tools that the model is told of beside the row's prompt.
+
+        Raises:
+            TypeError: an entry of the column has a wrong type.
+            ValueError: an entry of the column is no tool.
+        """
         column = self.config.tools_column
-        if messages is None or column is None:
+        if column is None or column in self._columns:
             return []
-        return conversation_of(row, messages=messages, tools=column)[1] or []
+        try:
+            return tools_in(row, column) or []
+        except (TypeError, ValueError) as error:
+            cure = f"set tools_column = None if {column!r} is something else"
+            raise type(error)(f"{error}; {cure}") from error
 
     def _row_datasets(self) -> Iterator[tuple[str, RowDataset]]:
         """Yield the datasets that consist of rows, each with its field of the config."""
