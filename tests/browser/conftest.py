@@ -1,4 +1,4 @@
-"""What the browser tests share: Chromium, and a page that must have no error."""
+"""Fixtures of the browser tests: Chromium, and a page that must have no error."""
 
 import pytest
 from playwright.sync_api import Browser, expect

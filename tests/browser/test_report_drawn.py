@@ -1,4 +1,4 @@
-"""What a person sees on the report's pages: ends of runs, steps, causes, and colours that keep their meaning."""
+"""The report's pages show a person what matters: ends of runs, steps, causes, and colours that keep their meaning."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -129,7 +129,7 @@ def test_a_resumed_run_has_its_first_start_and_a_mark_in_each_chart(page, run):
 
 
 def test_a_rollout_shows_the_step_that_trained_it_beside_the_version_it_was_started_at(page, run):
-    """What was started at version 0 was trained in step 2."""
+    """A rollout that was started at version 0 was trained in step 2."""
     with served([run]) as address:
         opened(page, address, "rollouts")
         row = cells(page, "sums-0/0")

@@ -1,4 +1,4 @@
-"""What the integration tests share: models on disk, a reference for log-probabilities, learners, and runs of the command."""
+"""Fixtures of the integration tests: models on disk, a reference for log-probabilities, learners, and runs of the command."""
 
 from collections.abc import Callable, Iterator
 
@@ -45,7 +45,7 @@ def untied_model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def llama_model(tmp_path_factory) -> str:
-    """As Llama 3.2: tied head, rotary frequencies scaled; so much, and from so few positions on, that it shows in a test."""
+    """A model like Llama 3.2: tied head, rotary frequencies scaled; so much, and from so few positions on, that it shows in a test."""
     rope = dict(
         rope_type="llama3",
         rope_theta=1000.0,

@@ -1,4 +1,4 @@
-"""What processes there are, as /proc says."""
+"""Processes of this machine, as /proc lists them."""
 
 import contextlib
 import os

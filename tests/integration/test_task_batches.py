@@ -1,4 +1,4 @@
-"""What tasks do to each other in one batch: nothing."""
+"""Tasks in one batch do nothing to each other."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the trainer saves and loads: the next step is the same, bit for bit, and on another number of ranks but for rounding."""
+"""A trainer that loads its checkpoint goes on from it: the next step is the same, bit for bit, and on another number of ranks but for rounding."""
 
 import os
 import shutil

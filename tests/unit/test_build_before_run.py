@@ -1,4 +1,4 @@
-"""What a run builds in its own process is built once before anything is spawned, and refused by its field."""
+"""Each part that a run builds in its own process is built once before anything is spawned, and refused by its field."""
 
 import pytest
 

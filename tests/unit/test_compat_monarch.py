@@ -1,4 +1,4 @@
-"""What this library takes from inside Monarch: one process is killed for it, which Monarch reports after some ten seconds."""
+"""Monarch has the private names that the library uses: one process is killed for it, which Monarch reports after some ten seconds."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What this library takes from inside torchstore."""
+"""torchstore has the private names that the library uses."""
 
 import inspect
 from typing import Any

@@ -1,4 +1,4 @@
-"""What ``compat/vllm.py`` relies on in vLLM 0.32, named where an upgrade takes it away. No engine is started.
+"""vLLM 0.32 has what ``compat/vllm.py`` relies on; a test names what an upgrade takes away. No engine is started.
 
 What takes a running engine is asserted in ``tests/integration/test_generator.py`` (the tied head) and
 ``tests/integration/test_weight_updates.py`` (withdrawn requests, keys and values computed again, salts).

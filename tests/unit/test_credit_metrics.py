@@ -76,7 +76,7 @@ def test_rewards_that_are_equal_are_counted_so_whatever_their_mean_is_rounded_to
 
 
 def test_what_an_env_did_not_reward_counts_as_0_and_what_a_function_did_not_score_is_left_out():
-    """Of 8 rollouts, one made a good call; a limit cut another off, and no function scored it."""
+    """One of 8 rollouts made a good call; a limit cut another off, and no function scored it."""
     rollouts = [rewarded_rollout(1.0) for _ in range(8)]
     for rollout in rollouts[1:]:
         rollout.reward_components = {"right": 0.5}

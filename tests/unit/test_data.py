@@ -1,4 +1,4 @@
-"""Which example, which task: every one in turn, the same by seed, and the same again after a resume."""
+"""Examples and tasks come in turn: every one, the same by seed, and the same again after a resume."""
 
 import json
 from collections import Counter

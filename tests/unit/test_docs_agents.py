@@ -1,4 +1,4 @@
-"""What docs/agents.md shows works as written."""
+"""The code of docs/agents.md works as written."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""What docs/algorithms.md shows works as written."""
+"""The code of docs/algorithms.md works as written."""
 
 import ast
 import importlib

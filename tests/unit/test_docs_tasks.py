@@ -1,4 +1,4 @@
-"""What docs/tasks.md shows works as written."""
+"""The code of docs/tasks.md works as written."""
 
 import asyncio
 import importlib

@@ -1,4 +1,4 @@
-"""What the terminal shows of an evaluation whose attempts fail: how many did, and why the first of each kind did."""
+"""The terminal shows how many attempts of an evaluation failed, and why the first of each kind did."""
 
 import io
 from types import SimpleNamespace

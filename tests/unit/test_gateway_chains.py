@@ -1,4 +1,4 @@
-"""Which turn a request goes on from: compared with a search through all turns, over histories and what clients make of them."""
+"""The turn that a request goes on from is found, as by a search through all turns, over histories and what clients make of them."""
 
 import copy
 import json

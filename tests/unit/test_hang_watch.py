@@ -1,4 +1,4 @@
-"""Which processes are taken to hang, on a clock that the test moves, and what becomes of them."""
+"""Processes that hang are found and ended, on a clock that the test moves."""
 
 import asyncio
 import os

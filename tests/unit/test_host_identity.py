@@ -1,4 +1,4 @@
-"""Which processes count as of one host."""
+"""Processes are told apart by their hosts."""
 
 import socket
 import subprocess

@@ -1,4 +1,4 @@
-"""Which role stands on which host. Every expected placement is worked out by hand."""
+"""Roles are placed on hosts. Every expected placement is worked out by hand."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What the command asks of Kubernetes, recorded by a stand-in for its package. No cluster."""
+"""Requests of the command to Kubernetes, recorded by a stand-in for its package. No cluster."""
 
 import json
 import subprocess

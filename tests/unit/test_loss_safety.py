@@ -1,4 +1,4 @@
-"""What a loss survives and refuses: no members, values that are not finite, devices, users' own variants."""
+"""Losses survive or refuse by name: no members, values that are not finite, devices, users' own variants."""
 
 import math
 import pickle

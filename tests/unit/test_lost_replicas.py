@@ -1,4 +1,4 @@
-"""What a client of the generators does when a replica is lost and when it is back, and what an update does meanwhile."""
+"""Clients of the generators and updates go on when a replica is lost, and when it is back."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a machine lacks is said before a process is spawned."""
+"""A machine's lacks are told before a process is spawned."""
 
 import dataclasses
 import resource

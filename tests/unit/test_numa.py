@@ -1,4 +1,4 @@
-"""Which cores a process gets on a machine of several NUMA nodes, by a made /sys. No GPU: torch's answers are stand-ins."""
+"""Processes get cores of their NUMA node, by a made /sys. No GPU: torch's answers are stand-ins."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Which optimizer moves which parameter, and Muon's step, against an independent one in float64."""
+"""Each parameter is moved by its optimizer, and Muon's step is compared, against an independent one in float64."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What processes print: into files of their own, and a crash's last words among it."""
+"""Processes print into files of their own, and a crash's last words among it."""
 
 import ast
 import os

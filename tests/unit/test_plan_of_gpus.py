@@ -1,4 +1,4 @@
-"""What the plan says of a run on GPUs, against numbers worked out by hand from the models' cards."""
+"""The plan of a run on GPUs is compared with numbers worked out by hand from the models' cards."""
 
 import re
 from dataclasses import replace

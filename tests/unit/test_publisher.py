@@ -1,4 +1,4 @@
-"""What the trainer publishes: two versions side by side, with the digests of its own tensors."""
+"""The trainer publishes two versions side by side, with the digests of its own tensors."""
 
 import asyncio
 import os

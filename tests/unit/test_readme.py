@@ -1,4 +1,4 @@
-"""What the README shows works as written."""
+"""The code of the README works as written."""
 
 import re
 import sys

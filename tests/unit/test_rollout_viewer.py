@@ -1,4 +1,4 @@
-"""What a person sees of recorded rollouts."""
+"""The viewer shows a person the recorded rollouts."""
 
 import pytest
 

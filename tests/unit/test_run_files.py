@@ -1,4 +1,4 @@
-"""What a resumed run keeps of its files: everything up to the checkpoint, nothing after it, and no torn record."""
+"""A resumed run keeps its files: everything up to the checkpoint, nothing after it, and no torn record."""
 
 import errno
 import gzip

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the controller: each part goes on from its record as if nothing had happened."""
+"""A checkpoint keeps the controller's state: each part goes on from its record as if nothing had happened."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Which samples share a prefix, against a loop over all pairs and a trie of dictionaries."""
+"""Samples that share a prefix are found, as by a loop over all pairs and a trie of dictionaries."""
 
 import numpy as np
 import pytest

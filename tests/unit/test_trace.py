@@ -1,4 +1,4 @@
-"""What is recorded of a process while steps are profiled, and the file that shows it."""
+"""Profiled steps are recorded, and one file shows them."""
 
 import asyncio
 import json
