@@ -1,4 +1,4 @@
-"""Each parameter is moved by its optimizer, and Muon's step is compared, against an independent one in float64."""
+"""Each parameter is moved by its optimizer, and Muon's step equals that of an independent one in float64."""
 
 from dataclasses import replace
 
