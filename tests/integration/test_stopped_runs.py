@@ -17,6 +17,7 @@ from tests.integration.command_runs import (
 )
 from tests.integration.processes import listening_sockets
 from torchtitan.experiments.rl.checkpointing.folder import step_of, verify
+from torchtitan.experiments.rl.command.history import read_history
 from torchtitan.experiments.rl.observability.console import typed_command
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 
@@ -37,6 +38,25 @@ def test_run_whose_trainer_may_not_be_made_again_ends_with_one_error_line_that_n
     assert "Traceback" not in run.err
     assert "stopped by an error" in run.out
     run.assert_nothing_left()
+
+
+def test_run_that_is_killed_before_its_first_checkpoint_begins_again_in_its_folder(start):
+    killed = start(*ENDLESS)
+    killed.until_step(2)
+    killed.kill()
+    taken = killed.metrics[-1]["step"]
+    run = start("--steps", "1", resume=killed.folder).ended_well()
+    assert (
+        f"resumed     step 0: the run has no checkpoint, and begins again; its {taken} steps are "
+        "taken anew\nchanged     steps = 1 (was 100000)\n"
+    ) in run.out
+    assert [record["step"] for record in run.metrics] == [0, 1]
+    assert_ledger_balances(run.steps[-1])
+    trained = [record for record in read_rollouts(run.folder) if record.outcome == "trained"]
+    assert len(trained) == 32, "the rollouts of the killed start are gone"
+    history = read_history(run.folder)
+    assert [begun.step for begun in history.starts] == [0, 0] and history.end.how == "done"
+    assert len(list((run.folder / "tensorboard").glob("*tfevents*"))) == 1
 
 
 def test_run_goes_on_when_any_of_its_parts_is_killed_and_ends_with_a_checkpoint_when_all_are_told_to(

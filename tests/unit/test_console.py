@@ -284,9 +284,10 @@ def test_the_summary_ends_with_the_commands_that_come_next_as_this_one_was_start
         f"measure it  {evaluate} --model 'outputs/my run'",
     ], "a resume would end at once"
     failed = next_commands(tmp_path, stopped_by="an error (RunError)", files={})
-    assert failed[-1] == f"see it      {report} 'outputs/my run'", (
-        "a run that failed is one to look at"
-    )
+    assert failed[-2:] == [
+        f"see it      {report} 'outputs/my run'",
+        f"begin again {train} --resume 'outputs/my run'",
+    ]
 
 
 def test_what_a_run_has_not_saved_or_measured_is_not_suggested(environment, tmp_path):

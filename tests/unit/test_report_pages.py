@@ -26,6 +26,7 @@ from tests.unit.report_runs import (
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
 from torchtitan.experiments.rl.command import history
 from torchtitan.experiments.rl.command.history import write_end, write_start
+from torchtitan.experiments.rl.command.run_folder import SavedCommand, save_command
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.report import main
 from torchtitan.experiments.rl.tools.report import pages
@@ -415,6 +416,16 @@ def test_however_a_run_ends_its_state_and_first_hint_say_so(run, end, state, hin
     run.refresh()
     found = first_hint(run)
     assert found[0] == state and found[1].startswith(hint), found
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_is_advised_to_begin_again(run):
+    save_command(run.folder, SavedCommand(config_name="small", module="m", overrides=[]))
+    write_start(run.folder, 0)
+    write_end(run.folder, "failed", "the disk is full")
+    again = (
+        "mend the cause, then --resume with this folder begins again: there is no checkpoint yet"
+    )
+    assert first_hint(run) == ("failed", f"error: the disk is full -> {again}")
 
 
 def test_a_resume_is_advised_where_there_is_a_checkpoint(run):

@@ -24,6 +24,7 @@ from torchtitan.experiments.rl.command.command_line import (
     load_config,
     parse_command,
 )
+from torchtitan.experiments.rl.command.history import write_start
 from torchtitan.experiments.rl.command.hub import model_folder
 from torchtitan.experiments.rl.command.resume import (
     Change,
@@ -38,6 +39,7 @@ from torchtitan.experiments.rl.command.run_folder import SavedCommand, lock_run_
 from torchtitan.experiments.rl.config_registry import rl_mixed_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.evaluate import parse_options
+from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.process import temporary
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 
@@ -137,6 +139,69 @@ def test_a_checkpoint_that_was_set_aside_begins_a_new_run_and_is_not_resumed(ref
         "the run went back to an earlier step, and its files say nothing of this one any more: "
         f"start a new run with its weights (--init-from {aside})\n"
     )
+
+
+# ---- a run that ended before its first checkpoint
+
+
+def test_a_run_without_a_checkpoint_begins_again_in_its_folder_with_its_own_command(
+    resumed, tmp_path
+):
+    run = make_run(tmp_path / "run", "--steps", "77", steps=())
+    config, start, out = resumed("--resume", str(run))
+    assert (start.run_dir, start.resume_from, start.init_from) == (str(run), None, None)
+    assert config.steps == 77
+    assert out == "resumed     step 0: the run has no checkpoint, and begins again\n"
+
+
+def test_a_run_that_begins_again_says_how_many_steps_it_takes_anew_and_may_change_in_every_field(
+    resumed, tmp_path
+):
+    run = make_run(tmp_path / "run", steps=())
+    metrics = MetricsLogger.Config(tensorboard=False).build(run_dir=run)
+    for step in range(4):
+        metrics.log(step, {"loss/total": 0.0})
+    metrics.close()
+    words = ["--seed", "3", "--trainer.optimizer.name", "muon", "--tasks.sum-digits.dataset.seed"]
+    config, start, out = resumed("--resume", str(run), *words, "5")
+    assert start.resume_from is None and config.seed == 3
+    assert out.splitlines() == [
+        "resumed     step 0: the run has no checkpoint, and begins again; its 3 steps are taken "
+        "anew",
+        "changed     tasks.sum_digits.dataset.seed = 5 (was 0)",
+        "changed     trainer.optimizer.name = 'muon' (was 'adamw')",
+        "changed     seed = 3 (was 0)",
+    ]
+
+
+def test_a_run_that_was_stopped_before_its_config_was_saved_begins_again(resumed, tmp_path):
+    run = make_run(tmp_path / "run", "--steps", "77", steps=())
+    (run / "config.json").unlink()
+    config, start, out = resumed("--resume", str(run))
+    assert (config.steps, start.resume_from) == (77, None)
+    assert out == "resumed     step 0: the run has no checkpoint, and begins again\n"
+
+
+def test_a_run_that_begins_again_has_the_weights_that_it_began_with(resumed, tmp_path):
+    other = make_run(tmp_path / "other")
+    run = tmp_path / "run"
+    words = ("--config", NAME, "--init-from", str(other), "--run-dir", str(run))
+    began_with = resumed(*words)[1].init_from
+    assert began_with == other / "checkpoints/step-000040"
+    for _ in range(2):  # each resume keeps it for the next one
+        _, start, out = resumed("--resume", str(run))
+        assert (start.resume_from, start.init_from) == (None, began_with)
+        assert f"weights     of {began_with}\n" in out
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(refused, tmp_path):
+    trained = make_run(tmp_path / "trained", steps=())
+    (trained / "policy/step-40").mkdir(parents=True)
+    was_resumed = make_run(tmp_path / "was resumed", steps=())
+    write_start(was_resumed, 0)
+    write_start(was_resumed, 20)
+    for run in (trained, was_resumed):
+        assert "it has no complete checkpoint" in refused("--resume", str(run))
 
 
 MODULE_OF_A_RUN = """
@@ -468,9 +533,13 @@ def test_a_folder_with_a_run_says_how_to_resume_it(command, tmp_path):
     code, _, err = command("--config", NAME, "--run-dir", str(run))
     assert code == 2
     assert_one_line(err, "holds files already", f"--resume {run} goes on with the run in it")
-    code, _, err = command(
-        "--config", NAME, "--run-dir", str(make_run(tmp_path / "killed early", steps=()))
-    )
+    early = make_run(tmp_path / "killed-early", steps=())
+    code, _, err = command("--config", NAME, "--run-dir", str(early))
+    assert code == 2
+    assert_one_line(err, "holds files already", f"--resume {early} begins the run in it again")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/todo.txt").touch()
+    code, _, err = command("--config", NAME, "--run-dir", str(tmp_path / "notes"))
     assert code == 2 and "holds files already" in err and "--resume" not in err
 
 

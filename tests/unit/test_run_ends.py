@@ -141,6 +141,18 @@ def test_a_second_ctrl_c_ends_everything_at_once_and_keeps_the_last_checkpoint(e
     assert ending(Running(), signal.SIGINT, signal.SIGINT, steps=())[1] == out
 
 
+def test_a_run_that_is_stopped_before_its_first_checkpoint_is_told_how_to_begin_again(
+    ending, tmp_path
+):
+    code, out, _, _ = ending(Running(), signal.SIGINT, signal.SIGINT, steps=())
+    assert code == 130
+    assert out.splitlines() == [
+        "saved       no checkpoint: the run had not taken one",
+        f"see it      {typed_command('report')} {tmp_path}",
+        f"begin again {typed_command('train')} --resume {tmp_path}",
+    ]
+
+
 def test_a_step_that_outlasts_the_grace_period_is_given_up(ending):
     code, out, err, killed = ending(Running(), signal.SIGTERM, grace_s=0.01)
     assert code == 143 and killed == [True, "folder", True]

@@ -272,6 +272,11 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return _complete(Path(run_dir) / CHECKPOINTS_FOLDER)
 
 
+def has_checkpoints(run_dir: Path) -> bool:
+    """Return True if a run has checkpoints, whole or damaged."""
+    return bool(_named(Path(run_dir) / CHECKPOINTS_FOLDER))
+
+
 def newest_valid(run_dir: Path) -> tuple[Path, list[str]]:
     """Return the newest checkpoint whose files are all as they were written.
 

@@ -222,13 +222,20 @@ class _Gate:
         return True
 
     def _find_initial(self) -> Path | None:
-        """Return the checkpoint that ``--init-from`` names, if the command has that option."""
-        if self.resumed is not None or self.command.init_from is None:
+        """Return the checkpoint that ``--init-from`` names, if the command has that option.
+
+        A run that begins again has that of the command which started it.
+        """
+        given = self._init_from()
+        if given is None:
             return None
-        checkpoint, refused = find_initial(self.command.init_from, self.config)
+        checkpoint, refused = find_initial(given, self.config)
         said = [*(f"refused     {reason}" for reason in refused), f"weights     of {checkpoint}"]
         self.lines = said + self.lines
         return checkpoint
+
+    def _init_from(self) -> str | None:
+        return self.command.init_from if self.resumed is None else self.resumed.init_from
 
     def _run_folder(self) -> str:
         """Return the resumed run's folder, or make one; a dry run removes it again."""
@@ -257,6 +264,7 @@ class _Gate:
             checkpoint = resumed.checkpoint
             files = {**resumed.saved.model_files, **files}
             datasets = {**resumed.saved.datasets, **datasets}
+        began_with = command.init_from if resumed is None else resumed.saved.init_from
         saved = SavedCommand(
             config_name=str(command.config_name),
             module=command.module,
@@ -264,6 +272,7 @@ class _Gate:
             folder=command.started_in or os.getcwd(),
             model_files=files,
             datasets=datasets,
+            init_from=None if began_with is None else os.path.abspath(began_with),
         )
         save_command(folder, saved)
         return Ready(

@@ -1,5 +1,6 @@
 """``--resume`` and ``--init-from``: the verified checkpoint, and what changed in the config."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -36,6 +37,7 @@ from torchtitan.experiments.rl.command.folder_kinds import (
 from torchtitan.experiments.rl.command.run_folder import (
     CONFIG_FILE,
     SavedCommand,
+    has_no_checkpoint_yet,
     lock_run_folder,
     model_files,
     read_command,
@@ -47,6 +49,8 @@ from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.observability.console import near
+from torchtitan.experiments.rl.observability.metrics import read_metrics
+from torchtitan.experiments.rl.rollouts.record_file import METRICS_FILE
 from torchtitan.experiments.rl.tasks.task import Task
 
 ABSENT = "(absent)"
@@ -183,12 +187,13 @@ class ResumedRun:
     """A run that this command goes on with. The run folder is locked for this process."""
 
     run_dir: Path
-    checkpoint: Path
-    """Verified checkpoint from which the run goes on."""
+    checkpoint: Path | None
+    """Verified checkpoint from which the run goes on; None for a run that ended before its first
+    checkpoint, and begins again."""
     saved: SavedCommand
     """Command that started the run."""
     saved_config: dict[str, Any]
-    """Resolved config that the run was started with."""
+    """Resolved config that the run was started with; empty if it ended before it was saved."""
     lock: BinaryIO
     """Locked file of the run folder; the lock is held until the file is closed."""
     lines: list[str] = field(default_factory=list)
@@ -196,7 +201,12 @@ class ResumedRun:
 
     @property
     def step(self) -> int:
-        return step_of(self.checkpoint)
+        return 0 if self.checkpoint is None else step_of(self.checkpoint)
+
+    @property
+    def init_from(self) -> str | None:
+        """Run or checkpoint of another run with whose weights this run begins, if it does again."""
+        return self.saved.init_from if self.checkpoint is None else None
 
     @property
     def checkpoints(self) -> int:
@@ -222,6 +232,8 @@ class ResumedRun:
     def check_config(self, config: RunConfig, datasets: Mapping[str, str]) -> None:
         """Compare the config with the run's, and add a line for each field that may change and has.
 
+        A run without a checkpoint may change in every field: nothing of it goes on.
+
         Args:
             config: the resolved config.
             datasets: digests of the examples, by the path of each dataset's field.
@@ -229,10 +241,13 @@ class ResumedRun:
         Raises:
             ConfigError: a field differs that may not change, or the examples that are trained on.
         """
+        changes = compare(self.saved_config, config) if self.saved_config else []
+        if self.checkpoint is None:
+            self.lines += [f"changed     {change}" for change in changes]
+            return
         files = files_of_models(config)
         self._check_model_files(config, files)
         self._check_optimizer(config)
-        changes = compare(self.saved_config, config)
         check_changes(
             [
                 change
@@ -398,8 +413,8 @@ def find_resumed(
         The run; None if "auto" found no run with a checkpoint.
 
     Raises:
-        ConfigError: there is no such run, it has no valid checkpoint, or another process runs in
-            it.
+        ConfigError: there is no such run, none of its checkpoints is valid, or another process runs
+            in it.
     """
     if given == AUTO:
         newest = _newest_run(Path(output_dir or "."), str(config_name))
@@ -513,6 +528,8 @@ def read_saved(*folders: Path) -> tuple[SavedCommand | None, dict[str, Any] | No
 def _open_run(run_dir: Path, checkpoint: Path | None, given: str) -> ResumedRun:
     """Read a run's command and config, lock its folder, and verify the checkpoint to go on from.
 
+    A run that ended before its first checkpoint begins again.
+
     Args:
         checkpoint: checkpoint that the command names; None for the newest that is valid.
 
@@ -521,6 +538,10 @@ def _open_run(run_dir: Path, checkpoint: Path | None, given: str) -> ResumedRun:
             runs in it.
     """
     saved, saved_config = read_saved(run_dir, *reversed(checkpoints(run_dir)))
+    if saved is not None and checkpoint is None and has_no_checkpoint_yet(run_dir):
+        lock = lock_run_folder(run_dir, field=RESUME)
+        line = _line_of_new_beginning(run_dir)
+        return ResumedRun(run_dir, None, saved, saved_config or {}, lock, [line])
     if saved is None or saved_config is None:
         cure = (
             "holds no run that can be resumed: it has no readable command.json and config.json; "
@@ -538,6 +559,17 @@ def _open_run(run_dir: Path, checkpoint: Path | None, given: str) -> ResumedRun:
         f"resumed     step {step_of(path)}, from {path}",
     ]
     return ResumedRun(run_dir, path, saved, saved_config, lock, lines)
+
+
+def _line_of_new_beginning(run_dir: Path) -> str:
+    """Return the line that says that a run begins again, and how many of its steps are dropped."""
+    steps = 0
+    with contextlib.suppress(OSError, ValueError, LookupError):  # no metrics, or damaged ones
+        steps = int(read_metrics(run_dir / METRICS_FILE)[-1]["step"])
+    line = "resumed     step 0: the run has no checkpoint, and begins again"
+    if steps:
+        line += f"; its {steps} step{'s' * (steps != 1)} are taken anew"
+    return line
 
 
 def _locate(given: str, option: str) -> tuple[Path, Path | None]:

@@ -15,7 +15,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchtitan.experiments.rl.checkpointing.folder import checkpoints, write_durably
+from torchtitan.experiments.rl.checkpointing.folder import (
+    checkpoints,
+    has_checkpoints,
+    policies,
+    write_durably,
+)
+from torchtitan.experiments.rl.command.history import read_history
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
@@ -93,6 +99,8 @@ def _check_holds_no_files(folder: Path, may_hold: Collection[str]) -> None:
     cure = "holds files already; name a new folder, nothing in it is overwritten"
     if checkpoints(folder):
         cure += f"; --resume {folder} goes on with the run in it"
+    elif has_no_checkpoint_yet(folder):
+        cure += f"; --resume {folder} begins the run in it again"
     raise ConfigError("--run-dir", str(folder), cure)
 
 
@@ -155,6 +163,8 @@ class SavedCommand:
     same model."""
     datasets: Mapping[str, str] = field(default_factory=dict)
     """Digest of the examples of each dataset (`Dataset.digest`), by the path of its field."""
+    init_from: str | None = None
+    """Run or checkpoint whose weights the run began with; None for those of its model."""
 
 
 def save_command(run_dir: Path, command: SavedCommand) -> None:
@@ -168,6 +178,15 @@ def read_command(run_dir: Path) -> SavedCommand | None:
         return SavedCommand(**json.loads((run_dir / COMMAND_FILE).read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def has_no_checkpoint_yet(run_dir: Path) -> bool:
+    """Return True if a folder holds a run that has ended before its first checkpoint.
+
+    A run that was resumed from a checkpoint, or has saved a policy, had some: they are gone.
+    """
+    is_run = read_command(run_dir) is not None and not has_checkpoints(run_dir)
+    return is_run and not policies(run_dir) and not read_history(run_dir).resumes
 
 
 def read_config(run_dir: Path) -> dict[str, Any] | None:

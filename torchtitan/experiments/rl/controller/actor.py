@@ -134,6 +134,8 @@ class Controller(Actor):
         set_up_logging(self._context.run_dir, "controller")
         if self._checkpoint is not None:
             self._run = self._new_run(self._read(self._checkpoint))
+        else:  # an earlier start may have left files of steps that no checkpoint has
+            cut_back(self._context.run_dir, {})
         self._print_header()
         failure = await self._run_attempt()
         while isinstance(failure, ProcessLost) and self._stopped_by is None:

@@ -247,6 +247,6 @@ def _say_what_is_left(start: Ready) -> None:
     else:
         lines = ["saved       no checkpoint: the run had not taken one"]
     lines.append(f"see it      {typed_command('report')} {folder}")
-    if saved:
-        lines.append(f"go on with  {typed_command('train')} --resume {folder}")
+    label = "go on with " if saved else "begin again"
+    lines.append(f"{label} {typed_command('train')} --resume {folder}")
     write_line(sys.stdout, "\n".join(lines))

@@ -386,6 +386,8 @@ def _next_commands(summary: RunSummary) -> dict[str, str]:
     if "checkpoint" in summary.files and not summary.ended_early:  # a resume would end at once
         more = f" --steps {2 * summary.total_steps}" if summary.stopped_by is None else ""
         commands["go on with"] = f"{typed_command('train')} --resume {folder}{more}"
+    elif summary.stopped_by is not None:
+        commands["begin again"] = f"{typed_command('train')} --resume {folder}"
     return commands
 
 

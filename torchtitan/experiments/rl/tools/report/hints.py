@@ -148,6 +148,8 @@ def _end_hints(state: Mapping[str, Any]) -> Iterable[Hint]:
     resume = "start a new run: this one has no checkpoint to go on from"
     if saved is not None:
         resume = f"--resume with this folder goes on from step {saved}"
+    elif state.get("begins_again"):
+        resume = "--resume with this folder begins again: there is no checkpoint yet"
     if name == "stalled":
         yield Hint(
             "error",

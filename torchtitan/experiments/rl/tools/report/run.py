@@ -28,6 +28,7 @@ from torchtitan.experiments.rl.command.history import History, read_history
 from torchtitan.experiments.rl.command.run_folder import (
     CONFIG_FILE,
     LOCK_FILE,
+    has_no_checkpoint_yet,
     read_command,
     read_config,
 )
@@ -190,6 +191,7 @@ class ReportedRun:
             an error, or "killed", where nothing says how it ended. ``why``: the error, or what
             stopped the run; "" if neither is known. ``step`` and ``steps``: number of steps taken,
             and to take. ``checkpoint``: step that a resume goes on from; None if it can't.
+            ``begins_again``: True if it begins again, for there was no checkpoint yet.
             ``silent_s``: seconds since metrics were written. ``resumes``: time and step of each.
         """
         config = self._read_config()
@@ -204,6 +206,7 @@ class ReportedRun:
             "state": self._state_name(history, step, steps, silent_s),
             "why": self.without_secrets(history.end.why or "") if history.end else "",
             "checkpoint": step_of(saved[-1]) if saved else None,
+            "begins_again": has_no_checkpoint_yet(self.folder),
             "step": step,
             "steps": steps,
             "silent_s": silent_s,
