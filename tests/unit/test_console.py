@@ -80,6 +80,35 @@ def test_a_step_without_validation_or_reward_says_so_without_moving_its_columns(
     assert len(line) == len(step_line(*report(val=(0.5, 10))))
 
 
+def shown_by(*steps: dict[str, float]) -> list[list[str]]:
+    """The first two cells of each line that steps with these metrics print."""
+    console = Console(stream := io.StringIO())
+    _, _, base, _ = report()
+    del base["rollout/reward_mean"]
+    for step, metrics in enumerate(steps, 1):
+        console.step(step, base | metrics)
+    return [line.split()[:2] for line in stream.getvalue().splitlines()]
+
+
+def test_steps_on_demonstrations_alone_show_their_negative_log_likelihood():
+    steps = {"ce/nll": 2.31, "loss/total": 1.0}, {"ce/nll": 0.845, "loss/total": 0.5}
+    assert shown_by(*steps) == [["step", "nll"], ["1/0", "2.310"], ["2/0", "0.845"]]
+
+
+def test_steps_without_reward_and_demonstrations_show_their_loss():
+    assert shown_by({"loss/total": 1.25}) == [["step", "loss"], ["1/0", "1.250"]]
+
+
+def test_once_a_step_has_had_a_reward_the_column_stays_that_of_the_reward():
+    assert shown_by({"ce/nll": 2.0}, {"rollout/reward_mean": 0.5}, {"ce/nll": 1.0}) == [
+        ["step", "nll"],
+        ["1/0", "2.000"],
+        ["step", "reward"],
+        ["2/0", "0.500"],
+        ["3/0", "-"],
+    ]
+
+
 @pytest.mark.parametrize("scale", [1, 1_000])
 def test_columns_end_where_their_titles_end(scale):
     line = step_line(

@@ -80,6 +80,16 @@ def test_curves_are_those_of_the_metrics_file(run, get):
     assert lines["policy/entropy"][1] == [2, None]  # what is null in the file is no point
 
 
+def test_the_negative_log_likelihood_of_demonstrations_is_drawn_before_the_loss(run):
+    write_metrics(run.folder, {3: {"ce/nll": 0.5, "loss/total": 0.25}}, resume_step=2)
+    run.refresh()
+    charts = client_of(run).get("/api/runs/0/page/overview").json()["charts"]
+    titles = [chart["title"] for chart in charts]
+    nll = titles.index("Negative log-likelihood")
+    assert titles[nll + 1] == "Loss" and charts[nll]["unit"] == "nats a token"
+    assert charts[nll]["lines"] == {"ce/nll": [[3, 0.5]]}
+
+
 def test_a_validation_is_drawn_at_the_version_it_measured(run):
     write_metrics(run.folder, {3: {"validation/step": 1, "validation/reward": 0.5}}, resume_step=2)
     run.refresh()

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from torchtitan.experiments.rl.loops.saved_state import ValidationReport
-from torchtitan.experiments.rl.observability.console import Console
+from torchtitan.experiments.rl.loops.step_metrics import StepRecord
+from torchtitan.experiments.rl.observability.console import Console, RunSummary
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger, read_metrics
 from torchtitan.experiments.rl.rollouts.record_file import METRICS_FILE
 from torchtitan.experiments.rl.watch.reports import Evaluated, RunReports, StepWarnings
@@ -27,6 +28,13 @@ HEALTHY = {
     "filter/post/repetition": 0,
     "filter/post/zero_advantage": 80,
 }
+PRINTED = (
+    "perf/trained_tokens_per_s",
+    "policy/age_mean",
+    "policy/age_max",
+    "batch/dropped_groups",
+)
+"""Metrics that the line of every step shows."""
 WRONG = {
     "a blocked loop": (
         {"perf/event_loop_lag_max_s": 2.34},
@@ -88,6 +96,34 @@ def test_a_run_that_ends_early_reports_its_final_evaluation_at_the_last_step(tmp
     assert reports.first_and_last_validation() == [Evaluated(0.5)]
     assert read_metrics(tmp_path / METRICS_FILE)[1] == {"step": 3, "validation/reward": 0.5}
     assert "validation after step 3: reward 0.500" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (
+            [{"ce/nll": 2.31}, {"ce/nll": 1.5}, {"ce/nll": 0.845}],
+            ["2.310 at step 1 -> 0.845 at step 3"],
+        ),
+        ([{"ce/nll": 2.31}, {"ce/nll": 1.5, "rollout/reward_mean": 0.5}], []),
+        ([{"rollout/reward_mean": 0.5}, {"ce/nll": 2.31}], []),
+    ],
+)
+def test_the_summary_of_a_run_without_rewards_says_how_the_nll_went(steps, said):
+    console = Console(text := io.StringIO())
+    ignored = SimpleNamespace(log=lambda *_: None, log_samples=lambda *_: None)
+    context = SimpleNamespace(console=console, restarts=SimpleNamespace(counts={}))
+    reports = RunReports(context, metrics=ignored, compares_rewards=False)
+    for step, metrics in enumerate(steps, 1):
+        record = StepRecord(
+            step=step, metrics=dict.fromkeys(PRINTED, 0) | metrics, groups=[], validations=[]
+        )
+        reports.step_recorded(record)
+    values = dict.fromkeys(("start_val_reward", "final_val_reward"))
+    counts = {"steps": len(steps), "total_steps": 3, "wall_time_s": 1.0}
+    console.summary(RunSummary(**counts, **values, ledger={}, files={}, course=reports.course))
+    lines = text.getvalue().splitlines()
+    assert [line.removeprefix("nll         ") for line in lines if line.startswith("nll ")] == said
 
 
 def test_the_examples_of_the_last_evaluation_are_counted_over_its_tasks():

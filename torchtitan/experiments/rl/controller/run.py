@@ -445,6 +445,7 @@ class Run:
                 summary.final_val_reward = entry.reward
                 summary.final_val_failures = entry.failed, entry.attempts
             summary.val_examples = reports.validation_examples
+            summary.course = reports.course
             summary.ledger = self._loops.rollouts.ledger.counts()
             summary.not_saved = checkpoints.failure
             summary.best = self._best()

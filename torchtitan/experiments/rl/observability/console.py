@@ -54,6 +54,9 @@ _COLUMNS = {
     "dropped": 7,
 }
 """Widths of the columns by their titles."""
+MEASURES = {"reward": "rollout/reward_mean", "nll": "ce/nll", "loss": "loss/total"}
+"""Metrics that the second column may show, by its title. A run on demonstrations alone has no
+reward, and shows the negative log-likelihood of their tokens."""
 RECENT = 20
 """Number of steps behind an estimate: replies grow longer as a policy learns, so older steps say
 little."""
@@ -215,6 +218,24 @@ class BestCheckpoint:
 
 
 @dataclass(kw_only=True, slots=True)
+class Course:
+    """First and last value of what the steps of a run without rewards show."""
+
+    measure: str
+    """Title of the column: a key of MEASURES."""
+    first: float
+    first_step: int
+    last: float
+    last_step: int
+
+    def __str__(self) -> str:
+        return (
+            f"{_reward(self.first)} at step {self.first_step} -> "
+            f"{_reward(self.last)} at step {self.last_step}"
+        )
+
+
+@dataclass(kw_only=True, slots=True)
 class RunSummary:
     """What a run says at its end."""
 
@@ -243,6 +264,8 @@ class RunSummary:
     """Number of failed attempts and of all attempts of the first evaluation."""
     final_val_failures: tuple[int, int] = (0, 0)
     """Number of failed attempts and of all attempts of the last evaluation, if it is another."""
+    course: Course | None = None
+    """Course of what was minimized; None for a run with rewards."""
     run_dir: Path | None = None
     val_examples: int | None = None
     """Number of examples in the last evaluation; None if there was none."""
@@ -269,26 +292,41 @@ def header_facts(run_dir: Path, *, config: str, model: str, sizes: Mapping[str, 
     }
 
 
-def title_line() -> str:
-    """Return the titles of a step's columns."""
-    return " ".join(title.rjust(width) for title, width in _COLUMNS.items())
+def measure_of(metrics: Mapping[str, float]) -> str:
+    """Return the first of MEASURES that a step has."""
+    return next((title for title, name in MEASURES.items() if name in metrics), "reward")
+
+
+def title_line(measure: str = "reward") -> str:
+    """Return the titles of a step's columns.
+
+    Args:
+        measure: key of MEASURES that the second column shows.
+    """
+    titles = {measure if title == "reward" else title: width for title, width in _COLUMNS.items()}
+    return " ".join(title.rjust(width) for title, width in titles.items())
 
 
 def step_line(
-    step: int, total: int, metrics: Mapping[str, float], val: tuple[float, int] | None = None
+    step: int,
+    total: int,
+    metrics: Mapping[str, float],
+    val: tuple[float, int] | None = None,
+    measure: str = "reward",
 ) -> str:
     """Return the line of a step.
 
     Args:
         step: number of the step.
         total: number of steps of the run.
-        metrics: metrics of the step. Without a reward none is given (distillation, supervised).
+        metrics: metrics of the step.
         val: reward of an evaluation that ended in the step, and the version of the policy that it
             began with.
+        measure: key of MEASURES that the second column shows; "-" in a step without it.
     """
     cells = (
         f"{step}/{total}",
-        _reward(metrics.get("rollout/reward_mean")),
+        _reward(metrics.get(MEASURES[measure])),
         "" if val is None else f"{_reward(val[0])}@{val[1]}",
         _count(metrics["perf/trained_tokens_per_s"]),
         f"{metrics['policy/age_mean']:.2f}/{metrics['policy/age_max']}",
@@ -308,6 +346,8 @@ def summary_facts(summary: RunSummary) -> Facts:
     facts: Facts = {"steps": f"{steps} in {_duration(summary.wall_time_s)}, {end}"}
     if validation := _validation_text(summary):
         facts["validation"] = validation
+    if summary.course is not None:
+        facts[summary.course.measure] = str(summary.course)
     columns = [f"{count:,} {_in_words(name)}" for name, count in summary.ledger.items() if count]
     if columns:
         facts["rollouts"] = columns
@@ -411,7 +451,10 @@ class Console:
         self._stream = stream if stream is not None else sys.stdout
         self._terminal = self._live_terminal()
         self._progress = Progress()
+        self._measure: str | None = None
+        """Key of MEASURES that the second column shows; None before the first step."""
         self._steps_printed = 0
+        """Number of steps since the column shows that."""
         Console._newest = self
 
     def draw(self) -> None:
@@ -444,12 +487,19 @@ class Console:
     def step(
         self, step: int, metrics: Mapping[str, float], val: tuple[float, int] | None = None
     ) -> None:
-        """Print the line of a step, in green if an evaluation ended in it; see ``step_line``."""
+        """Print the line of a step, in green if an evaluation ended in it; see ``step_line``.
+
+        Once a step has had a reward, the column stays that of the reward.
+        """
+        measure = "reward" if self._measure == "reward" else measure_of(metrics)
+        if measure != self._measure:
+            self._measure = measure
+            self._steps_printed = 0
         if self._steps_printed % TITLE_EVERY == 0:
-            self._print(title_line(), style="bold")
+            self._print(title_line(measure), style="bold")
         self._steps_printed += 1
         self._progress.step(step)
-        line = step_line(step, self._progress.total, metrics, val)
+        line = step_line(step, self._progress.total, metrics, val, measure)
         self._print(line, style="" if val is None else "green")
 
     def note(self, text: str, traceback: str = "") -> None:

@@ -12,7 +12,12 @@ from torchtitan.experiments.rl.loops.events import RunEvents
 from torchtitan.experiments.rl.loops.saved_state import ValidationReport
 from torchtitan.experiments.rl.loops.step_metrics import StepRecord
 from torchtitan.experiments.rl.observability import IDLE, LAG_S, WAITING
-from torchtitan.experiments.rl.observability.console import counted_failures
+from torchtitan.experiments.rl.observability.console import (
+    MEASURES,
+    Course,
+    counted_failures,
+    measure_of,
+)
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.rollouts.rounding import are_equal
 
@@ -59,6 +64,10 @@ class RunReports(RunEvents):
         """Number of examples in the last evaluation."""
         self.why_ended_early: str | None = None
         """Reason why nothing is left to learn; None if something is."""
+        self._course: Course | None = None
+        """Course of what the steps minimize, in steps that have no reward."""
+        self._has_rewards = False
+        """True once a step had a reward."""
         self._console = context.console
         self._restarts = context.restarts
         self._metrics = metrics
@@ -94,6 +103,7 @@ class RunReports(RunEvents):
                 validation = report.reward, report.step
         self._console.waits.end(FIRST_STEP)
         self._console.step(record.step, record.metrics, validation)
+        self._follow(record)
         for report in record.validations:
             if report.failed:
                 self._show(report, f"of version {report.step}")
@@ -110,6 +120,29 @@ class RunReports(RunEvents):
     def first_and_last_validation(self) -> list[Evaluated]:
         """Return the first evaluation and the last: fewer than two if there were fewer."""
         return self._validations[:1] + self._validations[1:][-1:]
+
+    @property
+    def course(self) -> Course | None:
+        """Course of what was minimized since this command began; None for a run with rewards."""
+        return None if self._has_rewards else self._course
+
+    def _follow(self, record: StepRecord) -> None:
+        """Note what a step without a reward shows in its place."""
+        measure = measure_of(record.metrics)
+        value = record.metrics.get(MEASURES[measure])
+        if measure == "reward" or value is None:
+            self._has_rewards |= value is not None
+            return
+        if self._course is None or self._course.measure != measure:
+            self._course = Course(
+                measure=measure,
+                first=value,
+                first_step=record.step,
+                last=value,
+                last_step=record.step,
+            )
+        self._course.last = value
+        self._course.last_step = record.step
 
     def _show(self, report: ValidationReport, when: str) -> None:
         """Print an evaluation's reward and its failures, unless no task was evaluated."""

@@ -58,6 +58,7 @@ CHARTS = (
         ("validation/reward", "validation/*/reward"),
         x_label="policy version",
     ),
+    Chart("Negative log-likelihood", "nats a token", ("ce/nll",)),
     Chart("Loss", "loss", ("loss/total",)),
     Chart("Learning rate", "a step", ("train/lr",)),
     Chart(
