@@ -2,9 +2,12 @@
 
 import json
 import logging
+import os
+import subprocess
 import sys
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -207,6 +210,27 @@ def test_wandb_shows_conversations_as_a_table_and_no_key_is_in_the_run_folder(
     (table,) = [path for path in files if path.name.endswith(".table.json")]
     assert json.loads(table.read_text())["data"][0][-1].endswith("assistant: the answer is 4")
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
+
+
+def test_wandb_prints_nothing_of_itself_on_the_terminal_of_a_run(tmp_path):
+    """In a process of its own: wandb reads its settings once. An imported openai has it advertise."""
+    code = (
+        "import sys; from pathlib import Path; import openai\n"
+        "from torchtitan.experiments.rl.observability.metrics import MetricsLogger\n"
+        "config = MetricsLogger.Config(tensorboard=False, wandb=True)\n"
+        "metrics = config.build(run_dir=Path(sys.argv[1]))\n"
+        "metrics.log(1, {'loss': 1.0}); metrics.close()"
+    )
+    own = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=own,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
 class Trackio:

@@ -189,6 +189,9 @@ class WandbTracker(Tracker):
         import wandb
 
         self._wandb = wandb
+        # The console is ours. Settings of a run alone leave out what `init` says of other products.
+        quiet = wandb.Settings(console="off", silent=True)
+        wandb.setup(quiet)
         run_id = self._run_id()
         arguments: dict[str, Any] = dict(
             project=config.project,
@@ -196,7 +199,7 @@ class WandbTracker(Tracker):
             dir=str(run.folder),
             mode=config.mode,
             config=dict(run.config),
-            settings=wandb.Settings(console="off", silent=True),  # the console is ours
+            settings=quiet,
         )
         if run.resume_step is not None and config.mode == "online":
             try:
