@@ -16,6 +16,7 @@ from tests.fakes.policy import ScriptedPolicy
 from tests.unit.agents import config_of, run_task
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
+from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component
 from torchtitan.experiments.rl.tasks import (
     MCPServer,
     RendererEnvConfig,
@@ -137,6 +138,15 @@ async def test_calls_are_answered_and_counted(renderer, tokenizer):
     assert counts(rollout) == {"good_calls": 2.0, "bad_calls": 5.0, "failed_calls": 1.0}
 
 
+@pytest.mark.parametrize(("name", "calls"), [("good_calls", 2.0), ("failed_calls", 0.0)])
+async def test_a_rollout_without_a_call_counts_as_0_of_each_kind(renderer, tokenizer, name, calls):
+    rubric = Rubric.Config(reward_fns=[env_component(name)])
+    for replies, earned in (([call("search", query="x") * 2, "done"], calls), (["done"], 0.0)):
+        rollout, _ = await played([search], replies, renderer, tokenizer, rubric=rubric)
+        assert rollout.status is RolloutStatus.COMPLETED, rollout.error
+        assert (rollout.reward, rollout.reward_components[name]) == (earned, earned)
+
+
 async def test_a_tool_that_raises_ends_the_rollout_where_the_task_says_so(renderer, tokenizer):
     replies = [call("divide", a=1, b=0), "done"]
     rollout, _ = await played([divide], replies, renderer, tokenizer, tool_errors="fail")
@@ -164,7 +174,7 @@ async def test_the_tools_of_a_server_are_called(renderer, tokenizer, tmp_path):
     rollout, answers = await played([server, search], replies, renderer, tokenizer)
     assert rollout.status is RolloutStatus.COMPLETED, rollout.error
     assert answers[0] == "note a" and answers[1].startswith("Error: ") and "name" in answers[2]
-    assert counts(rollout) == {"good_calls": 1.0, "failed_calls": 2.0}
+    assert counts(rollout) == {"good_calls": 1.0, "bad_calls": 0.0, "failed_calls": 2.0}
 
     gone = MCPServer(command=(sys.executable, "-c", "raise SystemExit(3)"))
     rollout, _ = await played([gone], ["done"], renderer, tokenizer)

@@ -194,7 +194,7 @@ class ReplyChecks:
                 "answer may have"
             )
         first = rollout.turns[0]
-        if "bad_calls" in first.reward_components or "failed_calls" in first.reward_components:
+        if any(first.reward_components.get(name) for name in ("bad_calls", "failed_calls")):
             answer = text_of(first.env_messages[0]["content"], SHOWN_LENGTH)
             return f"{self.field}: the call {call} was answered with {answer!r}"
         return None

@@ -70,10 +70,6 @@ ENV_PREFIX = "env/"
 """Beginning of the name of a component that the env rewarded and no function weighs."""
 
 
-ENV_PREFIX = "env/"
-"""Beginning of the name of a component that the env rewarded and no function weighs."""
-
-
 @dataclass(slots=True)
 class Reward:
     """Reward that a rubric gives one rollout."""

@@ -20,10 +20,9 @@ import functools
 import inspect
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 from annotated_types import MinLen
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
@@ -246,7 +245,8 @@ class ToolEnv(QuestionEnv):
         return await super().reset()
 
     async def step_message(self, message: Message) -> StepOutput:
-        counts: Counter[str] = Counter()
+        # Each is given without a call too, so that a mean is over all rollouts.
+        counts: dict[CallOutcome, int] = dict.fromkeys(get_args(CallOutcome), 0)
         answers: list[Any] = []
         for call in message.get("tool_calls") or []:
             name = call["function"]["name"]
@@ -261,7 +261,7 @@ class ToolEnv(QuestionEnv):
         return StepOutput(
             env_messages=answers,
             done=not answers,
-            reward_components={outcome: float(count) for outcome, count in counts.items()},
+            reward_components={str(outcome): float(count) for outcome, count in counts.items()},
             control_tokens=self._config.control_tokens,
         )
 
@@ -338,7 +338,7 @@ class ToolTask(QuestionTask):
     """Task that asks a question for each row, and gives the model tools to answer it with.
 
     Reward components count the calls: "good_calls", "bad_calls" (no such tool, or arguments that
-    don't fit) and "failed_calls" (the tool raised).
+    don't fit) and "failed_calls" (the tool raised). A rollout has all three, 0 where none was made.
     """
 
     @dataclass(kw_only=True, slots=True)
