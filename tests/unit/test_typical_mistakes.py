@@ -664,6 +664,15 @@ def test_reward_functions_of_several_files_are_named_in_one_word(
     assert code == 0 and f"rewards        of questions: {shown}" in out
 
 
+def test_reward_functions_that_are_named_take_the_place_of_a_rubric_with_its_own(
+    command, config_module
+):
+    _, one = config_module(REWARDS)
+    words = ("--config", "rl_grpo_qwen3_debug", "--dry-run", "--tasks.sum-digits.rubric")
+    code, out, _ = command(*words, f"{one}:short")
+    assert code == 0 and "rewards        of sum_digits: short x 1\n" in out
+
+
 def test_reward_functions_of_one_name_are_refused(refused, config_module):
     (_, one), (_, other) = config_module(REWARDS), config_module(REWARDS)
     words = f"{one}:exact,{other}:exact"

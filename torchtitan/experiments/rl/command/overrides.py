@@ -33,6 +33,7 @@ from typing import Any, get_args, get_origin
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import declared, field_annotations
 from torchtitan.experiments.rl.command.part_names import part_named, parts_that_fit
+from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
 from torchtitan.experiments.rl.hosts.jobs import JobConfig
@@ -359,7 +360,7 @@ def _with_part_of_word(target: _Target) -> Any | None:
         return _with_data(target)
     if target.rubric is not None:
         if target.word == right_answer.__name__:
-            return target.with_part(dataclasses.replace(target.rubric, reward_fns=[right_answer]))
+            return target.with_part(_rubric_of(target.rubric, [right_answer]))
         raise target.refusal(
             "a rubric is reward functions and their place: a file or a module, a colon, names: "
             f"my_rewards.py:{target.word}; each is fn(completion, example). right_answer, which "
@@ -438,7 +439,20 @@ def _part_at(target: _Target) -> Any:
             raise target.refusal(
                 f"{name} is no function: want reward functions fn(completion, example)"
             )
-    return dataclasses.replace(rubric, reward_fns=list(found.values()))
+    return _rubric_of(rubric, list(found.values()))
+
+
+def _rubric_of(rubric: Rubric.Config, functions: list[Callable[..., Any]]) -> Rubric.Config:
+    """Return a rubric of these functions, with the limits of another.
+
+    A class that registers functions of its own would leave these out, so it is not kept.
+    """
+    if built_class(rubric).register_funcs is Rubric.register_funcs:
+        return dataclasses.replace(rubric, reward_fns=functions)
+    limits = {
+        entry.name: getattr(rubric, entry.name) for entry in dataclasses.fields(Rubric.Config)
+    }
+    return Rubric.Config(**limits | {"reward_fns": functions})
 
 
 def _config_of_class(target: _Target, found: dict[str, Any], wanted: type[Any]) -> Any:
