@@ -57,6 +57,7 @@ PYTHON = {
     "# train_my_sums.py": "test_docs_blocks.py::test_the_sums_on_the_way_to_a_real_task_are_trained_as_shown",
     "# kinds.py": "test_docs_tasks.py::test_functions_for_rows_of_several_kinds_judge_their_own",
     "# sandboxes.py": "test_docs_tasks.py::test_sandboxes_are_lent_to_one_env_at_a_time_and_come_back_whatever_happens",
+    "# any_reply.py": "test_docs_blocks.py::test_the_reward_of_noise_varies",
     "# slow_tools.py": "test_docs_tasks.py::test_what_was_said_can_be_read_as_shown",
 }
 """Of each block of Python, by its first line, the test that runs it."""
@@ -276,6 +277,11 @@ def test_a_reward_function_of_trl_is_wrapped_as_shown(shown_files):
     config.tasks = {"mine": question_task("mine.jsonl", contains)}
     check(config)
     build_tasks(config, read_policy_tokenizer(config))
+
+
+def test_the_reward_of_noise_varies(shown_files):
+    letters = importlib.import_module("any_reply").letters
+    assert [letters(reply, None) for reply in ("", "a 1!", "ab")] == [0.0, 0.25, 1.0]
 
 
 def test_every_link_within_the_docs_leads_to_a_page_and_its_heading():
