@@ -6,16 +6,22 @@ included. Attention is the CPU kernel. A step takes some 0.1 s, so this is for t
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngine, VLLMEngineConfig
 
-ENVIRONMENT = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-"""Of the engine's process, from its start: Triton reads it when it is imported."""
+_BACKEND = Path(__file__).resolve().with_name("triton_cpu") / "metadata"
+ENVIRONMENT = {
+    "TRITON_INTERPRET": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "PYTHONPATH": os.pathsep.join([str(_BACKEND), *sys.path]),
+}
+"""Variables of the engine's process from its start, and so of its workers: Triton reads them when it is imported."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,10 +43,7 @@ class V2EngineConfig(VLLMEngineConfig):
         assert os.environ["TRITON_INTERPRET"] == "1", (
             "triton was imported as its compiler: launch the process with ENVIRONMENT"
         )
-        from triton.backends import backends
-
-        backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
-        compat.set_environment(device=device)
+        compat.set_environment(device=device, workers=self.tensor_parallel_degree)
         import vllm
 
         as_on_gpus = {
@@ -58,16 +61,17 @@ class V2EngineConfig(VLLMEngineConfig):
         engine = VLLMEngine(
             self, model_path=model_path, device=device, adapters=adapters or {}, routes=routes
         )
-        runner = (
-            engine._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        )
         assert engine._engine.engine_core.engine_core.batch_queue is not None, (
             "steps are scheduled asynchronously"
         )
-        assert "vllm.v1.worker.gpu.model_runner" in {
-            kind.__module__ for kind in type(runner).__mro__
-        }, type(runner)
+        for modules in engine._engine.collective_rpc(_runner_modules):
+            assert "vllm.v1.worker.gpu.model_runner" in modules, modules
         return engine
+
+
+def _runner_modules(worker: Any) -> set[str]:
+    """Return the modules of a worker's model runner and of the classes that it inherits from."""
+    return {kind.__module__ for kind in type(worker.model_runner).__mro__}
 
 
 def _keep_async_scheduling() -> None:

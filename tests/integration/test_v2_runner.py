@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from monarch.actor import Channel, endpoint
 
+from tests.fakes.hub_families import write_family
 from tests.integration.deliveries import deliver, random_tokens, sampler
 from tests.integration.fleets import (
     CANARY,
+    PATIENCE_S,
     SEATS,
     Fleet,
     SwitchedGenerator,
@@ -35,15 +38,13 @@ from tests.integration.routed_generators import (
 )
 from tests.v2_engine import ENVIRONMENT, V2EngineConfig
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.fleet import spawn
-from torchtitan.experiments.rl.fleet.spawn import shut_down
+from torchtitan.experiments.rl.fleet.spawn import shut_down, spawn_on
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.engine import GenerateRequest, ScoreRequest
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.plan.placement import Place
-from torchtitan.experiments.rl.process.setup import launch_environment
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 
 MAX_LEN = 256
@@ -53,19 +54,10 @@ def engine_config() -> V2EngineConfig:
     return V2EngineConfig(max_model_len=MAX_LEN, max_num_seqs=SEATS, cpu_kv_cache_gib=0.01)
 
 
-def launched(name: str) -> Any:
+def launched(name: str, cores: int = 1) -> Any:
     """Return a mesh of one process in which Triton interprets its kernels."""
-
-    async def started(procs: Any) -> None:
-        await procs.initialized
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            spawn, "launch_environment", lambda *given: launch_environment(*given) | ENVIRONMENT
-        )
-        procs = spawn.spawn_on(None, name, [Place(0, (min(os.sched_getaffinity(0)),))], "cpu")[0]
-        asyncio.run(started(procs))
-    return procs
+    place = Place(0, tuple(sorted(os.sched_getaffinity(0)))[:cores])
+    return spawn_on(None, name, [place], "cpu", environment=ENVIRONMENT)[0]
 
 
 def serving(procs: Any, actor: Any) -> Iterator[Any]:
@@ -271,20 +263,27 @@ async def test_the_v2_runner_returns_the_experts_of_each_token(routed, one_rank,
 
 LORA, ADAPTERS = LoRA.Config(rank=3, alpha=6), ("code", "math")
 ADAPTED_VERSION = 1000
-"""Later than any version that the fleet's tests publish to the same store."""
+"""Later than any version that the fleet's tests publish to the same store. The number of processes is added to it."""
 
 
-@pytest.fixture(scope="module")
-def adapted(llama_model, fleet, tmp_path_factory) -> Iterator[Any]:
-    """A generator that serves two adapters of a Llama 3."""
-    procs, config = launched("adapted"), GeneratorConfig(engine=engine_config())
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
+def adapted(request, llama_model, fleet, tmp_path_factory) -> Iterator[Any]:
+    """A generator that serves two adapters of a Llama 3, whose engine has this number of processes, and that number."""
+    config = GeneratorConfig(engine=engine_config())
+    config.engine.tensor_parallel_degree = processes = request.param
+    procs = launched(f"adapted_{processes}", cores=processes)
     options = dict(
         model_path=llama_model, device="cpu", adapters=dict.fromkeys(ADAPTERS, LORA.rank)
     )
     actor = procs.spawn(
-        "adapted", Generator, config, run_dir=str(tmp_path_factory.mktemp("adapted")), **options
+        f"adapted_{processes}",
+        Generator,
+        config,
+        run_dir=str(tmp_path_factory.mktemp("adapted")),
+        **options,
     )
-    yield from serving(procs, actor)
+    for generator in serving(procs, actor):
+        yield generator, processes
 
 
 @pytest.mark.slow
@@ -292,6 +291,8 @@ async def test_the_v2_runner_serves_two_adapters_each_to_its_own_requests(
     adapted, llama_model, one_rank, tmp_path
 ):
     """Each adapter is asked twice for the same prompts of several chunks, with and without a prefix in the cache."""
+    generator, processes = adapted
+    version = ADAPTED_VERSION + processes
     model = ModelConfig(hf_assets_path=llama_model)
     learner = learner_of(tmp_path, model=model, lr=0.1, lora=LORA, adapters=ADAPTERS)
     samples = [
@@ -301,13 +302,113 @@ async def test_the_v2_runner_serves_two_adapters_each_to_its_own_requests(
         Batcher.Config(row_length=512).build().plan(samples, 1).microbatches[0], 0
     )
     learner.optim_step()
-    canary, sample = random_tokens(8), await sampler(adapted, max_tokens=8)
-    receipt = await deliver(learner, adapted, ADAPTED_VERSION, canary)
+    canary, sample = random_tokens(8), await sampler(generator, max_tokens=8)
+    receipt = await deliver(learner, generator, version, canary)
     assert_agree(receipt.canary_logprobs, learner.canary(canary))
     for seed, adapter in itertools.product((1, 1, 2), ADAPTERS):
         tokens, sampled, versions = await sample(seed, adapter, length=150)
-        assert versions == {ADAPTED_VERSION} and len(sampled) == 8
+        assert versions == {version} and len(sampled) == 8
         (other,) = set(ADAPTERS) - {adapter}
         assert_agree(sampled, learner.score(tokens, adapter)[150:])
         assert np.abs(sampled - learner.score(tokens, other)[150:]).max() > 0.1
+    learner.close()
+
+
+# ---- two kinds of attention, each with blocks of its own
+
+WINDOWED_VERSION = 2000
+"""Later than any other test's."""
+
+
+class WindowedGenerator(SwitchedGenerator):
+    """A generator that tells of its cache's groups of blocks."""
+
+    @endpoint
+    async def kinds_of_blocks(self) -> set[str]:
+        """Return the names of vLLM's specifications of the groups."""
+        scheduler = self._thread.engine._engine.engine_core.engine_core.scheduler
+        groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+        return {type(group.kv_cache_spec).__name__ for group in groups}
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory) -> str:
+    """Folder of a Gemma 3: three layers see 8 tokens, and one sees all."""
+    return str(write_family("gemma3_text", tmp_path_factory.mktemp("gemma")))
+
+
+@pytest.fixture(scope="module")
+def windowed(gemma, fleet, tmp_path_factory) -> Iterator[Any]:
+    procs, options = launched("windowed"), dict(model_path=gemma, device="cpu")
+    config = GeneratorConfig(engine=engine_config(), weight_update="recompute")
+    run_dir = str(tmp_path_factory.mktemp("windowed"))
+    yield from serving(
+        procs, procs.spawn("windowed", WindowedGenerator, config, run_dir=run_dir, **options)
+    )
+
+
+@pytest.mark.slow
+async def test_the_v2_runner_keeps_blocks_of_windows_beside_those_of_full_attention(
+    windowed, gemma, reference, one_rank, tmp_path
+):
+    """Prompts of many windows and several chunks, found in the cache in part; then an update that computes them again."""
+    assert await windowed.kinds_of_blocks.call_one() == {"FullAttentionSpec", "SlidingWindowSpec"}
+    await windowed.watch_cache.call_one()
+    learner = learner_of(tmp_path, model=ModelConfig(hf_assets_path=gemma), lr=0.01)
+    port, receiver = Channel.open()
+    await windowed.attach.call_one(0, port)
+    ids = itertools.count()
+
+    def asked(length: int, tokens: int) -> GenerateRequest:
+        made = GenerateRequest(
+            request_id=next(ids),
+            prompt_token_ids=random_tokens(length, seed=length),
+            sampling=SamplingConfig(max_tokens=tokens),
+            seed=length,
+            stop_token_ids=[],
+        )
+        windowed.submit.broadcast([made])
+        return made
+
+    async def completions(*requests: GenerateRequest) -> list[Any]:
+        found = {}
+        async with asyncio.timeout(PATIENCE_S):
+            while len(found) < len(requests):
+                found |= {one.request_id: one.completion for one in await receiver.recv()}
+        return [found[one.request_id] for one in requests]
+
+    def assert_of(request: GenerateRequest, completion: Any, logprobs_of: dict[int, Any]) -> None:
+        """Each token has the log-probability that the version of its label gives it."""
+        assert set(completion.policy_versions.tolist()) == {*logprobs_of}
+        prompt = request.prompt_token_ids
+        tokens = np.concatenate([prompt, completion.token_ids])
+        for version, logprobs in logprobs_of.items():
+            labelled = completion.policy_versions == version
+            expected = logprobs(tokens)[len(prompt) :]
+            assert_agree(completion.logprobs[labelled], expected[labelled])
+
+    def by_checkpoint(tokens: np.ndarray) -> np.ndarray:
+        return reference(gemma, tokens)
+
+    for found in (0, 128):  # whole blocks of 32 tokens
+        one = asked(150, 20)
+        (completion,) = await completions(one)
+        assert_of(one, completion, {0: by_checkpoint})
+        assert await windowed.from_cache.call_one(one.request_id) == found
+
+    under_way = [asked(90, 60), asked(20, 60), asked(5, 3)]
+    (short,) = await completions(under_way[2])
+    assert_of(under_way[2], short, {0: by_checkpoint})
+    learner.forward_backward(
+        Batcher.Config(row_length=512).build().plan(samples_of(8), 1).microbatches[0], 0
+    )
+    learner.optim_step()
+    canary = random_tokens(8)
+    receipt = await deliver(learner, windowed, WINDOWED_VERSION, canary)
+    assert_agree(receipt.canary_logprobs, learner.score(canary))
+    for request, completion in zip(under_way[:2], await completions(*under_way[:2]), strict=True):
+        assert_of(request, completion, {0: by_checkpoint, WINDOWED_VERSION: learner.score})
+    several = [asked(length, 12) for length in (150, 64, 10)]
+    for request, completion in zip(several, await completions(*several), strict=True):
+        assert_of(request, completion, {WINDOWED_VERSION: learner.score})
     learner.close()
