@@ -258,7 +258,7 @@ async def test_engine_trainer_and_transformers_agree_before_and_after_a_publishe
         np.testing.assert_allclose(receipt.canary_logprobs, of_canary, rtol=0, atol=1e-4)
 
         tokens, sampled, versions = await sample(seed=1)
-        assert versions == {delivery} and np.ptp(sampled) > 1
+        assert versions == {delivery} and np.ptp(sampled) > 0.5  # steps flatten the mixture
         np.testing.assert_allclose(sampled, learner.score(tokens)[LENGTH:], rtol=0, atol=1e-4)
     np.testing.assert_allclose(
         sampled, by_flex_attention(learner, models[name], tokens, lora)[LENGTH:], rtol=0, atol=1e-4

@@ -79,3 +79,28 @@ def test_attention_that_can_not_be_made_to_fit_is_refused_with_the_cure(
         fields = ("trainer.mixed_precision_param", "model.trained_by")
         told = [str(shortage) for shortage in found if shortage.field in fields]
         assert told == ([lack] if lack and capability in SMALL else [])
+
+
+@pytest.mark.parametrize("heads, refused", [(256, False), (257, True), (512, True)])
+@pytest.mark.parametrize("runs_here", [True, False])
+def test_heads_that_fit_no_gpu_are_refused_on_every_host_of_the_command(
+    monkeypatch, heads, refused, runs_here
+):
+    """On capability 9.0 heads of 512 need 263,168 of 232,448 bytes of shared memory."""
+    plan = plan_run(rl_grpo_qwen3_0_6b(), device="cuda", available=[*range(8)])
+    plan = replace(plan, sizes=replace(plan.sizes, head_width=heads))
+    fake_gpus(monkeypatch, 8, capability=(9, 0))
+    found = machine.shortages(plan, "outputs", field="output_dir", runs_here=runs_here)
+    lack = (
+        f"model.hf_assets_path = {plan.config.model.hf_assets_path!r}: its heads of {heads} need "
+        "more shared memory than a GPU has: take a model with heads of 256 or less"
+    )
+    told = [str(shortage) for shortage in found if shortage.field == "model.hf_assets_path"]
+    assert told == ([lack] if refused else [])
+
+
+def test_heads_of_512_train_on_cpus():
+    plan = plan_run(rl_grpo_qwen3_0_6b(), device="cuda", available=[*range(8)])
+    plan = replace(plan, device="cpu", sizes=replace(plan.sizes, head_width=512))
+    found = machine.shortages(plan, "outputs", field="output_dir")
+    assert not [lack for lack in found if lack.field == "model.hf_assets_path"]

@@ -22,7 +22,11 @@ import torch
 
 from torchtitan.experiments.rl.command.checks import plan_run
 from torchtitan.experiments.rl.errors import MissingError
-from torchtitan.experiments.rl.models.attention import needs_small_blocks, shared_memory
+from torchtitan.experiments.rl.models.attention import (
+    LARGEST_HEADS,
+    needs_small_blocks,
+    shared_memory,
+)
 from torchtitan.experiments.rl.models.policy import is_of_transformers
 from torchtitan.experiments.rl.plan.costs import GPUS_PER_HOST
 from torchtitan.experiments.rl.plan.placement import engine_processes, needed_gpus
@@ -155,6 +159,7 @@ def shortages(
         _shared_memory_shortage(plan),
         _disk_shortage(plan, folder, field=field, checkpoints=checkpoints),
         job_memory_shortage(plan),
+        _head_size_excess(plan),
     ]
     if runs_here:
         found += [_float8_shortage(plan), _attention_shortage(plan)]
@@ -234,6 +239,22 @@ def _float8_shortage(plan: RunPlan) -> MissingError | None:
     else:
         return None
     return MissingError("trainer.compile.float8", compiled.float8, cure)
+
+
+def _head_size_excess(plan: RunPlan) -> MissingError | None:
+    """Return what is wrong if heads are too large for flex attention's kernels on any GPU.
+
+    torch's own blocks for heads of 512 take 201,216 bytes of shared memory on capability 8.0, which
+    has 166,912, and 263,168 on 9.0, which has 232,448. Sizes between are padded to 512.
+    """
+    heads = plan.sizes.head_width
+    if plan.device == "cpu" or heads <= LARGEST_HEADS:
+        return None
+    cure = (
+        f"its heads of {heads} need more shared memory than a GPU has: take a model with heads of "
+        f"{LARGEST_HEADS} or less"
+    )
+    return MissingError("model.hf_assets_path", plan.config.model.hf_assets_path, cure)
 
 
 def _attention_shortage(plan: RunPlan) -> MissingError | None:

@@ -108,6 +108,9 @@ _LARGE_BLOCKS_BYTES = 160 * 2**10
 """Shared memory that a GPU needs for torch's own choice of flex attention's blocks, where heads
 have more than 128 numbers of 16 bits. On capability 8.0 these take 152,576 bytes."""
 
+LARGEST_HEADS = 256
+"""Size of heads up to which a GPU has the shared memory for flex attention's kernels."""
+
 SMALL_BLOCKS = {
     "fwd_BLOCK_M": 32,
     "fwd_BLOCK_N": 64,
