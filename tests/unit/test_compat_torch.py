@@ -2,6 +2,7 @@
 fails here, by its name."""
 
 import ctypes
+import enum
 import inspect
 import os
 import pickle
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing import reductions
@@ -137,6 +139,46 @@ def test_a_checkpoint_names_no_class_of_a_module_that_another_python_calls_other
     loaded = {"weight": torch.zeros(2, 3)}
     dcp.load(loaded, checkpoint_id=folder, no_dist=True)
     assert loaded["weight"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+class OlderPickler(pickle.Pickler):
+    """Pickles an enum's member as Python 3.11.0 to 3.11.3 do, Debian 12's among them."""
+
+    def reducer_override(self, value: object):
+        if isinstance(value, enum.Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+def test_a_checkpoint_of_the_python_of_debian_12_is_read_by_every_python(tmp_path):
+    folder = save(tmp_path / "step-1", writer=PortableWriter)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    with (folder / ".metadata").open("wb") as file:
+        OlderPickler(file).dump(metadata)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    check_pickles(folder)
+    loaded = {"weight": torch.zeros(2, 3)}
+    dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+    assert loaded["weight"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+@pytest.mark.parametrize(
+    ("holder", "attribute"),
+    [
+        (Metadata, "__init__"),
+        (_MEM_FORMAT_ENCODING, "__class__"),
+        (_MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST, "value"),
+    ],
+)
+def test_an_attribute_that_is_no_memory_format_is_refused(tmp_path, holder, attribute):
+    class Attribute:
+        def __reduce__(self):
+            return getattr, (holder, attribute)
+
+    folder = save(tmp_path / "step-1", writer=PortableWriter)
+    (folder / ".metadata").write_bytes(pickle.dumps(Attribute()))
+    with pytest.raises(ValueError, match=rf"\.metadata reads .*\.{attribute}, which no checkpoint"):
+        check_pickles(folder)
 
 
 def test_a_forged_checkpoint_is_refused_before_what_it_names_is_called(tmp_path):

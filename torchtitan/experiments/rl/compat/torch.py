@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    StorageMeta,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -173,8 +177,16 @@ def _unpickled(file: Path) -> Any:  # noqa: ANN401 - torch's Metadata, or what i
         ValueError: the file names something else, or is no metadata.
     """
 
+    def _memory_format(enum: object, member: object) -> Any:  # noqa: ANN401 - torch's private enum
+        """Stand in for getattr, by which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+        if enum is not _MEM_FORMAT_ENCODING or member not in _MEM_FORMAT_ENCODING.__members__:
+            raise ValueError(f"{file} reads {enum!r}.{member}, which no checkpoint needs")
+        return _MEM_FORMAT_ENCODING[member]
+
     class Restricted(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - pickle's
+            if (module, name) == ("builtins", "getattr"):
+                return _memory_format
             if name not in _METADATA_NAMES.get(module, ()):
                 raise ValueError(f"{file} names {module}.{name}, which no checkpoint needs")
             return super().find_class(module, name)
