@@ -59,8 +59,15 @@ def test_environment_variables_are_read_by_vllm(monkeypatch):
         and "kv_cache_memory_bytes" in EngineArgs.__dataclass_fields__
     )
     assert int(os.environ.pop("OMP_NUM_THREADS")) == torch.get_num_threads()
+    assert "TORCH_COMPILE_DISABLE" not in os.environ
     compat.set_environment(device="cpu", workers=2 * torch.get_num_threads())
     assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
+    told = "import torch; print(torch._dynamo.config.disable)"
+    ran = subprocess.run(
+        [sys.executable, "-c", told], env=os.environ, capture_output=True, text=True
+    )
+    assert ran.stdout == "True\n", ran.stderr
 
 
 @pytest.mark.parametrize(

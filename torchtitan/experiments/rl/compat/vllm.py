@@ -85,6 +85,10 @@ def set_environment(*, device: str, workers: int = 1) -> None:
         # By default each worker binds to a NUMA node of its own, and fails if there are fewer.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // workers))
+        if workers > 1:
+            # Workers would compile a function of log-probabilities, with a compiler that this
+            # machine may lack. In this process the engine tells torch itself.
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 
 def refused_argument(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
