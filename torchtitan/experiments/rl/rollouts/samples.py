@@ -103,9 +103,10 @@ def check_completion(completion: Completion) -> None:
             f"bad completion: the generator's log-probability of its token {wrong} is "
             f"{logprobs[wrong]}, want a finite number"
         )
-    if logprobs.max() > LOGPROB_ROUNDING:
+    # As floats: numpy would round a bound to the dtype of the log-probabilities, such as float16.
+    if float(logprobs.max()) > LOGPROB_ROUNDING:
         raise ValueError("bad completion: a log-probability above 0")
-    if logprobs.min() < _MIN_LOGPROB:
+    if float(logprobs.min()) < _MIN_LOGPROB:
         raise ValueError(f"bad completion: a log-probability below {_MIN_LOGPROB:.3g}")
     if versions.min() < -1 or versions.max() > _MAX_TOKEN_ID:
         raise ValueError(f"bad completion: a policy version below -1 or above {_MAX_TOKEN_ID}")
