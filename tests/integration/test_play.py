@@ -48,13 +48,17 @@ class Terminal:
         os.write(self._ours, line.encode() + b"\n")
 
     def until_it_reads(self) -> None:
-        """Wait until the command is in the system call that reads a line.
+        """Wait until the command is in the system call that waits for a line.
+
+        It is ``read``, or select where readline is loaded, as Python 3.13's ``pdb`` does it.
 
         Python loses a signal that comes after it has looked for one and before that call, until the
         next key: a person is never so quick.
         """
         ends = time.monotonic() + PATIENCE_S
-        calls = [f"{read} 0x0 " for read in (0, 63)]  # of x86-64, of ARM
+        # Numbers of x86-64 and of ARM; the file is 0, and a select looks at files below 1.
+        calls = [f"{read} 0x0 " for read in (0, 63)]
+        calls += [f"{select} 0x1 " for select in (23, 270, 72)]
         while not Path(f"/proc/{self.process.pid}/syscall").read_text().startswith(tuple(calls)):
             assert time.monotonic() < ends, self.shown
             time.sleep(0.01)

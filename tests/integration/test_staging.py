@@ -67,11 +67,19 @@ class Device:
 @pytest.fixture
 def device(monkeypatch) -> Device:
     """Learners on CPU that save as on a GPU."""
-    device, own_init = Device(), _state_dict_stager.StateDictStager.__init__
+    device = Device()
+    own_init = _state_dict_stager.StateDictStager.__init__
+    own_prepare = DefaultStager.__init__
 
     def init(stager, pin_memory=False, share_memory=False):
         own_init(stager, pin_memory=False, share_memory=share_memory)
         stager.pin_memory = pin_memory  # torch asks for CUDA here
+
+    def prepare(stager, options):
+        # Only here: an optimizer that saw a GPU would ask it for a stream.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.accelerator, "is_available", lambda: True)
+            own_prepare(stager, options)
 
     def checkpoints(**options):
         return TrainerCheckpoints(**options | {"page_locked": True})
@@ -80,7 +88,7 @@ def device(monkeypatch) -> Device:
     monkeypatch.setattr(_state_dict_stager.StateDictStager, "__init__", init)
     monkeypatch.setattr(pin_memory_utils, "pin_memory", device.lock)
     monkeypatch.setattr(pin_memory_utils, "unpin_memory", lambda pointer: None)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(DefaultStager, "__init__", prepare)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: device.events.append("wait"))
     return device
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 import sys
 from pathlib import Path
 
@@ -21,6 +22,28 @@ from torchtitan.experiments.rl.train import main
 MODULE_NUMBERS = itertools.count()
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def forget_own_modules(request):
+    """Forgets what a test has imported from its tmp_path: the next test may have a file of the same name there."""
+    if "tmp_path" not in request.fixturenames:
+        yield
+        return
+    folder = str(request.getfixturevalue("tmp_path"))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
+            del sys.modules[name]
+    sys.path[:] = [entry for entry in sys.path if not entry.startswith(folder)]
+    if (
+        "PYTHONPATH" in os.environ
+    ):  # the command adds folders of modules, for the processes of a run
+        entries = os.environ["PYTHONPATH"].split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            entry for entry in entries if not entry.startswith(folder)
+        )
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import importlib
 import io
 import math
@@ -93,6 +94,7 @@ def shipped_config_classes() -> set[type]:
     ]
     ours = {module.__name__ for module in modules}
     found: set[type] = set()
+    gc.collect()  # a dataclass with slots replaces its class, which stays a subclass until it is collected
 
     def add(config_class: type) -> None:
         if config_class.__module__ in ours and dataclasses.is_dataclass(config_class):

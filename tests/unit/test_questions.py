@@ -37,17 +37,12 @@ async def short(completion, example):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working folder, with mine.jsonl; what tests import from it is forgotten."""
+    """The working folder, with mine.jsonl."""
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", "")
-    path, before = list(sys.path), set(sys.modules)
-    yield tmp_path
-    sys.path[:] = path
-    for name in set(sys.modules) - before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+    return tmp_path
 
 
 async def rewards_of(config, renderer, tokenizer, answer):

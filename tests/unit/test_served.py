@@ -57,6 +57,11 @@ class Server:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.root = f"http://127.0.0.1:{self.http.server_port}"
 
+    def stop(self) -> None:
+        """Free the port. A thread that still waited for connections would take one more."""
+        self.http.shutdown()
+        self.http.server_close()
+
 
 def models(*names: str) -> tuple[int, object]:
     return 200, {"object": "list", "data": [{"id": name} for name in names]}
@@ -68,9 +73,8 @@ def serving() -> Iterator[Server]:
     thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server
-    server.http.shutdown()
+    server.stop()
     thread.join()
-    server.http.server_close()
 
 
 @pytest.fixture
@@ -139,7 +143,7 @@ def test_an_address_that_is_no_api_is_refused_with_what_it_answered(server, answ
 
 
 def test_nobody_there_is_said_as_such(server):
-    server.http.server_close()  # the port is free now; the thread that serves it ends with the fixture
+    server.stop()
     assert "no server answers there (ConnectError): start it" in refused(f"{server.root}/v1")
 
 
@@ -199,7 +203,7 @@ def test_an_option_whose_servers_differ_is_refused_by_the_one_that_does(server, 
         f"--endpoint-model = 'tiny': the server at {other.root}/v1 has no such model; it has big"
     )
     assert refused(both).startswith(wanted)
-    other.http.server_close()
+    other.stop()
     assert refused(both).startswith(f"--against = '{other.root}/v1': no server answers there")
 
 
@@ -252,7 +256,7 @@ def test_a_server_beside_others_that_cannot_be_asked_is_used(server, other, answ
     config = config_with_a_judge(other, server)
     other.answers = {"/v1/models": answer, "/tokenize": answer}
     check_servers(config)
-    other.http.server_close()
+    other.stop()
     check_servers(config)
 
 
