@@ -5,13 +5,14 @@
 # what lets a container use the host's driver.
 FROM nvidia/cuda:13.0.3-base-ubuntu22.04
 
-# gcc and Python's headers stay in the image: Triton compiles launchers while a run starts. vLLM's
-# GPU build links no library of the system but the driver's; libnuma1 is for its CPU build.
+# g++, which brings gcc, and Python's headers stay in the image: Triton and torch.compile build
+# kernels and launchers while a run starts. vLLM's GPU build links no library of the system but the
+# driver's; libnuma1 is for its CPU build.
 # Ubuntu 22.04 has Python 3.10. The deadsnakes archive has 3.11 for it.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
-        gcc libc6-dev software-properties-common \
+        g++ libc6-dev software-properties-common \
     && add-apt-repository --yes ppa:deadsnakes/ppa \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
         python3.11 python3.11-dev python3.11-venv \
