@@ -4,12 +4,12 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import gc
 import importlib
 import io
 import math
 import pkgutil
 import re
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -94,10 +94,13 @@ def shipped_config_classes() -> set[type]:
     ]
     ours = {module.__name__ for module in modules}
     found: set[type] = set()
-    gc.collect()  # a dataclass with slots replaces its class, which stays a subclass until it is collected
 
     def add(config_class: type) -> None:
-        if config_class.__module__ in ours and dataclasses.is_dataclass(config_class):
+        if (
+            config_class.__module__ in ours
+            and dataclasses.is_dataclass(config_class)
+            and named_class(config_class) is config_class
+        ):
             found.add(config_class)
         for subclass in config_class.__subclasses__():
             add(subclass)
@@ -116,6 +119,16 @@ def shipped_config_classes() -> set[type]:
         for config_class in found - {CompiledFullAC.Config}
         if not builds_a_module(config_class)
     }
+
+
+def named_class(config_class: type) -> object:
+    """Return what the module has by the class's name: where slots are added, another class replaces the one that was
+    written, and the first may live on as a subclass (Python 3.11.2)."""
+    return functools.reduce(
+        lambda holder, name: getattr(holder, name, None),
+        config_class.__qualname__.split("."),
+        sys.modules[config_class.__module__],
+    )
 
 
 def builds_a_module(config_class: type) -> bool:
