@@ -23,7 +23,7 @@ class Terminal:
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment() | variables,
+            env=environment() | variables | {"TERM": "dumb"},  # readline adds no codes to the text
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -44,6 +44,8 @@ class Terminal:
                     return
 
     def enter(self, line: str) -> None:
+        """Enter a line as a person does, who has seen the prompt: readline shows what came before a second time."""
+        self.until_it_reads()
         self.shown = ""
         os.write(self._ours, line.encode() + b"\n")
 
