@@ -447,8 +447,9 @@ def _rubric_of(rubric: Rubric.Config, functions: list[Callable[..., Any]]) -> Ru
 
     A class that registers functions of its own would leave these out, so it is not kept.
     """
-    if built_class(rubric).register_funcs is Rubric.register_funcs:
-        return dataclasses.replace(rubric, reward_fns=functions)
+    kind: Any = built_class(rubric)
+    if kind.register_funcs is Rubric.register_funcs:
+        return dataclasses.replace(rubric, reward_fns=list(functions))
     limits = {
         entry.name: getattr(rubric, entry.name) for entry in dataclasses.fields(Rubric.Config)
     }

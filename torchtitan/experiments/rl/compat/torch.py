@@ -177,7 +177,7 @@ def _unpickled(file: Path) -> Any:  # noqa: ANN401 - torch's Metadata, or what i
         ValueError: the file names something else, or is no metadata.
     """
 
-    def _memory_format(enum: object, member: object) -> Any:  # noqa: ANN401 - torch's private enum
+    def _memory_format(enum: object, member: str) -> Any:  # noqa: ANN401 - torch's private enum
         """Stand in for getattr, by which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
         if enum is not _MEM_FORMAT_ENCODING or member not in _MEM_FORMAT_ENCODING.__members__:
             raise ValueError(f"{file} reads {enum!r}.{member}, which no checkpoint needs")
