@@ -14,7 +14,7 @@ def test_the_packages_of_readme_are_explained_on_the_page():
     packages = bare_machine.readme_packages().split()[2:]
     page = (ROOT / "docs/install.md").read_text()
     explained = re.findall(
-        r"`([\w-]+)`", " ".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE))
+        r"`([\w+-]+)`", " ".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE))
     )
     assert "libnuma1" in packages and set(packages) <= set(explained)
 
