@@ -27,7 +27,7 @@ NOT_NUMBERS: dict[str, Any] = {
 }
 
 REWARD: Own = (
-    wrong_types("a number")
+    wrong_types("a number", "None")
     | {
         f"answers {name}": ("refused", answering(lambda value=value: value))
         for name, value in NOT_NUMBERS.items()
