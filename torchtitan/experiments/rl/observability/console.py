@@ -423,7 +423,9 @@ def _next_commands(summary: RunSummary) -> dict[str, str]:
         commands["try it"] = f"{typed_command('play')} --model {folder}"
         if summary.start_val_reward is not None or summary.final_val_reward is not None:
             commands["measure it"] = f"{typed_command('evaluate')} --model {folder}"
-    if "checkpoint" in summary.files and not summary.ended_early:  # a resume would end at once
+    if summary.ended_early:  # a resume would end at once
+        return commands
+    if "checkpoint" in summary.files:
         more = f" --steps {2 * summary.total_steps}" if summary.stopped_by is None else ""
         commands["go on with"] = f"{typed_command('train')} --resume {folder}{more}"
     elif summary.stopped_by is not None:
