@@ -208,11 +208,11 @@ class Conversation:
         """
         self.tools = tools
         self.extend(messages, control_tokens=control_tokens)
-        if cannot_fit(messages, self._max_tokens, tools):
-            return False
         opening = self._to_render(0)
 
-        async def render() -> Prompt:
+        async def render() -> Prompt | None:
+            if cannot_fit(messages, self._max_tokens, tools):
+                return None
             return await compute(
                 lambda: first_prompt(_rendered(opening)),
                 large=_characters(messages, tools) > LARGE_TEXT,
@@ -222,7 +222,7 @@ class Conversation:
         prompt = await self._rendering(
             "render", self._group.first(opening.messages, opening.tools, render)
         )
-        return self._set_prompt(prompt)
+        return prompt is not None and self._set_prompt(prompt)
 
     def extend(self, messages: list[Message], *, control_tokens: bool = False) -> None:
         """Append messages that others than the model wrote.

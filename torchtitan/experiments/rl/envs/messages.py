@@ -5,6 +5,7 @@ read-only from then on, because turns and rollouts share them. What the gateway 
 through the same checks.
 """
 
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
@@ -183,6 +184,12 @@ def _checked_tool(tool: Any, field: str) -> ToolSpec:  # noqa: ANN401 - an env's
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"{field} ({name}) can't be written as JSON: {error}") from error
     check_unicode(text, field)
+    return _tool_of(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tool_of(text: str) -> ToolSpec:
+    """Return the read-only tool of a JSON text. The rollouts of a task share their tools."""
     return cast(ToolSpec, read_only(json.loads(text)))
 
 

@@ -132,16 +132,16 @@ class GroupPrompts:
     """First prompts that were rendered for one group, by conversation and tools."""
 
     def __init__(self) -> None:
-        self._prompts: dict[str, Prompt] = {}
+        self._prompts: dict[str, Prompt | None] = {}
         self._lock = asyncio.Lock()
 
     async def first(
         self,
         conversation: list[Message],
         tools: list[ToolSpec] | None,
-        render: Callable[[], Awaitable[Prompt]],
-    ) -> Prompt:
-        """Return the prompt of a conversation.
+        render: Callable[[], Awaitable[Prompt | None]],
+    ) -> Prompt | None:
+        """Return the prompt of a conversation; None if it is too long for one.
 
         Its arrays are read-only, because other rollouts have the same.
 
@@ -154,10 +154,9 @@ class GroupPrompts:
         except (TypeError, ValueError):  # of objects that JSON lacks, equality is not known
             return await render()
         async with self._lock:
-            prompt = self._prompts.get(key)
-            if prompt is None:
+            if key not in self._prompts:
                 prompt = await render()
                 self._prompts[key] = prompt
-                for name in PROMPT_ARRAYS:
+                for name in PROMPT_ARRAYS if prompt is not None else ():
                     getattr(prompt, name).flags.writeable = False
-        return prompt
+        return self._prompts[key]
