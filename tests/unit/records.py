@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan.experiments.rl.frozen import Freezable
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
@@ -15,6 +16,8 @@ def assert_same(left: Any, right: Any, path: str = "rollout") -> None:
     for kind in (dict, list):  # a rollout that has ended has read-only ones
         left = kind(left) if isinstance(left, kind) else left
         right = kind(right) if isinstance(right, kind) else right
+    left = left.thawed() if isinstance(left, Freezable) else left
+    right = right.thawed() if isinstance(right, Freezable) else right
     assert type(left) is type(right), path
     if isinstance(left, np.ndarray):
         assert left.dtype == right.dtype and left.tobytes() == right.tobytes(), path

@@ -8,6 +8,7 @@ from collections import OrderedDict, UserDict
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.fakes.envs import TalkingEnv
 from tests.fakes.policy import TEACHER, Scorer, ScriptedPolicy
 from tests.fakes.rollouts import group_of, rollout_of, turn_of
 from tests.fakes.tasks import ListTask, run_group
+from tests.unit.records import assert_same
 from torchtitan.experiments.rl.algorithms import GRPO, SFT
 from torchtitan.experiments.rl.envs.messages import checked_messages
 from torchtitan.experiments.rl.frozen import read_only
@@ -648,3 +650,14 @@ def test_example_of_a_class_of_ones_own_is_frozen_with_all_that_it_has():
     assert frozen.solution == [1] and type(frozen.env_input["a"]).__name__ == "ReadOnlyList"
     puzzle.env_input["a"].append(2)
     assert frozen.env_input == {"a": [1]}
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_of_a_read_only_record_is_one_that_can_be_changed(protocol):
+    group = frozen_group()
+    for dumps in (pickle.dumps, cloudpickle.dumps):
+        read = pickle.loads(dumps(group, protocol=protocol))
+        assert type(read) is RolloutGroup and type(read.rollouts[0]) is Rollout
+        assert not read.frozen
+        assert_same(read, group)
+        read.rollouts[0].reward = 1.0

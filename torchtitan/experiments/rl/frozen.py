@@ -17,22 +17,28 @@ changed at every depth; arrays too, but for pickle's protocol 5, which keeps the
 dicts, lists and arrays in them are still read-only.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, cast
 
 import numpy as np
 
 
 class Freezable:
-    """Base of a dataclass with slots whose instances can be made read-only."""
+    """Base of a dataclass with slots whose instances can be made read-only.
 
-    __slots__ = ("_frozen",)
+        turn = RolloutTurn(...)
+        turn.rewards = {"solved": 1.0}      # a plain assignment
+        turn.freeze()
+        turn.rewards = {}                   # AttributeError
 
-    @property
-    def frozen(self) -> bool:
-        # Unset in a new record: decoders make records without calling any function of the class.
-        return getattr(self, "_frozen", False)
+    A record that is frozen gets another class: a subclass of its own that refuses changes.
+    """
+
+    __slots__ = ()
+
+    frozen: ClassVar[bool] = False
 
     def freeze(self) -> Self:
         """Make the record, and the records, arrays, dicts and lists that it holds, read-only.
@@ -40,12 +46,12 @@ class Freezable:
         Return the record itself. A record that is frozen already stays as it is.
         """
         if not self.frozen:
-            for field in fields(self):  # type: ignore[arg-type] # its subclasses are dataclasses
-                value = getattr(self, field.name)
+            for name in _field_names(cast(Any, type(self))):
+                value = getattr(self, name)
                 frozen = read_only(value)
                 if frozen is not value:
-                    object.__setattr__(self, field.name, frozen)
-            object.__setattr__(self, "_frozen", True)
+                    setattr(self, name, frozen)
+            self.__class__ = _frozen_class(cast(Any, type(self)))
         return self
 
     def thawed(self) -> Self:
@@ -54,9 +60,10 @@ class Freezable:
         Only the dataclass's fields are copied: no ``__post_init__`` runs, and attributes that it
         set are missing. It costs a third of ``dataclasses.replace``.
         """
-        copy = object.__new__(type(self))
-        for field in fields(self):  # type: ignore[arg-type]
-            object.__setattr__(copy, field.name, getattr(self, field.name))
+        kind = _open_class(type(self))
+        copy: Any = object.__new__(kind)
+        for name in _field_names(kind):
+            setattr(copy, name, getattr(self, name))
         return copy
 
     def amend(self, **values: Any) -> None:  # noqa: ANN401 - of the record's own fields
@@ -68,26 +75,55 @@ class Freezable:
         for name, value in values.items():
             object.__setattr__(self, name, read_only(value) if self.frozen else value)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if getattr(self, "_frozen", False):
-            self._refuse(name)
-        object.__setattr__(self, name, value)
 
-    def __delattr__(self, name: str) -> None:
-        if self.frozen:
-            self._refuse(name)
-        object.__delattr__(self, name)
+@functools.cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
-    def __getstate__(self) -> tuple[Any, dict[str, Any]]:
-        state: Any = object.__getstate__(self)
-        instance, slots = state
-        return instance, {name: value for name, value in slots.items() if name != "_frozen"}
 
-    def _refuse(self, name: str) -> NoReturn:
+def _open_class(kind: type) -> type:
+    """Return the class that a record had before it was frozen."""
+    return kind.__mro__[1] if kind.__dict__.get("frozen") else kind
+
+
+def _empty_record(kind: type) -> object:
+    """Return a record without values, which pickle and copy then fill."""
+    return object.__new__(kind)
+
+
+@functools.cache
+def _frozen_class(kind: type) -> type:
+    """Return the read-only twin of a record's class, under the same name."""
+
+    def refuse_change(self: object, name: str, *_: object) -> NoReturn:
         raise AttributeError(
-            f"can't change {name} of this {type(self).__name__}: it is read-only, as are all "
-            "examples, completions, and rollouts that have ended"
+            f"can't change {name} of this {kind.__name__}: it is read-only, as are all examples, "
+            "completions, and rollouts that have ended"
         )
+
+    def new(_: type, *args: object, **fields: object) -> object:
+        return kind(*args, **fields)  # of ``dataclasses.replace``, whose record can be changed
+
+    def reduce(self: object, protocol: SupportsIndex) -> tuple[Any, ...]:
+        _, _, *state = cast(Any, object.__reduce_ex__(self, protocol))
+        return (_empty_record, (kind,), *state)
+
+    def equal(self: Freezable, other: object) -> Any:  # noqa: ANN401 - or NotImplemented
+        return self.thawed() == (other.thawed() if isinstance(other, Freezable) else other)
+
+    namespace = {
+        "__slots__": (),
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__new__": new,
+        "__reduce_ex__": reduce,
+        "__eq__": equal,
+        "__setattr__": refuse_change,
+        "__delattr__": refuse_change,
+        "frozen": True,
+    }
+    return type(kind.__name__, (kind,), namespace)
 
 
 def read_only(value: Any) -> Any:  # noqa: ANN401 - anything that a record may hold
