@@ -28,7 +28,6 @@ from torchtitan.experiments.rl.config_registry import TINY_MODEL  # noqa: E402
 from torchtitan.experiments.rl.configurable import BuildContext  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
-from torchtitan.experiments.rl.process.trace import INTERVAL_S, LoopLag  # noqa: E402
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus  # noqa: E402
 from torchtitan.experiments.rl.rubrics.rubric import env_component  # noqa: E402
@@ -44,6 +43,7 @@ from torchtitan.experiments.rl.tasks import (  # noqa: E402
 )
 from torchtitan.experiments.rl.tasks.examples.calculator import CALCULATOR  # noqa: E402
 
+INTERVAL_S = 0.01
 CPU_LIMIT_S = 0.001
 """A turn."""
 LAG_LIMIT_S = 0.05
@@ -172,20 +172,19 @@ async def run(
             recorder.record(group, {})
         return group
 
-    lag, own_s = LoopLag(), []
+    lags_s, own_s = [], []
 
-    async def watch_own():
+    async def watch_lag():
         while True:
-            before = time.process_time()
+            before, cpu_before = time.monotonic(), time.process_time()
             await asyncio.sleep(INTERVAL_S)
-            own_s.append(
-                time.process_time() - before
-            )  # what the loop did in time, as well as what made it late
+            lags_s.append(max(0.0, time.monotonic() - before - INTERVAL_S))
+            # what the loop did in time, as well as what made it late
+            own_s.append(time.process_time() - cpu_before)
 
-    lag.start()
-    watch = asyncio.create_task(watch_own())
+    watch = asyncio.create_task(watch_lag())
     await asyncio.sleep(0.1)
-    lag.lap()
+    lags_s.clear()
     own_s.clear()
     began = time.process_time()
     groups = await asyncio.gather(
@@ -193,7 +192,6 @@ async def run(
     )
     await asyncio.sleep(2 * INTERVAL_S)
     cpu_s = time.process_time() - began
-    lag.stop()
     watch.cancel()
 
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -207,7 +205,7 @@ async def run(
         recorder.close()
         assert recorder.recorded == options.rollouts
     options.tokens = max(len(sample) for rollout in rollouts for sample in rollout.samples)
-    return timed.cpu_s / turns, (cpu_s - timed.cpu_s) / turns, lag.lags_s, own_s
+    return timed.cpu_s / turns, (cpu_s - timed.cpu_s) / turns, lags_s, own_s
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from tests.fakes.tasks import QUESTION, ListTask, run_group
 from tests.fakes.waiting import until
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
-from torchtitan.experiments.rl.ask import call
+from torchtitan.experiments.rl.ask import scopes
 from torchtitan.experiments.rl.ask.call import ask
 from torchtitan.experiments.rl.configurable import build_with
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
@@ -541,7 +541,7 @@ async def test_envs_that_no_rollout_began_close_side_by_side(build, tokenizer):
 async def test_env_that_takes_its_time_to_close_is_waited_for_when_its_group_is_cancelled(
     build, tokenizer, monkeypatch
 ):
-    monkeypatch.setattr(call, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(scopes, "CANCEL_GRACE_S", 0.05)
     config = RendererEnvConfig(step_timeout_s=30.0)
     task = build(envs=[SlowToClose() for _ in range(3)], env=config)
     running = asyncio.create_task(run_group(task, policy := ScriptedPolicy(tokenizer)))

@@ -24,7 +24,7 @@ from tests.fakes.contexts import context_of
 from tests.zoo import world
 from tests.zoo.misbehaviour import Kind, meddled
 from tests.zoo.stand_ins import StandInFleet
-from torchtitan.experiments.rl.ask import call, ordered
+from torchtitan.experiments.rl.ask import ordered, scopes
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
@@ -146,7 +146,7 @@ class Sight:
 
 def _shorten_limits() -> None:
     """Limits that no config sets, made short: a case that meets them should not take a minute."""
-    cast(Any, call).CANCEL_GRACE_S = 0.1
+    cast(Any, scopes).CANCEL_GRACE_S = 0.1
     cast(Any, ordered).OrderedCalls.__init__.__kwdefaults__["timeout_s"] = world.ROLLOUT_LIMIT_S
 
 

@@ -86,6 +86,10 @@ class UserCodeError(Exception):
     """Function of the user's that was waited in at the deadline, with file and line."""
     returned = False
     """True if the code returned after its deadline."""
+    is_inner = False
+    """True if a call inside the one that failed was late, with a limit of its own."""
+    was_abandoned = False
+    """True if the code ignored its cancellation, and still runs."""
     traceback = ""
     """Traceback of the user's code, for an error that left its cause in another process."""
 
@@ -94,6 +98,8 @@ class UserCodeError(Exception):
         named = type(self)(f"{owner}: {self}")
         named.where = self.where
         named.returned = self.returned
+        named.is_inner = self.is_inner
+        named.was_abandoned = self.was_abandoned
         named.traceback = users_traceback(self)
         return named
 

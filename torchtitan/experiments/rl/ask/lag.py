@@ -1,18 +1,13 @@
-"""Measures how long an event loop is held up, and by which call of user code.
+"""Measures how long an event loop is held up, and names the code that holds it up.
 
-    event loop   tick ─ tick ─ tick ── a step that blocks ───────────── tick (late: lag)
-    watch thread  ·      ·      ·      ·      note the task and its place  ·
+    event loop   tick ─ tick ─ tick ── a step that blocks ────────────────── tick (late: lag)
+    watchdog      ·             ·            ·  overdue: note task and function
 
-A timer of the loop ticks every `TICK_S`, and the time by which a tick is late is lag. A step that
-blocks can't be interrupted and can't measure itself, so a thread looks at the loop as often: while
-a tick is overdue, it notes which asyncio task runs, and in which function. The time since the look
-before is that task's, and its call is blamed for it: its deadline stays, and the deadline of every
-other call moves. If no look saw the task of a call, no call is blamed, and every deadline moves.
+A timer of the loop ticks every `TICK_S`, and the time by which a tick is late is lag. Lag moves the
+deadlines of calls (`ask/scopes.py`), and a run reports the longest of each training step.
 
-This is a sample, not a measurement. Of many short steps a look sees one, whose call is blamed for
-the others too.
-
-Both run only while a call with a limit is open. They take about 0.1 % of a core.
+A step that blocks can't be interrupted and can't measure itself. So a thread looks every `WATCH_S`:
+if a tick is overdue by as much, the thread notes which asyncio task runs, and in which function.
 """
 
 import asyncio
@@ -22,171 +17,187 @@ import threading
 import time
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from torchtitan.experiments.rl.ask.stacks import frames_of_thread, place_in
 from torchtitan.experiments.rl.ask.threads import TIMER_S
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.02
-"""Seconds between two ticks, and between two looks of the thread. A shorter block may go unseen. Up
-to this much of a longer one, from its begin to the time at which a tick is due, is not lag."""
+TICK_S = 0.01
+"""Seconds between two ticks. Up to this much of a step that blocks is not lag."""
 HOLD_S = 0.005
 """Lateness of a tick up to which the event loop counts as free."""
+WATCH_S = 0.1
+"""Seconds between two looks of the watchdog. It sees every step that blocks for twice as long."""
 
 
-class WatchedCall(Protocol):
-    """A call of user code that is open."""
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A step of user code that held up the event loop."""
 
-    def blame(self, seconds: float, place: str) -> None:
-        """Count lag that the call's own step caused against the call's limit.
+    owner: str
+    """Name of the code, such as "Maze.step_message"; empty if it has none."""
+    place: str
+    """Function that the step was in, with file and line; empty if not known."""
+    seconds: float
 
-        Args:
-            place: function that the step was in, with file and line; empty if not known.
-        """
+
+class Blocker(Protocol):
+    """An asyncio task of user code, which may hold up its event loop."""
+
+    @property
+    def owner(self) -> str:
+        """Name of the code that runs in the task. Any thread may ask."""
+
+    def note_block(self, block: Block) -> None:
+        """Learn of a step of the task that held up the loop, when the step was measured."""
+
+
+class LimitedCall(Protocol):
+    """A call of user code that has a limit."""
 
     def left_s(self) -> float:
-        """Return the seconds that are left of the call's limit; 0 or less if the call is late."""
+        """Return the seconds that are left of the limit; 0 or less if the call is late."""
 
-    def wake(self) -> None:
-        """End the wait for the call, which is late."""
-
-
-@dataclass(slots=True)
-class _Look:
-    """An observation that a step holds up the event loop."""
-
-    at: float
-    """`time.monotonic` of the latest look at this step."""
-    task: "asyncio.Task[Any] | None"
-    """Task whose step it is; None for a callback."""
-    place: str
-    """Function that the step was in at the latest look; empty if not known."""
+    def expire(self) -> None:
+        """End the call, which is late. Called once."""
 
 
-class CallsOfLimit:
-    """The open calls that have one limit, and the timer that wakes those that are late.
+class Deadlines:
+    """Open calls on one event loop that have one limit, and the timer that ends the late ones.
 
     They share a timer, because hundreds are open at once: with a timer for each, the event loop's
-    heap of timers took a fifth of the processor time of a rollout of one turn.
-
-    The timer is never due after the first deadline. It may be due before: the call it was set for
-    has ended, or lag has moved the deadlines. It then is set again. A call that was woken stays
-    until `remove`, and needs no timer.
+    heap of timers took a fifth of the processor time of a rollout of one turn. The timer is never
+    due after the first deadline. It may be due before, and then is set again.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float):
-        self._loop = loop
+    def __init__(self, clock: "LoopClock", limit_s: float):
+        self._clock = clock
         self._limit_s = limit_s
-        self._calls: dict[WatchedCall, None] = {}
+        self._calls: dict[LimitedCall, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, call: WatchedCall) -> None:
+    def add(self, call: LimitedCall) -> None:
         """Add a call that begins now."""
         self._calls[call] = None
         # A timer that is set is due by the deadline of a call that began before. This call has the
         # same limit, so its deadline is later.
         if self._timer is None:
-            self._timer = self._loop.call_later(self._limit_s, self._wake_late)
+            self._clock.start()
+            self._timer = self._clock.loop.call_later(self._limit_s, self._end_late_calls)
 
-    def remove(self, call: WatchedCall) -> None:
-        """Remove a call that has ended or is abandoned, whether it was woken or not."""
-        del self._calls[call]
+    def remove(self, call: LimitedCall) -> None:
+        """Remove a call that has ended; nothing happens if it is late and was removed by that."""
+        self._calls.pop(call, None)
         if not self._calls and self._timer is not None:
             self._timer.cancel()
             self._timer = None
+            self._clock.stop()
 
-    def _wake_late(self) -> None:
-        """Wake the calls that are late, and look again when the next may be."""
+    def _end_late_calls(self) -> None:
         self._timer = None
-        left_s = [call.left_s() for call in self._calls]
-        for call, left in zip(self._calls, left_s, strict=True):
+        left_s = {call: call.left_s() for call in self._calls}
+        for call, left in left_s.items():
             if left <= 0:
-                call.wake()
-        next_s = min((left for left in left_s if left > 0), default=None)
-        if next_s is not None:
-            # Not less than TIMER_S: adding a few 1e-17 s to a clock in virtual time leaves it where
-            # it is, and the timer would fire for ever.
-            self._timer = self._loop.call_later(max(next_s, TIMER_S), self._wake_late)
+                del self._calls[call]
+                call.expire()
+        if not self._calls:
+            self._clock.stop()
+            return
+        next_s = min(left_s[call] for call in self._calls)
+        # Not less than TIMER_S: adding a few 1e-17 s to a clock in virtual time leaves it where it
+        # is, and the timer would fire for ever.
+        self._timer = self._clock.loop.call_later(max(next_s, TIMER_S), self._end_late_calls)
 
 
-class LoopWatch:
-    """Watch of one event loop. Made in the loop's thread, and used there."""
+class LoopClock:
+    """Clock of an event loop, with the lag of the loop so far. Used in the loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
-        self.calls: dict[asyncio.Task[Any], WatchedCall] = {}
-        """Open calls by the task that runs their code."""
-        self._limits: dict[float, CallsOfLimit] = {}
-        """Calls by their limit in seconds. Limits come from the config, so they are few, and none
-        is ever removed."""
+        self.blockers: dict[asyncio.Task[Any], Blocker] = {}
+        """Tasks of user code that have not ended."""
+        self._deadlines: dict[float, Deadlines] = {}
+        """Open calls by their limit in seconds. Limits come from the config, so they are few, and
+        none is ever removed."""
         self._lag_s = 0.0
+        self._longest_s = 0.0
+        """Longest lag since the last lap."""
+        self._blocked: set[Block] = set()
+        """Steps since the last lap that made a call late."""
         self._due = math.inf
-        """`time.monotonic` at which the next tick is due."""
-        self._looks: list[_Look] = []
-        """Observations since the last tick."""
-        self._loop_thread = threading.get_ident()
-        self._lock = threading.Lock()
-        """Guards the fields below."""
+        """`time.monotonic` at which the next tick is due; infinite while the loop does not tick."""
+        self._seen: tuple[Blocker, str, str] | None = None
+        """Task that the watchdog has seen hold up the loop since the last tick, with the names of
+        the code and of the place."""
+        self._thread = threading.get_ident()
         self._users = 0
-        self._watcher: threading.Thread | None = None
-        self._has_warned = False
 
     def time(self) -> float:
-        """Return the time of the clock that limits are measured with."""
+        """Return the time that limits are measured with, in seconds."""
         return time.monotonic()
 
     def lag_s(self) -> float:
-        """Return the seconds that the loop was held up so far, and blame the calls that did it.
+        """Return the seconds for which the loop was held up so far.
 
-        Only a tick that is more than `HOLD_S` late counts. If a step calls this while it holds up
-        the loop, its time so far counts now, and the rest later.
+        If a step calls this while it holds up the loop, its time so far counts.
         """
         now = time.monotonic()
         late_s = now - self._due
         if late_s > HOLD_S:
             self._lag_s += late_s
-            since = self._due
-            looks = [look for look in self._looks if look.at > since]
-            self._looks = []
+            self._longest_s = max(self._longest_s, late_s)
             self._due = now  # the tick is overdue and runs next
-            self._blame(looks, since, now)
+            seen, self._seen = self._seen, None
+            if seen is not None:
+                blocker, owner, place = seen
+                blocker.note_block(Block(owner, place, late_s))
         return self._lag_s
 
-    def calls_of(self, limit_s: float) -> CallsOfLimit:
-        """Return the open calls that have this limit."""
-        calls = self._limits.get(limit_s)
-        if calls is None:
-            calls = self._limits[limit_s] = CallsOfLimit(self.loop, limit_s)
-        return calls
+    def count_late(self, block: Block) -> None:
+        """Count a step that made a call late; once, however many calls it makes late."""
+        self._blocked.add(block)
 
-    def begin(self) -> None:
-        """Watch the loop until `end` has been called as often as this."""
-        with self._lock:
-            self._users += 1
-            if self._watcher is None:
-                self._start_watcher()
+    def lap(self) -> tuple[float, int]:
+        """Begin a new lap.
+
+        Returns:
+            The longest lag of the last lap in seconds, and the number of steps of user code that
+            held up the loop for the whole limit of a call.
+        """
+        lap = self._longest_s, len(self._blocked)
+        self._longest_s = 0.0
+        self._blocked.clear()
+        return lap
+
+    def deadlines_of(self, limit_s: float) -> Deadlines:
+        """Return the open calls that have this limit."""
+        deadlines = self._deadlines.get(limit_s)
+        if deadlines is None:
+            deadlines = self._deadlines[limit_s] = Deadlines(self, limit_s)
+        return deadlines
+
+    def start(self) -> None:
+        """Tick until `stop` has been called as often as this."""
+        self._users += 1
         if self._due == math.inf:
             self._schedule_tick()
+            _WATCHDOG.watch(self)
 
-    def end(self) -> None:
-        with self._lock:
-            self._users -= 1
+    def stop(self) -> None:
+        self._users -= 1
 
-    def _start_watcher(self) -> None:
-        """Start the thread, if the process can.
-
-        Without it no call is blamed for lag. Limits still hold, but every deadline moves by all of
-        the lag, so a call that blocks the event loop is not late for that.
-        """
-        watcher = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
-        try:
-            watcher.start()
-            self._watcher = watcher
-        except RuntimeError as error:  # the process may have no more threads
-            if not self._has_warned:
-                logger.warning("calls that block the event loop are not seen: %s", error)
-            self._has_warned = True
+    def look(self) -> None:
+        """Note the step that runs, if a tick is overdue. Called in the watchdog's thread."""
+        if time.monotonic() - self._due < WATCH_S or not self.loop.is_running():
+            return
+        task = asyncio.current_task(self.loop)
+        blocker = self.blockers.get(task) if task is not None else None
+        if blocker is None:
+            self._seen = None
+        else:
+            self._seen = (blocker, blocker.owner, place_in(frames_of_thread(self._thread)))
 
     def _schedule_tick(self) -> None:
         self._due = time.monotonic() + TICK_S
@@ -199,49 +210,9 @@ class LoopWatch:
         else:
             self._due = math.inf
 
-    def _blame(self, looks: list[_Look], since: float, now: float) -> None:
-        """Share out lag, from ``since`` to ``now``, among the calls that were seen to cause it.
 
-        The time up to a look is that of the call which it saw, and the time after the last look is
-        that of the call which this one saw.
-        """
-        for look in looks:
-            until = now if look is looks[-1] else look.at
-            call = self.calls.get(look.task) if look.task is not None else None
-            if call is not None:
-                call.blame(until - since, look.place)
-            since = until
-
-    def _watch(self) -> None:
-        """Look at the loop until it is no longer used. Runs in the thread."""
-        while True:
-            time.sleep(TICK_S)
-            with self._lock:
-                if not self._users or self.loop.is_closed():
-                    self._watcher = None
-                    return
-            now = time.monotonic()
-            if now - self._due > HOLD_S and self.loop.is_running():
-                self._look(now)
-
-    def _look(self, now: float) -> None:
-        """Note the step that runs. Runs in the thread.
-
-        If the step ends meanwhile, its look may have the next step's place. If `lag_s` takes the
-        looks meanwhile, this one is lost or, because of its time, ignored.
-        """
-        task = asyncio.current_task(self.loop)
-        looks = self._looks
-        place = place_in(frames_of_thread(self._loop_thread))
-        if looks and looks[-1].task is task:
-            looks[-1].at = now
-            looks[-1].place = place
-        else:
-            looks.append(_Look(now, task, place))
-
-
-class NoLag(LoopWatch):
-    """Watch of an event loop in virtual time, in which steps take no time: nothing is ever late."""
+class VirtualClock(LoopClock):
+    """Clock of an event loop in virtual time, in which steps take no time: nothing lags."""
 
     def time(self) -> float:
         return self.loop.time()
@@ -249,31 +220,71 @@ class NoLag(LoopWatch):
     def lag_s(self) -> float:
         return 0.0
 
-    def begin(self) -> None:
+    def start(self) -> None:
         pass
 
-    def end(self) -> None:
+    def stop(self) -> None:
         pass
 
 
-class _Watches(threading.local):
-    current: LoopWatch | None = None
-    """Watch of the event loop that this thread runs, or ran last."""
+class _Watchdog:
+    """Thread that looks at the event loops of this process."""
+
+    def __init__(self) -> None:
+        self._clocks: WeakSet[LoopClock] = WeakSet()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._has_warned = False
+
+    def watch(self, clock: LoopClock) -> None:
+        """Look at the clock's loop from now on.
+
+        If the process can start no thread, limits still hold, but code that blocks the loop is not
+        named, and not late for that.
+        """
+        with self._lock:
+            self._clocks.add(clock)
+            if self._thread is not None and self._thread.is_alive():  # a fork has no threads
+                return
+            thread = threading.Thread(target=self._run, name="loop-watchdog", daemon=True)
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError as error:  # the process may have no more threads
+                if not self._has_warned:
+                    logger.warning("calls that block the event loop are not seen: %s", error)
+                self._has_warned = True
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(WATCH_S)
+            with self._lock:
+                clocks = list(self._clocks)
+            while clocks:  # emptied, so that the clock of a loop that has ended is freed
+                clocks.pop().look()
 
 
-_WATCHES = _Watches()
+_WATCHDOG = _Watchdog()
 
 
-def watch_of_running_loop() -> LoopWatch:
-    """Return the watch of the event loop that calls this."""
+class _Clocks(threading.local):
+    current: LoopClock | None = None
+    """Clock of the event loop that this thread runs, or ran last."""
+
+
+_CLOCKS = _Clocks()
+
+
+def clock_of_running_loop() -> LoopClock:
+    """Return the clock of the event loop that calls this."""
     loop = asyncio.get_running_loop()
-    watch = _WATCHES.current
-    if watch is None or watch.loop is not loop:
-        watch = LoopWatch(loop)
-        _WATCHES.current = watch
-    return watch
+    clock = _CLOCKS.current
+    if clock is None or clock.loop is not loop:
+        clock = LoopClock(loop)
+        _CLOCKS.current = clock
+    return clock
 
 
-def use_watch(watch: LoopWatch) -> None:
-    """Have the calls on the watch's loop, which this thread is about to run, use this watch."""
-    _WATCHES.current = watch
+def use_clock(clock: LoopClock) -> None:
+    """Have the calls on the clock's loop, which this thread is about to run, use this clock."""
+    _CLOCKS.current = clock

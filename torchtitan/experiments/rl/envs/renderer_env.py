@@ -190,21 +190,22 @@ class RendererEnv:
         self.traceback = traceback
 
     async def close(self) -> None:
-        """Ask the MessageEnv for its metadata, and close it; the second time, wait for the first.
+        """Ask the MessageEnv for its metadata, and close it; the second time, wait for the closing.
 
-        A caller that is cancelled interrupts the question, but not the closing. A failure of the
+        A caller that is cancelled interrupts the question, but not the closing. So does the second
+        caller, who comes while the question is open only if that was abandoned. A failure of the
         env's ``close`` is logged: it can't undo the rollout.
         """
-        if not self._closed:
-            self._closed = True
-            self._conversation.end()
-            ended_well = self.status.is_terminal() and not self.status.is_error()
-            try:
+        try:
+            if not self._closed:
+                self._closed = True
+                self._conversation.end()
+                ended_well = self.status.is_terminal() and not self.status.is_error()
                 if ended_well and type(self._env).metadata is not MessageEnv.metadata:
                     await self._take_metadata()
-            finally:
-                if type(self._env).close is not MessageEnv.close:
-                    self._closing = asyncio.create_task(self._close_env())
+        finally:
+            if self._closing is None and type(self._env).close is not MessageEnv.close:
+                self._closing = asyncio.create_task(self._close_env())
         if self._closing is not None:
             await asyncio.shield(self._closing)
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.experiments.rl.ask.call import BLOCKING
+from torchtitan.experiments.rl.ask.lag import clock_of_running_loop
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.compat.monarch import ask
 from torchtitan.experiments.rl.config.run_config import UserCodeLimits
@@ -32,7 +32,6 @@ from torchtitan.experiments.rl.loops.group_runner import (
 from torchtitan.experiments.rl.process.actor import WatchedActor, reported_endpoint
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.process.logs import set_up_logging
-from torchtitan.experiments.rl.process.trace import LoopLag
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 
@@ -170,7 +169,6 @@ class RolloutWorker(WatchedActor):
         ordered = OrderedCalls(timeout_s=limits.call_timeout_s)
         self._task_set = TaskSet(tasks, ordered=ordered, limits=limits)
         self._running: set[asyncio.Task] = set()
-        self._lag = LoopLag()
 
     @reported_endpoint
     async def admit(self, model: str, index: int, actor: Any) -> None:  # noqa: ANN401 - Monarch's
@@ -192,7 +190,7 @@ class RolloutWorker(WatchedActor):
         """
         await self._task_set.build(self._context)
         await self._task_set.setup(self._policy)
-        self._lag.start()
+        clock_of_running_loop().start()
 
     @reported_endpoint
     async def run(self, task: str, request: GroupRequest) -> GroupResult:
@@ -215,7 +213,7 @@ class RolloutWorker(WatchedActor):
             work.cancel()
         if running:
             await asyncio.wait(running, timeout=CANCEL_GROUPS_S)
-        self._lag.stop()
+        clock_of_running_loop().stop()
         faults = await self._task_set.close()
         self._policy.close()
         try:
@@ -227,6 +225,5 @@ class RolloutWorker(WatchedActor):
     async def _run(self, task: Task, request: GroupRequest) -> GroupResult:
         self._policy.version = max(self._policy.version, request.policy_version)
         group = await self._runner.run(task, request)
-        return GroupResult(
-            group=group, event_loop_lag_s=self._lag.lap(), blocking_calls=BLOCKING.lap()
-        )
+        lag_s, blocking_calls = clock_of_running_loop().lap()
+        return GroupResult(group=group, event_loop_lag_s=lag_s, blocking_calls=blocking_calls)

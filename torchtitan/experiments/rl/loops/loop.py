@@ -24,7 +24,6 @@ from torchtitan.experiments.rl.loops.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.loops.selection import Selection
 from torchtitan.experiments.rl.loops.training_loop import TrainingLoop
 from torchtitan.experiments.rl.loops.validation import Validator
-from torchtitan.experiments.rl.process.trace import LoopLag
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
@@ -94,8 +93,6 @@ class Parts:
     """Store of groups that steps train on again."""
     generated_tokens: Callable[[], int] = lambda: 0
     """Function that returns the number of tokens sampled since the run began."""
-    lag: LoopLag = field(default_factory=LoopLag)
-    """Measures how late the event loop of this process runs what is due."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -172,6 +169,5 @@ def build_loop(
         generated_tokens=parts.generated_tokens,
         first_step=schedule.first_step,
         sleep=schedule.sleep,
-        lag=parts.lag,
     )
     return Loops(pacer=pacer, rollouts=rollouts, training=training, validator=validator)

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from torchtitan.experiments.rl.ask.lag import clock_of_running_loop
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.loops.events import NothingLeftToLearn, RunEvents
@@ -24,7 +25,7 @@ from torchtitan.experiments.rl.loops.saved_state import ValidationReport
 from torchtitan.experiments.rl.loops.step_metrics import step_record
 from torchtitan.experiments.rl.loops.validation import Validator
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.process.trace import LoopLag, Stopwatch
+from torchtitan.experiments.rl.process.trace import Stopwatch
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport, WeightSync
 
@@ -49,7 +50,6 @@ class TrainingLoop:
         generated_tokens: Callable[[], int] = lambda: 0,
         first_step: int = 1,
         sleep: bool = False,
-        lag: LoopLag | None = None,
     ):
         """Make a loop that has taken no step yet.
 
@@ -57,12 +57,11 @@ class TrainingLoop:
             steps: number of the last optimizer step.
             synchronous: True if rollouts start only once the generators hold the newest version and
                 its evaluation has ended.
-            runner: reports the event-loop lag of the processes that run groups.
+            runner: reports the event-loop lag of other processes that run groups.
             generated_tokens: returns the number of tokens sampled since the run began.
             first_step: number of the first step to take; above 1 in a resumed run.
             sleep: True if the generators free their memory while the trainer steps, until they load
                 the version that it makes. Only in a synchronous run, where no request is open then.
-            lag: measures how late this event loop runs what is due.
         """
         self.steps_done = first_step - 1
         self._steps = steps
@@ -77,7 +76,6 @@ class TrainingLoop:
         self._generated_tokens = generated_tokens
         self._sleep = sleep
         self._stopwatch = Stopwatch()
-        self._lag = lag or LoopLag()
         self._updating: asyncio.Task[SyncReport] | None = None
         """Weight update of the version that was published last; None once it was waited for."""
         self._last_sync: SyncReport | None = None
@@ -86,7 +84,8 @@ class TrainingLoop:
 
     async def run(self) -> None:
         """Take the steps, until the last one, `stop`, or nothing is left to learn."""
-        self._lag.start()
+        clock = clock_of_running_loop()
+        clock.start()
         try:
             if self.steps_done == 0:
                 await self._evaluate_first_version()
@@ -104,7 +103,7 @@ class TrainingLoop:
             for watcher in self._watchers:
                 watcher.ended_early(str(end), reports)
         finally:
-            self._lag.stop()
+            clock.stop()
 
     def stop(self) -> None:
         """End after the step in progress, or give it up if it still waits for groups.
@@ -203,7 +202,8 @@ class TrainingLoop:
         tokens_before: int,
     ) -> None:
         """Tell the watchers what the step did, and where its seconds went."""
-        runner_lag_s, blocking_calls = self._runner.lap()
+        own_lag_s, own_blocking_calls = clock_of_running_loop().lap()
+        lag_s, blocking_calls = self._runner.lap()
         record = step_record(
             step=step,
             taken=taken,
@@ -214,8 +214,8 @@ class TrainingLoop:
             spans=self._stopwatch.lap(),
             last_sync=self._last_sync,
             generated_tokens=self._generated_tokens() - tokens_before,
-            event_loop_lag_s=max(self._lag.lap(), runner_lag_s),
-            blocking_calls=blocking_calls,
+            event_loop_lag_s=max(own_lag_s, lag_s),
+            blocking_calls=own_blocking_calls + blocking_calls,
             ledger=self._rollouts.ledger.counts(),
         )
         for watcher in self._watchers:

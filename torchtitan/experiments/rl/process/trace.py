@@ -1,6 +1,6 @@
 """Records what this process does and for how long.
 
-It records seconds by name, the lag of the event loop and, while steps are profiled, each span.
+It records seconds by name and, while steps are profiled, each span.
 ``watch/reports.py`` collects the spans of every process.
 
     with lane("rollout"):              # in a row of its own, beside other rollouts of that time
@@ -26,9 +26,6 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-INTERVAL_S = 0.01
-"""Seconds between two measurements of an event loop's lag. What blocks the loop for less may fall
-between two of them."""
 Event = dict[str, Any]
 """Event of the trace format, but without ``pid``, and with ``ts`` in nanoseconds since the epoch.
 So processes can be compared, and hosts as far as their clocks agree."""
@@ -137,43 +134,3 @@ class Stopwatch:
         lap = self._seconds
         self._seconds = {}
         return lap
-
-
-class LoopLag:
-    """Measures how late the event loop wakes a sleeping task.
-
-    A measurement takes about 10 us of processor time.
-    """
-
-    def __init__(self, interval_s: float = INTERVAL_S) -> None:
-        """Measure nothing before `start`.
-
-        Args:
-            interval_s: seconds between two measurements.
-        """
-        self._interval_s = interval_s
-        self._task: asyncio.Task | None = None
-        self.lags_s: list[float] = []
-        """Lags that were measured since the last lap, in seconds."""
-
-    def start(self) -> None:
-        """Measure the running event loop from now on."""
-        self._task = asyncio.create_task(self._look(), name="loop-lag")
-
-    def stop(self) -> None:
-        """Stop measuring."""
-        if self._task is not None:
-            self._task.cancel()
-
-    def lap(self) -> float:
-        """Return the longest lag since the last lap in seconds; 0 if nothing was measured."""
-        longest = max(self.lags_s, default=0.0)
-        self.lags_s = []
-        return longest
-
-    async def _look(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            before = loop.time()
-            await asyncio.sleep(self._interval_s)
-            self.lags_s.append(max(0.0, loop.time() - before - self._interval_s))

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
-from torchtitan.experiments.rl.ask.lag import NoLag, use_watch
+from torchtitan.experiments.rl.ask.lag import VirtualClock, use_clock
 from torchtitan.experiments.rl.ask.threads import ThreadCall, WorkerThreads
 from torchtitan.experiments.rl.errors import RunError
 
@@ -135,5 +135,5 @@ def run_virtually(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         Escape: the work waits for something outside, or a thread calls into its loop.
     """
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
-        use_watch(NoLag(runner.get_loop()))
+        use_clock(VirtualClock(runner.get_loop()))
         return runner.run(work())

@@ -44,7 +44,6 @@ from torchtitan.experiments.rl.loops.step_metrics import StepRecord
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.plan.costs import GPUS_PER_HOST
 from torchtitan.experiments.rl.process.lifetime import Lifetime
-from torchtitan.experiments.rl.process.trace import LoopLag
 from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
@@ -63,9 +62,6 @@ EVENTS_FILE = "events.jsonl"
 """File in the run folder with a line for each event of the simulation."""
 VOCABULARY = 1 << 31
 """Number of token ids: simulated ones are of no vocabulary, and none of them counts as rare."""
-LAG_INTERVAL_S = 3600.0
-"""Seconds between two measurements of the event loop's lag, which is always 0. At the usual 10 ms
-the measurements were most of what there is to simulate."""
 DAY_S = 86_400
 
 
@@ -329,7 +325,6 @@ class Attempt(RunEvents):
             ledger=Ledger(None if run_dir is None else run_dir / LEDGER_FILE),
             recorder=self.simulation.recorder,
             generated_tokens=lambda: self._client.generated_tokens,
-            lag=LoopLag(interval_s=LAG_INTERVAL_S),
         )
         schedule = Schedule.of_config(config, steps_done=self._steps_done)
         return build_loop(schedule, parts, watchers=[self])

@@ -80,13 +80,6 @@ class SharedEnv(UserCodeError):
     """
 
 
-class LateInside(UserCodeTimeout):
-    """A call inside the turn loop took longer than its own limit, and so ended the loop.
-
-    The message names the call. A loop that itself takes too long raises UserCodeTimeout.
-    """
-
-
 _OWNER = "_used_by_rollout"
 """Attribute that an env carries once a rollout has it."""
 
@@ -234,6 +227,8 @@ class GroupRun:
             )
         except UserCodeError as error:
             failure = error
+            if error.was_abandoned and error.is_inner:  # nobody else tells the env
+                env.finish(RolloutStatus.TIMEOUT, str(error))
             had_failed = env.status in RETRIED  # then the env has its own cause of the failure
         finally:
             await env.close()  # its metadata may fail, and set its status
@@ -273,16 +268,7 @@ class GroupRun:
         rollout.traceback = users_traceback(cause)
 
     async def _turn_loop(self, env: OpenRollout, session: CheckedSession) -> None:
-        """Run the task's turn loop.
-
-        Raises:
-            LateInside: a call inside it was late. Its error must not read as if the rollout had
-                exceeded its own limit.
-        """
-        try:
-            await self.task.run_rollout(cast(Any, env), session)
-        except UserCodeTimeout as late:
-            raise LateInside(sentence(late)) from late
+        await self.task.run_rollout(cast(Any, env), session)
 
     @property
     def _loop_name(self) -> str:
@@ -292,10 +278,11 @@ class GroupRun:
         self, rollout: Rollout, failure: UserCodeError, session: CheckedSession
     ) -> None:
         """End a rollout whose turn loop raised, made a call that was late, or was late itself."""
-        is_inside = isinstance(failure, LateInside)
-        if is_inside or not isinstance(failure, UserCodeTimeout):
-            rollout.status = RolloutStatus.TIMEOUT if is_inside else RolloutStatus.ERROR
-            rollout.error = f"{self._loop_name}: {failure}"
+        is_late = isinstance(failure, UserCodeTimeout)
+        if failure.is_inner or not is_late:
+            rollout.status = RolloutStatus.TIMEOUT if is_late else RolloutStatus.ERROR
+            cause = sentence(failure) if is_late else str(failure)
+            rollout.error = f"{self._loop_name}: {cause}"
             rollout.traceback = users_traceback(failure)
             return
         limit_s = self.task.config.env.rollout_timeout_s

@@ -1,0 +1,323 @@
+"""Runs the async code of users in scopes: one asyncio task each, in which calls are frames.
+
+    caller ──awaits the scope──┐
+                               ▼
+    scope's task   turn loop ──▶ RendererEnv ──▶ Maze.step_message ──▶ ...
+                   └ frame, 600 s                └ frame, 60 s
+
+A call that is made in its scope's own task runs in place, as a frame: it takes no task, no future
+and no timer of its own. A call from elsewhere begins a scope: at the top, and in a task that the
+user's code has started.
+
+1. A frame whose deadline comes cancels the scope's task. The CancelledError passes through whatever
+   the frame has called, and the frame ends in its own error.
+2. Code that ignores its cancellation for `CANCEL_GRACE_S` is abandoned with its whole scope. The
+   scope's caller goes on with the error, and the task ends when the code next returns to a frame.
+3. A deadline that comes after the event loop was held up moves by that time. A frame that held up
+   the loop for its whole limit in one step is late, whatever it returns or awaits then.
+4. A cancellation of the scope's caller, and that of a timeout around a frame, passes through.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any, Protocol, cast
+
+from torchtitan.experiments.rl.ask.lag import TICK_S, Block, clock_of_running_loop
+from torchtitan.experiments.rl.ask.stacks import frames_of_coroutine, place_in, with_owner
+from torchtitan.experiments.rl.ask.threads import TIMER_S, Outcome
+from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 1.0
+"""Seconds that cancelled code may take to unwind before it is abandoned."""
+MAX_MOVES = 3
+"""Number of times that lag of the event loop may move the deadline of a call. Code that computes
+all the time, and lets others run between, moves its own, and would never be late."""
+
+
+class Inner(Protocol):
+    """A call in another task or thread that a scope's code waits for."""
+
+    def place(self) -> str:
+        """Return the function that the call is in, with file and line; empty if not known."""
+
+
+class Frame:
+    """A call that is open in a scope."""
+
+    __slots__ = (
+        "_deadline",
+        "_lag_before_s",
+        "_moves",
+        "began_at",
+        "block",
+        "late",
+        "limit_s",
+        "owner",
+        "scope",
+    )
+
+    def __init__(self, scope: "Scope", limit_s: float, owner: str):
+        clock = scope.clock
+        self.scope = scope
+        self.limit_s = limit_s
+        self.owner = owner
+        self.late: UserCodeTimeout | None = None
+        """Error of the call, once its deadline has come."""
+        self.block: Block | None = None
+        """Step of the call that held up the event loop for the whole limit."""
+        self._lag_before_s = clock.lag_s()
+        self.began_at = clock.time()
+        self._deadline = self.began_at + limit_s
+        self._moves = 0
+        """Number of times that the deadline has moved by the lag of the event loop."""
+
+    def left_s(self) -> float:
+        """Return the seconds until the deadline, which this may move; 0 or less if it has come.
+
+        They are `TIMER_S` fewer, so that a timer that is early finds the call late.
+        """
+        clock = self.scope.clock
+        left_s = self._deadline - clock.time() - TIMER_S
+        if left_s > 0:
+            return left_s
+        before_s = self._lag_before_s
+        self._lag_before_s = clock.lag_s()
+        lag_s = self._lag_before_s - before_s
+        if lag_s <= TIMER_S or self.block is not None or self._moves == MAX_MOVES:
+            return left_s
+        self._moves += 1
+        self._deadline = clock.time() + lag_s
+        return lag_s - TIMER_S
+
+    def note_block(self, block: Block) -> None:
+        """Learn of a step of this call, or of one inside it, that held up the event loop."""
+        self._lag_before_s += block.seconds  # its own time moves no deadline
+        # Up to a tick of the step was not measured.
+        if self.block is None and block.seconds > self.limit_s - TICK_S:
+            self.block = block
+
+    def expire(self) -> None:
+        """Note that the deadline has come, and cancel the code."""
+        if self.block is not None:
+            self.late = self.blocked(self.block)
+        else:
+            self.late = UserCodeTimeout(f"no answer within {self.limit_s:g} s")
+            self.late.where = self.scope.place_seen_from(self)
+        self.scope.cancel_late(self)
+
+    def blocked(self, block: Block) -> UserCodeTimeout:
+        """Count a step that held up the event loop for the whole limit, and return its error."""
+        self.scope.clock.count_late(block)
+        is_own = block.owner == self.owner
+        culprit = block.place if is_own else with_owner(block.owner, block.place)
+        return UserCodeTimeout(
+            f"no answer within {self.limit_s:g} s: {culprit or 'it'} blocked the event loop for "
+            f"{block.seconds:.3g} s without awaiting"
+        )
+
+
+class Scope:
+    """An asyncio task that runs code of users, and the calls that are open in it."""
+
+    def __init__(self) -> None:
+        self.clock = clock_of_running_loop()
+        self.inside: dict[Inner, None] = {}
+        """Calls in other tasks and threads that the scope's code waits for, oldest first."""
+        self._around = _SCOPE.get()
+        """Scope whose code has made the call that this scope runs."""
+        self._frames: list[Frame] = []
+        """Open calls in the scope's task, outermost first."""
+        self._ended: asyncio.Future[Outcome] = self.clock.loop.create_future()
+        self._task: asyncio.Task[None] | None = None
+        """None once it has ended: its context refers to the scope."""
+        self._is_cancelled = False
+        """True if the scope ends whatever its code does: the caller was cancelled, or has gone on
+        without it."""
+
+    @property
+    def is_current(self) -> bool:
+        """True in the scope's own task."""
+        return self._task is not None and self._task is asyncio.current_task()
+
+    @property
+    def owner(self) -> str:
+        """Name of the code that runs in the scope's task."""
+        frame = next(reversed(self._frames), None)
+        return "" if frame is None else frame.owner
+
+    def note_block(self, block: Block) -> None:
+        """Learn of a step of the scope's task, or of a scope that its code has begun."""
+        for frame in self._frames:
+            frame.note_block(block)
+        if self._around is not None:
+            self._around.note_block(block)
+
+    # ---- the caller's side
+
+    def start(self, function: Callable[[], Awaitable[object]], limit_s: float, owner: str) -> None:
+        """Begin the scope's first call."""
+        self._task = self.clock.loop.create_task(self._run(function, limit_s, owner))
+        self.clock.blockers[self._task] = self
+        if self._around is not None:
+            self._around.inside[self] = None
+
+    async def outcome(self) -> Outcome:
+        """Wait for the end of the first call.
+
+        Raises:
+            asyncio.CancelledError: the caller was cancelled, and so was the code.
+        """
+        try:
+            return await self._ended
+        except asyncio.CancelledError:
+            self._is_cancelled = True
+            try:
+                # A task that is cancelled before its first step never runs: an env would not be
+                # closed.
+                await asyncio.sleep(0)
+            finally:
+                await self._stop()
+            raise
+        finally:
+            if self._around is not None:
+                self._around.inside.pop(self, None)
+
+    async def _stop(self) -> None:
+        """Cancel the task, and abandon the scope if the task takes long to end."""
+        task = self._task
+        if task is None:
+            return
+        task.cancel()
+        _, running = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+        if running:
+            self._abandon()
+
+    # ---- the task's side
+
+    async def _run(
+        self, function: Callable[[], Awaitable[object]], limit_s: float, owner: str
+    ) -> None:
+        _SCOPE.set(self)
+        try:
+            outcome = await self.call(function, limit_s, owner)
+        except BaseException as error:  # noqa: BLE001 - CancelledError; no other, but a mistake here
+            outcome = Outcome(error=error)
+        self.clock.blockers.pop(cast(Any, self._task), None)
+        self._task = None
+        if not self._ended.done():
+            self._ended.set_result(outcome)
+
+    async def call(
+        self, function: Callable[[], Awaitable[object]], limit_s: float, owner: str
+    ) -> Outcome:
+        """Await ``function()`` as a frame. Called in the scope's own task.
+
+        Returns:
+            The value; or what the function raised, or UserCodeTimeout.
+
+        Raises:
+            asyncio.CancelledError: the scope, or a part of it around this call, is cancelled.
+        """
+        task = self._task
+        assert task is not None, "the scope's task has not ended"
+        cancelling = task.cancelling()
+        frame = Frame(self, limit_s, owner)
+        deadlines = None if limit_s == math.inf else self.clock.deadlines_of(limit_s)
+        self._frames.append(frame)
+        if deadlines is not None:
+            deadlines.add(frame)
+        try:
+            outcome = Outcome(value=await function())
+        except BaseException as error:  # noqa: BLE001 - user code may raise or exit with anything
+            outcome = Outcome(error=error)
+        if deadlines is not None:
+            deadlines.remove(frame)
+            if self.clock.time() - frame.began_at >= limit_s:
+                self.clock.lag_s()  # notes a step of the call that has just ended
+        self._frames.pop()
+        if task.cancelling() > cancelling:
+            if frame.late is None and isinstance(outcome.error, asyncio.CancelledError):
+                raise outcome.error
+            # The frame's own cancellation, or one that the code has handled or asked for. It may
+            # not have arrived yet.
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+            if self._is_ending:
+                raise asyncio.CancelledError
+            while task.cancelling() > cancelling:
+                task.uncancel()
+        if frame.late is not None:
+            frame.late.returned = outcome.error is None
+            return Outcome(error=frame.late)
+        if frame.block is not None:
+            late = frame.blocked(frame.block)
+            late.returned = True
+            if outcome.error is None:
+                return Outcome(error=late)
+        if isinstance(outcome.error, UserCodeTimeout):
+            outcome.error.is_inner = True
+        return outcome
+
+    @property
+    def _is_ending(self) -> bool:
+        """True if the cancellation of the task passes through all of its open calls, or most."""
+        return self._is_cancelled or any(frame.late is not None for frame in self._frames)
+
+    # ---- late code
+
+    def cancel_late(self, frame: Frame) -> None:
+        """Cancel the task, because a frame is late."""
+        if self._task is not None:
+            self._task.cancel()
+            self.clock.loop.call_later(CANCEL_GRACE_S, self._abandon_late, frame)
+
+    def _abandon_late(self, frame: Frame) -> None:
+        """Abandon the scope, unless the late frame has ended."""
+        if frame not in self._frames or self._ended.done():
+            return
+        assert frame.late is not None
+        late: UserCodeError = frame.late
+        if frame is not self._frames[0]:  # then the name is not given by who asked for the scope
+            late = late.of(frame.owner)
+            late.is_inner = True
+        late.was_abandoned = True
+        self._ended.set_result(Outcome(error=late))
+        self._abandon()
+
+    def _abandon(self) -> None:
+        self._is_cancelled = True
+        logger.warning("user code was cancelled, did not end and was abandoned: %s", self._task)
+
+    # ---- where the code waits
+
+    def place(self) -> str:
+        """Return where the code waits, for the error of a call around this scope."""
+        return self.place_seen_from(None)
+
+    def place_seen_from(self, frame: Frame | None) -> str:
+        """Return the function that the innermost call waits in, with the call's owner.
+
+        Args:
+            frame: call whose own error names its owner.
+        """
+        for inner in reversed(self.inside):
+            if place := inner.place():
+                return place
+        place = "" if self._task is None else place_in(frames_of_coroutine(self._task.get_coro()))
+        if not self._frames or self._frames[-1] is frame:
+            return place
+        return with_owner(self.owner, place)
+
+
+_SCOPE: ContextVar[Scope | None] = ContextVar("scope of user code that runs", default=None)
+
+
+def current_scope() -> Scope | None:
+    """Return the scope whose code runs, in the scope's own task or in one that the code started."""
+    return _SCOPE.get()
