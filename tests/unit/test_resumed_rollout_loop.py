@@ -8,10 +8,9 @@ import pytest
 
 from tests.fakes.loops import Loop, ids, resumed, saved
 from tests.fakes.tasks import DatasetTask
-from tests.fakes.waiting import LIMIT_S, iterations, settle
+from tests.fakes.waiting import iterations, settle
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.loops.events import RunEvents
-from torchtitan.experiments.rl.loops.rollout_loop import SnapshotLock
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 
@@ -349,47 +348,3 @@ async def test_a_group_that_a_filter_failed_on_is_no_state_to_resume(tmp_path):
     with pytest.raises(RunError, match="failed while it settled"):
         await saved(loop, tmp_path)
     await loop.close()
-
-
-# ---- snapshots
-
-
-async def test_a_snapshot_waits_for_changes_and_later_changes_wait_for_it():
-    lock, events, release = SnapshotLock(), [], asyncio.Event()
-
-    async def change(name: str) -> None:
-        async with lock.change():
-            events.append(f"{name} begins")
-            await release.wait()
-            events.append(f"{name} ends")
-
-    async def read() -> None:
-        async with lock.snapshot():
-            events.append("reads")
-            await asyncio.sleep(0)
-            events.append("has read")
-
-    work = [asyncio.ensure_future(part) for part in (change("first"), change("second"))]
-    await iterations(3)
-    work += [asyncio.ensure_future(part) for part in (read(), change("third"), read())]
-    await iterations(10)
-    assert events == ["first begins", "second begins"]
-    release.set()
-    await asyncio.wait_for(asyncio.gather(*work), LIMIT_S)
-    assert events[2:4] == ["first ends", "second ends"]
-    assert events[4:6] == ["reads", "has read"]
-    rest = events[6:]
-    third = rest.index("third begins")
-    assert rest[third : third + 2] == ["third begins", "third ends"]
-    assert (
-        rest[rest.index("reads") : rest.index("reads") + 2] == ["reads", "has read"]
-        and len(rest) == 4
-    )
-
-
-async def test_a_change_begins_at_once_if_no_snapshot_is_pending():
-    lock = SnapshotLock()
-    change = lock.change()
-    with pytest.raises(StopIteration):
-        change.__aenter__().send(None)  # it does not give way once
-    await change.__aexit__(None, None, None)

@@ -32,8 +32,7 @@ A task whose rollouts are not compared has groups of one rollout. When the mix p
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -64,6 +63,7 @@ from torchtitan.experiments.rl.loops.selection import (
     refuse_future_versions,
 )
 from torchtitan.experiments.rl.process.logs import ENDS_THE_RUN
+from torchtitan.experiments.rl.process.shared_lock import SharedLock
 from torchtitan.experiments.rl.rollouts.filters import FilterResult
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
@@ -80,58 +80,6 @@ Captured = TypeVar("Captured")
 
 class RunStopped(Exception):
     """Raised to the training loop if the run was stopped while the loop waited for groups."""
-
-
-class SnapshotLock:
-    """Lets many coroutines change the loop's state at once, and a snapshot wait until none does.
-
-    A change is a section in which the state is not whole, such as from the sampler's look at a
-    scored group to the entries of its rollouts in the ledger. A waiting snapshot blocks new
-    changes, so it is not starved.
-    """
-
-    def __init__(self) -> None:
-        self.snapshot_pending = False
-        """True while a snapshot waits for changes to end, and while it is taken."""
-        self._changes = 0
-        self._released = asyncio.Event()
-
-    def begin_change(self) -> None:
-        """Begin a change without waiting. The caller has seen that no snapshot is pending."""
-        self._changes += 1
-
-    def end_change(self) -> None:
-        self._changes -= 1
-        self._released.set()
-
-    @asynccontextmanager
-    async def change(self) -> AsyncIterator[None]:
-        """Hold off snapshots. Enters without yielding to the event loop if none is pending."""
-        while self.snapshot_pending:
-            await self._wait_for_release()
-        self.begin_change()
-        try:
-            yield
-        finally:
-            self.end_change()
-
-    @asynccontextmanager
-    async def snapshot(self) -> AsyncIterator[None]:
-        """Wait until all changes have ended, and hold off new ones."""
-        while self.snapshot_pending:
-            await self._wait_for_release()
-        self.snapshot_pending = True
-        try:
-            while self._changes:
-                await self._wait_for_release()
-            yield
-        finally:
-            self.snapshot_pending = False
-            self._released.set()
-
-    async def _wait_for_release(self) -> None:
-        self._released.clear()
-        await self._released.wait()
 
 
 class RolloutLoop:
@@ -191,7 +139,7 @@ class RolloutLoop:
         self._rollouts_failing = False
         """True if rollouts fail because something that they depend on has failed."""
         self._stopping = False
-        self._snapshots = SnapshotLock()
+        self._snapshots = SharedLock()
 
     @property
     def ledger(self) -> Ledger:
@@ -357,7 +305,7 @@ class RolloutLoop:
         return (
             self._is_running
             and not self._picking
-            and not self._snapshots.snapshot_pending
+            and not self._snapshots.is_excluding
             and self._pacer.free_places > 0
             and self._pacer.untaken_rollouts < needed
         )
@@ -373,7 +321,7 @@ class RolloutLoop:
             self._end_run(error)
             return
         self._picking = True
-        self._snapshots.begin_change()
+        self._snapshots.begin_shared()
         self._start_coroutine(self._pick_task_later(call), "task mix")
 
     async def _pick_task_later(self, call: OrderedCall[str]) -> None:
@@ -385,7 +333,7 @@ class RolloutLoop:
             return
         finally:
             self._picking = False
-            self._snapshots.end_change()
+            self._snapshots.end_shared()
         self.fill()
 
     def _begin_pick(self, answer: object) -> None:
@@ -455,7 +403,7 @@ class RolloutLoop:
         """Get the group's example, run and score its rollouts, and settle it."""
         example = dispatched.example.value
         if example is None:
-            async with self._snapshots.change():
+            async with self._snapshots.shared():
                 example = await dispatched.example.get(
                     partial(self._selection.next_example, dispatched.task)
                 )
@@ -465,7 +413,7 @@ class RolloutLoop:
         if self._rollouts_failing:
             # The run ends, and these rollouts say nothing about their envs and rewards.
             return
-        async with self._snapshots.change():
+        async with self._snapshots.shared():
             try:
                 await self._selection.observe(group, running.task)
                 if filtered is None and group.failure is None:
@@ -614,7 +562,7 @@ class RolloutLoop:
             RunError: a sampler or the task mix can't give its state, or a group has failed while it
                 settled.
         """
-        async with self._snapshots.snapshot():
+        async with self._snapshots.exclusive():
             if self._half_settled is not None:
                 raise RunError(
                     f"group {self._half_settled} failed while it settled: the state of the run "

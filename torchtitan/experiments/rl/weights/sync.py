@@ -19,6 +19,7 @@ import numpy as np
 from torchtitan.experiments.rl.compat.monarch import ask_each, ranks_of
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process import trace
+from torchtitan.experiments.rl.process.shared_lock import SharedLock
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
 
 T = TypeVar("T")
@@ -127,54 +128,6 @@ class HostCopies(Protocol):
         """Return the bytes that each host has read since the last call."""
 
 
-class VersionLock:
-    """Keeps replicas from joining while the generators change versions.
-
-    Replicas join side by side, and an update waits until none does. `hold` excludes them before the
-    update begins: replicas that come later wait until it has ended.
-    """
-
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-        """Held by an update, or for all replicas that join side by side."""
-        self._joining = 0
-        """Number of replicas that join."""
-        self._entrance = asyncio.Lock()
-        """Held while a replica waits to join, so that only the first of them takes the lock."""
-        self._is_held = False
-        """True if an update has the lock and has not begun: from `hold` to `updating`."""
-
-    @asynccontextmanager
-    async def joining(self) -> AsyncIterator[None]:
-        """Shared section: no update begins until the last replica has left it."""
-        async with self._entrance:
-            if not self._joining:
-                await self._lock.acquire()
-            self._joining += 1
-        try:
-            yield
-        finally:
-            self._joining -= 1
-            if not self._joining:
-                self._lock.release()
-
-    async def hold(self) -> None:
-        """Let no replica join from now on, until an update has ended."""
-        if not self._is_held:
-            await self._lock.acquire()
-            self._is_held = True
-
-    @asynccontextmanager
-    async def updating(self) -> AsyncIterator[None]:
-        """Exclusive section: no replica joins from `hold` until it ends."""
-        await self.hold()
-        self._is_held = False
-        try:
-            yield
-        finally:
-            self._lock.release()
-
-
 class WeightSync:
     """Publishes versions, and has replicas load them: those that are there, and those that join."""
 
@@ -220,7 +173,10 @@ class WeightSync:
         """Fingerprint of that version."""
         self._scoring = asyncio.Lock()
         """Held while the trainer scores its first canary."""
-        self._lock = VersionLock()
+        self._joins = SharedLock()
+        """Shared by replicas that join, side by side; an update has it alone."""
+        self._excludes_joins = False
+        """True if no replica may join until the next update has ended."""
 
     async def admit(
         self,
@@ -240,7 +196,7 @@ class WeightSync:
             RunError: the replica loaded something else than the trainer has, or computes something
                 else with it.
         """
-        async with self._lock.joining():
+        async with self._joins.shared():
             if self._published:
                 logprobs = await self._load_current(replica, actor)
             else:
@@ -256,13 +212,13 @@ class WeightSync:
         lacks: the weights of a checkpoint, or adapters.
         """
         await self.copy_out(version)
-        async with self._lock.updating():
+        async with self._updating():
             self._fingerprint, self._canary = await self._trainers_proof()
             self._set_version(version)
 
     async def sleep(self) -> None:
         """Have the generators free their memory until ``update``. No replica joins meanwhile."""
-        await self._lock.hold()
+        await self._exclude_joins()
         await self._generators.sleep()
 
     async def copy_out(self, version: int) -> CopiedOut:
@@ -270,7 +226,7 @@ class WeightSync:
         clock = asyncio.get_running_loop().time
         started = clock()
         if self._one_buffer:
-            await self._lock.hold()
+            await self._exclude_joins()
         await ask_each(
             self._ranks, "copy_weights", version, self.canary_token_ids, self._copies is not None
         )
@@ -284,7 +240,7 @@ class WeightSync:
         """
         version = copied.version
         clock = asyncio.get_running_loop().time
-        async with self._lock.updating():
+        async with self._updating():
             started = clock()
 
             async def load() -> tuple[float, dict[int, WeightReceipt]]:
@@ -311,6 +267,22 @@ class WeightSync:
             fetched_bytes=self._copies.take_fetched_bytes() if self._copies else {},
             fetch_s=load_began - started,
         )
+
+    async def _exclude_joins(self) -> None:
+        """Let no replica join from now on, until an update has ended."""
+        if not self._excludes_joins:
+            await self._joins.begin_exclusive()
+            self._excludes_joins = True
+
+    @asynccontextmanager
+    async def _updating(self) -> AsyncIterator[None]:
+        """Exclude replicas that join until the block ends, if they are not excluded already."""
+        await self._exclude_joins()
+        self._excludes_joins = False
+        try:
+            yield
+        finally:
+            self._joins.end_exclusive()
 
     # ---- loading
 
