@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np  # noqa: E402
 from monarch.actor import Actor, concurrent_endpoint, shutdown_context, this_host  # noqa: E402
 
-from torchtitan.experiments.rl.compat.monarch import ask, drop_late_faults, ranks_of  # noqa: E402
+from torchtitan.experiments.rl.compat.monarch import call_actor, drop_late_faults, ranks_of  # noqa: E402
 from torchtitan.experiments.rl.config_registry.qwen3 import rl_grpo_qwen3_8b  # noqa: E402
 from torchtitan.experiments.rl.fleet.rollout_workers import (  # noqa: E402
     GroupResult,
@@ -177,7 +177,7 @@ class StubWorker:
 
     async def _run(self, task: str, request: Any) -> GroupResult:
         if self._actor is not None:
-            result = await ask(self._actor.run, task, request)
+            result = await call_actor(self._actor.run, task, request)
         else:
             await asyncio.sleep(ANSWER_S * TURNS)
             began = time.perf_counter()
@@ -202,7 +202,7 @@ class MixedRunner(WorkerRunner):
                 pickled = pickle.dumps(group, protocol=5)
                 for index, actor in enumerate(self._actors):
                     if actor is not None:
-                        await ask(actor.hold, pickled)
+                        await call_actor(actor.hold, pickled)
                     self.admit(
                         index,
                         StubWorker(pickled, self._policy, actor),
@@ -258,7 +258,7 @@ async def measured(
         for number in range((8 + replicas) // PROCESSES):
             actors += ranks_of(procs.spawn(f"stub_{number}", StubActor))
         await asyncio.gather(
-            *(ask(actor.hold, b"") for actor in actors)
+            *(call_actor(actor.hold, b"") for actor in actors)
         )  # their processes are there
         workers, replica_actors = actors[:8], iter(actors[8:])
     with tempfile.TemporaryDirectory() as folder:

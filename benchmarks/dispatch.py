@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402
 from monarch.actor import Actor, concurrent_endpoint, shutdown_context, this_host  # noqa: E402
 
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan  # noqa: E402
-from torchtitan.experiments.rl.compat.monarch import ask, ranks_of  # noqa: E402
+from torchtitan.experiments.rl.compat.monarch import call_actor, ranks_of  # noqa: E402
 from torchtitan.experiments.rl.process.lifetime import Lifetime  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.training.client import TrainerClient, pickled  # noqa: E402
@@ -85,7 +85,9 @@ async def measure(tokens: int, ranks: int, repeats: int) -> None:
     found: dict[str, list[tuple[float, float]]] = {"each rank": [], "first rank, from a thread": []}
 
     async def to_each() -> None:
-        await asyncio.gather(*(ask(rank.train_step, plan.microbatches[0], 0) for rank in each))
+        await asyncio.gather(
+            *(call_actor(rank.train_step, plan.microbatches[0], 0) for rank in each)
+        )
 
     for _ in range(repeats):
         found["each rank"].append(await longest_stop(to_each()))

@@ -27,7 +27,7 @@ from torchtitan.experiments.rl.compat.monarch import (
     ENVIRONMENT,
     OneActor,
     ProcessDeath,
-    ask_each,
+    call_ranks,
     drop_late_faults,
     original,
     process_death,
@@ -157,9 +157,9 @@ def test_what_an_actor_raised_arrives_as_it_was(worker):
 async def test_each_rank_is_asked_and_what_one_raises_arrives(worker):
     own = await worker.pid.call_one()
     assert own != os.getpid()
-    assert await ask_each(ranks_of(worker), "pid") == [own]
+    assert await call_ranks(ranks_of(worker), "pid") == [own]
     with pytest.raises(ActorError):
-        await ask_each(ranks_of(worker), "refuse")
+        await call_ranks(ranks_of(worker), "refuse")
 
 
 async def test_one_actor_answers_by_whatever_way_it_is_called(worker):
@@ -180,7 +180,7 @@ async def test_ranks_are_asked_in_their_order_with_the_same_arguments():
             return value
 
     mesh = SimpleNamespace(size={"procs": 3}.get, slice=lambda procs: Rank(procs))
-    assert await ask_each(ranks_of(mesh), "double", 2) == [0, 2, 4]
+    assert await call_ranks(ranks_of(mesh), "double", 2) == [0, 2, 4]
 
 
 def test_errors_inside_several_actor_errors_are_found():

@@ -148,7 +148,7 @@ def drop_late_faults() -> None:
     monarch.actor.unhandled_fault_hook = drop
 
 
-def ask(
+def call_actor(
     endpoint: Any,  # noqa: ANN401 - Monarch's
     *args: Any,  # noqa: ANN401 - the endpoint's
 ) -> Any:  # noqa: ANN401 - whatever the endpoint answers
@@ -163,11 +163,14 @@ def ask(
 
 
 def ranks_of(mesh: Any) -> list[Any]:  # noqa: ANN401 - Monarch's
-    """Return the actor of each rank. Keep them, because each new slice costs memory (``ask``)."""
+    """Return the actor of each rank.
+
+    Keep them, because each new slice costs memory (``call_actor``).
+    """
     return [mesh.slice(procs=rank) for rank in range(mesh.size("procs"))]
 
 
-async def ask_each(
+async def call_ranks(
     ranks: Iterable[Any],
     endpoint: str,
     *args: Any,  # noqa: ANN401 - the endpoint's
@@ -176,20 +179,20 @@ async def ask_each(
 
     Raises the error of the first call that fails.
     """
-    return await asyncio.gather(*(ask(getattr(rank, endpoint), *args) for rank in ranks))
+    return await asyncio.gather(*(call_actor(getattr(rank, endpoint), *args) for rank in ranks))
 
 
 class OneActor:
     """The only actor of a mesh, for a library that uses ``call_one`` or ``call`` at every step.
 
-    Each call is an ``ask``.
+    Each call is a ``call_actor``.
     """
 
     def __init__(self, mesh: Any):  # noqa: ANN401 - Monarch's
         self._mesh = mesh
 
     def __getattr__(self, endpoint: str) -> SimpleNamespace:
-        call = partial(ask, getattr(self._mesh, endpoint))
+        call = partial(call_actor, getattr(self._mesh, endpoint))
         return SimpleNamespace(call_one=call, call=call)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from torchtitan.experiments.rl.compat.monarch import ask
+from torchtitan.experiments.rl.compat.monarch import call_actor
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.fleet.restarts import deaths_logger
 from torchtitan.experiments.rl.process.actor import STACK_SIGNAL
@@ -112,7 +112,7 @@ class HangWatch:
         """
         asked = self._now()
         was_reported = False
-        answer = asyncio.ensure_future(life.call(ask(actor.pulse)))
+        answer = asyncio.ensure_future(life.call(call_actor(actor.pulse)))
         try:
             while True:
                 await asyncio.wait({answer}, timeout=LOOK_S)

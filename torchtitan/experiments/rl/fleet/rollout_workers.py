@@ -16,7 +16,7 @@ from typing import Any
 
 from torchtitan.experiments.rl.ask.lag import clock_of_running_loop
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
-from torchtitan.experiments.rl.compat.monarch import ask
+from torchtitan.experiments.rl.compat.monarch import call_actor
 from torchtitan.experiments.rl.config.run_config import UserCodeLimits
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_context
 from torchtitan.experiments.rl.errors import cause_of
@@ -92,7 +92,7 @@ class WorkerRunner(GroupRunner):
             request.policy_version = self._policy.version
             worker.open_rollouts += rollouts
             try:
-                result = await worker.life.call(ask(worker.actor.run, task.name, request))
+                result = await worker.life.call(call_actor(worker.actor.run, task.name, request))
                 break
             except ProcessLost as lost:
                 logger.info("group %s is run again: %s", request.group_id, lost)

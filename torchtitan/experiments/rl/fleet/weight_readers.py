@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from torchtitan.experiments.rl.compat.monarch import ask, original
+from torchtitan.experiments.rl.compat.monarch import call_actor, original
 from torchtitan.experiments.rl.fleet.role import SpawnedProcess
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.weights.reader import Fetched
@@ -124,7 +124,7 @@ class WeightReaders:
                 continue
             try:
                 answer = source_life.during(
-                    ask(process.actor.fetch, version, source, others_read_here)
+                    call_actor(process.actor.fetch, version, source, others_read_here)
                 )
                 fetched: Fetched = await process.life.call(answer)
             except Exception as error:  # noqa: BLE001 - a reader's RunError comes in an ActorError

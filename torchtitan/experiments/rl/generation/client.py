@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from monarch.actor import Channel
 
-from torchtitan.experiments.rl.compat.monarch import ask
+from torchtitan.experiments.rl.compat.monarch import call_actor
 from torchtitan.experiments.rl.envs.yield_queue import yield_queue
 from torchtitan.experiments.rl.errors import RunError, cause_of
 from torchtitan.experiments.rl.generation.engine import (
@@ -315,7 +315,7 @@ class GeneratorClient:
         async def update(index: int, replica: _Replica) -> None:
             with suppress(ProcessLost):
                 receipts[index] = await replica.life.call(
-                    ask(replica.actor.update_weights, version, canary_token_ids)
+                    call_actor(replica.actor.update_weights, version, canary_token_ids)
                 )
 
         await asyncio.gather(*(update(*entry) for entry in self._replicas.items()))
@@ -330,7 +330,7 @@ class GeneratorClient:
 
         async def sleep(replica: _Replica) -> None:
             with suppress(ProcessLost):
-                await replica.life.call(ask(replica.actor.sleep))
+                await replica.life.call(call_actor(replica.actor.sleep))
 
         await asyncio.gather(*map(sleep, self._replicas.values()))
 

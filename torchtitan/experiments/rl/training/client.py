@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
-from torchtitan.experiments.rl.compat.monarch import ask, ranks_of
+from torchtitan.experiments.rl.compat.monarch import call_actor, ranks_of
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.types import DataParallel, TrainingBatch
 
@@ -102,7 +102,7 @@ class TrainerClient:
         unsent = [await asyncio.to_thread(pickled, rows) for rows in packed.microbatches]
         calls = []
         for rank, coordinate in zip(self._ranks, self._coordinates, strict=True):
-            calls.append(ask(rank.train_step, unsent[coordinate.rank], step - 1))
+            calls.append(call_actor(rank.train_step, unsent[coordinate.rank], step - 1))
             unsent[coordinate.rank] = b""  # the other ranks of the share are given none
         try:
             metrics = (await self._life.call(asyncio.gather(*calls)))[0]
@@ -131,7 +131,7 @@ class TrainerClient:
             coordinate.rank: rank
             for rank, coordinate in zip(self._ranks, self._coordinates, strict=True)
         }
-        calls = [ask(rank_of[share].logprobs) for share in range(self.data_parallel_size)]
+        calls = [call_actor(rank_of[share].logprobs) for share in range(self.data_parallel_size)]
         logprobs_of_shares = await self._life.call(asyncio.gather(*calls))
         for sample, logprobs in packed.of_samples(logprobs_of_shares):
             # A replayed sample has its own: its record may be written at this moment.

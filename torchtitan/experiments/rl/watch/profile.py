@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.rl.command.checks import profiled_steps
-from torchtitan.experiments.rl.compat.monarch import ask
+from torchtitan.experiments.rl.compat.monarch import call_actor
 from torchtitan.experiments.rl.loops.events import RunEvents
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.lifetime import Lifetime
@@ -124,7 +124,7 @@ async def _answer(
         sees to that.
     """
     try:
-        return await asyncio.wait_for(life.call(ask(endpoint)), timeout_s)
+        return await asyncio.wait_for(life.call(call_actor(endpoint)), timeout_s)
     except Exception as error:  # noqa: BLE001 - a step goes on without this answer
         logger.log(level, "%s does not say what it did: %s", life.name, error)
         return None

@@ -54,7 +54,7 @@ class OneVolume(torchstore.SingletonStrategy):
     """Strategy that returns the store's only volume as one actor, whose calls leak little memory.
 
     torchstore's own strategy takes a slice of the volume's mesh for each call, and Monarch does not
-    free all memory of a slice (`compat.monarch.ask`).
+    free all memory of a slice (`compat.monarch.call_actor`).
     """
 
     def get_storage_volume(self, volume_id: str) -> Any:  # noqa: ANN401 - torchstore's

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from torchtitan.experiments.rl.compat.monarch import ask_each, ranks_of
+from torchtitan.experiments.rl.compat.monarch import call_ranks, ranks_of
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.shared_lock import SharedLock
@@ -227,7 +227,7 @@ class WeightSync:
         started = clock()
         if self._one_buffer:
             await self._exclude_joins()
-        await ask_each(
+        await call_ranks(
             self._ranks, "copy_weights", version, self.canary_token_ids, self._copies is not None
         )
         return CopiedOut(version=version, seconds=clock() - started)
@@ -325,7 +325,7 @@ class WeightSync:
 
         Generators wait for its digests, but training does not.
         """
-        proof, *_ = await ask_each(self._ranks, "proof")
+        proof, *_ = await call_ranks(self._ranks, "proof")
         return proof
 
     async def _score_first_canary(self) -> None:
