@@ -36,8 +36,9 @@ from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_render
 from torchtitan.experiments.rl.loops.events import RunEvents
 from torchtitan.experiments.rl.loops.group_runner import LocalRunner  # noqa: E402
 from torchtitan.experiments.rl.loops.ledger import Ledger  # noqa: E402
-from torchtitan.experiments.rl.loops.loop import Parts, Schedule, build_loop  # noqa: E402
+from torchtitan.experiments.rl.loops.loop import build_loop  # noqa: E402
 from torchtitan.experiments.rl.loops.pacing import Pacer  # noqa: E402
+from torchtitan.experiments.rl.loops.parts import Parts, Schedule  # noqa: E402
 from torchtitan.experiments.rl.loops.selection import Selection
 from torchtitan.experiments.rl.rollouts.types import Completion  # noqa: E402
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric  # noqa: E402

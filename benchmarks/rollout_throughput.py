@@ -40,7 +40,8 @@ from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa:
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
 from torchtitan.experiments.rl.loops.group_runner import LocalRunner  # noqa: E402
 from torchtitan.experiments.rl.loops.ledger import Ledger  # noqa: E402
-from torchtitan.experiments.rl.loops.loop import Parts, Schedule, build_loop  # noqa: E402
+from torchtitan.experiments.rl.loops.loop import build_loop  # noqa: E402
+from torchtitan.experiments.rl.loops.parts import Parts, Schedule  # noqa: E402
 from torchtitan.experiments.rl.loops.selection import Selection
 from torchtitan.experiments.rl.plan.placement import place  # noqa: E402
 from torchtitan.experiments.rl.process.logs import set_up_logging  # noqa: E402

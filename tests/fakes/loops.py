@@ -25,7 +25,8 @@ from torchtitan.experiments.rl.loops.groups import (
     write_groups,
 )
 from torchtitan.experiments.rl.loops.ledger import Ledger
-from torchtitan.experiments.rl.loops.loop import Loops, Parts, Schedule, build_loop
+from torchtitan.experiments.rl.loops.loop import Loops, build_loop
+from torchtitan.experiments.rl.loops.parts import Parts, Schedule
 from torchtitan.experiments.rl.loops.saved_state import RolloutLoopState
 from torchtitan.experiments.rl.loops.selection import Selection
 from torchtitan.experiments.rl.rollouts.filters import Filter

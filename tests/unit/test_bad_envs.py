@@ -18,7 +18,7 @@ from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.loops.groups import RunningGroup
-from torchtitan.experiments.rl.loops.loop import Schedule
+from torchtitan.experiments.rl.loops.parts import Schedule
 from torchtitan.experiments.rl.rollouts.filters import Truncated
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import DataSample

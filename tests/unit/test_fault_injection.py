@@ -13,7 +13,7 @@ from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
-from torchtitan.experiments.rl.loops.loop import Schedule
+from torchtitan.experiments.rl.loops.parts import Schedule
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample

@@ -10,7 +10,7 @@ from tests.fakes.tasks import ROW_LENGTH, StubTask
 from tests.fakes.waiting import LIMIT_S, settle
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.loops.events import NothingLeftToLearn, RunEvents
-from torchtitan.experiments.rl.loops.loop import Schedule
+from torchtitan.experiments.rl.loops.parts import Schedule
 from torchtitan.experiments.rl.loops.saved_state import ValidationReport
 from torchtitan.experiments.rl.watch.alarms import StallDetectors
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport

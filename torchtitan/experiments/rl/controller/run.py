@@ -37,11 +37,11 @@ from torchtitan.experiments.rl.envs.renderer import build_context
 from torchtitan.experiments.rl.errors import ConfigError, RunError, UserCodeError, cause_of
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.fleet import Fleet
-from torchtitan.experiments.rl.loops.events import RunEvents
 from torchtitan.experiments.rl.loops.group_runner import GroupRunner, TaskSet
 from torchtitan.experiments.rl.loops.groups import groups_per_pick
 from torchtitan.experiments.rl.loops.ledger import Ledger
-from torchtitan.experiments.rl.loops.loop import Loops, Parts, Schedule, build_loop
+from torchtitan.experiments.rl.loops.loop import Loops, build_loop
+from torchtitan.experiments.rl.loops.parts import Parts, Schedule
 from torchtitan.experiments.rl.loops.selection import Selection
 from torchtitan.experiments.rl.models.policy import model_positions
 from torchtitan.experiments.rl.observability.console import BestCheckpoint, RunSummary
@@ -284,7 +284,6 @@ class Run:
         )
         prompts = SeveralPrompts(context.console.note)
         goals = ValidationGoals(config)
-        watchers: list[RunEvents] = [stall, prompts, alarm, profile, reports, goals]
         loops = build_loop(
             Schedule.of_config(config, steps_done=self.steps_done),
             Parts(
@@ -300,7 +299,7 @@ class Run:
                 replay=replay,
                 generated_tokens=lambda: self.fleet.policy.generated_tokens,
             ),
-            watchers=watchers,
+            watchers=[stall, prompts, alarm, profile, reports, goals],
             on_failure=self._end_rollouts,
         )
         self._writers.push("the rollout loop", loops.rollouts.close)
@@ -316,7 +315,7 @@ class Run:
             recorder=recorder,
             reports=reports,
         )
-        watchers.append(checkpoints)  # the loops tell it too: they keep this list
+        loops.watchers.add(checkpoints)
         if resumed is not None:
             await checkpoints.restore(resumed)
         self._writers.push("the training loop", loops.training.close)

@@ -24,7 +24,7 @@ it do not hear of the event, and the run ends with that error. A method of the r
 and `step_begins` may raise NothingLeftToLearn: the run then ends as complete.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torchtitan.experiments.rl.loops.saved_state import ValidationReport
 from torchtitan.experiments.rl.loops.step_metrics import StepRecord
@@ -118,3 +118,72 @@ class RunEvents:
         Args:
             reports: evaluations that are in no step's record.
         """
+
+
+class Watchers(RunEvents):
+    """Tells each event to all observers of a run, in their order."""
+
+    def __init__(self, observers: Iterable[RunEvents] = ()):
+        self._observers = list(observers)
+
+    def add(self, observer: RunEvents) -> None:
+        """Tell an observer too, after the others, from the next event on."""
+        self._observers.append(observer)
+
+    def group_arrived(self, group: RolloutGroup) -> None:
+        for observer in self._observers:
+            observer.group_arrived(group)
+
+    def group_scored(self, group: RolloutGroup, *, signal: bool) -> None:
+        for observer in self._observers:
+            observer.group_scored(group, signal=signal)
+
+    def group_kept(self) -> None:
+        for observer in self._observers:
+            observer.group_kept()
+
+    def group_dropped(
+        self, columns: Sequence[str], group: RolloutGroup, *, signal: bool, taken: bool
+    ) -> None:
+        for observer in self._observers:
+            observer.group_dropped(columns, group, signal=signal, taken=taken)
+
+    def groups_taken(self) -> None:
+        for observer in self._observers:
+            observer.groups_taken()
+
+    def validation_arrived(self, group: RolloutGroup) -> None:
+        for observer in self._observers:
+            observer.validation_arrived(group)
+
+    def started(self, report: ValidationReport) -> None:
+        for observer in self._observers:
+            observer.started(report)
+
+    async def step_begins(self, step: int) -> None:
+        for observer in self._observers:
+            await observer.step_begins(step)
+
+    def step_trained(self, step: int, metrics: dict[str, float]) -> None:
+        for observer in self._observers:
+            observer.step_trained(step, metrics)
+
+    async def step_published(self, step: int, metrics: dict[str, float]) -> None:
+        for observer in self._observers:
+            await observer.step_published(step, metrics)
+
+    def step_recorded(self, record: StepRecord) -> None:
+        for observer in self._observers:
+            observer.step_recorded(record)
+
+    async def step_ended(self, step: int) -> None:
+        for observer in self._observers:
+            await observer.step_ended(step)
+
+    async def step_over(self, step: int) -> None:
+        for observer in self._observers:
+            await observer.step_over(step)
+
+    def ended_early(self, why: str, reports: Sequence[ValidationReport]) -> None:
+        for observer in self._observers:
+            observer.ended_early(why, reports)

@@ -32,16 +32,15 @@ A task whose rollouts are not compared has groups of one rollout. When the mix p
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from torchtitan.experiments.rl.ask.ordered import OrderedCall
-from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.errors import RunError, cause_of
 from torchtitan.experiments.rl.loops.events import NothingLeftToLearn, RunEvents
-from torchtitan.experiments.rl.loops.group_runner import GroupRequest, GroupRunner
+from torchtitan.experiments.rl.loops.group_runner import GroupRequest
 from torchtitan.experiments.rl.loops.groups import (
     DispatchedGroup,
     OpenGroups,
@@ -56,18 +55,15 @@ from torchtitan.experiments.rl.loops.groups import (
 )
 from torchtitan.experiments.rl.loops.ledger import Ledger
 from torchtitan.experiments.rl.loops.pacing import Pacer
+from torchtitan.experiments.rl.loops.parts import Parts, Schedule
 from torchtitan.experiments.rl.loops.saved_state import PickState, RolloutLoopState
 from torchtitan.experiments.rl.loops.selection import (
-    Selection,
     check_whole,
     refuse_future_versions,
 )
 from torchtitan.experiments.rl.process.logs import ENDS_THE_RUN
 from torchtitan.experiments.rl.process.shared_lock import SharedLock
 from torchtitan.experiments.rl.rollouts.filters import FilterResult
-from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
-from torchtitan.experiments.rl.rollouts.policy import PolicyClient
-from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.records import TRAINED
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 
@@ -85,42 +81,24 @@ class RunStopped(Exception):
 class RolloutLoop:
     """The open groups of a run, the coroutines that run them, and the groups of the next step."""
 
-    def __init__(  # noqa: PLR0913 - the parts of a run, each built elsewhere
-        self,
-        *,
-        selection: Selection,
-        runner: GroupRunner,
-        policy: PolicyClient,
-        pacer: Pacer,
-        batcher: Batcher,
-        steps: int,
-        ledger: Ledger | None = None,
-        recorder: RolloutRecorder | None = None,
-        replay: GroupReplay | None = None,
-        watchers: Sequence[RunEvents] = (),
-    ):
+    def __init__(self, schedule: Schedule, parts: Parts, *, pacer: Pacer, watchers: RunEvents):
         """Make a loop without groups. `fill` starts them.
 
-        Args:
-            selection: the run's tasks, task mix and filters.
-            batcher: says which samples are too long for a row.
-            steps: number of steps that the run has yet to take. The loop starts no group that none
-                of them needs.
-            replay: store of groups that steps train on again.
+        The loop starts no group that none of the schedule's steps needs.
         """
-        self._tasks = selection.tasks
-        self._selection = selection
-        self._runner = runner
-        self._policy = policy
+        self._tasks = parts.selection.tasks
+        self._selection = parts.selection
+        self._runner = parts.runner
+        self._policy = parts.policy
         self._pacer = pacer
-        self._batcher = batcher
-        self._steps_left = steps
+        self._batcher = parts.batcher
+        self._steps_left = max(0, schedule.steps - schedule.first_step + 1)
         """Number of steps that have not taken their groups."""
         self._trained_version = 0
         """Version that the trainer holds: the number of optimizer steps that were taken."""
-        self._replay = replay
+        self._replay = parts.replay
         self._watchers = watchers
-        self._open = OpenGroups(ledger or Ledger(), recorder, lambda: policy.version)
+        self._open = OpenGroups(parts.ledger, parts.recorder, lambda: parts.policy.version)
         self._started = 0
         """Number of groups started since the run began, which numbers their ids."""
         self._running: set[asyncio.Task[None]] = set()
@@ -288,8 +266,7 @@ class RolloutLoop:
         step.sampled = sampled
         if self._replay is not None:
             step.replayed = self._replay.draw(base_version)
-        for watcher in self._watchers:
-            watcher.groups_taken()
+        self._watchers.groups_taken()
         return step
 
     # Starting groups.
@@ -504,21 +481,17 @@ class RolloutLoop:
     def _tell_settled(self, settled: SettledGroup) -> None:
         """Tell the observers of a group that has settled."""
         group = settled.group
-        for watcher in self._watchers:
-            watcher.group_arrived(group)
+        self._watchers.group_arrived(group)
         if group.failure is None:
-            for watcher in self._watchers:
-                watcher.group_scored(group, signal=settled.signal)
+            self._watchers.group_scored(group, signal=settled.signal)
         if settled.rollout_ids:
-            for watcher in self._watchers:
-                watcher.group_kept()
+            self._watchers.group_kept()
         else:
             self._tell_dropped(settled, taken=False)
 
     def _tell_dropped(self, dropped: SettledGroup, *, taken: bool) -> None:
         columns = list(dropped.outcomes.values())
-        for watcher in self._watchers:
-            watcher.group_dropped(columns, dropped.group, signal=dropped.signal, taken=taken)
+        self._watchers.group_dropped(columns, dropped.group, signal=dropped.signal, taken=taken)
 
     def _is_oversized(self, rollout: Rollout) -> bool:
         return self._batcher.oversized(rollout.samples)

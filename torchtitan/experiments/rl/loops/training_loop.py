@@ -11,23 +11,21 @@ Rollouts, their scoring, weight updates and evaluations run at the same time as 
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
 from functools import partial
 
 from torchtitan.experiments.rl.ask.lag import clock_of_running_loop
-from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
+from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.loops.events import NothingLeftToLearn, RunEvents
-from torchtitan.experiments.rl.loops.group_runner import GroupRunner
 from torchtitan.experiments.rl.loops.groups import StepGroups
+from torchtitan.experiments.rl.loops.parts import Parts, Schedule
 from torchtitan.experiments.rl.loops.rollout_loop import RolloutLoop, RunStopped
 from torchtitan.experiments.rl.loops.saved_state import ValidationReport
 from torchtitan.experiments.rl.loops.step_metrics import step_record
 from torchtitan.experiments.rl.loops.validation import Validator
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.trace import Stopwatch
-from torchtitan.experiments.rl.training.client import TrainerClient
-from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport, WeightSync
+from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
 
 logger = logging.getLogger(__name__)
 
@@ -35,46 +33,28 @@ logger = logging.getLogger(__name__)
 class TrainingLoop:
     """Takes one step after another, and publishes the version that each makes."""
 
-    def __init__(  # noqa: PLR0913 - the parts of a run, each built elsewhere
+    def __init__(
         self,
+        schedule: Schedule,
+        parts: Parts,
         *,
-        steps: int,
-        synchronous: bool,
         rollouts: RolloutLoop,
-        batcher: Batcher,
-        trainer: TrainerClient,
-        weights: WeightSync,
         validator: Validator,
-        runner: GroupRunner,
-        watchers: Sequence[RunEvents] = (),
-        generated_tokens: Callable[[], int] = lambda: 0,
-        first_step: int = 1,
-        sleep: bool = False,
+        watchers: RunEvents,
     ):
-        """Make a loop that has taken no step yet.
-
-        Args:
-            steps: number of the last optimizer step.
-            synchronous: True if rollouts start only once the generators hold the newest version and
-                its evaluation has ended.
-            runner: reports the event-loop lag of other processes that run groups.
-            generated_tokens: returns the number of tokens sampled since the run began.
-            first_step: number of the first step to take; above 1 in a resumed run.
-            sleep: True if the generators free their memory while the trainer steps, until they load
-                the version that it makes. Only in a synchronous run, where no request is open then.
-        """
-        self.steps_done = first_step - 1
-        self._steps = steps
-        self._synchronous = synchronous
+        """Make a loop that has taken no step yet."""
+        self.steps_done = schedule.first_step - 1
+        self._steps = schedule.steps
+        self._synchronous = schedule.synchronous
         self._rollouts = rollouts
-        self._batcher = batcher
-        self._trainer = trainer
-        self._weights = weights
+        self._batcher = parts.batcher
+        self._trainer = parts.trainer
+        self._weights = parts.weights
         self._validator = validator
-        self._runner = runner
+        self._runner = parts.runner
         self._watchers = watchers
-        self._generated_tokens = generated_tokens
-        self._sleep = sleep
+        self._generated_tokens = parts.generated_tokens
+        self._sleep = schedule.sleep
         self._stopwatch = Stopwatch()
         self._updating: asyncio.Task[SyncReport] | None = None
         """Weight update of the version that was published last; None once it was waited for."""
@@ -100,8 +80,7 @@ class TrainingLoop:
             if self.steps_done > 0:
                 await self._evaluate_last_version(self.steps_done)
             reports = self._validator.take()
-            for watcher in self._watchers:
-                watcher.ended_early(str(end), reports)
+            self._watchers.ended_early(str(end), reports)
         finally:
             clock.stop()
 
@@ -123,12 +102,10 @@ class TrainingLoop:
     async def _take_steps(self) -> None:
         while self.steps_done < self._steps and not self._stopping:
             step = self.steps_done + 1
-            for watcher in self._watchers:
-                await watcher.step_begins(step)
+            await self._watchers.step_begins(step)
             with trace.lane("step", step=step):
                 await self._step(step)
-            for watcher in self._watchers:
-                await watcher.step_over(step)
+            await self._watchers.step_over(step)
         if not self._stopping:
             self._rollouts.raise_failure()  # of the last evaluation, which no `next_groups` follows
 
@@ -160,14 +137,12 @@ class TrainingLoop:
 
         # The step is recorded already, so this span is in the record of the next one.
         with self._stopwatch.span("checkpoint"):
-            for watcher in self._watchers:
-                await watcher.step_ended(step)
+            await self._watchers.step_ended(step)
         self._rollouts.fill()
 
     async def _finish_step(self, step: int, metrics: dict[str, float]) -> None:
         """Publish the version that a step has made, and evaluate it where a step waits for that."""
-        for watcher in self._watchers:
-            watcher.step_trained(step, metrics)
+        self._watchers.step_trained(step, metrics)
         with self._stopwatch.span("sync"):
             await self._publish(step)
         if step == self._steps:
@@ -175,8 +150,7 @@ class TrainingLoop:
         elif self._synchronous:
             with self._stopwatch.span("validate"):
                 await self._validator.wait()
-        for watcher in self._watchers:
-            await watcher.step_published(step, metrics)
+        await self._watchers.step_published(step, metrics)
 
     async def _pack(self, taken: StepGroups) -> BatchPlan:
         """Pack the samples of a step into rows, split across the trainer's data-parallel ranks."""
@@ -218,8 +192,7 @@ class TrainingLoop:
             blocking_calls=own_blocking_calls + blocking_calls,
             ledger=self._rollouts.ledger.counts(),
         )
-        for watcher in self._watchers:
-            watcher.step_recorded(record)
+        self._watchers.step_recorded(record)
 
     # Publishing a version.
 
@@ -275,8 +248,7 @@ class TrainingLoop:
             raise RunStopped
         reports = self._validator.take()
         report = reports[0] if reports else ValidationReport(step=0, reward=None, metrics={})
-        for watcher in self._watchers:
-            watcher.started(report)
+        self._watchers.started(report)
         if report.unmeasured:
             fault = next(iter(report.unmeasured.values()))
             raise RunError(

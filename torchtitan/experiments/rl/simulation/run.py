@@ -37,7 +37,8 @@ from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.loops.events import RunEvents
 from torchtitan.experiments.rl.loops.group_runner import GroupRunner, LocalRunner
 from torchtitan.experiments.rl.loops.ledger import Ledger
-from torchtitan.experiments.rl.loops.loop import Loops, Parts, Schedule, build_loop
+from torchtitan.experiments.rl.loops.loop import Loops, build_loop
+from torchtitan.experiments.rl.loops.parts import Parts, Schedule
 from torchtitan.experiments.rl.loops.saved_state import RolloutLoopState
 from torchtitan.experiments.rl.loops.selection import Selection
 from torchtitan.experiments.rl.loops.step_metrics import StepRecord
