@@ -36,9 +36,12 @@ class Parts:
             False,
         )
         self.supervisor = SimpleNamespace(died=lambda death: None)
+        self.run_dir = context.run_dir
         Parts.made.append(self)
 
     async def run(self):
+        if len(Parts.made) == 1:
+            (self.run_dir / "metrics.jsonl").write_text('{"step": 0}\n')
         steps, end = Parts.plan.pop(0)
         self.steps_done += steps
         if callable(end):
@@ -74,7 +77,6 @@ class Lost:
 
     def __init__(self, folder: Path, capsys, *, max_restarts: int = 3, **options):
         self.folder, self._capsys = folder, capsys
-        (folder / "metrics.jsonl").write_text('{"step": 0}\n')
         config = rl_grpo_qwen3_debug()
         config.supervision.max_restarts = max_restarts
         Parts.made = []
