@@ -150,7 +150,7 @@ def test_a_row_without_what_the_prompt_is_made_of_is_named_by_its_line(folder):
     )
     run = rl_questions_qwen3_debug()
     run.tasks = {"mine": question_task("mine.jsonl", exact)}
-    message = "tasks.mine.template = '{question}': mine.jsonl: line 3 has no 'question', and 1 others: fill it in"
+    message = "tasks.mine.template = '{question}': mine.jsonl: line 3 has no 'question', and 1 other: fill it in"
     with pytest.raises(ConfigError, match="^" + re.escape(message)):
         build_tasks(run, read_policy_tokenizer(run))
 
@@ -166,7 +166,7 @@ def test_a_missing_value_is_refused_with_the_field_that_gives_it_a_text(renderer
     task = question_task(ALPACA, exact, template=template)
     with pytest.raises(
         ConfigError,
-        match="row 1 has no 'input': .* or set mine.missing_text = '' to ask an empty text there",
+        match="row 1 has no 'input': .* or give --tasks.mine.missing-text '' to ask an empty text there",
     ):
         task.build(name="mine", context=context_of(renderer))
     task = question_task(ALPACA, exact, template=template, missing_text="").build(
@@ -202,11 +202,77 @@ def test_odd_rows_are_counted_in_one_warning_with_the_first_ones_line(folder, ca
     err = capsys.readouterr().err
     limit = rl_questions_qwen3_debug().tasks["questions"].env.max_rollout_tokens
     assert err == (
-        "warning: tasks.questions.dataset: of 12 rows 1 have an empty 'question' (first: line 7), "
-        "2 repeat another (first: line 8), 1 have a list as 'question', not a text (first: line 9), "
-        "1 have no 'answer' (first: line 10), "
-        f"1 leave no room for an answer in env.max_rollout_tokens = {limit} (first: line 12)\n"
+        "warning: tasks.questions.dataset: of 12 rows 1 has an empty 'question' (first: line 7), "
+        "2 repeat another (first: line 8), 1 has a list as 'question', not a text (first: line 9), "
+        "1 has no 'answer' (first: line 10), "
+        f"1 leaves no room for an answer in env.max_rollout_tokens = {limit} (first: line 12)\n"
     )
+
+
+CHAT = [{"role": "user", "content": "6 * 7?"}]
+SHAREGPT = [{"from": "human", "value": "6 * 7?"}]
+OF_TRL = "--tasks.questions.messages-column prompt"
+COLUMNS = {
+    "chats as a text": (
+        [{"prompt": CHAT, "answer": "42"}],
+        "--tasks.questions.template {prompt}",
+        "tasks.questions.template = '{prompt}': mine.jsonl: line 1 has a list of messages as "
+        f"'prompt', want a text: where the rows are chats, give {OF_TRL}",
+    ),
+    "chats of ShareGPT as a text": (
+        [{"prompt": SHAREGPT, "answer": "42"}],
+        "--tasks.questions.template {prompt}",
+        "tasks.questions.template = '{prompt}': mine.jsonl: line 1 has a list of messages as "
+        f"'prompt', want a text: where the rows are chats, give {OF_TRL}",
+    ),
+    "chats under another name": (
+        [{"prompt": CHAT, "answer": "42"}],
+        "",
+        "tasks.questions.template = '{question}': the data has no column 'question'; it has "
+        f"prompt, answer: name that of the chats by {OF_TRL}",
+    ),
+    "chats under a misspelt name": (
+        [{"prompt": CHAT, "answer": "42"}],
+        "--tasks.questions.messages-column promt",
+        "tasks.questions.messages_column = 'promt': the data has no column 'promt'; it has "
+        f"prompt, answer: name that of the chats by {OF_TRL}",
+    ),
+    "texts under another name": (
+        [{"answer": "42", "prompt": "6 * 7?", "level": 1}],
+        "",
+        "tasks.questions.template = '{question}': the data has no column 'question'; it has "
+        "answer, prompt, level: name one of them, such as by --tasks.questions.template '{prompt}'",
+    ),
+    "texts under a like name": (
+        [{"id": 7, "questions": "6 * 7?", "answer": "42"}],
+        "",
+        "tasks.questions.template = '{question}': the data has no column 'question'; it has id, "
+        "questions, answer: name one of them, such as by --tasks.questions.template '{questions}'",
+    ),
+    "nothing to ask": (
+        [{"answer": "42"}],
+        "",
+        "tasks.questions.template = '{question}': the data has no column 'question'; it has answer",
+    ),
+}
+
+
+@pytest.mark.parametrize(("rows", "words", "message"), COLUMNS.values(), ids=COLUMNS)
+def test_a_column_that_makes_no_prompt_is_refused_with_the_option_that_does(
+    rows, words, message, folder, capsys
+):
+    (folder / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "my_rewards.py").write_text(
+        "def exact(completion, example): return len(completion)\n"
+    )
+    command = [
+        *["--config", "rl_questions_qwen3_debug", "--tasks.questions.dataset", "mine.jsonl"],
+        *["--tasks.questions.rubric", "my_rewards.py:exact", "--dry-run"],
+    ]
+    assert main([*command, *words.split()]) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+    for option in re.findall("--tasks.*", message):
+        assert main([*command, *shlex.split(option)]) == 0
 
 
 @pytest.mark.parametrize(
@@ -298,7 +364,7 @@ async def test_a_special_token_in_a_row_is_text_to_the_model_unless_a_field_says
     task, tokenizer = built(**fields)
     ends = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert (
-        "tasks.mine.dataset: 1 of 3 rows have a special token in "
+        "tasks.mine.dataset: 1 of 3 rows has a special token in "
         f"'{fields.get('messages_column', 'question')}' (first: row 2, '<|im_end|>'), which the "
         "model is shown as text" in task.examples_warning
     )
@@ -407,7 +473,7 @@ def test_a_column_of_numbers_and_texts_is_warned_of_by_the_row_of_the_rarer_kind
     task = question_task(rows, exact).build(name="mine", context=context_of(renderer))
     task.check_examples(field="tasks.mine")
     assert task.examples_warning is not None
-    wanted = "1 have a number as 'answer' where the others have a text, which are never equal (first: row 2)"
+    wanted = "1 has a number as 'answer' where the others have a text, which are never equal (first: row 2)"
     assert wanted in task.examples_warning
 
 

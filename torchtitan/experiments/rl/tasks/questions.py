@@ -20,9 +20,11 @@ An env task makes an env from each row::
     task = env_task("mine.jsonl", AddEnv, exact)
 """
 
+import difflib
 import functools
 import inspect
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
@@ -198,15 +200,18 @@ class QuestionTask(Task):
                 place = dataset.rows.place(index)
                 own = self._own_control_token
                 if own is not None and column in self._columns:
-                    others = f" ({len(found) - 1:,} others have one too)" if len(found) > 1 else ""
+                    others = len(found) - 1
+                    subject = "other" if others == 1 else "others"
+                    said = f" ({_counted(others, 'have one too', subject)})" if others else ""
                     cure = (
-                        f"{place} has it in {column!r}{others}, where it would be a control token "
+                        f"{place} has it in {column!r}{said}, where it would be a control token "
                         f"as the {own!r} of the template or the system prompt is: change the "
                         f"text, or set {field}.control_tokens = True if that is meant"
                     )
                     raise ConfigError(f"{field}.{part}", token, cure)
+                subject = f"of {len(dataset):,} rows"
                 told = (
-                    f"{field}.{part}: {len(found):,} of {len(dataset):,} rows have a special token "
+                    f"{field}.{part}: {_counted(len(found), 'have a special token', subject)} "
                     f"in {column!r} (first: {place}, {token!r}), which the model is shown as text; "
                     "control_tokens = True makes it a control token"
                 )
@@ -298,7 +303,7 @@ class QuestionTask(Task):
                 odd.setdefault(fault, []).append(index)
         odd |= _mixed_types(rows)
         return ", ".join(
-            f"{len(indices):,} {fault} (first: {rows.place(indices[0])})"
+            f"{_counted(len(indices), fault)} (first: {rows.place(indices[0])})"
             for fault, indices in odd.items()
         )
 
@@ -443,6 +448,17 @@ def placeholders(template: str, columns: Collection[str]) -> list[str]:
     return names
 
 
+def _counted(count: int, fault: str, subject: str = "") -> str:
+    """Return how many rows have a fault, which begins with a verb in the plural.
+
+    ``_counted(1, "have no 'answer'")`` is "1 has no 'answer'".
+    """
+    verb, _, rest = fault.partition(" ")
+    if count == 1:
+        verb = "has" if verb == "have" else f"{verb}s"
+    return " ".join(filter(None, (f"{count:,}", subject, verb, rest)))
+
+
 def _usual_columns(rows: Rows) -> list[str]:
     """Return the columns of the first row for which more than half of the rows have a value."""
     return [
@@ -480,7 +496,7 @@ def _mixed_types(rows: Rows) -> dict[str, list[int]]:
 def _check_column(
     dataset: RowDataset, column: str, field: str, value: str, *, task: str, may_lack: bool
 ) -> None:
-    """Refuse rows that lack a column which the prompt is made of, or that have bytes in it.
+    """Refuse rows that lack a column of the prompt, or that have bytes or, for a text, chats in it.
 
     Args:
         field: field of the config that names the column.
@@ -493,19 +509,29 @@ def _check_column(
     """
     rows = dataset.rows
     source = dataset.config.path or "rows"
+    is_template = field.endswith(".template")
     columns = dict.fromkeys(name for row in rows for name in row)
     if column not in columns:
-        raise ConfigError(
-            field, value, f"the data has no column {column!r}; it has {', '.join(columns)}"
-        )
+        cure = f"the data has no column {column!r}; it has {', '.join(columns)}"
+        others = [name for name in columns if name != ANSWER_COLUMN]
+        chats = [name for name in others if any(_is_chat(row.get(name)) for row in rows)]
+        if chats:
+            option = _option(task, "messages_column", chats[0])
+            cure = f"{cure}: name that of the chats by {option}"
+        elif others and is_template:
+            nearest = difflib.get_close_matches(column, others, n=1) or others
+            option = _option(task, "template", f"{{{nearest[0]}}}")
+            cure = f"{cure}: name one of them, such as by {option}"
+        raise ConfigError(field, value, cure)
     lacking = [index for index, row in enumerate(rows) if row.get(column) is None]
     if lacking and not may_lack:
-        others = f", and {len(lacking) - 1:,} others" if len(lacking) > 1 else ""
+        more = len(lacking) - 1
+        others_said = f", and {more:,} other{'s' if more > 1 else ''}" if more else ""
         cure = "fill it in, or remove the row"
-        if field.endswith(".template"):
-            cure = f"{cure}, or set {task}.missing_text = '' to ask an empty text there"
+        if is_template:
+            cure = f"{cure}, or give {_option(task, 'missing_text', '')} to ask an empty text there"
         place = rows.place(lacking[0])
-        raise ConfigError(field, value, f"{source}: {place} has no {column!r}{others}: {cure}")
+        raise ConfigError(field, value, f"{source}: {place} has no {column!r}{others_said}: {cure}")
     for index, row in enumerate(rows):
         if isinstance(row[column], bytes | bytearray | memoryview):
             cure = (
@@ -513,6 +539,30 @@ def _check_column(
                 "before, or leave it out"
             )
             raise ConfigError(field, value, cure)
+        if is_template and _is_chat(row[column]):
+            cure = (
+                f"{source}: {rows.place(index)} has a list of messages as {column!r}, want a text: "
+                f"where the rows are chats, give {_option(task, 'messages_column', column)}"
+            )
+            raise ConfigError(field, value, cure)
+
+
+def _is_chat(value: object) -> bool:
+    """Return True for a list of messages, by OpenAI's names of their fields or by ShareGPT's."""
+    return (
+        is_list(value)
+        and len(value) > 0
+        and all(
+            isinstance(message, dict)
+            and ({"role", "content"} <= {*message} or {"from", "value"} <= {*message})
+            for message in value
+        )
+    )
+
+
+def _option(task: str, field: str, value: str) -> str:
+    """Return the words of a command line that set a field of a task."""
+    return f"--tasks.{task}.{field}".replace("_", "-") + f" {shlex.quote(value)}"
 
 
 _WANTED = "want a class derived from MessageEnv, or a function that makes an env from a row"
