@@ -126,6 +126,7 @@ def shown_files(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text("from mine import exact\n")
     (tmp_path / "my_module.py").write_text("from my_algorithms import BestOfGroup as MyAlgorithm\n")
     (tmp_path / "mine.jsonl").write_text('{"question": "6 * 7?", "answer": "42"}\n' * 20)
+    (tmp_path / "trl.jsonl").write_text('{"prompt": "6 * 7?", "answer": "42"}\n' * 20)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -269,14 +270,21 @@ def test_every_metric_that_other_libraries_names_lead_to_is_one_that_running_md_
         assert said in known or said.replace("truncated_length", "<status>") in known, name
 
 
-def test_a_reward_function_of_trl_is_wrapped_as_shown(shown_files):
-    contains = importlib.import_module("trl_rewards").contains
-    row = {"question": "6 * 7?", "answer": "42"}
-    assert [contains(text, row) for text in ("It is 42.", "It is 41.")] == [1.0, 0.0]
+def test_a_reward_function_of_trl_is_wrapped_as_shown(shown_files, monkeypatch):
+    module = importlib.import_module("trl_rewards")
+    row = {"prompt": "6 * 7?", "answer": "42"}
+    assert [module.contains(text, row) for text in ("It is 42.", "It is 41.")] == [1.0, 0.0]
     config = rl_questions_qwen3_debug()
-    config.tasks = {"mine": question_task("mine.jsonl", contains)}
+    config.tasks = {"mine": question_task("trl.jsonl", module.contains, template="{prompt}")}
     check(config)
     build_tasks(config, read_policy_tokenizer(config))
+
+    def given(prompts, completions, answer):
+        return [(*prompts, *completions, *answer)]
+
+    monkeypatch.setattr(module, "contains_answer", given)
+    own_columns = {"completion": "forty-two", "completion_ids": [1]}
+    assert module.contains("41", row | own_columns) == ("6 * 7?", "41", "42")
 
 
 def test_the_reward_of_noise_varies(shown_files):
