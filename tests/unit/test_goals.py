@@ -262,6 +262,46 @@ def test_the_metrics_that_can_be_named_are_those_of_an_evaluation(attempts):
     assert set(config.metrics) == given - {"examples", "attempts", "version_min", "version_max"}
 
 
+async def test_a_gain_that_came_after_the_end_is_said_with_the_command_that_goes_on():
+    stop = StopConfig(patience=2, min_gain=0.05)
+    goals = ValidationGoals(config_of(stop=stop))
+    goals.started(report(0, 0.0))
+    for step in (10, 20):
+        recorded(goals, step, report(step, 0.0))
+    why = await why_it_ends(goals)
+    goals.ended_early(why, [report(21, 0.05)])
+    assert goals.with_late_gain(why) == why and goals.more_patience is None, "no more than min_gain"
+    goals.ended_early(why, [report(21, 0.1)])
+    summary = RunSummary(
+        steps=21,
+        total_steps=100,
+        wall_time_s=60.0,
+        start_val_reward=0.0,
+        final_val_reward=0.1,
+        ledger={},
+        files={"checkpoint": Path("/runs/one/checkpoints/step-000021")},
+        run_dir=Path("/runs/one"),
+        stopped_by=goals.with_late_gain(why),
+        ended_early=True,
+        more_patience=goals.more_patience,
+    )
+    facts = summary_facts(summary)
+    assert facts["steps"].partition(", ")[2] == (
+        "stopped by validation/reward, which is best at step 0 with 0, and has not gained in 2 "
+        "evaluations since (stop_at.patience = 2); after that it gained: 0.1 at step 21"
+    )
+    assert facts["go on with"].endswith("train --resume /runs/one --stop-at.patience 4")
+
+    state = through_json(goals.state(), GoalsState)
+    patient = ValidationGoals(config_of(stop=replace(stop, patience=4)))
+    patient.restore(state, checkpoints=[21])
+    for step, value in ((30, 0.0), (40, 0.12), (50, 0.14)):  # of which none gains on 0.1
+        recorded(patient, step, report(step, value))
+        assert await why_it_ends(patient) is None
+    recorded(patient, 60, report(60, 0.15))
+    assert "best at step 21 with 0.1, and has not gained in 4" in await why_it_ends(patient)
+
+
 def test_both_are_set_by_the_command_line():
     words = (
         "--config rl_grpo_qwen3_debug --checkpoint.keep-best validation/reward "

@@ -128,7 +128,9 @@ class Run:
     @property
     def ended_early(self) -> str | None:
         """Reason why nothing is left to learn; None if something is."""
-        return None if self._observers is None else self._observers.reports.why_ended_early
+        if self._observers is None or self._observers.reports.why_ended_early is None:
+            return None
+        return self._observers.goals.with_late_gain(self._observers.reports.why_ended_early)
 
     @property
     def writes_checkpoint(self) -> bool:
@@ -448,6 +450,7 @@ class Run:
             summary.ledger = self._loops.rollouts.ledger.counts()
             summary.not_saved = checkpoints.failure
             summary.best = self._best()
+            summary.more_patience = self._observers.goals.more_patience
             files["batch"] = self.fleet.trainer.failed_batch
             files["profile"] = self._observers.profile.file
             checkpoint = checkpoints.newest or checkpoint

@@ -239,6 +239,9 @@ class GoalsState(Record):
     """The best checkpoint; None if none is kept as such."""
     stop: BestState | None = None
     """The value that later evaluations are compared with, to end the run."""
+    late_gain: BestState | None = None
+    """The value of an evaluation that gained on ``stop`` once ``stop_at.patience`` had ended the
+    run, as that of the last version may; None if none did."""
     reached: BestState | None = None
     """The value that has reached ``stop_at.value``, and ends the run."""
     reported: int = 0

@@ -256,6 +256,9 @@ class RunSummary:
     ended_early: bool = False
     """True if the run was complete before its last step: nothing was left to learn, or ``stop_at``
     was reached."""
+    more_patience: int | None = None
+    """Value of ``stop_at.patience`` to go on with, where a run has gained after it was ended by
+    that; None if it has not."""
     best: BestCheckpoint | None = None
     """Checkpoint that is kept as the best one; None if none is."""
     not_saved: str | None = None
@@ -423,7 +426,10 @@ def _next_commands(summary: RunSummary) -> dict[str, str]:
         commands["try it"] = f"{typed_command('play')} --model {folder}"
         if summary.start_val_reward is not None or summary.final_val_reward is not None:
             commands["measure it"] = f"{typed_command('evaluate')} --model {folder}"
-    if summary.ended_early:  # a resume would end at once
+    if summary.ended_early:  # a resume that asks for no more would end at once
+        if summary.more_patience is not None and "checkpoint" in summary.files:
+            more = f" --stop-at.patience {summary.more_patience}"
+            commands["go on with"] = f"{typed_command('train')} --resume {folder}{more}"
         return commands
     if "checkpoint" in summary.files:
         more = f" --steps {2 * summary.total_steps}" if summary.stopped_by is None else ""

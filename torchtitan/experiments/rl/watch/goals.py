@@ -42,6 +42,20 @@ class ValidationGoals(RunEvents):
         """The best checkpoint of the run; None if no checkpoint has an evaluation."""
         return self._state.kept
 
+    @property
+    def more_patience(self) -> int | None:
+        """Value of ``stop_at.patience`` to go on with, if the run gained after it was ended."""
+        if self._stop.patience is None or self._state.late_gain is None:
+            return None
+        return 2 * self._stop.patience
+
+    def with_late_gain(self, why: str) -> str:
+        """Return why the run ended early, and the value that has gained since, if one has."""
+        late = self._state.late_gain
+        if late is None:
+            return why
+        return f"{why}; after that it gained: {late.value:.4g} at step {late.step}"
+
     def stays(self, step: int) -> bool:
         """Return True if the checkpoint of a step is the best, or may turn out to be."""
         if self._checkpoint.keep_best is None:
@@ -79,7 +93,12 @@ class ValidationGoals(RunEvents):
         reached = _if_by(state.reached, *goal)
         if reached is not None and not self._reaches(reached):
             reached = None
-        self._state = GoalsState(kept=kept, stop=stop, reached=reached, reported=state.reported)
+        late_gain = _if_by(state.late_gain, *goal)
+        self._state = GoalsState(
+            kept=kept, stop=stop, reached=reached, late_gain=late_gain, reported=state.reported
+        )
+        if late_gain is not None and self._why_to_end() is None:
+            self._state = msgspec.structs.replace(self._state, stop=late_gain, late_gain=None)
         self._extra = set(checkpoints)
 
     def add_checkpoint(self, step: int) -> None:
@@ -114,13 +133,15 @@ class ValidationGoals(RunEvents):
     def _compare(self, report: ValidationReport) -> None:
         """Compare an evaluation with those before it."""
         goal = self._stop
-        # The values that end a run stay as they are, so that a resume ends it in the same words.
-        if goal.is_set and self._why_to_end() is None:
-            value = _value_of(report, goal.metric, goal.best_is)
-            if value is not None:
-                stop = _better(self._state.stop, value, min_gain=goal.min_gain)
+        value = _value_of(report, goal.metric, goal.best_is) if goal.is_set else None
+        if value is not None:
+            stop = _better(self._state.stop, value, min_gain=goal.min_gain)
+            if self._why_to_end() is None:
                 reached = value if self._reaches(value) else None
                 self._state = msgspec.structs.replace(self._state, stop=stop, reached=reached)
+            # The values that end a run stay as they are, so that a resume ends it in the same words.
+            elif self._state.reached is None and stop is value:
+                self._state = msgspec.structs.replace(self._state, late_gain=value)
         keep_best = self._checkpoint.keep_best
         if keep_best is not None and report.step > 0:
             value = _value_of(report, keep_best, self._checkpoint.best_is)
