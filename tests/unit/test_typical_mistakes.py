@@ -84,7 +84,7 @@ MISTAKES = {
     "a reward that is text": (
         reward("return 'good'"),
         RUBRIC,
-        "function 'bad': returned good (str), want a finite number",
+        "function 'bad': returned 'good' (str), want a finite number",
     ),
     "a reward function that forgets to return": (
         reward("pass"),
@@ -157,6 +157,7 @@ MISTAKES = {
         ("def bad(prompts, completions, **kwargs): return [1.0 for _ in completions]", "asks(bad)"),
         "error: tasks.mine.rubric.reward_fns = 'bad(prompts, completions, **kwargs)': TRL's form?",
         "RewardFn(fn, group_level=True)",
+        "docs/coming_from.md has a wrapper for TRL's",
     ),
     "a list for the dataset": (
         ("", "own(dataset=ROWS)"),
@@ -484,7 +485,17 @@ WORDS = {
     ),
     "TRL's name of an option": (
         [*DEBUG, "--trainer.learning-rate", "1e-5"],
-        "error: no option --trainer.learning-rate; perhaps you meant --trainer.optimizer.lr\n",
+        "error: no option --trainer.learning-rate; perhaps you meant --trainer.optimizer.lr; "
+        "docs/coming_from.md has TRL's words\n",
+    ),
+    "TRL's weight of the distance to a reference": (
+        [*DEBUG, "--beta", "0.04"],
+        "error: no option --beta; perhaps you meant --trainer.reference.kl-coef; "
+        "docs/coming_from.md has TRL's words\n",
+    ),
+    "the end of an option of a part that is left out": (
+        [*DEBUG, "--kl_coef", "0.04"],
+        "error: no option --kl_coef; perhaps you meant --trainer.reference.kl-coef\n",
     ),
     "GPUs for a config of a CPU": (
         [*DEBUG, "--gpus", "2"],

@@ -181,8 +181,14 @@ def override(config: Any, words: Sequence[str]) -> Any:
         unknown.append(other)
     if unknown:
         names = _names_and_parts(options)
+        for name, option in options.items():
+            if option.value is None:
+                absent = options_of_absent_part(config, name)
+                names += [word.removeprefix("--") for word in absent]
         near = [f"--{name}" for other in unknown if (name := _nearest(other.name, names))]
         cure = f"perhaps you meant {', '.join(near)}" if near else ""
+        if near and any(_last_word(other.name) in _WORDS_OF_OTHERS for other in unknown):
+            cure += "; docs/coming_from.md has TRL's words"
         raise UnknownOption(", ".join(other.option for other in unknown), " ".join(words), cure)
     return config
 
@@ -298,8 +304,10 @@ _WORDS_OF_OTHERS = {
     "learning-rate": "trainer.optimizer.lr",
     "num-generations": "group-size",
     "max-completion-length": "sampling.max-tokens",
+    "max-grad-norm": "trainer.optimizer.max-norm",
     "max-steps": "steps",
     "save-steps": "checkpoint.interval",
+    "save-total-limit": "checkpoint.keep",
     "eval-steps": "validation.every",
     "beta": "trainer.reference.kl-coef",
 }

@@ -445,8 +445,9 @@ def _judgement(value: object, function: Callable[..., Any]) -> Judgement:
     number = finite_float(value)
     if number is not None:
         return number
+    seen = repr(text_of(value)) if isinstance(value, str) else text_of(value)
     return UserCodeError(
-        f"returned {text_of(value)} ({type(value).__name__}), want a finite number that float32 "
+        f"returned {seen} ({type(value).__name__}), want a finite number that float32 "
         "holds, or None where it does not judge the rollout"
     )
 
@@ -500,7 +501,8 @@ def _check_arguments(entry: RewardFn, name: str, *, field: str) -> None:
         cure = (
             "TRL's form? Here a function gets one completion and its row and returns one number: "
             "want fn(completion, example); RewardFn(fn, group_level=True) takes "
-            "fn(completions, example) of a group and a list of numbers"
+            "fn(completions, example) of a group and a list of numbers. docs/coming_from.md has a "
+            "wrapper for TRL's"
         )
         raise ConfigError(field, f"{name}{signature}", cure)
     try:
