@@ -181,9 +181,9 @@ def override(config: Any, words: Sequence[str]) -> Any:
         unknown.append(other)
     if unknown:
         names = _names_and_parts(options)
-        for name, option in options.items():
-            if option.value is None:
-                absent = options_of_absent_part(config, name)
+        for path, absent_part in options.items():
+            if absent_part.value is None:
+                absent = options_of_absent_part(config, path)
                 names += [word.removeprefix("--") for word in absent]
         near = [f"--{name}" for other in unknown if (name := _nearest(other.name, names))]
         cure = f"perhaps you meant {', '.join(near)}" if near else ""

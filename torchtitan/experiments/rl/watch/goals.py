@@ -139,7 +139,7 @@ class ValidationGoals(RunEvents):
             if self._why_to_end() is None:
                 reached = value if self._reaches(value) else None
                 self._state = msgspec.structs.replace(self._state, stop=stop, reached=reached)
-            # The values that end a run stay as they are, so that a resume ends it in the same words.
+            # The values that end a run stay: a resume ends it in the same words.
             elif self._state.reached is None and stop is value:
                 self._state = msgspec.structs.replace(self._state, late_gain=value)
         keep_best = self._checkpoint.keep_best
