@@ -105,8 +105,10 @@ def _frozen_class(kind: type) -> type:
         return kind(*args, **fields)  # of ``dataclasses.replace``, whose record can be changed
 
     def reduce(self: object, protocol: SupportsIndex) -> tuple[Any, ...]:
-        _, _, *state = cast(Any, object.__reduce_ex__(self, protocol))
-        return (_empty_record, (kind,), *state)
+        function, args, *state = cast(Any, super(frozen, cast(Any, self))).__reduce_ex__(protocol)
+        if args[:1] == (frozen,):  # the class's own way names no class of ours
+            function, args = _empty_record, (kind,)
+        return (function, args, *state)
 
     def equal(self: Freezable, other: object) -> Any:  # noqa: ANN401 - or NotImplemented
         return self.thawed() == (other.thawed() if isinstance(other, Freezable) else other)
@@ -119,11 +121,13 @@ def _frozen_class(kind: type) -> type:
         "__new__": new,
         "__reduce_ex__": reduce,
         "__eq__": equal,
+        "__hash__": kind.__hash__,
         "__setattr__": refuse_change,
         "__delattr__": refuse_change,
         "frozen": True,
     }
-    return type(kind.__name__, (kind,), namespace)
+    frozen = type(kind.__name__, (kind,), namespace)
+    return frozen
 
 
 def read_only(value: Any) -> Any:  # noqa: ANN401 - anything that a record may hold

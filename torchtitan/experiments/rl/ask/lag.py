@@ -108,7 +108,9 @@ class Deadlines:
         next_s = min(left_s[call] for call in self._calls)
         # Not less than TIMER_S: adding a few 1e-17 s to a clock in virtual time leaves it where it
         # is, and the timer would fire for ever.
-        self._timer = self._clock.loop.call_later(max(next_s, TIMER_S), self._end_late_calls)
+        # Not more than the limit: the deadline of a call that begins meanwhile is no later.
+        next_s = min(max(next_s, TIMER_S), self._limit_s)
+        self._timer = self._clock.loop.call_later(next_s, self._end_late_calls)
 
 
 class LoopClock:
@@ -131,6 +133,8 @@ class LoopClock:
         self._seen: tuple[Blocker, str, str] | None = None
         """Task that the watchdog has seen hold up the loop since the last tick, with the names of
         the code and of the place."""
+        self._watched: tuple[asyncio.Task[Any] | None, float] | None = None
+        """Task that ran at the watchdog's last look since the last tick, and since when."""
         self._thread = threading.get_ident()
         self._users = 0
 
@@ -150,9 +154,11 @@ class LoopClock:
             self._longest_s = max(self._longest_s, late_s)
             self._due = now  # the tick is overdue and runs next
             seen, self._seen = self._seen, None
-            if seen is not None:
+            watched, self._watched = self._watched, None
+            if seen is not None and watched is not None:
                 blocker, owner, place = seen
-                blocker.note_block(Block(owner, place, late_s))
+                _, since = watched
+                blocker.note_block(Block(owner, place, min(late_s, now - since)))
         return self._lag_s
 
     def count_late(self, block: Block) -> None:
@@ -190,9 +196,16 @@ class LoopClock:
 
     def look(self) -> None:
         """Note the step that runs, if a tick is overdue. Called in the watchdog's thread."""
-        if time.monotonic() - self._due < WATCH_S or not self.loop.is_running():
+        now = time.monotonic()
+        due = self._due
+        if now - due < WATCH_S or not self.loop.is_running():
             return
         task = asyncio.current_task(self.loop)
+        watched = self._watched
+        if watched is None:
+            self._watched = (task, due)
+        elif watched[0] is not task:  # the steps of several tasks hold up the loop in turn
+            self._watched = (task, now)
         blocker = self.blockers.get(task) if task is not None else None
         if blocker is None:
             self._seen = None

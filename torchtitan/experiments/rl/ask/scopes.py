@@ -86,9 +86,9 @@ class Frame:
         left_s = self._deadline - clock.time() - TIMER_S
         if left_s > 0:
             return left_s
-        before_s = self._lag_before_s
-        self._lag_before_s = clock.lag_s()
-        lag_s = self._lag_before_s - before_s
+        now_s = clock.lag_s()  # it may note a block of this call, and so move `_lag_before_s`
+        lag_s = now_s - self._lag_before_s
+        self._lag_before_s = now_s
         if lag_s <= TIMER_S or self.block is not None or self._moves == MAX_MOVES:
             return left_s
         self._moves += 1
@@ -241,17 +241,7 @@ class Scope:
             if self.clock.time() - frame.began_at >= limit_s:
                 self.clock.lag_s()  # notes a step of the call that has just ended
         self._frames.pop()
-        if task.cancelling() > cancelling:
-            if frame.late is None and isinstance(outcome.error, asyncio.CancelledError):
-                raise outcome.error
-            # The frame's own cancellation, or one that the code has handled or asked for. It may
-            # not have arrived yet.
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(0)
-            if self._is_ending:
-                raise asyncio.CancelledError
-            while task.cancelling() > cancelling:
-                task.uncancel()
+        await self._take_back_cancellations(frame, outcome, cancelling)
         if frame.late is not None:
             frame.late.returned = outcome.error is None
             return Outcome(error=frame.late)
@@ -263,6 +253,35 @@ class Scope:
         if isinstance(outcome.error, UserCodeTimeout):
             outcome.error.is_inner = True
         return outcome
+
+    async def _take_back_cancellations(
+        self, frame: Frame, outcome: Outcome, cancelling: int
+    ) -> None:
+        """Take back the cancellations of the task that were of a call that has ended.
+
+        Args:
+            cancelling: number of requests to cancel the task before the call began.
+
+        Raises:
+            asyncio.CancelledError: one was of the scope, or of a part of it around the call.
+        """
+        task = self._task
+        assert task is not None
+        if task.cancelling() <= cancelling:
+            return
+        if frame.late is not None:
+            task.uncancel()  # the frame's own; another is of a timeout around it, at the same time
+        is_cancelled = isinstance(outcome.error, asyncio.CancelledError)
+        if is_cancelled and task.cancelling() > cancelling:
+            raise cast(asyncio.CancelledError, outcome.error)
+        # The frame's own cancellation, or one that the code has handled or asked for. It may not
+        # have arrived yet.
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        if self._is_ending:
+            raise asyncio.CancelledError
+        while task.cancelling() > cancelling:
+            task.uncancel()
 
     @property
     def _is_ending(self) -> bool:

@@ -129,6 +129,8 @@ class GroupRun:
     def __post_init__(self) -> None:
         self._sessions: list[CheckedSession] = []
         self._envs: list[OpenRollout] = []
+        self._is_over = False
+        """True once all envs have been closed: those that are made later close themselves."""
         self._prompts = GroupPrompts()
         self._stop_token_ids = self.task.renderer.get_stop_token_ids()
         self.sampling = with_stop_texts(self.sampling, self.task.renderer)
@@ -147,6 +149,7 @@ class GroupRun:
             await asyncio.gather(*map(self._run_to_status, rollouts, envs, sessions))
             self._count_first_prompts()
         finally:
+            self._is_over = True
             # Rollouts close their own. The others belong to rollouts that never began, or are
             # branches of an agent's conversation.
             for session in self._sessions:
@@ -227,9 +230,12 @@ class GroupRun:
             )
         except UserCodeError as error:
             failure = error
-            if error.was_abandoned and error.is_inner:  # nobody else tells the env
+            # Then the env has its own cause of the failure.
+            had_failed = env.status in RETRIED
+            if error.was_abandoned:
+                had_failed = had_failed or error.is_inner
+                # The code still runs: it must find that its rollout is over.
                 env.finish(RolloutStatus.TIMEOUT, str(error))
-            had_failed = env.status in RETRIED  # then the env has its own cause of the failure
         finally:
             await env.close()  # its metadata may fail, and set its status
             session.close()
@@ -311,6 +317,8 @@ class GroupRun:
                     # Here, so that envs that come too late, or after a cancellation, are closed.
                     self._envs.append(env)
                     envs.append(env)
+            if self._is_over:
+                await asyncio.gather(*(env.close() for env in self._envs))
 
         try:
             await ask(make, timeout_s=self.task.config.env.rollout_timeout_s)
