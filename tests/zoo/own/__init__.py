@@ -16,7 +16,7 @@ OWN: dict[str, Own] = {
     "task.make_envs": MAKE_ENVS,
     "task.run_rollout": RUN_ROLLOUT,
     "reward function": REWARD,
-    "reward function, plain": wrong_types("a number"),
+    "reward function, plain": wrong_types("a number", "None"),
     "reward function, group": REWARDS,
     "rubric.score_group": SCORE_GROUP,
     "rubric.register_funcs": REGISTER_FUNCS,
