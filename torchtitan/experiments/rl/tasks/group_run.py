@@ -233,9 +233,10 @@ class GroupRun:
             # Then the env has its own cause of the failure.
             had_failed = env.status in RETRIED
             if error.was_abandoned:
-                had_failed = had_failed or error.is_inner
                 # The code still runs: it must find that its rollout is over.
                 env.finish(RolloutStatus.TIMEOUT, str(error))
+                if error.is_inner:
+                    had_failed = env.status in RETRIED
         finally:
             await env.close()  # its metadata may fail, and set its status
             session.close()
