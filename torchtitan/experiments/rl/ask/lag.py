@@ -7,7 +7,7 @@ A timer of the loop ticks every `TICK_S`, and the time by which a tick is late i
 deadlines of calls (`ask/scopes.py`), and a run reports the longest of each training step.
 
 A step that blocks can't be interrupted and can't measure itself. So a thread looks every `WATCH_S`:
-if a tick is overdue by as much, the thread notes which asyncio task runs, and in which function.
+if a tick is overdue by `WATCH_S`, the thread notes which asyncio task runs, and in which function.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Block:
     seconds: float
 
 
-class Blocker(Protocol):
+class WatchedTask(Protocol):
     """An asyncio task of user code, which may hold up its event loop."""
 
     @property
@@ -64,12 +64,27 @@ class LimitedCall(Protocol):
         """End the call, which is late. Called once."""
 
 
+@dataclass(kw_only=True, frozen=True, slots=True)
+class _Sighting:
+    """Step that ran when the watchdog found a tick overdue."""
+
+    due: float
+    """`time.monotonic` at which that tick was due, which tells its hold-up from others."""
+    since: float
+    """`time.monotonic` since which the task is known to hold up the loop."""
+    task: asyncio.Task[Any] | None
+    watched: WatchedTask | None
+    """The task's code of users; None if it runs none."""
+    owner: str
+    place: str
+
+
 class Deadlines:
     """Open calls on one event loop that have one limit, and the timer that ends the late ones.
 
     They share a timer, because hundreds are open at once: with a timer for each, the event loop's
-    heap of timers took a fifth of the processor time of a rollout of one turn. The timer is never
-    due after the first deadline. It may be due before, and then is set again.
+    heap of timers took a fifth of the processor time of a rollout of one turn. The timer fires
+    at or before the earliest deadline, and is then set again.
     """
 
     def __init__(self, clock: "LoopClock", limit_s: float):
@@ -118,7 +133,7 @@ class LoopClock:
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
-        self.blockers: dict[asyncio.Task[Any], Blocker] = {}
+        self.watched: dict[asyncio.Task[Any], WatchedTask] = {}
         """Tasks of user code that have not ended."""
         self._deadlines: dict[float, Deadlines] = {}
         """Open calls by their limit in seconds. Limits come from the config, so they are few, and
@@ -130,11 +145,8 @@ class LoopClock:
         """Steps since the last lap that made a call late."""
         self._due = math.inf
         """`time.monotonic` at which the next tick is due; infinite while the loop does not tick."""
-        self._seen: tuple[Blocker, str, str] | None = None
-        """Task that the watchdog has seen hold up the loop since the last tick, with the names of
-        the code and of the place."""
-        self._watched: tuple[asyncio.Task[Any] | None, float] | None = None
-        """Task that ran at the watchdog's last look since the last tick, and since when."""
+        self._sighting: _Sighting | None = None
+        """What ran when the watchdog last found a tick overdue."""
         self._thread = threading.get_ident()
         self._users = 0
 
@@ -142,23 +154,22 @@ class LoopClock:
         """Return the time that limits are measured with, in seconds."""
         return time.monotonic()
 
-    def lag_s(self) -> float:
-        """Return the seconds for which the loop was held up so far.
+    def measure_lag_s(self) -> float:
+        """Measure the step that runs, and return the seconds for which the loop was held up so far.
 
         If a step calls this while it holds up the loop, its time so far counts.
         """
         now = time.monotonic()
-        late_s = now - self._due
+        due = self._due
+        late_s = now - due
         if late_s > HOLD_S:
             self._lag_s += late_s
             self._longest_s = max(self._longest_s, late_s)
             self._due = now  # the tick is overdue and runs next
-            seen, self._seen = self._seen, None
-            watched, self._watched = self._watched, None
-            if seen is not None and watched is not None:
-                blocker, owner, place = seen
-                _, since = watched
-                blocker.note_block(Block(owner, place, min(late_s, now - since)))
+            seen = self._sighting
+            if seen is not None and seen.due == due and seen.watched is not None:
+                seconds = min(late_s, now - seen.since)
+                seen.watched.note_block(Block(seen.owner, seen.place, seconds))
         return self._lag_s
 
     def count_late(self, block: Block) -> None:
@@ -185,13 +196,14 @@ class LoopClock:
         return deadlines
 
     def start(self) -> None:
-        """Tick until `stop` has been called as often as this."""
+        """Add a user. The clock ticks while it has any."""
         self._users += 1
         if self._due == math.inf:
             self._schedule_tick()
             _WATCHDOG.watch(self)
 
     def stop(self) -> None:
+        """Remove a user."""
         self._users -= 1
 
     def look(self) -> None:
@@ -201,23 +213,27 @@ class LoopClock:
         if now - due < WATCH_S or not self.loop.is_running():
             return
         task = asyncio.current_task(self.loop)
-        watched = self._watched
-        if watched is None:
-            self._watched = (task, due)
-        elif watched[0] is not task:  # the steps of several tasks hold up the loop in turn
-            self._watched = (task, now)
-        blocker = self.blockers.get(task) if task is not None else None
-        if blocker is None:
-            self._seen = None
-        else:
-            self._seen = (blocker, blocker.owner, place_in(frames_of_thread(self._thread)))
+        last = self._sighting
+        since = due
+        if last is not None and last.due == due:
+            # The steps of several tasks may hold up the loop in turn.
+            since = last.since if last.task is task else now
+        watched = self.watched.get(task) if task is not None else None
+        self._sighting = _Sighting(
+            due=due,
+            since=since,
+            task=task,
+            watched=watched,
+            owner="" if watched is None else watched.owner,
+            place=place_in(frames_of_thread(self._thread)),
+        )
 
     def _schedule_tick(self) -> None:
         self._due = time.monotonic() + TICK_S
         self.loop.call_later(TICK_S, self._tick)
 
     def _tick(self) -> None:
-        self.lag_s()
+        self.measure_lag_s()
         if self._users:
             self._schedule_tick()
         else:
@@ -230,7 +246,7 @@ class VirtualClock(LoopClock):
     def time(self) -> float:
         return self.loop.time()
 
-    def lag_s(self) -> float:
+    def measure_lag_s(self) -> float:
         return 0.0
 
     def start(self) -> None:
@@ -252,8 +268,8 @@ class _Watchdog:
     def watch(self, clock: LoopClock) -> None:
         """Look at the clock's loop from now on.
 
-        If the process can start no thread, limits still hold, but code that blocks the loop is not
-        named, and not late for that.
+        If the process can start no thread, limits still hold, but code that blocks the loop is
+        neither named nor late for blocking.
         """
         with self._lock:
             self._clocks.add(clock)
@@ -289,7 +305,7 @@ _CLOCKS = _Clocks()
 
 
 def clock_of_running_loop() -> LoopClock:
-    """Return the clock of the event loop that calls this."""
+    """Return the running event loop's clock."""
     loop = asyncio.get_running_loop()
     clock = _CLOCKS.current
     if clock is None or clock.loop is not loop:

@@ -12,9 +12,11 @@ user's code has started.
 1. A frame whose deadline comes cancels the scope's task. The CancelledError passes through whatever
    the frame has called, and the frame ends in its own error.
 2. Code that ignores its cancellation for `CANCEL_GRACE_S` is abandoned with its whole scope. The
-   scope's caller goes on with the error, and the task ends when the code next returns to a frame.
-3. A deadline that comes after the event loop was held up moves by that time. A frame that held up
-   the loop for its whole limit in one step is late, whatever it returns or awaits then.
+   scope's caller goes on with the error, and the code runs on. A call that was open when the scope
+   was abandoned ends in CancelledError when its function returns.
+3. A deadline that comes after the event loop was held up moves by that time, at most `MAX_MOVES`
+   times. If a step between two calls holds up the loop for the whole limit, the call is late, and
+   a value that it returns is lost.
 4. A cancellation of the scope's caller, and that of a timeout around a frame, passes through.
 """
 
@@ -40,7 +42,7 @@ MAX_MOVES = 3
 all the time, and lets others run between, moves its own, and would never be late."""
 
 
-class Inner(Protocol):
+class AwaitedCall(Protocol):
     """A call in another task or thread that a scope's code waits for."""
 
     def place(self) -> str:
@@ -71,7 +73,7 @@ class Frame:
         """Error of the call, once its deadline has come."""
         self.block: Block | None = None
         """Step of the call that held up the event loop for the whole limit."""
-        self._lag_before_s = clock.lag_s()
+        self._lag_before_s = clock.measure_lag_s()
         self.began_at = clock.time()
         self._deadline = self.began_at + limit_s
         self._moves = 0
@@ -86,7 +88,7 @@ class Frame:
         left_s = self._deadline - clock.time() - TIMER_S
         if left_s > 0:
             return left_s
-        now_s = clock.lag_s()  # it may note a block of this call, and so move `_lag_before_s`
+        now_s = clock.measure_lag_s()  # may call `note_block`, which changes `_lag_before_s`
         lag_s = now_s - self._lag_before_s
         self._lag_before_s = now_s
         if lag_s <= TIMER_S or self.block is not None or self._moves == MAX_MOVES:
@@ -127,15 +129,15 @@ class Scope:
 
     def __init__(self) -> None:
         self.clock = clock_of_running_loop()
-        self.inside: dict[Inner, None] = {}
+        self.inside: dict[AwaitedCall, None] = {}
         """Calls in other tasks and threads that the scope's code waits for, oldest first."""
-        self._around = _SCOPE.get()
+        self._parent = _SCOPE.get()
         """Scope whose code has made the call that this scope runs."""
         self._frames: list[Frame] = []
         """Open calls in the scope's task, outermost first."""
         self._ended: asyncio.Future[Outcome] = self.clock.loop.create_future()
         self._task: asyncio.Task[None] | None = None
-        """None once it has ended: its context refers to the scope."""
+        """None before it starts, and as it ends: its context refers to the scope."""
         self._is_cancelled = False
         """True if the scope ends whatever its code does: the caller was cancelled, or has gone on
         without it."""
@@ -155,17 +157,17 @@ class Scope:
         """Learn of a step of the scope's task, or of a scope that its code has begun."""
         for frame in self._frames:
             frame.note_block(block)
-        if self._around is not None:
-            self._around.note_block(block)
+        if self._parent is not None:
+            self._parent.note_block(block)
 
     # ---- the caller's side
 
     def start(self, function: Callable[[], Awaitable[object]], limit_s: float, owner: str) -> None:
         """Begin the scope's first call."""
         self._task = self.clock.loop.create_task(self._run(function, limit_s, owner))
-        self.clock.blockers[self._task] = self
-        if self._around is not None:
-            self._around.inside[self] = None
+        self.clock.watched[self._task] = self
+        if self._parent is not None:
+            self._parent.inside[self] = None
 
     async def outcome(self) -> Outcome:
         """Wait for the end of the first call.
@@ -185,8 +187,8 @@ class Scope:
                 await self._stop()
             raise
         finally:
-            if self._around is not None:
-                self._around.inside.pop(self, None)
+            if self._parent is not None:
+                self._parent.inside.pop(self, None)
 
     async def _stop(self) -> None:
         """Cancel the task, and abandon the scope if the task takes long to end."""
@@ -208,7 +210,7 @@ class Scope:
             outcome = await self.call(function, limit_s, owner)
         except BaseException as error:  # noqa: BLE001 - CancelledError; no other, but a mistake here
             outcome = Outcome(error=error)
-        self.clock.blockers.pop(cast(Any, self._task), None)
+        self.clock.watched.pop(cast(Any, self._task), None)
         self._task = None
         if not self._ended.done():
             self._ended.set_result(outcome)
@@ -239,7 +241,7 @@ class Scope:
         if deadlines is not None:
             deadlines.remove(frame)
             if self.clock.time() - frame.began_at >= limit_s:
-                self.clock.lag_s()  # notes a step of the call that has just ended
+                self.clock.measure_lag_s()  # notes a step of the call that has just ended
         self._frames.pop()
         await self._take_back_cancellations(frame, outcome, cancelling)
         if frame.late is not None:
@@ -270,12 +272,12 @@ class Scope:
         if task.cancelling() <= cancelling:
             return
         if frame.late is not None:
-            task.uncancel()  # the frame's own; another is of a timeout around it, at the same time
+            task.uncancel()  # the frame's own request; one that is left is of a timeout around it
         is_cancelled = isinstance(outcome.error, asyncio.CancelledError)
         if is_cancelled and task.cancelling() > cancelling:
             raise cast(asyncio.CancelledError, outcome.error)
-        # The frame's own cancellation, or one that the code has handled or asked for. It may not
-        # have arrived yet.
+        # User code has swallowed or requested the others. Yield once, so that one that has not
+        # arrived yet does.
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0)
         if self._is_ending:
@@ -285,7 +287,7 @@ class Scope:
 
     @property
     def _is_ending(self) -> bool:
-        """True if the cancellation of the task passes through all of its open calls, or most."""
+        """True if the scope, or a late call around the one that has ended, is being cancelled."""
         return self._is_cancelled or any(frame.late is not None for frame in self._frames)
 
     # ---- late code
@@ -302,7 +304,7 @@ class Scope:
             return
         assert frame.late is not None
         late: UserCodeError = frame.late
-        if frame is not self._frames[0]:  # then the name is not given by who asked for the scope
+        if frame is not self._frames[0]:  # an inner call's error names its own code
             late = late.of(frame.owner)
             late.is_inner = True
         late.was_abandoned = True

@@ -1,4 +1,4 @@
-"""What the loops of a run are built from."""
+"""Schedule and parts of a run, from which its loops are built."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
