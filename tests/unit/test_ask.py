@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.blocked import blocked_s
 from torchtitan.experiments.rl.ask import scopes
-from torchtitan.experiments.rl.ask.call import ask, ask_in_thread, contained
+from torchtitan.experiments.rl.ask.call import ask, ask_each, ask_in_thread, contained
 from torchtitan.experiments.rl.ask.lag import TICK_S, clock_of_running_loop
 from torchtitan.experiments.rl.ask.threads import WorkerThreads
 from torchtitan.experiments.rl.batching.sample_checks import is_finite_number
@@ -636,3 +636,42 @@ async def test_calls_that_have_ended_leave_nothing_to_the_garbage_collector():
         assert gc.collect() < 20
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_calls_side_by_side_end_each_in_its_own_way(is_async):
+    async def inverse(number, seconds):
+        if number < 0:
+            await asyncio.sleep(seconds)
+        return 1 / number
+
+    def sync_inverse(number, seconds):
+        if number < 0:
+            time.sleep(seconds)
+        return 1 / number
+
+    arguments = [(number, 1.0) for number in (2, 0, -1, 4)]
+    function = inverse if is_async else sync_inverse
+    half, division, late, quarter = await ask_each(function, arguments, timeout_s=0.3)
+
+    assert (half.value, quarter.value) == (0.5, 0.25)
+    assert str(division.error).startswith("ZeroDivisionError: division by zero")
+    assert isinstance(late.error, UserCodeTimeout)
+    assert half.error is quarter.error is None
+
+
+async def test_calls_side_by_side_all_end_with_their_caller():
+    ended = []
+
+    async def wait(number):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(number)
+
+    caller = asyncio.create_task(ask_each(wait, [(1,), (2,), (3,)], timeout_s=30))
+    await asyncio.sleep(0.01)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert sorted(ended) == [1, 2, 3]

@@ -24,11 +24,11 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar, overload
 
 from torchtitan.experiments.rl.ask.scopes import Scope, current_scope
-from torchtitan.experiments.rl.ask.threads import ThreadCall, WorkerThreads
+from torchtitan.experiments.rl.ask.threads import Outcome, ThreadCall, WorkerThreads
 from torchtitan.experiments.rl.errors import (
     UserCodeError,
     UserCodeTimeout,
@@ -92,6 +92,49 @@ async def ask(
         raise error.of(owner) from error
 
 
+async def ask_each(
+    function: Callable[..., object],
+    arguments: Sequence[tuple[object, ...]],
+    *,
+    timeout_s: float | None,
+    by: Callable[..., Awaitable[object]] = ask,
+) -> list[Outcome]:
+    """Return how ``function(*args)`` ended for each tuple of arguments.
+
+    The calls run side by side, and the failure of one changes nothing for the others: the error of
+    an outcome is a `UserCodeError`.
+
+    Args:
+        timeout_s: limit of each call; see `ask`.
+        by: makes a call, as `ask` does.
+
+    Raises:
+        asyncio.CancelledError: the caller was cancelled.
+    """
+
+    async def outcome_of(args: tuple[object, ...]) -> Outcome:
+        try:
+            return Outcome(value=await by(function, *args, timeout_s=timeout_s))
+        except UserCodeError as error:
+            return Outcome(error=error)
+
+    if by is not ask or not inspect.iscoroutinefunction(function):
+        return await asyncio.gather(*map(outcome_of, arguments))
+    # A scope each, and not a scope in each task of a gather.
+    scopes = [Scope() for _ in arguments]
+    for scope, args in zip(scopes, arguments, strict=True):
+        scope.start(functools.partial(function, *args), _limit_s(timeout_s), owner="")
+    outcomes = await Scope.outcomes(scopes)
+    return [
+        outcome if outcome.error is None else Outcome(error=_failure(outcome.error))
+        for outcome in outcomes
+    ]
+
+
+def _limit_s(timeout_s: float | None) -> float:
+    return math.inf if timeout_s is None else timeout_s
+
+
 async def ask_in_thread(
     threads: WorkerThreads, call: ThreadCall, timeout_s: float | None, owner: str = ""
 ) -> object:
@@ -117,14 +160,14 @@ async def _ask_on_loop(
     function: Callable[[], Awaitable[object]], timeout_s: float | None, owner: str
 ) -> object:
     """Await ``function()`` in the running scope, or in a new one; see `ask`."""
-    limit_s = math.inf if timeout_s is None else timeout_s
+    limit_s = _limit_s(timeout_s)
     scope = current_scope()
     if scope is not None and scope.is_current:
         outcome = await scope.call(function, limit_s, owner)
     else:
         scope = Scope()
         scope.start(function, limit_s, owner)
-        outcome = await scope.outcome()
+        (outcome,) = await Scope.outcomes([scope])
     if outcome.error is not None:
         raise _failure(outcome.error)
     return outcome.value

@@ -24,7 +24,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol, cast
 
@@ -169,26 +169,29 @@ class Scope:
         if self._parent is not None:
             self._parent.inside[self] = None
 
-    async def outcome(self) -> Outcome:
-        """Wait for the end of the first call.
+    @staticmethod
+    async def outcomes(scopes: "Sequence[Scope]") -> list[Outcome]:
+        """Wait for the ends of the first calls of scopes that have started.
 
         Raises:
             asyncio.CancelledError: the caller was cancelled, and so was the code.
         """
         try:
-            return await self._ended
+            return await asyncio.gather(*(scope._ended for scope in scopes))
         except asyncio.CancelledError:
-            self._is_cancelled = True
+            for scope in scopes:
+                scope._is_cancelled = True
             try:
                 # A task that is cancelled before its first step never runs: an env would not be
                 # closed.
                 await asyncio.sleep(0)
             finally:
-                await self._stop()
+                await asyncio.gather(*(scope._stop() for scope in scopes))
             raise
         finally:
-            if self._parent is not None:
-                self._parent.inside.pop(self, None)
+            for scope in scopes:
+                if scope._parent is not None:
+                    scope._parent.inside.pop(scope, None)
 
     async def _stop(self) -> None:
         """Cancel the task, and abandon the scope if the task takes long to end."""

@@ -92,7 +92,11 @@ _QUEUES: WeakKeyDictionary[asyncio.AbstractEventLoop, YieldQueue] = WeakKeyDicti
 
 def yield_queue() -> YieldQueue:
     """Return the queue of the running event loop."""
-    return _QUEUES.setdefault(asyncio.get_running_loop(), YieldQueue())
+    loop = asyncio.get_running_loop()
+    queue = _QUEUES.get(loop)
+    if queue is None:
+        queue = _QUEUES[loop] = YieldQueue()
+    return queue
 
 
 async def compute(call: Callable[[], T], *, large: bool, line: Line = Line.ANSWER) -> T:

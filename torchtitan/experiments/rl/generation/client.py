@@ -144,9 +144,10 @@ class GeneratorSession:
         if completion.routes is not None:
             self._last_tokens = np.concatenate([prompt, completion.token_ids])
         if self.is_frozen:
-            no_version = np.full(len(completion.token_ids), -1, np.int32)
-            return replace(completion, policy_versions=no_version, replica=-1)
-        return replace(completion, replica=self._last_replica)
+            completion.policy_versions = np.full(len(completion.token_ids), -1, np.int32)
+        else:
+            completion.replica = self._last_replica
+        return completion
 
     def close(self) -> None:
         if not self._closed:

@@ -32,8 +32,9 @@ import numpy as np
 from annotated_types import Ge
 
 from torchtitan.config import Configurable
-from torchtitan.experiments.rl.ask.call import ask
+from torchtitan.experiments.rl.ask.call import ask, ask_each
 from torchtitan.experiments.rl.ask.child import IsolatedCalls, pickled
+from torchtitan.experiments.rl.ask.threads import Outcome
 from torchtitan.experiments.rl.batching.sample_checks import finite_float
 from torchtitan.experiments.rl.bounds import (
     Changeable,
@@ -302,12 +303,17 @@ class Rubric(UserConfigurable):
         self, entry: RewardFn, rollouts: list[Rollout], env_input: object
     ) -> list[Judgement]:
         """Return what one function says of each rollout."""
+        view = completion_of if entry.takes == "completion" else _itself
+        subjects = [view(rollout) for rollout in rollouts]
+        timeout_s = self.config.timeout_s if entry.timeout_s is None else entry.timeout_s
+        # A child process has the time limit itself; waiting for a free one doesn't count.
+        by = self._isolated.ask if entry.isolate else ask
         if not entry.group_level:
-            return await asyncio.gather(
-                *(self._value(entry, rollout, env_input) for rollout in rollouts)
-            )
+            arguments = [(subject, env_input) for subject in subjects]
+            outcomes = await ask_each(entry.fn, arguments, timeout_s=timeout_s, by=by)
+            return [_judgement_of(outcome, entry.fn) for outcome in outcomes]
         try:
-            values = await self._call(entry, rollouts, env_input)
+            values = await by(entry.fn, subjects, env_input, timeout_s=timeout_s)
         except UserCodeError as error:
             return [error] * len(rollouts)
         is_array = isinstance(values, np.ndarray) and values.ndim == 1
@@ -319,26 +325,6 @@ class Rubric(UserConfigurable):
             )
             return [UserCodeError(cause)] * len(rollouts)
         return [_judgement(value, entry.fn) for value in answers]
-
-    async def _value(self, entry: RewardFn, rollout: Rollout, env_input: object) -> Judgement:
-        try:
-            return _judgement(await self._call(entry, rollout, env_input), entry.fn)
-        except UserCodeError as error:
-            return error
-
-    async def _call(
-        self, entry: RewardFn, rollouts: Rollout | list[Rollout], env_input: object
-    ) -> Any:  # noqa: ANN401 - a user's function returns anything
-        """Call a function with what it takes of one rollout, or of a list of them."""
-        view = completion_of if entry.takes == "completion" else _itself
-        if isinstance(rollouts, list):  # a list of its own, which the function may sort
-            subject: Any = [view(rollout) for rollout in rollouts]
-        else:
-            subject = view(rollouts)
-        timeout_s = self.config.timeout_s if entry.timeout_s is None else entry.timeout_s
-        # A child process has the time limit itself; waiting for a free one doesn't count.
-        call = self._isolated.ask if entry.isolate else ask
-        return await call(entry.fn, subject, env_input, timeout_s=timeout_s)
 
     def _add_env_components(self, rollouts: Sequence[Rollout], rewards: list[Reward]) -> None:
         """Add what the envs rewarded and no function weighs, as ``env/<name>``.
@@ -430,6 +416,13 @@ def _returns_nothing(function: Callable[..., Any]) -> bool:
     return isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
         isinstance(node, ast.Return) and node.value is not None for node in ast.walk(definition)
     )
+
+
+def _judgement_of(outcome: Outcome, function: Callable[..., Any]) -> Judgement:
+    """Return the judgement that a call of a function ended in."""
+    if isinstance(outcome.error, UserCodeError):
+        return outcome.error
+    return _judgement(outcome.value, function)
 
 
 def _judgement(value: object, function: Callable[..., Any]) -> Judgement:
