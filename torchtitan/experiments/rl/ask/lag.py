@@ -84,7 +84,8 @@ class Deadlines:
 
     They share a timer, because hundreds are open at once: with a timer for each, the event loop's
     heap of timers took a fifth of the processor time of a rollout of one turn. The timer fires
-    at or before the earliest deadline, and is then set again.
+    at or before the earliest deadline, and is then set again. It stays set when no call is left,
+    for those that begin until it fires.
     """
 
     def __init__(self, clock: "LoopClock", limit_s: float):
@@ -95,23 +96,25 @@ class Deadlines:
 
     def add(self, call: LimitedCall) -> None:
         """Add a call that begins now."""
+        if not self._calls:
+            self._clock.start()
         self._calls[call] = None
         # A timer that is set is due by the deadline of a call that began before. This call has the
         # same limit, so its deadline is later.
         if self._timer is None:
-            self._clock.start()
             self._timer = self._clock.loop.call_later(self._limit_s, self._end_late_calls)
 
     def remove(self, call: LimitedCall) -> None:
         """Remove a call that has ended; nothing happens if it is late and was removed by that."""
-        self._calls.pop(call, None)
-        if not self._calls and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-            self._clock.stop()
+        if call in self._calls:
+            del self._calls[call]
+            if not self._calls:
+                self._clock.stop()
 
     def _end_late_calls(self) -> None:
         self._timer = None
+        if not self._calls:
+            return
         left_s = {call: call.left_s() for call in self._calls}
         for call, left in left_s.items():
             if left <= 0:

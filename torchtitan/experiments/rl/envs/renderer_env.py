@@ -309,8 +309,10 @@ class RendererEnv:
     async def _cut_long(self, turn: RolloutTurn) -> None:
         """Cut the answers of a turn that are longer than ``max_answer_tokens``."""
         limit = self._config.max_answer_tokens
+        if limit is None:
+            return
         texts = special_texts(self._renderer)
-        if limit is None or texts is None:
+        if texts is None:
             return
         messages = turn.env_messages
         size = sum(len(str(message["content"])) for message in messages)
