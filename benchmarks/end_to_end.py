@@ -58,6 +58,10 @@ class Subject:
     """So many steps at the start compile, fill caches and wait for the first rollouts: their seconds are left out."""
     at_least: float
     """What the ratio of seconds a step should be."""
+    module: str = ""
+    """Module of benchmarks/ that has the config, if not the registry."""
+    system: str = ""
+    """System message before each question; none if empty."""
 
 
 @dataclass
@@ -98,12 +102,14 @@ def run_command(
         str(folder / run),
     ]
     words += ["--validation.every", every]
+    words += ["--module", subject.module] if subject.module else []
     words += ["--max-offpolicy-steps", "0"] if args.synchronous else []
     with (folder / "output").open("w") as output:
         subprocess.run(
             [sys.executable, "-m", "torchtitan.experiments.rl.train", *words],
             cwd=ROOT,
             check=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")},
             stdout=output,
             stderr=output,
         )
@@ -164,8 +170,10 @@ def run_trl(subject: Subject, steps: int, path: Path) -> None:
     def rows(questions: list[tuple[str, str]]) -> list[dict[str, str]]:
         made = []
         for question, answer in questions:
-            message: Message = {"role": "user", "content": question}
-            ids = renderer.render_ids([message], add_generation_prompt=True)
+            messages: list[Message] = [{"role": "user", "content": question}]
+            if subject.system:
+                messages.insert(0, {"role": "system", "content": subject.system})
+            ids = renderer.render_ids(messages, add_generation_prompt=True)
             text = tokenizer.decode(ids)
             assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids, (
                 "both sides have the same prompt tokens"
