@@ -200,6 +200,15 @@ async def contained(work: Awaitable[T]) -> T:
         raise UserCodeError(cause_of(error)) from error
 
 
+def is_cancelled() -> bool:
+    """Return True if someone has cancelled the running asyncio task.
+
+    A CancelledError that an engine raises by itself is a failure of the engine.
+    """
+    running = asyncio.current_task()
+    return running is not None and running.cancelling() > 0
+
+
 _LOGGED_KINDS: set[tuple[Any, ...]] = set()
 """Kinds of failures whose traceback this process has logged."""
 

@@ -20,6 +20,7 @@ from typing import Self, TypeVar
 
 from renderers import Message, RenderedTokens, Renderer, ToolSpec
 
+from torchtitan.experiments.rl.ask.call import is_cancelled
 from torchtitan.experiments.rl.envs.messages import assistant_message, check_all_rendered
 from torchtitan.experiments.rl.envs.prompt import (
     PROMPT_ARRAYS,
@@ -400,8 +401,6 @@ class Conversation:
         except UserCodeError as error:
             raise error.of(owner) from error
         except BaseException as error:  # noqa: BLE001 - a renderer may be the user's own
-            running = asyncio.current_task()
-            is_cancelled = running is not None and running.cancelling() > 0
-            if isinstance(error, asyncio.CancelledError) and is_cancelled:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             raise UserCodeError(f"{owner}: {cause_of(error)}") from error

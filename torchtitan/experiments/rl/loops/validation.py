@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from torchtitan.experiments.rl.ask.call import contained
+from torchtitan.experiments.rl.ask.call import contained, is_cancelled
 from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.data.dataset import count_examples, read_example
 from torchtitan.experiments.rl.errors import RunError
@@ -25,7 +25,6 @@ from torchtitan.experiments.rl.printable import one_sentence
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.rounding import reaches
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
-from torchtitan.experiments.rl.tasks.session import is_cancelled
 from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
 
 
