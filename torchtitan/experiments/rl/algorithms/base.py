@@ -33,6 +33,18 @@ class Algorithm(UserConfigurable):
     algorithm: it reads advantages, weights of the loss components, and log-probabilities of a
     reference. An algorithm that writes prompts of its own takes ``context`` in its constructor,
     which has the renderer (`configurable.BuildContext`).
+
+    Example::
+
+        from torchtitan.experiments.rl.algorithms import Algorithm
+
+        class BestOfGroup(Algorithm):
+            group_relative = True  # a group of one rollout teaches nothing
+
+            def score_group(self, group):
+                best = max(group.rewards, default=0.0)
+                for rollout in group.scored:
+                    rollout.assign_advantages(float(rollout.reward == best))
     """
 
     action_component: ClassVar[str] = "rl"

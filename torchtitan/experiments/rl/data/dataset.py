@@ -30,6 +30,25 @@ class Dataset(UserConfigurable, abc.ABC):
     """Examples of a task by index. A subclass loads or makes them from its Config.
 
     The order must not change between runs: a resumed run relies on index i being the same example.
+
+    Example::
+
+        from dataclasses import dataclass
+        from torchtitan.experiments.rl.tasks import *
+
+        class Squares(Dataset):
+            @dataclass(kw_only=True, slots=True)
+            class Config(Dataset.Config):
+                count: int = 100
+
+            def __len__(self):
+                return self.config.count
+
+            def __getitem__(self, index):
+                row = {"question": f"What is {index} * {index}?", "answer": str(index**2)}
+                return DataSample(sample_id=str(index), env_input=row)
+
+        task = question_task(Squares.Config(count=10), right_answer)
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -182,15 +201,29 @@ class MadeDataset(Dataset):
     """Dataset that makes all its examples when it is built, from its Config alone.
 
     The same Config gives the same examples. A subclass adds fields to the Config and defines
-    ``make``, which gets every field by name::
+    ``make``, which gets every field by name.
 
-        class SumDigitsDataset(MadeDataset):
+    Example::
+
+        from dataclasses import dataclass
+        from itertools import count as count_from, islice
+        from torchtitan.experiments.rl.data.dataset import split_of_text
+        from torchtitan.experiments.rl.tasks import MadeDataset, question_task, right_answer
+
+        def squares(*, split, count, seed, first):
+            numbers = (n for n in count_from(first) if split_of_text(str(n)) == split)
+            return [
+                {"question": f"{n} * {n}?", "answer": str(n * n)} for n in islice(numbers, count)
+            ]
+
+        class Squares(MadeDataset):
             @dataclass(kw_only=True, slots=True)
             class Config(MadeDataset.Config):
-                max_digits: int = 5
+                first: int = 0
 
-            # make_examples(split=, count=, seed=, max_digits=) -> list
-            make = staticmethod(make_examples)
+            make = staticmethod(squares)
+
+        task = question_task(Squares.Config(first=12), right_answer)
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -37,6 +37,27 @@ class SampleStrategy(UserConfigurable, abc.ABC):
     """Strategy that hands out the examples of one dataset, without end.
 
     It is deterministic: the same seed and the same observations give the same examples.
+
+    Example::
+
+        import numpy as np
+        from torchtitan.experiments.rl.data.sampler import SampleStrategy
+
+        class WithReplacement(SampleStrategy):
+            drawn = 0
+
+            def next(self):
+                random = np.random.default_rng([self.seed, self.drawn])
+                example = self.example(int(random.integers(len(self.dataset))))
+                self.drawn += 1
+                return example
+
+            def state_dict(self):
+                return self.origin() | {"drawn": self.drawn}
+
+            def load_state_dict(self, state):
+                self.check_origin(state)
+                self.drawn = state["drawn"]
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -11,7 +11,25 @@ from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 
 class TaskMix(UserConfigurable, abc.ABC):
-    """Mix that names tasks, without end, in proportion to their weights. It is deterministic."""
+    """Mix that names tasks, without end, in proportion to their weights. It is deterministic.
+
+    Example::
+
+        from torchtitan.experiments.rl.data.task_mix import TaskMix
+
+        class InTurn(TaskMix):  # whatever the weights
+            picks = 0
+
+            def next(self):
+                self.picks += 1
+                return list(self.weights)[(self.picks - 1) % len(self.weights)]
+
+            def state_dict(self):
+                return {"picks": self.picks}
+
+            def load_state_dict(self, state):
+                self.picks = state["picks"]
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):

@@ -44,6 +44,26 @@ class MessageEnv(abc.ABC):
     It is used once: ``reset``, then ``step_message`` for each assistant message until it is done.
     Methods that compute for long, or wait without ``await``, are written as plain functions: those
     run in worker threads. The row and the messages that an env is given are read-only.
+
+    Example::
+
+        from torchtitan.experiments.rl.tasks import *
+
+        class Doubling(MessageEnv):
+            async def reset(self):
+                question = f"What is twice {self.row['number']}?"
+                return ResetOutput(messages=[{"role": "user", "content": question}])
+
+            async def step_message(self, message):
+                right = final_number(message["content"]) == 2 * self.row["number"]
+                retry = {"role": "user", "content": "That is wrong. Try again."}
+                return StepOutput(
+                    env_messages=[] if right else [retry],
+                    done=right,
+                    reward_components={"right": float(right)},
+                )
+
+        task = env_task([{"number": 21}], Doubling, env_component("right"))
     """
 
     def __init__(self, row: Any = None):  # noqa: ANN401 - the dataset's

@@ -39,7 +39,16 @@ class NothingLeftToLearn(Exception):
 
 
 class RunEvents:
-    """Observer of a run that ignores every event. Override the methods you need."""
+    """Observer of a run that ignores every event. Override the methods you need.
+
+    Example::
+
+        from torchtitan.experiments.rl.loops.events import RunEvents
+
+        class Drops(RunEvents):
+            def group_dropped(self, columns, group, *, signal, taken):
+                print(f"{group.group_id} was dropped: {', '.join(sorted(set(columns)))}")
+    """
 
     # From the rollout loop.
 

@@ -122,7 +122,18 @@ def sequence_log_ratios(tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class RLLoss(UserConfigurable, abc.ABC):
-    """Base of the rl variants."""
+    """Base of the rl variants.
+
+    Example::
+
+        from torchtitan.experiments.rl.losses import RLLoss, cap_log_ratio
+
+        class PolicyGradient(RLLoss):  # ℓ = -A·min(ρ, 100)
+            def per_token(self, tokens):
+                lr = tokens.logprobs - tokens.generator_logprobs
+                log_ratio, capped = cap_log_ratio(lr, 100.0)
+                return -tokens.advantages * log_ratio.exp(), capped
+    """
 
     @abc.abstractmethod
     def per_token(self, tokens: RLTokens) -> PerToken:
@@ -376,7 +387,17 @@ def loss_name(config: RLLoss.Config) -> str:
 
 
 class Correction(UserConfigurable, abc.ABC):
-    """Base of the corrections."""
+    """Base of the corrections.
+
+    Example::
+
+        from torchtitan.experiments.rl.losses import Correction
+
+        class Unmoved(Correction):  # w = 1 where |lr| ≤ 1, else 0
+            def weights(self, tokens):
+                lr = (tokens.logprobs - tokens.generator_logprobs).detach()
+                return (lr.abs() <= 1).to(lr.dtype)
+    """
 
     has_ratio: ClassVar[bool] = False
     """True if the weights contain ρ.

@@ -59,6 +59,16 @@ class Tracker(UserConfigurable):
 
     A thread of the tracker's own makes each call, one at a time, so a call may wait for a network.
     A tracker that raises, or whose queue is full, gets nothing more; the run goes on.
+
+    Example::
+
+        import json
+        from torchtitan.experiments.rl.observability.trackers import Tracker
+
+        class JSONLines(Tracker):
+            def log(self, step, metrics):
+                with (self.run.folder / "tracked.jsonl").open("a") as file:
+                    print(json.dumps({"step": step, **metrics}), file=file)
     """
 
     @dataclass(kw_only=True, slots=True)

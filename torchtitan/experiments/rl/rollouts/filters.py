@@ -25,6 +25,21 @@ class Filter(UserConfigurable, abc.ABC):
     The config's mode decides whether a match drops them. A filter that reads token ids may take
     ``context`` in its constructor, which has the size of the vocabulary
     (`configurable.BuildContext`).
+
+    Example::
+
+        from dataclasses import dataclass
+        from torchtitan.experiments.rl.rollouts.filters import Filter
+
+        class ManyTurns(Filter):
+            reads_credit = False  # it reads no advantages
+
+            @dataclass(kw_only=True, slots=True)
+            class Config(Filter.Config):
+                most: int = 8
+
+            def matches(self, group):
+                return [len(rollout.turns) > self.config.most for rollout in group.scored]
     """
 
     reads_credit: ClassVar[bool] = True

@@ -85,7 +85,22 @@ class Reward:
 
 @dataclass(slots=True)
 class RewardFn:
-    """A reward function and how a rubric uses it."""
+    """A reward function and how a rubric uses it.
+
+    Example::
+
+        from torchtitan.experiments.rl.tasks import *
+
+        def shortest(rollouts, row):
+            least = min(rollout.completion_tokens for rollout in rollouts)
+            return [float(rollout.completion_tokens == least) for rollout in rollouts]
+
+        task = question_task(
+            [{"question": "6 * 7?", "answer": "42"}],
+            right_answer,  # weight 1
+            RewardFn(shortest, weight=0.25, takes="rollout", group_level=True),
+        )
+    """
 
     fn: Callable[..., Any]
     weight: Annotated[float, Ge(0), Cure("a penalty returns less than 0")] = 1.0
@@ -129,6 +144,19 @@ class Rubric(UserConfigurable):
     """Scores the rollouts of a group with weighted reward functions.
 
     The functions are the config's, or those of a subclass's ``register_funcs``.
+
+    Example::
+
+        from torchtitan.experiments.rl.tasks import *
+
+        async def brief(completion, row):
+            return float(len(completion) <= 20)
+
+        rubric = Rubric.Config(
+            reward_fns=[right_answer, RewardFn(brief, weight=0.25)],  # shares of 0.8 and 0.2
+            truncation_reward=0.0,
+        )
+        task = question_task([{"question": "6 * 7?", "answer": "42"}], rubric=rubric)
     """
 
     @dataclass(kw_only=True, slots=True)

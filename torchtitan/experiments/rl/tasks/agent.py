@@ -1,15 +1,7 @@
 """Agents as tasks: programs that ask a model over HTTP, as OpenAI's or Anthropic's clients do.
 
-    class Solver(AgentTask):
-        async def run_agent(self, sample, endpoint):
-            client = endpoint.client()
-            ...
-            return answer
-
-    task = Solver.Config(dataset=..., rubric=..., algorithm=GRPO.Config())
-    task = agent_command_task("rows.jsonl", ["python", "agent.py"], reward)
-
-The gateway answers the agent's calls, and makes turns of them (`gateway/rollout.py`).
+An agent is a method (`AgentTask`) or a command (`agent_command_task`). The gateway answers its
+calls, and makes turns of them (`gateway/rollout.py`).
 """
 
 import asyncio
@@ -75,6 +67,23 @@ class AgentTask(Task):
     ``env.max_turns`` is the maximum number of calls of a rollout (`AgentRollout` says which count),
     ``env.max_rollout_tokens`` the maximum number of tokens of each of its conversations, and
     ``env.rollout_timeout_s`` its time limit.
+
+    Example::
+
+        from torchtitan.experiments.rl.tasks import *
+
+        class Solver(AgentTask):
+            async def run_agent(self, sample, endpoint):
+                question = {"role": "user", "content": sample.env_input["question"]}
+                reply = await endpoint.client().chat.completions.create(
+                    model=endpoint.model, messages=[question]
+                )
+                return reply.choices[0].message.content
+
+        task = Solver.Config(
+            dataset=RowDataset.Config(rows=MemoryRows([{"question": "6 * 7?", "answer": "42"}])),
+            rubric=Rubric.Config(reward_fns=[right_answer]),
+        )
     """
 
     in_lockstep = False
@@ -423,6 +432,17 @@ def agent_command_task(
 
     Raises:
         ConfigError: the data is in another form.
+
+    Example::
+
+        from torchtitan.experiments.rl.tasks import agent_command_task
+
+        def solved(result, row):
+            return float((result.folder / "answer.txt").read_text().strip() == row["answer"])
+
+        # agent.py finds the model by the variables OPENAI_BASE_URL and OPENAI_API_KEY.
+        rows = [{"question": "6 * 7?", "answer": "42"}]
+        task = agent_command_task(rows, ["python", "agent.py", "{question}"], solved)
     """
     return row_task(AgentCommandTask.Config, data, *reward_fns, command=command, **fields)
 

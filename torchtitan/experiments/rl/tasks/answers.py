@@ -142,6 +142,14 @@ def final_number(reply: str, *, finished: bool = True) -> Decimal | None:
     Args:
         reply: what the model wrote.
         finished: False if the reply was cut off, as for ``written_answer``.
+
+    Example::
+
+        >>> from torchtitan.experiments.rl.tasks import final_number
+        >>> final_number("4 + 8 = 12, so the answer is 12.")
+        Decimal('12')
+        >>> final_number("It is 12 or 13.") is None
+        True
     """
     text = _without_thinking(reply)
     marked = _marked_answer(text, finished)
@@ -223,6 +231,14 @@ def right_answer(completion: str, example: Any) -> float:  # noqa: ANN401 - a ro
 
     Raises:
         ValueError: the row has no answer, or one of its list holds none.
+
+    Example::
+
+        >>> from torchtitan.experiments.rl.tasks import right_answer
+        >>> right_answer("So it is **1,200 km**.", {"answer": "1200 km"})
+        1.0
+        >>> right_answer("It is 1300 km.", {"answer": ["1200 km", "1200"]})
+        0.0
     """
     answers = example["answer"]
     several = answers if is_list(answers) and len(answers) else [answers]

@@ -1,23 +1,7 @@
 """Makes tasks from rows of data and reward functions, without a Task or a Config of one's own.
 
-A question task asks one question a row, and the answer ends the rollout::
-
-    def exact(completion, example):
-        return completion.strip() == example["answer"]
-
-    task = question_task("mine.jsonl", exact)  # rows such as {"question": "6 * 7?", "answer": "42"}
-
-An env task makes an env from each row::
-
-    class AddEnv(MessageEnv):
-        async def reset(self):
-            question = {"role": "user", "content": self.row["question"]}
-            return ResetOutput(messages=[question])
-
-        async def step_message(self, message):
-            return StepOutput(env_messages=[], done=True)
-
-    task = env_task("mine.jsonl", AddEnv, exact)
+A question task (`question_task`) asks one question a row, and the answer ends the rollout. An env
+task (`env_task`) makes an env from each row.
 """
 
 import difflib
@@ -377,6 +361,16 @@ def question_task(
 
     Raises:
         ConfigError: the data is none of these.
+
+    Example::
+
+        from torchtitan.experiments.rl.tasks import question_task
+
+        def exact(completion, row):
+            return float(completion.strip() == row["answer"])
+
+        rows = [{"question": "6 * 7?", "answer": "42"}]  # or a file, such as "rows.jsonl"
+        task = question_task(rows, exact, template="Calculate {question}", group_size=4)
     """
     return row_task(QuestionTask.Config, data, *reward_fns, **fields)
 
@@ -619,5 +613,18 @@ def env_task(
 
     Raises:
         ConfigError: the data is none of these.
+
+    Example::
+
+        from torchtitan.experiments.rl.tasks import *
+
+        class AskEnv(MessageEnv):
+            async def reset(self):
+                return ResetOutput(messages=[{"role": "user", "content": self.row["question"]}])
+
+            async def step_message(self, message):
+                return StepOutput(env_messages=[], done=True)
+
+        task = env_task([{"question": "6 + 7?", "answer": "13"}], AskEnv, right_answer)
     """
     return row_task(EnvTask.Config, data, *reward_fns, message_env=message_env, **fields)

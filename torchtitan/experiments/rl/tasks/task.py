@@ -229,7 +229,23 @@ def build_algorithm(config: Algorithm.Config, context: BuildContext) -> Algorith
 
 
 class Task(UserConfigurable):
-    """Base class of tasks. A subclass defines ``make_env`` or ``make_envs``."""
+    """Base class of tasks. A subclass defines ``make_env`` or ``make_envs``.
+
+    Example::
+
+        from torchtitan.experiments.rl.algorithms import GRPO
+        from torchtitan.experiments.rl.tasks import *
+
+        class Doubles(Task):
+            def make_env(self, sample):
+                return QuestionEnv(f"What is twice {sample.env_input['number']}?")
+
+        task = Doubles.Config(
+            algorithm=GRPO.Config(),
+            dataset=RowDataset.Config(rows=MemoryRows([{"number": 21, "answer": "42"}])),
+            rubric=Rubric.Config(reward_fns=[right_answer]),
+        )
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):

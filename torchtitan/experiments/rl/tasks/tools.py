@@ -1,18 +1,8 @@
 """Lets the model call tools: Python functions, or those of a server of the Model Context Protocol.
 
-A task is made of rows, tools and rewards, without an env of one's own::
-
-    async def search(query: str, limit: int = 3) -> str:
-        \"\"\"Search the notes.
-
-        query: words that a note has to have
-        \"\"\"
-        ...
-
-    task = tool_task("rows.jsonl", [search], reward)
-
-A row's question opens the conversation. Each call of the model is answered by a message of role
-"tool", and the rollout ends at an answer without a call.
+A task is made of rows, tools and rewards, without an env of one's own (`tool_task`). A row's
+question opens the conversation. Each call of the model is answered by a message of role "tool", and
+the rollout ends at an answer without a call.
 """
 
 import asyncio
@@ -432,6 +422,17 @@ def tool_task(
 
     Raises:
         ConfigError: the data is none of these.
+
+    Example::
+
+        from torchtitan.experiments.rl.tasks import right_answer, tool_task
+
+        async def multiply(first: int, second: int) -> int:
+            "Multiply two numbers."  # the model is told this, the names and the types
+            return first * second
+
+        rows = [{"question": "6 * 7?", "answer": "42"}]  # or a file, such as "rows.jsonl"
+        task = tool_task(rows, [multiply], right_answer)
     """
     return row_task(ToolTask.Config, data, *reward_fns, tools=tools, **fields)
 
