@@ -129,25 +129,25 @@ def check_targets(
         raise ConfigError(field, lora.targets, cure)
 
 
-class AdaptedLinear(nn.Linear):
-    """A frozen linear layer with an adapter beside it, which is named as torchtitan's is."""
+def adapted_layers(linears: Mapping[str, nn.Linear], lora: LoRA.Config) -> dict[str, nn.Linear]:
+    """Return torchtitan's layer with an adapter for each linear layer, by the same names.
 
-    def __init__(self, linear: nn.Linear, *, rank: int, scaling: float):
-        """Take the parameters of a linear layer, and add an adapter on the same device."""
-        with torch.device("meta"):
-            super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
-        self.weight, self.bias = linear.weight, linear.bias
-        options: dict[str, Any] = {
-            "bias": False,
-            "device": linear.weight.device,
-            "dtype": linear.weight.dtype,
-        }
-        self.lora_a = nn.Linear(linear.in_features, rank, **options)
-        self.lora_b = nn.Linear(rank, linear.out_features, **options)
-        self._scaling = scaling
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
-        return super().forward(input) + self._scaling * self.lora_b(self.lora_a(input))
+    The layers have the sizes, the dtypes and the devices of the given ones, and values that nobody
+    has set yet. Their base is frozen.
+    """
+    converter = LoRAConverter(LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha))
+    adapted: dict[str, nn.Linear] = {}
+    for name, linear in linears.items():
+        config: Any = converter.convert(
+            Linear.Config(
+                in_features=linear.in_features,
+                out_features=linear.out_features,
+                bias=linear.bias is not None,
+            )
+        )
+        with linear.weight.device:
+            adapted[name] = config.build().to(linear.weight.dtype)
+    return adapted
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ from torchtitan.experiments.rl.models.decoder import LogprobModel
 from torchtitan.experiments.rl.models.family import UNUSED_INIT, DecoderShape
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.logprob_head import LogprobHead
-from torchtitan.experiments.rl.models.lora import AdaptedLinear, LoRA, check_targets
+from torchtitan.experiments.rl.models.lora import LoRA, adapted_layers, check_targets
 from torchtitan.experiments.rl.models.transformers_attention import (
     ATTENTION,
     PROBE,
@@ -575,11 +575,14 @@ def adapted_modules(hub: HubConfig, lora: LoRA.Config) -> list[str]:
 def add_adapters(decoder: nn.Module, lora: LoRA.Config) -> None:
     """Put an adapter beside each linear layer that the config names."""
     targets = targets_of(decoder, lora)
-    for name, linear in _linears_of(decoder).items():
-        if name.rpartition(".")[2] in targets:
-            parent, _, attribute = name.rpartition(".")
-            adapted = AdaptedLinear(linear, rank=lora.rank, scaling=lora.scaling)
-            setattr(decoder.get_submodule(parent), attribute, adapted)
+    linears = {
+        name: linear
+        for name, linear in _linears_of(decoder).items()
+        if name.rpartition(".")[2] in targets
+    }
+    for name, adapted in adapted_layers(linears, lora).items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(decoder.get_submodule(parent), attribute, adapted)
 
 
 # ---- ranks
