@@ -44,7 +44,7 @@ from torchtitan.experiments.rl.plan.costs import EngineRates, TrainerRates  # no
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts  # noqa: E402
 from torchtitan.experiments.rl.simulation.clock import Cores, run_virtually  # noqa: E402
 from torchtitan.experiments.rl.simulation.lengths import Recorded  # noqa: E402
-from torchtitan.experiments.rl.simulation.outcome import Outcome  # noqa: E402
+from torchtitan.experiments.rl.simulation.outcome import SimulationResult  # noqa: E402
 from torchtitan.experiments.rl.simulation.rates import Rates  # noqa: E402
 from torchtitan.experiments.rl.simulation.run import (  # noqa: E402
     Attempt,
@@ -490,7 +490,7 @@ def levelled(
 
 def simulate(
     scenario: Scenario, folder: Path, rates: HostRates, lengths: Recorded, steps: int
-) -> Outcome:
+) -> SimulationResult:
     config = rl_grpo_qwen3_debug()
     config.steps, config.max_offpolicy_steps = steps, scenario.bound
     config.generator.replicas, config.tasks["sum_digits"].group_size = (
@@ -507,7 +507,7 @@ def simulate(
     )
 
 
-def predicted(outcome: Outcome) -> dict[str, float]:
+def predicted(outcome: SimulationResult) -> dict[str, float]:
     records = [metrics for step, metrics in sorted(outcome.steps.items()) if step > WARM_UP]
     names = ("time/step_s", "perf/generators/busy", "perf/trainer/busy")
     return shares(*([record[name] for record in records] for name in names))

@@ -49,7 +49,7 @@ from tests.kills.judge import (  # noqa: E402
     unbalanced,
 )
 from tests.kills.moments import Kill, Moment, draw, wait_for_moment  # noqa: E402
-from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder, step_of, verify  # noqa: E402
+from torchtitan.experiments.rl.checkpointing.folder import CheckpointWriter, step_of, verify  # noqa: E402
 
 ROLLOUTS, GROUP = 32, 8
 STEPS, INTERVAL, EVERY = 16, 3, 4
@@ -381,7 +381,7 @@ def faults(base: Path, limit_s: float) -> Iterator[Result]:
     shutil.rmtree(forged.parent, ignore_errors=True)
     shutil.copytree(case.run, forged)
     shutil.rmtree(forged / "checkpoints")
-    folder = CheckpointFolder(forged, keep=9)
+    folder = CheckpointWriter(forged, keep=9)
     source = next((case.run / "checkpoints").glob("step-*"))
     shutil.copytree(
         source,

@@ -15,7 +15,7 @@ from tests.unit.report_runs import (
     write_ledger,
     write_metrics,
 )
-from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
+from torchtitan.experiments.rl.checkpointing.folder import CheckpointWriter
 from torchtitan.experiments.rl.command.history import write_end, write_start
 from torchtitan.experiments.rl.tools.report.app import exported
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
@@ -97,7 +97,7 @@ def test_a_run_that_did_not_end_by_itself_says_what_a_resume_goes_on_from(
     write_start(run.folder, 0)
     if end is not None:
         write_end(run.folder, *end)
-    saved = CheckpointFolder(run.folder, keep=9)
+    saved = CheckpointWriter(run.folder, keep=9)
     saved.begin(2)
     saved.commit(2)
     with served([run]) as address:

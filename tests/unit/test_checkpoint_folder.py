@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torchtitan.experiments.rl.checkpointing import folder as module
 from torchtitan.experiments.rl.checkpointing.folder import (
     CheckpointError,
-    CheckpointFolder,
+    CheckpointWriter,
     checkpoints,
     newest_valid,
     step_of,
@@ -37,7 +37,7 @@ def contents(step: int) -> dict[str, bytes]:
     }
 
 
-def write(checkpoints_of: CheckpointFolder, step: int) -> Path:
+def write(checkpoints_of: CheckpointWriter, step: int) -> Path:
     partial = checkpoints_of.begin(step)
     (partial / "trainer").mkdir()
     for name, data in contents(step).items():
@@ -103,7 +103,7 @@ class Disk:
 
 
 def test_committed_checkpoint_has_its_files_and_their_size_and_sha256(tmp_path):
-    path = write(CheckpointFolder(tmp_path, keep=2), 20)
+    path = write(CheckpointWriter(tmp_path, keep=2), 20)
     assert path == tmp_path / "checkpoints/step-000020"
     assert_whole(path)
     manifest = json.loads((path / "manifest.json").read_text())
@@ -116,7 +116,7 @@ def test_committed_checkpoint_has_its_files_and_their_size_and_sha256(tmp_path):
 
 
 def test_the_last_k_stay_in_the_order_of_their_steps(tmp_path):
-    folder = CheckpointFolder(tmp_path, keep=2)
+    folder = CheckpointWriter(tmp_path, keep=2)
     for step in (20, 999_980, 1_000_000):
         write(folder, step)
     assert steps_in(tmp_path) == [999_980, 1_000_000]
@@ -124,7 +124,7 @@ def test_the_last_k_stay_in_the_order_of_their_steps(tmp_path):
 
 
 def test_a_discarded_checkpoint_leaves_nothing(tmp_path):
-    folder = CheckpointFolder(tmp_path, keep=2)
+    folder = CheckpointWriter(tmp_path, keep=2)
     (folder.begin(20) / "half").write_bytes(b"1")
     folder.discard(20)
     folder.discard(20)
@@ -134,7 +134,7 @@ def test_a_discarded_checkpoint_leaves_nothing(tmp_path):
 def test_a_run_that_goes_on_from_an_older_step_drops_later_checkpoints_and_writes_them_again(
     tmp_path,
 ):
-    folder = CheckpointFolder(tmp_path, keep=3)
+    folder = CheckpointWriter(tmp_path, keep=3)
     for step in (20, 40, 60):
         write(folder, step)
     assert [step_of(path) for path in folder.drop_after(20)] == [40, 60]
@@ -144,7 +144,7 @@ def test_a_run_that_goes_on_from_an_older_step_drops_later_checkpoints_and_write
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced_if_it_is_damaged_and_stays_if_not(tmp_path):
-    folder = CheckpointFolder(tmp_path, keep=3)
+    folder = CheckpointWriter(tmp_path, keep=3)
     path = write(folder, 20)
     before = path.stat().st_ino
     assert write(folder, 20).stat().st_ino == before
@@ -170,7 +170,7 @@ def test_a_power_failure_at_any_operation_leaves_whole_checkpoints_and_at_most_t
         try:
             with disk.watched():
                 for attempted in steps:
-                    write(CheckpointFolder(run_dir, keep), attempted)
+                    write(CheckpointWriter(run_dir, keep), attempted)
                     committed.append(attempted)
         except PowerFailure:
             disk.lose_unsynced(run_dir)
@@ -179,7 +179,7 @@ def test_a_power_failure_at_any_operation_leaves_whole_checkpoints_and_at_most_t
             assert_whole(path)
         if committed:  # the one being written may be complete already
             assert step_of(newest_valid(run_dir)[0]) in (committed[-1], attempted)
-        write(CheckpointFolder(run_dir, keep), 100)  # the next process goes on
+        write(CheckpointWriter(run_dir, keep), 100)  # the next process goes on
         assert steps_in(run_dir)[-1] == 100 and len(steps_in(run_dir)) <= keep
         assert not list((run_dir / "checkpoints").glob(".*"))
 
@@ -214,7 +214,7 @@ def test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before_and_one
 ):
     with tempfile.TemporaryDirectory(dir=MEMORY) as name:
         run_dir = Path(name)
-        folder = CheckpointFolder(run_dir, keep=1)
+        folder = CheckpointWriter(run_dir, keep=1)
         write(folder, 20)
         disk = Disk(stop_at, OSError(number, os.strerror(number)))
         with disk.watched():
@@ -272,7 +272,7 @@ def test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before_and_one
 def test_a_damaged_newest_checkpoint_is_refused_by_file_and_the_one_before_is_used(
     damage, said, tmp_path
 ):
-    folder = CheckpointFolder(tmp_path, keep=2)
+    folder = CheckpointWriter(tmp_path, keep=2)
     older, newer = write(folder, 20), write(folder, 40)
     damage(newer)
     path, (reason,) = newest_valid(tmp_path)
@@ -295,7 +295,7 @@ def test_a_run_without_a_valid_checkpoint_says_why(tmp_path):
         CheckpointError, match=r"it has no complete checkpoint \(there is config.json, logs\)"
     ):
         newest_valid(tmp_path)
-    os.truncate(write(CheckpointFolder(tmp_path, keep=1), 20) / "controller.json", 1)
+    os.truncate(write(CheckpointWriter(tmp_path, keep=1), 20) / "controller.json", 1)
     with pytest.raises(
         CheckpointError,
         match=r"can't be resumed: checkpoint .*step-000020 is damaged: .*has 1 bytes and had 12",
@@ -305,7 +305,7 @@ def test_a_run_without_a_valid_checkpoint_says_why(tmp_path):
 
 def test_a_manifest_of_another_format_is_not_called_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FORMAT", 1)
-    path = write(CheckpointFolder(tmp_path, keep=1), 20)
+    path = write(CheckpointWriter(tmp_path, keep=1), 20)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="has format 1, and this version reads 2"):
         verify(path)
@@ -315,7 +315,7 @@ def test_a_manifest_of_another_format_is_not_called_damaged(tmp_path, monkeypatc
 @settings(max_examples=60, deadline=None)
 def test_any_flipped_bit_is_found(position, bit):
     with tempfile.TemporaryDirectory(dir=MEMORY) as name:
-        path = write(CheckpointFolder(Path(name), keep=1), 20)
+        path = write(CheckpointWriter(Path(name), keep=1), 20)
         files = sorted(file for file in path.rglob("*") if file.is_file() and file.stat().st_size)
         data = {file: bytearray(file.read_bytes()) for file in files}
         position %= sum(map(len, data.values()))

@@ -14,7 +14,7 @@ import pytest
 
 from tests.fakes.waiting import LIMIT_S
 from torchtitan.experiments.rl.ask import child_server
-from torchtitan.experiments.rl.ask.child import IsolatedCalls, _Caller, _Server
+from torchtitan.experiments.rl.ask.child import IsolatedCalls, _Caller, _ChildServer
 from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -290,14 +290,14 @@ def test_a_server_that_is_ended_just_after_it_has_answered_is_given_to_no_other_
 ):
     calls = IsolatedCalls(max_workers=1, memory_gib=0.5)
     caller = _Caller()
-    answered = _Server.call
+    answered = _ChildServer.call
 
     def given_up_then(server, request):
         value = answered(server, request)
         caller.give_up()  # the caller's limit comes between the answer and its thread's next line
         return value
 
-    monkeypatch.setattr(_Server, "call", given_up_then)
+    monkeypatch.setattr(_ChildServer, "call", given_up_then)
     calls.call(grader.grade, ("42",), timeout_s=30, caller=caller)
     monkeypatch.undo()
     assert calls.call(grader.grade, ("42",), timeout_s=30) == 1.0

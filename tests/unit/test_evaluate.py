@@ -17,7 +17,7 @@ from torchtitan.experiments.rl.plan.placement import place
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import ValidationConfig
 from torchtitan.experiments.rl.tools.evaluate import (
-    Example,
+    ExampleRewards,
     evaluated_config,
     example_of,
     interval,
@@ -29,8 +29,8 @@ from torchtitan.experiments.rl.tools.evaluate import (
 )
 
 
-def example(number: int, *rewards: float, attempts: int = 0, **facts) -> Example:
-    return Example(
+def example(number: int, *rewards: float, attempts: int = 0, **facts) -> ExampleRewards:
+    return ExampleRewards(
         example=f"validation-t-{number}",
         rewards=list(rewards),
         attempts=attempts or len(rewards),

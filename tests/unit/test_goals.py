@@ -9,7 +9,7 @@ from tests.fakes.rollouts import group_of, rewarded_rollout
 from tests.fakes.states import through_json
 from torchtitan.experiments.rl.checkpointing.folder import (
     CheckpointConfig,
-    CheckpointFolder,
+    CheckpointWriter,
     checkpoints,
 )
 from torchtitan.experiments.rl.command.checks import check
@@ -104,7 +104,7 @@ def test_a_resumed_run_counts_the_checkpoint_that_it_goes_on_from_wherever_that_
 
 def test_old_checkpoints_are_deleted_and_the_best_is_not(tmp_path):
     goals = ValidationGoals(config_of(keep_best=REWARD))
-    folder = CheckpointFolder(tmp_path, keep=2)
+    folder = CheckpointWriter(tmp_path, keep=2)
     for step, value in ((10, 0.2), (20, 0.6), (30, 0.1), (40, 0.1), (50, 0.1)):
         recorded(goals, step, report(step, value))
         (folder.begin(step) / "controller.json").write_text("{}")

@@ -9,7 +9,7 @@ from tests.unit.command_line import assert_one_line
 from torchtitan.experiments.rl import export, train
 from torchtitan.experiments.rl.command import gate
 from torchtitan.experiments.rl.command import hub as config_hub
-from torchtitan.experiments.rl.command.start import Ended
+from torchtitan.experiments.rl.command.start import NothingToStart
 from torchtitan.experiments.rl.compat import huggingface_hub as hub
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 
@@ -125,7 +125,7 @@ def test_a_run_that_had_ended_is_pushed_when_it_is_resumed(
     (run / "policy/step-10").mkdir(parents=True)
     resumed = SimpleNamespace(run_dir=run, command=lambda command: command)
     monkeypatch.setattr(train, "_find_run", lambda given: resumed)
-    monkeypatch.setattr(gate, "pass_gate", lambda config, command, resumed: Ended())
+    monkeypatch.setattr(gate, "pass_gate", lambda config, command, resumed: NothingToStart())
     words = ["--resume", str(run), "--push-to-hub", "me/mine"]
     config = rl_grpo_qwen3_debug()
     monkeypatch.setattr(train, "load_config", lambda command: config)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.command_line import DRY_OR_NOT
 from torchtitan.experiments.rl import evaluate, export, play, simulate
-from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
+from torchtitan.experiments.rl.checkpointing.folder import CheckpointWriter
 from torchtitan.experiments.rl.command.command_line import parse_command
 from torchtitan.experiments.rl.command.hub import model_folder
 from torchtitan.experiments.rl.command.resume import save_config
@@ -66,7 +66,7 @@ def run(tmp_path, tensors) -> Path:
     save_config(folder, config)
     write_merged(folder / "policy" / "step-2", tensors, ADAPTERS, base=Path(TINY_MODEL))
     write_adapter(folder / "policy" / "step-2" / "adapter", tensors, ADAPTERS, base=str(TINY_MODEL))
-    checkpoints = CheckpointFolder(folder, keep=1)
+    checkpoints = CheckpointWriter(folder, keep=1)
     (checkpoints.begin(2) / "trainer").mkdir()
     checkpoints.commit(2)
     return folder

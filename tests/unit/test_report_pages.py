@@ -23,7 +23,7 @@ from tests.unit.report_runs import (
     write_ledger,
     write_metrics,
 )
-from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
+from torchtitan.experiments.rl.checkpointing.folder import CheckpointWriter
 from torchtitan.experiments.rl.command import history
 from torchtitan.experiments.rl.command.history import write_end, write_start
 from torchtitan.experiments.rl.command.run_folder import SavedCommand, save_command
@@ -441,7 +441,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_advised_to_begin_again(
 def test_a_resume_is_advised_where_there_is_a_checkpoint(run):
     write_start(run.folder, 0)
     write_end(run.folder, "failed", "the disk is full")
-    folder = CheckpointFolder(run.folder, keep=9)
+    folder = CheckpointWriter(run.folder, keep=9)
     folder.begin(2)
     folder.commit(2)
     resume = "mend the cause, then --resume with this folder goes on from step 2"

@@ -18,7 +18,7 @@ from torchtitan.config import Configurable
 
 from tests.unit.command_line import assert_one_line
 from torchtitan.experiments.rl.bounds import Changeable, declared, field_annotations
-from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
+from torchtitan.experiments.rl.checkpointing.folder import CheckpointWriter
 from torchtitan.experiments.rl.command.command_line import (
     DEFAULT_MODULE,
     load_config,
@@ -59,7 +59,7 @@ def make_run(
     )
     saved.model_files = files_of_models(made)
     save_command(run_dir, saved)
-    folder = CheckpointFolder(run_dir, keep=9)
+    folder = CheckpointWriter(run_dir, keep=9)
     for step in steps:
         (folder.begin(step) / "state").write_text(str(step))
         folder.commit(step)
@@ -133,7 +133,7 @@ def test_a_resume_says_which_evaluations_no_longer_count(resumed, tmp_path):
 
 def test_a_checkpoint_that_was_set_aside_begins_a_new_run_and_is_not_resumed(refused, tmp_path):
     run = make_run(tmp_path / "run")
-    CheckpointFolder(run, keep=9).set_aside(40)
+    CheckpointWriter(run, keep=9).set_aside(40)
     aside = run / "set_aside/step-000040"
     assert refused("--resume", str(aside)).endswith(
         "the run went back to an earlier step, and its files say nothing of this one any more: "
@@ -304,7 +304,7 @@ def test_a_run_whose_command_and_config_a_power_failure_emptied_is_resumed_with_
     resumed, tmp_path
 ):
     run = make_run(tmp_path / "run", "--steps", "77")
-    folder = CheckpointFolder(run, keep=9)
+    folder = CheckpointWriter(run, keep=9)
     partial = folder.begin(60)
     for name in ("command.json", "config.json"):
         shutil.copy(run / name, partial)
@@ -318,7 +318,7 @@ def test_a_run_whose_command_and_config_a_power_failure_emptied_is_resumed_with_
 @pytest.mark.parametrize("words", [["--resume"], ["--config", NAME, "--init-from"]])
 def test_a_forged_checkpoint_is_refused_in_one_line(refused, tmp_path, words):
     run = make_run(tmp_path / "run", steps=())
-    folder = CheckpointFolder(run, keep=9)
+    folder = CheckpointWriter(run, keep=9)
     trainer = folder.begin(20) / "trainer/step-20"
     trainer.mkdir(parents=True)
     (trainer / ".metadata").write_bytes(pickle.dumps(eval))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.unit.command_line import assert_one_line
-from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
+from torchtitan.experiments.rl.checkpointing.folder import CheckpointWriter
 from torchtitan.experiments.rl.command.resume import save_config
 from torchtitan.experiments.rl.command.run_folder import read_command
 from torchtitan.experiments.rl.data.digest import ROWS_AT_ONCE, digest_of
@@ -48,7 +48,7 @@ def run(command, config_module, monkeypatch, tmp_path):
     def pretend(config, start, name):
         save_config(folder, config)
         if start.resume_from is None:
-            checkpoints = CheckpointFolder(folder, keep=9)
+            checkpoints = CheckpointWriter(folder, keep=9)
             (checkpoints.begin(2) / "state").write_text("2")
             checkpoints.commit(2)
         start.lock.close()

@@ -15,7 +15,7 @@ from tests.fakes.states import run_state
 from tests.fakes.waiting import iterations, until
 from torchtitan.experiments.rl.checkpointing.folder import (
     CheckpointConfig,
-    CheckpointFolder,
+    CheckpointWriter,
     checkpoints,
     newest_valid,
     step_of,
@@ -295,7 +295,7 @@ def evaluated_run(folder, values: dict[int, float]) -> RunConfig:
     config.seed = 7
     (folder / "metrics.jsonl").write_text("0123456789")
     goals = ValidationGoals(config)
-    writer = CheckpointFolder(folder, keep=9)
+    writer = CheckpointWriter(folder, keep=9)
     for step, value in values.items():
         metrics = {"validation/reward": value}
         report = ValidationReport(step=step, reward=value, metrics=metrics)

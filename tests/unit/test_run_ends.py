@@ -19,7 +19,7 @@ import pytest
 from monarch import actor
 
 from tests.fakes.waiting import wait_until
-from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
+from torchtitan.experiments.rl.checkpointing.folder import CheckpointWriter
 from torchtitan.experiments.rl.command.history import read_history
 from torchtitan.experiments.rl.command.start import Ready
 from torchtitan.experiments.rl.controller import signals as session
@@ -66,7 +66,7 @@ def ending(monkeypatch, tmp_path, capsys):
     def run(
         controller: Running, *signals: int, grace_s: float = 600.0, left_s: float = 0.0, steps=(20,)
     ):
-        folder = CheckpointFolder(tmp_path, keep=9)
+        folder = CheckpointWriter(tmp_path, keep=9)
         for step in steps:
             folder.begin(step)
             folder.commit(step)

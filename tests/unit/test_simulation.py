@@ -24,7 +24,7 @@ from torchtitan.experiments.rl.simulation.clock import Escape, run_virtually
 from torchtitan.experiments.rl.simulation.engine import SimulatedReplica
 from torchtitan.experiments.rl.simulation.lengths import LogNormal, lengths_of
 from torchtitan.experiments.rl.simulation.local_actor import open_channel
-from torchtitan.experiments.rl.simulation.outcome import Outcome
+from torchtitan.experiments.rl.simulation.outcome import SimulationResult
 from torchtitan.experiments.rl.simulation.rates import Rates
 from torchtitan.experiments.rl.simulation.run import Failures, SimulatedRun
 from torchtitan.experiments.rl.simulation.study import Setting
@@ -251,7 +251,7 @@ def config_of(**fields):
     return config
 
 
-def simulated(folder=None, failures: Failures | None = None, **fields) -> Outcome:
+def simulated(folder=None, failures: Failures | None = None, **fields) -> SimulationResult:
     return run_virtually(
         SimulatedRun(config_of(**fields), RATES, LENGTHS, failures=failures, run_dir=folder).run
     )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder, step_of
+from torchtitan.experiments.rl.checkpointing.folder import CheckpointWriter, step_of
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.controller import actor
@@ -85,7 +85,7 @@ class Lost:
         )
 
     def checkpoints(self, *steps: int) -> None:
-        folder = CheckpointFolder(self.folder, keep=9)
+        folder = CheckpointWriter(self.folder, keep=9)
         for step in steps:
             (folder.begin(step) / "state").write_text(str(step))
             folder.commit(step)

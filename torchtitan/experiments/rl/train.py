@@ -64,7 +64,7 @@ def main(arguments: list[str] | None) -> int:
         config = _with_gpus_divided(command, config)
     with quiet_libraries():
         from torchtitan.experiments.rl.command.gate import pass_gate
-        from torchtitan.experiments.rl.command.start import Ended, ToSubmit
+        from torchtitan.experiments.rl.command.start import NothingToStart, ToSubmit
 
         if command.resume == "auto":
             resumed = _find_newest(command, config.output_dir)
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None) -> int:
         return 0
     if isinstance(start, ToSubmit):
         return _submit(config, start)
-    if isinstance(start, Ended):
+    if isinstance(start, NothingToStart):
         assert resumed is not None
         run_dir = resumed.run_dir
         code = 0

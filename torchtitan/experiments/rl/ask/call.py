@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar, overload
 
 from torchtitan.experiments.rl.ask.scopes import Scope, current_scope
-from torchtitan.experiments.rl.ask.threads import Outcome, ThreadCall, WorkerThreads
+from torchtitan.experiments.rl.ask.threads import CallResult, ThreadCall, WorkerThreads
 from torchtitan.experiments.rl.errors import (
     UserCodeError,
     UserCodeTimeout,
@@ -98,7 +98,7 @@ async def ask_each(
     *,
     timeout_s: float | None,
     by: Callable[..., Awaitable[object]] = ask,
-) -> list[Outcome]:
+) -> list[CallResult]:
     """Return how ``function(*args)`` ended for each tuple of arguments.
 
     The calls run side by side, and the failure of one changes nothing for the others: the error of
@@ -112,11 +112,11 @@ async def ask_each(
         asyncio.CancelledError: the caller was cancelled.
     """
 
-    async def outcome_of(args: tuple[object, ...]) -> Outcome:
+    async def outcome_of(args: tuple[object, ...]) -> CallResult:
         try:
-            return Outcome(value=await by(function, *args, timeout_s=timeout_s))
+            return CallResult(value=await by(function, *args, timeout_s=timeout_s))
         except UserCodeError as error:
-            return Outcome(error=error)
+            return CallResult(error=error)
 
     if by is not ask or not inspect.iscoroutinefunction(function):
         return await asyncio.gather(*map(outcome_of, arguments))
@@ -126,7 +126,7 @@ async def ask_each(
         scope.start(functools.partial(function, *args), _limit_s(timeout_s), owner="")
     outcomes = await Scope.outcomes(scopes)
     return [
-        outcome if outcome.error is None else Outcome(error=_failure(outcome.error))
+        outcome if outcome.error is None else CallResult(error=_failure(outcome.error))
         for outcome in outcomes
     ]
 

@@ -84,9 +84,9 @@ class IsolatedCalls:
         """
         self._memory = int(memory_gib * 2**30)
         self._threads = WorkerThreads(max_workers)
-        self._places: queue.LifoQueue[_Server | None] = queue.LifoQueue()
+        self._places: queue.LifoQueue[_ChildServer | None] = queue.LifoQueue()
         """Free places for a call, each with its server; None if none is started there."""
-        self._servers: list[_Server] = []
+        self._servers: list[_ChildServer] = []
         for _ in range(max_workers):
             self._places.put(None)
         weakref.finalize(self, _kill_all, self._servers)
@@ -133,7 +133,7 @@ class IsolatedCalls:
         server = self._places.get()
         try:
             if server is None:
-                server = _Server()
+                server = _ChildServer()
                 self._servers.append(server)
             caller.attach(server)
             return server.call(request)
@@ -141,7 +141,7 @@ class IsolatedCalls:
             caller.detach()
             self._give_back(server)
 
-    def _give_back(self, server: "_Server | None") -> None:
+    def _give_back(self, server: "_ChildServer | None") -> None:
         """Free the place of a call, and end its server if the next call can't use it."""
         if server is None or server.is_usable:
             self._places.put(server)
@@ -160,11 +160,11 @@ class _Caller:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._server: _Server | None = None
+        self._server: _ChildServer | None = None
         """Server that has the call; None before `attach` and after `detach`."""
         self._has_given_up = False
 
-    def attach(self, server: "_Server") -> None:
+    def attach(self, server: "_ChildServer") -> None:
         """Note which server has the call.
 
         Raises:
@@ -188,7 +188,7 @@ class _Caller:
                 self._server.end()
 
 
-class _Server:
+class _ChildServer:
     """A server as its caller sees it.
 
     The server says None when it has started. For each request it says None when the function is
@@ -311,7 +311,7 @@ def _print_lines(output: IO[str]) -> None:
                 sys.stderr.flush()
 
 
-def _kill_all(servers: list[_Server]) -> None:
+def _kill_all(servers: list[_ChildServer]) -> None:
     for server in servers:
         server.kill()
 

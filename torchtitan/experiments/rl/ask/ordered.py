@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
 from torchtitan.experiments.rl.ask.call import ask_in_thread, log_first, sentence
-from torchtitan.experiments.rl.ask.threads import Outcome, ThreadCall, WorkerThreads
+from torchtitan.experiments.rl.ask.threads import CallResult, ThreadCall, WorkerThreads
 from torchtitan.experiments.rl.errors import RunError, UserCodeError
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class OrderedCalls:
         self._thread = thread or WorkerThreads(1)
         self._turn = asyncio.Lock()
         """Held by the call that runs, if it was not answered in place. The others come in order."""
-        self._open: set[asyncio.Task[Outcome]] = set()
+        self._open: set[asyncio.Task[CallResult]] = set()
         """Calls that have not ended, but for one that is answered in place."""
 
     async def call(
@@ -110,16 +110,16 @@ class OrderedCalls:
 
     def _in_turn(
         self, submit: Callable[[], ThreadCall], limit_s: float, owner: str
-    ) -> asyncio.Task[Outcome]:
+    ) -> asyncio.Task[CallResult]:
         """Run a call behind those that are open, in a task of its own."""
 
-        async def run() -> Outcome:
+        async def run() -> CallResult:
             async with self._turn:
                 try:
                     value = await ask_in_thread(self._thread, submit(), limit_s, owner)
-                    return Outcome(value=value)
+                    return CallResult(value=value)
                 except UserCodeError as error:
-                    return Outcome(error=error)
+                    return CallResult(error=error)
 
         task = asyncio.create_task(run())
         self._open.add(task)
@@ -132,13 +132,13 @@ class OrderedCall(Generic[T]):
     """A call that is answered, or runs, or waits for its turn."""
 
     owner: str
-    outcome: Outcome | asyncio.Task[Outcome]
-    """Outcome of a call that was answered in place, or the task that ends with it."""
+    outcome: CallResult | asyncio.Task[CallResult]
+    """Result of a call that was answered in place, or the task that ends with it."""
 
     @property
     def answered(self) -> bool:
         """True if the function has returned or raised, and nothing has to be awaited."""
-        return isinstance(self.outcome, Outcome)
+        return isinstance(self.outcome, CallResult)
 
     def value_now(self) -> T:
         """Return the value of a call that is answered.
@@ -146,7 +146,7 @@ class OrderedCall(Generic[T]):
         Raises:
             RunError: the function raised anything.
         """
-        assert isinstance(self.outcome, Outcome), "the call is answered"
+        assert isinstance(self.outcome, CallResult), "the call is answered"
         return self._value_of(self.outcome)
 
     async def value(self) -> T:
@@ -158,9 +158,9 @@ class OrderedCall(Generic[T]):
             RunError: the function took longer than its limit, or raised anything.
         """
         outcome = self.outcome
-        return self._value_of(outcome if isinstance(outcome, Outcome) else await outcome)
+        return self._value_of(outcome if isinstance(outcome, CallResult) else await outcome)
 
-    def _value_of(self, outcome: Outcome) -> T:
+    def _value_of(self, outcome: CallResult) -> T:
         if outcome.error is not None:
             log_first(outcome.error)
             raise RunError(f"{self.owner}: {sentence(outcome.error)}") from outcome.error

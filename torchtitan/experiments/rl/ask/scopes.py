@@ -30,7 +30,7 @@ from typing import Any, Protocol, cast
 
 from torchtitan.experiments.rl.ask.lag import TICK_S, Block, clock_of_running_loop
 from torchtitan.experiments.rl.ask.stacks import frames_of_coroutine, place_in, with_owner
-from torchtitan.experiments.rl.ask.threads import TIMER_S, Outcome
+from torchtitan.experiments.rl.ask.threads import TIMER_S, CallResult
 from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class Scope:
         """Scope whose code has made the call that this scope runs."""
         self._frames: list[Frame] = []
         """Open calls in the scope's task, outermost first."""
-        self._ended: asyncio.Future[Outcome] = self.clock.loop.create_future()
+        self._ended: asyncio.Future[CallResult] = self.clock.loop.create_future()
         self._task: asyncio.Task[None] | None = None
         """None before it starts, and as it ends: its context refers to the scope."""
         self._is_cancelled = False
@@ -170,7 +170,7 @@ class Scope:
             self._parent.inside[self] = None
 
     @staticmethod
-    async def outcomes(scopes: "Sequence[Scope]") -> list[Outcome]:
+    async def outcomes(scopes: "Sequence[Scope]") -> list[CallResult]:
         """Wait for the ends of the first calls of scopes that have started.
 
         Raises:
@@ -212,7 +212,7 @@ class Scope:
         try:
             outcome = await self.call(function, limit_s, owner)
         except BaseException as error:  # noqa: BLE001 - CancelledError; no other, but a mistake here
-            outcome = Outcome(error=error)
+            outcome = CallResult(error=error)
         self.clock.watched.pop(cast(Any, self._task), None)
         self._task = None
         if not self._ended.done():
@@ -220,7 +220,7 @@ class Scope:
 
     async def call(
         self, function: Callable[[], Awaitable[object]], limit_s: float, owner: str
-    ) -> Outcome:
+    ) -> CallResult:
         """Await ``function()`` as a frame. Called in the scope's own task.
 
         Returns:
@@ -238,9 +238,9 @@ class Scope:
         if deadlines is not None:
             deadlines.add(frame)
         try:
-            outcome = Outcome(value=await function())
+            outcome = CallResult(value=await function())
         except BaseException as error:  # noqa: BLE001 - user code may raise or exit with anything
-            outcome = Outcome(error=error)
+            outcome = CallResult(error=error)
         if deadlines is not None:
             deadlines.remove(frame)
             if self.clock.time() - frame.began_at >= limit_s:
@@ -249,18 +249,18 @@ class Scope:
         await self._take_back_cancellations(frame, outcome, cancelling)
         if frame.late is not None:
             frame.late.returned = outcome.error is None
-            return Outcome(error=frame.late)
+            return CallResult(error=frame.late)
         if frame.block is not None:
             late = frame.blocked(frame.block)
             late.returned = True
             if outcome.error is None:
-                return Outcome(error=late)
+                return CallResult(error=late)
         if isinstance(outcome.error, UserCodeTimeout):
             outcome.error.is_inner = True
         return outcome
 
     async def _take_back_cancellations(
-        self, frame: Frame, outcome: Outcome, cancelling: int
+        self, frame: Frame, outcome: CallResult, cancelling: int
     ) -> None:
         """Take back the cancellations of the task that were of a call that has ended.
 
@@ -311,7 +311,7 @@ class Scope:
             late = late.of(frame.owner)
             late.is_inner = True
         late.was_abandoned = True
-        self._ended.set_result(Outcome(error=late))
+        self._ended.set_result(CallResult(error=late))
         self._abandon()
 
     def _abandon(self) -> None:

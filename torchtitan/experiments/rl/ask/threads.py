@@ -26,7 +26,7 @@ TIMER_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallResult:
     """End of a call: its value, or what it raised.
 
     A future can't hold every exception: asyncio refuses StopIteration, and takes CancelledError for
@@ -37,7 +37,7 @@ class Outcome:
     error: BaseException | None = None
 
 
-class ThreadCall(Future[Outcome]):
+class ThreadCall(Future[CallResult]):
     """A call that a thread runs, or will run."""
 
     def __init__(self, function: Callable[..., object], args: tuple[object, ...]):
@@ -54,11 +54,11 @@ class ThreadCall(Future[Outcome]):
         self.is_replaced = False
         """True if another thread was started in the place of the one that runs the call."""
 
-    def run(self) -> Outcome:
+    def run(self) -> CallResult:
         try:
-            return Outcome(value=self.context.run(self.function, *self.args))
+            return CallResult(value=self.context.run(self.function, *self.args))
         except BaseException as error:  # noqa: BLE001 - user code may raise or exit with anything
-            return Outcome(error=error)
+            return CallResult(error=error)
 
     def left_s(self, timeout_s: float) -> float:
         """Return the seconds left of the limit, which begins when a thread takes the call."""
@@ -106,12 +106,12 @@ class WorkerThreads:
                     self._running += 1
                 except RuntimeError as error:
                     if not self._running:
-                        call.set_result(Outcome(error=error))
+                        call.set_result(CallResult(error=error))
                         return call
         self._calls.put(call)
         return call
 
-    async def outcome(self, call: ThreadCall, timeout_s: float | None) -> Outcome:
+    async def outcome(self, call: ThreadCall, timeout_s: float | None) -> CallResult:
         """Wait for the end of a call, and abandon the call if that takes too long.
 
         Args:

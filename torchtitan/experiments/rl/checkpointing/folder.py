@@ -92,7 +92,7 @@ class _File(msgspec.Struct):
     sha256: str
 
 
-class _Manifest(msgspec.Struct):
+class _CheckpointManifest(msgspec.Struct):
     """Contents of manifest.json."""
 
     format: int
@@ -101,7 +101,7 @@ class _Manifest(msgspec.Struct):
     """Files by their path within the checkpoint."""
 
 
-class CheckpointFolder:
+class CheckpointWriter:
     """Writer of the checkpoints of one run, one at a time.
 
     Call ``begin``, write the files, and call ``commit`` or ``discard``.
@@ -381,7 +381,7 @@ def _write_manifest(folder: Path, step: int) -> None:
     for path in paths:
         if path.is_dir():
             _sync_folder(path)
-    manifest = msgspec.json.encode(_Manifest(FORMAT, step, entries))
+    manifest = msgspec.json.encode(_CheckpointManifest(FORMAT, step, entries))
     (folder / MANIFEST_FILE).write_bytes(msgspec.json.format(manifest, indent=1) + b"\n")
     _sync(folder / MANIFEST_FILE)
     _sync_folder(folder)
@@ -393,7 +393,7 @@ def _synced_entry(path: Path) -> _File:
     return _File(path.stat().st_size, _checksum(path))
 
 
-def _read_manifest(path: Path) -> _Manifest:
+def _read_manifest(path: Path) -> _CheckpointManifest:
     """Return the manifest of a checkpoint.
 
     Raises:
@@ -401,7 +401,7 @@ def _read_manifest(path: Path) -> _Manifest:
     """
     file = path / MANIFEST_FILE
     try:
-        manifest = msgspec.json.decode(file.read_bytes(), type=_Manifest)
+        manifest = msgspec.json.decode(file.read_bytes(), type=_CheckpointManifest)
     except OSError as error:
         raise _damaged(path, _unread(file, error)) from None
     except ValueError:

@@ -41,7 +41,7 @@ from torchtitan.experiments.rl.command.run_folder import (
     make_run_folder,
     save_command,
 )
-from torchtitan.experiments.rl.command.start import Ended, Ready, Start, ToSubmit
+from torchtitan.experiments.rl.command.start import NothingToStart, Ready, Start, ToSubmit
 from torchtitan.experiments.rl.command.teachers import check_servers, check_teachers
 from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
 from torchtitan.experiments.rl.config.run_config import RunConfig
@@ -110,7 +110,7 @@ class _Gate:
         self.preflights = run_preflight(self.config, self.tasks, self.policy)
 
         if self.resumed is not None and self._has_ended(self.resumed):
-            return Ended()
+            return NothingToStart()
         init_from = self._find_initial()
         run_dir = self._run_folder()
         words = self.command.words_in(run_dir, resumes=self.resumed is not None)
@@ -119,7 +119,7 @@ class _Gate:
         start: Start
         if self.command.dry_run:
             self._print_plan(plan, run_dir, script, init_from)
-            start = Ended()
+            start = NothingToStart()
         elif script is not None:
             start = ToSubmit(plan=plan, run_dir=run_dir, script=script)
         else:

@@ -32,8 +32,8 @@ class ToSubmit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
-    """Nothing to start: the resumed run has taken its steps, or the command was a dry run."""
+class NothingToStart:
+    """A command that starts no process: its run has taken its steps, or it is a dry run."""
 
 
-Start = Ready | ToSubmit | Ended
+Start = Ready | ToSubmit | NothingToStart

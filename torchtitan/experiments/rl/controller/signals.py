@@ -101,7 +101,7 @@ def run_to_end(
         write_end(run_dir, "failed", line)
         return 1
     try:
-        return _Command(config, start, config_name, temporary, signals, hosts).run()
+        return _WaitingCommand(config, start, config_name, temporary, signals, hosts).run()
     finally:
         drop_late_faults()
         with quiet_libraries():  # Monarch's job reports the end of each host
@@ -111,7 +111,7 @@ def run_to_end(
 
 
 @dataclass
-class _Command:
+class _WaitingCommand:
     """The command's process while the controller runs: it waits, and passes signals on."""
 
     config: RunConfig

@@ -106,7 +106,7 @@ class BranchingSession(PolicySession, Protocol):
 class Call:
     """A request that is being answered, or was."""
 
-    task: "asyncio.Task[Answer]" = field(init=False)
+    task: "asyncio.Task[SampledReply]" = field(init=False)
     """Task that answers the request. Its readers shield it: it may have several."""
     readers: int = 1
     """Number of connections that wait for the answer, or are being sent it."""
@@ -158,8 +158,8 @@ class SampledTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Result of a call."""
+class SampledReply:
+    """Reply to a call, with the turn that was sampled for it."""
 
     sampled: SampledTurn
     reply: ModelReply
@@ -221,7 +221,7 @@ class AgentRollout:
         self.traceback = ""
         """See `Rollout.traceback`."""
         self.answer: Any = None
-        """Value that the agent returned. The models' answers to its calls are `Answer`."""
+        """Value that the agent returned. The models' answers to its calls are `SampledReply`."""
         self.counts: Counter[str] = Counter()
         """See `Rollout.calls`."""
         self.refusals: dict[str, int] = {}
@@ -524,7 +524,7 @@ class AgentRollout:
 
     async def _serve(
         self, call: Call, request: ModelRequest, dialect: str, *, is_first: bool
-    ) -> Answer:
+    ) -> SampledReply:
         """Answer a request, and count the call's outcome (`Rollout.calls`).
 
         Raises:
@@ -568,7 +568,7 @@ class AgentRollout:
         self._rules.count_wishes(request, reply)
         if branch.model == POLICY and reply.finish == "length":
             sampled.is_cut = not self._asked_for_less(request, sampled.turn)
-        return Answer(sampled, reply)
+        return SampledReply(sampled, reply)
 
     def _model_of(self, request: ModelRequest) -> str:
         return self._models.get(request.model, POLICY)

@@ -69,8 +69,8 @@ class Server:
 
 
 @dataclass(slots=True, frozen=True)
-class Answer:
-    """A server's answer to a request for one completion."""
+class ServerResponse:
+    """A server's response to a request for one completion."""
 
     choice: dict[str, Any]
     """The only entry of its ``choices``."""
@@ -165,7 +165,7 @@ class EndpointClient:
             whole=answer.choice.get("finish_reason") != "length",
         )
 
-    async def complete(self, request: dict[str, Any], path: str = "/completions") -> Answer:
+    async def complete(self, request: dict[str, Any], path: str = "/completions") -> ServerResponse:
         """Send one request to the servers in turn until one answers, and return the answer.
 
         At most ``max_concurrency`` requests are in flight; others wait. If every server fails, all
@@ -222,7 +222,7 @@ class EndpointClient:
         chosen.last_request = next(self._request_numbers)
         return chosen
 
-    async def _ask_server(self, server: Server, path: str, body: dict[str, Any]) -> Answer:
+    async def _ask_server(self, server: Server, path: str, body: dict[str, Any]) -> ServerResponse:
         """Send a request to one server, and note whether the server works.
 
         Raises:
@@ -258,7 +258,7 @@ class EndpointClient:
             add_cost("frozen/servers_back", 1)
         server.fault = ""
 
-    async def _attempt(self, url: str, path: str, body: dict[str, Any]) -> Answer:
+    async def _attempt(self, url: str, path: str, body: dict[str, Any]) -> ServerResponse:
         """Send a request to the server at ``url``.
 
         Raises:
@@ -284,7 +284,7 @@ class EndpointClient:
             answer = response.json()
             (choice,) = answer["choices"]
             usage = answer.get("usage")
-            return Answer(
+            return ServerResponse(
                 choice=dict(choice), usage=usage if isinstance(usage, dict) else {}, url=url
             )
         except (ValueError, KeyError, TypeError):

@@ -3,7 +3,7 @@
 torchtitan's layer is made to
 
 - compute what transformers and the engine compute (`Experts`, `RouterGate`),
-- take the experts that the engine took for a sampled token (`Router`),
+- take the experts that the engine took for a sampled token (`ReplayRouter`),
 - count the load of its experts (`CountedExperts`).
 
 Before each pass, ``tell_rows`` tells every layer which tokens are real and which experts to take.
@@ -134,7 +134,7 @@ class RouterGate(Linear):
         return scores_BLE.to(torch.promote_types(scores_BLE.dtype, torch.float32))
 
 
-class Router(TokenChoiceTopKRouter):
+class ReplayRouter(TokenChoiceTopKRouter):
     """Router that takes the experts it is told to, and chooses where it is told none.
 
     It weighs a replayed expert by its own score, so the score has its gradient.
@@ -187,7 +187,9 @@ def policy_experts(moe: MoE.Config) -> MoE.Config:
     """
     inner = recast(moe.routed_experts.inner_experts, Experts.Config)
     counted = recast(moe.routed_experts, CountedExperts.Config, inner_experts=inner)
-    router = recast(moe.router, Router.Config, gate=recast(moe.router.gate, RouterGate.Config))
+    router = recast(
+        moe.router, ReplayRouter.Config, gate=recast(moe.router.gate, RouterGate.Config)
+    )
     return replace(moe, load_balance_coeff=None, router=router, routed_experts=counted)
 
 
@@ -215,8 +217,8 @@ def tell_rows(
     Args:
         model: the decoder.
         real_BL: bool, True for tokens that are no padding. None if all are real.
-        routes: int16 [B, L, layers, K], experts of each token in each layer, as `Router` takes
-            them. None if the routers choose.
+        routes: int16 [B, L, layers, K], experts of each token in each layer, as `ReplayRouter`
+            takes them. None if the routers choose.
         padding: number of tokens that the pass adds to the end of each row.
         columns: columns of the padded rows that the pass computes.
     """

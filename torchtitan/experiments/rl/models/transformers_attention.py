@@ -57,7 +57,7 @@ class Scores:
     """Score of each head that takes part in the softmax and has no value; None for no sinks."""
 
 
-class Rows(Protocol):
+class AttentionRows(Protocol):
     """Batch of rows, by which every layer's attention decides what a token sees."""
 
     @property
@@ -208,9 +208,9 @@ def attend(  # noqa: PLR0913 - transformers' signature, like the next
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Rows | None,
+    attention_mask: AttentionRows | None,
     *,
-    rows: Rows | None = None,
+    rows: AttentionRows | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,

@@ -39,8 +39,8 @@ from torchtitan.experiments.rl.models.transformers_attention import (
     ATTENTION,
     PROBE,
     AttentionNotes,
+    AttentionRows,
     MaskedRows,
-    Rows,
     RowsInBlocks,
     RowsNotHandedOn,
     hand_on_as_mask,
@@ -148,7 +148,7 @@ class TransformersPolicy(LogprobModel, BaseModel):
         return found | {"lm_head.": self.lm_head}
 
     def hidden_states(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attention_masks: Rows
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention_masks: AttentionRows
     ) -> torch.Tensor:
         """Return the hidden states after the last norm, [B, L, dim].
 
@@ -162,7 +162,7 @@ class TransformersPolicy(LogprobModel, BaseModel):
         )
         return output.last_hidden_state
 
-    def get_attention_masks(self, positions: torch.Tensor) -> Rows:
+    def get_attention_masks(self, positions: torch.Tensor) -> AttentionRows:
         context = None if self.context is None else self.context.get_group()
         if self.config.device == "cpu":
             return RowsInBlocks.of(positions, context)

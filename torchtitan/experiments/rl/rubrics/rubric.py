@@ -34,7 +34,7 @@ from annotated_types import Ge
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.ask.call import ask, ask_each
 from torchtitan.experiments.rl.ask.child import IsolatedCalls, pickled
-from torchtitan.experiments.rl.ask.threads import Outcome
+from torchtitan.experiments.rl.ask.threads import CallResult
 from torchtitan.experiments.rl.batching.sample_checks import finite_float
 from torchtitan.experiments.rl.bounds import (
     Changeable,
@@ -446,7 +446,7 @@ def _returns_nothing(function: Callable[..., Any]) -> bool:
     )
 
 
-def _judgement_of(outcome: Outcome, function: Callable[..., Any]) -> Judgement:
+def _judgement_of(outcome: CallResult, function: Callable[..., Any]) -> Judgement:
     """Return the judgement that a call of a function ended in."""
     if isinstance(outcome.error, UserCodeError):
         return outcome.error

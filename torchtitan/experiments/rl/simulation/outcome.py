@@ -1,4 +1,4 @@
-"""Outcome of a simulated run, and the lines that are printed of it."""
+"""Result of a simulated run, and the lines that are printed of it."""
 
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -10,7 +10,7 @@ TINY_S = 1e-9
 
 
 @dataclass(kw_only=True, slots=True)
-class Outcome:
+class SimulationResult:
     """Figures of a simulated run. Seconds are virtual."""
 
     gpus: int
@@ -70,7 +70,7 @@ class Outcome:
         return gpu_hours / max(1.0, self.trained_tokens) * 1e6
 
 
-def describe(outcome: Outcome) -> list[str]:
+def describe(outcome: SimulationResult) -> list[str]:
     """Return what a run has shown, a line for each subject. All of it is simulated."""
     lines = [
         f"step           {_step(outcome)}",
@@ -86,7 +86,7 @@ def describe(outcome: Outcome) -> list[str]:
     return lines
 
 
-def _step(outcome: Outcome) -> str:
+def _step(outcome: SimulationResult) -> str:
     generate_s = outcome.engines.busy_s / outcome.replicas / len(outcome.steps)
     train_s = outcome.trainer_busy_s / len(outcome.steps)
     step_s = max(TINY_S, outcome.step_s)
@@ -96,7 +96,7 @@ def _step(outcome: Outcome) -> str:
     )
 
 
-def _generators(outcome: Outcome) -> str:
+def _generators(outcome: SimulationResult) -> str:
     replicas_s = max(TINY_S, outcome.seconds * outcome.replicas)
     return (
         f"idle {outcome.generators_idle:.0%}: "
@@ -105,7 +105,7 @@ def _generators(outcome: Outcome) -> str:
     )
 
 
-def _trainer(outcome: Outcome) -> str:
+def _trainer(outcome: SimulationResult) -> str:
     step_s = max(TINY_S, outcome.step_s)
     return (
         f"idle {outcome.trainer_idle:.0%}: "
@@ -114,12 +114,12 @@ def _trainer(outcome: Outcome) -> str:
     )
 
 
-def _age(outcome: Outcome) -> str:
+def _age(outcome: SimulationResult) -> str:
     oldest = max(metrics["policy/age_max"] for metrics in outcome.steps.values())
     return f"{outcome.mean('policy/age_mean'):.2f} versions on average, at most {oldest:.0f}"
 
 
-def _tokens(outcome: Outcome) -> str:
+def _tokens(outcome: SimulationResult) -> str:
     engines = outcome.engines
     return (
         f"{outcome.trained_tokens / 1e6:,.1f}M trained of {engines.sampled / 1e6:,.1f}M sampled; "
@@ -129,19 +129,19 @@ def _tokens(outcome: Outcome) -> str:
     )
 
 
-def _rollouts(outcome: Outcome) -> str:
+def _rollouts(outcome: SimulationResult) -> str:
     counts = sorted(outcome.ledger.items())
     return ", ".join(f"{count:,} {column}" for column, count in counts if count)
 
 
-def _cost(outcome: Outcome) -> str:
+def _cost(outcome: SimulationResult) -> str:
     return (
         f"{outcome.seconds / 3600:,.2f} h on {outcome.gpus:,} GPUs, "
         f"{outcome.gpu_hours_per_million:.3f} GPU hours a million tokens that are trained on"
     )
 
 
-def _failures(outcome: Outcome) -> str:
+def _failures(outcome: SimulationResult) -> str:
     lost_s = outcome.down_s + outcome.repeated_s
     gpu_hours = lost_s / outcome.deaths / 3600 * outcome.gpus
     return (

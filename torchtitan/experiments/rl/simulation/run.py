@@ -53,7 +53,7 @@ from torchtitan.experiments.rl.simulation.clock import Cores, InlineThread
 from torchtitan.experiments.rl.simulation.engine import EngineTotals, SimulatedReplica
 from torchtitan.experiments.rl.simulation.lengths import Lengths
 from torchtitan.experiments.rl.simulation.local_actor import open_channel
-from torchtitan.experiments.rl.simulation.outcome import Outcome
+from torchtitan.experiments.rl.simulation.outcome import SimulationResult
 from torchtitan.experiments.rl.simulation.rates import DEATH_SEEN_S, Rates
 from torchtitan.experiments.rl.simulation.tasks import simulated_tasks
 from torchtitan.experiments.rl.simulation.trainer import SimulatedTrainer
@@ -149,7 +149,7 @@ class SimulatedRun:
             self.files = [run_dir / METRICS_FILE, run_dir / LEDGER_FILE]
         self.hosts = Hosts.of_config(config)
         replicas = config.generator.replicas
-        self.outcome = Outcome(
+        self.outcome = SimulationResult(
             gpus=config.trainer.ranks + replicas * self.hosts.gpus_of_replica, replicas=replicas
         )
         self.random = np.random.default_rng([config.seed, 33])
@@ -163,7 +163,7 @@ class SimulatedRun:
         """Time from which on the run's work is in no checkpoint."""
         self._events: TextIO | None = None
 
-    async def run(self) -> Outcome:
+    async def run(self) -> SimulationResult:
         """Run until the last step, as often as hosts die.
 
         Raises:

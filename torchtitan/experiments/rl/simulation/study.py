@@ -14,7 +14,7 @@ from torchtitan.experiments.rl.plan.costs import DEVICES, GIB, Gpu, ModelSizes
 from torchtitan.experiments.rl.plan.plan import trainer_memory
 from torchtitan.experiments.rl.simulation.clock import run_virtually
 from torchtitan.experiments.rl.simulation.lengths import Lengths
-from torchtitan.experiments.rl.simulation.outcome import Outcome
+from torchtitan.experiments.rl.simulation.outcome import SimulationResult
 from torchtitan.experiments.rl.simulation.rates import Rates, run_rates
 from torchtitan.experiments.rl.simulation.run import Failures, SimulatedRun
 
@@ -78,7 +78,7 @@ class Setting:
             )
             raise ConfigError(field, degree, cure)
 
-    def run(self, run_dir: Path | None = None) -> Outcome:
+    def run(self, run_dir: Path | None = None) -> SimulationResult:
         """Simulate the run.
 
         Args:
@@ -93,7 +93,7 @@ class Setting:
         )
         return run_virtually(simulation.run)
 
-    def run_briefly(self) -> Outcome:
+    def run_briefly(self) -> SimulationResult:
         """Simulate a few steps of the run, without evaluations."""
         short = self.changed({"steps": min(SWEEP_STEPS, self.config.steps)})
         for task in short.config.tasks.values():
@@ -157,7 +157,7 @@ def sweep(setting: Setting, fields: Sequence[str], gpus: int) -> list[str]:
     bounds: Sequence[int] = (setting.config.max_offpolicy_steps,)
     if "max_offpolicy_steps" in fields:
         bounds = BOUNDS
-    runs: list[tuple[Outcome, RunConfig]] = []
+    runs: list[tuple[SimulationResult, RunConfig]] = []
     refusals: list[ConfigError] = []
     for share, bound in itertools.product(shares, bounds):
         try:
@@ -186,7 +186,7 @@ def _candidate(setting: Setting, gpus: int, trainer_share: float, bound: int) ->
     return candidate
 
 
-def _sweep_row(outcome: Outcome, config: RunConfig) -> str:
+def _sweep_row(outcome: SimulationResult, config: RunConfig) -> str:
     return (
         f"{config.trainer.ranks:13}  {config.generator.replicas:8}  "
         f"{config.max_offpolicy_steps:5}  {outcome.step_s:7.1f}  "

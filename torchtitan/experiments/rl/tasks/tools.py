@@ -137,7 +137,7 @@ class RemoteTool:
         return text
 
 
-class _Connection:
+class _MCPConnection:
     """Connection to an MCP server.
 
     One asyncio task opens and closes it, because anyio lets only the task that has opened a scope
@@ -285,7 +285,7 @@ class ToolEnv(QuestionEnv):
             TypeError: the entry made an object without a public method.
         """
         if isinstance(source, MCPServer):
-            connection = _Connection(source)
+            connection = _MCPConnection(source)
             self._states.append(connection)
             return await connection.tools()
         function = cast(Callable[..., Any], source)

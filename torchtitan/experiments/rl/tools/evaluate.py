@@ -417,7 +417,7 @@ A field with more values labels almost every example differently.
 
 
 @dataclass(kw_only=True, slots=True)
-class Example:
+class ExampleRewards:
     """Rewards of one model for one example."""
 
     example: str
@@ -441,19 +441,19 @@ class Result:
 
     metrics: dict[str, float] | None = None
     """Metrics as a run's validation reports them; None if the evaluation was stopped."""
-    examples: dict[str, list[Example]]
+    examples: dict[str, list[ExampleRewards]]
     """Examples of each task."""
     causes: dict[str, str] = field(default_factory=dict)
     """Cause of the first failure of each task."""
 
 
-def example_of(group: RolloutGroup) -> Example:
+def example_of(group: RolloutGroup) -> ExampleRewards:
     """Return what a group was scored, in plain values: those of its example may be of any class."""
     info = group.data_sample.info if isinstance(group.data_sample.info, dict) else {}
     facts = {
         str(name): value for name, value in info.items() if isinstance(value, str | bool | int)
     }
-    return Example(
+    return ExampleRewards(
         example=group.group_id,
         rewards=list(map(float, group.rewards)),
         attempts=len(group.rollouts),
@@ -461,7 +461,9 @@ def example_of(group: RolloutGroup) -> Example:
     )
 
 
-def task_figures(examples: Sequence[Example], *, attempts: int, pass_reward: float) -> Figures:
+def task_figures(
+    examples: Sequence[ExampleRewards], *, attempts: int, pass_reward: float
+) -> Figures:
     """Return avg@k and pass@k of a task with 95 % intervals, overall and by slice.
 
     A slice is the examples with one value of a field of their info. A field makes slices if it
@@ -479,7 +481,7 @@ def task_figures(examples: Sequence[Example], *, attempts: int, pass_reward: flo
     return _figures(examples, attempts, pass_reward) | {"slices": slices}
 
 
-def _figures(examples: Sequence[Example], attempts: int, pass_reward: float) -> Figures:
+def _figures(examples: Sequence[ExampleRewards], attempts: int, pass_reward: float) -> Figures:
     scored = [example for example in examples if example.rewards]
     figures: Figures = {
         "examples": len(examples),
@@ -526,7 +528,7 @@ def interval(values: Sequence[float]) -> Interval:
     return float(low), float(high)
 
 
-def paired(first: Sequence[Example], second: Sequence[Example]) -> Figures:
+def paired(first: Sequence[ExampleRewards], second: Sequence[ExampleRewards]) -> Figures:
     """Compare two models on the examples that both were scored on.
 
     Returns:

@@ -25,7 +25,7 @@ from torchtitan.experiments.rl.checkpointing.folder import (
     SET_ASIDE_FOLDER,
     TRAINER_FOLDER,
     CheckpointError,
-    CheckpointFolder,
+    CheckpointWriter,
     checkpoint_path,
     checkpoints,
     step_of,
@@ -109,7 +109,7 @@ class RunCheckpoints(RunEvents):
     _writing: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        self._folder = CheckpointFolder(self.context.run_dir, self.context.config.checkpoint.keep)
+        self._writer = CheckpointWriter(self.context.run_dir, self.context.config.checkpoint.keep)
 
     async def restore(self, resumed: "Resumed") -> None:
         """Have the loops and the observers go on from a checkpoint of the run."""
@@ -232,14 +232,14 @@ class RunCheckpoints(RunEvents):
         step = captured.state.step
         await self.close()
         try:
-            folder = await asyncio.to_thread(self._folder.begin, step)
+            folder = await asyncio.to_thread(self._writer.begin, step)
         except CheckpointError as error:
             self._failed(step, error)
             return
         try:
             await self.trainer.begin_checkpoint(folder / TRAINER_FOLDER, step)
         except BaseException:  # also CancelledError: no half folder is left behind
-            self._folder.discard(step)
+            self._writer.discard(step)
             raise
         self.saved_step = step
         self._writing = asyncio.create_task(
@@ -257,10 +257,10 @@ class RunCheckpoints(RunEvents):
             for error in await asyncio.gather(*writes, return_exceptions=True):
                 if error is not None:
                     raise error
-            self.newest = await asyncio.to_thread(self._folder.commit, step, stays=self.goals.stays)
+            self.newest = await asyncio.to_thread(self._writer.commit, step, stays=self.goals.stays)
             self.failure = None if step == self._step else self._given_up
         except BaseException as error:  # also CancelledError: no half folder is left behind
-            self._folder.discard(step)
+            self._writer.discard(step)
             if not isinstance(error, Exception):
                 raise
             self._failed(step, error)
@@ -321,14 +321,14 @@ def resume(checkpoint: Path, *, run_dir: Path, config: RunConfig) -> Resumed:
     groups = read_saved_groups(checkpoint)
     for line in cut_back(run_dir, state.offsets):
         logger.warning("%s", line)
-    folder = CheckpointFolder(run_dir, config.checkpoint.keep)
+    writer = CheckpointWriter(run_dir, config.checkpoint.keep)
     if config.checkpoint.keep_best is not None:
-        _set_best_aside(folder, run_dir, after=state.step)
-    folder.drop_after(state.step)
+        _set_best_aside(writer, run_dir, after=state.step)
+    writer.drop_after(state.step)
     return Resumed(checkpoint=checkpoint, state=state, groups=groups)
 
 
-def _set_best_aside(folder: CheckpointFolder, run_dir: Path, *, after: int) -> None:
+def _set_best_aside(writer: CheckpointWriter, run_dir: Path, *, after: int) -> None:
     """Move the best checkpoint out of the way of a resume from an earlier step, and say so.
 
     The resumed run takes the same steps again, and writes checkpoints of the same names.
@@ -347,7 +347,7 @@ def _set_best_aside(folder: CheckpointFolder, run_dir: Path, *, after: int) -> N
         return
     best = msgspec.structs.replace(best, set_aside=True)
     write_durably(path / BEST_FILE, msgspec.json.encode(best).decode())
-    moved = folder.set_aside(best.step)
+    moved = writer.set_aside(best.step)
     logger.warning(
         "the best checkpoint (%s %.4g) is of step %d, after the one that the run goes on from: it "
         "stays, as %s",

@@ -253,7 +253,7 @@ class VLLMEngineConfig(EngineConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenRequest:
+class _VLLMRequest:
     """A request that vLLM works on."""
 
     request: Request
@@ -301,7 +301,7 @@ class VLLMEngine:
         self._model_path = model_path
         self._max_model_len = config.max_model_len
         self._has_workers = config.tensor_parallel_degree > 1
-        self._open: dict[str, _OpenRequest] = {}
+        self._open: dict[str, _VLLMRequest] = {}
         """Open requests by ``request_id`` as text, oldest first."""
         self._early_results: list[Result] = []
         """Results of steps that `load` ended."""
@@ -344,7 +344,7 @@ class VLLMEngine:
             internal_id = self._engine.add_request(key, prompt, params, lora_request=adapter)
         except Exception as error:  # noqa: BLE001 - one refused request must not end the others
             return RequestFailed(request_id=request.request_id, cause=str(error))
-        self._open[key] = _OpenRequest(request, internal_id)
+        self._open[key] = _VLLMRequest(request, internal_id)
         return None
 
     def step(self) -> list[Result]:

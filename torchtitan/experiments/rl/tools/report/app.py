@@ -115,8 +115,8 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
 
     @app.get("/api/changes")
     def between(before_run: int, after_run: int, before: Text, after: Text) -> Response:
-        first = evaluations.Evaluated(run_of(before_run), before_run, before)
-        second = evaluations.Evaluated(run_of(after_run), after_run, after)
+        first = evaluations.ReportedEvaluation(run_of(before_run), before_run, before)
+        second = evaluations.ReportedEvaluation(run_of(after_run), after_run, after)
         return as_json(evaluations.changes(first, second))
 
     @app.get("/api/runs/{number}/rollouts")

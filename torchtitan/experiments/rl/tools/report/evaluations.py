@@ -16,7 +16,7 @@ MOST_CHANGES = 200
 """Maximum number of examples that are listed as won, and as lost."""
 
 
-class Evaluated(NamedTuple):
+class ReportedEvaluation(NamedTuple):
     """An evaluation of a run."""
 
     run: ReportedRun
@@ -99,7 +99,7 @@ def recorded(run: ReportedRun) -> list[Json]:
     return [dict(row) for row in rows]
 
 
-def changes(before: Evaluated, after: Evaluated) -> Json:
+def changes(before: ReportedEvaluation, after: ReportedEvaluation) -> Json:
     """Compare two evaluations by the examples that both have, with a reward in both.
 
     Returns:
@@ -137,7 +137,7 @@ def sign_test(won: int, lost: int) -> float:
     return min(1.0, float(2 * tail / 2**count))
 
 
-def _examples(evaluated: Evaluated) -> dict[str, Json]:
+def _examples(evaluated: ReportedEvaluation) -> dict[str, Json]:
     """Return the keys of each example's rollouts and their mean reward.
 
     The mean is rounded, because a sum depends on the order of its terms. Examples are known by the
@@ -159,7 +159,7 @@ def _examples(evaluated: Evaluated) -> dict[str, Json]:
     }
 
 
-def _with_texts(change: Json, before: Evaluated, after: Evaluated) -> Json:
+def _with_texts(change: Json, before: ReportedEvaluation, after: ReportedEvaluation) -> Json:
     """Return a change with the beginnings of the question and of the answers."""
     old = beginnings(before.run, change["before"]["keys"][0])
     new = beginnings(after.run, change["after"]["keys"][0])

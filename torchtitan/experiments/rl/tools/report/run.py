@@ -372,11 +372,11 @@ class _Rewarded(msgspec.Struct):
     error: str | None = None
 
 
-class _Example(msgspec.Struct):
+class _RecordedExample(msgspec.Struct):
     sample_id: Any
 
 
-class _Line(msgspec.Struct):
+class _RecordLine(msgspec.Struct):
     """Fields of a rollout's record that are indexed; the decoder passes over the others."""
 
     rollout_id: str
@@ -386,11 +386,11 @@ class _Line(msgspec.Struct):
     completion_tokens: Int64
     rollout: _Rewarded
     trained_step: Int64 | None = None
-    data_sample: _Example | None = None
+    data_sample: _RecordedExample | None = None
     kind: str = "training"
 
 
-_DECODE = msgspec.json.Decoder(_Line).decode
+_DECODE = msgspec.json.Decoder(_RecordLine).decode
 
 
 def metrics_rows(line: bytes) -> Rows:
@@ -424,7 +424,7 @@ def rollout_rows(place: int, number: int, line: bytes) -> Rows:
         try:
             record = _DECODE(line)
         except msgspec.MsgspecError:  # msgspec refuses halves of characters
-            record = msgspec.convert(_parsed(line), _Line)
+            record = msgspec.convert(_parsed(line), _RecordLine)
     except msgspec.MsgspecError as error:
         logger.info("%s at %d, line %d: %s", ROLLOUTS_FILE, place, number, error)
         return []
