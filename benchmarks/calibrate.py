@@ -44,8 +44,8 @@ from torchtitan.experiments.rl.plan.costs import EngineRates, TrainerRates  # no
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts  # noqa: E402
 from torchtitan.experiments.rl.simulation.clock import Cores, run_virtually  # noqa: E402
 from torchtitan.experiments.rl.simulation.lengths import Recorded  # noqa: E402
-from torchtitan.experiments.rl.simulation.outcome import SimulationResult  # noqa: E402
 from torchtitan.experiments.rl.simulation.rates import Rates  # noqa: E402
+from torchtitan.experiments.rl.simulation.result import SimulationResult  # noqa: E402
 from torchtitan.experiments.rl.simulation.run import (  # noqa: E402
     Attempt,
     Failures,
@@ -507,8 +507,8 @@ def simulate(
     )
 
 
-def predicted(outcome: SimulationResult) -> dict[str, float]:
-    records = [metrics for step, metrics in sorted(outcome.steps.items()) if step > WARM_UP]
+def predicted(result: SimulationResult) -> dict[str, float]:
+    records = [metrics for step, metrics in sorted(result.steps.items()) if step > WARM_UP]
     names = ("time/step_s", "perf/generators/busy", "perf/trainer/busy")
     return shares(*([record[name] for record in records] for name in names))
 

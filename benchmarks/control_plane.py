@@ -282,7 +282,7 @@ async def measured(
             time.perf_counter(),
             [],
         )
-        memory, steps = [resident()], len(run.outcome.steps)
+        memory, steps = [resident()], len(run.result.steps)
         while time.perf_counter() - began < seconds and not running.done():
             if time.perf_counter() - began > seconds * len(memory) / 5:
                 memory.append(resident())
@@ -302,7 +302,7 @@ async def measured(
     return {
         "turns/s": count / took,
         "CPU us/turn": own / max(1, count) * 1e6,
-        "steps": len(run.outcome.steps) - steps,
+        "steps": len(run.result.steps) - steps,
         "rollouts recorded": recorder.recorded,
         "not recorded": recorder.not_recorded,
         "lag p99 ms": float(np.quantile(lags, 0.99)) * 1e3,

@@ -139,14 +139,14 @@ def test_nan_in_a_file_and_missing_values_in_a_frame_are_none(tmp_path):
 def test_a_column_that_a_row_lacks_is_none_and_rows_are_found_by_their_line(tmp_path):
     rows = read(tmp_path, "a.jsonl", '\n{"a": 1}\n\n{"b": 2}')
     assert rows == [{"a": 1, "b": None}, {"a": None, "b": 2}]
-    assert [rows.place(0), rows.place(1)] == ["line 2", "line 4"]
+    assert [rows.location(0), rows.location(1)] == ["line 2", "line 4"]
 
 
 @pytest.mark.parametrize("split", ["train[:75%]", "0.75", ".75"])
 def test_a_slice_and_a_share_take_the_first_rows_of_a_file_and_of_memory(tmp_path, split):
     content = "\n".join(json.dumps({"n": n}) for n in range(8))
     rows = read(tmp_path, "a.jsonl", content, split=split)
-    assert [row["n"] for row in rows] == [0, 1, 2, 3, 4, 5] and rows.place(5) == "line 6"
+    assert [row["n"] for row in rows] == [0, 1, 2, 3, 4, 5] and rows.location(5) == "line 6"
     config = RowDataset.Config(rows=MemoryRows([{"n": n} for n in range(8)]), split=split)
     assert [row["n"] for row in load_rows(config, field="dataset")] == [0, 1, 2, 3, 4, 5]
     rest = config.rest()
@@ -162,7 +162,7 @@ def test_a_pattern_names_several_files_in_the_order_of_their_names(tmp_path):
     (tmp_path / "b.jsonl").write_text(LINES[1])
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(("\n" + LINES[0]).encode()))
     rows = load_rows(RowDataset.Config(path=str(tmp_path / "*.jsonl*")), field="dataset")
-    assert rows == ROWS and [rows.place(0), rows.place(1)] == [
+    assert rows == ROWS and [rows.location(0), rows.location(1)] == [
         "a.jsonl.gz, line 2",
         "b.jsonl, line 1",
     ]

@@ -24,8 +24,8 @@ from torchtitan.experiments.rl.simulation.clock import Escape, run_virtually
 from torchtitan.experiments.rl.simulation.engine import SimulatedReplica
 from torchtitan.experiments.rl.simulation.lengths import LogNormal, lengths_of
 from torchtitan.experiments.rl.simulation.local_actor import open_channel
-from torchtitan.experiments.rl.simulation.outcome import SimulationResult
 from torchtitan.experiments.rl.simulation.rates import Rates
+from torchtitan.experiments.rl.simulation.result import SimulationResult
 from torchtitan.experiments.rl.simulation.run import Failures, SimulatedRun
 from torchtitan.experiments.rl.simulation.study import Setting
 
@@ -263,13 +263,13 @@ def host_rates(**fields) -> HostRates:
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_a_run_takes_every_step_and_its_ledger_balances(bound):
-    outcome = simulated(max_offpolicy_steps=bound)
-    assert sorted(outcome.steps) == list(range(1, 13))
-    columns = {name.partition("/")[2]: count for name, count in outcome.ledger.items()}
+    result = simulated(max_offpolicy_steps=bound)
+    assert sorted(result.steps) == list(range(1, 13))
+    columns = {name.partition("/")[2]: count for name, count in result.ledger.items()}
     assert columns.pop("dispatched") == sum(columns.values())
-    assert max(metrics["policy/age_max"] for metrics in outcome.steps.values()) <= bound
+    assert max(metrics["policy/age_max"] for metrics in result.steps.values()) <= bound
     # The trainer and the generators work one after the other, or side by side.
-    assert outcome.seconds > outcome.trainer_busy_s + (outcome.engines.busy_s if bound == 0 else 0)
+    assert result.seconds > result.trainer_busy_s + (result.engines.busy_s if bound == 0 else 0)
 
 
 @pytest.mark.parametrize("end_run", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -280,11 +280,11 @@ def test_the_same_seed_gives_the_same_files_byte_for_byte_with_failures_too(end_
     for name in ("first", "second"):
         folder = tmp_path / name
         folder.mkdir()
-        outcome = simulated(
+        result = simulated(
             folder, failures, checkpoint=every(5), generator=replicas(8), **copy.deepcopy(config)
         )
-        assert outcome.deaths > 0 and sorted(outcome.steps) == list(range(1, 31))
-        assert outcome.down_s > 0 or not end_run
+        assert result.deaths > 0 and sorted(result.steps) == list(range(1, 31))
+        assert result.down_s > 0 or not end_run
         files.append({file.name: file.read_bytes() for file in sorted(folder.iterdir())})
     assert files[0] == files[1]
     steps = [json.loads(line)["step"] for line in files[0]["metrics.jsonl"].decode().splitlines()]
@@ -297,8 +297,8 @@ def test_the_same_seed_gives_the_same_files_byte_for_byte_with_failures_too(end_
 
 def test_a_run_whose_replicas_die_takes_all_its_steps():
     failures = Failures(per_day=86_400 / 400, end_run=False, repair_s=50)
-    outcome = simulated(failures=failures, generator=replicas(8), steps=12)
-    assert outcome.deaths > 0 and sorted(outcome.steps) == list(range(1, 13))
+    result = simulated(failures=failures, generator=replicas(8), steps=12)
+    assert result.deaths > 0 and sorted(result.steps) == list(range(1, 13))
 
 
 class Attempts(SimulatedRun):
@@ -321,9 +321,9 @@ class Attempts(SimulatedRun):
 
 def test_work_that_no_checkpoint_has_is_repeated_once_for_each_death():
     failures = Failures(seen_s=10, repair_s=50)
-    outcome = run_virtually(Attempts(config_of(), RATES, LENGTHS, failures=failures).run)
-    assert (outcome.repeated_s, outcome.down_s) == (100 + 40, 2 * (10 + 50 + RATES.start_s))
-    assert outcome.seconds == 100 + 40 + 10 + outcome.down_s
+    result = run_virtually(Attempts(config_of(), RATES, LENGTHS, failures=failures).run)
+    assert (result.repeated_s, result.down_s) == (100 + 40, 2 * (10 + 50 + RATES.start_s))
+    assert result.seconds == 100 + 40 + 10 + result.down_s
 
 
 def test_a_replica_that_dies_alone_comes_back_and_its_requests_run_elsewhere():
@@ -331,12 +331,12 @@ def test_a_replica_that_dies_alone_comes_back_and_its_requests_run_elsewhere():
     run = HostRun(
         config, rates, LENGTHS, failures=Failures(seen_s=2, repair_s=0), replica_dies_after=3
     )
-    outcome = run_virtually(run.run)
-    assert sorted(outcome.steps) == list(range(1, 13)) and outcome.deaths == 0
-    assert outcome.engine_down_s == pytest.approx(2 + RATES.start_s, abs=2 * TRAINER.step_s), (
+    result = run_virtually(run.run)
+    assert sorted(result.steps) == list(range(1, 13)) and result.deaths == 0
+    assert result.engine_down_s == pytest.approx(2 + RATES.start_s, abs=2 * TRAINER.step_s), (
         "until it has the weights"
     )
-    assert outcome.lost_tokens > 0
+    assert result.lost_tokens > 0
 
 
 def test_a_version_is_live_once_the_trainer_has_its_digests_and_the_generators_have_loaded_it():
@@ -359,15 +359,15 @@ def test_on_shared_cores_a_step_takes_no_less_than_its_processes_compute(report,
         host_rates(cores=2, turn_s=turn, report_s=report),
         LogNormal(mean=20, sigma=1, prompt=30),
     )
-    outcome = run_virtually(HostRun(config_of(max_offpolicy_steps=1), rates, lengths).run)
-    turns = sum(count for name, count in outcome.ledger.items() if name.endswith("/trained"))
+    result = run_virtually(HostRun(config_of(max_offpolicy_steps=1), rates, lengths).run)
+    turns = sum(count for name, count in result.ledger.items() if name.endswith("/trained"))
     computed = (
-        outcome.engines.computed_s
+        result.engines.computed_s
         + 12 * (TRAINER.step_s + TRAINER.publish_s + report)
         + turns * turn
     )
-    assert outcome.seconds * 2 >= computed
-    assert outcome.engines.computed_s <= outcome.engines.busy_s * (1 + 1e-9)
+    assert result.seconds * 2 >= computed
+    assert result.engines.computed_s <= result.engines.busy_s * (1 + 1e-9)
 
 
 def every(steps):

@@ -187,8 +187,8 @@ def cause_of(error: BaseException, *, folder: bool = False) -> str:
     line = type(error).__name__
     if text:
         line += f": {text[:CAUSE_LENGTH]}"
-    if places := places_of(error):
-        file, number = places[-1]
+    if locations := locations_of(error):
+        file, number = locations[-1]
         line += f" ({file if folder else Path(file).name}:{number})"
     return line
 
@@ -207,17 +207,17 @@ def _message_of(error: object) -> str:
         return f"its message can't be read ({type(broken).__name__} in __str__)"
 
 
-def places_of(error: BaseException) -> list[tuple[str, int | None]]:
+def locations_of(error: BaseException) -> list[tuple[str, int | None]]:
     """Return file and line of each frame of the user's code that an error came through.
 
-    An error that came through no code of the user's has the places of all its frames.
+    An error that came through no code of the user's has the locations of all its frames.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return [(error.filename, error.lineno)]
-    places: list[tuple[str, int | None]] = []
+    locations: list[tuple[str, int | None]] = []
     for frame, line in traceback.walk_tb(error.__traceback__):
-        places.append((frame.f_code.co_filename, line))
-    return [place for place in places if is_users_file(place[0])] or places
+        locations.append((frame.f_code.co_filename, line))
+    return [location for location in locations if is_users_file(location[0])] or locations
 
 
 def users_traceback(error: BaseException) -> str:

@@ -113,7 +113,7 @@ def _simulate(options: argparse.Namespace, command: Command, failures_per_day: f
         from torchtitan.experiments.rl.plan.costs import DEVICES
         from torchtitan.experiments.rl.simulation import study
         from torchtitan.experiments.rl.simulation.lengths import lengths_of
-        from torchtitan.experiments.rl.simulation.outcome import describe
+        from torchtitan.experiments.rl.simulation.result import describe
         from torchtitan.experiments.rl.simulation.run import Failures
 
         find_model(command)
@@ -153,8 +153,8 @@ def _simulate(options: argparse.Namespace, command: Command, failures_per_day: f
         f"{setting.config.generator.replicas} replicas, {setting.config.steps} steps. "
         "No GPU has run it."
     )
-    outcome = setting.run(run_dir)
-    print("\n".join(describe(outcome)))
+    result = setting.run(run_dir)
+    print("\n".join(describe(result)))
     print(f"folder         {near(run_dir)}, in {time.monotonic() - start:.0f} s")
     print(f"see it         {typed_command('report')} {near(run_dir)}")
     return 0

@@ -33,7 +33,7 @@ from torchtitan.experiments.rl.errors import (
     UserCodeError,
     UserCodeTimeout,
     cause_of,
-    places_of,
+    locations_of,
 )
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ async def ask_each(
     """Return how ``function(*args)`` ended for each tuple of arguments.
 
     The calls run side by side, and the failure of one changes nothing for the others: the error of
-    an outcome is a `UserCodeError`.
+    a result is a `UserCodeError`.
 
     Args:
         timeout_s: limit of each call; see `ask`.
@@ -112,22 +112,22 @@ async def ask_each(
         asyncio.CancelledError: the caller was cancelled.
     """
 
-    async def outcome_of(args: tuple[object, ...]) -> CallResult:
+    async def result_of(args: tuple[object, ...]) -> CallResult:
         try:
             return CallResult(value=await by(function, *args, timeout_s=timeout_s))
         except UserCodeError as error:
             return CallResult(error=error)
 
     if by is not ask or not inspect.iscoroutinefunction(function):
-        return await asyncio.gather(*map(outcome_of, arguments))
+        return await asyncio.gather(*map(result_of, arguments))
     # A scope each, and not a scope in each task of a gather.
     scopes = [Scope() for _ in arguments]
     for scope, args in zip(scopes, arguments, strict=True):
         scope.start(functools.partial(function, *args), _limit_s(timeout_s), owner="")
-    outcomes = await Scope.outcomes(scopes)
+    results = await Scope.results(scopes)
     return [
-        outcome if outcome.error is None else CallResult(error=_failure(outcome.error))
-        for outcome in outcomes
+        result if result.error is None else CallResult(error=_failure(result.error))
+        for result in results
     ]
 
 
@@ -144,13 +144,13 @@ async def ask_in_thread(
         call.owner = owner
         scope.inside[call] = None
     try:
-        outcome = await threads.outcome(call, timeout_s)
+        result = await threads.result(call, timeout_s)
     finally:
         if scope is not None:
             scope.inside.pop(call, None)
-    if outcome.error is not None:
-        raise _failure(outcome.error)
-    value = outcome.value
+    if result.error is not None:
+        raise _failure(result.error)
+    value = result.value
     if isinstance(value, Awaitable):
         return await _ask_on_loop(lambda: value, timeout_s, owner)
     return value
@@ -163,14 +163,14 @@ async def _ask_on_loop(
     limit_s = _limit_s(timeout_s)
     scope = current_scope()
     if scope is not None and scope.is_current:
-        outcome = await scope.call(function, limit_s, owner)
+        result = await scope.call(function, limit_s, owner)
     else:
         scope = Scope()
         scope.start(function, limit_s, owner)
-        (outcome,) = await Scope.outcomes([scope])
-    if outcome.error is not None:
-        raise _failure(outcome.error)
-    return outcome.value
+        (result,) = await Scope.results([scope])
+    if result.error is not None:
+        raise _failure(result.error)
+    return result.value
 
 
 def _failure(error: BaseException) -> UserCodeError:
@@ -223,7 +223,7 @@ def log_first(error: BaseException) -> None:
     is_made = isinstance(error, UserCodeError)
     if is_made or not logger.isEnabledFor(logging.INFO):  # the preflight has no log
         return
-    kind = (type(error), *places_of(error)[-MAX_FRAMES:])
+    kind = (type(error), *locations_of(error)[-MAX_FRAMES:])
     if kind not in _LOGGED_KINDS and len(_LOGGED_KINDS) < MAX_KINDS:
         _LOGGED_KINDS.add(kind)
         logger.info("user code failed, the first time in this way", exc_info=error)

@@ -1,7 +1,7 @@
 """Asks functions that may hang, crash, or run what a model wrote, each call in its own process.
 
     this process ──request──▶ server ──fork──▶ the call
-                 ◀──outcome──        ◀──JSON──
+                 ◀──result──        ◀──JSON──
 
 A server has imported what the function needs and never calls it (`ask/child_server.py`). It serves
 one call after another, because to start one takes seconds. Each call is a fork of it, so that
@@ -37,7 +37,7 @@ import cloudpickle
 
 from torchtitan.experiments.rl.ask import child_server
 from torchtitan.experiments.rl.ask.call import ask_in_thread
-from torchtitan.experiments.rl.ask.child_server import ChildOutcome, Request
+from torchtitan.experiments.rl.ask.child_server import ChildResult, Request
 from torchtitan.experiments.rl.ask.threads import WorkerThreads
 from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout, cause_of
 from torchtitan.experiments.rl.process import foreign
@@ -84,17 +84,17 @@ class IsolatedCalls:
         """
         self._memory = int(memory_gib * 2**30)
         self._threads = WorkerThreads(max_workers)
-        self._places: queue.LifoQueue[_ChildServer | None] = queue.LifoQueue()
-        """Free places for a call, each with its server; None if none is started there."""
+        self._slots: queue.LifoQueue[_ChildServer | None] = queue.LifoQueue()
+        """Free slots for a call, each with its server; None if none is started there."""
         self._servers: list[_ChildServer] = []
         for _ in range(max_workers):
-            self._places.put(None)
+            self._slots.put(None)
         weakref.finalize(self, _kill_all, self._servers)
 
     async def ask(self, function: Callable[..., object], *args: object, timeout_s: float) -> Any:  # noqa: ANN401 - JSON
-        """Return ``function(*args)`` as JSON holds it. The wait for a free place is not limited.
+        """Return ``function(*args)`` as JSON holds it. The wait for a free slot is not limited.
 
-        If the caller is cancelled, the call's processes are killed and its place is free again.
+        If the caller is cancelled, the call's processes are killed and its slot is free again.
 
         Raises:
             UserCodeTimeout: it took longer than its limit; its processes were killed.
@@ -130,7 +130,7 @@ class IsolatedCalls:
             pickled(function), pickled(args), timeout_s=timeout_s, memory=self._memory
         )
         caller = caller or _Caller()
-        server = self._places.get()
+        server = self._slots.get()
         try:
             if server is None:
                 server = _ChildServer()
@@ -142,12 +142,12 @@ class IsolatedCalls:
             self._give_back(server)
 
     def _give_back(self, server: "_ChildServer | None") -> None:
-        """Free the place of a call, and end its server if the next call can't use it."""
+        """Free the slot of a call, and end its server if the next call can't use it."""
         if server is None or server.is_usable:
-            self._places.put(server)
+            self._slots.put(server)
             return
-        # The place is freed first: the rest may fail, and a lost place would block a later call.
-        self._places.put(None)
+        # The slot is freed first: the rest may fail, and a lost slot would block a later call.
+        self._slots.put(None)
         self._servers.remove(server)
         server.kill()
 
@@ -192,13 +192,13 @@ class _ChildServer:
     """A server as its caller sees it.
 
     The server says None when it has started. For each request it says None when the function is
-    loaded and its time begins, and then the outcome; or the outcome at once, if it can't be loaded.
+    loaded and its time begins, and then the result; or the result at once, if it can't be loaded.
     """
 
     def __init__(self) -> None:
         self._has_started = False
-        self._has_outcome_to_come = False
-        """True from the start of a call until its outcome is received."""
+        self._has_result_to_come = False
+        """True from the start of a call until its result is received."""
         self._was_ended = False
         self._mark = foreign.new_mark()
         self._connection, theirs = Pipe()
@@ -226,10 +226,10 @@ class _ChildServer:
     def is_usable(self) -> bool:
         """True if the next call may have the server.
 
-        It may not if the server was ended, or if an outcome is still to come: the next call would
+        It may not if the server was ended, or if a result is still to come: the next call would
         take it for its own.
         """
-        return not self._has_outcome_to_come and not self._was_ended
+        return not self._has_result_to_come and not self._was_ended
 
     def call(self, request: Request) -> Any:  # noqa: ANN401 - JSON
         """Have the server make the call, and return the value that the call has written.
@@ -238,29 +238,29 @@ class _ChildServer:
             UserCodeTimeout: an import or the call took longer than its limit.
             UserCodeError: the call or the server failed.
         """
-        self._has_outcome_to_come = True
+        self._has_result_to_come = True
         late = UserCodeTimeout(f"no answer within {request.timeout_s:g} s; its process was killed")
         try:
             self._load(request)
-            outcome = self._receive(START_S)
-            if outcome is None:
-                outcome = self._receive_or(late, request.timeout_s + ORPHAN_S)
+            result = self._receive(START_S)
+            if result is None:
+                result = self._receive_or(late, request.timeout_s + ORPHAN_S)
         except TimeoutError:
             text = f"what it needs was not imported within {START_S:g} s; its process was killed"
             raise UserCodeTimeout(text) from None
         except (EOFError, ConnectionError):
             raise UserCodeError(self._death()) from None
-        self._has_outcome_to_come = False
-        if outcome.is_late:
+        self._has_result_to_come = False
+        if result.is_late:
             raise late
-        if outcome.failure:
-            raise UserCodeError(outcome.failure)
-        return _value_of(outcome.answer)
+        if result.failure:
+            raise UserCodeError(result.failure)
+        return _value_of(result.answer)
 
     def end(self) -> None:
         """End the server. Its caller hears of it, and then kills what its call has started.
 
-        The outcome may have been received already: no other call may be given the server then.
+        The result may have been received already: no other call may be given the server then.
         """
         self._was_ended = True
         self._process.kill()
@@ -279,15 +279,15 @@ class _ChildServer:
             self._has_started = True
         self._connection.send(request)
 
-    def _receive_or(self, late: UserCodeTimeout, timeout_s: float) -> ChildOutcome:
+    def _receive_or(self, late: UserCodeTimeout, timeout_s: float) -> ChildResult:
         try:
-            outcome = self._receive(timeout_s)
+            result = self._receive(timeout_s)
         except TimeoutError:
             raise late from None
-        assert outcome is not None
-        return outcome
+        assert result is not None
+        return result
 
-    def _receive(self, timeout_s: float) -> ChildOutcome | None:
+    def _receive(self, timeout_s: float) -> ChildResult | None:
         if not self._connection.poll(timeout_s):
             raise TimeoutError
         return self._connection.recv()

@@ -62,7 +62,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class ChildOutcome:
+class ChildResult:
     """End of a call, which the server sends to the caller. At most one of the fields is set."""
 
     answer: bytes = b""
@@ -103,7 +103,7 @@ def serve(fd: int) -> None:
                     gc.collect()
                     gc.freeze()  # a call that collects garbage would copy every page
             except BaseException as error:  # noqa: BLE001 - an import may raise or exit with anything
-                connection.send(ChildOutcome(answer=_failure(error)))
+                connection.send(ChildResult(answer=_failure(error)))
                 continue
             connection.send(None)
             connection.send(_run(functions[request.function], request, connection, libc))
@@ -111,7 +111,7 @@ def serve(fd: int) -> None:
 
 def _run(
     function: Callable[..., Any], request: Request, connection: Connection, libc: ctypes.CDLL
-) -> ChildOutcome:
+) -> ChildResult:
     """Fork a process for a call, and wait for its end."""
     answer, answer_end = os.pipe()
     output, output_end = os.pipe()
@@ -127,7 +127,7 @@ def _run(
     os.close(output_end)
     watched = _WatchedCall(pid, answer=answer, output=output, memory=request.memory)
     try:
-        outcome = watched.outcome(request.timeout_s)
+        result = watched.result(request.timeout_s)
     finally:
         _end_children()
         os.close(answer)
@@ -135,7 +135,7 @@ def _run(
     if watched.printed:
         with contextlib.suppress(OSError):  # nobody reads it any more
             _write_all(2, watched.printed[:MAX_OUTPUT])
-    return outcome
+    return result
 
 
 @dataclass(slots=True)
@@ -151,7 +151,7 @@ class _WatchedCall:
     answered: bytearray = field(default_factory=bytearray)
     printed: bytearray = field(default_factory=bytearray)
 
-    def outcome(self, timeout_s: float) -> ChildOutcome:
+    def result(self, timeout_s: float) -> ChildResult:
         """Wait for the end of the call, for at most ``timeout_s``, and read what it writes."""
         process = os.pidfd_open(self.pid)
         try:
@@ -165,23 +165,23 @@ class _WatchedCall:
 
     def _watch(
         self, selector: selectors.BaseSelector, process: int, deadline: float
-    ) -> ChildOutcome:
+    ) -> ChildResult:
         next_look = time.monotonic() + WATCH_S
         while (now := time.monotonic()) < deadline:
             if now >= next_look:
                 next_look = now + WATCH_S
                 if excess := self._excess():
-                    return ChildOutcome(failure=excess)
+                    return ChildResult(failure=excess)
             wait_s = max(0.0, min(deadline, next_look) - now)
             ready = [key.fd for key, _ in selector.select(wait_s)]
             for descriptor in ready:
                 if descriptor != process and not self._read(descriptor):
                     selector.unregister(descriptor)
             if len(self.answered) > MAX_ANSWER:
-                return ChildOutcome(failure=f"its answer has more than {MAX_ANSWER:,} bytes")
+                return ChildResult(failure=f"its answer has more than {MAX_ANSWER:,} bytes")
             if process in ready:
                 return self._ended()
-        return ChildOutcome(is_late=True)
+        return ChildResult(is_late=True)
 
     def _read(self, descriptor: int) -> bool:
         """Read what the call has written to a pipe. Return False at the pipe's end."""
@@ -195,8 +195,8 @@ class _WatchedCall:
             self.printed += data
         return bool(data)
 
-    def _ended(self) -> ChildOutcome:
-        """Return the outcome of a call whose process has ended.
+    def _ended(self) -> ChildResult:
+        """Return the result of a call whose process has ended.
 
         A process without an answer has ended itself, by ``os._exit``.
         """
@@ -209,8 +209,8 @@ class _WatchedCall:
                 self._read(descriptor)
         code = os.waitstatus_to_exitcode(status)
         if code or not self.answered:
-            return ChildOutcome(failure=died(code))
-        return ChildOutcome(answer=bytes(self.answered))
+            return ChildResult(failure=died(code))
+        return ChildResult(answer=bytes(self.answered))
 
     def _excess(self) -> str:
         """Return an error's words if the processes of the call use too much, else an empty text."""

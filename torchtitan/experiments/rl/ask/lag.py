@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from torchtitan.experiments.rl.ask.stacks import frames_of_thread, place_in
+from torchtitan.experiments.rl.ask.stacks import frames_of_thread, location_in
 from torchtitan.experiments.rl.ask.threads import TIMER_S
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Block:
 
     owner: str
     """Name of the code, such as "Maze.step_message"; empty if it has none."""
-    place: str
+    location: str
     """Function that the step was in, with file and line; empty if not known."""
     seconds: float
 
@@ -76,7 +76,7 @@ class _Sighting:
     watched: WatchedTask | None
     """The task's code of users; None if it runs none."""
     owner: str
-    place: str
+    location: str
 
 
 class Deadlines:
@@ -172,7 +172,7 @@ class LoopClock:
             seen = self._sighting
             if seen is not None and seen.due == due and seen.watched is not None:
                 seconds = min(late_s, now - seen.since)
-                seen.watched.note_block(Block(seen.owner, seen.place, seconds))
+                seen.watched.note_block(Block(seen.owner, seen.location, seconds))
         return self._lag_s
 
     def count_late(self, block: Block) -> None:
@@ -228,7 +228,7 @@ class LoopClock:
             task=task,
             watched=watched,
             owner="" if watched is None else watched.owner,
-            place=place_in(frames_of_thread(self._thread)),
+            location=location_in(frames_of_thread(self._thread)),
         )
 
     def _schedule_tick(self) -> None:

@@ -100,9 +100,9 @@ class OrderedCalls:
             return OrderedCall(owner, self._in_turn(submit, limit_s, owner))
         begun = submit()
         with contextlib.suppress(TimeoutError):
-            outcome = begun.result(min(self._in_place_s, limit_s))
-            if not isinstance(outcome.value, Awaitable):
-                return OrderedCall(owner, outcome)
+            result = begun.result(min(self._in_place_s, limit_s))
+            if not isinstance(result.value, Awaitable):
+                return OrderedCall(owner, result)
         task = self._in_turn(lambda: begun, limit_s, owner)
         # A task that is cancelled before its first step never runs, and would leave the call be.
         task.add_done_callback(lambda _: self._thread.abandon(begun))
@@ -132,13 +132,13 @@ class OrderedCall(Generic[T]):
     """A call that is answered, or runs, or waits for its turn."""
 
     owner: str
-    outcome: CallResult | asyncio.Task[CallResult]
+    result: CallResult | asyncio.Task[CallResult]
     """Result of a call that was answered in place, or the task that ends with it."""
 
     @property
     def answered(self) -> bool:
         """True if the function has returned or raised, and nothing has to be awaited."""
-        return isinstance(self.outcome, CallResult)
+        return isinstance(self.result, CallResult)
 
     def value_now(self) -> T:
         """Return the value of a call that is answered.
@@ -146,8 +146,8 @@ class OrderedCall(Generic[T]):
         Raises:
             RunError: the function raised anything.
         """
-        assert isinstance(self.outcome, CallResult), "the call is answered"
-        return self._value_of(self.outcome)
+        assert isinstance(self.result, CallResult), "the call is answered"
+        return self._value_of(self.result)
 
     async def value(self) -> T:
         """Return the value, without going round the event loop if the call is answered.
@@ -157,11 +157,11 @@ class OrderedCall(Generic[T]):
         Raises:
             RunError: the function took longer than its limit, or raised anything.
         """
-        outcome = self.outcome
-        return self._value_of(outcome if isinstance(outcome, CallResult) else await outcome)
+        result = self.result
+        return self._value_of(result if isinstance(result, CallResult) else await result)
 
-    def _value_of(self, outcome: CallResult) -> T:
-        if outcome.error is not None:
-            log_first(outcome.error)
-            raise RunError(f"{self.owner}: {sentence(outcome.error)}") from outcome.error
-        return cast(T, outcome.value)
+    def _value_of(self, result: CallResult) -> T:
+        if result.error is not None:
+            log_first(result.error)
+            raise RunError(f"{self.owner}: {sentence(result.error)}") from result.error
+        return cast(T, result.value)

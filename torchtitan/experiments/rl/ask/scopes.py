@@ -29,7 +29,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol, cast
 
 from torchtitan.experiments.rl.ask.lag import TICK_S, Block, clock_of_running_loop
-from torchtitan.experiments.rl.ask.stacks import frames_of_coroutine, place_in, with_owner
+from torchtitan.experiments.rl.ask.stacks import frames_of_coroutine, location_in, with_owner
 from torchtitan.experiments.rl.ask.threads import TIMER_S, CallResult
 from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout
 
@@ -45,7 +45,7 @@ all the time, and lets others run between, moves its own, and would never be lat
 class AwaitedCall(Protocol):
     """A call in another task or thread that a scope's code waits for."""
 
-    def place(self) -> str:
+    def location(self) -> str:
         """Return the function that the call is in, with file and line; empty if not known."""
 
 
@@ -110,14 +110,14 @@ class Frame:
             self.late = self.blocked(self.block)
         else:
             self.late = UserCodeTimeout(f"no answer within {self.limit_s:g} s")
-            self.late.where = self.scope.place_seen_from(self)
+            self.late.where = self.scope.location_seen_from(self)
         self.scope.cancel_late(self)
 
     def blocked(self, block: Block) -> UserCodeTimeout:
         """Count a step that held up the event loop for the whole limit, and return its error."""
         self.scope.clock.count_late(block)
         is_own = block.owner == self.owner
-        culprit = block.place if is_own else with_owner(block.owner, block.place)
+        culprit = block.location if is_own else with_owner(block.owner, block.location)
         return UserCodeTimeout(
             f"no answer within {self.limit_s:g} s: {culprit or 'it'} blocked the event loop for "
             f"{block.seconds:.3g} s without awaiting"
@@ -170,7 +170,7 @@ class Scope:
             self._parent.inside[self] = None
 
     @staticmethod
-    async def outcomes(scopes: "Sequence[Scope]") -> list[CallResult]:
+    async def results(scopes: "Sequence[Scope]") -> list[CallResult]:
         """Wait for the ends of the first calls of scopes that have started.
 
         Raises:
@@ -210,13 +210,13 @@ class Scope:
     ) -> None:
         _SCOPE.set(self)
         try:
-            outcome = await self.call(function, limit_s, owner)
+            result = await self.call(function, limit_s, owner)
         except BaseException as error:  # noqa: BLE001 - CancelledError; no other, but a mistake here
-            outcome = CallResult(error=error)
+            result = CallResult(error=error)
         self.clock.watched.pop(cast(Any, self._task), None)
         self._task = None
         if not self._ended.done():
-            self._ended.set_result(outcome)
+            self._ended.set_result(result)
 
     async def call(
         self, function: Callable[[], Awaitable[object]], limit_s: float, owner: str
@@ -238,29 +238,29 @@ class Scope:
         if deadlines is not None:
             deadlines.add(frame)
         try:
-            outcome = CallResult(value=await function())
+            result = CallResult(value=await function())
         except BaseException as error:  # noqa: BLE001 - user code may raise or exit with anything
-            outcome = CallResult(error=error)
+            result = CallResult(error=error)
         if deadlines is not None:
             deadlines.remove(frame)
             if self.clock.time() - frame.began_at >= limit_s:
                 self.clock.measure_lag_s()  # notes a step of the call that has just ended
         self._frames.pop()
-        await self._take_back_cancellations(frame, outcome, cancelling)
+        await self._take_back_cancellations(frame, result, cancelling)
         if frame.late is not None:
-            frame.late.returned = outcome.error is None
+            frame.late.returned = result.error is None
             return CallResult(error=frame.late)
         if frame.block is not None:
             late = frame.blocked(frame.block)
             late.returned = True
-            if outcome.error is None:
+            if result.error is None:
                 return CallResult(error=late)
-        if isinstance(outcome.error, UserCodeTimeout):
-            outcome.error.is_inner = True
-        return outcome
+        if isinstance(result.error, UserCodeTimeout):
+            result.error.is_inner = True
+        return result
 
     async def _take_back_cancellations(
-        self, frame: Frame, outcome: CallResult, cancelling: int
+        self, frame: Frame, result: CallResult, cancelling: int
     ) -> None:
         """Take back the cancellations of the task that were of a call that has ended.
 
@@ -276,9 +276,9 @@ class Scope:
             return
         if frame.late is not None:
             task.uncancel()  # the frame's own request; one that is left is of a timeout around it
-        is_cancelled = isinstance(outcome.error, asyncio.CancelledError)
+        is_cancelled = isinstance(result.error, asyncio.CancelledError)
         if is_cancelled and task.cancelling() > cancelling:
-            raise cast(asyncio.CancelledError, outcome.error)
+            raise cast(asyncio.CancelledError, result.error)
         # User code has swallowed or requested the others. Yield once, so that one that has not
         # arrived yet does.
         with contextlib.suppress(asyncio.CancelledError):
@@ -320,23 +320,25 @@ class Scope:
 
     # ---- where the code waits
 
-    def place(self) -> str:
+    def location(self) -> str:
         """Return where the code waits, for the error of a call around this scope."""
-        return self.place_seen_from(None)
+        return self.location_seen_from(None)
 
-    def place_seen_from(self, frame: Frame | None) -> str:
+    def location_seen_from(self, frame: Frame | None) -> str:
         """Return the function that the innermost call waits in, with the call's owner.
 
         Args:
             frame: call whose own error names its owner.
         """
         for inner in reversed(self.inside):
-            if place := inner.place():
-                return place
-        place = "" if self._task is None else place_in(frames_of_coroutine(self._task.get_coro()))
+            if location := inner.location():
+                return location
+        location = (
+            "" if self._task is None else location_in(frames_of_coroutine(self._task.get_coro()))
+        )
         if not self._frames or self._frames[-1] is frame:
-            return place
-        return with_owner(self.owner, place)
+            return location
+        return with_owner(self.owner, location)
 
 
 _SCOPE: ContextVar[Scope | None] = ContextVar("scope of user code that runs", default=None)

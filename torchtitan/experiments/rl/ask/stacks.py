@@ -41,11 +41,11 @@ def frames_of_thread(thread_id: int | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def place_in(frames: Iterable[FrameType]) -> str:
+def location_in(frames: Iterable[FrameType]) -> str:
     """Return the innermost function of the user's with file and line: "Env.step (maze.py:31)".
 
     Without one, return the innermost function of the library's that asks nothing itself. Python's
-    own code and that of installed packages is no place. Empty where there is none.
+    own code and that of installed packages is no location. Empty where there is none.
 
     Args:
         frames: innermost first.
@@ -54,19 +54,22 @@ def place_in(frames: Iterable[FrameType]) -> str:
     for frame in frames:
         file = frame.f_code.co_filename
         if is_users_file(file):
-            return _place(frame)
+            return _location(frame)
         if not of_library and is_library_file(file) and not file.startswith(_THIS_FOLDER):
-            of_library = _place(frame)
+            of_library = _location(frame)
     return of_library
 
 
-def with_owner(owner: str, place: str) -> str:
-    """Return a place with the name of the code that was asked: "Maze.step, at fetch (web.py:7)"."""
-    if not owner or place.startswith(f"{owner} "):
-        return place
-    return f"{owner}, at {place}" if place else owner
+def with_owner(owner: str, location: str) -> str:
+    """Return a location with the name of the code that was asked.
+
+    Such as "Maze.step, at fetch (web.py:7)".
+    """
+    if not owner or location.startswith(f"{owner} "):
+        return location
+    return f"{owner}, at {location}" if location else owner
 
 
-def _place(frame: FrameType) -> str:
+def _location(frame: FrameType) -> str:
     name = frame.f_code.co_qualname.rpartition("<locals>.")[2]
     return f"{name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

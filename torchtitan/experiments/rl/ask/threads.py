@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.experiments.rl.ask.stacks import frames_of_thread, place_in, with_owner
+from torchtitan.experiments.rl.ask.stacks import frames_of_thread, location_in, with_owner
 from torchtitan.experiments.rl.errors import UserCodeTimeout
 
 logger = logging.getLogger(__name__)
@@ -69,15 +69,15 @@ class ThreadCall(Future[CallResult]):
         left_s = self.began_at + timeout_s - ended_at
         return left_s if left_s > TIMER_S else 0.0
 
-    def place(self) -> str:
+    def location(self) -> str:
         """Return where the call is, for the error of a call around it."""
-        return with_owner(self.owner, self.own_place())
+        return with_owner(self.owner, self.own_location())
 
-    def own_place(self) -> str:
+    def own_location(self) -> str:
         """Return the function that the call is in, with file and line; empty if not known."""
         if self.began_at is None or self.ended_at is not None:
             return ""
-        return place_in(frames_of_thread(self.thread_id))
+        return location_in(frames_of_thread(self.thread_id))
 
 
 class WorkerThreads:
@@ -111,7 +111,7 @@ class WorkerThreads:
         self._calls.put(call)
         return call
 
-    async def outcome(self, call: ThreadCall, timeout_s: float | None) -> CallResult:
+    async def result(self, call: ThreadCall, timeout_s: float | None) -> CallResult:
         """Wait for the end of a call, and abandon the call if that takes too long.
 
         Args:
@@ -129,20 +129,20 @@ class WorkerThreads:
                     left_s = call.left_s(timeout_s)
                     if left_s <= 0:
                         late = UserCodeTimeout(f"no answer within {timeout_s:g} s")
-                        late.where = call.own_place()
+                        late.where = call.own_location()
                         raise late
         finally:
             future.cancel()
             self.abandon(call)
-        outcome = future.result()
-        if timeout_s is not None and outcome.error is None:
+        result = future.result()
+        if timeout_s is not None and result.error is None:
             took_s = (call.ended_at or 0.0) - (call.began_at or 0.0)
             if took_s > timeout_s:  # the event loop was held up, and saw the deadline too late
                 text = f"no answer within {timeout_s:g} s, but after {took_s:.3g} s"
                 late = UserCodeTimeout(text)
                 late.returned = True
                 raise late
-        return outcome
+        return result
 
     def abandon(self, call: ThreadCall) -> None:
         """Take back a queued call; have another thread take the place of one that runs on.
@@ -173,10 +173,10 @@ class WorkerThreads:
                 continue
             call.thread_id = threading.get_ident()
             call.began_at = time.monotonic()
-            outcome = call.run()
+            result = call.run()
             with self._lock:
                 call.ended_at = time.monotonic()
-            call.set_result(outcome)
+            call.set_result(result)
             if call.is_replaced:
                 return
-            del call, outcome  # an idle thread would keep the call's arguments alive
+            del call, result  # an idle thread would keep the call's arguments alive

@@ -49,7 +49,7 @@ class AnswersTried:
 
     count: int
     faults: dict[str, str]
-    """Reason why a row's answer teaches nothing, by the row's place in its file."""
+    """Reason why a row's answer teaches nothing, by the row's location in its file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,14 +99,14 @@ class ReplyChecks:
             answer = task.known_answer(sample)
             if answer is None:
                 continue
-            place = self._place(index)
-            self.announce(f"the reward of the answer of {place}")
+            location = self._location(index)
+            self.announce(f"the reward of the answer of {location}")
             try:
                 fault = await self._fault_of_answer(sample, answer)
             except NotScored as error:
                 fault = str(error)
             if fault is not None:
-                faults[place] = fault
+                faults[location] = fault
             count += 1
             if loop.time() > end_s:
                 break
@@ -116,19 +116,19 @@ class ReplyChecks:
         """Warn of the rows whose own answer is not rewarded."""
         if not tried.faults:
             return None
-        places = list(tried.faults)
-        more = ", ..." if len(places) > SHOWN_ROWS else ""
+        locations = list(tried.faults)
+        more = ", ..." if len(locations) > SHOWN_ROWS else ""
         functions = ", ".join(self.task.rubric.names) or type(self.task.rubric).__name__
         return (
-            f"{self.field}.rubric: of the first {tried.count:,} rows {len(places):,} are not "
-            f"rewarded for their own answer ({', '.join(places[:SHOWN_ROWS])}{more}); "
-            f"{places[0]}: {tried.faults[places[0]]}; see to the row's answer, and to how "
+            f"{self.field}.rubric: of the first {tried.count:,} rows {len(locations):,} are not "
+            f"rewarded for their own answer ({', '.join(locations[:SHOWN_ROWS])}{more}); "
+            f"{locations[0]}: {tried.faults[locations[0]]}; see to the row's answer, and to how "
             f"{functions} compares it with a text"
         )
 
-    def _place(self, index: int) -> str:
+    def _location(self, index: int) -> str:
         dataset = self.task.dataset
-        return dataset.rows.place(index) if isinstance(dataset, RowDataset) else f"row {index}"
+        return dataset.rows.location(index) if isinstance(dataset, RowDataset) else f"row {index}"
 
     async def _fault_of_answer(self, sample: DataSample, answer: str) -> str | None:
         """Return why replies with the answer teach nothing.

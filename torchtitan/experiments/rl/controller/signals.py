@@ -132,8 +132,8 @@ class _WaitingCommand:
     """Seconds from then until the run is given up, unless Ctrl-C asked."""
     deadline: float = math.inf
     """Time at which the grace period is over."""
-    answers: list[Any] = field(default_factory=list)
-    """Answers of the controller, which are awaited by nobody but must not be dropped."""
+    replies: list[Any] = field(default_factory=list)
+    """Replies of the controller, which are awaited by nobody but must not be dropped."""
 
     @property
     def run_dir(self) -> Path:
@@ -202,7 +202,7 @@ class _WaitingCommand:
         self.asked_at = now
         write_line(sys.stderr, "stopping after this step; once more stops at once")
         reason = _signal_name(number)
-        self.answers.append(self.controller.request_stop.call_one(reason))
+        self.replies.append(self.controller.request_stop.call_one(reason))
 
     def _stop_at_once(self, why: str, code: int) -> NoReturn:
         """End every process without a word to any actor: one may hang.

@@ -27,7 +27,7 @@ class FileRows(NamedTuple):
     """Rows of a file, and where they stand in it."""
 
     rows: list[Row]
-    places: Sequence[str] | None = None
+    locations: Sequence[str] | None = None
     """Place of each row, such as "line 3"; None if a row is known by its number alone."""
 
 
@@ -93,17 +93,17 @@ def _read_text(file: Path) -> str:
 def _read_json_lines(text: str) -> FileRows:
     """Return the objects of the lines that are not empty."""
     rows: list[Row] = []
-    places: list[str] = []
+    locations: list[str] = []
     for number, line in enumerate(text.split("\n"), 1):
         stripped = line.strip()
         if stripped:
-            place = f"line {number}"
-            rows.append(_json_line(stripped, place))
-            places.append(place)
-    return FileRows(with_all_columns(rows), places)
+            location = f"line {number}"
+            rows.append(_json_line(stripped, location))
+            locations.append(location)
+    return FileRows(with_all_columns(rows), locations)
 
 
-def _json_line(line: str, place: str) -> Row:
+def _json_line(line: str, location: str) -> Row:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -111,8 +111,8 @@ def _json_line(line: str, place: str) -> Row:
         if isinstance(error, json.JSONDecodeError):
             fault = f"{error.msg} at character {error.colno}"
         cure = 'write a whole {"column": value, ...} in each line, or remove it'
-        raise Unreadable(f"{place} is no JSON ({fault}): {line[:60]!r}; {cure}") from None
-    return _checked_object(value, place)
+        raise Unreadable(f"{location} is no JSON ({fault}): {line[:60]!r}; {cure}") from None
+    return _checked_object(value, location)
 
 
 def _read_json(text: str) -> FileRows:
@@ -127,7 +127,7 @@ def _read_json(text: str) -> FileRows:
     return FileRows(with_all_columns(rows))
 
 
-def _checked_object(value: object, place: str) -> Row:
+def _checked_object(value: object, location: str) -> Row:
     """Return a value that is an object of JSON, whose texts have an encoding.
 
     Raises:
@@ -136,13 +136,13 @@ def _checked_object(value: object, place: str) -> Row:
     if not isinstance(value, dict):
         hint = "; a file that is one list is named .json" if isinstance(value, list) else ""
         raise Unreadable(
-            f'{place} is {shown(value)}, want an object: {{"column": value, ...}}{hint}'
+            f'{location} is {shown(value)}, want an object: {{"column": value, ...}}{hint}'
         )
     try:
         "".join(entry for entry in value.values() if isinstance(entry, str)).encode()
     except UnicodeEncodeError:
         raise Unreadable(
-            f"{place} has half of a character (a lone surrogate), which no tokenizer takes: "
+            f"{location} has half of a character (a lone surrogate), which no tokenizer takes: "
             "remove it"
         ) from None
     return value

@@ -67,29 +67,29 @@ def is_missing(value: object) -> bool:
 
 
 class Rows(list[Row]):
-    """Rows of a table, each with a place that a person finds it by.
+    """Rows of a table, each with a location that a person finds it by.
 
     A missing value is None in them, so that NaN is never asked or compared as "nan".
     """
 
-    def __init__(self, rows: Iterable[Row], places: Sequence[str] | None = None):
+    def __init__(self, rows: Iterable[Row], locations: Sequence[str] | None = None):
         """Copy the rows that have a missing value, and keep the others.
 
         Args:
-            places: place of each row in its file, such as "line 3". None if errors should name a
-                row by its number.
+            locations: location of each row in its file, such as "line 3". None if errors should
+                name a row by its number.
         """
         super().__init__(map(_with_none, rows))
-        self._places = places
+        self._locations = locations
 
-    def place(self, index: int) -> str:
-        """Return the place of a row, for an error."""
-        return f"row {index}" if self._places is None else self._places[index]
+    def location(self, index: int) -> str:
+        """Return the location of a row, for an error."""
+        return f"row {index}" if self._locations is None else self._locations[index]
 
     def part(self, start: int, end: int) -> "Rows":
         """Return the rows from ``start`` to before ``end``."""
-        places = None if self._places is None else self._places[start:end]
-        return Rows(self[start:end], places)
+        locations = None if self._locations is None else self._locations[start:end]
+        return Rows(self[start:end], locations)
 
 
 def _with_none(row: Row) -> Row:
@@ -197,7 +197,7 @@ class RowDataset(Dataset):
         pattern such as "shards/*.parquet", a folder of ``save_to_disk``, or a dataset of the
         hub."""
         rows: MemoryRows | None = None
-        """Rows in the place of a path: ``MemoryRows(a list of dicts or a table, such as a pandas
+        """Rows in place of a path: ``MemoryRows(a list of dicts or a table, such as a pandas
         frame)``."""
         name: str | None = None
         """Configuration of the hub's dataset, if it has several."""
@@ -366,14 +366,14 @@ def _load_file(file: Path, named: str, *, field: str) -> Rows:
         kind = format_of(file)
         if kind is None:
             raise Unreadable(WANTED_FILE)
-        rows, places = read_file(file, kind)
+        rows, locations = read_file(file, kind)
     except FileNotFoundError:
         raise MissingError(field, named, f"no such file{perhaps_meant(file)}") from None
     except Unreadable as error:
         raise ConfigError(field, named, str(error)) from None
     except (OSError, ValueError) as error:
         raise ConfigError(field, named, f"can't be read: {cause_of(error)}") from None
-    return Rows(rows, places)
+    return Rows(rows, locations)
 
 
 def _load_pattern(pattern: str, *, field: str) -> Rows:
@@ -382,13 +382,15 @@ def _load_pattern(pattern: str, *, field: str) -> Rows:
     if not files:
         raise MissingError(field, pattern, "no file fits this pattern")
     rows: list[Row] = []
-    places: list[str] = []
+    locations: list[str] = []
     for file in files:
         rows_of_file = _load_file(Path(file), file, field=field)
         rows += rows_of_file
         name = Path(file).name
-        places += [f"{name}, {rows_of_file.place(index)}" for index in range(len(rows_of_file))]
-    return Rows(with_all_columns(rows), places)
+        locations += [
+            f"{name}, {rows_of_file.location(index)}" for index in range(len(rows_of_file))
+        ]
+    return Rows(with_all_columns(rows), locations)
 
 
 def _is_saved(folder: Path) -> bool:

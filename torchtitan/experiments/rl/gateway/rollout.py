@@ -103,7 +103,7 @@ class BranchingSession(PolicySession, Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class AgentCall:
     """A request that is being answered, or was."""
 
     task: "asyncio.Task[SampledReply]" = field(init=False)
@@ -140,7 +140,7 @@ class Call:
 class SampledTurn:
     """A turn in the tree of the rollout, and what a request needs to go on from it."""
 
-    call: Call
+    call: AgentCall
     turn: RolloutTurn
     chain: int
     """Number of the turn's chain: turns that one session sampled."""
@@ -252,9 +252,9 @@ class AgentRollout:
         self._tree: TurnTree[SampledTurn] = TurnTree()
         self._chain_count = 0
 
-        self._calls: dict[bytes, Call] = {}
+        self._calls: dict[bytes, AgentCall] = {}
         """Latest call with each body, by the body's digest."""
-        self._open_calls: set[Call] = set()
+        self._open_calls: set[AgentCall] = set()
         self._begun_calls = 0
         self._ended_calls = 0
         """Number of ended calls that count against ``max_turns``; see `_call_ended`."""
@@ -396,7 +396,9 @@ class AgentRollout:
 
     # Calls, which the server begins and leaves.
 
-    def begin(self, request: ModelRequest, *, digest: bytes, retry: bool, dialect: str) -> Call:
+    def begin(
+        self, request: ModelRequest, *, digest: bytes, retry: bool, dialect: str
+    ) -> AgentCall:
         """Return a new call, or the one that a client repeats.
 
         A repeat joins the equal call before it if the client says that it is one, or if that call's
@@ -422,7 +424,7 @@ class AgentRollout:
         self._check_open(request)
         self._begun_calls += 1
         self._readers += 1
-        call = Call()
+        call = AgentCall()
         call.task = asyncio.create_task(
             self._serve(call, request, dialect, is_first=self._begun_calls == 1)
         )
@@ -451,7 +453,7 @@ class AgentRollout:
         self.count_refusal(refusal)
         raise refusal
 
-    def _call_ended(self, call: Call) -> None:
+    def _call_ended(self, call: AgentCall) -> None:
         """Take a call from the open ones, and count it against ``max_turns``.
 
         A cancelled call does not count, nor does a request that was refused for what it says. A
@@ -466,7 +468,7 @@ class AgentRollout:
         if not was_refused:
             self._ended_calls += 1
 
-    def leave(self, call: Call, *, delivered: bool) -> None:
+    def leave(self, call: AgentCall, *, delivered: bool) -> None:
         """Note that a connection was sent the answer, or has gone.
 
         The first delivery of the policy's answer lets its turn be trained, unless the rollout was
@@ -488,7 +490,7 @@ class AgentRollout:
                 self.counts[UNDELIVERED] -= 1
                 self.counts["answered"] += 1
 
-    def take_back(self, call: Call) -> None:
+    def take_back(self, call: AgentCall) -> None:
         """Note that a client was sent the answer and has not read it, so that it is not trained.
 
         A turn that another call has gone on from was read by someone.
@@ -523,7 +525,7 @@ class AgentRollout:
     # Answering a call.
 
     async def _serve(
-        self, call: Call, request: ModelRequest, dialect: str, *, is_first: bool
+        self, call: AgentCall, request: ModelRequest, dialect: str, *, is_first: bool
     ) -> SampledReply:
         """Answer a request, and count the call's outcome (`Rollout.calls`).
 
@@ -707,7 +709,7 @@ class AgentRollout:
 
     async def _record(
         self,
-        call: Call,
+        call: AgentCall,
         branch: _Branch,
         completion: Completion,
         request: ModelRequest,

@@ -32,7 +32,7 @@ from torchtitan.experiments.rl.gateway.request import (
     Refusal,
     event,
 )
-from torchtitan.experiments.rl.gateway.rollout import AgentRollout, Call
+from torchtitan.experiments.rl.gateway.rollout import AgentCall, AgentRollout
 from torchtitan.experiments.rl.printable import shown
 
 logger = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ class Gateway:
             if model_request.stream:
                 response = await _stream(dialect, request, model_request, call)
             else:
-                response = web.json_response(dialect.reply(await _answer(call)))
+                response = web.json_response(dialect.reply(await _reply_to(call)))
                 connection.begin_response()
                 await response.prepare(request)
                 await response.write_eof()
@@ -371,7 +371,7 @@ def _refusal_of(error: web.HTTPException, request: web.Request) -> Refusal:
     return Refusal(text, status=error.status, code=error.reason.lower().replace(" ", "_"))
 
 
-async def _answer(call: Call) -> ModelReply:
+async def _reply_to(call: AgentCall) -> ModelReply:
     """Return the reply of a call.
 
     If this reader is cancelled the call goes on, because another reader may wait for it.
@@ -390,7 +390,7 @@ async def _answer(call: Call) -> ModelReply:
 
 
 async def _stream(
-    dialect: ModuleType, request: web.Request, model_request: ModelRequest, call: Call
+    dialect: ModuleType, request: web.Request, model_request: ModelRequest, call: AgentCall
 ) -> web.StreamResponse:
     """Send the answer of a call as a stream, which begins with a sign of life.
 
@@ -409,7 +409,7 @@ async def _stream(
     while not (await asyncio.wait([call.task], timeout=KEEP_ALIVE_S))[0]:
         await response.write(dialect.KEEP_ALIVE)
     try:
-        parts = list(dialect.stream(await _answer(call), model_request))
+        parts = list(dialect.stream(await _reply_to(call), model_request))
     except Refusal as refusal:
         if not response.prepared:
             raise

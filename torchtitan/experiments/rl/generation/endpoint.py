@@ -101,7 +101,7 @@ class EndpointClient:
         self.model = model
         self._servers = [Server(url) for url in model.urls]
         self._request_numbers = itertools.count(1)
-        self._places = asyncio.Semaphore(model.max_concurrency)
+        self._slots = asyncio.Semaphore(model.max_concurrency)
         limits = httpx.Limits(
             max_connections=model.max_concurrency, max_keepalive_connections=model.max_concurrency
         )
@@ -177,7 +177,7 @@ class EndpointClient:
         """
         body = {"model": self.model.name, **request}
         attempts = self.model.max_retries + 1
-        async with self._places:
+        async with self._slots:
             for attempt in range(attempts):
                 if attempt:
                     await asyncio.sleep(self._wait_s(attempt))
@@ -651,10 +651,10 @@ class HostedClient(GeneratorClient):
     def __init__(self, model: HostedModel, **options: Any):  # noqa: ANN401 - GeneratorClient's
         super().__init__(stops_at_texts=model.engine.stops_at_texts, **options)
         self.model = model
-        self._places = asyncio.Semaphore(model.max_concurrency)
+        self._slots = asyncio.Semaphore(model.max_concurrency)
 
     async def score(self, token_ids: np.ndarray, adapter: str = "") -> np.ndarray:
-        async with self._places:
+        async with self._slots:
             try:
                 return await super().score(np.asarray(token_ids, np.int32))
             except RunError as error:

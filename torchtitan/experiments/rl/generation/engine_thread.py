@@ -61,7 +61,7 @@ _CANARY_ID = -1
 """Request id of the first adapter's canary; those of the others count down. Clients' ids count up
 from 0."""
 
-Answer = TypeVar("Answer")
+Returned = TypeVar("Returned")
 
 
 class EngineUsage:
@@ -178,7 +178,7 @@ class EngineThread:
         """Forget requests. They are not answered."""
         self._commands.put(lambda: self._abort(request_ids))
 
-    async def call(self, command: Callable[[], Answer], *, drain: bool = False) -> Answer:
+    async def call(self, command: Callable[[], Returned], *, drain: bool = False) -> Returned:
         """Run a command between two engine steps, and return what it returns.
 
         Args:
@@ -188,7 +188,7 @@ class EngineThread:
         Raises:
             RunError: the engine failed or was stopped before.
         """
-        done: Future[Answer] = self._future()
+        done: Future[Returned] = self._future()
 
         def run() -> None:
             try:

@@ -102,7 +102,7 @@ class Judge(UserConfigurable):
 
     def __init__(self, config: Config):
         self.config = config
-        self._places = asyncio.Semaphore(config.max_concurrency)
+        self._slots = asyncio.Semaphore(config.max_concurrency)
         self._calls: OrderedDict[str, asyncio.Task[Reply]] = OrderedDict()
         """Open calls and kept answers by their conversation, least recently used first."""
         self._client: ChatClient | None = None
@@ -171,7 +171,7 @@ class Judge(UserConfigurable):
                 "yours"
             )
         problem = ""
-        async with self._places:
+        async with self._slots:
             began = time.perf_counter()
             try:
                 for attempt in range(config.max_retries + 1):

@@ -282,25 +282,27 @@ class PackedDocuments(NamedTuple):
         return cls(
             gather=tuple(gather),
             branches=tuple(branches),
-            restore_T=_places_in_groups(groups, positions_T.numel()),
+            restore_T=_indices_in_groups(groups, positions_T.numel()),
             positions_T=positions_T,
         )
 
 
-def _places_in_groups(groups: list[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> torch.Tensor:
-    """Return the place of each token among the concatenated, flattened groups, int64 [tokens].
+def _indices_in_groups(
+    groups: list[tuple[torch.Tensor, torch.Tensor]], tokens: int
+) -> torch.Tensor:
+    """Return the index of each token among the concatenated, flattened groups, int64 [tokens].
 
     Args:
         groups: for each group, the indices of its tokens and which of them are no padding, both
             [blocks, longest].
         tokens: number of tokens in the batch.
     """
-    places_T = torch.empty(tokens, dtype=torch.long)
+    indices_T = torch.empty(tokens, dtype=torch.long)
     base = 0
     for index, is_real in groups:
-        places_T[index[is_real]] = base + is_real.flatten().nonzero().squeeze(-1)
+        indices_T[index[is_real]] = base + is_real.flatten().nonzero().squeeze(-1)
         base += index.numel()
-    return places_T
+    return indices_T
 
 
 def _groups_of_similar_size(sizes: torch.Tensor) -> Iterator[torch.Tensor]:

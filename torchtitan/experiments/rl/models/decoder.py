@@ -104,9 +104,9 @@ class LogprobModel:
             tokens, positions, routes, real, padding=padding, columns=columns
         )
 
-        places_N = places_of(needed)
-        rows_N = places_N // length
-        columns_N = places_N % length
+        indices_N = indices_of(needed)
+        rows_N = indices_N // length
+        columns_N = indices_N % length
         parents_N = parent_columns(positions)[rows_N, columns_N]
         if self.context is not None:
             # This rank has the hidden states of its columns, and predicts from these.
@@ -203,28 +203,29 @@ class LogprobDecoder(LogprobModel, HiddenStateDecoder):
         return super().get_attention_masks(positions)
 
 
-def places_of(needed: torch.Tensor) -> torch.Tensor:
+def indices_of(needed: torch.Tensor) -> torch.Tensor:
     """Return row * L + column of each token where ``needed``, bool [B, L], is True, as int64 [N].
 
-    Places are returned as they are.
+    Indices are returned as they are.
     """
     return needed.flatten().nonzero().squeeze(-1) if needed.dtype == torch.bool else needed
 
 
-def needed_places(batch: TrainingBatch) -> torch.Tensor:
-    """Return the places of the tokens that a loss or a metric reads, in the rows that are computed.
+def needed_indices(batch: TrainingBatch) -> torch.Tensor:
+    """Return the indices of the tokens that a loss or a metric reads, int64 [N].
 
-    Call it while the batch is on the CPU: on a GPU, the count of them would wait for the device.
+    They index the tokens of the rows that are computed. Call this while the batch is on the CPU: on
+    a GPU, their number would wait for the device.
     """
     needed = batch.loss_mask | (batch.ce_weights != 0) | (batch.ref_kl_weights != 0)
     needed = needed & (batch.positions != 0)
-    return places_of(needed if batch.trees is None else batch.trees.mask_to_trees(needed))
+    return indices_of(needed if batch.trees is None else batch.trees.mask_to_trees(needed))
 
 
 def batch_logprobs(
     policy: Policy,
     batch: TrainingBatch,
-    places: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     *,
     replay: bool = False,
 ) -> tuple[torch.Tensor, ...]:
@@ -234,22 +235,22 @@ def batch_logprobs(
 
     Args:
         policy: forward pass of a LogprobDecoder.
-        places: the batch's ``needed_places``, on the device of the batch.
+        indices: the batch's ``needed_indices``, on the device of the batch.
         replay: True to compute each token with the experts that the batch names for it, if any.
 
     Returns:
         logprobs and entropy, [B, L] each. Tokens that nothing reads have 0, or the value that
         another sample needs of a token that they share.
     """
-    if places is None:
-        places = needed_places(batch)
+    if indices is None:
+        indices = needed_indices(batch)
     routes = routes_of(batch) if replay else None
     real = batch.task_ids >= 0
     trees = batch.trees
     if trees is None:
-        return policy(batch.token_ids, batch.positions, batch.temperatures, places, routes, real)
+        return policy(batch.token_ids, batch.positions, batch.temperatures, indices, routes, real)
     real = trees.mask_to_trees(real)
-    values = policy(trees.token_ids, trees.positions, trees.temperatures, places, routes, real)
+    values = policy(trees.token_ids, trees.positions, trees.temperatures, indices, routes, real)
     return tuple(map(trees.values_to_batch, values))
 
 
@@ -311,7 +312,7 @@ class RowShapes:
         a sample of its own: it attends to no other token, and no other token to it.
         """
         rows, length = tokens.shape
-        places_N = places_of(needed)
+        indices_N = indices_of(needed)
         to_rows, to_length = self.smallest(rows, length)
         padding = (0, to_length - length, 0, to_rows - rows)
         if real is None:
@@ -322,7 +323,7 @@ class RowShapes:
             F.pad(tokens, padding),
             F.pad(positions, padding),
             F.pad(temperatures, padding, value=1.0),
-            places_N // length * to_length + places_N % length,
+            indices_N // length * to_length + indices_N % length,
             None if routes is None else F.pad(routes, (0, 0, 0, 0, *padding), value=-1),
             F.pad(real, padding),
         )

@@ -338,8 +338,8 @@ class Rubric(UserConfigurable):
         by = self._isolated.ask if entry.isolate else ask
         if not entry.group_level:
             arguments = [(subject, env_input) for subject in subjects]
-            outcomes = await ask_each(entry.fn, arguments, timeout_s=timeout_s, by=by)
-            return [_judgement_of(outcome, entry.fn) for outcome in outcomes]
+            results = await ask_each(entry.fn, arguments, timeout_s=timeout_s, by=by)
+            return [_judgement_of(result, entry.fn) for result in results]
         try:
             values = await by(entry.fn, subjects, env_input, timeout_s=timeout_s)
         except UserCodeError as error:
@@ -446,11 +446,11 @@ def _returns_nothing(function: Callable[..., Any]) -> bool:
     )
 
 
-def _judgement_of(outcome: CallResult, function: Callable[..., Any]) -> Judgement:
+def _judgement_of(result: CallResult, function: Callable[..., Any]) -> Judgement:
     """Return the judgement that a call of a function ended in."""
-    if isinstance(outcome.error, UserCodeError):
-        return outcome.error
-    return _judgement(outcome.value, function)
+    if isinstance(result.error, UserCodeError):
+        return result.error
+    return _judgement(result.value, function)
 
 
 def _judgement(value: object, function: Callable[..., Any]) -> Judgement:

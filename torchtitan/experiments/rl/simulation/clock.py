@@ -44,12 +44,12 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         self, executor: object, func: Callable[..., T], *args: object
     ) -> asyncio.Future[T]:
         """Call the function now, and return a future that is done."""
-        answer: asyncio.Future[T] = self.create_future()
+        result: asyncio.Future[T] = self.create_future()
         try:
-            answer.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - whatever the function raises is its answer
-            answer.set_exception(error)
-        return answer
+            result.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - whatever the function raises is its result
+            result.set_exception(error)
+        return result
 
     def call_soon_threadsafe(
         self,

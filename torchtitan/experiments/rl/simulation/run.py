@@ -53,8 +53,8 @@ from torchtitan.experiments.rl.simulation.clock import Cores, InlineThread
 from torchtitan.experiments.rl.simulation.engine import EngineTotals, SimulatedReplica
 from torchtitan.experiments.rl.simulation.lengths import Lengths
 from torchtitan.experiments.rl.simulation.local_actor import open_channel
-from torchtitan.experiments.rl.simulation.outcome import SimulationResult
 from torchtitan.experiments.rl.simulation.rates import DEATH_SEEN_S, Rates
+from torchtitan.experiments.rl.simulation.result import SimulationResult
 from torchtitan.experiments.rl.simulation.tasks import simulated_tasks
 from torchtitan.experiments.rl.simulation.trainer import SimulatedTrainer
 from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, WeightSync
@@ -119,7 +119,7 @@ class Saved:
 
 
 class SimulatedRun:
-    """A run in virtual time. Call ``run`` once; ``outcome`` fills meanwhile."""
+    """A run in virtual time. Call ``run`` once; ``result`` fills meanwhile."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class SimulatedRun:
             self.files = [run_dir / METRICS_FILE, run_dir / LEDGER_FILE]
         self.hosts = Hosts.of_config(config)
         replicas = config.generator.replicas
-        self.outcome = SimulationResult(
+        self.result = SimulationResult(
             gpus=config.trainer.ranks + replicas * self.hosts.gpus_of_replica, replicas=replicas
         )
         self.random = np.random.default_rng([config.seed, 33])
@@ -176,17 +176,17 @@ class SimulatedRun:
                 self._events = files.enter_context(events_file)
             while True:
                 died_at = await self.attempt(self.saved).run()
-                self.outcome.seconds = loop.time()
+                self.result.seconds = loop.time()
                 if died_at is None:
-                    return self.outcome
+                    return self.result
                 await self._repair(died_at)
 
     async def _repair(self, died_at: float) -> None:
         """Wait until the run can go on from its newest checkpoint, or from the start."""
         clock = asyncio.get_running_loop().time
-        self.outcome.repeated_s += died_at - self.unsaved_since
+        self.result.repeated_s += died_at - self.unsaved_since
         await asyncio.sleep(self.failures.seen_s + self.failures.repair_s + self.rates.start_s)
-        self.outcome.down_s += clock() - died_at
+        self.result.down_s += clock() - died_at
         self.unsaved_since = clock()
         offsets = {} if self.saved is None else self.saved.offsets
         for file in self.files:
@@ -295,7 +295,7 @@ class Attempt(RunEvents):
             self._rates,
             self._cores,
             trainer.parallelism.data_parallel_size(trainer.ranks),
-            take_up_answer=self._take_up_answer,
+            take_up_reply=self._take_up_reply,
         )
 
     def _build_loops(self, context: BuildContext) -> Loops:
@@ -362,10 +362,10 @@ class Attempt(RunEvents):
 
     async def _close(self, training: asyncio.Task[None]) -> None:
         """Stop everything, and add up what the actors have done."""
-        outcome = self.simulation.outcome
+        result = self.simulation.result
         lost_tokens = sum(replica.kill() for _, replica in sorted(self._replicas.items()))
         if self._died_at.done():
-            outcome.lost_tokens += lost_tokens
+            result.lost_tokens += lost_tokens
         for task in [*self._background, training]:
             task.cancel()
         await asyncio.wait({training})
@@ -374,8 +374,8 @@ class Attempt(RunEvents):
         self._client.close()
         if self._metrics is not None:
             self._metrics.close()
-        outcome.trainer_busy_s += self._trainer.busy_s
-        outcome.engines += self._engine_totals()
+        result.trainer_busy_s += self._trainer.busy_s
+        result.engines += self._engine_totals()
 
     # Processes of the controller's host.
 
@@ -385,10 +385,10 @@ class Attempt(RunEvents):
             async with self._processes:
                 await self._cores.use(self._rates.turn_s * share)
 
-    async def _take_up_answer(self) -> None:
-        """Return when the controller takes up an answer of the trainer.
+    async def _take_up_reply(self) -> None:
+        """Return when the controller takes up a reply of the trainer.
 
-        Where its event loop runs the rollouts too, the answer waits behind what is ready there.
+        Where its event loop runs the rollouts too, the reply waits behind what is ready there.
         """
         if self._config.rollout_workers == 0:
             async with self._processes:
@@ -432,7 +432,7 @@ class Attempt(RunEvents):
             pause_s = float(simulation.random.exponential(DAY_S / failures.per_day))
             await asyncio.sleep(pause_s)
             dead = sorted(map(int, simulation.random.choice(hosts.hosts, count, replace=False)))
-            simulation.outcome.deaths += 1
+            simulation.result.deaths += 1
             simulation.record_event("hosts die", hosts=dead)
             has_trainer = dead[0] < hosts.trainer_hosts
             if failures.end_run or has_trainer:
@@ -451,7 +451,7 @@ class Attempt(RunEvents):
         failures = simulation.failures
         clock = asyncio.get_running_loop().time
         died_at = clock()
-        simulation.outcome.lost_tokens += dead.kill()
+        simulation.result.lost_tokens += dead.kill()
         self._lost_totals += dead.totals
         await asyncio.sleep(failures.seen_s)
         simulation.restarts.count(f"generator_{index}", f"generator {index}", "its host died")
@@ -459,7 +459,7 @@ class Attempt(RunEvents):
         await asyncio.sleep(failures.repair_s)
         await self._cores.use(self._rates.start_s)
         await self._start_replica(index)
-        simulation.outcome.engine_down_s += clock() - died_at
+        simulation.result.engine_down_s += clock() - died_at
         simulation.record_event("replica is back", replica=index)
 
     def _engine_totals(self) -> EngineTotals:
@@ -503,9 +503,9 @@ class Attempt(RunEvents):
         metrics = record.metrics
         if self._metrics is not None:
             self._metrics.log(record.step, metrics)
-        outcome = self.simulation.outcome
-        outcome.steps[record.step] = metrics
-        outcome.ledger = self._loops.rollouts.ledger.counts()
+        result = self.simulation.result
+        result.steps[record.step] = metrics
+        result.ledger = self._loops.rollouts.ledger.counts()
         self.simulation.record_event(
             "step",
             step=record.step,

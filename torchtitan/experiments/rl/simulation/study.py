@@ -14,8 +14,8 @@ from torchtitan.experiments.rl.plan.costs import DEVICES, GIB, Gpu, ModelSizes
 from torchtitan.experiments.rl.plan.plan import trainer_memory
 from torchtitan.experiments.rl.simulation.clock import run_virtually
 from torchtitan.experiments.rl.simulation.lengths import Lengths
-from torchtitan.experiments.rl.simulation.outcome import SimulationResult
 from torchtitan.experiments.rl.simulation.rates import Rates, run_rates
+from torchtitan.experiments.rl.simulation.result import SimulationResult
 from torchtitan.experiments.rl.simulation.run import Failures, SimulatedRun
 
 BOUNDS = (0, 1, 2, 4)
@@ -168,7 +168,7 @@ def sweep(setting: Setting, fields: Sequence[str], gpus: int) -> list[str]:
     if not runs:
         raise refusals[-1]
     runs.sort(key=lambda run: run[0].gpu_hours_per_million)
-    lines = [SWEEP_HEADER, *(_sweep_row(outcome, config) for outcome, config in runs)]
+    lines = [SWEEP_HEADER, *(_sweep_row(result, config) for result, config in runs)]
     if refusals:
         lines.append(f"left out       what can't run: {refusals[-1]}")
     return lines
@@ -186,10 +186,10 @@ def _candidate(setting: Setting, gpus: int, trainer_share: float, bound: int) ->
     return candidate
 
 
-def _sweep_row(outcome: SimulationResult, config: RunConfig) -> str:
+def _sweep_row(result: SimulationResult, config: RunConfig) -> str:
     return (
         f"{config.trainer.ranks:13}  {config.generator.replicas:8}  "
-        f"{config.max_offpolicy_steps:5}  {outcome.step_s:7.1f}  "
-        f"{outcome.generators_idle:15.0%}  {outcome.trainer_idle:12.0%}  "
-        f"{outcome.mean('policy/age_mean'):4.2f}   {outcome.gpu_hours_per_million:.3f}"
+        f"{config.max_offpolicy_steps:5}  {result.step_s:7.1f}  "
+        f"{result.generators_idle:15.0%}  {result.trainer_idle:12.0%}  "
+        f"{result.mean('policy/age_mean'):4.2f}   {result.gpu_hours_per_million:.3f}"
     )

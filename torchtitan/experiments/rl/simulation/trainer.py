@@ -31,19 +31,19 @@ class SimulatedTrainer:
         cores: Cores,
         data_parallel_size: int,
         *,
-        take_up_answer: Callable[[], Awaitable[None]],
+        take_up_reply: Callable[[], Awaitable[None]],
     ):
         """Start idle.
 
         Args:
-            take_up_answer: returns when the controller takes up an answer of the trainer.
+            take_up_reply: returns when the controller takes up a reply of the trainer.
         """
         self.data_parallel_size = data_parallel_size
         self.busy_s = 0.0
         """Seconds that the trainer has stepped or copied weights for."""
         self._rates = rates
         self._cores = cores
-        self._take_up_answer = take_up_answer
+        self._take_up_reply = take_up_reply
         self._version = 0
         """Version of the weights that were copied out last."""
         self.copy_weights = LocalEndpoint(self._copy_weights)
@@ -74,7 +74,7 @@ class SimulatedTrainer:
         began = clock()
         await self._cores.use(seconds)
         self.busy_s += clock() - began
-        await self._take_up_answer()
+        await self._take_up_reply()
 
     # As the mesh that publishes weights.
 

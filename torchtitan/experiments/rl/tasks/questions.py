@@ -181,14 +181,14 @@ class QuestionTask(Task):
                 if not found:
                     continue
                 index, token = next(iter(found.items()))
-                place = dataset.rows.place(index)
+                location = dataset.rows.location(index)
                 own = self._own_control_token
                 if own is not None and column in self._columns:
                     others = len(found) - 1
                     subject = "other" if others == 1 else "others"
                     said = f" ({_counted(others, 'have one too', subject)})" if others else ""
                     cure = (
-                        f"{place} has it in {column!r}{said}, where it would be a control token "
+                        f"{location} has it in {column!r}{said}, where it would be a control token "
                         f"as the {own!r} of the template or the system prompt is: change the "
                         f"text, or set {field}.control_tokens = True if that is meant"
                     )
@@ -196,8 +196,8 @@ class QuestionTask(Task):
                 subject = f"of {len(dataset):,} rows"
                 told = (
                     f"{field}.{part}: {_counted(len(found), 'have a special token', subject)} "
-                    f"in {column!r} (first: {place}, {token!r}), which the model is shown as text; "
-                    "control_tokens = True makes it a control token"
+                    f"in {column!r} (first: {location}, {token!r}), which the model is shown as "
+                    "text; control_tokens = True makes it a control token"
                 )
                 self.examples_warning = "; ".join(filter(None, (self.examples_warning, told)))
 
@@ -279,7 +279,7 @@ class QuestionTask(Task):
                 faults.insert(0, "repeat another")
             seen.add(digest)
             faults += self._odd_texts(row)
-            question, tools = self._checked_question(row, rows.place(index), field=field)
+            question, tools = self._checked_question(row, rows.location(index), field=field)
             if not self._has_room(question, tools):
                 limit = self.config.env.max_rollout_tokens
                 faults.append(f"leave no room for an answer in env.max_rollout_tokens = {limit}")
@@ -287,7 +287,7 @@ class QuestionTask(Task):
                 odd.setdefault(fault, []).append(index)
         odd |= _mixed_types(rows)
         return ", ".join(
-            f"{_counted(len(indices), fault)} (first: {rows.place(indices[0])})"
+            f"{_counted(len(indices), fault)} (first: {rows.location(indices[0])})"
             for fault, indices in odd.items()
         )
 
@@ -305,7 +305,7 @@ class QuestionTask(Task):
         return faults
 
     def _checked_question(
-        self, row: dict[str, Any], place: str, *, field: str
+        self, row: dict[str, Any], location: str, *, field: str
     ) -> tuple[str | list[Message], list[ToolSpec]]:
         """Return the row's question, and the tools that the model is told of.
 
@@ -317,15 +317,15 @@ class QuestionTask(Task):
         try:
             question = self.question_of(row)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{field}.messages_column", column, f"{place}: {error}") from None
+            raise ConfigError(f"{field}.messages_column", column, f"{location}: {error}") from None
         try:
             tools = self.tools_of(row)
         except (TypeError, ValueError) as error:
             named = self.config.tools_column
-            raise ConfigError(f"{field}.tools_column", named, f"{place}: {error}") from None
+            raise ConfigError(f"{field}.tools_column", named, f"{location}: {error}") from None
         if not isinstance(question, str) and question[-1]["role"] == "assistant":
             cure = (
-                f"{place} ends with an assistant's message; the model answers a user's or a "
+                f"{location} ends with an assistant's message; the model answers a user's or a "
                 "tool's message: leave the answer out, or put it into a column of its own"
             )
             raise ConfigError(f"{field}.messages_column", column, cure)
@@ -524,19 +524,21 @@ def _check_column(
         cure = "fill it in, or remove the row"
         if is_template:
             cure = f"{cure}, or give {_option(task, 'missing_text', '')} to ask an empty text there"
-        place = rows.place(lacking[0])
-        raise ConfigError(field, value, f"{source}: {place} has no {column!r}{others_said}: {cure}")
+        location = rows.location(lacking[0])
+        raise ConfigError(
+            field, value, f"{source}: {location} has no {column!r}{others_said}: {cure}"
+        )
     for index, row in enumerate(rows):
         if isinstance(row[column], bytes | bytearray | memoryview):
             cure = (
-                f"{source}: {rows.place(index)} has bytes as {column!r}, want a text: decode it "
+                f"{source}: {rows.location(index)} has bytes as {column!r}, want a text: decode it "
                 "before, or leave it out"
             )
             raise ConfigError(field, value, cure)
         if is_template and _is_chat(row[column]):
             cure = (
-                f"{source}: {rows.place(index)} has a list of messages as {column!r}, want a text: "
-                f"where the rows are chats, give {_option(task, 'messages_column', column)}"
+                f"{source}: {rows.location(index)} has a list of messages as {column!r}, want a "
+                f"text: where the rows are chats, give {_option(task, 'messages_column', column)}"
             )
             raise ConfigError(field, value, cure)
 

@@ -194,7 +194,7 @@ def _spec(name: str, description: str, parameters: dict[str, Any]) -> ToolSpec:
     return cast(ToolSpec, {"type": "function", "function": function})
 
 
-CallOutcome = Literal["good_calls", "bad_calls", "failed_calls"]
+CallKind = Literal["good_calls", "bad_calls", "failed_calls"]
 """Reward component that counts a call."""
 
 
@@ -236,12 +236,12 @@ class ToolEnv(QuestionEnv):
 
     async def step_message(self, message: Message) -> StepOutput:
         # Each is given without a call too, so that a mean is over all rollouts.
-        counts: dict[CallOutcome, int] = dict.fromkeys(get_args(CallOutcome), 0)
+        counts: dict[CallKind, int] = dict.fromkeys(get_args(CallKind), 0)
         answers: list[Any] = []
         for call in message.get("tool_calls") or []:
             name = call["function"]["name"]
-            content, outcome = await self._answer(name, call["function"]["arguments"])
-            counts[outcome] += 1
+            content, kind = await self._answer(name, call["function"]["arguments"])
+            counts[kind] += 1
             answers.append(
                 {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
             )
@@ -251,7 +251,7 @@ class ToolEnv(QuestionEnv):
         return StepOutput(
             env_messages=answers,
             done=not answers,
-            reward_components={str(outcome): float(count) for outcome, count in counts.items()},
+            reward_components={str(kind): float(count) for kind, count in counts.items()},
             control_tokens=self._config.control_tokens,
         )
 
@@ -298,7 +298,7 @@ class ToolEnv(QuestionEnv):
             return [Tool(method, name) for name, method in methods.items()]
         return [Tool(function)]
 
-    async def _answer(self, name: str, arguments: str) -> tuple[str, CallOutcome]:
+    async def _answer(self, name: str, arguments: str) -> tuple[str, CallKind]:
         """Make a call, and return the answer for the model with what the call counts as."""
         tool = self._tools.get(name)
         if tool is None:
@@ -399,7 +399,7 @@ class ToolTask(QuestionTask):
                     f"{field}.{part}: with the tools that the servers have, {len(full):,} of "
                     f"{len(dataset):,} rows leave no room for an answer in env.max_rollout_tokens "
                     f"= {self.config.env.max_rollout_tokens} (first: "
-                    f"{dataset.rows.place(full[0])})"
+                    f"{dataset.rows.location(full[0])})"
                 )
         return None
 

@@ -42,7 +42,7 @@ from torchtitan.experiments.rl.models.decoder import (
     RowShapes,
     batch_logprobs,
     conditioned_logprobs,
-    needed_places,
+    needed_indices,
 )
 from torchtitan.experiments.rl.models.experts import (
     check_routes,
@@ -73,8 +73,8 @@ class StepInputs:
     """
 
     batches: list[TrainingBatch]
-    places: list[torch.Tensor]
-    """Places of each batch that a loss or a metric reads (`needed_places`)."""
+    indices: list[torch.Tensor]
+    """Indices of each batch that a loss or a metric reads (`needed_indices`)."""
     denominators: LossDenominators
     advantages: torch.Tensor | None
     """Sums of all ranks' advantages, to normalize them by; None if they stay as they are."""
@@ -315,7 +315,7 @@ class Learner:
             advantages = self._summed(map(advantage_sums, microbatches))
         inputs = StepInputs(
             batches=[microbatch.to(self._device) for microbatch in microbatches],
-            places=[needed_places(microbatch).to(self._device) for microbatch in microbatches],
+            indices=[needed_indices(microbatch).to(self._device) for microbatch in microbatches],
             denominators=self._denominators(microbatches),
             advantages=advantages,
             reference_logprobs=[],
@@ -339,7 +339,7 @@ class Learner:
             for index, batch in enumerate(inputs.batches):
                 self._on_microbatch()
                 logprobs, _ = batch_logprobs(
-                    self._policy, batch, inputs.places[index], replay=self._replays_routes
+                    self._policy, batch, inputs.indices[index], replay=self._replays_routes
                 )
                 inputs.reference_logprobs.append(logprobs)
                 if batch.conditioned is not None:
@@ -350,7 +350,7 @@ class Learner:
     def _logprobs_without_replay(self, inputs: StepInputs) -> torch.Tensor:
         """Return the first batch's log-probabilities where the routers choose the experts."""
         with self._traced("forward without replay"), torch.no_grad():
-            logprobs, _ = batch_logprobs(self._policy, inputs.batches[0], inputs.places[0])
+            logprobs, _ = batch_logprobs(self._policy, inputs.batches[0], inputs.indices[0])
         return logprobs
 
     def _compute(self, inputs: StepInputs, index: int) -> tuple[torch.Tensor, MetricSums]:
@@ -360,7 +360,7 @@ class Learner:
             batch = with_normalized_advantages(batch, inputs.advantages)
         with self._traced("forward"):
             logprobs, entropy = batch_logprobs(
-                self._policy, batch, inputs.places[index], replay=self._replays_routes
+                self._policy, batch, inputs.indices[index], replay=self._replays_routes
             )
             loss, metrics = compute_loss(logprobs, batch, inputs.denominators, self.config.loss)
             if self.config.reference is not None:

@@ -61,7 +61,7 @@ class StepProfile(RunEvents):
         trace.start()
         await asyncio.gather(
             *(
-                _answer(life, actor.start_trace, COLLECT_TIMEOUT_S)
+                _reply(life, actor.start_trace, COLLECT_TIMEOUT_S)
                 for life, actor in self._processes()
             )
         )
@@ -82,13 +82,13 @@ class StepProfile(RunEvents):
         self._recording = False
         processes = list(self._processes())
         # This process records for longer than the others: what it waits for is in its trace.
-        answers = await asyncio.gather(
-            *(_answer(life, actor.stop_trace, COLLECT_TIMEOUT_S) for life, actor in processes)
+        replies = await asyncio.gather(
+            *(_reply(life, actor.stop_trace, COLLECT_TIMEOUT_S) for life, actor in processes)
         )
         events = {"controller": trace.stop()}
-        for (life, _), answer in zip(processes, answers, strict=True):
-            if answer:
-                events[life.name] = answer
+        for (life, _), reply in zip(processes, replies, strict=True):
+            if reply:
+                events[life.name] = reply
         self.file = self._run_dir / f"trace-steps-{self._steps[0]}-{self._steps[-1]}.json"
         await asyncio.to_thread(write_trace, self.file, events)
 
@@ -98,7 +98,7 @@ async def lap_usage(processes: Processes) -> dict[str, float]:
     processes = list(processes)
     usages = await asyncio.gather(
         *(
-            _answer(life, actor.usage, USAGE_TIMEOUT_S, level=logging.INFO)
+            _reply(life, actor.usage, USAGE_TIMEOUT_S, level=logging.INFO)
             for life, actor in processes
         )
     )
@@ -110,22 +110,22 @@ async def lap_usage(processes: Processes) -> dict[str, float]:
     return metrics
 
 
-async def _answer(
+async def _reply(
     life: Lifetime,
     endpoint: Any,  # noqa: ANN401 - Monarch's
     timeout_s: float,
     *,
     level: int = logging.WARNING,
-) -> Any:  # noqa: ANN401 - whatever the endpoint answers
-    """Return what a process answers.
+) -> Any:  # noqa: ANN401 - whatever the endpoint replies
+    """Return what a process replies.
 
     Returns:
-        The answer; None, with a line in the log, if the process has died or is busy. Its supervisor
+        The reply; None, with a line in the log, if the process has died or is busy. Its supervisor
         sees to that.
     """
     try:
         return await asyncio.wait_for(life.call(call_actor(endpoint)), timeout_s)
-    except Exception as error:  # noqa: BLE001 - a step goes on without this answer
+    except Exception as error:  # noqa: BLE001 - a step goes on without this reply
         logger.log(level, "%s does not say what it did: %s", life.name, error)
         return None
 

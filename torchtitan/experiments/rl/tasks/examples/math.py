@@ -196,8 +196,8 @@ def _check_answers(dataset: RowDataset, rubric: MathRubric.Config, *, field: str
     for index, row in enumerate(dataset.rows):
         if _right_answer(row, rubric):
             continue
-        place = f"{dataset.rows.place(index)} of {dataset.config.path or 'rows'}"
+        location = f"{dataset.rows.location(index)} of {dataset.config.path or 'rows'}"
         marker = rubric.answer_marker
         wanted = "want a text or a number" + (f' behind "{marker}"' if marker else "")
-        cure = f"{place} ends {repr(row.get(column))[-60:]}: {wanted}"
+        cure = f"{location} ends {repr(row.get(column))[-60:]}: {wanted}"
         raise ConfigError(field, column, cure)

@@ -70,81 +70,81 @@ class SimulationResult:
         return gpu_hours / max(1.0, self.trained_tokens) * 1e6
 
 
-def describe(outcome: SimulationResult) -> list[str]:
+def describe(result: SimulationResult) -> list[str]:
     """Return what a run has shown, a line for each subject. All of it is simulated."""
     lines = [
-        f"step           {_step(outcome)}",
-        f"generators     {_generators(outcome)}",
-        f"trainer        {_trainer(outcome)}",
-        f"age            {_age(outcome)}",
-        f"tokens         {_tokens(outcome)}",
-        f"rollouts       {_rollouts(outcome)}",
-        f"cost           {_cost(outcome)}",
+        f"step           {_step(result)}",
+        f"generators     {_generators(result)}",
+        f"trainer        {_trainer(result)}",
+        f"age            {_age(result)}",
+        f"tokens         {_tokens(result)}",
+        f"rollouts       {_rollouts(result)}",
+        f"cost           {_cost(result)}",
     ]
-    if outcome.deaths:
-        lines.append(f"failures       {_failures(outcome)}")
+    if result.deaths:
+        lines.append(f"failures       {_failures(result)}")
     return lines
 
 
-def _step(outcome: SimulationResult) -> str:
-    generate_s = outcome.engines.busy_s / outcome.replicas / len(outcome.steps)
-    train_s = outcome.trainer_busy_s / len(outcome.steps)
-    step_s = max(TINY_S, outcome.step_s)
+def _step(result: SimulationResult) -> str:
+    generate_s = result.engines.busy_s / result.replicas / len(result.steps)
+    train_s = result.trainer_busy_s / len(result.steps)
+    step_s = max(TINY_S, result.step_s)
     return (
         f"{step_s:.1f} s on average; busy: generators {generate_s:.1f} s, trainer {train_s:.1f} s, "
         f"so {max(generate_s, train_s) / step_s:.2f} of the ideal max(generate, train)"
     )
 
 
-def _generators(outcome: SimulationResult) -> str:
-    replicas_s = max(TINY_S, outcome.seconds * outcome.replicas)
+def _generators(result: SimulationResult) -> str:
+    replicas_s = max(TINY_S, result.seconds * result.replicas)
     return (
-        f"idle {outcome.generators_idle:.0%}: "
-        f"loading weights {outcome.engines.loading_s / replicas_s:.1%}, "
-        f"gone {outcome.engine_down_s / replicas_s:.1%}, else nothing to do"
+        f"idle {result.generators_idle:.0%}: "
+        f"loading weights {result.engines.loading_s / replicas_s:.1%}, "
+        f"gone {result.engine_down_s / replicas_s:.1%}, else nothing to do"
     )
 
 
-def _trainer(outcome: SimulationResult) -> str:
-    step_s = max(TINY_S, outcome.step_s)
+def _trainer(result: SimulationResult) -> str:
+    step_s = max(TINY_S, result.step_s)
     return (
-        f"idle {outcome.trainer_idle:.0%}: "
-        f"waits for rollouts {outcome.mean('time/wait_s') / step_s:.0%}, "
-        f"for weights {outcome.mean('time/sync_s') / step_s:.1%}"
+        f"idle {result.trainer_idle:.0%}: "
+        f"waits for rollouts {result.mean('time/wait_s') / step_s:.0%}, "
+        f"for weights {result.mean('time/sync_s') / step_s:.1%}"
     )
 
 
-def _age(outcome: SimulationResult) -> str:
-    oldest = max(metrics["policy/age_max"] for metrics in outcome.steps.values())
-    return f"{outcome.mean('policy/age_mean'):.2f} versions on average, at most {oldest:.0f}"
+def _age(result: SimulationResult) -> str:
+    oldest = max(metrics["policy/age_max"] for metrics in result.steps.values())
+    return f"{result.mean('policy/age_mean'):.2f} versions on average, at most {oldest:.0f}"
 
 
-def _tokens(outcome: SimulationResult) -> str:
-    engines = outcome.engines
+def _tokens(result: SimulationResult) -> str:
+    engines = result.engines
     return (
-        f"{outcome.trained_tokens / 1e6:,.1f}M trained of {engines.sampled / 1e6:,.1f}M sampled; "
+        f"{result.trained_tokens / 1e6:,.1f}M trained of {engines.sampled / 1e6:,.1f}M sampled; "
         f"{engines.recomputed / 1e6:,.2f}M computed again ({engines.preemptions:,} preemptions), "
-        f"{outcome.lost_tokens / 1e6:,.2f}M lost with a process; "
+        f"{result.lost_tokens / 1e6:,.2f}M lost with a process; "
         f"{engines.cached / max(1, engines.prompt):.0%} of the prompts cached"
     )
 
 
-def _rollouts(outcome: SimulationResult) -> str:
-    counts = sorted(outcome.ledger.items())
+def _rollouts(result: SimulationResult) -> str:
+    counts = sorted(result.ledger.items())
     return ", ".join(f"{count:,} {column}" for column, count in counts if count)
 
 
-def _cost(outcome: SimulationResult) -> str:
+def _cost(result: SimulationResult) -> str:
     return (
-        f"{outcome.seconds / 3600:,.2f} h on {outcome.gpus:,} GPUs, "
-        f"{outcome.gpu_hours_per_million:.3f} GPU hours a million tokens that are trained on"
+        f"{result.seconds / 3600:,.2f} h on {result.gpus:,} GPUs, "
+        f"{result.gpu_hours_per_million:.3f} GPU hours a million tokens that are trained on"
     )
 
 
-def _failures(outcome: SimulationResult) -> str:
-    lost_s = outcome.down_s + outcome.repeated_s
-    gpu_hours = lost_s / outcome.deaths / 3600 * outcome.gpus
+def _failures(result: SimulationResult) -> str:
+    lost_s = result.down_s + result.repeated_s
+    gpu_hours = lost_s / result.deaths / 3600 * result.gpus
     return (
-        f"{outcome.deaths}: {outcome.down_s:,.0f} s down and {outcome.repeated_s:,.0f} s repeated, "
-        f"so each cost {gpu_hours:,.0f} GPU hours; goodput {1 - lost_s / outcome.seconds:.0%}"
+        f"{result.deaths}: {result.down_s:,.0f} s down and {result.repeated_s:,.0f} s repeated, "
+        f"so each cost {gpu_hours:,.0f} GPU hours; goodput {1 - lost_s / result.seconds:.0%}"
     )
