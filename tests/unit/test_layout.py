@@ -136,6 +136,31 @@ def test_layout_check_counts_the_modules_at_the_root(monkeypatch):
     assert any("modules at the root" in problem for problem in problems(LIBRARY))
 
 
+def names_that_stand_twice(library: Path) -> dict[str, list[str]]:
+    """Return the names that several classes of the library have, each with the classes' files.
+
+    A leading underscore makes no other name. Every part of a run has a class Config.
+    """
+    files: dict[str, list[str]] = {}
+    for file in sorted(library.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name != "Config":
+                files.setdefault(node.name.lstrip("_"), []).append(str(file.relative_to(library)))
+    return {name: found for name, found in files.items() if len(found) > 1}
+
+
+def test_each_class_has_a_name_of_its_own():
+    assert names_that_stand_twice(LIBRARY) == {}
+
+
+def test_a_name_that_stands_twice_is_found(tmp_path):
+    (tmp_path / "a.py").write_text("class Rows:\n    class Config: ...\n")
+    (tmp_path / "b.py").write_text(
+        "def f():\n    class _Rows: ...\n\nclass Row:\n    class Config: ...\n"
+    )
+    assert names_that_stand_twice(tmp_path) == {"Rows": ["a.py", "b.py"]}
+
+
 IMPORT_OF_TESTS = re.compile(
     r"""^[ ]*(
     from\s+[\w.]*\btest_\w+\s+import
