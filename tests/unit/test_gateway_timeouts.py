@@ -42,13 +42,13 @@ async def test_openais_client_gets_the_answer_of_a_turn_that_takes_longer_than_i
     stream, renderer, tokenizer
 ):
     async def agent(sample, endpoint):
-        client = AsyncOpenAI(
+        async with AsyncOpenAI(
             base_url=endpoint.url, api_key=endpoint.key, timeout=0.8, max_retries=8
-        )
-        if stream:
-            chunks = await client.chat.completions.create(**BODY, stream=True)
-            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
-        return (await client.chat.completions.create(**BODY)).choices[0].message.content
+        ) as client:
+            if stream:
+                chunks = await client.chat.completions.create(**BODY, stream=True)
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+            return (await client.chat.completions.create(**BODY)).choices[0].message.content
 
     policy = SlowPolicy(tokenizer, seconds=2.0)
     rollout = await run_agent(agent, policy, renderer, calls=1)
