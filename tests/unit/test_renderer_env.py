@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import inspect
 import json
 import shutil
 import threading
@@ -738,7 +739,23 @@ async def test_renderer_that_hangs_over_a_large_text_is_late_by_its_name(
     await env.initial_prompt()
     release.set()
     assert env.status is RolloutStatus.TIMEOUT
-    assert env.error == f"{type(renderer).__name__}.render: no answer within 0.1 s"
+    late = f"{type(renderer).__name__}.render: no answer within 0.1 s; it waits in <lambda> (test_"
+    assert env.error.startswith(late)
+
+
+async def test_env_that_is_late_says_in_which_line_it_waits(wrap):
+    class FarEnv(TalkingEnv):
+        async def reset(self):
+            return await self.look_up()
+
+        async def look_up(self):
+            await asyncio.sleep(60)
+
+    env = wrap(FarEnv(), step_timeout_s=0.1)
+    await env.initial_prompt()
+    line = inspect.getsourcelines(FarEnv.look_up)[1] + 1
+    where = f"FarEnv.look_up (test_renderer_env.py:{line})"
+    assert env.error == f"FarEnv.reset: no answer within 0.1 s; it waits in {where}"
 
 
 async def test_env_that_answers_with_done_as_a_numpy_bool_is_fine(wrap, tokenizer):

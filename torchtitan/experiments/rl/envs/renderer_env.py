@@ -13,7 +13,7 @@ import numpy as np
 from annotated_types import Ge
 from renderers import Renderer
 
-from torchtitan.experiments.rl.ask.call import ask
+from torchtitan.experiments.rl.ask.call import ask, sentence
 from torchtitan.experiments.rl.bounds import Changeable, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.envs.conversation import LARGE_TEXT, Conversation
 from torchtitan.experiments.rl.envs.long_answers import cut_messages
@@ -220,7 +220,7 @@ class RendererEnv:
             said = await self._call_env("metadata", dict)
             self.metadata = read_only(json.loads(json.dumps(said)))
         except UserCodeTimeout as error:
-            self._set_status(RolloutStatus.TIMEOUT, str(error), "")
+            self._set_status(RolloutStatus.TIMEOUT, sentence(error), "")
         except UserCodeError as error:
             self._set_status(RolloutStatus.ERROR, str(error), users_traceback(error))
         except (TypeError, ValueError, RecursionError) as error:
@@ -236,7 +236,7 @@ class RendererEnv:
             await self.close()
             raise
         except UserCodeTimeout as error:
-            self.finish(RolloutStatus.TIMEOUT, str(error))
+            self.finish(RolloutStatus.TIMEOUT, sentence(error))
         except Exception as error:  # noqa: BLE001 - whatever an env's values raise
             self.finish(RolloutStatus.ERROR, cause_of(error), traceback=users_traceback(error))
         except BaseException as error:  # noqa: BLE001 - a value of the env's may exit

@@ -32,7 +32,7 @@ import numpy as np
 from annotated_types import Ge
 
 from torchtitan.config import Configurable
-from torchtitan.experiments.rl.ask.call import ask, ask_each
+from torchtitan.experiments.rl.ask.call import ask, ask_each, sentence
 from torchtitan.experiments.rl.ask.child import IsolatedCalls, pickled
 from torchtitan.experiments.rl.ask.threads import CallResult
 from torchtitan.experiments.rl.batching.sample_checks import finite_float
@@ -290,7 +290,7 @@ class Rubric(UserConfigurable):
         tracebacks: dict[str, None] = {}  # each once, in their order
         for name, value in zip(self._fns, values, strict=True):
             if isinstance(value, UserCodeError):
-                causes.append(f"reward function {name!r}: {value}")
+                causes.append(f"reward function {name!r}: {sentence(value)}")
                 tracebacks[users_traceback(value)] = None
             elif value is not None:
                 components[name] = value

@@ -385,7 +385,7 @@ class GroupRun:
         rollout.refusals = {}
         timed_out = isinstance(cause, UserCodeTimeout)
         rollout.status = RolloutStatus.TIMEOUT if timed_out else RolloutStatus.ERROR
-        rollout.error = str(cause)
+        rollout.error = sentence(cause)
         rollout.traceback = users_traceback(cause)
 
     async def _turn_loop(self, env: OpenRollout, session: CheckedSession) -> None:
