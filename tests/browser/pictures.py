@@ -26,6 +26,8 @@ from torchtitan.experiments.rl.tools.report.run import ReportedRun
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("overview", "ledger", "rollouts", "evaluations", "timeline", "runs")
 SIZES = ((1280, 800), (390, 800))
+_OPENED: dict[str, list[Page]] = {}
+"""Pages by the address of the report that they show."""
 
 
 @contextmanager
@@ -51,12 +53,17 @@ def served(runs: Sequence[ReportedRun]) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(report_app(runs), log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
+    address = f"http://127.0.0.1:{bound.getsockname()[1]}/"
+    yield address
+    for page in _OPENED.pop(address, []):  # else it would ask a server that has gone
+        if not page.is_closed():
+            page.goto("about:blank")
     server.should_exit = True
     thread.join()
 
 
 def opened(page: Page, address: str, route: str, run: int = 0) -> Page:
+    _OPENED.setdefault(address, []).append(page)
     page.goto("about:blank")  # else a page of the same name that is shown already would do
     page.goto(f"{address}#/{run}/{route}")
     page.wait_for_selector(f'main[data-page="{route.split("/")[0].split("?")[0]}"] h1')

@@ -173,15 +173,127 @@ def test_a_cause_is_read_whole_at_any_width(page, run, width):
             assert cause.evaluate(inside), "nothing of it is cut"
 
 
-def test_a_failed_rollout_has_its_traceback_to_open(page, run):
+def test_a_failed_rollout_shows_its_traceback(page, run):
     one = rollout("long-0", 0, reward=None, error=LONG, traceback=TRACEBACK)
     record(run.folder, [[one]], {"long-0/0": "failed/error"})
     run.refresh()
     with served([run]) as address:
         opened(page, address, f"rollout/{key_of(run, 'long-0/0')}")
-        expect(page.get_by_text("rubric.py")).to_be_hidden()
-        page.get_by_text("Traceback", exact=True).click()
         expect(page.get_by_text("rubric.py")).to_be_visible()
+        expect(page.locator("table")).to_have_count(0)  # no reward function has a value
+
+
+def fail_rollouts(run: ReportedRun) -> None:
+    """Record a group of five: three that fail in one way, one in another way, one that is scored."""
+    causes = [
+        "KeyError: '0' (r.py:3)",
+        "hangs",
+        "KeyError: '1' (r.py:3)",
+        "KeyError: '12' (r.py:3)",
+    ]
+    group = [
+        rollout("sums-7", n, reward=None, error=cause, traceback=TRACEBACK)
+        for n, cause in enumerate(causes)
+    ]
+    group.append(rollout("sums-7", 4, reward=0.5))
+    outcomes = {f"sums-7/{n}": "failed/error" for n in range(4)}
+    outcomes["sums-7/4"] = "failed/group_too_small"
+    record(run.folder, [group], outcomes)
+    write_ledger(run.folder, [("sums", name, column) for name, column in outcomes.items()])
+    run.refresh()
+
+
+def test_the_causes_of_failures_are_counted_and_two_clicks_show_the_users_line(page, run):
+    fail_rollouts(run)
+    with served([run]) as address:
+        opened(page, address, "overview")
+        hint = page.get_by_role("listitem").filter(has_text="rollouts of sums failed")
+        expect(hint.locator("b")).to_have_text(
+            "71% of the rollouts of sums failed (5 of 7); most often: KeyError: '0' (r.py:3)"
+        )
+        hint.get_by_role("link", name="Ledger").click()
+        causes = page.locator("table.causes").first.locator("tbody tr")
+        expect(causes).to_have_text(["3KeyError: '0' (r.py:3)", "1hangs"])
+        causes.first.get_by_role("link").click()
+        expect(page.locator("h1")).to_have_text("sums-7/0")
+        expect(page.get_by_text("rubric.py")).to_be_visible()
+
+
+def test_a_group_says_how_many_have_no_reward_and_not_that_one_reward_ties(page, run):
+    fail_rollouts(run)
+    with served([run]) as address:
+        key = key_of(run, "sums-7/4")
+        opened(page, address, f"group/{key.split('-')[0]}")
+        text = "Mean reward 0.5, standard deviation 0. 4 of 5 have no reward, and are in neither."
+        expect(page.locator("main p").first).to_have_text(text)
+        expect(page.locator(".side article").first).to_contain_text("sums-7/4")
+        opened(page, address, f"rollout/{key}")
+        expect(page.locator("p.warning")).to_have_text(
+            "Not trained on: too few rollouts of its group have a reward (min_group_size)."
+        )
+
+
+def test_a_search_finds_errors_and_says_in_how_many_rollouts_it_looked(page, run):
+    fail_rollouts(run)
+    with served([run]) as address:
+        opened(page, address, "rollouts")
+        page.locator("input[name=text]").fill("keyerror")
+        page.get_by_role("button", name="Show").click()
+        expect(page.locator("main [role=status]")).to_have_text(
+            "3 with the text shown, searched for in all of 9."
+        )
+        page.locator("select[name=outcome]").select_option("failed")
+        page.get_by_role("button", name="Show").click()
+        expect(page.locator("main [role=status]")).to_contain_text("in all of 6.")
+
+
+def test_an_evaluation_is_no_stopped_run_and_shows_its_figures(page, reported, tmp_path):
+    folder = tmp_path / "evaluate-sums"
+    models = []
+    for place, reward in ((folder, 1.0), (folder / "against", 0.25)):
+        place.mkdir()
+        record_evaluation(place, "0", {"a": [reward]}, step=0)
+        (place / "config.json").write_text(json.dumps({"steps": 30}))
+        metrics = {"validation/step": 0, "validation/sums/avg@1": reward}
+        models.append({"model": "m", "folder": str(place), "metrics": metrics})
+    (folder / "evaluation.json").write_text(json.dumps({"config": None, "models": models}))
+    with served([reported(folder), reported(folder / "against")]) as address:
+        opened(page, address, "overview")
+        expect(page.locator("#state")).to_have_text("records")
+        expect(page.locator("main")).not_to_contain_text("Stopped")
+        page.locator("main").get_by_role("link", name="Evaluations").click()
+        row = page.locator("table", has_text="sums/avg@1").locator("tbody tr")
+        expect(row).to_have_text("001")  # version 0, reported with step 0, average 1
+        expect(page.locator("main")).to_contain_text("0 won, 1 lost, 0 with the same reward")
+        opened(page, address, "evaluations", run=1)
+        expect(row).to_have_text("000.25")
+        expect(page.locator("#run option").nth(1)).to_have_text("1: evaluate-sums/against")
+
+
+def test_a_click_leaves_the_heading_below_the_menu_and_a_choice_the_reader_where_he_is(page, run):
+    with served([run]) as address:
+        opened(page, address, "overview")
+        page.set_viewport_size({"width": 1280, "height": 300})
+        page.mouse.wheel(0, 90)
+        page.wait_for_function("scrollY > 80")
+        page.locator("select[name=x]").focus()
+        page.keyboard.press("End")
+        expect(page.locator("figure").first).to_contain_text("minutes of steps")
+        assert page.evaluate("[document.activeElement.name, scrollY > 80]") == ["x", True]
+        page.get_by_role("navigation").get_by_role("link", name="Ledger").click()
+        heading = page.get_by_role("heading", name="Where every rollout went").bounding_box()
+        menu = page.locator("header").bounding_box()
+        assert heading["y"] >= menu["y"] + menu["height"]
+
+
+def test_an_axis_has_two_marks_at_least(page, reported, tmp_path):
+    folder = tmp_path / "narrow"
+    folder.mkdir()
+    write_metrics(folder, {1: {"loss/total": 0.8555}, 2: {"loss/total": 0.9414}})
+    with served([reported(folder)]) as address:
+        opened(page, address, "overview")
+        texts = page.locator("figure svg[role=img] text").all_text_contents()
+        assert texts[:3] == ["0.85", "0.90", "0.95"]
 
 
 def test_an_agents_calls_say_when_after_its_start_each_was_made(page, run):
@@ -251,7 +363,7 @@ def test_a_column_of_the_ledger_has_one_colour_in_all_runs_and_drawings(
                     if figure.locator(".legend li", has_text=name).count():
                         looks.append((name, legend_look(figure, name)))
             band = page.locator("svg.flow a").filter(has_text="failed/error").first
-            fill = band.locator("rect").evaluate("(e) => getComputedStyle(e).fill")
+            fill = band.locator("rect.fill").evaluate("(e) => getComputedStyle(e).fill")
             assert fill == legend_look(page.locator("figure").nth(1 - number), "failed/error")[0]
         colours = {look[0] for _, look in looks}
         assert len(set(looks)) == 3 and len(colours) == 3

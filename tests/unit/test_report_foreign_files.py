@@ -35,6 +35,16 @@ def client_of(folder):
     return TestClient(report_app([run]), base_url="http://127.0.0.1")
 
 
+@pytest.mark.parametrize("content", [*GARBAGE, b'{"models": []}', b'{"models": [{"metrics": 7}]}'])
+def test_an_evaluation_without_a_result_has_records_and_no_figures(tmp_path, content):
+    for folder in (tmp_path, tmp_path / "against"):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        (tmp_path / "evaluation.json").write_bytes(content)
+        api = client_of(folder).get("/api/runs/0/page/overview").json()
+        assert api["state"]["state"] == "records" and api["hints"] == [] and api["metrics"] == []
+
+
 def test_lines_that_are_no_records_are_passed_over(run):
     for name in ("metrics.jsonl", "ledger.jsonl"):
         with (run / name).open("ab") as file:

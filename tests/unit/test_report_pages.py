@@ -388,6 +388,45 @@ def test_states_follow_the_files_and_the_lock(run, tmp_path):
     assert not is_locked(run.folder / ".lock")
 
 
+def test_the_records_of_an_evaluation_have_its_figures_at_version_0(tmp_path):
+    """A figure that is not finite is null, as in metrics.jsonl; a run's own metrics stay."""
+    names = {"validation/step": 0, "validation/sums/avg@1": 0.75, "validation/sums/loss": math.nan}
+    (tmp_path / "evaluation.json").write_text(json.dumps({"models": [{"metrics": names}]}))
+    (tmp_path / "config.json").write_text(json.dumps({"steps": 30}))
+    index = ReportedRun(tmp_path)
+    index.refresh()
+    page = client_of(index).get("/api/runs/0/page/evaluations").json()
+    assert page["evaluations"] == [
+        {
+            "version": 0,
+            "reported": 0,
+            "metrics": {"validation/step": 0, "validation/sums/avg@1": 0.75},
+        }
+    ]
+    assert index.state()["state"] == "records"
+    write_metrics(tmp_path, {1: {"rollout/reward_mean": 0.5}})
+    assert index.state()["state"] == "stopped"
+    index.close()
+
+
+def test_the_ledger_counts_causes_that_differ_by_numbers_alone_as_one(run, get):
+    causes = ["line 3 at 0x7f", "line 4 at 0xa0", "hangs"]
+    group = [
+        rollout("sums-7", n, reward=None, error=cause) for n, cause in enumerate([*causes, None])
+    ]
+    record(run.folder, [group], {one.rollout_id: "failed/error" for one in group})
+    run.refresh()
+    by_task = {entry["task"]: entry["causes"] for entry in get("page/ledger")["tasks"]}
+    assert [(one["count"], one["cause"]) for one in by_task["sums"]] == [
+        (2, "line 3 at 0x7f"),
+        (1, "hangs"),
+    ]
+    assert get(f"rollouts/{by_task['sums'][0]['key']}")["rollout_id"] == "sums-7/0"
+    assert [one["cause"] for one in by_task["words"]] == ["it broke"]
+    assert get("rollouts?text=HANGS")["rows"][0]["rollout_id"] == "sums-7/2"
+    assert {"failed", "failed/error"} <= set(get("rollouts")["choices"]["outcome"])
+
+
 def first_hint(run):
     page = client_of(run).get("/api/runs/0/page/overview").json()
     hint = page["hints"][0] if page["hints"] else {"severity": "", "text": "", "field": ""}

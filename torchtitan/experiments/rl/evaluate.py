@@ -23,6 +23,7 @@ from torchtitan.experiments.rl.command.command_line import (
     served_by,
 )
 from torchtitan.experiments.rl.command.hub import model_folder
+from torchtitan.experiments.rl.command.run_folder import AGAINST_FOLDER, EVALUATION_FILE
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.console import typed_command, write_line
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
@@ -34,9 +35,6 @@ from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 
 if TYPE_CHECKING:  # imported after the process is set up
     from torchtitan.experiments.rl.tools.evaluate import Candidate, Result
-
-RESULT_FILE = "evaluation.json"
-"""Name of the file with the result, in the folder of the first model's records."""
 
 
 @of_command()
@@ -58,7 +56,7 @@ def main(arguments: list[str] | None) -> int:
         return code
     result = summarize(command.config_name, models, results)
     text = json.dumps(result, indent=2) + "\n"
-    (models[0].run_dir / RESULT_FILE).write_text(text, encoding="utf-8")
+    (models[0].run_dir / EVALUATION_FILE).write_text(text, encoding="utf-8")
     if options.json:
         print(json.dumps(result))
     else:
@@ -176,7 +174,7 @@ def _prepare(options: argparse.Namespace, command: Command) -> "list[Candidate]"
     run_dir = Path(make_run_folder(command.run_dir, config.output_dir, name, keep=True))
     models: list[Candidate] = []
     for (config, server), (plan, sizes) in zip(policies, plans, strict=True):
-        model_dir = run_dir / "against" if models else run_dir
+        model_dir = run_dir / AGAINST_FOLDER if models else run_dir
         model_dir.mkdir(exist_ok=True)
         save_config(model_dir, config)
         models.append(measure.Candidate(config, plan, server, model_dir, sizes))

@@ -134,6 +134,10 @@ CONFIG_FILE = "config.json"
 """File with the resolved config, which the controller writes."""
 LOCK_FILE = ".lock"
 """File that the process locks which runs in the folder."""
+EVALUATION_FILE = "evaluation.json"
+"""File with the result of an evaluation, in the folder of the first model's records."""
+AGAINST_FOLDER = "against"
+"""Folder in that of an evaluation, with the records of the model that is compared."""
 
 _MODEL_FILES = (
     "config.json",

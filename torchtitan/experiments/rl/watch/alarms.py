@@ -293,7 +293,12 @@ def _failures(group: RolloutGroup) -> Iterable[tuple[Rollout, tuple[str, str]]]:
     """Yield each rollout of the group that failed, with the kind of its failure."""
     for rollout in group.rollouts:
         if rollout.reward is None and rollout.error:
-            yield rollout, (group.task_name, _VARIES.sub("#", rollout.error))
+            yield rollout, (group.task_name, kind_of(rollout.error))
+
+
+def kind_of(error: str) -> str:
+    """Return what the causes of failures of one kind have in common: all but numbers."""
+    return _VARIES.sub("#", error)
 
 
 def _cause(rollout: Rollout) -> str:

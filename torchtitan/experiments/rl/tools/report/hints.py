@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -112,12 +113,15 @@ class Hint:
     """Field to turn, or place to look at."""
     metric: str
     """Name of the figure in metrics.jsonl, or in the ledger; or the file that says so."""
-    page: Literal["timeline", "ledger"] | None = None
+    page: Literal["timeline", "ledger", "evaluations"] | None = None
     """Page of the report that shows more of it."""
 
 
 def hints(
-    series: Series, state: Mapping[str, Any], ledger: Mapping[str, Mapping[str, int]]
+    series: Series,
+    state: Mapping[str, Any],
+    ledger: Mapping[str, Mapping[str, int]],
+    causes: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Hint]:
     """Return what is wrong with a run, the worst first.
 
@@ -125,11 +129,12 @@ def hints(
         series: metrics that `WATCHED` names.
         state: state of the run, as ``ReportedRun.state`` returns it.
         ledger: number of rollouts by task and column.
+        causes: most frequent cause of each task's failed rollouts.
     """
     found = [
         *_end_hints(state),
         *_evaluation_hints(series),
-        *_ledger_hints(ledger),
+        *_ledger_hints(ledger, causes),
         *_reward_hints(series, state),
         *_metric_hints(series),
     ]
@@ -207,13 +212,16 @@ def _evaluation_hints(series: Series) -> Iterable[Hint]:
             f"{counts} in the evaluation of version {version}: its figure is {effect}",
             "the page Evaluations has the cause",
             name,
+            page="evaluations",
         )
 
 
-def _ledger_hints(ledger: Mapping[str, Mapping[str, int]]) -> Iterable[Hint]:
+def _ledger_hints(
+    ledger: Mapping[str, Mapping[str, int]], causes: Mapping[str, str]
+) -> Iterable[Hint]:
     """Yield the tasks of which many rollouts failed, or had no room in a row."""
     kinds = (
-        ("failed", "failed", "the Ledger's box opens them, each with its cause"),
+        ("failed", "failed", "the Ledger lists the causes"),
         ("oversized", "were longer than a row", "batcher.row_length"),
     )
     for task, columns in ledger.items():
@@ -221,10 +229,12 @@ def _ledger_hints(ledger: Mapping[str, Mapping[str, int]]) -> Iterable[Hint]:
         for kind, what, field in kinds:
             count = sum(number for column, number in columns.items() if column.startswith(kind))
             if count > 0.05 * ended:
+                cause = causes.get(task) if kind == "failed" else None
+                most_often = f"; most often: {cause}" if cause else ""
                 yield Hint(
                     "error" if count > 0.5 * ended else "warning",
                     f"{count / ended:.0%} of the rollouts of {task} {what} "
-                    f"({count:,} of {ended:,})",
+                    f"({count:,} of {ended:,}){most_often}",
                     field,
                     f"ledger/{task}/{kind}",
                     page="ledger",

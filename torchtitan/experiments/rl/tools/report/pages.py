@@ -45,6 +45,8 @@ class Chart:
         return list(dict.fromkeys([*(p for p in self.patterns if "*" not in p), *drawn]))
 
 
+MOST_CAUSES = 20
+"""Maximum number of causes of a task's failures that the Ledger lists."""
 STEP_PARTS = ("wait", "train", "sync", "validate", "checkpoint", "step")
 CHARTS = (
     Chart(
@@ -107,6 +109,7 @@ def overview(run: ReportedRun) -> Json:
     several_tasks = len(run.tasks()) > 1
     drawn = {chart: chart.lines(names, several_tasks=several_tasks) for chart in CHARTS}
     watched = [name for pattern in WATCHED for name in matching(names, pattern)]
+    causes = {task: rows[0]["cause"] for task, rows in failure_causes(run).items()}
     series = read_series(run, [*watched, *(name for lines in drawn.values() for name in lines)])
     charts = [
         {
@@ -127,7 +130,7 @@ def overview(run: ReportedRun) -> Json:
     return {
         "name": run.name,
         "state": state,
-        "hints": [asdict(hint) for hint in hints(finite, state, ledger_counts(run))],
+        "hints": [asdict(hint) for hint in hints(finite, state, ledger_counts(run), causes)],
         "charts": charts,
         "metrics": names,
         "ended_s": _ends(series.get("time/step_s", [])),
@@ -146,6 +149,27 @@ def ledger_counts(run: ReportedRun) -> dict[str, dict[str, int]]:
     return read_table(run, "SELECT task, column_, COUNT(*) FROM ledger GROUP BY task, column_")
 
 
+def failure_causes(run: ReportedRun) -> dict[str, list[Json]]:
+    """Return the causes of the training rollouts that failed, by task, the most frequent first.
+
+    Returns:
+        For each kind of cause, as the terminal tells them apart: the first ``cause`` that was
+        recorded, the ``key`` of its rollout and the ``count`` of recorded rollouts.
+    """
+    causes: dict[str, list[Json]] = {}
+    # Of the columns beside MIN, SQLite returns those of the row with the minimum.
+    rows = run.rows(
+        "SELECT task, error AS cause, place || '-' || line AS key, COUNT(*) AS count, "
+        "MIN(place * 100000 + line) "
+        "FROM rollouts WHERE kind IS NOT NULL AND evaluation IS NULL "
+        "GROUP BY task, kind ORDER BY count DESC"
+    )
+    for row in rows:
+        entry = {name: row[name] for name in ("cause", "key", "count")}
+        causes.setdefault(row["task"], []).append(entry)
+    return causes
+
+
 def ledger_columns(run: ReportedRun) -> list[str]:
     """Return the columns of ledger.jsonl in which a rollout ended, sorted."""
     return [row[0] for row in run.rows("SELECT DISTINCT column_ FROM ledger ORDER BY column_")]
@@ -155,8 +179,10 @@ def ledger(run: ReportedRun) -> Json:
     """Return the answer of the page Ledger: where every rollout went, by task and by version."""
     query = "SELECT task, outcome, COUNT(*) FROM rollouts GROUP BY task, outcome"
     recorded = read_table(run, query)
+    causes = failure_causes(run)
     tasks = [
         _ledger_of_task(run, task, columns, recorded.get(task, {}))
+        | {"causes": causes.get(task, [])[:MOST_CAUSES]}
         for task, columns in ledger_counts(run).items()
     ]
     return {"tasks": tasks}

@@ -78,7 +78,7 @@ class Wanted(BaseModel):
     min_reward: float | None = None
     max_reward: float | None = None
     text: Text = None
-    """Text that any message of the rollout has, in upper or lower case."""
+    """Text that any message of the rollout has, or its error, in upper or lower case."""
     sort: Literal[tuple(SORTS)] = "newest"  # type: ignore[valid-type]  # mypy wants written words
     limit: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 50
     offset: Count = 0
@@ -117,7 +117,7 @@ def listed(run: ReportedRun, wanted: Wanted) -> Json:
                 line = records(row["place"])[row["line"]]
                 if needle in line.lower():
                     turns = decode_rollout(line).rollout.turns
-            if not text or _is_said(text, turns):
+            if not text or text in (row["error"] or "").casefold() or _is_said(text, turns):
                 rows.append({**row, "key": f"{row['place']}-{row['line']}"} | _beginnings(turns))
             is_late = bool(text) and time.monotonic() > deadline
             if is_late or len(rows) == wanted.limit:
@@ -142,12 +142,13 @@ def _is_said(text: str, turns: list[RolloutTurn]) -> bool:
 
 
 def choices(run: ReportedRun) -> dict[str, list[str]]:
-    """Return the values that the filters can take."""
+    """Return the values that the filters can take, such as "failed" and "failed/error"."""
     taken = "SELECT DISTINCT {0} FROM rollouts WHERE {0} IS NOT NULL ORDER BY 1"
     columns = ("task", "status", "outcome")
-    return {name: [row[0] for row in run.rows(taken.format(name))] for name in columns} | {
-        "sort": list(SORTS)
-    }
+    values = {name: [row[0] for row in run.rows(taken.format(name))] for name in columns}
+    kinds = {outcome.partition("/")[0] for outcome in values["outcome"]}
+    values["outcome"] = sorted(kinds.union(values["outcome"]))
+    return values | {"sort": list(SORTS)}
 
 
 def group(run: ReportedRun, place: int) -> Json:
@@ -171,9 +172,11 @@ def group(run: ReportedRun, place: int) -> Json:
             sample_ids.append(str(record.rollout.data_sample.sample_id))
         for turn in record.rollout.turns[:1]:
             first_messages += turn.prompt_messages[-1:]
-    rewards = [member["reward"] for member in members if member["reward"] is not None]
+    rewarded = [member for member in members if member["reward"] is not None]
+    rewards = [member["reward"] for member in rewarded]
     median = statistics.median(rewards or [0.0])
-    odd_first = sorted(members, key=lambda member: -abs((member["reward"] or 0.0) - median))
+    rewarded.sort(key=lambda member: -abs(member["reward"] - median))
+    failed = [member for member in members if member["reward"] is None]
     prompt = cut(first_messages[0].get("content"), MOST_CHARACTERS) if first_messages else None
     return {
         "place": place,
@@ -184,7 +187,7 @@ def group(run: ReportedRun, place: int) -> Json:
         "mean": float(np.mean(rewards)) if rewards else None,
         "std": float(np.std(rewards)) if rewards else None,
         "members": members,
-        "side_by_side": [member["key"] for member in odd_first],
+        "side_by_side": [member["key"] for member in [*rewarded, *failed]],
     }
 
 
@@ -319,6 +322,8 @@ def _members(sample: TrainingSample) -> np.ndarray:
 
 def _advantage_note(recorded: RecordedRollout) -> str | None:
     """Return why nothing of the rollout was trained on, if its outcome says so."""
+    if recorded.outcome == "failed/group_too_small":
+        return "Not trained on: too few rollouts of its group have a reward (min_group_size)."
     kind, _, filtered_by = (recorded.outcome or "").partition("/")
     slot, _, name = filtered_by.partition("/")
     notes = {

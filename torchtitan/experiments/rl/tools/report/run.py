@@ -26,7 +26,9 @@ import msgspec
 from torchtitan.experiments.rl.checkpointing.folder import MANIFEST_FILE, checkpoints, step_of
 from torchtitan.experiments.rl.command.history import History, read_history
 from torchtitan.experiments.rl.command.run_folder import (
+    AGAINST_FOLDER,
     CONFIG_FILE,
+    EVALUATION_FILE,
     LOCK_FILE,
     has_no_checkpoint_yet,
     read_command,
@@ -40,6 +42,7 @@ from torchtitan.experiments.rl.rollouts.record_file import (
     next_group,
     read_group,
 )
+from torchtitan.experiments.rl.watch.alarms import kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +64,12 @@ CREATE INDEX ledger_ends ON ledger (task, column_, ended);
 CREATE TABLE rollouts (
     place INTEGER, line INTEGER, rollout_id TEXT, group_id TEXT, task TEXT, status TEXT,
     outcome TEXT, version INTEGER, step INTEGER, reward REAL, turns INTEGER, tokens INTEGER,
-    error TEXT, sample_id TEXT, evaluation TEXT, PRIMARY KEY (place, line)
+    error TEXT, sample_id TEXT, evaluation TEXT, kind TEXT, PRIMARY KEY (place, line)
 ) WITHOUT ROWID;
 CREATE INDEX rollouts_groups ON rollouts (group_id);
 CREATE INDEX rollouts_chosen ON rollouts (task, outcome, step, reward);
 CREATE INDEX rollouts_evaluated ON rollouts (evaluation, task) WHERE evaluation IS NOT NULL;
+CREATE INDEX rollouts_failed ON rollouts (task, kind) WHERE kind IS NOT NULL;
 CREATE VIEW points AS
     SELECT
         m.name, coalesce(CAST(v.value AS INTEGER), m.step) AS step, m.step AS reported, m.value
@@ -119,7 +123,9 @@ class ReportedRun:
                 f"{folder}: no run, but a checkpoint or a model: "
                 f"name the folder of its run, which has {METRICS_FILE}"
             )
-        self.name = self.folder.name
+        self._is_compared = self.folder.name == AGAINST_FOLDER
+        """True for the records of the second model of an evaluation."""
+        self.name = "/".join(self.folder.parts[-2 if self._is_compared else -1 :])
         self._lock = threading.RLock()
         # A database without a name belongs to this connection. SQLite keeps what outgrows its
         # memory in a file that goes with the connection.
@@ -188,8 +194,9 @@ class ReportedRun:
 
         Returns:
             ``state``: "starting", "running", "stalled", "done", "stopped" by a signal, "failed" by
-            an error, or "killed", where nothing says how it ended. ``why``: the error, or what
-            stopped the run; "" if neither is known. ``step`` and ``steps``: number of steps taken,
+            an error, or "killed", where nothing says how it ended; "records" of an evaluation or
+            a play, which trained nothing. ``why``: the error, or what stopped the run; "" if
+            neither is known. ``step`` and ``steps``: number of steps taken,
             and to take. ``checkpoint``: step that a resume goes on from; None if it can't.
             ``begins_again``: True if it begins again, for there was no checkpoint yet.
             ``silent_s``: seconds since metrics were written. ``resumes``: time and step of each.
@@ -200,10 +207,11 @@ class ReportedRun:
         steps = config["steps"] if isinstance(config.get("steps"), int) else None
         silent_s = _age_s(self.folder / METRICS_FILE)
         command = read_command(self.folder)
+        is_run = silent_s is not None or command is not None or bool(history.starts)
         started = history.starts[0].time if history.starts else command and command.started
         saved = checkpoints(self.folder)
         return {
-            "state": self._state_name(history, step, steps, silent_s),
+            "state": self._state_name(history, step, steps, silent_s) if is_run else "records",
             "why": self.without_secrets(history.end.why or "") if history.end else "",
             "checkpoint": step_of(saved[-1]) if saved else None,
             "begins_again": has_no_checkpoint_yet(self.folder),
@@ -247,6 +255,7 @@ class ReportedRun:
             LEDGER_FILE: partial(_lines, ledger_rows),
             ROLLOUTS_FILE: _groups,
         }
+        self._read_evaluation()
         are_read = [self._read_on(name, reader) for name, reader in readers.items()]
         return all(are_read)
 
@@ -285,6 +294,22 @@ class ReportedRun:
                 return read_group(file, place)[0].splitlines()
         except (OSError, ValueError, OverflowError) as error:
             raise LookupError(f"no group at {place}") from error
+
+    def _read_evaluation(self) -> None:
+        """Index the result of an evaluation, once it is there, as metrics of version 0."""
+        path = (self.folder.parent if self._is_compared else self.folder) / EVALUATION_FILE
+        is_run = (self.folder / METRICS_FILE).exists()
+        if is_run or EVALUATION_FILE in self._read or path.is_symlink():
+            return
+        try:
+            models = msgspec.convert(_parsed(path.read_bytes()), _Evaluation).models
+        except (OSError, msgspec.MsgspecError):
+            return  # there is none, or it is being written
+        measured = models[int(self._is_compared) :][:1]
+        rows = [(name, 0, value) for model in measured for name, value in model.metrics.items()]
+        with self._lock, self._connection:
+            self._connection.executemany("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)", rows)
+        self._read[EVALUATION_FILE] = 0, b""
 
     def _opened(self, name: str) -> BinaryIO:
         path = self.folder / name
@@ -362,6 +387,16 @@ class _End(msgspec.Struct):
     dispatched_version: Int64
     column: str
     ended_version: Int64
+
+
+class _Measured(msgspec.Struct):
+    metrics: dict[str, float | None]
+
+
+class _Evaluation(msgspec.Struct):
+    """Result of ``rl-evaluate``: a model, and the one that it was compared with."""
+
+    models: list[_Measured]
 
 
 class _Rewarded(msgspec.Struct):
@@ -447,6 +482,7 @@ def rollout_rows(place: int, number: int, line: bytes) -> Rows:
             rollout.error,
             str(record.data_sample.sample_id) if record.data_sample else None,
             rollout.group_id.rpartition("@")[2] if is_validation else None,
+            kind_of(rollout.error) if rollout.error and rollout.reward is None else None,
         )
     ]
 

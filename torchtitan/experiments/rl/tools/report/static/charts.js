@@ -46,11 +46,16 @@ function nthLook(n) {
   return look({ colour: n, dash: n + Math.floor(n / COLOURS) });
 }
 
-// Round numbers between low and high.
-function ticks(low, high, count) {
+// The distance of round numbers, of which about as many as count lie between low and high.
+function tickGap(low, high, count) {
   const rough = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough) || power * 10;
+  return [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough) || power * 10;
+}
+
+// Round numbers between low and high.
+function ticks(low, high, count) {
+  const step = tickGap(low, high, count);
   const found = [];
   for (let t = Math.ceil(low / step) * step; t <= high + step * 1e-9; t += step) found.push(Number(t.toPrecision(12)));
   return found;
@@ -100,8 +105,8 @@ function lineChart(options) {
   if (!points.length) [x0, x1, y0, y1] = [0, 1, 0, 1];
   if (x1 === x0) x1 = x0 + 1;
   if (y1 === y0) { y0 = Math.min(0, 2 * y1); y1 = Math.max(0, 2 * y1) || 1; }
-  const marks = ticks(y0, y1, 4), gap = marks.length > 1 ? marks[1] - marks[0] : 0; // the axis ends at round numbers
-  if (gap) {
+  const marks = ticks(y0, y1, 4), gap = tickGap(y0, y1, 4); // the axis ends at round numbers
+  if (marks.length) {
     if (y0 < marks[0] - gap * 1e-6) marks.unshift(Number((marks[0] - gap).toPrecision(12)));
     if (y1 > marks[marks.length - 1] + gap * 1e-6) marks.push(Number((marks[marks.length - 1] + gap).toPrecision(12)));
     [y0, y1] = [marks[0], marks[marks.length - 1]];
@@ -234,7 +239,8 @@ function flow({ from, total, boxes }) {
       svg("title", {}, `${one.name}: ${number(one.count)} rollouts`),
       svg("text", { class: "strong", x: box + 18, y: y + 13 }, one.name.length > room ? `…${one.name.slice(1 - room)}` : one.name),
       svg("text", { x: box + 18, y: y + 28 }, `${number(one.count)} (${percent(one.count, total)})${one.note ? `, ${one.note}` : ""}`));
-    drawing.append(one.href ? svg("a", { href: one.href }, group) : group);
+    const row = svg("rect", { class: "row", x: box, y, width: width - box, height: heights[i] }); // what can be clicked
+    drawing.append(one.href ? svg("a", { href: one.href }, row, group) : group);
     y += heights[i] + gap;
     source += thick;
   });

@@ -32,7 +32,7 @@ async function changesParts(run, query) {
   const choices = await recordedEvaluations(run);
   const own = choices.filter((choice) => choice.run === run);
   const find = (name, otherwise) => choices.find((choice) => choice.value === query.get(name)) || otherwise;
-  const before = find("before", own[0] || choices[0]), after = find("after", own[own.length - 1] || choices[choices.length - 1]);
+  const before = find("before", own[0] || choices[0]), after = find("after", [...own, ...choices].findLast((choice) => choice !== before));
   if (choices.length < 2) {
     return [html("p", {}, "Two recorded evaluations are needed: recorder.fraction says which share of the examples is recorded.")];
   }

@@ -1,10 +1,11 @@
 "use strict";
 // The pages Runs, Overview, Ledger and Timeline. Each takes (run number, parameters) and returns what to show.
 
-const STATES = { running: "good", done: "good", starting: "quiet", stopped: "warning", stalled: "error", failed: "error", killed: "error" };
+const STATES = { running: "good", done: "good", starting: "quiet", stopped: "warning", records: "quiet", stalled: "error", failed: "error", killed: "error" };
 const GOES_ON = ["starting", "running", "stalled"];
 
 function stateText(state) {
+  if (state.state === "records") return "records of an evaluation or of a play: nothing is trained here";
   const steps = state.step === null ? "no step yet" : `step ${number(state.step)}${state.steps ? ` of ${number(state.steps)}` : ""}`;
   const silent = state.silent_s !== null && GOES_ON.includes(state.state) ? `, last written ${duration(state.silent_s)} ago` : "";
   const unread = state.unread_bytes ? `, ${Math.ceil(state.unread_bytes / 2 ** 20)} MB of records not indexed yet` : "";
@@ -73,6 +74,7 @@ async function overviewPage(run, query) {
       html("option", { value: "" }, "steps"), html("option", { value: "time", selected: query.get("x") === "time" }, MINUTES))),
     html("span", { class: "quiet" }, "Drag over a chart to zoom in; a double click shows all of it."));
   metric.addEventListener("input", () => metric.setCustomValidity(""));
+  const isRecords = page.state.state === "records";
   const hints = page.hints.map((hint) => html("li", { class: hint.severity },
     html("b", {}, hint.text), /[.)]$/.test(hint.text) ? " " : ". ", html("span", {}, `Next: ${hint.field}`), html("span", { class: "quiet" }, ` (${hint.metric})`),
     hint.page ? html("span", {}, " ", link(`#/${run}/${hint.page}`, PAGES[hint.page][0])) : null));
@@ -83,10 +85,10 @@ async function overviewPage(run, query) {
       page.state.started ? html("span", { class: "quiet" }, ` · started ${clock(1000 * page.state.started)}`) : null,
       ...page.state.resumes.map(({ time, step }) => html("span", { class: "quiet" }, ` · resumed from step ${number(step)} at ${clock(1000 * time)}`))),
     hints.length ? html("ul", { class: "hints", "aria-label": "What is wrong" }, ...hints)
-      : html("p", { class: "good" }, "Nothing stands out: no hint applies."),
-    page.charts.length ? controls : null,
-    html("div", { class: "charts" }, ...[...own, ...page.charts].map((chart) => lineChart({ ...clocked(chart), looks: looksOf(chart), smooth }))),
-    page.charts.length ? null : html("p", {}, "No step has been taken yet."),
+      : page.charts.length && !isRecords ? html("p", { class: "good" }, "Nothing stands out: no hint applies.") : null,
+    ...(isRecords ? [] : [page.charts.length ? controls : null, html("div", { class: "charts" }, ...[...own, ...page.charts].map((chart) => lineChart({ ...clocked(chart), looks: looksOf(chart), smooth })))]),
+    isRecords ? html("p", {}, link(`#/${run}/evaluations`, "Evaluations"), " has the figures, ", link(`#/${run}/rollouts`, "Rollouts"), " what was said.")
+      : page.charts.length ? null : html("p", {}, "No step has been taken yet."),
   ];
 }
 
@@ -120,7 +122,7 @@ function columnLooks(runs) {
 
 async function ledgerPage(run) {
   const page = await api(`api/runs/${run}/page/ledger`);
-  const looks = columnLooks((await api("api/runs")).runs);
+  const { runs } = await api("api/runs"), looks = columnLooks(runs);
   const parts = [html("h1", {}, "Where every rollout went")];
   for (const task of page.tasks) {
     const boxes = Object.entries(task.columns).sort((a, b) => b[1] - a[1]).map(([column, count]) => ({
@@ -134,9 +136,11 @@ async function ledgerPage(run) {
         lineChart({ title: "Ended, by version", unit: "rollouts", lines, looks, xLabel: "policy version" })),
       table(["Column", "Rollouts", "Share", "Recorded"], boxes.map((box) => [
         box.href ? link(box.href, box.name) : box.name, number(box.count), percent(box.count, task.dispatched),
-        box.href ? number(task.recorded[box.name] || 0) : "–"])));
+        box.href ? number(task.recorded[box.name] || 0) : "–"])),
+      ...(task.causes.length ? [html("h3", {}, `Why rollouts of ${task.task} failed`), table(["Recorded rollouts", "First cause of its kind, in its rollout"],
+        task.causes.map((one) => [number(one.count), link(`#/${run}/rollout/${one.key}`, short(one.cause, 500))]), { kind: "causes" })] : []));
   }
-  if (!page.tasks.length) parts.push(html("p", {}, "No rollout has ended yet."));
+  if (!page.tasks.length) parts.push(html("p", {}, runs[run].state.state === "records" ? "Only a training run has a ledger." : "No rollout has ended yet."));
   return parts;
 }
 
@@ -149,7 +153,7 @@ async function timelinePage(run, query) {
   const chosen = page.processes.find((one) => one.process === query.get("process"));
   const counted = (one, count) => (count ? link(`#/${run}/timeline?${new URLSearchParams({ process: one.process })}`, number(count)) : "0");
   const events = [html("h2", {}, "Deaths, hangs and errors"),
-    page.events.length ? eventList(page.events) : html("p", { class: "good" }, "Nothing: no process died, hung or logged an error.")];
+    page.events.length ? eventList(page.events) : html("p", { class: "good" }, "Nothing: no process died, hung or logged an error. Rollouts that failed are in the Ledger.")];
   return [
     html("h1", {}, "Timeline"),
     ...(page.events.length ? events : []), // on top, where there is something

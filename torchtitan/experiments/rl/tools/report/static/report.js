@@ -10,6 +10,7 @@ const AGAIN_MS = 5000;
 const exported = document.getElementById("data");
 const held = exported ? JSON.parse(exported.textContent) : null;
 let shown = "";
+let lost = false; // the server did not answer the last time
 
 // A JSON answer of the server; of an exported file, the one that it holds.
 async function api(path) {
@@ -31,19 +32,31 @@ function route() {
 async function show({ again = false } = {}) {
   const at = location.hash, { run, page, which, query } = route();
   const main = document.getElementById("main");
+  if (!again) main.setAttribute("aria-busy", "true");
   let parts;
   try {
     parts = await PAGES[page][1](run, query, which);
-    if (page === "overview" || !again) await head(run, page);
+    if (page === "overview" || !again || lost) await head(run, page);
+    lost = false;
   } catch (error) {
     parts = [html("h1", {}, "This page can't be shown"), html("p", { class: "error" }, error.message)];
-    if (again) return;
+    if (again) { // what is shown stays, and says that it is old
+      lost = true;
+      Object.assign(document.getElementById("state"), { textContent: "not updated: rl-report does not answer", className: "error" });
+      return;
+    }
   }
   if (at !== location.hash) return; // another page was asked for meanwhile
-  const focused = again && main.contains(document.activeElement);
-  if (focused) return; // what somebody reads stays
+  const focused = document.activeElement, isInside = focused !== main && main.contains(focused);
+  if (again && (isInside || main.querySelector("figure:hover"))) return; // what somebody reads stays
   main.replaceChildren(...parts.filter((part) => part));
-  if (shown && shown !== at && !again) main.focus();
+  main.removeAttribute("aria-busy");
+  if (shown && shown !== at && !again) { // a choice on the page leaves the reader where it is
+    const isSamePage = shown.split("?")[0] === at.split("?")[0];
+    const control = isSamePage && isInside && focused.name ? main.querySelector(`[name="${CSS.escape(focused.name)}"]`) : null;
+    (control || main).focus({ preventScroll: true });
+    if (!isSamePage || query.has("offset")) scrollTo(0, 0);
+  }
   shown = at || "#";
   main.dataset.page = page;
 }

@@ -25,7 +25,9 @@ async function rolloutsPage(run, query) {
     number(row.turns), number(row.tokens), link(`#/${run}/group/${row.place}`, "group")]);
   const counted = page.evaluated ? `: ${number(page.total - page.evaluated)} of training, ${number(page.evaluated)} of evaluations` : "";
   const parts = [html("h1", {}, "Rollouts"), form,
-    html("p", { class: "quiet", role: "status" }, `${number(page.rows.length)} of ${number(page.total)} shown${counted}${chosen("text") ? ", those with the text" : ""}.`)];
+    html("p", { class: "quiet", role: "status" }, chosen("text")
+      ? `${number(page.rows.length)} with the text shown, searched for in ${page.next === null ? "all" : "a part"} of ${number(page.total)}${counted}.`
+      : `${number(page.rows.length)} of ${number(page.total)} shown${counted}.`)];
   if (rows.length) parts.push(table(["Rollout", "Reward", "Asked", "Answered", "Outcome", "Status", "Trained in step", "Started at version", "Task", "Turns", "Tokens", "Side by side"], rows,
     { kind: "rollouts", below: page.rows.map((row) => row.error) }));
   else parts.push(html("p", {}, "No recorded rollout matches. recorder.fraction says which share is recorded."));
@@ -45,10 +47,12 @@ async function groupPage(run, query, place) {
     html("h3", {}, link(`#/${run}/rollout/${member.key}`, member.rollout_id)),
     html("ul", { class: "facts" }, ...facts(member).map(([name, value]) => html("li", {}, `${name} `, html("b", {}, value)))),
     html("pre", {}, short(member.last, 500))));
-  const same = group.std === 0 && group.members.length > 1;
+  const rewarded = group.members.filter((member) => member.reward !== null).length, failed = group.members.length - rewarded;
+  const same = group.std === 0 && rewarded > 1;
   return [
     html("h1", {}, `Group ${group.group_id}`),
     html("p", {}, `Mean reward ${number(group.mean)}, standard deviation ${number(group.std)}.`,
+      failed ? ` ${number(failed)} of ${number(group.members.length)} have no reward, and are in neither.` : "",
       same ? " All rewards are equal: an algorithm that compares a group learns nothing from it." : ""),
     group.prompt ? html("details", { open: true }, html("summary", {}, `What each was asked (example ${group.sample_id})`), html("pre", {}, group.prompt)) : null,
     table(["Rollout", "Reward", ...components.map((name) => named(name, group.weights)), "Advantage", "Outcome", "Status"], group.members.map((member) => [
@@ -90,12 +94,12 @@ async function rolloutPage(run, query, key) {
       html("button", { type: "button", onclick: (event) => copyRecord(run, key, event.target) }, "Copy as JSON"), " ",
       html("button", { type: "button", onclick: (event) => copied(testOf(rollout), event.target) }, "Copy as a test")),
     html("ul", { class: "facts" }, ...facts(rollout).map(([name, value]) => html("li", {}, `${name} `, html("b", {}, value)))),
-    table(["Reward function", "Value", "Weight"], Object.entries(rollout.reward_components)
-      .map(([name, value]) => [name, number(value), weightOf(name, rollout.weights)])),
+    Object.keys(rollout.reward_components).length ? table(["Reward function", "Value", "Weight"], Object.entries(rollout.reward_components)
+      .map(([name, value]) => [name, number(value), weightOf(name, rollout.weights)])) : null,
     Object.keys(rollout.reward_components).some((name) => !(name in rollout.weights))
       ? html("p", { class: "quiet" }, "A weight is shown where the config has it: not of a rubric's own register_funcs, nor of what only an env rewards.") : null,
     rollout.error ? html("p", { class: "error" }, rollout.error) : null,
-    rollout.traceback ? html("details", {}, html("summary", {}, "Traceback"), html("pre", {}, rollout.traceback)) : null,
+    rollout.traceback ? html("details", { open: true }, html("summary", {}, "Traceback"), html("pre", {}, rollout.traceback)) : null,
     rollout.advantage_is ? html("p", { class: "warning" }, rollout.advantage_is) : null,
     rollout.left_out ? html("p", { class: "warning" }, `Not recorded: ${rollout.left_out}`) : null,
     rollout.example ? html("details", {}, html("summary", {}, `Example ${rollout.example.sample_id}`), html("pre", {}, rollout.example.env_input || "")) : null,
