@@ -421,7 +421,9 @@ def test_the_ledger_counts_causes_that_differ_by_numbers_alone_as_one(run, get):
         (2, "line 3 at 0x7f"),
         (1, "hangs"),
     ]
-    assert get(f"rollouts/{by_task['sums'][0]['key']}")["rollout_id"] == "sums-7/0"
+    key = by_task["sums"][0]["key"]
+    assert get(f"rollouts/{key}")["rollout_id"] == "sums-7/0"
+    assert f'"api/runs/0/rollouts/{key}": ' in exported([run], sample=1), "its link works there"
     assert [one["cause"] for one in by_task["words"]] == ["it broke"]
     assert get("rollouts?text=HANGS")["rows"][0]["rollout_id"] == "sums-7/2"
     assert {"failed", "failed/error"} <= set(get("rollouts")["choices"]["outcome"])

@@ -234,6 +234,8 @@ async def exported_answers(runs: Sequence[ReportedRun], sample: int) -> Json:
             keys = {row["key"] for row in listed["rows"]}
             failures = answers[f"{base}/page/evaluations"]["failures"]
             keys |= {row["key"] for row in failures if row["key"] is not None}
+            for task in answers[f"{base}/page/ledger"]["tasks"]:
+                keys |= {cause["key"] for cause in task["causes"]}
             for key in keys | await _changed_rollouts(ask, run, number):
                 await _ask_for_rollout(ask, base, key)
     return answers
