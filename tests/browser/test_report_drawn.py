@@ -274,8 +274,7 @@ def test_a_click_leaves_the_heading_below_the_menu_and_a_choice_the_reader_where
     with served([run]) as address:
         opened(page, address, "overview")
         page.set_viewport_size({"width": 1280, "height": 300})
-        page.mouse.wheel(0, 90)
-        page.wait_for_function("scrollY > 80")
+        page.evaluate("scrollTo(0, 90)")
         page.locator("select[name=x]").focus()
         page.keyboard.press("End")
         expect(page.locator("figure").first).to_contain_text("minutes of steps")
