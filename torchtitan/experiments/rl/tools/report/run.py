@@ -302,7 +302,7 @@ class ReportedRun:
         if is_run or EVALUATION_FILE in self._read or path.is_symlink():
             return
         try:
-            models = msgspec.convert(_parsed(path.read_bytes()), _Evaluation).models
+            models = msgspec.convert(_parsed(path.read_bytes()), _EvaluationFile).models
         except (OSError, msgspec.MsgspecError):
             return  # there is none, or it is being written
         measured = models[int(self._is_compared) :][:1]
@@ -393,7 +393,7 @@ class _Measured(msgspec.Struct):
     metrics: dict[str, float | None]
 
 
-class _Evaluation(msgspec.Struct):
+class _EvaluationFile(msgspec.Struct):
     """Result of ``rl-evaluate``: a model, and the one that it was compared with."""
 
     models: list[_Measured]
