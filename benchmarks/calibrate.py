@@ -206,9 +206,9 @@ class HostRates(Rates):
 
 
 class HostTrainer(SimulatedTrainer):
-    async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
+    async def forward_backward(self, packed: BatchPlan, step: int) -> BatchPlan:
         await self._cores.use(self._rates.pack_token_s * packed.tokens)
-        return await super().step(packed, step)
+        return await super().forward_backward(packed, step)
 
     async def _proof(self) -> tuple[str, np.ndarray]:
         await self._cores.use(self._rates.digest_s)

@@ -4,7 +4,7 @@
 
 1. Random samples of 400 to 4,000 tokens, packed in rows of 8,192 for one data-parallel coordinate of several ranks, which are
    real actors in processes of their own and do nothing with what they get.
-2. Ours: `TrainerClient.step`. The other side: each rank is called with the batches themselves, as before.
+2. Ours: `TrainerClient.forward_backward` and `optim_step`. The other side: each rank is called with the batches themselves, as before.
 3. A task that wakes up each millisecond notes the longest time that it was not woken.
 
 The sides take turns; each figure is a median.
@@ -40,7 +40,11 @@ class Rank(Actor):
         return DataParallel(rank=0, size=1)
 
     @concurrent_endpoint
-    async def train_step(self, microbatches: Any, version: int) -> dict[str, float]:
+    async def forward_backward(self, microbatches: Any, version: int) -> dict[str, float]:
+        return {}
+
+    @concurrent_endpoint
+    async def optim_step(self) -> dict[str, float]:
         return {}
 
 
@@ -86,12 +90,15 @@ async def measure(tokens: int, ranks: int, repeats: int) -> None:
 
     async def to_each() -> None:
         await asyncio.gather(
-            *(call_actor(rank.train_step, plan.microbatches[0], 0) for rank in each)
+            *(call_actor(rank.forward_backward, plan.microbatches[0], 0) for rank in each)
         )
+
+    async def to_first() -> None:
+        await client.optim_step(await client.forward_backward(plan, 1))
 
     for _ in range(repeats):
         found["each rank"].append(await longest_stop(to_each()))
-        found["first rank, from a thread"].append(await longest_stop(client.step(plan, 1)))
+        found["first rank, from a thread"].append(await longest_stop(to_first()))
     size = len(pickled(plan.microbatches[0]))
     print(
         f"{plan.tokens:,} tokens, {len(plan.microbatches[0])} microbatches, {ranks} ranks of one coordinate"

@@ -180,7 +180,10 @@ async def run_ours(
     class StubTrainer:
         data_parallel_size = 1
 
-        async def step(self, packed, step):
+        async def forward_backward(self, packed, step):
+            return step
+
+        async def optim_step(self, gradient):
             await asyncio.sleep(train_s)
             return {}
 

@@ -910,7 +910,7 @@ async def _two_ranks(setting: Setting, figures: Figures, config: TrainerConfig, 
         seconds = []
         for step in range(1, 2 + setting.sizes.repeats):
             began = time.perf_counter()
-            metrics = await trainer.step(plan, step)
+            metrics = await trainer.optim_step(await trainer.forward_backward(plan, step))
             seconds.append(time.perf_counter() - began)
             if step == 1:
                 figures |= compared_metrics(metrics)
@@ -994,7 +994,9 @@ async def _updates(
         reports: list[Figures] = []
         figures["updates"] = reports
         for version in range(1, sizes.versions + 1):
-            loss = (await trainer.train_step.call_one(pickled(batches), version - 1))["loss/total"]
+            rows = pickled(batches)
+            loss = (await trainer.forward_backward.call_one(rows, version - 1))["loss/total"]
+            await trainer.optim_step.call_one()
             reports.append(asdict(await sync.update(await sync.copy_out(version))) | {"loss": loss})
 
         figures["moved"] = float(np.abs(await trainer.score.call_one(text) - before)[1:].mean())

@@ -87,7 +87,9 @@ class Pair:
         """One step that changes the policy clearly."""
         samples = samples_of(8, vocabulary=self.vocabulary, seed=self.version)
         plan = Batcher.Config(row_length=512).build().plan(samples, 1)
-        await self.trainer.train_step.call_one(pickled(plan.microbatches[0]), self.version)
+        rows = pickled(plan.microbatches[0])
+        await self.trainer.forward_backward.call_one(rows, self.version)
+        await self.trainer.optim_step.call_one()
 
     async def publish(self) -> np.ndarray:
         """Put the trainer's weights into the store as the next version; returns the trainer's canary."""

@@ -1,5 +1,6 @@
 """Microbatches that the trainer's client sends to each rank, and the log-probabilities that it gets back."""
 
+import asyncio
 import pickle
 from dataclasses import fields
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tests.fakes.trainer import TrainerMesh
+from tests.fakes.waiting import settle
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.training.client import TrainerClient, pickled
@@ -19,11 +21,15 @@ class KeepingRank:
     """Of coordinate ``coordinate``: the log-probability of token t of row r of microbatch m is its coordinate, m, r and t."""
 
     def __init__(self, coordinate: int):
-        self.train_step = SimpleNamespace(choose=self._train_step)
+        self.forward_backward = SimpleNamespace(choose=self._forward_backward)
+        self.optim_step = SimpleNamespace(choose=self._optim_step)
         self.logprobs = SimpleNamespace(choose=self._logprobs)
         self._coordinate = coordinate
 
-    async def _train_step(self, microbatches, version):
+    async def _optim_step(self):
+        return {}
+
+    async def _forward_backward(self, microbatches, version):
         self._kept = [
             np.array(
                 [
@@ -61,11 +67,15 @@ async def connected(mesh: TrainerMesh, folder) -> TrainerClient:
     return client
 
 
+async def take_step(client: TrainerClient, plan: BatchPlan, step: int) -> dict[str, float]:
+    return await client.optim_step(await client.forward_backward(plan, step))
+
+
 async def test_of_ranks_that_share_a_coordinate_the_first_is_sent_the_rows(tmp_path):
     mesh = TrainerMesh(0, 0, 1, 1, size=2)
     client = await connected(mesh, tmp_path)
     assert client.data_parallel_size == 2
-    metrics = await client.step(plan_of(["first"], ["second"]), 3)
+    metrics = await take_step(client, plan_of(["first"], ["second"]), 3)
     assert mesh.sent == {0: (["first"], 2), 1: (None, 2), 2: (["second"], 2), 3: (None, 2)}
     assert metrics == {"loss/total": 0.5, "train/lr": 0.3}
 
@@ -73,7 +83,7 @@ async def test_of_ranks_that_share_a_coordinate_the_first_is_sent_the_rows(tmp_p
 async def test_coordinates_need_not_follow_the_order_of_the_ranks(tmp_path):
     mesh = TrainerMesh(1, 0, 1, 0, size=2)
     client = await connected(mesh, tmp_path)
-    await client.step(plan_of(["first"], ["second"]), 1)
+    await take_step(client, plan_of(["first"], ["second"]), 1)
     assert [mesh.sent[rank][0] for rank in range(4)] == [["second"], ["first"], None, None]
 
 
@@ -90,7 +100,7 @@ async def test_samples_get_the_log_probabilities_of_their_tokens(tmp_path, monke
         [[[a, b], [replayed]], [[demonstration, c]]],
         [[[sample_of(1), sample_of(8)]], []],
     ]
-    await client.step(plan, 1)
+    await take_step(client, plan, 1)
     assert a.trainer_logprobs.tolist() == [0, -1, -2] and b.trainer_logprobs.tolist() == [-3, -4]
     assert c.trainer_logprobs.tolist() == [-103, -104, -105, -106]
     assert replayed.trainer_logprobs is known and demonstration.trainer_logprobs is None
@@ -124,14 +134,14 @@ async def test_rows_planned_for_another_number_of_data_parallel_ranks_are_not_se
     with pytest.raises(
         ValueError, match=f"planned for {planned} data-parallel ranks, and the trainer has 2"
     ):
-        await client.step(plan_of(*([["rows"]] * planned)), 1)
+        await take_step(client, plan_of(*([["rows"]] * planned)), 1)
     assert not mesh.sent
 
 
 async def test_a_batch_on_which_a_rank_fails_is_kept(tmp_path):
     client = await connected(TrainerMesh(0, 0, 1, 1, size=2, broken=3), tmp_path)
     with pytest.raises(RuntimeError, match="rank 3 is broken"):
-        await client.step(plan_of(["first"], ["second"]), 7)
+        await take_step(client, plan_of(["first"], ["second"]), 7)
     assert client.failed_batch == tmp_path / "failed-batch-7.pt"
     assert torch.load(client.failed_batch) == [["first"], ["second"]]
 
@@ -139,6 +149,70 @@ async def test_a_batch_on_which_a_rank_fails_is_kept(tmp_path):
 async def test_a_batch_that_can_not_be_written_hides_nothing_of_the_failure(tmp_path, caplog):
     client = await connected(TrainerMesh(0, 0, 1, 1, size=2, broken=3), tmp_path / "gone")
     with pytest.raises(RuntimeError, match="^rank 3 is broken$"):
-        await client.step(plan_of(["first"], ["second"]), 7)
+        await take_step(client, plan_of(["first"], ["second"]), 7)
     assert client.failed_batch is None
     assert "the batch of step 7 can't be written" in caplog.text
+
+
+async def test_the_optimizer_is_asked_while_the_gradient_is_computed(tmp_path):
+    """A rank goes from its gradient to its optimizer without the controller."""
+    mesh, asked, computed = TrainerMesh(), [], asyncio.Event()
+    client = await connected(mesh, tmp_path)
+    (rank,) = client._ranks
+
+    async def forward_backward(microbatches, version):
+        asked.append("gradient")
+        await computed.wait()
+        return {"loss/total": 0.5}
+
+    async def optim_step():
+        asked.append("optimizer")
+        return {"train/lr": 0.3}
+
+    rank.forward_backward = SimpleNamespace(choose=forward_backward)
+    rank.optim_step = SimpleNamespace(choose=optim_step)
+    gradient = await client.forward_backward(plan_of(["rows"]), 1)
+    step = asyncio.create_task(client.optim_step(gradient))
+    await settle()
+    assert asked == ["gradient", "optimizer"] and not step.done()
+    computed.set()
+    assert await step == {"loss/total": 0.5, "train/lr": 0.3}
+
+
+@pytest.mark.parametrize("broken_optimizer", [3, None])
+async def test_a_step_whose_gradient_fails_fails_for_that_and_for_nothing_that_follows(
+    tmp_path, broken_optimizer
+):
+    mesh = TrainerMesh(0, 0, 1, 1, size=2, broken=3, broken_optimizer=broken_optimizer)
+    client = await connected(mesh, tmp_path)
+    with pytest.raises(RuntimeError, match="^rank 3 is broken$"):
+        await take_step(client, plan_of(["first"], ["second"]), 7)
+    assert client.failed_batch == tmp_path / "failed-batch-7.pt"
+
+
+async def test_a_batch_on_which_an_optimizer_fails_is_kept(tmp_path):
+    client = await connected(TrainerMesh(0, 1, size=2, broken_optimizer=1), tmp_path)
+    with pytest.raises(RuntimeError, match="the optimizer of rank 1 is broken"):
+        await take_step(client, plan_of(["first"], ["second"]), 2)
+    assert torch.load(tmp_path / "failed-batch-2.pt") == [["first"], ["second"]]
+
+
+async def test_a_step_that_is_cancelled_waits_for_no_rank(tmp_path):
+    client = await connected(TrainerMesh(), tmp_path)
+    (rank,) = client._ranks
+    ended = []
+
+    async def hang(*args):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(args)
+
+    rank.forward_backward = rank.optim_step = SimpleNamespace(choose=hang)
+    gradient = await client.forward_backward(plan_of(["rows"]), 1)
+    step = asyncio.create_task(client.optim_step(gradient))
+    await settle()
+    step.cancel()
+    await asyncio.wait([step])
+    await settle()
+    assert step.cancelled() and len(ended) == 2 and client.failed_batch is None

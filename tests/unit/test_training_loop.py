@@ -30,8 +30,12 @@ class Parts:
         if event in self.held:
             await self.released.wait()
 
-    async def step(self, packed, step):
-        await self._answer("train", step)
+    async def forward_backward(self, packed, step):
+        await self._answer("gradient", step)
+        return step
+
+    async def optim_step(self, gradient):
+        await self._answer("train", gradient)
         return {"loss/total": 0.5}
 
     async def copy_out(self, version):
@@ -340,17 +344,21 @@ async def test_an_evaluation_that_can_not_be_started_ends_the_run():
     await run.rollouts.close()
 
 
-async def test_step_that_fails_ends_the_run_and_the_ledger_still_balances():
+@pytest.mark.parametrize("call", ["forward_backward", "optim_step"])
+async def test_step_that_fails_ends_the_run_and_the_ledger_still_balances(call):
     run = build(steps=3)
 
-    async def step(packed, step):
+    async def fail(*args):
         raise RunError("the gradient is not finite")
 
-    run.parts.step = step
+    setattr(run.parts, call, fail)
     with pytest.raises(RunError, match="not finite"):
         await run.loop.run()
     await run.rollouts.close()
-    assert run.rollouts.ledger.counts()["stub/open"] == 0
+    counts = run.rollouts.ledger.counts()
+    assert counts["stub/open"] == 0 and "stub/trained" not in counts
+    assert run.records == [] and run.loop.steps_done == 0
+    assert not [event for event in run.parts.events if event[0] in ("train", "copy")]
 
 
 async def test_an_observer_ends_the_run_before_a_step_and_all_before_it_is_recorded():

@@ -32,7 +32,7 @@ class StandInTrainer:
         """Of each step, its loss plus the sum of its gradient's absolute values: advantages alone add up to 0."""
         self._loss = loss
 
-    async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
+    async def forward_backward(self, packed: BatchPlan, step: int) -> float:
         (microbatches,) = packed.microbatches
         counts = torch.stack(
             [count_denominators(batch, ["members"] * 3) for batch in microbatches]
@@ -49,10 +49,13 @@ class StandInTrainer:
             check_finite("loss", loss.item(), self._loss)
             check_finite("gradient norm", logprobs.grad.norm().item(), self._loss)
             total += loss.item() + logprobs.grad.abs().sum().item()
-        self.losses.append(total)
+        return total
+
+    async def optim_step(self, gradient: float) -> dict[str, float]:
+        self.losses.append(gradient)
         self.stepped += self.planned
         self.planned.clear()
-        return {"loss/total": total}
+        return {"loss/total": gradient}
 
     async def save_final(self, step: int) -> Path | None:
         return None

@@ -1,16 +1,20 @@
 """Takes the optimizer steps of a run.
 
+    groups ──▶ pack ──▶ forward_backward ──▶ optim_step ──▶ publish ──▶ next step ...
+                                                                └─ generators load a version
+    ... rollouts of the coming steps, their scoring, and evaluations run beside all of it ...
+
 Consumes:  the finished groups of a step, from the rollout loop (`StepGroups`).
 Produces:  the next policy version, published to the generators, and a record of the step.
 Waits for: finished groups, the trainer, and, before a version is published, the generators'
            receipts that they hold the version before it.
 Unblocks:  the rollout loop, which starts groups as each version goes live.
-
-Rollouts, their scoring, weight updates and evaluations run at the same time as the steps.
 """
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from torchtitan.experiments.rl.ask.lag import clock_of_running_loop
@@ -110,7 +114,7 @@ class TrainingLoop:
             self._rollouts.raise_failure()  # of the last evaluation, which no `next_groups` follows
 
     async def _step(self, step: int) -> None:
-        """Take a step's groups, train on them, and start publishing the version that this makes."""
+        """Take a step's groups, train on them, and publish the version that this makes."""
         started_at = asyncio.get_running_loop().time()
         tokens_before = self._generated_tokens()
         with self._stopwatch.span("wait"):
@@ -119,15 +123,37 @@ class TrainingLoop:
             packed = await self._pack(taken)
             if self._sleep:
                 await self._weights.sleep()
-            metrics = await self._trainer.step(packed, step)
+            # It returns once the rows are sent. The ranks have the optimizer's step queued behind
+            # their gradient, so they do not wait for this loop in between.
+            gradient = await self._trainer.forward_backward(packed, step)
+            metrics = await self._trainer.optim_step(gradient)
         self._rollouts.trained(taken)
         self.steps_done = step
 
         record = partial(self._record_step, step, taken, packed, metrics, started_at, tokens_before)
+        with self._recorded_at_end(step, record):
+            self._watchers.step_trained(step, metrics)
+            with self._stopwatch.span("sync"):
+                # It returns once the weights are copied. The generators load them beside the next
+                # step, unless the run is synchronous.
+                await self._publish(step)
+            await self._wait_for_evaluations(step)
+            await self._watchers.step_published(step, metrics)
+
+        # The step is recorded already, so this span is in the record of the next one.
+        with self._stopwatch.span("checkpoint"):
+            await self._watchers.step_ended(step)
+        self._rollouts.fill()
+
+    @contextmanager
+    def _recorded_at_end(self, step: int, record: Callable[[], None]) -> Iterator[None]:
+        """Record a step at the end of the block, even if the block raises.
+
+        The optimizer step was taken, even if its weights can't be published.
+        """
         try:
-            await self._finish_step(step, metrics)
+            yield
         except BaseException:
-            # The optimizer step was taken, even if its weights can't be published.
             try:
                 record()
             except Exception:  # the error that ends the run is the first
@@ -135,22 +161,16 @@ class TrainingLoop:
             raise
         record()
 
-        # The step is recorded already, so this span is in the record of the next one.
-        with self._stopwatch.span("checkpoint"):
-            await self._watchers.step_ended(step)
-        self._rollouts.fill()
+    async def _wait_for_evaluations(self, step: int) -> None:
+        """Wait for the evaluation of a step's version, if the run waits for it.
 
-    async def _finish_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Publish the version that a step has made, and evaluate it where a step waits for that."""
-        self._watchers.step_trained(step, metrics)
-        with self._stopwatch.span("sync"):
-            await self._publish(step)
+        Other evaluations run beside the steps.
+        """
         if step == self._steps:
             await self._evaluate_last_version(step)
         elif self._synchronous:
             with self._stopwatch.span("validate"):
                 await self._validator.wait()
-        await self._watchers.step_published(step, metrics)
 
     async def _pack(self, taken: StepGroups) -> BatchPlan:
         """Pack the samples of a step into rows, split across the trainer's data-parallel ranks."""

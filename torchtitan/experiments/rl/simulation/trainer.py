@@ -52,9 +52,13 @@ class SimulatedTrainer:
 
     # For the training loop.
 
-    async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
-        """Take as long as the slowest rank does for its microbatches."""
-        work_s = max(map(self._rank_s, packed.microbatches, packed.samples))
+    async def forward_backward(self, packed: BatchPlan, step: int) -> BatchPlan:
+        """Return the batch, whose gradient `optim_step` takes the time of."""
+        return packed
+
+    async def optim_step(self, gradient: BatchPlan) -> dict[str, float]:
+        """Take as long as the slowest rank does for its microbatches and for the optimizer."""
+        work_s = max(map(self._rank_s, gradient.microbatches, gradient.samples))
         await self._work(self._rates.trainer.step_s + work_s)
         return {}
 

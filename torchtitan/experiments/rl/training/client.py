@@ -4,7 +4,8 @@ import asyncio
 import io
 import logging
 import pickle
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,28 @@ class _Pickler(pickle.Pickler):
 
 
 def pickled(microbatches: Sequence[TrainingBatch]) -> bytes:
-    """Return the microbatches for ``PolicyTrainer.train_step``, which calls ``pickle.loads``."""
+    """Return the microbatches for ``PolicyTrainer.forward_backward``, which unpickles them."""
     file = io.BytesIO()
     _Pickler(file, protocol=5).dump(microbatches)
     return file.getvalue()
 
 
+@dataclass(kw_only=True, slots=True)
+class Gradient:
+    """Gradient of a step that the ranks compute, or have computed, and the batch it is of."""
+
+    step: int
+    """Number of the step, and of the version that it makes."""
+    packed: BatchPlan
+    metrics: asyncio.Future[list[dict[str, float]]]
+    """Metrics of the whole step by rank, once every rank has accumulated its gradient."""
+
+
 class TrainerClient:
     """Calls all ranks of the trainer together. Call ``connect`` once they are set up, then steps.
+
+        gradient = await trainer.forward_backward(packed, step)     # returns once the rows are sent
+        metrics = await trainer.optim_step(gradient)                # returns once the step is taken
 
     Every call raises ProcessLost as soon as a rank has ended.
     """
@@ -80,19 +95,19 @@ class TrainerClient:
         """Number of shares that a step's rows are planned in."""
         return self._coordinates[0].size
 
-    async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
-        """Take an optimizer step on the policy version before it, and return metrics.
+    async def forward_backward(self, packed: BatchPlan, step: int) -> Gradient:
+        """Have the ranks accumulate the gradient of a step, and return once their rows are sent.
 
-        The rows of a share are sent once, to the first of its ranks, which gives them to the
-        others. They are pickled in a thread: on the event loop, 1.6M tokens held it up for 0.6 s.
+        What a rank raises, `optim_step` raises. The rows of a share are sent once, to the first of
+        its ranks, which gives them to the others. They are pickled in a thread: on the event loop,
+        1.6M tokens held it up for 0.6 s.
 
         Args:
             packed: rows of each share.
-            step: number of the step, and of the version that it makes.
+            step: number of the step, which trains the policy version before it.
 
         Raises:
             ValueError: the rows were planned for another number of data-parallel ranks.
-            Exception: a rank raised it; ``failed_batch`` has the batch, if it could be written.
         """
         if len(packed.microbatches) != self.data_parallel_size:
             planned, size = len(packed.microbatches), self.data_parallel_size
@@ -102,17 +117,30 @@ class TrainerClient:
         unsent = [await asyncio.to_thread(pickled, rows) for rows in packed.microbatches]
         calls = []
         for rank, coordinate in zip(self._ranks, self._coordinates, strict=True):
-            calls.append(call_actor(rank.train_step, unsent[coordinate.rank], step - 1))
+            calls.append(call_actor(rank.forward_backward, unsent[coordinate.rank], step - 1))
             unsent[coordinate.rank] = b""  # the other ranks of the share are given none
+        return Gradient(step=step, packed=packed, metrics=_answers_of(calls))
+
+    async def optim_step(self, gradient: Gradient) -> dict[str, float]:
+        """Have the ranks take the optimizer step of a gradient, and return metrics of the step.
+
+        It need not be computed yet: a rank takes the call behind the gradient's, and so does not
+        wait for the controller in between. A rank whose gradient has failed takes no step.
+
+        Raises:
+            Exception: a rank raised it, from its gradient or from its optimizer. ``failed_batch``
+                has the batch, if it could be written.
+        """
+        updates = _answers_of(call_actor(rank.optim_step) for rank in self._ranks)
         try:
-            metrics = (await self._life.call(asyncio.gather(*calls)))[0]
+            metrics = await self._life.call(_first_of_both(gradient.metrics, updates))
             if self._keep_logprobs:
-                await self._set_logprobs(packed)
+                await self._set_logprobs(gradient.packed)
             return metrics
         except ProcessLost:  # the batch need not be to blame
             raise
         except Exception:
-            await self._keep_failed_batch(packed, step)
+            await self._keep_failed_batch(gradient.packed, gradient.step)
             raise
 
     async def _keep_failed_batch(self, packed: BatchPlan, step: int) -> None:
@@ -159,3 +187,27 @@ class TrainerClient:
         """Write the policy as a hub folder, and return it; None if the config says not to."""
         folders = await self._life.call(self._mesh.save_final.call(step))
         return next(iter(folders.values()))
+
+
+def _answers_of(calls: Iterable[Awaitable[Any]]) -> asyncio.Future[list[Any]]:
+    """Return the answers of calls, in their order, or the first error.
+
+    If nobody waits for an error, because another has ended the run, asyncio does not log it.
+    """
+    answers = asyncio.gather(*calls)
+    answers.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    return answers
+
+
+async def _first_of_both(
+    gradients: asyncio.Future[list[dict[str, float]]],
+    updates: asyncio.Future[list[dict[str, float]]],
+) -> dict[str, float]:
+    """Return the first rank's metrics of its gradient and of its optimizer step.
+
+    A failed gradient is raised before what its optimizer step says, which only follows from it.
+    """
+    try:
+        return (await gradients)[0] | (await updates)[0]
+    finally:
+        updates.cancel()

@@ -106,6 +106,9 @@ class PolicyTrainer(WatchedActor):
         self._device = device
         self._run_dir = Path(run_dir)
         self._steps_taken = 0
+        self._has_gradient = False
+        """True between a `forward_backward` that succeeded and its `optim_step`. Only the compute
+        thread uses it."""
         set_up_logging(run_dir, f"trainer-{self._rank}")
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._generator_dtype = generator_dtype
@@ -172,8 +175,8 @@ class PolicyTrainer(WatchedActor):
     # ---- steps
 
     @reported_endpoint
-    async def train_step(self, microbatches: bytes, policy_version: int) -> dict[str, float]:
-        """Take an optimizer step, and return metrics of the whole step. Collective.
+    async def forward_backward(self, microbatches: bytes, policy_version: int) -> dict[str, float]:
+        """Accumulate the gradient of a step, and return metrics of the whole step. Collective.
 
         Args:
             microbatches: rows of this data-parallel rank, pickled (`client.pickled`). Of several
@@ -182,19 +185,41 @@ class PolicyTrainer(WatchedActor):
             policy_version: version of the weights that are trained.
 
         Raises:
-            RunError: the loss or the gradient is not finite; the step is not taken.
+            RunError: the loss is not finite.
         """
 
         def accumulate() -> dict[str, float]:
+            self._has_gradient = False
             rows = pickle.loads(self._learner.broadcast_rows(microbatches))
             metrics = self._learner.forward_backward(rows, policy_version).compute()
             # Checked apart from the gradient, which `optim_step` checks: a loss that is infinite by
             # a constant term has a finite gradient.
             check_finite("loss", metrics["loss/total"], self._learner.config.loss)
+            self._has_gradient = True
             return metrics
 
-        metrics = await self._submit(accumulate, slow=False)
-        metrics |= await self._submit(self._learner.optim_step)
+        return await self._submit(accumulate, slow=False)
+
+    @reported_endpoint
+    async def optim_step(self) -> dict[str, float]:
+        """Take the step of the last `forward_backward`, and return the optimizer's metrics.
+
+        Collective. It may be called while that gradient is still being computed.
+
+        Raises:
+            RunError: there is no gradient, or it is not finite; the step is not taken.
+        """
+
+        def take_step() -> dict[str, float]:
+            if not self._has_gradient:
+                raise RunError(
+                    "there is no gradient for the optimizer: forward_backward has failed, or was "
+                    "not called since the last step"
+                )
+            self._has_gradient = False
+            return self._learner.optim_step()
+
+        metrics = await self._submit(take_step)
         self._steps_taken += 1
         return metrics
 
