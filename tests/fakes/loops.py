@@ -18,15 +18,11 @@ from torchtitan.experiments.rl.configurable import build_with
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.loops.events import RunEvents
 from torchtitan.experiments.rl.loops.group_runner import LocalRunner
-from torchtitan.experiments.rl.loops.groups import (
-    StepGroups,
-    groups_per_pick,
-    read_saved_groups,
-    write_groups,
-)
+from torchtitan.experiments.rl.loops.groups import StepGroups, groups_per_pick
 from torchtitan.experiments.rl.loops.ledger import Ledger
 from torchtitan.experiments.rl.loops.loop import Loops, build_loop
 from torchtitan.experiments.rl.loops.parts import Parts, Schedule
+from torchtitan.experiments.rl.loops.saved_groups import read_saved_groups, write_groups
 from torchtitan.experiments.rl.loops.saved_state import RolloutLoopState
 from torchtitan.experiments.rl.loops.selection import Selection
 from torchtitan.experiments.rl.rollouts.filters import Filter

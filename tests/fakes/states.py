@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from torchtitan.experiments.rl.loops.groups import DispatchedGroup, Pick, SharedExample
+from torchtitan.experiments.rl.loops.groups import ClaimedGroup, Pick, SharedExample
 from torchtitan.experiments.rl.loops.ledger import Ledger
 from torchtitan.experiments.rl.loops.saved_state import (
     FORMAT,
@@ -30,7 +30,7 @@ def through_json(record: Any, kind: type[Record]) -> Record:
 def open_group(example: DataSample | None) -> Any:
     """Return the saved state of a group of one rollout that runs."""
     task: Any = SimpleNamespace(name="a")
-    group = DispatchedGroup(
+    group = ClaimedGroup(
         group_id="a-0",
         task=task,
         rollout_ids={"a-0/0"},

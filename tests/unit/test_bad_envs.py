@@ -17,7 +17,7 @@ from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
-from torchtitan.experiments.rl.loops.groups import RunningGroup
+from torchtitan.experiments.rl.loops.groups import ClaimedGroup
 from torchtitan.experiments.rl.loops.parts import Schedule
 from torchtitan.experiments.rl.rollouts.filters import Truncated
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
@@ -237,7 +237,7 @@ async def test_env_that_hangs_holds_up_no_other(loop):
     ).__next__
     loop.fill()
     async with asyncio.timeout(20):
-        while sum(isinstance(group, RunningGroup) for group in loop._open) > len(hanging):
+        while sum(isinstance(group, ClaimedGroup) for group in loop._buffer) > len(hanging):
             await asyncio.sleep(0.01)
     await loop.close()
     loop.recorder.close()

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fakes.tasks import StubTask
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.loops.groups import OpenGroups, SharedExample
+from torchtitan.experiments.rl.loops.groups import Ending, GroupBuffer, Pick
 from torchtitan.experiments.rl.loops.ledger import Ledger
+from torchtitan.experiments.rl.loops.pacing import Pacer
 
 
 def dispatched(**tasks: int) -> Ledger:
@@ -102,12 +104,15 @@ def test_columns_and_open_always_sum_to_dispatched(events, data):
 
 
 def test_a_rollout_that_ends_for_a_reason_is_logged_with_it_and_no_other_is(caplog):
-    groups = OpenGroups(Ledger(), None, version=lambda: 3)
-    task: Any = SimpleNamespace(name="sums", needs_group=True, config=SimpleNamespace(group_size=2))
-    group = groups.dispatch(task, "a", SharedExample())
+    policy: Any = SimpleNamespace(version=3)
+    sums: Any = StubTask(lambda number: [0.0, 1.0], name="sums")
+    pacer = Pacer(rollouts_per_step=2, max_offpolicy_steps=0)
+    buffer = GroupBuffer(pacer, Ledger(), policy, steps=1)
+    group = buffer.claim(Pick(task=sums, groups_left=1))
+    assert group is not None
     with caplog.at_level(logging.INFO, logger="torchtitan.experiments.rl"):
-        groups.end_rollout(group, "a/0", "failed", "the env hangs")
-        groups.end_rollout(group, "a/1", "cancelled")
+        buffer.end(group, {"sums-0/0": Ending("failed", "the env hangs")})
+        buffer.end(group, {"sums-0/1": Ending("cancelled")})
     assert [record.getMessage() for record in caplog.records] == [
-        "failed: rollout a/0: the env hangs"
+        "failed: rollout sums-0/0: the env hangs"
     ]

@@ -304,37 +304,45 @@ async def test_rollouts_of_one_pick_have_one_example_in_the_resumed_run_too(tmp_
     assert len({*examples[:4]}) == 1 and examples[4] == examples[5] != examples[0]
 
 
-class BrokenAtSecond(Filter):
-    """Drops the first rollout of a group, and fails on the second group that it sees."""
+class First(Filter):
+    """Matches the first rollout of each group, and fails on the group ``broken_on``."""
 
-    seen = 0
+    broken_on = "stub-1"
 
     def matches(self, group):
-        self.seen += 1
-        if self.seen == 2:
+        if group.group_id == self.broken_on:
             raise ValueError("no")
         return [rollout.index_in_group == 0 for rollout in group.rollouts]
 
 
-async def test_groups_of_a_step_whose_filter_failed_are_taken_again_by_the_resumed_run(tmp_path):
-    loop = Loop(DatasetTask(100), post_filters=[BrokenAtSecond.Config()], steps=1)
+@pytest.mark.parametrize("mode", ["enforce", "monitor"])
+async def test_a_step_whose_filter_failed_is_taken_and_filtered_again_by_the_resumed_run(
+    tmp_path, monkeypatch, mode
+):
+    """No rollout has ended in the failed step, and no match was counted: a match is counted once."""
+    options = {"post_filters": [First.Config(mode=mode)], "steps": 1}
+    loop = Loop(DatasetTask(100), **options)
     loop.fill()
     with pytest.raises(RunError, match="failed on group stub-1"):
         await loop.batch()
+    assert loop.ledger.counts() == {"stub/dispatched": 4, "stub/open": 4}
     state, groups = await saved(loop, tmp_path)
     await loop.close()
 
-    loop = await resumed(DatasetTask(100), state, groups, 0, steps=1)
+    monkeypatch.setattr(First, "broken_on", "")
+    loop = await resumed(DatasetTask(100), state, groups, 0, **options)
     batch = await loop.batch()
-    assert [rollout.rollout_id for group in batch.groups for rollout in group.rollouts] == [
-        "stub-0/1",
-        "stub-1/0",
-        "stub-1/1",
-    ]
+    kept = [rollout.rollout_id for group in batch.groups for rollout in group.rollouts]
+    second = ["stub-0/1", "stub-1/1"]
+    assert kept == (
+        second if mode == "enforce" else ["stub-0/0", "stub-0/1", "stub-1/0", "stub-1/1"]
+    )
+    assert batch.filter_matches == {"post/first": 2}
     loop.step_taken(batch)
     await loop.close()
     counts = loop.ledger.counts()
-    assert counts["stub/trained"] == 3 and counts["stub/filtered/post/broken_at_second"] == 1
+    assert counts["stub/trained"] == len(kept)
+    assert counts.get("stub/filtered/post/first", 0) == 4 - len(kept)
 
 
 async def test_a_group_that_a_filter_failed_on_is_no_state_to_resume(tmp_path):
@@ -348,3 +356,18 @@ async def test_a_group_that_a_filter_failed_on_is_no_state_to_resume(tmp_path):
     with pytest.raises(RunError, match="failed while it settled"):
         await saved(loop, tmp_path)
     await loop.close()
+
+
+async def test_a_group_that_could_not_be_put_into_the_buffer_is_no_state_to_resume(tmp_path):
+    loop = Loop(DatasetTask(100))
+
+    def oversized(samples):
+        raise ValueError("no")
+
+    loop._batcher.oversized = oversized
+    loop.fill()
+    await settle()
+    with pytest.raises(RunError, match="failed while it settled"):
+        await saved(loop, tmp_path)
+    await loop.close()
+    assert loop.ledger.counts()["stub/open"] == 0

@@ -1,6 +1,7 @@
 """The rollout loop: every slot busy, every rollout in one column, and a trainer that waits only for what may still come."""
 
 import asyncio
+import contextlib
 import threading
 from dataclasses import dataclass
 
@@ -8,9 +9,10 @@ import pytest
 
 from tests.fakes.filters import Odd
 from tests.fakes.loops import Loop, ids, train_until
-from tests.fakes.tasks import StubTask
-from tests.fakes.waiting import LIMIT_S, settle
+from tests.fakes.tasks import StubTask, number_of
+from tests.fakes.waiting import LIMIT_S, settle, until
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.loops import rollout_loop
 from torchtitan.experiments.rl.loops.events import NothingLeftToLearn
 from torchtitan.experiments.rl.loops.rollout_loop import RunStopped
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
@@ -482,6 +484,52 @@ async def test_close_cancels_what_runs_and_counts_what_was_not_used():
         "stub/untrained": 11,
         "stub/open": 0,
     }
+
+
+class Stubborn(StubTask):
+    """Task whose groups ignore their cancellation until the test releases them."""
+
+    async def run_group(self, sample, policy, *, group_id, seed, **single):
+        while number_of(group_id) not in self.released:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+        return await super().run_group(sample, policy, group_id=group_id, seed=seed, **single)
+
+
+async def test_a_close_that_is_cancelled_leaves_no_rollout_open():
+    task = Stubborn(lambda number: [0.0, 1.0])
+    loop = Loop(task)
+    loop.fill()
+    await settle()
+    closing = asyncio.create_task(loop.close())
+    await settle()
+    closing.cancel()
+    await asyncio.wait([closing])
+    task.released |= set(range(9))
+    await settle()
+    assert closing.cancelled()
+    assert loop.ledger.counts() == {
+        "stub/dispatched": 8,
+        "stub/untrained": 8,
+        "stub/open": 0,
+    }
+
+
+async def test_a_group_that_ends_after_the_close_gave_up_on_it_changes_nothing(monkeypatch, caplog):
+    monkeypatch.setattr(rollout_loop, "CANCEL_S", 0.01)
+    task = Stubborn(lambda number: [0.0, 1.0])
+    loop = Loop(task)
+    loop.fill()
+    await settle()
+    await loop.close()
+    closed = loop.ledger.counts()
+    assert closed["stub/untrained"] == 8 and task.observed == []
+    task.released |= set(range(9))
+    await until(lambda: not loop._running)
+    assert [record.getMessage() for record in caplog.records] == [
+        "4 groups ignored their cancellation and were abandoned"
+    ]
+    assert loop.ledger.counts() == closed and task.observed == [] and not list(loop._buffer)
 
 
 async def test_one_filter_in_both_slots_is_counted_in_each_by_its_slot():

@@ -29,7 +29,7 @@ from torchtitan.experiments.rl.controller.run import Observers, Run, evaluations
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.fleet.fleet import Fleet
-from torchtitan.experiments.rl.loops.groups import write_groups
+from torchtitan.experiments.rl.loops.saved_groups import write_groups
 from torchtitan.experiments.rl.loops.saved_state import (
     BestState,
     ValidationReport,

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from tests.fakes.rollouts import EXAMPLE, rewarded_group
 from tests.fakes.states import open_group, run_state, through_json
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.loops.groups import (
+from torchtitan.experiments.rl.loops.ledger import Ledger
+from torchtitan.experiments.rl.loops.pacing import Pacer
+from torchtitan.experiments.rl.loops.saved_groups import (
     GROUPS_FILE,
     example_of,
     read_saved_groups,
     write_groups,
 )
-from torchtitan.experiments.rl.loops.ledger import Ledger
-from torchtitan.experiments.rl.loops.pacing import Pacer
 from torchtitan.experiments.rl.loops.saved_state import (
     FORMAT,
     LedgerState,

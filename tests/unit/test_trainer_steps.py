@@ -72,7 +72,9 @@ async def test_a_step_that_is_asked_for_at_once_is_taken_behind_its_gradient(ran
     assert trainer._learner.stepped == 2
 
 
-@pytest.mark.parametrize("loss, cause", [(math.nan, "loss is nan: the step was not taken"), (None, "lack the routes")])
+@pytest.mark.parametrize(
+    "loss, cause", [(math.nan, "loss is nan: the step was not taken"), (None, "lack the routes")]
+)
 async def test_a_rank_whose_gradient_has_failed_takes_no_step(rank, loss, cause):
     trainer = rank(0.5, loss)
     await call(trainer, "forward_backward", ROWS, 0)

@@ -1,14 +1,11 @@
-"""Tracks open groups: those dispatched, and not yet trained on or dropped.
+"""The buffer between rollouts and optimizer steps: groups from their claim until they leave.
 
-    DispatchedGroup ──example──▶ RunningGroup ──scored, filtered──▶ SettledGroup ──▶ trained
-                                                                         └─────────▶ dropped
+    claim ──▶ ClaimedGroup ──settle──▶ SettledGroup ──take──▶ trained
+                                 │                     └────▶ dropped
+                                 └────▶ dropped
 
-The ledger records for each rollout in which column it ended.
-
-A checkpoint keeps the open groups in two files. ``controller.json`` has an ``OpenGroupState`` for
-each. ``groups.jsonl.gz`` has the rollouts of the settled ones, in the format of the recorded
-rollouts: a gzip member for each group, and in it a line for each rollout. Of another group only its
-id and its example are saved, and a resumed run runs it again.
+The pacer (`pacing.py`) says which groups may start and which ones a step takes. The ledger
+(`ledger.py`) records for each rollout in which column it ended.
 """
 
 import asyncio
@@ -16,36 +13,27 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.loops.ledger import Ledger
+from torchtitan.experiments.rl.loops.pacing import Pacer
 from torchtitan.experiments.rl.loops.saved_state import (
+    BufferState,
     ExampleState,
     OpenGroupState,
     PickState,
 )
 from torchtitan.experiments.rl.rollouts.filters import ZERO_ADVANTAGE
-from torchtitan.experiments.rl.rollouts.record_file import compress, read_groups
+from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
-from torchtitan.experiments.rl.rollouts.records import (
-    decode_rollout,
-    encode_rollout,
-    is_json_example,
-    plain_example,
-)
+from torchtitan.experiments.rl.rollouts.records import TRAINED, is_json_example, plain_example
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
-
-GROUPS_FILE = "groups.jsonl.gz"
-"""Name of the file in a checkpoint's folder that has the rollouts of groups."""
-UNLIMITED = 2**62
-"""Size limit in bytes that no rollout reaches: a checkpoint never shortens a rollout."""
 
 
 def groups_per_pick(task: Task) -> int:
@@ -124,7 +112,7 @@ class Pick:
 
 @dataclass(kw_only=True, slots=True)
 class OpenGroup:
-    """Base class of the states of a group, from its dispatch until it leaves."""
+    """Base class of the states of a group, from its claim until it leaves."""
 
     group_id: str
     task: Task
@@ -147,16 +135,8 @@ class OpenGroup:
 
 
 @dataclass(kw_only=True, slots=True)
-class DispatchedGroup(OpenGroup):
-    """A group that has not begun to run, because it waits for its example."""
-
-
-@dataclass(kw_only=True, slots=True)
-class RunningGroup(OpenGroup):
-    """A group whose rollouts run, or are being scored and filtered."""
-
-    data_sample: DataSample
-    """Value of ``example``."""
+class ClaimedGroup(OpenGroup):
+    """A group that waits for its example, or whose rollouts run, are scored or are filtered."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -211,24 +191,91 @@ class StepGroups:
     """Number of tokens that the policy sampled in these rollouts."""
 
 
-class OpenGroups:
-    """Open groups by id, in the order of their dispatch.
+class Ending(NamedTuple):
+    """End of a rollout before a step has trained on it."""
 
-    Reports each rollout that ends to the ledger, and each scored group that leaves to the recorder.
+    column: str
+    """Column of the ledger."""
+    why: str | None = None
+    """Reason to log; None to log nothing."""
+
+
+class GroupBuffer:
+    """Open groups, between the coroutines that run rollouts and the steps that train on them.
+
+    In this example ``sums`` is a task whose groups have 2 rollouts, and ``scored`` stands for the
+    runner of groups. A step trains on 4 rollouts, which may be one version old, so that 8 may be
+    open::
+
+        >>> buffer = GroupBuffer(
+        ...     Pacer(rollouts_per_step=4, max_offpolicy_steps=1), Ledger(), policy, steps=3
+        ... )
+        >>> pick = Pick(task=sums, groups_left=9)
+
+    *claim* gives a group an id and its places, or None while none is free::
+
+        >>> a, b, c, d = [buffer.claim(pick) for _ in range(4)]
+        >>> d.group_id, sorted(d.rollout_ids), buffer.claim(pick)
+        ('sums-3', ['sums-3/0', 'sums-3/1'], None)
+
+    *settle* puts in a group that was scored. Some of its rollouts may end here::
+
+        >>> settled = buffer.settle(c, scored(c), {})
+        >>> settled = buffer.settle(d, scored(d), {"sums-3/1": Ending("oversized")})
+
+    *take* gives a step its groups, or None while it has to wait. The step that starts from version
+    0 need not wait for a and b, and the one from version 1 has to::
+
+        >>> [sorted(group.rollout_ids) for group in buffer.take(base_version=0)]
+        [['sums-2/0', 'sums-2/1'], ['sums-3/0']]
+        >>> buffer.trained(["sums-2", "sums-3"])
+        >>> policy.version = 1
+        >>> buffer.live(1)
+        >>> e, f = buffer.claim(pick), buffer.claim(pick)
+        >>> settled = [buffer.settle(group, scored(group), {}) for group in (e, f)]
+        >>> buffer.take(base_version=1) is None
+        True
+
+    A group of which nothing is left is dropped as it settles. Its places are free at once::
+
+        >>> lost = dict.fromkeys(b.rollout_ids, Ending("filtered/pre/zero_advantage"))
+        >>> settled = buffer.settle(b, scored(b), lost)
+        >>> g = buffer.claim(pick)
+        >>> settled = buffer.settle(a, scored(a), {})
+        >>> [group.group_id for group in buffer.take(base_version=1)]
+        ['sums-0', 'sums-4']
+
+    The ledger has a record of each rollout. The recorder is given each scored group that leaves.
     """
 
     def __init__(
-        self, ledger: Ledger, recorder: RolloutRecorder | None, version: Callable[[], int]
+        self,
+        pacer: Pacer,
+        ledger: Ledger,
+        policy: PolicyClient,
+        *,
+        steps: int,
+        recorder: RolloutRecorder | None = None,
     ):
-        """Make an empty table.
+        """Make an empty buffer.
 
         Args:
-            version: returns the policy version that the generators hold.
+            policy: tells the version that the generators hold.
+            steps: number of steps that are to take groups. No group is given a place that none of
+                them needs.
         """
         self.ledger = ledger
+        self._pacer = pacer
+        self._policy = policy
         self._recorder = recorder
-        self._version = version
         self._groups: dict[str, OpenGroup] = {}
+        """Groups by id, in the order of their claim."""
+        self._claimed = 0
+        """Number of groups claimed since the run began, which numbers their ids."""
+        self._steps_left = steps
+        """Number of steps that have not taken their groups."""
+        self._trained_version = 0
+        """Version that the trainer holds: the number of optimizer steps that were taken."""
 
     def __iter__(self) -> Iterator[OpenGroup]:
         return iter(self._groups.values())
@@ -236,63 +283,116 @@ class OpenGroups:
     def __contains__(self, group_id: str) -> bool:
         return group_id in self._groups
 
-    def dispatch(self, task: Task, group_id: str, example: SharedExample) -> DispatchedGroup:
-        """Open a group, and a ledger record for each of its rollouts."""
-        group = DispatchedGroup(
+    @property
+    def has_place(self) -> bool:
+        """True if a group may start now, and some step needs it."""
+        needed = self._steps_left * self._pacer.rollouts_per_step
+        return self._pacer.free_places > 0 and self._pacer.untaken_rollouts < needed
+
+    def claim(self, pick: Pick) -> ClaimedGroup | None:
+        """Open the next group of a pick, and a ledger record for each of its rollouts.
+
+        Returns:
+            The group; None if no place is free, or no step needs it.
+        """
+        if not self.has_place:
+            return None
+        task = pick.task
+        group_id = f"{task.name}-{self._claimed}"
+        self._claimed += 1
+        size = rollouts_per_group(task)
+        version = self._policy.version
+        self._pacer.admit(group_id, version, rollouts=size, frozen=not task.goes_stale)
+        group = ClaimedGroup(
             group_id=group_id,
             task=task,
-            rollout_ids={f"{group_id}/{index}" for index in range(rollouts_per_group(task))},
-            example=example,
+            rollout_ids={f"{group_id}/{index}" for index in range(size)},
+            example=pick.start(group_id),
         )
         self._groups[group_id] = group
-        self.ledger.dispatch(task.name, group.rollout_ids, version=self._version())
+        self.ledger.dispatch(task.name, group.rollout_ids, version=version)
         return group
 
-    def give_example(self, dispatched: DispatchedGroup, data_sample: DataSample) -> RunningGroup:
-        """Give a dispatched group its example. The caller runs it next."""
-        running = RunningGroup(**_common(dispatched), data_sample=data_sample)
-        self._groups[running.group_id] = running
-        return running
+    def settle(
+        self,
+        claimed: ClaimedGroup,
+        group: RolloutGroup,
+        endings: Mapping[str, Ending],
+        *,
+        signal: bool = True,
+    ) -> SettledGroup:
+        """Keep the rollouts of a scored group that may be trained on, and end the others.
 
-    def settle(self, running: RunningGroup, group: RolloutGroup, *, signal: bool) -> SettledGroup:
-        """Give a running group its scored rollouts. The caller ends those that filters drop."""
-        settled = SettledGroup(**_common(running), group=group, signal=signal)
-        self._groups[settled.group_id] = settled
-        return settled
-
-    def settled(self, group_id: str) -> SettledGroup:
-        """Return a group that has settled, as all have that a step takes."""
-        group = self._groups[group_id]
-        assert isinstance(group, SettledGroup)
-        return group
-
-    def end_rollout(
-        self, group: OpenGroup, rollout_id: str, column: str, why: str | None = None
-    ) -> None:
-        """End a rollout in a column of the ledger, and log why if a reason is given."""
-        group.rollout_ids.remove(rollout_id)
-        if isinstance(group, SettledGroup):
-            group.outcomes[rollout_id] = column
-        self.ledger.end(rollout_id, column, version=self._version())
-        if why is not None:
-            logger.info("%s: rollout %s: %s", column, rollout_id, why)
-
-    def leave(
-        self, group_id: str, column: str | None = None, *, trained_step: int | None = None
-    ) -> None:
-        """Close a group, and record it if it was scored.
+        If some are left, a step may take the group; else it is dropped. All of it is done at once:
+        nothing is awaited, and no code of users or observers is called.
 
         Args:
-            column: column of the ledger in which its remaining rollouts end; None if all have
-                ended.
-            trained_step: step that trained on its remaining rollouts; None if none did.
+            group: the claimed group with all its rollouts.
+            endings: ends of rollouts that no step may train on, by their id.
+            signal: True if the group has a learning signal.
         """
-        group = self._groups.pop(group_id)
-        if column is not None:
-            for rollout_id in sorted(group.rollout_ids):
-                self.end_rollout(group, rollout_id, column)
-        if self._recorder is not None and isinstance(group, SettledGroup):
-            self._recorder.record(group.group, group.outcomes, trained_step=trained_step)
+        settled = SettledGroup(**_common(claimed), group=group, signal=signal)
+        self._groups[settled.group_id] = settled
+        self.end(settled, endings)
+        if settled.rollout_ids:
+            self._pacer.finish(settled.group_id)
+        else:
+            self._pacer.drop(settled.group_id)
+            self._leave(settled)
+        return settled
+
+    def take(self, base_version: int) -> list[SettledGroup] | None:
+        """Take the groups of the step that starts from ``base_version``.
+
+        Returns:
+            The groups, earliest deadline first; None while the step has to wait.
+        """
+        group_ids = self._pacer.take_groups(base_version)
+        if group_ids is None:
+            return None
+        self._steps_left -= 1
+        taken = []
+        for group_id in group_ids:
+            group = self._groups[group_id]
+            assert isinstance(group, SettledGroup), "the pacer gives finished groups"
+            taken.append(group)
+        return taken
+
+    def end(self, group: OpenGroup, endings: Mapping[str, Ending]) -> None:
+        """End rollouts of an open group, and log why if a reason is given."""
+        version = self._policy.version
+        for rollout_id, ending in endings.items():
+            group.rollout_ids.remove(rollout_id)
+            if isinstance(group, SettledGroup):
+                group.outcomes[rollout_id] = ending.column
+            self.ledger.end(rollout_id, ending.column, version=version)
+            if ending.why is not None:
+                logger.info("%s: rollout %s: %s", ending.column, rollout_id, ending.why)
+
+    def drop_emptied(self, taken: Sequence[SettledGroup]) -> list[SettledGroup]:
+        """Drop those of a step's groups of which nothing is left, and return them.
+
+        If some of the step's groups have rollouts, the places of the dropped ones free with
+        theirs. If none has, the step takes other groups, and their places free at once.
+        """
+        emptied = [group for group in taken if not group.rollout_ids]
+        if len(emptied) == len(taken):
+            self._steps_left += 1
+            for group in emptied:
+                self._pacer.drop(group.group_id)
+        for group in emptied:
+            self._leave(group)
+        return emptied
+
+    def trained(self, group_ids: Iterable[str]) -> None:
+        """Close the groups of a step as trained: its optimizer step was taken."""
+        self._trained_version += 1
+        for group_id in group_ids:
+            self._leave(self._groups[group_id], TRAINED, trained_step=self._trained_version)
+
+    def live(self, version: int) -> None:
+        """Free the places of the groups that ``version`` was made from: the generators hold it."""
+        self._pacer.live(version)
 
     def check(self) -> None:
         """Compare the ledger's open rollouts with those of the open groups.
@@ -302,169 +402,135 @@ class OpenGroups:
         """
         self.ledger.check({rollout_id for group in self for rollout_id in group.rollout_ids})
 
+    def close(self) -> None:
+        """End the rollouts that are open as untrained, and close the ledger.
+
+        Raises:
+            RunError: the ledger does not balance. Everything is closed all the same.
+        """
+        try:
+            for group in list(self):
+                self._leave(group, "untrained")
+            self.check()
+        finally:
+            self.ledger.close()
+
+    def _leave(
+        self, group: OpenGroup, column: str | None = None, *, trained_step: int | None = None
+    ) -> None:
+        """Close a group, and record it if it was scored.
+
+        Args:
+            column: column of the ledger in which its remaining rollouts end; None if all have
+                ended.
+            trained_step: step that trained on its remaining rollouts; None if none did.
+        """
+        del self._groups[group.group_id]
+        if column is not None:
+            self.end(group, dict.fromkeys(sorted(group.rollout_ids), Ending(column)))
+        if self._recorder is not None and isinstance(group, SettledGroup):
+            self._recorder.record(group.group, group.outcomes, trained_step=trained_step)
+
+    # Checkpointing: capture and restore the open groups.
+
     def settled_groups(self) -> list[RolloutGroup]:
         """Return the groups that have settled, with all their rollouts."""
         return [group.group for group in self if isinstance(group, SettledGroup)]
 
-    def states(self) -> list[OpenGroupState]:
-        """Return what a checkpoint keeps of each group."""
-        return [group.state() for group in self]
+    def state(self) -> BufferState:
+        """Return what a checkpoint keeps: all groups that no step has trained on."""
+        self.ledger.flush()
+        return BufferState(
+            started=self._claimed,
+            groups=[group.state() for group in self],
+            paced=[
+                group
+                for group in self._pacer.state(self._trained_version)
+                if group.group_id in self  # and not one that filters have emptied
+            ],
+            ledger=self.ledger.state(),
+        )
 
     def restore(
         self,
-        states: Sequence[OpenGroupState],
-        saved: Mapping[str, RolloutGroup],
+        state: BufferState,
+        version: int,
+        *,
         tasks: Mapping[str, Task],
-        examples: "SavedExamples",
-    ) -> list[str]:
-        """Open the groups of a checkpoint again. The ledger has their rollouts already.
+        saved: Mapping[str, RolloutGroup],
+        examples: Mapping[str, SharedExample],
+    ) -> list[ClaimedGroup]:
+        """Open the groups of a checkpoint of ``version`` again.
+
+        A group whose example can't be recovered, or which is too old for a smaller
+        ``max_offpolicy_steps``, ends as lost.
 
         Args:
             saved: the checkpoint's groups with rollouts, by id.
+            examples: example of each open group by its id, without a value if it can't be
+                recovered.
 
         Returns:
-            Ids of groups that can't be run again, because their example can't be recovered. They
-            are open too, until the caller has them leave.
+            The groups that are to be run again, because they had not settled.
 
         Raises:
             RunError: a group that had settled is not among ``saved``.
         """
+        self._claimed = state.started
+        self._trained_version = version
+        self.ledger.restore(state.ledger)
         lost = []
-        for state in states:
-            if state.settled and state.group_id not in saved:
-                raise RunError(
-                    f"the checkpoint lacks the rollouts of group {state.group_id}: "
-                    "resume from another checkpoint"
-                )
-            group = DispatchedGroup(
-                group_id=state.group_id,
-                task=tasks[state.task],
-                rollout_ids=set(state.rollout_ids),
-                example=examples.restore(state, copy_is_enough=state.settled),
+        for entry in state.groups:
+            group = _restored(entry, tasks[entry.task], saved, examples[entry.group_id])
+            self._groups[entry.group_id] = group
+            had_example = entry.example is not None
+            if isinstance(group, ClaimedGroup) and had_example and group.example.value is None:
+                lost.append(entry.group_id)
+        paced = [group for group in state.paced if group.group_id not in lost]
+        lost += self._pacer.restore(paced, version)
+        for group_id in lost:
+            logger.warning(
+                "group %s of the checkpoint can't be run again, or is too old now", group_id
             )
-            self._groups[state.group_id] = group
-            if state.settled:
-                self._groups[state.group_id] = _restored(group, state, saved[state.group_id])
-            elif state.example is not None and group.example.value is None:
-                lost.append(state.group_id)
-        return lost
+            self._leave(self._groups[group_id], "lost")
+        self.check()
+        return [group for group in self if isinstance(group, ClaimedGroup)]
+
+
+def _restored(
+    state: OpenGroupState, task: Task, saved: Mapping[str, RolloutGroup], example: SharedExample
+) -> ClaimedGroup | SettledGroup:
+    """Return a group of a checkpoint as it was.
+
+    A settled one gets its costs back, and shares its example with its rollouts again.
+
+    Raises:
+        RunError: it had settled, and is not among ``saved``.
+    """
+    claimed = ClaimedGroup(
+        group_id=state.group_id, task=task, rollout_ids=set(state.rollout_ids), example=example
+    )
+    if not state.settled:
+        return claimed
+    if state.group_id not in saved:
+        raise RunError(
+            f"the checkpoint lacks the rollouts of group {state.group_id}: "
+            "resume from another checkpoint"
+        )
+    group = saved[state.group_id]
+    group.amend(costs=state.costs, credit_s=state.credit_s)
+    if example.value is not None:
+        group.amend(data_sample=example.value)
+        for rollout in group.rollouts:
+            rollout.amend(data_sample=example.value)
+    return SettledGroup(
+        **_common(claimed), group=group, signal=state.signal, outcomes=dict(state.outcomes)
+    )
 
 
 def _common(group: OpenGroup) -> dict[str, Any]:
     """Return the fields that a group keeps from one state to the next."""
     return {entry.name: getattr(group, entry.name) for entry in fields(OpenGroup)}
-
-
-def _restored(group: OpenGroup, state: OpenGroupState, scored: RolloutGroup) -> SettledGroup:
-    """Return a group of a checkpoint as it was when it had settled.
-
-    Args:
-        scored: the group with its rollouts, as they were read. It gets its costs back, and shares
-            its example with its rollouts again.
-    """
-    scored.amend(costs=state.costs, credit_s=state.credit_s)
-    example = group.example.value
-    if example is not None:
-        scored.amend(data_sample=example)
-        for rollout in scored.rollouts:
-            rollout.amend(data_sample=example)
-    return SettledGroup(
-        **_common(group), group=scored, signal=state.signal, outcomes=dict(state.outcomes)
-    )
-
-
-class SavedExamples:
-    """Examples of a checkpoint's open groups and of its pick."""
-
-    def __init__(self, dataset_examples: Mapping[str, Mapping[str, DataSample]]):
-        """Begin with the examples of each task's dataset, by task and sample id."""
-        self._dataset_examples = dataset_examples
-        self._not_given: dict[str, SharedExample] = {}
-        """Examples that the sampler had not given, by their key."""
-
-    def restore(self, state: ExampleState, *, copy_is_enough: bool) -> SharedExample:
-        """Return the example of a group or a pick, without a value if it can't be recovered.
-
-        Groups that waited for one example share it again. See `example_of` for the rest.
-        """
-        dataset_examples = self._dataset_examples.get(state.task, {})
-        value = example_of(state, dataset_examples, copy_is_enough=copy_is_enough)
-        example = SharedExample(value, key=state.example_key)
-        if state.example is None and state.example_key:
-            return self._not_given.setdefault(state.example_key, example)
-        return example
-
-
-def write_groups(folder: Path, groups: Iterable[RolloutGroup]) -> None:
-    """Write groups with their rollouts into a checkpoint's folder.
-
-    It may run in a thread beside the next step, so nothing may change the groups meanwhile but
-    their samples' ``trainer_logprobs``. Their costs are in their `OpenGroupState`.
-    """
-    with (folder / GROUPS_FILE).open("wb") as file:
-        for group in groups:
-            lines = [
-                encode_rollout(
-                    rollout,
-                    outcome=None,
-                    admitted_version=group.admitted_version,
-                    max_bytes=UNLIMITED,
-                )
-                for rollout in group.rollouts
-            ]
-            file.write(compress(b"".join(lines)))
-
-
-def read_saved_groups(folder: Path) -> dict[str, RolloutGroup]:
-    """Read the groups with rollouts of a checkpoint, by id.
-
-    Raises:
-        RunError: the file is damaged.
-    """
-    groups = {}
-    try:
-        for _, lines in read_groups(folder / GROUPS_FILE):
-            records = [decode_rollout(line) for line in lines.splitlines()]
-            first = records[0].rollout
-            assert first.data_sample is not None, "every rollout of a run has an example"
-            groups[first.group_id] = RolloutGroup(
-                group_id=first.group_id,
-                task_name=first.task_name,
-                data_sample=first.data_sample,
-                rollouts=[record.rollout for record in records],
-                admitted_version=records[0].admitted_version,
-            )
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"{folder / GROUPS_FILE} can't be read ({error}): resume from another checkpoint"
-        ) from error
-    return groups
-
-
-def example_of(
-    state: ExampleState, dataset_examples: Mapping[str, DataSample], *, copy_is_enough: bool
-) -> DataSample | None:
-    """Return the example of a checkpoint's group.
-
-    The dataset's own example is preferred, because JSON turns tuples into lists. The checkpoint's
-    copy is used if it differs and JSON held it whole.
-
-    Args:
-        dataset_examples: examples of the task's dataset, by sample id.
-        copy_is_enough: True if the group has settled. It is not run again, so a copy that lost its
-            types will do.
-
-    Returns:
-        The example; None if the sampler had given none, or if it can't be recovered.
-    """
-    if state.example is None:
-        return None
-    own = dataset_examples.get(state.example["sample_id"])
-    if own is None:
-        is_enough = state.example_is_json or copy_is_enough
-        return DataSample(**state.example) if is_enough else None
-    was_changed = state.example_is_json and plain_example(own) != state.example
-    return DataSample(**state.example) if was_changed else own
 
 
 def has_signal(group: RolloutGroup) -> bool:

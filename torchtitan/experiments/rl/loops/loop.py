@@ -4,7 +4,8 @@
     parts       tasks, runner, policy, trainer, weights
         |
         v
-    pacer, validator, rollout loop, training loop, which share the parts and the watchers
+    pacer, buffer of groups, validator, rollout loop, training loop, which share the parts and the
+    watchers
 
 The run, the simulation, the tests and the benchmarks call `build_loop`, each with parts of its own.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchtitan.experiments.rl.loops.events import RunEvents, Watchers
+from torchtitan.experiments.rl.loops.groups import GroupBuffer
 from torchtitan.experiments.rl.loops.pacing import Pacer
 from torchtitan.experiments.rl.loops.parts import Parts, Schedule
 from torchtitan.experiments.rl.loops.rollout_loop import RolloutLoop
@@ -55,7 +57,14 @@ def build_loop(
         replay = parts.replay
         fresh = schedule.rollouts_per_step if replay is None else replay.fresh_rollouts
         pacer = Pacer(rollouts_per_step=fresh, max_offpolicy_steps=schedule.max_offpolicy_steps)
-    rollouts = RolloutLoop(schedule, parts, pacer=pacer, watchers=told)
+    buffer = GroupBuffer(
+        pacer,
+        parts.ledger,
+        parts.policy,
+        steps=max(0, schedule.steps - schedule.first_step + 1),
+        recorder=parts.recorder,
+    )
+    rollouts = RolloutLoop(parts, buffer=buffer, watchers=told)
     if validator is None:
         validator = Validator(
             parts.selection.tasks,

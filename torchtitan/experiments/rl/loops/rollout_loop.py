@@ -2,12 +2,15 @@
 
 Consumes:  the task mix's choice of a task, and examples of the task's sampler.
 Produces:  scored groups, those of one step at a time (`next_groups`).
-Waits for: a free place of the pacer. Places free as versions go live, and as groups are dropped.
+Waits for: a free place in the buffer. Places free as versions go live, and as groups are dropped.
 Unblocks:  the training loop, which waits in `next_groups`.
+
+    fill         claim ──▶ example ──▶ run, score, credit ──▶ settle
+    next_groups  take ──▶ filter ──▶ the trainer
 
 The life of a group:
 
-1. `fill` starts it: the pacer has a free place, the task mix picks a task.
+1. `fill` claims its places in the buffer (`groups.py`), for the task that the task mix picks.
 2. `_run_group` takes it from here to 5. The task's sampler gives an example, unless another group
    of the pick has it already.
 3. The runner runs its rollouts, scores them, and gives their tokens credit. If credit is expensive,
@@ -20,10 +23,10 @@ The life of a group:
 7. `trained` closes it after the optimizer step, and `live` frees its places when the generators
    hold the version that the step made.
 
-The pacer (`pacing.py`) decides which groups may start and which groups a step takes. Wherever a
-group leaves, its places free exactly once, and each of its rollouts ends in one column of the
-ledger (`ledger.py`). Observers of all this extend ``RunEvents`` (`events.py`). They are told of a
-change once all of it is made: whatever they raise, the state that is saved then is consistent.
+The buffer says which groups may start and which ones a step takes. Wherever a group leaves, its
+places free exactly once, and each of its rollouts ends in one column of the ledger (`ledger.py`).
+Observers of all this extend ``RunEvents`` (`events.py`). They are told of a change once all of it
+is made: whatever they raise, the state that is saved then is consistent.
 
 A task whose rollouts are not compared has groups of one rollout. When the mix picks it, it starts
 ``group_size`` of them, of one example, as places free up (`groups.Pick`).
@@ -37,25 +40,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
+
 from torchtitan.experiments.rl.ask.ordered import OrderedCall
 from torchtitan.experiments.rl.errors import RunError, cause_of
 from torchtitan.experiments.rl.loops.events import NothingLeftToLearn, RunEvents
 from torchtitan.experiments.rl.loops.group_runner import GroupRequest
 from torchtitan.experiments.rl.loops.groups import (
-    DispatchedGroup,
-    OpenGroups,
+    ClaimedGroup,
+    Ending,
+    GroupBuffer,
     Pick,
-    RunningGroup,
-    SavedExamples,
     SettledGroup,
     StepGroups,
     groups_per_pick,
     has_signal,
-    rollouts_per_group,
 )
 from torchtitan.experiments.rl.loops.ledger import Ledger
-from torchtitan.experiments.rl.loops.pacing import Pacer
-from torchtitan.experiments.rl.loops.parts import Parts, Schedule
+from torchtitan.experiments.rl.loops.parts import Parts
+from torchtitan.experiments.rl.loops.saved_groups import SavedExamples
 from torchtitan.experiments.rl.loops.saved_state import PickState, RolloutLoopState
 from torchtitan.experiments.rl.loops.selection import (
     check_whole,
@@ -64,8 +67,7 @@ from torchtitan.experiments.rl.loops.selection import (
 from torchtitan.experiments.rl.process.logs import ENDS_THE_RUN
 from torchtitan.experiments.rl.process.shared_lock import SharedLock
 from torchtitan.experiments.rl.rollouts.filters import FilterResult
-from torchtitan.experiments.rl.rollouts.records import TRAINED
-from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -79,28 +81,18 @@ class RunStopped(Exception):
 
 
 class RolloutLoop:
-    """The open groups of a run, the coroutines that run them, and the groups of the next step."""
+    """The coroutines that run groups, and the groups of the next step."""
 
-    def __init__(self, schedule: Schedule, parts: Parts, *, pacer: Pacer, watchers: RunEvents):
-        """Make a loop without groups. `fill` starts them.
-
-        The loop starts no group that none of the schedule's steps needs.
-        """
+    def __init__(self, parts: Parts, *, buffer: GroupBuffer, watchers: RunEvents):
+        """Make a loop without groups. `fill` starts them."""
         self._tasks = parts.selection.tasks
         self._selection = parts.selection
         self._runner = parts.runner
         self._policy = parts.policy
-        self._pacer = pacer
         self._batcher = parts.batcher
-        self._steps_left = max(0, schedule.steps - schedule.first_step + 1)
-        """Number of steps that have not taken their groups."""
-        self._trained_version = 0
-        """Version that the trainer holds: the number of optimizer steps that were taken."""
         self._replay = parts.replay
+        self._buffer = buffer
         self._watchers = watchers
-        self._open = OpenGroups(parts.ledger, parts.recorder, lambda: parts.policy.version)
-        self._started = 0
-        """Number of groups started since the run began, which numbers their ids."""
         self._running: set[asyncio.Task[None]] = set()
         self._picking = False
         """True while the task mix picks a task in a thread. `fill` starts nothing until it has."""
@@ -117,11 +109,13 @@ class RolloutLoop:
         self._rollouts_failing = False
         """True if rollouts fail because something that they depend on has failed."""
         self._stopping = False
+        self._closed = False
+        """True once all rollouts have ended. A group that ignored its cancellation may go on."""
         self._snapshots = SharedLock()
 
     @property
     def ledger(self) -> Ledger:
-        return self._open.ledger
+        return self._buffer.ledger
 
     # Called by the training loop.
 
@@ -146,27 +140,30 @@ class RolloutLoop:
                 that rollouts depend on did.
         """
         while True:
-            group_ids = await self._take_groups(base_version)
-            self._steps_left -= 1
-            taken = [self._open.settled(group_id) for group_id in group_ids]
+            taken = await self._take(base_version)
             sampled = [group.remaining() for group in taken]
-            for group in taken:
-                filtered = await self._selection.filter("post", group.remaining())
-                self._end_filtered(filtered, group)
-            if any(group.rollout_ids for group in taken):
+            # All of them before a rollout ends: if one fails, a resumed run takes and filters all
+            # groups of the step again.
+            filtered = [await self._selection.filter("post", group) for group in sampled]
+            for group, result in zip(taken, filtered, strict=True):
+                self._count_matches(result)
+                self._buffer.end(group, _filter_endings(result))
+            emptied = self._buffer.drop_emptied(taken)
+            self._next_step.dropped_groups += len(emptied)
+            if len(emptied) < len(taken):
                 return self._make_step(taken, sampled, base_version)
-            self._drop_taken(taken)
+            for group in emptied:
+                self._tell_dropped(group, taken=True)
+            self.fill()
 
     def trained(self, step: StepGroups) -> None:
         """End the rollouts of these groups as trained: their optimizer step was taken."""
-        self._trained_version += 1
-        for group in step.groups:
-            self._open.leave(group.group_id, TRAINED, trained_step=self._trained_version)
+        self._buffer.trained(group.group_id for group in step.groups)
         for group in step.replayed:
             self.ledger.replay(group.task_name, len(group.rollouts))
         if self._replay is not None:
             self._replay.add(step.groups)
-        self._open.check()
+        self._buffer.check()
 
     def live(self, version: int, *, fill: bool = True) -> None:
         """Free the places of the groups that ``version`` was made from: the generators hold it.
@@ -174,7 +171,7 @@ class RolloutLoop:
         Args:
             fill: True to start groups in these places at once; else they stay free until `fill`.
         """
-        self._pacer.live(version)
+        self._buffer.live(version)
         if fill:
             self.fill()
 
@@ -205,8 +202,8 @@ class RolloutLoop:
             RunError: the ledger does not balance. Everything is closed all the same.
         """
         self.stop()
+        running = list(self._running)
         try:
-            running = list(self._running)
             for task in running:
                 task.cancel()
             if running:
@@ -215,54 +212,35 @@ class RolloutLoop:
                     logger.warning(
                         "%d groups ignored their cancellation and were abandoned", len(late)
                     )
-            for group in list(self._open):
-                self._open.leave(group.group_id, "untrained")
-            self._open.check()
-        finally:
-            self.ledger.close()
+        finally:  # also if this call is cancelled while it waits
+            self._closed = True
+            self._buffer.close()
 
-    async def _take_groups(self, base_version: int) -> list[str]:
-        """Wait until the pacer gives the step its groups, and return their ids."""
+    async def _take(self, base_version: int) -> list[SettledGroup]:
+        """Wait until the step may take its groups, and return them."""
         while True:
             if self._failure is not None:
                 raise self._failure
             if self._stopping:
                 raise RunStopped
             self._changed.clear()
-            group_ids = self._pacer.take_groups(base_version)
-            if group_ids is not None:
-                return group_ids
+            taken = self._buffer.take(base_version)
+            if taken is not None:
+                return taken
             await self._changed.wait()
-
-    def _drop_taken(self, taken: list[SettledGroup]) -> None:
-        """Drop the groups that a step has taken, because post-batch filters emptied all of them.
-
-        The step takes others in their place.
-        """
-        self._steps_left += 1
-        for group in taken:
-            self._pacer.drop(group.group_id)
-            self._drop(group)
-        for group in taken:
-            self._tell_dropped(group, taken=True)
-        self.fill()
 
     def _make_step(
         self, taken: list[SettledGroup], sampled: list[RolloutGroup], base_version: int
     ) -> StepGroups:
-        """Drop the groups of which nothing is left, and return what the step trains on.
+        """Return what the step trains on.
 
         Args:
             taken: groups after the post-batch filters.
             sampled: the same groups before them.
         """
-        kept = [group.remaining() for group in taken if group.rollout_ids]
-        for group in taken:
-            if not group.rollout_ids:  # its places free with those of the others of the step
-                self._drop(group)
         step = self._next_step
         self._next_step = StepGroups()
-        step.groups = kept
+        step.groups = [group.remaining() for group in taken if group.rollout_ids]
         step.sampled = sampled
         if self._replay is not None:
             step.replayed = self._replay.draw(base_version)
@@ -272,19 +250,14 @@ class RolloutLoop:
     # Starting groups.
 
     @property
-    def _is_running(self) -> bool:
-        return not self._stopping and self._failure is None
-
-    @property
     def _may_start(self) -> bool:
         """True if a group may start now, and some step needs it."""
-        needed = self._steps_left * self._pacer.rollouts_per_step
         return (
-            self._is_running
+            not self._stopping
+            and self._failure is None
             and not self._picking
             and not self._snapshots.is_excluding
-            and self._pacer.free_places > 0
-            and self._pacer.untaken_rollouts < needed
+            and self._buffer.has_place
         )
 
     def _pick_task(self) -> None:
@@ -324,17 +297,9 @@ class RolloutLoop:
 
     def _start_group(self, pick: Pick) -> None:
         """Start the next group of a pick."""
-        task = pick.task
-        group_id = f"{task.name}-{self._started}"
-        self._started += 1
-        self._pacer.admit(
-            group_id,
-            self._policy.version,
-            rollouts=rollouts_per_group(task),
-            frozen=not task.goes_stale,
-        )
-        group = self._open.dispatch(task, group_id, pick.start(group_id))
-        self._start_coroutine(self._run_group(group), group_id)
+        claimed = self._buffer.claim(pick)
+        assert claimed is not None, "the buffer has a place"
+        self._start_coroutine(self._run_group(claimed), claimed.group_id)
         if not pick.groups_left:
             self._pick = None
 
@@ -356,11 +321,11 @@ class RolloutLoop:
 
     # Running a group.
 
-    async def _run_group(self, dispatched: DispatchedGroup) -> None:
+    async def _run_group(self, claimed: ClaimedGroup) -> None:
         """Run a group until it has settled. A failure that is not a rollout's ends the run."""
-        group_id = dispatched.group_id
+        group_id = claimed.group_id
         try:
-            await self._run_until_settled(dispatched)
+            await self._run_until_settled(claimed)
         except asyncio.CancelledError:
             raise
         except NothingLeftToLearn as end:
@@ -369,6 +334,8 @@ class RolloutLoop:
         # Failures of envs, rewards and algorithms are statuses of rollouts, and not raised. All
         # others end the run. A SystemExit is caught too: it would stop the event loop.
         except BaseException as error:  # noqa: BLE001
+            if self._closed:
+                return
             if self._failure is None:
                 logger.exception("group %s", group_id, extra=ENDS_THE_RUN)
             if not isinstance(error, Exception):
@@ -376,34 +343,30 @@ class RolloutLoop:
             self._end_run(error)
         self._changed.set()
 
-    async def _run_until_settled(self, dispatched: DispatchedGroup) -> None:
+    async def _run_until_settled(self, claimed: ClaimedGroup) -> None:
         """Get the group's example, run and score its rollouts, and settle it."""
-        example = dispatched.example.value
-        if example is None:
-            async with self._snapshots.shared():
-                example = await dispatched.example.get(
-                    partial(self._selection.next_example, dispatched.task)
-                )
-        running = self._open.give_example(dispatched, example)
-
-        group, filtered = await self._run_rollouts(running)
-        if self._rollouts_failing:
+        example = await self._example_of(claimed)
+        group, filtered = await self._run_rollouts(claimed, example)
+        if self._closed or self._rollouts_failing:
             # The run ends, and these rollouts say nothing about their envs and rewards.
             return
         async with self._snapshots.shared():
-            try:
-                await self._selection.observe(group, running.task)
-                if filtered is None and group.failure is None:
-                    filtered = await self._selection.filter("pre", group)
-            except BaseException:
-                self._half_settled = running.group_id
-                raise
-            settled = self._settle(running, group, filtered)
+            settled = await self._settle(claimed, group, filtered)
             self._tell_settled(settled)
             self.fill()
 
+    async def _example_of(self, claimed: ClaimedGroup) -> DataSample:
+        """Return the group's example. The first group of a pick asks the sampler for it."""
+        example = claimed.example.value
+        if example is None:
+            async with self._snapshots.shared():
+                example = await claimed.example.get(
+                    partial(self._selection.next_example, claimed.task)
+                )
+        return example
+
     async def _run_rollouts(
-        self, running: RunningGroup
+        self, claimed: ClaimedGroup, example: DataSample
     ) -> tuple[RolloutGroup, FilterResult | None]:
         """Run the rollouts of a group, score them, and give their tokens credit.
 
@@ -413,16 +376,16 @@ class RolloutLoop:
         Returns:
             The group, and the result of the pre-batch filters if they have looked at it already.
         """
-        task = running.task
+        task = claimed.task
         credit_is_late = self._selection.credit_is_late(task)
         request = GroupRequest(
-            data_sample=running.data_sample,
-            group_id=running.group_id,
+            data_sample=example,
+            group_id=claimed.group_id,
             group_size=None if task.needs_group else 1,
             credit=not credit_is_late,
         )
         group = await self._runner.run(task, request)
-        check_whole(group, running.rollout_ids, task)
+        check_whole(group, claimed.rollout_ids, task)
         refuse_future_versions(group, self._policy.version)
         if not credit_is_late:
             return group, None
@@ -439,44 +402,58 @@ class RolloutLoop:
 
     # Settling a group.
 
-    def _settle(
-        self, running: RunningGroup, group: RolloutGroup, filtered: FilterResult | None
+    async def _settle(
+        self, claimed: ClaimedGroup, group: RolloutGroup, filtered: FilterResult | None
     ) -> SettledGroup:
-        """Keep the rollouts of a scored group that may be trained on, and end the others.
+        """Have sampler and task mix observe a scored group, and settle it.
 
-        If some are left, a step may take the group; else it is dropped. All of it is done at once:
-        nothing is awaited, and no code of users or observers is called.
+        Args:
+            filtered: result of the pre-batch filters, if they have looked at the group already.
+        """
+        try:
+            await self._selection.observe(group, claimed.task)
+            if filtered is None and group.failure is None:
+                filtered = await self._selection.filter("pre", group)
+            endings = self._endings_of(group, filtered)
+            signal = group.failure is None and has_signal(group)
+            settled = self._buffer.settle(claimed, group, endings, signal=signal)
+        except BaseException:
+            self._half_settled = claimed.group_id
+            raise
+        if group.failure is None and filtered is not None:
+            self._count_matches(filtered)
+        if not settled.rollout_ids:
+            self._next_step.dropped_groups += 1
+        return settled
+
+    def _endings_of(self, group: RolloutGroup, filtered: FilterResult | None) -> dict[str, Ending]:
+        """Return the ends of the rollouts that no step may train on, by their id.
 
         Args:
             filtered: result of the pre-batch filters. None if the group failed before they saw it;
                 it may also have failed after that, when its algorithm gave credit late.
         """
-        signal = group.failure is None and has_signal(group)
-        settled = self._open.settle(running, group, signal=signal)
-        for rollout in group.rollouts:
-            if rollout.reward is None:
-                column = f"failed/{rollout.status.value}"
-                self._open.end_rollout(settled, rollout.rollout_id, column, rollout.error)
+        endings = {
+            rollout.rollout_id: Ending(f"failed/{rollout.status.value}", rollout.error)
+            for rollout in group.rollouts
+            if rollout.reward is None
+        }
         if group.failure is not None or filtered is None:
-            for rollout in group.scored:
-                column = "failed/group_too_small"
-                self._open.end_rollout(settled, rollout.rollout_id, column, group.failure)
-        else:
-            self._end_filtered(filtered, settled)
-            self._end_oversized(settled)
-        if settled.rollout_ids:
-            self._pacer.finish(group.group_id)
-        else:
-            self._pacer.drop(group.group_id)
-            self._drop(settled)
-        return settled
+            too_small = Ending("failed/group_too_small", group.failure)
+            return endings | {rollout.rollout_id: too_small for rollout in group.scored}
+        endings |= _filter_endings(filtered)
+        for rollout in group.rollouts:
+            if rollout.rollout_id not in endings and self._is_oversized(rollout):
+                endings[rollout.rollout_id] = Ending("oversized", "longer than batcher.row_length")
+        return endings
 
-    def _end_oversized(self, settled: SettledGroup) -> None:
-        """End the rollouts that are too long for a row."""
-        for rollout in settled.remaining().rollouts:
-            if self._is_oversized(rollout):
-                why = "longer than batcher.row_length"
-                self._open.end_rollout(settled, rollout.rollout_id, "oversized", why)
+    def _is_oversized(self, rollout: Rollout) -> bool:
+        return self._batcher.oversized(rollout.samples)
+
+    def _count_matches(self, filtered: FilterResult) -> None:
+        """Count the matches of filters for the next step."""
+        self._next_step.filter_matches.update(filtered.matched)
+        self._next_step.filter_tokens.update(filtered.tokens)
 
     def _tell_settled(self, settled: SettledGroup) -> None:
         """Tell the observers of a group that has settled."""
@@ -492,21 +469,6 @@ class RolloutLoop:
     def _tell_dropped(self, dropped: SettledGroup, *, taken: bool) -> None:
         columns = list(dropped.outcomes.values())
         self._watchers.group_dropped(columns, dropped.group, signal=dropped.signal, taken=taken)
-
-    def _is_oversized(self, rollout: Rollout) -> bool:
-        return self._batcher.oversized(rollout.samples)
-
-    def _end_filtered(self, filtered: FilterResult, settled: SettledGroup) -> None:
-        """End the rollouts that filters dropped, and count matches for the next step."""
-        self._next_step.filter_matches.update(filtered.matched)
-        self._next_step.filter_tokens.update(filtered.tokens)
-        for rollout, name in filtered.dropped:
-            self._open.end_rollout(settled, rollout.rollout_id, f"filtered/{name}")
-
-    def _drop(self, group: SettledGroup) -> None:
-        """Close a group of which nothing is left to train on."""
-        self._open.leave(group.group_id)
-        self._next_step.dropped_groups += 1
 
     def _end_run(self, error: Exception) -> None:
         """Have `next_groups` raise the error, unless an earlier one ends the run already."""
@@ -542,17 +504,9 @@ class RolloutLoop:
                     "can't be saved"
                 )
             samplers, mix = await self._selection.states()
-            self.ledger.flush()
             state = RolloutLoopState(
-                started=self._started,
-                groups=self._open.states(),
-                paced=[
-                    group
-                    for group in self._pacer.state(self._trained_version)
-                    if group.group_id in self._open  # and not one that filters have emptied
-                ],
+                **msgspec.structs.asdict(self._buffer.state()),
                 pick=None if self._pick is None else self._pick.state(),
-                ledger=self.ledger.state(),
                 dropped_groups=self._next_step.dropped_groups,
                 filter_matches=dict(self._next_step.filter_matches),
                 filter_tokens=dict(self._next_step.filter_tokens),
@@ -561,7 +515,7 @@ class RolloutLoop:
                 replay=[] if self._replay is None else self._replay.state(),
             )
             stored = [] if self._replay is None else self._replay.groups()
-            return state, [*self._open.settled_groups(), *stored], at_once()
+            return state, [*self._buffer.settled_groups(), *stored], at_once()
 
     async def restore(
         self, state: RolloutLoopState, saved: Mapping[str, RolloutGroup], version: int
@@ -578,15 +532,13 @@ class RolloutLoop:
             RunError: a sampler, the task mix or a dataset failed, or differs from the checkpoint's.
         """
         await self._selection.restore(state.samplers, state.mix)
-        examples = SavedExamples(
+        saved_examples = SavedExamples(
             await self._selection.examples_of(
                 state.groups if state.pick is None else [*state.groups, state.pick]
             )
         )
         if state.pick is not None:
-            self._restore_pick(state.pick, examples)
-        self._started = state.started
-        self._trained_version = version
+            self._restore_pick(state.pick, saved_examples)
         self._next_step = StepGroups(
             dropped_groups=state.dropped_groups,
             filter_matches=Counter(state.filter_matches),
@@ -594,20 +546,15 @@ class RolloutLoop:
         )
         if self._replay is not None:
             self._replay.restore(state.replay, saved)
-        self.ledger.restore(state.ledger)
-        lost = self._open.restore(state.groups, saved, self._tasks, examples)
-        lost += self._pacer.restore(
-            [group for group in state.paced if group.group_id not in lost], version
+        examples = {
+            group.group_id: saved_examples.restore(group, copy_is_enough=group.settled)
+            for group in state.groups
+        }
+        unsettled = self._buffer.restore(
+            state, version, tasks=self._tasks, saved=saved, examples=examples
         )
-        for group_id in lost:
-            logger.warning(
-                "group %s of the checkpoint can't be run again, or is too old now", group_id
-            )
-            self._open.leave(group_id, "lost")
-        self._open.check()
-        for group in self._open:
-            if isinstance(group, DispatchedGroup):
-                self._start_coroutine(self._run_group(group), group.group_id)
+        for claimed in unsettled:
+            self._start_coroutine(self._run_group(claimed), claimed.group_id)
 
     def _restore_pick(self, state: PickState, examples: SavedExamples) -> None:
         """Continue a pick of a checkpoint, unless its example can't be recovered."""
@@ -624,3 +571,8 @@ class RolloutLoop:
             groups_left=state.groups_left,
             example=example,
         )
+
+
+def _filter_endings(filtered: FilterResult) -> dict[str, Ending]:
+    """Return the ends of the rollouts that filters dropped, by their id."""
+    return {rollout.rollout_id: Ending(f"filtered/{name}") for rollout, name in filtered.dropped}

@@ -1,7 +1,7 @@
 """Records of ``controller.json``: the state of a checkpoint that is not the trainer's.
 
 Each component of a run makes a record of its own (``state``) and continues from it (``restore``).
-The rollouts of settled groups are in a file beside it (`groups.py`).
+The rollouts of settled groups are in a file beside it (`saved_groups.py`).
 """
 
 import json
@@ -146,8 +146,8 @@ class OpenGroupState(ExampleState, kw_only=True):
     """Seconds that the algorithm took to give a settled group credit."""
 
 
-class RolloutLoopState(Record):
-    """State of the rollout loop between two steps (`rollout_loop.py`)."""
+class BufferState(Record, kw_only=True):
+    """State of the buffer of groups between two steps (`groups.py`)."""
 
     started: int
     """Number of groups started since the run began. The next group is named by it."""
@@ -156,9 +156,14 @@ class RolloutLoopState(Record):
     paced: list[PacedGroup]
     """Groups that no step up to the checkpoint's has trained on, in the order of their
     admission."""
+    ledger: LedgerState
+
+
+class RolloutLoopState(BufferState, kw_only=True):
+    """State of the rollout loop between two steps (`rollout_loop.py`)."""
+
     pick: PickState | None
     """The task whose groups start next; None if the mix is to pick one."""
-    ledger: LedgerState
     dropped_groups: int
     """Number of groups dropped since the last step."""
     filter_matches: dict[str, int]

@@ -39,8 +39,8 @@ from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import RunError, cause_of
 from torchtitan.experiments.rl.fleet.context import RunContext
 from torchtitan.experiments.rl.loops.events import RunEvents
-from torchtitan.experiments.rl.loops.groups import read_saved_groups, write_groups
 from torchtitan.experiments.rl.loops.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.loops.saved_groups import read_saved_groups, write_groups
 from torchtitan.experiments.rl.loops.saved_state import (
     FORMAT,
     BestState,
