@@ -2,31 +2,32 @@
 
 Step n starts from version n - 1, its base version, and makes version n. A group is admitted at the
 version that the generators hold then. Its deadline is ``max_offpolicy_steps`` versions later: the
-last base version of a step that may train on it. In an uninterrupted run no group is ever discarded
-for being stale, because three rules keep every deadline possible:
+last base version of a step that may train on it. The groups that no step has taken always satisfy
+
+    due(d) - last(d) < rollouts_per_step * (d - b)     for each of their deadlines d
+
+    b        base version of the step that started last
+    d - b    number of steps that have not started, and whose base version is at most d
+    due(d)   rollouts of the groups whose deadline is d or earlier
+    last(d)  rollouts of one of these groups: of those with the latest deadline, the one that was
+             admitted last
+
+So the steps can take all groups in time, by deadline and in the order of admission: each step takes
+at least ``rollouts_per_step`` rollouts, and the last one takes the last group whole. In an
+uninterrupted run no group is ever discarded for being stale. Three rules keep the inequality true:
 
 1. A group of n rollouts takes n places, and a group may start while any of the
    ``(max_offpolicy_steps + 1) * rollouts_per_step`` places is free. Its places free when it is
    dropped, or when the generators hold the version that was made from it.
 2. A step takes finished groups, earliest deadline first, until it has ``rollouts_per_step``
-   rollouts, and only if the groups that it leaves behind can still meet their deadlines. Otherwise
-   the trainer waits until enough of the unfinished groups with near deadlines have finished.
+   rollouts, and only if the groups that it leaves behind satisfy the inequality. Otherwise the
+   trainer waits until enough of the unfinished groups with near deadlines have finished.
 3. A group sampled from a frozen model has no deadline. A step waits for it only if it has too few
    rollouts without it, or if the run is synchronous: there nothing may run between two steps. A
    finished one is taken in the order of admission like the others, so that it does not keep its
    places for the rest of the run. It is passed over if taking it would make another group late.
 
-A group is whole: the last group of a step may make the step larger than ``rollouts_per_step``, and
-the last group to start may take more places than were free, each by less than one group. If a group
-could start only where all its places are free, 4 places would stay empty when groups of 8 make
-steps of 20, and the step would never fill.
-
-The invariant is: for every deadline d, the groups due by d but the last of them have fewer rollouts
-than ``rollouts_per_step`` times the number of steps not yet started whose base version is at most
-d. The last of them is the one that was admitted last among those with the latest deadline. So the
-steps can take all of them in time, by deadline and in the order of admission: each of the steps
-takes at least ``rollouts_per_step`` rollouts, and the last one takes the last group whole. This
-stays true
+It stays true
 
 - when a group is admitted: no other that has a deadline has a later one, and fewer than all places
   were in use. If the trainer is k steps ahead of the generators, k fewer steps are left until the
@@ -34,22 +35,12 @@ stays true
 - when a group is dropped, because fewer rollouts are due then;
 - when a step takes groups, by rule 2.
 
-An example: ``rollouts_per_step`` is 4 and ``max_offpolicy_steps`` 1, which gives 8 places, and
-groups have 2 rollouts.
+A group is whole: the last group of a step may make the step larger than ``rollouts_per_step``, and
+the last group to start may take more places than were free, each by less than one group. If a group
+could start only where all its places are free, 4 places would stay empty when groups of 8 make
+steps of 20, and the step would never fill.
 
-- At version 0 the groups a, b, c and d start, and no place is left. All are due by base version 1,
-  which is the base version of step 2. Steps 1 and 2 have not started: a, b and c, which are all but
-  the last, have 6 rollouts, and 6 < 4 * 2.
-- c and d finish first. Step 1 starts from version 0 and would leave a and b. Only step 2 is left
-  for these: a, which is all but the last, has 2 rollouts, and 2 < 4 * 1. So step 1 takes c and d.
-- The generators hold version 1 now. The 4 places of c and d are free, and e and f start, due by
-  base version 2. They finish, but a and b still run. If step 2, from version 1, took e and f, no
-  step would be left whose base version is at most 1: a has 2 rollouts, and 2 < 4 * 0 is false. So
-  the trainer waits for a and b.
-- b is dropped, because filters leave nothing of it, and g starts in its places. Step 2 waits for a
-  alone: it is the last of those due by 1, so nothing comes before it, but 0 < 4 * 0 is false too.
-  When a has finished, step 2 takes a and e. f and g are left, due by 2, and step 3 can take both:
-  f has 2 rollouts, and 2 < 4 * 1.
+`docs/architecture.md` (Staleness) works an example out.
 
 The pacer is bookkeeping alone: it has no clock, and starts and stops nothing.
 """
@@ -148,8 +139,10 @@ class Pacer:
             return None
         if self._max_offpolicy_steps == 0 and self._unfinished:
             return None
-        # The first of the two batches is preferred. Without groups of frozen models they are equal.
-        for order in (_admitted_version, self._deadline):
+        # By admission, groups without a deadline leave too. By deadline, they make no other late.
+        # Without such groups the two orders are the same.
+        by_deadline = self._deadline
+        for order in (by_admission, by_deadline):
             batch = self._first_finished(order)
             left_behind = self._untaken_ids() - {group.group_id for group in batch}
             if self._fit_after(base_version, left_behind):
@@ -283,7 +276,7 @@ class DueGroups:
     def fit_after(self, base_version: int) -> bool:
         """Return True if the steps after the one from ``base_version`` can take all in time.
 
-        That is the invariant of this module, where the steps up to that one have started.
+        That is the inequality of this module, with ``base_version`` as b.
         """
         due = 0
         for deadline in sorted(self._groups):
@@ -294,6 +287,6 @@ class DueGroups:
         return True
 
 
-def _admitted_version(group: PacedGroup) -> float:
-    """Sort key: the order of admission, which is that of the deadlines for groups that have one."""
+def by_admission(group: PacedGroup) -> float:
+    """Return a sort key: the order of admission, which is that of deadlines if a group has one."""
     return group.admitted_version
