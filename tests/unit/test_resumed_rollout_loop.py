@@ -371,3 +371,18 @@ async def test_a_group_that_could_not_be_put_into_the_buffer_is_no_state_to_resu
         await saved(loop, tmp_path)
     await loop.close()
     assert loop.ledger.counts()["stub/open"] == 0
+
+
+async def test_a_checkpoint_without_the_rollouts_of_a_group_leaves_nothing_open(tmp_path):
+    loop = Loop(DatasetTask(100))
+    loop.fill()
+    await settle()
+    state, groups = await saved(loop, tmp_path)
+    await loop.close()
+    del groups["stub-2"]
+
+    again = Loop(DatasetTask(100))
+    with pytest.raises(RunError, match="lacks the rollouts of group stub-2"):
+        await again.restore(state, groups, 0)
+    await again.close()  # and not: the ledger does not balance
+    assert again.ledger.counts() == {}

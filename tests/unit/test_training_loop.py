@@ -131,6 +131,35 @@ async def test_an_error_of_the_last_evaluation_ends_the_run_once_its_step_is_kep
     assert [record.step for record in run.records] == [1, 2]
 
 
+@pytest.mark.parametrize("event", ["step_begins", "groups_taken"])
+async def test_an_error_of_the_last_evaluation_ends_a_run_that_is_complete_early_too(event):
+    """It would end as complete, without the reward of its final policy, and say nothing."""
+    run = build(steps=100)
+    ends = []
+    run.noted.ended_early = lambda why, reports: ends.append(why)
+    start = run.parts.start
+
+    def failing(step, *, final=False):
+        start(step, final=final)
+        if final:
+            run.rollouts.fail(RunError("the validation set can't be read"))
+
+    run.parts.start = failing
+
+    def complete():
+        if run.loop.steps_done == 2:
+            raise NothingLeftToLearn("stop_at is reached")
+
+    async def step_begins(step):
+        complete()
+
+    setattr(run.noted, event, step_begins if event == "step_begins" else complete)
+    with pytest.raises(RunError, match="the validation set can't be read"):
+        await asyncio.wait_for(run.loop.run(), LIMIT_S)
+    await run.rollouts.close()
+    assert [record.step for record in run.records] == [1, 2] and ends == []
+
+
 async def test_every_step_trains_copies_out_and_is_recorded():
     run = build(steps=3)
     await run.loop.run()
@@ -385,10 +414,14 @@ async def test_run_with_nothing_left_to_learn_evaluates_its_final_policy_and_end
     run.noted.ended_early = lambda why, reports: ends.append(
         (why, [report.step for report in reports])
     )
+
+    def nothing_left():
+        raise NothingLeftToLearn("nothing left to learn: all rewards tie")
+
     running = asyncio.create_task(run.loop.run())
     while run.loop.steps_done < 2:
         await settle()
-    run.rollouts.fail(NothingLeftToLearn("nothing left to learn: all rewards tie"))
+    run.noted.groups_taken = nothing_left
     await asyncio.wait_for(running, LIMIT_S)
     await run.rollouts.close()
     ((why, steps),) = ends

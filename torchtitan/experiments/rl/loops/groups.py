@@ -476,12 +476,16 @@ class GroupBuffer:
         Raises:
             RunError: a group that had settled is not among ``saved``.
         """
+        # All of them, or an error, before anything is open: else the ledger would not balance.
+        restored = [
+            _restored(entry, tasks[entry.task], saved, examples[entry.group_id])
+            for entry in state.groups
+        ]
         self._claimed = state.started
         self._trained_version = version
         self.ledger.restore(state.ledger)
         lost = []
-        for entry in state.groups:
-            group = _restored(entry, tasks[entry.task], saved, examples[entry.group_id])
+        for entry, group in zip(state.groups, restored, strict=True):
             self._groups[entry.group_id] = group
             had_example = entry.example is not None
             if isinstance(group, ClaimedGroup) and had_example and group.example.value is None:

@@ -106,8 +106,8 @@ class RolloutLoop:
         self._half_settled: str | None = None
         """Id of a group that a sampler or the task mix may have observed, and that could not settle
         because one of them or a filter failed. A resumed run would have it observed twice."""
-        self._rollouts_failing = False
-        """True if rollouts fail because something that they depend on has failed."""
+        self._cause_outside: Exception | None = None
+        """Error of something that rollouts depend on, and that has failed; None if none has."""
         self._stopping = False
         self._closed = False
         """True once all rollouts have ended. A group that ignored its cancellation may go on."""
@@ -182,13 +182,14 @@ class RolloutLoop:
         end after this do not settle, and their rollouts end as untrained: if they fail, their envs
         and rewards need not have caused it.
         """
-        self._rollouts_failing = True
+        if self._cause_outside is None:
+            self._cause_outside = error
         self._end_run(error)
 
     def raise_failure(self) -> None:
-        """Raise the error that `fail` was given after the last call of `next_groups`, if any."""
-        if self._rollouts_failing and self._failure is not None:
-            raise self._failure
+        """Raise the error that `fail` was given, if any: no call of `next_groups` follows."""
+        if self._cause_outside is not None:
+            raise self._cause_outside
 
     def stop(self) -> None:
         """Start no more groups, and have `next_groups` raise RunStopped."""
@@ -347,7 +348,7 @@ class RolloutLoop:
         """Get the group's example, run and score its rollouts, and settle it."""
         example = await self._example_of(claimed)
         group, filtered = await self._run_rollouts(claimed, example)
-        if self._closed or self._rollouts_failing:
+        if self._closed or self._cause_outside is not None:
             # The run ends, and these rollouts say nothing about their envs and rewards.
             return
         async with self._snapshots.shared():

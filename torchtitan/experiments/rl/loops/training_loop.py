@@ -83,6 +83,8 @@ class TrainingLoop:
         except NothingLeftToLearn as end:
             if self.steps_done > 0:
                 await self._evaluate_last_version(self.steps_done)
+            if not self._stopping:
+                self._rollouts.raise_failure()
             reports = self._validator.take()
             self._watchers.ended_early(str(end), reports)
         finally:
