@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = Path("torchtitan/experiments/rl")
 ROOMS = {
     "losses": ["losses/*.py"],
-    "credit": ["rollouts/credit.py", "algorithms/*.py"],
+    "credit": ["tasks/scoring.py", "algorithms/*.py"],
     "packing": ["batching/*.py"],
     "trees": ["models/attention.py", "models/decoder.py"],
     "pacing": ["loops/pacing.py"],

@@ -14,9 +14,9 @@ from torchtitan.experiments.rl.ask import scopes
 from torchtitan.experiments.rl.ask.call import ask, ask_each, ask_in_thread, contained
 from torchtitan.experiments.rl.ask.lag import TICK_S, clock_of_running_loop
 from torchtitan.experiments.rl.ask.threads import WorkerThreads
-from torchtitan.experiments.rl.batching.sample_checks import is_finite_number
 from torchtitan.experiments.rl.errors import UserCodeError, UserCodeTimeout, cause_of
 from torchtitan.experiments.rl.simulation.clock import run_virtually
+from torchtitan.experiments.rl.types import is_finite_number
 
 
 def test_cause_is_one_line_with_the_place():

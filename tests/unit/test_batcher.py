@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.batches import STREAMS, unpack
+from tests.unit.batches import random_sample as sample
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
 from torchtitan.experiments.rl.losses import (
     DPPO,
@@ -17,41 +18,9 @@ from torchtitan.experiments.rl.losses import (
     compute_loss,
     count_denominators,
 )
-from torchtitan.experiments.rl.types import LossDenominators, TrainingSample
+from torchtitan.experiments.rl.types import LossDenominators
 
 torch.set_num_threads(1)
-
-
-def sample(length: int, seed: int = 0, **fields) -> TrainingSample:
-    """Random streams, all present; the first token is a member of nothing. A field given as None is absent."""
-    rng = np.random.default_rng(seed)
-
-    def weights() -> np.ndarray:
-        values = np.where(rng.random(length) < 0.5, rng.uniform(0.5, 2, length), 0).astype(
-            np.float32
-        )
-        values[0] = 0
-        return values
-
-    mask = rng.random(length) < 0.7
-    mask[0] = False
-    streams = dict(
-        token_ids=rng.integers(1, 50, length, dtype=np.int32),
-        loss_mask=mask,
-        generator_logprobs=np.where(mask, rng.uniform(-3, -0.1, length), 0).astype(np.float32),
-        policy_versions=np.where(mask, 3, -1).astype(np.int32),
-        replicas=np.where(mask, seed % 2, -1).astype(np.int16),
-        role_ids=np.where(mask, 3, np.arange(length) % 4 - 1).astype(np.int8),
-        advantages=rng.normal(size=length).astype(np.float32),
-        rl_weights=weights(),
-        ce_weights=weights(),
-        ref_kl_weights=weights() * mask,
-        ref_logprobs=rng.uniform(-3, -0.1, length).astype(np.float32),
-        temperature=float(rng.choice([0.5, 1.0])),
-        task_name=f"task{seed % 3}",
-        rollout_id=f"group{seed}/0",
-    )
-    return TrainingSample(**(streams | fields))
 
 
 def plan_of(samples, row_length=32, rows_per_microbatch=2, ranks=1) -> BatchPlan:
@@ -203,55 +172,6 @@ def test_fits_is_asked_before_because_nothing_is_ever_truncated():
         batcher.plan([sample(3), sample(11, 4)], 1)
 
 
-def first_only(length: int) -> np.ndarray:
-    return np.arange(length) == 0
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        (dict(advantages=None), "has tokens with an rl weight and no advantages"),
-        (dict(advantages=None, rl_weights=None), "has tokens with an rl weight and no advantages"),
-        (
-            dict(
-                ref_logprobs=None,
-                loss_mask=np.arange(6) > 3,
-                ref_kl_weights=(np.arange(6) > 3).astype(np.float32),
-            ),
-            "has tokens with a ref_kl weight and no ref_logprobs",
-        ),
-        (
-            dict(
-                reference_ids=np.array([1, 2, 9, 9]),
-                token_ids=np.array([0, 3, 5, 5, 9, 8]),
-                loss_mask=np.arange(6) > 3,
-            ),
-            "has reference_ids that do not end as it does, from its first sampled token on",
-        ),
-        (
-            dict(
-                reference_ids=np.array([9, 8]),
-                token_ids=np.array([0, 3, 5, 5, 9, 8]),
-                loss_mask=np.arange(6) > 3,
-            ),
-            "has reference_ids that do not end as it does",
-        ),
-        (dict(advantages=np.zeros(5, np.float32)), "has 6 token_ids and 5 advantages"),
-        (dict(loss_mask=np.ones(7, bool)), "has 6 token_ids and 7 loss_mask"),
-        (dict(loss_mask=np.ones(6, bool), rl_weights=None), "trains its first token"),
-        (dict(ce_weights=first_only(6).astype(np.float32)), "trains its first token"),
-        (dict(ref_kl_weights=first_only(6).astype(np.float32)), "trains its first token"),
-        (
-            dict(loss_mask=np.arange(6) > 3, ref_kl_weights=(np.arange(6) > 2).astype(np.float32)),
-            "has a ref_kl weight on a token the policy did not sample.*weigh only sampled tokens",
-        ),
-    ],
-)
-def test_a_sample_that_cannot_be_trained_on_is_refused_with_its_rollout(fields, message):
-    with pytest.raises(ValueError, match=f"a sample of rollout 'group7/0' {message}"):
-        plan_of([sample(9, 1), sample(6, 7, **fields)])
-
-
 def test_what_a_reference_scores_lies_in_rows_of_its_own_and_each_sampled_token_knows_its_place():
     masks = {length: np.arange(length) >= 3 for length in (5, 6)}
     samples = [
@@ -277,16 +197,6 @@ def test_what_a_reference_scores_lies_in_rows_of_its_own_and_each_sampled_token_
     assert all(batch.conditioned is None for batch in plan_of([sample(4, 1)]).microbatches[0])
     batcher = Batcher.Config(row_length=6).build()
     assert batcher.fits(samples[0]) and not batcher.fits(samples[1])
-
-
-def test_a_sampled_first_token_without_weight_and_a_sample_without_rl_tokens_are_fine():
-    plan_of([sample(6, 7, loss_mask=np.ones(6, bool))])
-    plan_of([sample(6, 7, advantages=None, rl_weights=np.zeros(6, np.float32))])
-
-
-def test_an_empty_sample_is_refused():
-    with pytest.raises(ValueError, match="rollout 'group0/0' has no tokens"):
-        plan_of([sample(1, **{name: np.zeros(0) for name in STREAMS})])
 
 
 # ------------------------------------------------------------------ packing changes nothing

@@ -11,9 +11,10 @@ from tests.fakes.envs import BrokenEnv, raise_value_error
 from tests.fakes.policy import TEACHER, Scorer, ScriptedPolicy
 from tests.fakes.tasks import run_group
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo
-from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
-from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus, add_cost
+from torchtitan.experiments.rl.rollouts.costs import add_cost
+from torchtitan.experiments.rl.rollouts.samples import check_samples
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.types import TrainingSample
 
@@ -287,9 +288,7 @@ async def test_arrays_that_an_algorithm_writes_again_stay_as_they_were_in_a_cred
     assert {sample.loss_mask.dtype for sample in samples} == {np.dtype(bool)}
 
 
-async def test_credit_that_the_batcher_would_refuse_fails_the_group_and_not_the_run(
-    build, tokenizer
-):
+async def test_credit_that_can_not_be_trained_on_fails_the_group_and_not_the_run(build, tokenizer):
     for stream, value, cause in (
         ("advantages", None, "has tokens with an rl weight and no advantages"),
         (
@@ -393,8 +392,7 @@ async def test_failed_rollout_with_an_error_reward_is_trained_on_only_with_credi
         1.0,
         1.0,
     ]
-    trained = [sample for rollout in group.scored for sample in rollout.samples]
-    assert Batcher.Config(row_length=256).build().plan(trained, 1).tokens == sum(map(len, trained))
+    check_samples(group.scored)
 
 
 async def test_group_without_a_rollout_that_got_credit_is_dropped(build, tokenizer):  # noqa: F811

@@ -10,7 +10,6 @@ from tests.fakes.policy import ScriptedPolicy
 from tests.fakes.tasks import StubTask
 from tests.unit.demonstrations import CHAT, task_of
 from torchtitan.experiments.rl.algorithms import GRPO, StaticSFT
-from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.command.build import build_tasks, read_policy_tokenizer
 from torchtitan.experiments.rl.command.checks import check
 from torchtitan.experiments.rl.command.preflight import run_preflight
@@ -26,6 +25,7 @@ from torchtitan.experiments.rl.loops.step_metrics import (
 )
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
+from torchtitan.experiments.rl.rollouts.samples import check_sample
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks import RowDataset
 from torchtitan.experiments.rl.tasks.demonstrations import conversation_of, sample_of
@@ -115,7 +115,7 @@ def test_the_prompt_is_that_of_a_rollout(renderer, tokenizer):
         and set(sample.policy_versions.tolist()) == {-1}
         and not sample.rl_weights.any()
     )
-    Batcher.Config(row_length=128).build().plan([sample], 1)
+    check_sample(sample)
 
 
 def test_fields_that_a_table_fills_with_none_are_left_out(renderer, tokenizer):

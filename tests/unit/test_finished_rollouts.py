@@ -21,6 +21,7 @@ from tests.unit.records import assert_same
 from torchtitan.experiments.rl.algorithms import GRPO, SFT
 from torchtitan.experiments.rl.envs.messages import checked_messages
 from torchtitan.experiments.rl.frozen import read_only
+from torchtitan.experiments.rl.rollouts.costs import add_cost
 from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.samples import checked_completion
 from torchtitan.experiments.rl.rollouts.types import (
@@ -28,7 +29,6 @@ from torchtitan.experiments.rl.rollouts.types import (
     Rollout,
     RolloutGroup,
     RolloutStatus,
-    add_cost,
 )
 from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.task import Task, frozen_sample

@@ -17,8 +17,8 @@ from torchtitan.experiments.rl.generation import endpoint
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
 from torchtitan.experiments.rl.generation.judge import Reply
 from torchtitan.experiments.rl.generation.references import FrozenModel
+from torchtitan.experiments.rl.rollouts.costs import counted_in
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import counted_in
 
 KEY = "sk-very-secret-0123456789"
 FORMS = {

@@ -21,9 +21,9 @@ from torchtitan.experiments.rl.gateway import chat, responses, server
 from torchtitan.experiments.rl.gateway import rollout as agent_rollout
 from torchtitan.experiments.rl.gateway.request import ModelReply, ModelRequest
 from torchtitan.experiments.rl.generation.references import FrozenModel
-from torchtitan.experiments.rl.rollouts.credit import Drafts
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks import EnvTask, MessageEnv, ResetOutput, Rubric, StepOutput
+from torchtitan.experiments.rl.tasks.scoring import Drafts
 from torchtitan.experiments.rl.types import STREAMS
 
 HELLO = {"role": "user", "content": "hello"}

@@ -185,6 +185,20 @@ def test_a_folder_without_records_to_train_on_is_refused(tmp_path):
     )
 
 
+def test_a_recorded_sample_that_can_not_be_trained_on_is_refused_with_its_rollout(tmp_path):
+    recorder = RolloutRecorder.Config(fraction=1.0).build(run_dir=tmp_path)
+    group = taught_group(0)
+    group.rollouts[1].samples[0].advantages = None
+    recorder.record(group, {rollout.rollout_id: "trained" for rollout in group.rollouts})
+    recorder.close()
+    with pytest.raises(ConfigError) as refused:
+        store(path=str(tmp_path))
+    assert str(refused.value) == (
+        f"replay.path = {str(tmp_path)!r}: can't be used: a sample of rollout 'recorded/sums-0/1' "
+        "has tokens with an rl weight and no advantages: its algorithm must assign them"
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "field"),
     [

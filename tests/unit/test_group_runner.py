@@ -2,18 +2,25 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.fakes.contexts import context_of
+from tests.fakes.policy import ScriptedPolicy
 from tests.fakes.rollouts import EXAMPLE, group_of, rollout_of, turn_of
+from tests.fakes.tasks import TalkTask
 from tests.fakes.waiting import iterations, until
+from torchtitan.experiments.rl.algorithms import GRPO, Algorithm
 from torchtitan.experiments.rl.command.checks import checked_plan
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.fleet.rollout_workers import GroupResult, WorkerRunner
 from torchtitan.experiments.rl.loops.group_runner import GroupRequest, LocalRunner
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.tasks import scoring
 
 
 class StubWorkers:
@@ -129,6 +136,67 @@ async def test_a_task_is_given_what_a_request_sets_and_nothing_else():
     for options in settings:
         await runner.run(simple, request("a", **options))
     assert given == settings
+
+
+class ScoresItself(TalkTask):
+    """Task that gives reward and credit itself: ``advantages`` to each sampled token."""
+
+    advantages: Any = None
+
+    async def score_group(self, group):
+        for rollout in group.rollouts:
+            rollout.amend(reward=1.0)
+            for sample in rollout.samples:
+                given = self.advantages
+                sample.amend(advantages=None if given is None else given(sample))
+        return group.failure
+
+
+@pytest.mark.parametrize(
+    ("advantages", "cause"),
+    [
+        (None, "has tokens with an rl weight and no advantages: its algorithm must assign them"),
+        (lambda sample: np.ones(3, np.float32), "token_ids and 3 advantages: they must be aligned"),
+        (lambda sample: np.full(len(sample), np.nan, np.float32), "advantages is nan at token"),
+        (lambda sample: "one", "token_ids and 3 advantages: they must be aligned"),
+        (lambda sample: np.ones(len(sample), np.float32), None),
+    ],
+)
+async def test_credit_that_a_task_gave_in_a_way_of_its_own_is_checked_before_it_is_trained_on(
+    renderer, tokenizer, advantages, cause
+):
+    talk = ScoresItself.Config(algorithm=GRPO.Config()).build(
+        name="talk", context=context_of(renderer)
+    )
+    talk.advantages = advantages
+    group = await LocalRunner(ScriptedPolicy(tokenizer), seed=0).run(talk, request("g"))
+    if cause is None:
+        assert group.failure is None and len(group.scored) == 2
+        return
+    assert group.failure.startswith("task talk: rollout g/0: ") and cause in group.failure
+    assert group.scored == [] and {r.status for r in group.rollouts} == {RolloutStatus.ERROR}
+
+
+async def test_a_group_of_an_algorithm_that_gives_no_credit_is_not_trained_on(renderer, tokenizer):
+    talk = TalkTask.Config(algorithm=Algorithm.Config()).build(
+        name="talk", context=context_of(renderer)
+    )
+    runner = LocalRunner(ScriptedPolicy(tokenizer), seed=0)
+    measured = await runner.run(talk, request("v", credit=False))
+    assert measured.failure is None and len(measured.scored) == 2
+    group = await runner.run(talk, request("g"))
+    cause = "has tokens with an rl weight and no advantages: its algorithm must assign them"
+    assert group.failure.endswith(cause)
+
+
+async def test_the_credit_of_an_algorithm_is_checked_once(renderer, tokenizer, monkeypatch):
+    checked = []
+    check = scoring.check_sample
+    monkeypatch.setattr(scoring, "check_sample", lambda sample: checked.append(check(sample)))
+    talk = TalkTask.Config(algorithm=GRPO.Config()).build(name="talk", context=context_of(renderer))
+    group = await LocalRunner(ScriptedPolicy(tokenizer), seed=0).run(talk, request("g"))
+    assert group.failure is None
+    assert len(checked) == sum(len(rollout.samples) for rollout in group.rollouts) == 2
 
 
 async def test_groups_of_a_worker_that_dies_are_run_again_under_their_ids_elsewhere_or_when_it_is_back():

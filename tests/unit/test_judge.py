@@ -15,8 +15,9 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.judge import Judge, JudgeFailed, Reply
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
 from torchtitan.experiments.rl.loops.step_metrics import costs
+from torchtitan.experiments.rl.rollouts.costs import counted_in
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus, counted_in
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import win_shares
 from torchtitan.experiments.rl.tasks.examples.sum_digits import JudgedSumDigitsRubric, SumDigitsTask
 

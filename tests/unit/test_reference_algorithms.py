@@ -15,7 +15,6 @@ from tests.fakes.waiting import LIMIT_S
 from tests.unit.demonstrations import check_example
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Echo
 from torchtitan.experiments.rl.algorithms.echo import tool_names
-from torchtitan.experiments.rl.batching.sample_checks import check_sample
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.configurable import build_with
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
@@ -24,6 +23,7 @@ from torchtitan.experiments.rl.generation.references import FrozenModel, HostedM
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.samples import check_sample
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 

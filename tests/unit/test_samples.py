@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.rollouts import samples_of, turn_of
+from tests.unit.batches import STREAMS, random_sample
 from torchtitan.experiments.rl.rollouts.samples import (
     check_completion,
+    check_sample,
     checked_completion,
     turn_spans,
 )
@@ -217,3 +219,65 @@ def test_completion_whose_numbers_its_dtypes_do_not_hold_is_refused(streams):
     good = {"token_ids": [1], "logprobs": [-0.5], "policy_versions": [0]}
     with pytest.raises(ValueError, match="^bad completion: a (policy version|log-prob)"):
         checked_completion(Completion(**(good | streams), finish_reason="stop"))
+
+
+# ---- samples with credit
+
+
+def first_only(length: int) -> np.ndarray:
+    return np.arange(length) == 0
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(advantages=None), "has tokens with an rl weight and no advantages"),
+        (dict(advantages=None, rl_weights=None), "has tokens with an rl weight and no advantages"),
+        (
+            dict(
+                ref_logprobs=None,
+                loss_mask=np.arange(6) > 3,
+                ref_kl_weights=(np.arange(6) > 3).astype(np.float32),
+            ),
+            "has tokens with a ref_kl weight and no ref_logprobs",
+        ),
+        (
+            dict(
+                reference_ids=np.array([1, 2, 9, 9]),
+                token_ids=np.array([0, 3, 5, 5, 9, 8]),
+                loss_mask=np.arange(6) > 3,
+            ),
+            "has reference_ids that do not end as it does, from its first sampled token on",
+        ),
+        (
+            dict(
+                reference_ids=np.array([9, 8]),
+                token_ids=np.array([0, 3, 5, 5, 9, 8]),
+                loss_mask=np.arange(6) > 3,
+            ),
+            "has reference_ids that do not end as it does",
+        ),
+        (dict(advantages=np.zeros(5, np.float32)), "has 6 token_ids and 5 advantages"),
+        (dict(loss_mask=np.ones(7, bool)), "has 6 token_ids and 7 loss_mask"),
+        (dict(loss_mask=np.ones(6, bool), rl_weights=None), "trains its first token"),
+        (dict(ce_weights=first_only(6).astype(np.float32)), "trains its first token"),
+        (dict(ref_kl_weights=first_only(6).astype(np.float32)), "trains its first token"),
+        (
+            dict(loss_mask=np.arange(6) > 3, ref_kl_weights=(np.arange(6) > 2).astype(np.float32)),
+            "has a ref_kl weight on a token the policy did not sample.*weigh only sampled tokens",
+        ),
+    ],
+)
+def test_a_sample_that_cannot_be_trained_on_is_refused_with_its_rollout(fields, message):
+    with pytest.raises(ValueError, match=f"a sample of rollout 'group7/0' {message}"):
+        check_sample(random_sample(6, 7, **fields))
+
+
+def test_a_sampled_first_token_without_weight_and_a_sample_without_rl_tokens_are_fine():
+    check_sample(random_sample(6, 7, loss_mask=np.ones(6, bool)))
+    check_sample(random_sample(6, 7, advantages=None, rl_weights=np.zeros(6, np.float32)))
+
+
+def test_an_empty_sample_is_refused():
+    with pytest.raises(ValueError, match="rollout 'group0/0' has no tokens"):
+        check_sample(random_sample(1, **{name: np.zeros(0) for name in STREAMS}))

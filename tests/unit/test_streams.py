@@ -32,8 +32,7 @@ NEW_CREDIT = """    entropy_weights: Annotated[
 
 USE_OF_THE_NEW_CREDIT = """
 import numpy as np
-from torchtitan.experiments.rl.batching.sample_checks import check_trainable
-from torchtitan.experiments.rl.rollouts.credit import Drafts
+from torchtitan.experiments.rl.tasks.scoring import Drafts, check_streams
 from torchtitan.experiments.rl.rollouts.types import Rollout
 from torchtitan.experiments.rl.types import TrainingSample
 
@@ -46,7 +45,8 @@ for weights in ([0.0, np.nan], [0.0, 0.5]):
     try:
         with Drafts([rollout]) as drafts:
             rollout.samples[0].entropy_weights = np.array(weights)
-            drafts.check(rollout, check_trainable)
+            drafts.check(rollout)
+            check_streams(rollout.samples[0])
             drafts.take(rollout)
     except ValueError as error:
         print(error)

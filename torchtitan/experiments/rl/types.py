@@ -1,5 +1,7 @@
 """Records that flow from rollouts to the trainer: training samples, batches, loss denominators.
 
+At the end are the checks of numbers that user code gives.
+
 Every per-token stream is aligned with ``token_ids``: entry ``t`` describes token ``t``, never its
 neighbour. The log-probability of token ``t`` is that of the token given all tokens before it in its
 sample. The first token of a sample has no log-probability and never contributes to a loss.
@@ -10,6 +12,7 @@ that a reference model scores.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import (
     TYPE_CHECKING,
@@ -330,3 +333,68 @@ class LossDenominators:
     rl: float
     ce: float
     ref_kl: float
+
+
+# ---- checks of numbers that user code gives
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def is_finite_number(value: Any) -> bool:  # noqa: ANN401 - a user's value
+    """Return True for a number or bool of Python or numpy that is neither NaN nor infinite.
+
+    Strings and arrays are not numbers.
+    """
+    try:
+        is_scalar = hasattr(value, "__float__") and not getattr(value, "shape", ())
+        return is_scalar and math.isfinite(value)
+    except BaseException:  # noqa: BLE001 - the value is the user's, and so is its __float__
+        return False
+
+
+def finite_float(value: Any) -> float | None:  # noqa: ANN401 - a user's value
+    """Return the value as a float; None if it is not a finite number that float32 holds."""
+    number = value
+    if type(value) is not float:
+        try:
+            number = float(value) if is_finite_number(value) else math.nan
+        except Exception:  # noqa: BLE001 - the value is the user's, and so is its __float__
+            return None
+    return number if abs(number) <= FLOAT32_MAX else None  # a NaN is not below anything
+
+
+def first_non_finite(values: np.ndarray) -> int | None:
+    """Return the index of the first NaN or infinity of a float [T]; None if all are finite."""
+    # One pass instead of two: a NaN or an infinity is never summed away. numpy would warn of what
+    # the caller's error says.
+    with np.errstate(invalid="ignore", over="ignore"):
+        total = np.add.reduce(values)
+    if math.isfinite(total):
+        return None
+    wrong = np.flatnonzero(~np.isfinite(values))
+    return int(wrong[0]) if len(wrong) else None  # None: finite values whose sum overflows
+
+
+def checked_stream(name: str, values: Any, length: int) -> np.ndarray:  # noqa: ANN401 - the user's
+    """Return the values as an array [length] of the stream's declared dtype.
+
+    Raises:
+        ValueError: the values are not one number for each token.
+    """
+    dtype = STREAMS[name].dtype
+    if type(values) is np.ndarray and values.dtype == dtype and values.shape == (length,):
+        return values
+    wanted = f"want {length} numbers, one for each token"
+    try:
+        array = np.asarray(values)
+    except BaseException:  # noqa: BLE001 - unequal lengths; a user's class may raise anything
+        raise ValueError(
+            f"{name} is a {type(values).__name__} that is no array: {wanted}"
+        ) from None
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{name} has a {type(values).__name__} of dtype {array.dtype}: {wanted}")
+    if array.shape != (length,):
+        raise ValueError(f"{name} has shape {array.shape}: {wanted}")
+    # A number too large for float32 becomes infinite, which is refused after this.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(dtype)

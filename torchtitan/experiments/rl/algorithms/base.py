@@ -12,7 +12,6 @@ import numpy as np
 from annotated_types import Ge
 
 from torchtitan.config import Configurable
-from torchtitan.experiments.rl.batching.sample_checks import checked_stream
 from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.configurable import UserConfigurable
@@ -22,7 +21,7 @@ from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient
 from torchtitan.experiments.rl.rollouts.rounding import are_equal, equal_to
 from torchtitan.experiments.rl.rollouts.samples import turn_spans
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
-from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample
+from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample, checked_stream
 
 
 class Algorithm(UserConfigurable):

@@ -20,7 +20,6 @@ from torchtitan.experiments.rl.batching.packing import (
     spread_rows,
     tree_units,
 )
-from torchtitan.experiments.rl.batching.sample_checks import check_sample
 from torchtitan.experiments.rl.bounds import Changeable, PositiveInt
 from torchtitan.experiments.rl.types import TrainingBatch, TrainingSample
 
@@ -122,17 +121,19 @@ class Batcher(Configurable):
         padding. Samples of different adapters are planned apart, and a rank's microbatches of each
         adapter stand side by side.
 
-        Each sample is checked here, because for some this is the only door: those of a task with a
-        ``score_group`` of its own, and those of a caller outside a run.
+        Args:
+            samples: samples that have passed `check_sample` (`rollouts/samples.py`).
 
         Raises:
-            ValueError: a sample does not fit, is empty, or has streams of different lengths; a
-                token has an rl weight and no advantage, or a ref_kl weight and no reference; a
-                token that was not sampled has a ref_kl weight; or a first token has a weight,
-                which has no log-probability. The message names the rollout.
+            ValueError: a sample does not fit. The message names the rollout.
         """
         for sample in samples:
-            self._check(sample)
+            if not self.fits(sample):
+                raise ValueError(
+                    f"a sample of rollout {sample.rollout_id!r} has {len(sample)} tokens and a row "
+                    f"takes {self._longest}: drop the rollout (Batcher.fits), lower "
+                    "max_rollout_tokens or raise row_length"
+                )
         task_names = tuple(sorted({sample.task_name for sample in samples}))
         conditioned = any(sample.reference_ids is not None for sample in samples)
         microbatches: list[list[TrainingBatch]] = [[] for _ in range(ranks)]
@@ -231,15 +232,6 @@ class Batcher(Configurable):
             return attention + len(part) * padded_length(part, self.config.row_length)
 
         return max(sum(map(cost, parts)) for parts in self._split(shares))
-
-    def _check(self, sample: TrainingSample) -> None:
-        if not self.fits(sample):
-            raise ValueError(
-                f"a sample of rollout {sample.rollout_id!r} has {len(sample)} tokens and a row "
-                f"takes {self._longest}: drop the rollout (Batcher.fits), lower "
-                "max_rollout_tokens or raise row_length"
-            )
-        check_sample(sample)
 
 
 def _unit_sizes(units: list[range], lengths: np.ndarray, shared: np.ndarray) -> list[int]:

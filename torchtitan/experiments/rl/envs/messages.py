@@ -19,10 +19,9 @@ from renderers import (
     ToolSpec,
 )
 
-from torchtitan.experiments.rl.batching.sample_checks import finite_float
 from torchtitan.experiments.rl.frozen import read_only, read_only_data
 from torchtitan.experiments.rl.printable import printable_line, shown
-from torchtitan.experiments.rl.types import ROLES
+from torchtitan.experiments.rl.types import ROLES, finite_float
 
 
 def assistant_message(parsed: ParsedResponse, *, turn: int) -> Message:

@@ -29,9 +29,10 @@ from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.judge import Reply
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, ModelReference
+from torchtitan.experiments.rl.rollouts.costs import add_cost
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.samples import FINISH_REASONS
-from torchtitan.experiments.rl.rollouts.types import Completion, add_cost
+from torchtitan.experiments.rl.rollouts.types import Completion
 
 logger = logging.getLogger(__name__)
 

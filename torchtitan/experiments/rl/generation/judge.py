@@ -36,8 +36,8 @@ from torchtitan.experiments.rl.envs.stop_tokens import with_stop_texts
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.frozen import read_only
 from torchtitan.experiments.rl.generation.references import HostedModel, ModelReference
+from torchtitan.experiments.rl.rollouts.costs import add_cost
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient, SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import add_cost
 
 
 class JudgeFailed(Exception):

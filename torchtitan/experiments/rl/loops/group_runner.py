@@ -26,6 +26,7 @@ from torchtitan.experiments.rl.rollouts.types import (
     RolloutGroup,
     RolloutStatus,
 )
+from torchtitan.experiments.rl.tasks.scoring import gives_credit, refuse_unfit
 from torchtitan.experiments.rl.tasks.task import Task, frozen_sample
 
 
@@ -199,6 +200,14 @@ def _options(request: GroupRequest) -> dict[str, Any]:
     return options
 
 
+def _check_credit(task: Task, group: RolloutGroup) -> None:
+    """Fail a group that can't be trained on, if its credit has not been checked as it was given."""
+    steps = ("score_group", "give_credit")
+    is_own = any(getattr(type(task), step, None) is not getattr(Task, step) for step in steps)
+    if is_own or not gives_credit(task.algorithm):
+        refuse_unfit(group)
+
+
 class LocalRunner(GroupRunner):
     """Runs groups on this process's event loop."""
 
@@ -209,9 +218,11 @@ class LocalRunner(GroupRunner):
     async def run(self, task: Task, request: GroupRequest) -> RolloutGroup:
         with trace.lane("group", group=request.group_id):
             if request.uncredited is not None:
+                group = request.uncredited
                 with trace.span("score"):
-                    await task.give_credit(request.uncredited, late=True)
-                return request.uncredited
+                    await task.give_credit(group, late=True)
+                    _check_credit(task, group)
+                return group
             try:
                 example = frozen_sample(request.data_sample)
             except UserCodeError as error:
@@ -229,6 +240,7 @@ class LocalRunner(GroupRunner):
             with trace.span("score"):
                 if request.credit:
                     await task.score_group(group)
+                    _check_credit(task, group)
                 elif request.evaluates and task.validation_rubric is not None:
                     await task.score_rewards(group, rubric=task.validation_rubric)
                 else:

@@ -24,6 +24,7 @@ from torchtitan.experiments.rl.rollouts.filters import ZERO_ADVANTAGE
 from torchtitan.experiments.rl.rollouts.record_file import ROLLOUTS_FILE
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.records import TRAINED
+from torchtitan.experiments.rl.rollouts.samples import check_samples
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -168,6 +169,8 @@ class GroupReplay:
             groups = _trained_groups(file, newest=2 * self.config.capacity)
         except OSError as error:
             raise ConfigError("replay.path", self.config.path, f"can't be read: {error}") from None
+        except ValueError as error:
+            raise ConfigError("replay.path", self.config.path, f"can't be used: {error}") from None
         self.add(groups)
         if not self._stored:
             raise ConfigError(
@@ -246,6 +249,7 @@ def _trained_groups(file: Path, *, newest: int) -> list[RolloutGroup]:
         if record.outcome != TRAINED or not rollout.samples or rollout.static:
             continue
         _adopt(rollout)
+        check_samples([rollout])
         assert rollout.data_sample is not None, "every rollout of a run has an example"
         group = groups.get(rollout.group_id)
         if group is None:

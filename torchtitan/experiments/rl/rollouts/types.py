@@ -9,19 +9,21 @@ decided later, such as its reward or that its scoring failed, is set by the code
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchtitan.experiments.rl.batching.sample_checks import checked_stream, first_non_finite
 from torchtitan.experiments.rl.errors import cause_text
 from torchtitan.experiments.rl.frozen import Freezable
-from torchtitan.experiments.rl.types import TrainingSample
+from torchtitan.experiments.rl.types import (
+    TrainingSample,
+    checked_stream,
+    finite_float,
+    first_non_finite,
+)
 
 if TYPE_CHECKING:  # readers of records need no renderer
     from renderers import Message, ToolSpec
@@ -147,7 +149,7 @@ class Rollout(Freezable):
     """One env from its reset to a terminal status.
 
     A rollout that has ended is read-only. While an algorithm gives credit, ``samples`` of the
-    rollout that it is given are drafts, which can be written (`rollouts/credit.py`).
+    rollout that it is given are drafts, which can be written (`tasks/scoring.py`).
 
     ``str(rollout)`` leaves out the example and the turns, so don't look for an answer in it.
     """
@@ -256,6 +258,14 @@ class Rollout(Freezable):
                 is not finite in float32. The samples stay as they were.
             AttributeError: the samples are read-only.
         """
+        if isinstance(value, numbers.Real | np.bool_):
+            advantage = finite_float(value)
+            if advantage is None:
+                raise self._not_finite(value)
+            for sample in self.samples:
+                sample.advantages = np.zeros(len(sample), np.float32)
+                sample.advantages[sample.loss_mask] = advantage
+            return
         counts = [int(np.count_nonzero(sample.loss_mask)) for sample in self.samples]
         advantages = self._checked_advantages(value, sum(counts))
         start = 0
@@ -267,8 +277,7 @@ class Rollout(Freezable):
     def _checked_advantages(self, value: float | Sequence[float], sampled: int) -> np.ndarray:
         """Return the advantages of the rollout's ``sampled`` tokens; see `assign_advantages`."""
         is_array_scalar = isinstance(value, np.ndarray) and value.ndim == 0
-        is_one_number = is_array_scalar or isinstance(value, numbers.Real | np.bool_)
-        values = np.full(sampled, value) if is_one_number else value
+        values = np.full(sampled, value) if is_array_scalar else value
         try:
             advantages = checked_stream("advantages", values, sampled)
         except ValueError as error:  # which ends with "want 5 numbers, one for each token"
@@ -277,12 +286,14 @@ class Rollout(Freezable):
             ) from None
         wrong = first_non_finite(advantages)
         if wrong is not None:
-            given = np.broadcast_to(np.asarray(value), sampled)[wrong]
-            raise ValueError(
-                f"rollout {self.rollout_id}: the advantage {given} is not a finite number that "
-                "float32 holds"
-            )
+            raise self._not_finite(np.broadcast_to(np.asarray(value), sampled)[wrong])
         return advantages
+
+    def _not_finite(self, value: object) -> ValueError:
+        return ValueError(
+            f"rollout {self.rollout_id}: the advantage {value} is not a finite number that "
+            "float32 holds"
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -307,7 +318,7 @@ class RolloutGroup(Freezable):
     """Seconds that the algorithm took to give credit, including calls to reference models. Times of
     rollouts that were credited concurrently are added up."""
     costs: dict[str, float] = field(default_factory=dict)
-    """Further costs of the group by name, such as calls and tokens of judges (`add_cost`)."""
+    """Further costs by name, such as calls and tokens of judges (`rollouts/costs.py`)."""
 
     @property
     def scored(self) -> list[Rollout]:
@@ -318,30 +329,3 @@ class RolloutGroup(Freezable):
     def rewards(self) -> list[float]:
         """Rewards of the scored rollouts, in their order."""
         return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
-
-
-_COSTS: ContextVar[dict[str, float] | None] = ContextVar("costs", default=None)
-"""Costs of the group that the running asyncio task or thread works for; None outside a group."""
-
-
-@contextmanager
-def counted_in(costs: dict[str, float]) -> Iterator[None]:
-    """Have `add_cost` add to ``costs`` in this context.
-
-    The asyncio tasks that start in it belong to it, and so do calls of sync user code in threads.
-    """
-    token = _COSTS.set(costs)
-    try:
-        yield
-    finally:
-        _COSTS.reset(token)
-
-
-def add_cost(name: str, amount: float) -> None:
-    """Add a cost to the group that is being run or scored; do nothing outside a group.
-
-    Nothing guards the sum: two threads that add to one cost at the same time may lose an amount.
-    """
-    costs = _COSTS.get()
-    if costs is not None:
-        costs[name] = costs.get(name, 0.0) + amount

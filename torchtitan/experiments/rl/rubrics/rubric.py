@@ -35,7 +35,6 @@ from torchtitan.config import Configurable
 from torchtitan.experiments.rl.ask.call import ask, ask_each, sentence
 from torchtitan.experiments.rl.ask.child import IsolatedCalls, pickled
 from torchtitan.experiments.rl.ask.threads import CallResult
-from torchtitan.experiments.rl.batching.sample_checks import finite_float
 from torchtitan.experiments.rl.bounds import (
     Changeable,
     Cure,
@@ -54,6 +53,7 @@ from torchtitan.experiments.rl.errors import (
 from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
+from torchtitan.experiments.rl.types import finite_float
 
 __all__ = ["Reward", "RewardFn", "Rubric", "env_component", "env_components", "last_assistant_text"]
 

@@ -32,6 +32,7 @@ from torchtitan.experiments.rl.errors import (
 )
 from torchtitan.experiments.rl.gateway.rollout import AgentRollout
 from torchtitan.experiments.rl.process import trace
+from torchtitan.experiments.rl.rollouts.costs import add_cost
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.samples import checked_completion, samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import (
@@ -40,7 +41,6 @@ from torchtitan.experiments.rl.rollouts.types import (
     Rollout,
     RolloutGroup,
     RolloutStatus,
-    add_cost,
 )
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ What becomes of a group, in order:
 2. Each rollout that ends becomes training samples, and ``Algorithm.score_rollout`` sees it.
 3. ``score_group`` has the rubric give rewards, then ``Algorithm.score_group`` credit.
 
-Rewards are a rubric's numbers for whole rollouts, and credit is what an algorithm makes of them for
-each token. A task has a method for each of the user's functions::
+A task has a method for each of the user's functions. `tasks/scoring.py` does their work::
 
     credit_rollout       Algorithm.score_rollout    as each rollout ends
     score_group
@@ -33,7 +32,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 from renderers import Renderer, ToolSpec
@@ -42,13 +41,6 @@ from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.ask.call import ask
 from torchtitan.experiments.rl.ask.lag import HOLD_S
-from torchtitan.experiments.rl.batching.sample_checks import (
-    check_streams,
-    check_trainable,
-    check_weights,
-    finite_float,
-    missing_credit,
-)
 from torchtitan.experiments.rl.bounds import (
     Changeable,
     Cure,
@@ -68,21 +60,16 @@ from torchtitan.experiments.rl.configurable import (
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor, sampler_seed
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
-from torchtitan.experiments.rl.envs.messages import checked_rewards, require
 from torchtitan.experiments.rl.envs.renderer import attributes_roles
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import (
     ConfigError,
     RunError,
     UserCodeError,
-    cause_of,
     user_code,
-    users_traceback,
 )
-from torchtitan.experiments.rl.frozen import read_only
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
-from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.rollouts.credit import Drafts
+from torchtitan.experiments.rl.rollouts.costs import counted_in
 from torchtitan.experiments.rl.rollouts.policy import (
     PolicyClient,
     PolicySession,
@@ -91,15 +78,10 @@ from torchtitan.experiments.rl.rollouts.policy import (
     TopK,
     TopP,
 )
-from torchtitan.experiments.rl.rollouts.types import (
-    DataSample,
-    Rollout,
-    RolloutGroup,
-    counted_in,
-)
-from torchtitan.experiments.rl.rubrics.rubric import Reward, Rubric, scored_at
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
+from torchtitan.experiments.rl.rubrics.rubric import Rubric
+from torchtitan.experiments.rl.tasks import scoring
 from torchtitan.experiments.rl.tasks.group_run import GroupRun, claim, derive_seed
-from torchtitan.experiments.rl.types import TrainingSample
 
 __all__ = [
     "MIN_TRAINING_TEMPERATURE",
@@ -632,33 +614,7 @@ class Task(UserConfigurable):
             rubric: rubric in place of the task's own, as an evaluation may have one.
         """
         rubric = self.rubric if rubric is None else rubric
-        name = f"{type(rubric).__name__}.score_group"
-        scores_by_itself = type(rubric).score_group is not Rubric.score_group
-        # The Rubric of the library limits each of its functions.
-        timeout_s = self._limit_s if scores_by_itself else None
-        rollouts = list(group.rollouts)
-        failed_before = [rollout.status.is_error() for rollout in rollouts]
-        costs = dict(group.costs)
-        try:
-            group.freeze()
-            env_input = read_only(group.data_sample.env_input)
-            with counted_in(costs), trace.span(name), scored_at(group.admitted_version):
-                rewards = await ask(
-                    rubric.score_group, list(rollouts), env_input, timeout_s=timeout_s
-                )
-            checked = _checked_rewards(rewards, rollouts)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - a rubric may return objects of any class
-            _fail(group, f"{name}: {cause_of(error)}", error)
-            return
-        finally:
-            group.amend(costs=costs)
-        for rollout, had_failed, (reward, components) in zip(
-            rollouts, failed_before, checked, strict=True
-        ):
-            failed_now = rollout.status.is_error() and not had_failed
-            rollout.amend(reward=None if failed_now else reward, reward_components=components)
+        await scoring.reward_group(rubric, group, timeout_s=self._limit_s)
 
     async def score_group(self, group: RolloutGroup) -> str | None:
         """Give rewards, then credit.
@@ -680,109 +636,25 @@ class Task(UserConfigurable):
                 its rollouts yet.
         """
         group.freeze()
-        costs = dict(group.costs)
-        try:
-            with counted_in(costs):
-                if late:
-                    await asyncio.gather(
-                        *(self.credit_rollout(rollout, group) for rollout in group.rollouts)
-                    )
-                failure = self._too_few_scored(group) or await self._credit_group(group)
-        finally:
-            group.amend(costs=costs)
+        needed = self.config.min_group_size
+        with scoring.counting_costs(group):
+            if late:
+                await asyncio.gather(
+                    *(self.credit_rollout(rollout, group) for rollout in group.rollouts)
+                )
+            failure = scoring.too_few_scored(group, needed)
+            if failure is None:
+                failure = await scoring.credit_group(self.algorithm, group, timeout_s=self._limit_s)
         # Count again: a rollout that its algorithm gave no credit has lost its reward.
-        group.amend(failure=failure or self._too_few_scored(group))
+        group.amend(failure=failure or scoring.too_few_scored(group, needed))
         return group.failure
-
-    def _too_few_scored(self, group: RolloutGroup) -> str | None:
-        # A group of one rollout needs one.
-        needed = min(self.config.min_group_size, len(group.rollouts))
-        if len(group.scored) >= needed:
-            return None
-        causes = [rollout.error for rollout in group.rollouts if rollout.error]
-        first = f": {causes[0]}" if causes else ""
-        return (
-            f"{len(group.scored)} of {len(group.rollouts)} rollouts scored, {needed} needed{first}"
-        )
 
     async def credit_rollout(self, rollout: Rollout, group: RolloutGroup) -> None:
         """Have the algorithm's ``score_rollout`` see a rollout of the group that has ended well.
 
         If the algorithm fails, the rollout fails.
         """
-        algorithm = self.algorithm
-        if rollout.status.is_error() or type(algorithm).score_rollout is Algorithm.score_rollout:
-            return
-        name = f"{type(algorithm).__name__}.score_rollout"
-        began = time.perf_counter()
-        # A copy, because a call that exceeds its limit may go on in its thread: what it writes then
-        # must not reach the drafts that ``score_group`` is given.
-        seen = rollout.freeze().thawed()
-        try:
-            with Drafts([seen]) as drafts:
-                with trace.span(name):
-                    await ask(algorithm.score_rollout, seen, timeout_s=self._limit_s)
-                drafts.check(seen, _check_early_credit, replaces=type(algorithm).replaces)
-                drafts.take(seen)
-            rollout.amend(samples=seen.samples)
-            if seen.status.is_error():  # the algorithm called its ``fail``
-                rollout.fail(str(seen.error), status=seen.status, traceback=seen.traceback)
-        except (UserCodeError, ValueError) as error:
-            rollout.fail(f"task {self.name}: {name}: {error}", traceback=users_traceback(error))
-        except Exception as error:  # noqa: BLE001 - of what an algorithm wrote, such as a tensor
-            cause = f"task {self.name}: {name}: {cause_of(error)}"
-            rollout.fail(cause, traceback=users_traceback(error))
-        finally:
-            group.amend(credit_s=group.credit_s + time.perf_counter() - began)
-
-    async def _credit_group(self, group: RolloutGroup) -> str | None:
-        """Have the algorithm's ``score_group`` give credit.
-
-        Return the cause if that failed; every rollout has failed then.
-        """
-        algorithm = self.algorithm
-        kind = type(algorithm)
-        if (
-            kind.score_group is Algorithm.score_group
-            and kind.score_rollout is Algorithm.score_rollout
-        ):
-            # There is no credit to check. Such groups are scored, and can't be trained on.
-            return None
-        began = time.perf_counter()
-
-        async def score() -> None:
-            answer = cast(Any, algorithm).score_group(group)
-            if inspect.isawaitable(answer):  # an override may be async
-                await answer
-
-        try:
-            with Drafts(group.rollouts) as drafts:
-                with trace.span(f"{kind.__name__}.score_group"):
-                    await ask(score, timeout_s=self._limit_s)
-                self._take_credit(group, drafts)
-        except Exception as error:  # noqa: BLE001 - it may write values of any class
-            cause = f"task {self.name}: {kind.__name__}.score_group: {cause_of(error)}"
-            _fail(group, cause, error)
-            return cause
-        finally:
-            group.amend(credit_s=group.credit_s + time.perf_counter() - began)
-        return None
-
-    def _take_credit(self, group: RolloutGroup, drafts: Drafts) -> None:
-        """Check the drafts of all rollouts, and then let each rollout keep its own."""
-        credited = []
-        for rollout in group.rollouts:
-            if rollout.reward is None:
-                continue
-            if rollout.status.is_error() and _lacks_credit(rollout):
-                # It has a reward because the rubric has an `error_reward`, and no credit because
-                # ``score_rollout``, which gives it, has not seen a rollout that failed.
-                rollout.amend(reward=None)
-                continue
-            drafts.check(rollout, _check_credit)
-            credited.append(rollout)
-        for rollout in credited:
-            drafts.take(rollout)
+        await scoring.credit_rollout(self.algorithm, rollout, group, timeout_s=self._limit_s)
 
 
 def frozen_sample(sample: DataSample) -> DataSample:
@@ -800,64 +672,3 @@ def frozen_sample(sample: DataSample) -> DataSample:
             f"example {sample.sample_id}: its env_input or info contains itself, or is nested too "
             "deep"
         ) from None
-
-
-def _fail(group: RolloutGroup, cause: str, error: BaseException) -> None:
-    """Set the rewards of all rollouts to None, and end those that had not failed as ERROR.
-
-    Args:
-        error: what was raised.
-    """
-    traceback = users_traceback(error)
-    for rollout in group.rollouts:
-        if rollout.status.is_error():
-            rollout.amend(reward=None)
-        else:
-            rollout.fail(cause, traceback=traceback)
-
-
-def _checked_rewards(
-    rewards: object, rollouts: list[Rollout]
-) -> list[tuple[float | None, dict[str, float]]]:
-    """Return reward and components of each rollout, as a rubric returned them.
-
-    Raises:
-        TypeError: the value is not one Reward for each rollout, of finite numbers; names the
-            rollout.
-    """
-    if not isinstance(rewards, list | tuple) or len(rewards) != len(rollouts):
-        size = f" of {len(rewards)}" if isinstance(rewards, list | tuple) else ""
-        raise TypeError(
-            f"returned a {type(rewards).__name__}{size}, want a list of {len(rollouts)} Reward"
-        )
-    checked = []
-    for rollout, reward in zip(rollouts, rewards, strict=True):
-        of = f"of rollout {rollout.rollout_id}"
-        require(isinstance(reward, Reward), f"the reward {of} is", reward, "a Reward")
-        number = finite_float(reward.reward)
-        require(
-            reward.reward is None or number is not None,
-            f"the reward {of} is",
-            reward.reward,
-            "None or a finite number that float32 holds",
-        )
-        checked.append((number, checked_rewards(reward.components, f"the components {of}")))
-    return checked
-
-
-def _lacks_credit(rollout: Rollout) -> bool:
-    for draft in rollout.samples:
-        check_streams(draft)
-    return any(missing_credit(draft) for draft in rollout.samples)
-
-
-def _check_early_credit(sample: TrainingSample) -> None:
-    check_streams(sample)
-    check_weights(sample)
-
-
-def _check_credit(sample: TrainingSample) -> None:
-    try:
-        check_trainable(sample)
-    except ValueError as error:
-        raise UserCodeError(f"rollout {sample.rollout_id}: {error}") from None

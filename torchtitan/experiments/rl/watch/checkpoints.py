@@ -55,6 +55,7 @@ from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.rollouts.record_file import ROLLOUTS_FILE
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.rollouts.samples import check_samples
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.client import TrainerClient
@@ -310,8 +311,8 @@ def resume(checkpoint: Path, *, run_dir: Path, config: RunConfig) -> Resumed:
     Call it before anything writes to the files.
 
     Raises:
-        RunError: the checkpoint is of another seed or another version of the library, or the run's
-            files can't be cut back.
+        RunError: the checkpoint is of another seed or another version of the library, has a sample
+            that can't be trained on, or the run's files can't be cut back.
     """
     state = read_state(checkpoint)
     if state.seed != config.seed:
@@ -319,6 +320,11 @@ def resume(checkpoint: Path, *, run_dir: Path, config: RunConfig) -> Resumed:
             f"seed is {config.seed}, and the checkpoint's is {state.seed}: resume with that"
         )
     groups = read_saved_groups(checkpoint)
+    for group in groups.values():
+        try:
+            check_samples(group.scored)
+        except ValueError as error:
+            raise RunError(f"{checkpoint}: {error}: resume from another checkpoint") from error
     for line in cut_back(run_dir, state.offsets):
         logger.warning("%s", line)
     writer = CheckpointWriter(run_dir, config.checkpoint.keep)
