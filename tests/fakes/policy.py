@@ -83,6 +83,9 @@ class ScriptedPolicy:
         self.sessions.append(session)
         return session
 
+    def with_adapter(self, name: str) -> "ScriptedPolicy":
+        return self
+
     def frozen(self, model: ModelReference) -> "ScriptedPolicy":
         self.asked_for.append(model)
         assert self._frozen is not None, f"the test gave no client of {model}"

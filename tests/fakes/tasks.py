@@ -153,7 +153,7 @@ class StubTask:
         self.outcome = outcome
         self.held = held
         self.needs_group = True
-        self.goes_stale = True
+        self.trains_on_policy_samples = True
         self.repeats_example = True
         self.config = SimpleNamespace(group_size=group_size, adapter="")
         self.sampler: Any = SimpleNamespace(next=self.next_sample, observe=self.observe)

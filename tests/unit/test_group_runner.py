@@ -19,6 +19,7 @@ from torchtitan.experiments.rl.fleet.rollout_workers import GroupResult, WorkerR
 from torchtitan.experiments.rl.loops.group_runner import GroupRequest, LocalRunner
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.tasks import scoring
 
@@ -175,6 +176,33 @@ async def test_credit_that_a_task_gave_in_a_way_of_its_own_is_checked_before_it_
         return
     assert group.failure.startswith("task talk: rollout g/0: ") and cause in group.failure
     assert group.scored == [] and {r.status for r in group.rollouts} == {RolloutStatus.ERROR}
+
+
+class RunsItself(TalkTask):
+    async def run_group(self, sample, policy, **options):
+        group = await super().run_group(sample, policy, **options)
+        for rollout in group.rollouts:
+            rollout.samples = samples_from_turns(
+                rollout.turns, task_name="talk", rollout_id=rollout.rollout_id, temperature=1.0
+            )
+        return group
+
+
+@pytest.mark.parametrize("kind", [TalkTask, RunsItself])
+async def test_the_samples_of_a_task_train_its_adapter_or_its_group_fails(
+    renderer, tokenizer, kind
+):
+    config = kind.Config(algorithm=GRPO.Config(), adapter="tutor")
+    talk = config.build(name="talk", context=context_of(renderer))
+    group = await LocalRunner(ScriptedPolicy(tokenizer), seed=0).run(talk, request("g"))
+    if kind is RunsItself:
+        assert group.failure == (
+            "task talk: rollout g/0: a sample trains the adapter '', and its task 'tutor': give "
+            "samples_from_turns adapter=self.config.adapter"
+        )
+        return
+    samples = [sample for rollout in group.scored for sample in rollout.samples]
+    assert [sample.adapter for sample in samples] == ["tutor", "tutor"]
 
 
 async def test_a_group_of_an_algorithm_that_gives_no_credit_is_not_trained_on(renderer, tokenizer):

@@ -9,7 +9,7 @@ from tests.fakes.replicas import PROMPT, STOP, generate, open_session
 from tests.fakes.waiting import settle
 from torchtitan.experiments.rl.envs.yield_queue import Line, yield_queue
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.generation.client import FULL_MESSAGE, AdaptedPolicy
+from torchtitan.experiments.rl.generation.client import FULL_MESSAGE
 from torchtitan.experiments.rl.generation.engine import (
     GenerateRequest,
     GeneratorFailed,
@@ -170,7 +170,7 @@ async def test_score_returns_log_probabilities_and_frees_its_load(connect):
 async def test_requests_of_a_tasks_policy_name_its_adapter(connect):
     client, (replica,) = await connect()
     client.version = 3
-    policies = {adapter: AdaptedPolicy(client, adapter) for adapter in ("tutor", "critic")}
+    policies = {adapter: client.with_adapter(adapter) for adapter in ("tutor", "critic")}
     turns = [generate(open_session(policy)) for policy in policies.values()]
     scores = [asyncio.create_task(policy.score(PROMPT)) for policy in policies.values()]
     await settle()

@@ -21,8 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from torchtitan.experiments.rl.ask.call import ask, contained, sentence
 from torchtitan.experiments.rl.checkpointing.folder import (
     BEST_POLICY,
@@ -58,14 +56,10 @@ from torchtitan.experiments.rl.watch.goals import ValidationGoals
 from torchtitan.experiments.rl.watch.mismatch import mismatch_alarm
 from torchtitan.experiments.rl.watch.profile import StepProfile
 from torchtitan.experiments.rl.watch.reports import Evaluated, RunReports
+from torchtitan.experiments.rl.weights.sync import canary_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-CANARY_MESSAGES = [
-    {"role": "user", "content": "What is 17 + 25? Think first, then give the number."}
-]
-"""Conversation whose tokens trainer and generators score, to prove that their weights agree."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -212,7 +206,7 @@ class Run:
         self._resources.push("the tasks", self._tasks.close, timeout_s=None)
         selection = await self._build_selection(known)
 
-        canary = np.array(known.renderer.render_ids(CANARY_MESSAGES), np.int32)
+        canary = canary_of(known.renderer)
         await self.fleet.start(canary, trainer_start(self._resumed, self._init_from))
         with context.console.waits.wait("the tasks to be set up"):
             runner = await self.fleet.start_runner(self._tasks)

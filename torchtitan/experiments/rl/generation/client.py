@@ -357,6 +357,10 @@ class GeneratorClient:
         # With lockstep, the others' requests may have waited for this session's.
         self._schedule_flush()
 
+    def with_adapter(self, name: str) -> "AdaptedPolicy":
+        """Return the client of the policy with one of its adapters."""
+        return AdaptedPolicy(self, name)
+
     def frozen(self, model: ModelReference) -> ModelClient:
         """Return the client of a frozen model."""
         if self._find_frozen is None:
@@ -539,6 +543,9 @@ class AdaptedPolicy:
         session = self._policy.session(**options)
         session.adapter = self._adapter
         return session
+
+    def with_adapter(self, name: str) -> "AdaptedPolicy":
+        return AdaptedPolicy(self._policy, name)
 
     def frozen(self, model: ModelReference) -> ModelClient:
         return self._policy.frozen(model)

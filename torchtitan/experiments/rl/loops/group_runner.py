@@ -17,7 +17,6 @@ from torchtitan.experiments.rl.ask.ordered import OrderedCalls
 from torchtitan.experiments.rl.config.run_config import UserCodeLimits
 from torchtitan.experiments.rl.configurable import BuildContext
 from torchtitan.experiments.rl.errors import RunError, UserCodeError
-from torchtitan.experiments.rl.generation.client import AdaptedPolicy, GeneratorClient
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import (
@@ -76,7 +75,7 @@ class TaskSet:
             try:
                 await ask(
                     task.setup,
-                    with_own_adapter(policy, task),
+                    _policy_of(task, policy),
                     timeout_s=self._limits.setup_timeout_s,
                 )
             except UserCodeError as error:
@@ -149,17 +148,10 @@ class GroupRunner:
         raise NotImplementedError
 
 
-def with_own_adapter(policy: PolicyClient, task: Task) -> PolicyClient:
-    """Return the run's policy, with the task's adapter if it names one.
-
-    A model that is only measured, such as an endpoint, has no adapters.
-    """
+def _policy_of(task: Task, policy: PolicyClient) -> PolicyClient:
+    """Return the run's policy, with the task's adapter if it names one."""
     adapter = task.config.adapter
-    return (
-        AdaptedPolicy(policy, adapter)
-        if adapter and isinstance(policy, GeneratorClient)
-        else policy
-    )
+    return policy.with_adapter(adapter) if adapter else policy
 
 
 def _group_without_example(task: Task, request: GroupRequest, cause: str) -> RolloutGroup:
@@ -201,11 +193,14 @@ def _options(request: GroupRequest) -> dict[str, Any]:
 
 
 def _check_credit(task: Task, group: RolloutGroup) -> None:
-    """Fail a group that can't be trained on, if its credit has not been checked as it was given."""
-    steps = ("score_group", "give_credit")
+    """Fail a group that can't be trained on, if the library has not made and checked its samples.
+
+    `GroupRun` makes samples, and `Task.give_credit` checks them.
+    """
+    steps = ("run_group", "score_group", "give_credit")
     is_own = any(getattr(type(task), step, None) is not getattr(Task, step) for step in steps)
     if is_own or not gives_credit(task.algorithm):
-        refuse_unfit(group)
+        refuse_unfit(group, task.config.adapter)
 
 
 class LocalRunner(GroupRunner):
@@ -229,14 +224,11 @@ class LocalRunner(GroupRunner):
                 return _group_without_example(task, request, f"task {task.name!r}: {error}")
             group = await task.run_group(
                 example,
-                with_own_adapter(self._policy, task),
+                _policy_of(task, self._policy),
                 group_id=request.group_id,
                 seed=self._seed,
                 **_options(request),
             )
-            for rollout in group.rollouts:
-                for sample in rollout.samples:
-                    sample.amend(adapter=task.config.adapter)
             with trace.span("score"):
                 if request.credit:
                     await task.score_group(group)

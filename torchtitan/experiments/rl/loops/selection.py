@@ -129,7 +129,7 @@ class Selection:
         may_drop = any(entry.config.mode == "enforce" for entry in filters)
         if not may_drop or any(entry.reads_credit for entry in filters):
             return False
-        return not task.needs_group and task.goes_stale and task.algorithm.asks_models
+        return not task.needs_group and task.trains_on_policy_samples and task.algorithm.asks_models
 
     # Checkpointing: capture and restore the state of samplers and mix.
 

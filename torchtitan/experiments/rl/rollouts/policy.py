@@ -127,6 +127,12 @@ class PolicyClient(ModelClient, Protocol):
     def version(self) -> int:
         """Policy version that the generators hold now."""
 
+    def with_adapter(self, name: str) -> "PolicyClient":
+        """Return the client of the policy with one of its adapters.
+
+        A policy without adapters, such as a server that is only measured, returns itself.
+        """
+
     def frozen(self, model: ModelReference) -> ModelClient:
         """Return the client of a frozen model that a config names.
 

@@ -169,7 +169,12 @@ def turn_spans(turns: Sequence[RolloutTurn]) -> Iterator[tuple[RolloutTurn, Turn
 
 
 def samples_from_turns(
-    turns: Sequence[RolloutTurn], *, task_name: str, rollout_id: str, temperature: float
+    turns: Sequence[RolloutTurn],
+    *,
+    task_name: str,
+    rollout_id: str,
+    temperature: float,
+    adapter: str = "",
 ) -> list[TrainingSample]:
     """Make one sample of each run of turns that extend each other.
 
@@ -203,6 +208,7 @@ def samples_from_turns(
             task_name=task_name,
             rollout_id=rollout_id,
             temperature=temperature,
+            adapter=adapter,
         )
         for run in runs.values()
     ]

@@ -189,6 +189,7 @@ class SimulatedTask(Task):
             task_name=self.name,
             rollout_id=rollout.rollout_id,
             temperature=sampling.temperature,
+            adapter=self.config.adapter,
         )
 
 

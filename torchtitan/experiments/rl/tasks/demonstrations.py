@@ -225,7 +225,7 @@ class DemonstrationTask(Task):
         return False
 
     @property
-    def goes_stale(self) -> bool:
+    def trains_on_policy_samples(self) -> bool:
         """False: conversations are of no policy version."""
         return False
 
@@ -351,6 +351,7 @@ class DemonstrationTask(Task):
             rollout_id=rollout_id,
             control_tokens=self.config.control_tokens,
         )
+        sample.adapter = self.config.adapter
         limit = self.config.env.max_rollout_tokens
         if len(sample) > limit:
             raise ValueError(

@@ -309,6 +309,7 @@ class GroupRun:
                 task_name=rollout.task_name,
                 rollout_id=rollout.rollout_id,
                 temperature=self.sampling.temperature,
+                adapter=self.task.config.adapter,
             )
         except ValueError as error:
             rollout.fail(f"generator: {error}")

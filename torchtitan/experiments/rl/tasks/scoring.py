@@ -235,10 +235,13 @@ def _take_credit(group: RolloutGroup, drafts: "Drafts") -> None:
         drafts.take(rollout)
 
 
-def refuse_unfit(group: RolloutGroup) -> None:
+def refuse_unfit(group: RolloutGroup, adapter: str) -> None:
     """Fail a group if a rollout with a reward has a sample that can't be trained on.
 
-    This is the door for samples that a user's task, and not `credit_group`, has given their credit.
+    This is the door for samples that a user's task has made, or given their credit.
+
+    Args:
+        adapter: name of the adapter that the group's task trains.
     """
     try:
         for rollout in group.scored:
@@ -246,6 +249,7 @@ def refuse_unfit(group: RolloutGroup) -> None:
                 for sample in rollout.samples:
                     check_sample(sample)
                     check_finite(sample)
+                    _check_adapter(sample, adapter)
     except Exception as error:  # noqa: BLE001 - the samples may hold values of any class
         cause = f"task {group.task_name}: {cause_of(error)}"
         _fail(group, cause, error)
@@ -426,6 +430,14 @@ def check_finite(sample: TrainingSample) -> None:
                 f"{name} is {values[wrong[0]]} at token {wrong[0]}, want a finite number that "
                 f"{values.dtype} holds"
             )
+
+
+def _check_adapter(sample: TrainingSample, adapter: str) -> None:
+    if sample.adapter != adapter:
+        raise ValueError(
+            f"a sample trains the adapter {sample.adapter!r}, and its task {adapter!r}: give "
+            "samples_from_turns adapter=self.config.adapter"
+        )
 
 
 def _read_on(sample: TrainingSample, name: str) -> np.ndarray:

@@ -64,6 +64,10 @@ class ScriptedPolicy:
             completion_tokens=0,
         )
 
+    def with_adapter(self, name: str) -> "ScriptedPolicy":
+        """Return this policy, whose replies no adapter changes; see PolicyClient.with_adapter."""
+        return self
+
     def frozen(self, model: ModelReference) -> "ScriptedModel":
         """Return a client with this policy's replies for every model; see PolicyClient.frozen."""
         return ScriptedModel(self)

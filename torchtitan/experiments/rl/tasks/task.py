@@ -532,8 +532,8 @@ class Task(UserConfigurable):
         return overrides or compares or self.rubric.compares_group
 
     @property
-    def goes_stale(self) -> bool:
-        """True if what the task trains on is sampled from the policy."""
+    def trains_on_policy_samples(self) -> bool:
+        """True if the task trains on samples of the policy, whose version grows old."""
         return self.frozen_source is None
 
     @property

@@ -202,6 +202,10 @@ class EndpointPolicy(EndpointClient):
         super().__init__(model)
         self.frozen = hosted.frozen
 
+    def with_adapter(self, name: str) -> "EndpointPolicy":
+        """Return this policy: a server has no adapters of the run."""
+        return self
+
 
 class Evaluation:
     """Evaluation of one model: every task once.

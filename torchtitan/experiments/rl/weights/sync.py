@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,14 +22,26 @@ from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.shared_lock import SharedLock
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
 
+if TYPE_CHECKING:  # trainer ranks have no renderer
+    from renderers import Message, Renderer
+
 T = TypeVar("T")
 
+CANARY_MESSAGES: "list[Message]" = [
+    {"role": "user", "content": "What is 17 + 25? Think first, then give the number."}
+]
+"""Conversation with whose tokens the canary begins."""
 CANARY_TOKENS = 8
 """Number of tokens of the canary: enough to tell stale weights from new ones, and few enough that
 scoring them costs a fraction of loading a model."""
 
 FIRST_VERSIONS = 5
 """Number of versions from which the bound in bfloat16 is derived."""
+
+
+def canary_of(renderer: "Renderer") -> np.ndarray:
+    """Return the tokens of a text that trainer and generators score, int32 [L]."""
+    return np.array(renderer.render_ids(CANARY_MESSAGES), np.int32)
 
 
 class CanaryBound:
