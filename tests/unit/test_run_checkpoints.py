@@ -11,6 +11,7 @@ from monarch.actor import ActorError
 from msgspec import structs
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.fakes.rollouts import completed_rollout, group_of
 from tests.fakes.states import run_state
 from tests.fakes.waiting import iterations, until
 from torchtitan.experiments.rl.checkpointing.folder import (
@@ -343,6 +344,23 @@ def test_a_resume_from_an_earlier_step_keeps_the_best_checkpoint_and_says_where(
 
     assert best_of(0.8) == "set_aside/step-000060 (validation/reward 0.9 at 60)"
     assert best_of(0.95) == "checkpoints/step-000060 (validation/reward 0.95 at 60)"
+
+
+def test_a_checkpoint_with_a_sample_that_can_not_be_trained_on_is_refused(tmp_path):
+    config = evaluated_run(tmp_path, {20: 0.5})
+    checkpoint = tmp_path / "checkpoints/step-000020"
+    rollout = completed_rollout(group_id="t-7")
+    rollout.assign_advantages(1.0)
+    write_groups(checkpoint, [group_of(rollout)])
+    assert "t-7" in resume(checkpoint, run_dir=tmp_path, config=config).groups
+    rollout.samples[0].advantages = None
+    write_groups(checkpoint, [group_of(rollout)])
+    with pytest.raises(RunError) as refused:
+        resume(checkpoint, run_dir=tmp_path, config=config)
+    assert str(refused.value) == (
+        f"{checkpoint}: a sample of rollout 't-7/0' has tokens with an rl weight and no advantages: "
+        "its algorithm must assign them: resume from another checkpoint"
+    )
 
 
 def test_a_resume_drops_later_checkpoints_where_the_best_is_earlier_or_damaged(tmp_path, caplog):

@@ -18,7 +18,7 @@ dicts, lists and arrays in them are still read-only.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, cast
 
@@ -40,13 +40,16 @@ class Freezable:
 
     frozen: ClassVar[bool] = False
 
-    def freeze(self) -> Self:
+    def freeze(self, names: Iterable[str] | None = None) -> Self:
         """Make the record, and the records, arrays, dicts and lists that it holds, read-only.
 
         Return the record itself. A record that is frozen already stays as it is.
+
+        Args:
+            names: fields that may hold what can be changed; None if any may.
         """
         if not self.frozen:
-            for name in _field_names(cast(Any, type(self))):
+            for name in _field_names(cast(Any, type(self))) if names is None else names:
                 value = getattr(self, name)
                 frozen = read_only(value)
                 if frozen is not value:

@@ -220,19 +220,34 @@ def _take_credit(group: RolloutGroup, drafts: "Drafts") -> None:
         if rollout.reward is None:
             continue
         drafts.check(rollout)
-        with _naming(rollout):
-            for draft in rollout.samples:
-                check_streams(draft)
-            if rollout.status.is_error() and any(map(missing_credit, rollout.samples)):
-                # It has a reward because the rubric has an `error_reward`, and no credit because
-                # ``score_rollout``, which gives it, has not seen a rollout that failed.
-                rollout.amend(reward=None)
-                continue
-            for draft in rollout.samples:
-                check_sample(draft)
-        credited.append(rollout)
+        if _has_credit(rollout):
+            credited.append(rollout)
+        else:
+            rollout.amend(reward=None)
     for rollout in credited:
         drafts.take(rollout)
+
+
+def _has_credit(rollout: Rollout) -> bool:
+    """Check the drafts of a rollout with a reward.
+
+    Returns:
+        False if the rollout had failed and has no credit. It has a reward because the rubric has an
+        `error_reward`, but ``score_rollout``, which gives credit, does not see failed rollouts.
+
+    Raises:
+        UserCodeError: a draft can't be trained on; names the rollout.
+    """
+    try:
+        for draft in rollout.samples:
+            check_streams(draft)
+        if rollout.status.is_error() and any(map(missing_credit, rollout.samples)):
+            return False
+        for draft in rollout.samples:
+            check_sample(draft)
+    except ValueError as error:
+        raise UserCodeError(f"rollout {rollout.rollout_id}: {error}") from None
+    return True
 
 
 def refuse_unfit(group: RolloutGroup, adapter: str) -> None:
@@ -243,30 +258,18 @@ def refuse_unfit(group: RolloutGroup, adapter: str) -> None:
     Args:
         adapter: name of the adapter that the group's task trains.
     """
-    try:
-        for rollout in group.scored:
-            with _naming(rollout):
-                for sample in rollout.samples:
-                    check_sample(sample)
-                    check_finite(sample)
-                    _check_adapter(sample, adapter)
-    except Exception as error:  # noqa: BLE001 - the samples may hold values of any class
-        cause = f"task {group.task_name}: {cause_of(error)}"
-        _fail(group, cause, error)
-        group.amend(failure=cause)
-
-
-@contextmanager
-def _naming(rollout: Rollout) -> Iterator[None]:
-    """Begin what is wrong with a sample of the rollout with the rollout's id.
-
-    Raises:
-        UserCodeError: in place of the ValueError that the block raised.
-    """
-    try:
-        yield
-    except ValueError as error:
-        raise UserCodeError(f"rollout {rollout.rollout_id}: {error}") from None
+    for rollout in group.scored:
+        try:
+            for sample in rollout.samples:
+                check_sample(sample)
+                check_finite(sample)
+                _check_adapter(sample, adapter)
+        except Exception as error:  # noqa: BLE001 - the samples may hold values of any class
+            text = str(error) if isinstance(error, ValueError) else cause_of(error)
+            cause = f"task {group.task_name}: rollout {rollout.rollout_id}: {text}"
+            _fail(group, cause, error)
+            group.amend(failure=cause)
+            return
 
 
 def _fail(group: RolloutGroup, cause: str, error: BaseException) -> None:
@@ -317,6 +320,8 @@ class Drafts:
         self._rollouts = [rollout.freeze() for rollout in rollouts]
         self._samples = {rollout.rollout_id: rollout.samples for rollout in rollouts}
         """Samples that the drafts are made of, by the rollout's id, until the drafts are taken."""
+        self._fields_set: dict[str, list[list[str]]] = {}
+        """Fields that hold another object in each draft than in its sample, by the rollout's id."""
 
     def __enter__(self) -> Self:
         for rollout in self._rollouts:
@@ -345,34 +350,34 @@ class Drafts:
                 one number for each token.
         """
         samples = self._samples[rollout.rollout_id]
+        self._fields_set[rollout.rollout_id] = fields_set = []
         for index, (sample, draft) in enumerate(zip(samples, rollout.samples, strict=True)):
-            for name in _fields_set(draft, sample):
+            is_set = map(operator.is_not, _VALUES(draft), _VALUES(sample))
+            names = list(itertools.compress(_FIELDS, is_set))
+            for name in names:
                 if name not in CREDIT_STREAMS and name not in replaces:
                     raise ValueError(f"changed samples[{index}].{name} of a rollout that has ended")
+            fields_set.append(names)
             for name in STREAMS.keys() & replaces:
                 _convert(draft, name)
 
     def take(self, rollout: Rollout) -> None:
-        """Make the drafts of a rollout its read-only samples. The caller has checked them.
+        """Make the drafts of a rollout, which have passed `check`, its read-only samples.
 
         Arrays that the algorithm has set are copied, because it may write to its own again.
         """
-        samples = self._samples.pop(rollout.rollout_id)
-        for sample, draft in zip(samples, rollout.samples, strict=True):
-            for name in _fields_set(draft, sample):
+        fields_set = self._fields_set[rollout.rollout_id]
+        for draft, names in zip(rollout.samples, fields_set, strict=True):
+            for name in names:
                 values = getattr(draft, name)
                 if isinstance(values, np.ndarray):
                     setattr(draft, name, values.copy())
-            draft.freeze()
+            draft.freeze(names)
+        del self._samples[rollout.rollout_id]
 
 
 _FIELDS = tuple(field.name for field in fields(TrainingSample))
 _VALUES = operator.attrgetter(*_FIELDS)
-
-
-def _fields_set(draft: TrainingSample, sample: TrainingSample) -> Iterator[str]:
-    """Return the fields that hold another object in the draft than in its sample."""
-    return itertools.compress(_FIELDS, map(operator.is_not, _VALUES(draft), _VALUES(sample)))
 
 
 def _set_samples(rollout: Rollout, samples: Iterable[TrainingSample]) -> None:
