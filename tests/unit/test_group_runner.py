@@ -143,6 +143,8 @@ class ScoresItself(TalkTask):
     """Task that gives reward and credit itself: ``advantages`` to each sampled token."""
 
     advantages: Any = None
+    reason: str | None = None
+    """Reason why its groups can't be trained on."""
 
     async def score_group(self, group):
         for rollout in group.rollouts:
@@ -150,7 +152,8 @@ class ScoresItself(TalkTask):
             for sample in rollout.samples:
                 given = self.advantages
                 sample.amend(advantages=None if given is None else given(sample))
-        return group.failure
+        group.amend(failure=self.reason)
+        return self.reason
 
 
 @pytest.mark.parametrize(
@@ -176,6 +179,15 @@ async def test_credit_that_a_task_gave_in_a_way_of_its_own_is_checked_before_it_
         return
     assert group.failure.startswith("task talk: rollout g/0: ") and cause in group.failure
     assert group.scored == [] and {r.status for r in group.rollouts} == {RolloutStatus.ERROR}
+
+
+async def test_the_reason_that_a_task_gives_for_a_groups_failure_stays(renderer, tokenizer):
+    talk = ScoresItself.Config(algorithm=GRPO.Config()).build(
+        name="talk", context=context_of(renderer)
+    )
+    talk.reason = "nobody may learn from this"
+    group = await LocalRunner(ScriptedPolicy(tokenizer), seed=0).run(talk, request("g"))
+    assert group.failure == "nobody may learn from this" and len(group.scored) == 2
 
 
 class RunsItself(TalkTask):

@@ -150,9 +150,11 @@ def build_tasks(
         left_out: names of tasks that lack something on this machine.
 
     Returns:
-        The tasks by name. The run builds its own: the preflight uses these up, in a thread and an
-        event loop that end with it, while a run's tasks belong to the thread that calls their
-        samplers (`TaskSet.build`), or to the processes of its rollout workers.
+        The tasks by name. They are used up here, and the run builds its own: these samplers have
+        given an example, and the preflight sets the tasks up and closes them, in a thread and an
+        event loop that end with it. A run's tasks belong to the thread that calls their samplers
+        (`TaskSet.build`), or to the processes of its rollout workers, and each attempt at the run
+        begins with new ones.
 
     Raises:
         ConfigError: a task or filter can't be built, or has no example that can be used; the error

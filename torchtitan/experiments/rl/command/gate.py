@@ -83,7 +83,7 @@ class _Gate:
     """Tokenizer and renderer of the policy; None until they are loaded, and where there is no
     model."""
     tasks: Mapping[str, Task] = field(default_factory=dict)
-    """Tasks built for these checks alone; the run builds its own."""
+    """Tasks built for these checks alone; the run builds its own (`build_tasks` says why)."""
     preflights: Mapping[str, PreflightResult] = field(default_factory=dict)
     checkpoint_s: float | None = None
     """Time that a checkpoint takes; None where it is short or can't be measured."""

@@ -199,7 +199,7 @@ def _check_credit(task: Task, group: RolloutGroup) -> None:
     """
     steps = ("run_group", "score_group", "give_credit")
     is_own = any(getattr(type(task), step, None) is not getattr(Task, step) for step in steps)
-    if is_own or not gives_credit(task.algorithm):
+    if group.failure is None and (is_own or not gives_credit(task.algorithm)):
         refuse_unfit(group, task.config.adapter)
 
 
