@@ -302,7 +302,9 @@ class GroupBuffer:
         self._claimed += 1
         size = rollouts_per_group(task)
         version = self._policy.version
-        self._pacer.admit(group_id, version, rollouts=size, frozen=not task.trains_on_policy_samples)
+        self._pacer.admit(
+            group_id, version, rollouts=size, frozen=not task.trains_on_policy_samples
+        )
         group = ClaimedGroup(
             group_id=group_id,
             task=task,
