@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tests.fakes.envs import BrokenEnv, raise_value_error
+from tests.fakes.envs import BrokenEnv, hang, raise_value_error
 from tests.fakes.policy import TEACHER, Scorer, ScriptedPolicy
 from tests.fakes.tasks import run_group
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo
@@ -224,10 +224,33 @@ async def test_score_rollout_that_goes_on_after_its_limit_gives_no_credit(build,
         max_retries=0,
     )
     group = await run_group(task, ScriptedPolicy(tokenizer))
-    assert "Late.score_rollout" in group.rollouts[0].error
+    assert group.rollouts[0].error.startswith(
+        "task talk: Late.score_rollout: no answer within 1 s; it waits in Late.score_rollout (test_credit.py:"
+    )
     assert await task.score_group(group) is None
     (sample,) = group.rollouts[0].samples
     assert sample.ce_weights is None and set(sample.advantages) == {0.0, 1.0}
+
+
+class Slow(GRPO):
+    """Waits for a server that never answers."""
+
+    async def score_group(self, group):
+        await hang()
+
+
+async def test_late_algorithm_says_where_it_waits(build, tokenizer):  # noqa: F811
+    task = build(
+        algorithm=Slow.Config(),
+        env=RendererEnvConfig(rollout_timeout_s=1.0),
+        group_size=1,
+        min_group_size=1,
+    )
+    group = await run_group(task, ScriptedPolicy(tokenizer))
+    cause = await task.score_group(group)
+    assert cause.startswith(
+        "task talk: Slow.score_group: no answer within 1 s; it waits in hang (envs.py:"
+    )
 
 
 class Failing(Algorithm):

@@ -33,7 +33,7 @@ from typing import Any, Self, cast
 import numpy as np
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.ask.call import ask
+from torchtitan.experiments.rl.ask.call import ask, sentence
 from torchtitan.experiments.rl.envs.messages import checked_rewards, require
 from torchtitan.experiments.rl.errors import UserCodeError, cause_of, users_traceback
 from torchtitan.experiments.rl.frozen import ReadOnlyList, read_only
@@ -79,7 +79,7 @@ async def reward_group(rubric: Rubric, group: RolloutGroup, *, timeout_s: float)
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # noqa: BLE001 - a rubric may return objects of any class
-        _fail(group, f"{name}: {cause_of(error)}", error)
+        _fail(group, f"{name}: {sentence(error)}", error)
         return
     for rollout, had_failed, (reward, components) in zip(
         rollouts, failed_before, checked, strict=True
@@ -160,7 +160,8 @@ async def credit_rollout(
         if seen.status.is_error():  # the algorithm called its ``fail``
             rollout.fail(str(seen.error), status=seen.status, traceback=seen.traceback)
     except (UserCodeError, ValueError) as error:
-        cause = f"task {group.task_name}: {name}: {error}"
+        cause = sentence(error) if isinstance(error, UserCodeError) else str(error)
+        cause = f"task {group.task_name}: {name}: {cause}"
         rollout.fail(cause, traceback=users_traceback(error))
     except Exception as error:  # noqa: BLE001 - of what an algorithm wrote, such as a tensor
         cause = f"task {group.task_name}: {name}: {cause_of(error)}"
@@ -192,7 +193,7 @@ async def credit_group(
                 await ask(score, timeout_s=timeout_s)
             _take_credit(group, drafts)
     except Exception as error:  # noqa: BLE001 - it may write values of any class
-        cause = f"task {group.task_name}: {name}: {cause_of(error)}"
+        cause = f"task {group.task_name}: {name}: {sentence(error)}"
         _fail(group, cause, error)
         return cause
     return None
