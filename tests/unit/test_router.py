@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes.replicas import PROMPT, STOP, generate, open_session
 from tests.fakes.waiting import settle
-from torchtitan.experiments.rl.envs.yield_queue import Line, yield_queue
+from torchtitan.experiments.rl.envs.yield_queue import Priority, yield_queue
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.client import FULL_MESSAGE
 from torchtitan.experiments.rl.generation.engine import (
@@ -367,7 +367,7 @@ async def test_requests_of_rollouts_that_render_one_after_another_leave_together
     gate = yield_queue()
 
     async def rollout(seed):
-        await gate.wait(Line.ANSWER)  # one in each iteration of the loop
+        await gate.wait(Priority.COMPLETION)  # one in each iteration of the loop
         await open_session(client, seed).generate(PROMPT, max_tokens=4)
 
     work = [asyncio.create_task(rollout(seed)) for seed in range(FULL_MESSAGE + 9)]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes.waiting import LIMIT_S
 from torchtitan.experiments.rl.envs import yield_queue as module
-from torchtitan.experiments.rl.envs.yield_queue import Line, YieldQueue, compute, yield_queue
+from torchtitan.experiments.rl.envs.yield_queue import Priority, YieldQueue, compute, yield_queue
 from torchtitan.experiments.rl.errors import UserCodeTimeout
 
 
@@ -24,7 +24,7 @@ async def test_one_caller_an_iteration_in_the_order_they_came():
 
     async def caller(number: int) -> None:
         for _ in range(3):
-            await queue.wait(Line.ANSWER)
+            await queue.wait(Priority.COMPLETION)
             seen.append((number, counter[0]))
 
     ticker = asyncio.create_task(iterations(counter))
@@ -37,20 +37,20 @@ async def test_one_caller_an_iteration_in_the_order_they_came():
 async def test_first_prompts_come_before_new_groups_and_these_before_answers():
     queue, seen = YieldQueue(), []
 
-    async def caller(line: Line, number: int) -> None:
-        await queue.wait(line)
-        seen.append((line, number))
+    async def caller(priority: Priority, number: int) -> None:
+        await queue.wait(priority)
+        seen.append((priority, number))
 
-    lines = [Line.ANSWER, Line.NEW_GROUP, Line.FIRST_PROMPT] * 2
-    await asyncio.gather(*(caller(line, number) for number, line in enumerate(lines)))
-    prompts, groups, answers = Line.FIRST_PROMPT, Line.NEW_GROUP, Line.ANSWER
+    priorities = [Priority.COMPLETION, Priority.NEW_GROUP, Priority.FIRST_PROMPT] * 2
+    await asyncio.gather(*(caller(priority, number) for number, priority in enumerate(priorities)))
+    prompts, groups, completions = Priority.FIRST_PROMPT, Priority.NEW_GROUP, Priority.COMPLETION
     assert seen == [
         (prompts, 2),
         (prompts, 5),
         (groups, 1),
         (groups, 4),
-        (answers, 0),
-        (answers, 3),
+        (completions, 0),
+        (completions, 3),
     ]
 
 
@@ -58,7 +58,7 @@ async def test_caller_that_is_cancelled_while_it_waits_holds_up_nobody():
     queue, seen = YieldQueue(), []
 
     async def caller(number: int) -> None:
-        await queue.wait(Line.ANSWER)
+        await queue.wait(Priority.COMPLETION)
         seen.append(number)
 
     waiting = [asyncio.create_task(caller(number)) for number in range(6)]
@@ -76,7 +76,7 @@ async def test_caller_holds_its_place_until_it_awaits_something():
 
     async def caller() -> list[bool]:
         held = [queue.held]
-        await queue.wait(Line.ANSWER)
+        await queue.wait(Priority.COMPLETION)
         held.append(queue.held)
         await asyncio.sleep(0)
         return [*held, queue.held]
@@ -86,11 +86,11 @@ async def test_caller_holds_its_place_until_it_awaits_something():
 
 def test_every_event_loop_has_its_own():
     async def mine() -> YieldQueue:
-        await asyncio.wait_for(yield_queue().wait(Line.ANSWER), LIMIT_S)
+        await asyncio.wait_for(yield_queue().wait(Priority.COMPLETION), LIMIT_S)
         return yield_queue()
 
     async def abandoned() -> None:
-        asyncio.ensure_future(yield_queue().wait(Line.ANSWER))
+        asyncio.ensure_future(yield_queue().wait(Priority.COMPLETION))
         await asyncio.sleep(0)
 
     asyncio.run(abandoned())

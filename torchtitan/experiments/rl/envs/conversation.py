@@ -31,7 +31,7 @@ from torchtitan.experiments.rl.envs.prompt import (
 )
 from torchtitan.experiments.rl.envs.special_texts import SpecialTexts, special_texts
 from torchtitan.experiments.rl.envs.tool_calls import parse_completion
-from torchtitan.experiments.rl.envs.yield_queue import Line, compute
+from torchtitan.experiments.rl.envs.yield_queue import Priority, compute
 from torchtitan.experiments.rl.errors import UserCodeError, cause_of
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.samples import checked_completion
@@ -217,7 +217,7 @@ class Conversation:
             return await compute(
                 lambda: first_prompt(_rendered(opening)),
                 large=_characters(messages, tools) > LARGE_TEXT,
-                line=Line.FIRST_PROMPT,
+                priority=Priority.FIRST_PROMPT,
             )
 
         prompt = await self._rendering(

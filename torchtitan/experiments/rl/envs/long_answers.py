@@ -42,12 +42,12 @@ def cut_in_the_middle(text: str, limit: int, texts: SpecialTexts) -> str:
     """
     if len(text) <= limit:
         return text  # no token is shorter than a character's byte
-    places = texts.places_of_tokens(text)
-    if len(places) <= limit:
+    positions = texts.positions_of_tokens(text)
+    if len(positions) <= limit:
         return text
     tail = limit // 2
     head = limit - tail
-    _, end = places[head - 1]
-    start = places[-tail][0] if tail else len(text)
-    left_out = len(places) - limit
+    _, end = positions[head - 1]
+    start = positions[-tail][0] if tail else len(text)
+    left_out = len(positions) - limit
     return f"{text[:end]}\n[... {left_out:,} tokens left out ...]\n{text[start:]}"

@@ -156,7 +156,7 @@ class SpecialTexts:
 
         return self._in_json.sub(replaced, text)
 
-    def places_of_tokens(self, text: str) -> list[tuple[int, int]]:
+    def positions_of_tokens(self, text: str) -> list[tuple[int, int]]:
         """Return where each token of a text begins and ends in it; its special texts are text."""
         tokenizer: Any = self._tokenizer
         if self._pattern.search(text):

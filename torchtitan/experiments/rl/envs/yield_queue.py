@@ -26,7 +26,7 @@ _LARGE_WORK = WorkerThreads(1, name="render")
 """One thread for large texts: several would keep the interpreter from the event loop."""
 
 
-class Line(IntEnum):
+class Priority(IntEnum):
     """Order in which waiting callers continue.
 
     New requests come before answers: without requests the engine waits, and answers can wait.
@@ -37,19 +37,19 @@ class Line(IntEnum):
     NEW_GROUP = 1
     """A group that begins. So the requests of one group leave before the envs of 31 others are
     made."""
-    ANSWER = 2
+    COMPLETION = 2
     """A rollout that parses a completion, or renders what its env said to it."""
 
 
 class YieldQueue:
     """Lets one waiting caller continue in each iteration of the event loop.
 
-    Callers of a lower `Line` go first; within a line, they go in the order in which they came.
+    Callers of a lower `Priority` go first; those of one go in the order in which they came.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Line, int, asyncio.Future[None]]] = []
-        """Heap of waiting callers: their line, arrival number and the future that wakes them."""
+        self._waiting: list[tuple[Priority, int, asyncio.Future[None]]] = []
+        """Heap of waiting callers: priority, arrival number and the future that wakes each."""
         self._arrivals = itertools.count()
         self._scheduled = False
         self._holder: asyncio.Task | None = None
@@ -65,11 +65,11 @@ class YieldQueue:
         """True if the running asyncio task continues in this iteration, so it need not wait."""
         return self._holder is not None and self._holder is asyncio.current_task()
 
-    async def wait(self, line: Line) -> None:
+    async def wait(self, priority: Priority) -> None:
         """Return in an iteration of the event loop in which no other caller returns."""
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
-        heapq.heappush(self._waiting, (line, next(self._arrivals), turn))
+        heapq.heappush(self._waiting, (priority, next(self._arrivals), turn))
         if not self._scheduled:
             self._scheduled = True
             loop.call_soon(self._wake_next)
@@ -99,13 +99,15 @@ def yield_queue() -> YieldQueue:
     return queue
 
 
-async def compute(call: Callable[[], T], *, large: bool, line: Line = Line.ANSWER) -> T:
+async def compute(
+    call: Callable[[], T], *, large: bool, priority: Priority = Priority.COMPLETION
+) -> T:
     """Return the result of ``call``, without holding up the event loop for long.
 
     Args:
         large: if True, the call runs in a thread. Otherwise it runs on the event loop, in an
             iteration in which no other rollout computes.
-        line: order in which the caller's turn comes.
+        priority: order in which the caller's turn comes.
 
     Raises:
         UserCodeTimeout: a large call took longer than `LARGE_WORK_S`.
@@ -116,5 +118,5 @@ async def compute(call: Callable[[], T], *, large: bool, line: Line = Line.ANSWE
         return cast(T, await ask_in_thread(_LARGE_WORK, _LARGE_WORK.submit(call), LARGE_WORK_S))
     queue = yield_queue()
     if not queue.held:
-        await queue.wait(line)
+        await queue.wait(priority)
     return call()

@@ -173,7 +173,7 @@ class _OpenRequest:
     """Replica of the conversation's last turn; None at its first."""
     group: str
     """Group of the rollout (`Router.choose`)."""
-    answer: asyncio.Future
+    result: asyncio.Future
     replica: int = -1
     """Replica that the request was sent to; -1 until it is sent."""
     tokens: int
@@ -393,9 +393,9 @@ class GeneratorClient:
         """
         if self._failure is not None:
             raise self._failure
-        answer = asyncio.get_running_loop().create_future()
+        result = asyncio.get_running_loop().create_future()
         waiting = _OpenRequest(
-            request=request, last_replica=last_replica, group=group, answer=answer, tokens=tokens
+            request=request, last_replica=last_replica, group=group, result=result, tokens=tokens
         )
         self._open[request.request_id] = waiting
         self._outbox.append(waiting)
@@ -403,7 +403,7 @@ class GeneratorClient:
             self._flush()
         self._schedule_flush()  # does nothing if `_flush` has emptied the outbox
         try:
-            return await waiting.answer, waiting.replica
+            return await waiting.result, waiting.replica
         except asyncio.CancelledError:
             self._cancel(waiting)
             raise
@@ -500,14 +500,14 @@ class GeneratorClient:
             return
         self._router.add(waiting.replica, -waiting.tokens)
         self._schedule_flush()  # it may have been the last in flight
-        if waiting.answer.done():
+        if waiting.result.done():
             return
         if isinstance(result, RequestFailed):
-            waiting.answer.set_exception(RunError(result.cause))
+            waiting.result.set_exception(RunError(result.cause))
             return
         if isinstance(result, GenerateResult):
             self.generated_tokens += len(result.completion.token_ids)
-        waiting.answer.set_result(result)
+        waiting.result.set_result(result)
 
     def _cancel(self, waiting: _OpenRequest) -> None:
         if self._open.pop(waiting.request.request_id, None) is None:
@@ -522,8 +522,8 @@ class GeneratorClient:
     def _fail_open_requests(self, failure: RunError) -> None:
         self._failure = self._failure or failure
         for waiting in self._open.values():
-            if not waiting.answer.done():
-                waiting.answer.set_exception(failure)
+            if not waiting.result.done():
+                waiting.result.set_exception(failure)
         self._open.clear()
         self._outbox.clear()
 

@@ -23,7 +23,7 @@ from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
 from torchtitan.experiments.rl.envs.stop_tokens import with_stop_texts
-from torchtitan.experiments.rl.envs.yield_queue import Line, yield_queue
+from torchtitan.experiments.rl.envs.yield_queue import Priority, yield_queue
 from torchtitan.experiments.rl.errors import (
     UserCodeError,
     UserCodeTimeout,
@@ -258,7 +258,7 @@ class GroupRun:
         try:
             sessions = [self._open_session(rollout, attempt=0) for rollout in rollouts]
             # Rollouts that are ready to render their first prompt go before a group that begins.
-            await yield_queue().wait(Line.NEW_GROUP)
+            await yield_queue().wait(Priority.NEW_GROUP)
             envs = await self._make_envs(len(rollouts))
             await asyncio.gather(*map(self._run_to_status, rollouts, envs, sessions))
             self._count_first_prompts()
